@@ -1,0 +1,118 @@
+"""``attend(query, segments)``: attention over keys and values that never stand in one piece.
+
+Softmax attention over a set of keys can be taken over any partition of that set: with
+``o_i``, ``lse_i`` the output and the log-sum-exp of the scores of part i,
+
+    o = sum_i exp(lse_i - lse) o_i,    lse = log sum_i exp(lse_i)
+
+which is the identity FlashAttention (Dao et al., 2022) is built on. So a page of recalled keys
+can be rebuilt, used and thrown away, and the result is the attention over all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Some keys and values, and which queries see which of them.
+
+    key: (batch, kv_heads, entries, key_dim); value: (batch, kv_heads, entries, value_dim).
+    mask: None (every query sees every entry), or bool (True = seen) or additive float, broadcastable
+    to (batch, 1, queries, entries).
+    causal: query i sees entries 0..i; needs as many entries as queries, and no mask.
+    """
+
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None = None
+    causal: bool = False
+
+
+def attend(query: Tensor, segments: Iterable[Segment], scaling: float) -> Tensor:
+    """Return softmax attention of ``query`` over the union of ``segments``.
+
+    query: (batch, heads, queries, key_dim), heads a multiple of each segment's kv_heads (grouped
+    queries: consecutive heads share a kv head). Returns (batch, heads, queries, value_dim) in the
+    query's dtype. Partial results are combined in float32; a query that sees nothing at all gets zeros.
+    Segments are consumed one at a time, so a generator holds only one of them.
+    """
+    output: Tensor | None = None
+    lse: Tensor | None = None
+    for segment in segments:
+        if segment.key.shape[-2] == 0:
+            continue
+        part, part_lse = _partial(query, segment, scaling)
+        if output is None or lse is None:
+            output, lse = part, part_lse
+        else:
+            output, lse = _merge(output, lse, part, part_lse)
+    if output is None:
+        raise ValueError("attend() needs at least one segment with an entry in it")
+    return output.to(query.dtype)
+
+
+def _merge(a: Tensor, lse_a: Tensor, b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Combine two partial results; outputs (batch, heads, queries, dim), lse without the last axis."""
+    lse = torch.logaddexp(lse_a, lse_b)
+    # Where a query saw nothing in either part both are -inf and the difference is nan: weigh with 0.
+    weight_a = torch.exp(lse_a - lse).nan_to_num_(0.0).unsqueeze(-1)
+    weight_b = torch.exp(lse_b - lse).nan_to_num_(0.0).unsqueeze(-1)
+    return a * weight_a + b * weight_b, lse
+
+
+def _partial(query: Tensor, segment: Segment, scaling: float) -> tuple[Tensor, Tensor]:
+    """Attention over one segment: float-accumulated output and the log-sum-exp of its scores."""
+    batch, heads, queries, _ = query.shape
+    key, value, mask = segment.key, segment.value, segment.mask
+    groups = heads // key.shape[1]
+    causal = segment.causal and queries > 1
+    if causal:
+        # The causal flag of the kernel is per head: keys are repeated rather than queries packed.
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    else:
+        # Queries of one kv head are stacked as rows, so shared keys are read once, where they lie.
+        query = query.reshape(batch, key.shape[1], groups * queries, query.shape[-1])
+        if mask is not None and queries > 1:
+            mask = mask.repeat(1, 1, groups, 1)
+    if query.device.type == "cpu" and key.shape[-1] == value.shape[-1]:
+        bias = mask if mask is None or mask.dtype != torch.bool else _bias(mask, query.dtype)
+        output, lse = _flash_cpu(query, key, value, 0.0, causal, attn_mask=bias, scale=scaling)
+        if mask is not None:  # the kernel reports 0 for a row that sees nothing
+            lse = lse.masked_fill(_blind(mask), float("-inf"))
+    else:
+        output, lse = _plain(query, key, value, mask, causal, scaling)
+    return output.reshape(batch, heads, queries, -1).float(), lse.reshape(batch, heads, queries)
+
+
+def _plain(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scaling: float
+) -> tuple[Tensor, Tensor]:
+    """The same in plain tensor operations, for devices and shapes without a kernel that reports lse."""
+    scores = torch.matmul(query, key.transpose(-1, -2)).float() * scaling
+    if causal:
+        rows, columns = scores.shape[-2:]
+        mask = torch.ones(rows, columns, dtype=torch.bool, device=scores.device).tril()
+    if mask is not None:
+        scores = scores + (_bias(mask, scores.dtype) if mask.dtype == torch.bool else mask)
+    lse = scores.logsumexp(-1)
+    weights = torch.exp(scores - lse.unsqueeze(-1)).nan_to_num_(0.0)
+    return torch.matmul(weights.to(value.dtype), value), lse
+
+
+def _bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Turn "seen" flags into what is added to the scores."""
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
+
+
+def _blind(mask: Tensor) -> Tensor:
+    """Return which rows of a mask see nothing: (batch, 1, rows)."""
+    seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
+    return ~seen.any(-1)

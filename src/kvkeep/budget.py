@@ -1,0 +1,206 @@
+"""The budget of a cache: "512", "64MB", "25%" as entries per full layer of one model."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal, overload
+
+from kvkeep.errors import BudgetError, UnsupportedModelError
+from kvkeep.geometry import ModelGeometry
+
+DEFAULT_CHUNK = 256
+"""Tokens per prefill chunk when the budget has room for them."""
+
+MIN_CHUNK = 16
+"""The smallest chunk chosen unasked: below it prefill runs almost token by token."""
+
+_BYTES = {"b": 1} | {
+    f"{letter}{suffix}": base**power
+    for power, letter in enumerate("kmgt", start=1)
+    for suffix, base in (("b", 10**3), ("ib", 2**10))
+}
+_TOKENS = {"", "tok", "token", "tokens"}
+_SPELLING = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([a-z]*|%)", re.IGNORECASE)
+_EXAMPLES = (
+    "512 or 512tok (entries per layer), 64MB, 1.5GiB (bytes of cache), 25% (of the context), "
+    "0 (recall everything)"
+)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How much cache a model may keep, in the words of the one who set it.
+
+    Attributes:
+        text: the user's spelling, outer blanks removed; what ``str`` returns.
+        unit: "tokens" (entries per full layer), "bytes" (of the whole cache: all layers, all rows of the
+            batch) or "percent" (of the context, per full layer).
+        amount: the number in that unit. MB is 10**6 bytes and MiB is 2**20, so too for the others.
+    """
+
+    text: str
+    unit: Literal["tokens", "bytes", "percent"]
+    amount: Fraction
+
+    @overload
+    @classmethod
+    def parse(cls, value: None) -> None: ...
+    @overload
+    @classmethod
+    def parse(cls, value: int | str | Budget) -> Budget: ...
+    @classmethod
+    def parse(cls, value: int | str | Budget | None) -> Budget | None:
+        """Read a budget; None stays None, which means no budget and the model's stock cache.
+
+        Case and blanks do not matter. Raises :class:`BudgetError` for anything else than the forms above.
+        """
+        if value is None or isinstance(value, Budget):
+            return value
+        if isinstance(value, bool) or not isinstance(value, int | str):
+            raise _unreadable(value, "it is not a whole number or a text")
+        text = str(value).strip()
+        match = _SPELLING.fullmatch(text)
+        if match is None:
+            raise _unreadable(value, _why_unreadable(text))
+        amount, suffix = Fraction(match[1]), match[2].lower()
+        if suffix == "%":
+            if amount > 100:
+                raise _unreadable(value, "a context has no more than 100%")
+            return cls(text, "percent", amount)
+        if suffix in _TOKENS:
+            if "." in match[1]:
+                raise _unreadable(value, "entries are whole")
+            return cls(text, "tokens", amount)
+        if suffix in _BYTES:
+            return cls(text, "bytes", amount * _BYTES[suffix])
+        raise _unreadable(value, f"'{match[2]}' is no unit")
+
+    def __str__(self) -> str:
+        return self.text
+
+    def entries(
+        self, geometry: ModelGeometry, *, context: int | None = None, batch: int = 1, chunk: int | None = None
+    ) -> int:
+        """Return how many entries each full layer may keep, per sequence.
+
+        Sliding layers keep their own window whatever the budget; only a budget in bytes counts them.
+
+        Args:
+            geometry: the model.
+            context: tokens of the longest sequence; percentages are of it (default: what the model was
+                trained for), and windows never hold more than it.
+            batch: sequences that share a budget in bytes.
+            chunk: prefill chunk asked for; None lets :meth:`chunk_for` choose.
+
+        Raises:
+            BudgetError: less than one chunk fits; the message names the smallest budget that would do.
+            UnsupportedModelError: the model has a layer whose cache no budget can govern.
+        """
+        _positive("context", context)
+        _positive("batch", batch)
+        _positive("chunk", chunk)
+        _governable(self, geometry)
+        if self.unit == "percent":
+            context = self._context(geometry, context)
+        if self.amount == 0:
+            return 0
+        entries = self._fitting(geometry, context, batch)
+        if entries < (chunk or MIN_CHUNK):
+            raise self._too_small(entries, geometry, context, batch, chunk or MIN_CHUNK)
+        return entries
+
+    def chunk_for(self, entries: int, chunk: int | None = None) -> int:
+        """Return the prefill chunk, in tokens, for the ``entries`` that :meth:`entries` returned.
+
+        The chunk asked for, or :data:`DEFAULT_CHUNK` shrunk to the budget. With no entries at all nothing
+        is kept between chunks, so their size is free.
+
+        Raises:
+            BudgetError: ``entries`` is not zero and less than one chunk.
+        """
+        _positive("chunk", chunk)
+        if entries == 0:
+            return chunk or DEFAULT_CHUNK
+        least = chunk or MIN_CHUNK
+        if entries < least:
+            raise BudgetError(f"Budget '{self}' holds {entries} entries, below one chunk of {least}.")
+        return chunk or min(DEFAULT_CHUNK, entries)
+
+    def _context(self, geometry: ModelGeometry, context: int | None) -> int:
+        known = context if context is not None else geometry.max_positions
+        if known is None:
+            raise BudgetError(
+                f"Budget '{self}' is a share of the context, and {geometry.model_type} names none: "
+                "give the context in tokens, or the budget as entries (512) or bytes (64MB)."
+            )
+        return known
+
+    def _fitting(self, geometry: ModelGeometry, context: int | None, batch: int) -> int:
+        """Return the entries that fit; negative when the sliding layers alone take more."""
+        if self.unit == "tokens":
+            return int(self.amount)
+        if self.unit == "percent":
+            assert context is not None
+            return int(context * self.amount / 100)
+        left = int(self.amount) - batch * geometry.sliding_bytes(context)
+        return left // (batch * geometry.full_bytes_per_token)
+
+    def _too_small(
+        self, entries: int, geometry: ModelGeometry, context: int | None, batch: int, least: int
+    ) -> BudgetError:
+        fixed = batch * geometry.sliding_bytes(context)
+        if entries < 0:
+            problem = f"is less than the {fixed}B that the sliding-window layers hold by themselves"
+        else:
+            problem = f"holds {entries} entries, below one chunk of {least}"
+        if self.unit == "tokens":
+            remedy = f"the smallest is {least}{re.sub(r'[0-9]', '', self.text).strip()}"
+        elif self.unit == "bytes":
+            smallest = fixed + batch * least * geometry.full_bytes_per_token
+            remedy = f"the smallest for this model is {smallest}B"
+        else:
+            remedy = _smallest_share(context or 0, least)
+        return BudgetError(f"Budget '{self}' {problem}; {remedy} (or 0, which recalls everything).")
+
+
+def _smallest_share(context: int, least: int) -> str:
+    """Return which percentage of ``context`` holds ``least`` entries, to a hundredth rounded up."""
+    if context < least:
+        return f"no share of a context of {context} would do, the smallest is {least} entries"
+    hundredths = -(-least * 10_000 // context)
+    percent = f"{hundredths // 100}.{hundredths % 100:02d}".rstrip("0").rstrip(".")
+    return f"the smallest for a context of {context} is {percent}%"
+
+
+def _governable(budget: Budget, geometry: ModelGeometry) -> None:
+    """Refuse models on which the budget would be a promise about nothing, or about a part only."""
+    if geometry.other_layers:
+        kinds = ", ".join(sorted({layer.kind for layer in geometry.other_layers}))
+        raise UnsupportedModelError(
+            f"'{geometry.model_type}' has layers of kind {kinds}, whose cache kvkeep cannot bound; "
+            "leave the budget out."
+        )
+    if not geometry.full_layers:
+        raise BudgetError(
+            f"Budget '{budget}' has nothing to govern: every layer of {geometry.model_type} bounds itself to "
+            f"a window ({geometry.sliding_bytes()}B per sequence); leave the budget out."
+        )
+
+
+def _positive(name: str, value: int | None) -> None:
+    if value is not None and value < 1:
+        raise BudgetError(f"The {name} of a budget must be 1 or more, not {value}.")
+
+
+def _why_unreadable(text: str) -> str:
+    if not text:
+        return "it is empty"
+    if text.startswith("-"):
+        return "it is negative"
+    return "it is not a number with a unit"
+
+
+def _unreadable(value: object, why: str) -> BudgetError:
+    return BudgetError(f"Budget {value!r} cannot be read, {why}; what works: {_EXAMPLES}.")

@@ -1,0 +1,297 @@
+"""KeepCache: a transformers cache inside a hard budget."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+from kvkeep.attention import Segment, attend
+from kvkeep.attention.visibility import new_mask, past_mask
+from kvkeep.budget import Budget
+from kvkeep.errors import KvkeepError, UsageError
+from kvkeep.geometry import ModelGeometry
+from kvkeep.policies.methods import Exactness, Method, Request, resolve
+from kvkeep.stores.bounded import BoundedLayer
+from kvkeep.stores.checkpoints import expanded
+from kvkeep.stores.ledger import Ledger
+from kvkeep.stores.meter import Memory, Meter, nbytes
+from kvkeep.stores.rows import Rows
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """What one layer asked for and what it got; ``note`` says why where they differ."""
+
+    layer: int
+    kind: str
+    requested: str
+    effective: str
+    requested_budget: str
+    entries: int | None
+    exactness: str
+    note: str
+
+
+class KeepCache(Cache):
+    """A cache for ``model`` by a named method, within a budget.
+
+    model: a transformers decoder. method: a name of ``kvkeep methods``; by default "full" without a budget and
+    "kv-direct" with one. budget: entries for each layer (``512``), bytes for the whole cache (``"64MB"``), or a share
+    (``"25%"``) of ``context`` tokens (by default all the model's positions). checkpoint: "kv", "tokens",
+    "residual" or "residual:STRIDE"; by default the smaller of kv and residual. where: "device", "host" or "disk"; by
+    default disk beside a CPU model, host beside an accelerator. capacity: entries the checkpoint may hold. folder:
+    for disk. chunk: tokens of a prompt taken at a time. page: rows rebuilt at a time. batch: rows of the batch that
+    share a budget given in bytes.
+
+    Raises UsageError, BudgetError, UnsupportedModelError or StoreError, each with one sentence.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        method: str | None = None,
+        budget: int | str | Budget | None = None,
+        *,
+        checkpoint: str | None = None,
+        where: str | None = None,
+        capacity: int | None = None,
+        folder: str | os.PathLike[str] | None = None,
+        chunk: int | None = None,
+        page: int = 512,
+        context: int | None = None,
+        batch: int = 1,
+    ) -> None:
+        self.method: Method = resolve(method or ("full" if budget is None else "kv-direct"))
+        self.geometry = ModelGeometry.from_config(model.config, next(model.parameters()).dtype.itemsize)
+        self.request = Request(
+            model, self.geometry, None if budget is None else Budget.parse(budget), checkpoint, where, capacity,
+            None if folder is None else os.fspath(folder), chunk, page, context, batch,
+        )
+        self.earlier_outputs: list[Tensor] = []
+        self._readers = {layer.source: layer.index for layer in self.geometry.layers}
+        self._start()
+
+    def _start(self) -> None:
+        self.ledger, self.meter = Ledger(), Meter()
+        plan = self.method.plan(self.request, self.ledger, self.meter)
+        self.entries, self.chunk, self.streams = plan.entries, plan.chunk, plan.streams
+        self.spec, self.checkpoint = plan.spec, plan.checkpoint
+        self._open = False
+        super().__init__(layers=plan.layers)
+
+    # -- the forward pass ---------------------------------------------------------------------------
+
+    def begin_forward(
+        self, ids: Tensor | None, embeddings: Tensor | None, positions: Tensor | None, mask: Tensor | None
+    ) -> None:
+        """Take note of the tokens about to be processed."""
+        if self._open:
+            raise KvkeepError("The cache was left in the middle of a step; call reset() before using it again.")
+        self._open = True
+        known = self.ledger.length
+        self.ledger.append(ids, embeddings, positions, mask)
+        if self.checkpoint is not None:
+            self.checkpoint.begin_forward(embeddings is None, known)
+
+    def enter_layer(self, layer_idx: int, hidden: Tensor) -> None:
+        """Let the checkpoint keep the residual entering a layer."""
+        if self.checkpoint is not None:
+            self.checkpoint.enter_layer(layer_idx, hidden.detach())
+
+    def attends(self, layer_idx: int) -> bool:
+        """Tell whether a layer's past is streamed (it is not where a sliding window keeps it)."""
+        return isinstance(self.layers[self.geometry.layers[layer_idx].source], BoundedLayer)
+
+    @torch.no_grad()
+    def attend(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float
+    ) -> Tensor:
+        """Attend over what was evicted, what is resident and what is new; then settle the new entries."""
+        index = module.layer_idx
+        source = self.geometry.layers[index].source
+        layer = self.layers[source]
+        output = attend(query, self._segments(layer, module, query, key, value, mask), scaling)
+        if self._readers[source] == index:
+            self.meter.cache(self.resident_bytes() + layer.pending_bytes)
+            layer.settle()
+        return output
+
+    def _segments(
+        self, layer: BoundedLayer, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+    ) -> Iterator[Segment]:
+        queries, new, past = query.shape[2], key.shape[2], layer.length
+        visible = self.ledger.visible
+        wide = mask is not None and mask.shape[-1] == past + new > new  # a mask of the caller's own, over the past too
+        for start, keys, values in layer.past(ordered=visible is not None or wide):
+            stop = start + keys.shape[-2]
+            if wide and mask is not None:
+                seen: Tensor | None = mask[..., start:stop]
+            else:
+                seen = past_mask(past, queries, start, stop, visible=visible, device=query.device)
+            yield Segment(*expanded(module, keys, values), seen)
+        if mask is not None:
+            yield Segment(key, value, mask[..., -new:])
+        elif queries == new:
+            yield Segment(key, value, causal=True)
+        else:  # only the last tokens' queries were asked for
+            yield Segment(key, value, new_mask(queries, new, query.device))
+
+    def end_forward(self, completed: bool) -> None:
+        """Close the step; one that an exception left is rolled back where that can be done."""
+        bounded = [layer for layer in self.layers if isinstance(layer, BoundedLayer)]
+        if completed:
+            self._open = False
+            if any(layer.length != self.ledger.length for layer in bounded):
+                raise KvkeepError(
+                    f"'{self.geometry.model_type}' did not pass all its entries through the cache's attention; "
+                    "the result would be wrong. Use method 'full'."
+                )
+            self.meter.cache(self.resident_bytes())
+            return
+        if not any(self.is_sliding):
+            self._open = False
+            self._truncate(min(layer.length for layer in bounded))
+
+    # -- the cache contract -------------------------------------------------------------------------
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return the number of tokens processed."""
+        return super().get_seq_length(self.geometry.layers[layer_idx].source)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last ``-tokens_to_remove`` tokens (a positive number: keep that many, as transformers before
+        5.20 calls it). Raises RuntimeError where a sliding window has forgotten what would be needed."""
+        remove = tokens_to_remove
+        if remove > 0:
+            remove = min(0, tokens_to_remove - self.get_seq_length())
+        super().crop(remove)
+        if self.streams:
+            self._forget_from(self.ledger.length + remove)
+
+    def _truncate(self, length: int) -> None:
+        for layer in self.layers:
+            if hasattr(layer, "truncate"):
+                layer.truncate(length)
+        self._forget_from(length)
+
+    def _forget_from(self, length: int) -> None:
+        self.ledger.truncate(length)
+        for name, rows in self._checkpoint_rows():
+            # Residuals are written for every slot, entries only for evicted ones.
+            rows.truncate(min(length, rows.length) if name.startswith("residual") else min(length, self._evicted()))
+
+    def _evicted(self) -> int:
+        return max((layer.evicted for layer in self.layers if isinstance(layer, BoundedLayer)), default=0)
+
+    def reset(self) -> None:
+        """Forget everything and free the memory."""
+        self._start()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Make the rows of the batch those of ``beam_idx``."""
+        self.select(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row of the batch ``repeats`` times."""
+        if self.batch_size_now:
+            self.select(torch.arange(self.batch_size_now).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows ``indices`` of the batch (numbers or flags)."""
+        self.select(indices.nonzero().squeeze(-1) if indices.dtype == torch.bool else indices)
+
+    @property
+    def batch_size_now(self) -> int:
+        """Rows of the batch held, 0 before the first token."""
+        for layer in self.layers:
+            if (keys := getattr(layer, "keys", None)) is not None and keys.numel():
+                return int(keys.shape[0])
+        return int(self.ledger.ids.data.shape[0]) if self.ledger.ids.data is not None else 0
+
+    def select(self, index: Tensor) -> None:
+        """Make the batch the rows of ``index``, repeats and reorders allowed."""
+        for layer in self.layers:
+            if hasattr(layer, "select"):
+                layer.select(index)
+            elif getattr(layer, "is_initialized", False) and layer.keys is not None:
+                layer.reorder_cache(index)
+        self.ledger.select(index.to(self.request.device))
+        for _, rows in self._checkpoint_rows():
+            rows.select(index)
+
+    # -- what it holds ------------------------------------------------------------------------------
+
+    @property
+    def exactness(self) -> Exactness:
+        """The method's promise; lossy as soon as a checkpoint of limited capacity has lost an entry."""
+        lost = any(rows.first > 0 for _, rows in self._checkpoint_rows())
+        return Exactness.LOSSY if lost else self.method.exactness
+
+    def _checkpoint_rows(self) -> Iterator[tuple[str, Rows]]:
+        return iter(()) if self.checkpoint is None else self.checkpoint.stores()
+
+    def resident_bytes(self) -> int:
+        """Bytes allocated for entries that attention reads directly."""
+        total = 0
+        for layer in self.layers:
+            own = getattr(layer, "resident_bytes", None)
+            total += own if own is not None else nbytes(*held_by(layer))
+        return total
+
+    def memory(self) -> Memory:
+        """Return measured bytes, by what they are for."""
+        resident = self.resident_bytes()
+        self.meter.cache(resident)
+        places = {"device": 0, "host": 0, "disk": 0}
+        if self.checkpoint is not None and self.spec is not None:
+            places[self.spec.where] = sum(rows.nbytes for _, rows in self._checkpoint_rows())
+        return Memory(
+            resident_bytes=resident,
+            checkpoint_bytes=places,
+            bookkeeping_bytes=self.ledger.ids.nbytes + self.ledger.positions.nbytes,
+            peak_cache_bytes=self.meter.peak_cache,
+            peak_workspace_bytes=self.meter.peak_workspace,
+        )
+
+    def describe(self) -> list[LayerReport]:
+        """Return, for every layer, the requested and the effective method and budget."""
+        budget = "none" if self.request.budget is None else str(self.request.budget)
+        reports = []
+        for layer in self.geometry.layers:
+            effective, entries, note = self.method.name, self.entries, ""
+            if layer.kind == "sliding":
+                effective, entries = "sliding window", layer.window
+                note = "the model's own window bounds it already"
+            elif layer.kind == "shared":
+                effective, entries, note = "none", 0, f"reads the entries of layer {layer.source}"
+            elif layer.kind != "full":
+                effective, entries, note = STOCK_STATE, None, "not keys and values; left to transformers"
+            reports.append(LayerReport(
+                layer.index, layer.kind, self.method.name, effective, budget, entries,
+                str(self.exactness if layer.kind == "full" else Exactness.EXACT), note,
+            ))
+        return reports
+
+
+STOCK_STATE = "transformers' own"
+
+
+def held_by(layer: Any) -> list[Tensor]:
+    """Return the key and value tensors of one of transformers' own layers."""
+    return [tensor for tensor in (getattr(layer, "keys", None), getattr(layer, "values", None)) if tensor is not None]
+
+
+def stock_memory(cache: Cache) -> Memory:
+    """Return the bytes of one of transformers' own caches; each step copies the largest layer's whole."""
+    held = [nbytes(*held_by(layer)) for layer in cache.layers]
+    total = sum(held)
+    return Memory(resident_bytes=total, peak_cache_bytes=total, peak_workspace_bytes=max(held, default=0))
+
+
+__all__ = ["KeepCache", "LayerReport", "UsageError", "stock_memory"]

@@ -1,0 +1,334 @@
+"""What a model's key/value cache is made of: layers, heads, widths, and bytes per token.
+
+The sizes of the KV-Direct paper (arXiv:2603.19664): Eq. 23 (bytes of keys and values per token), Eq. 24
+(bytes of one residual vector), Eq. 25 (their ratio rho) and Table 1. They are read from a transformers
+config, so a model can be sized before any weight is loaded; what they promise is what a
+``DynamicCache`` of that model really holds.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from transformers.cache_utils import get_layer_types_and_kwargs
+
+from kvkeep.errors import UnsupportedModelError, UsageError, unknown
+
+CheckpointKind = Literal["tokens", "residual", "kv"]
+
+TOKEN_ID_BYTES = 4
+"""An int32 token id; its position is bookkeeping, counted elsewhere."""
+
+_KIND_OF_TYPE = {"full_attention": "full", "sliding_attention": "sliding"}
+_WINDOW_OF_TYPE = {
+    "sliding_attention": "sliding_window",
+    "hybrid_sliding": "sliding_window",
+    "reference_sliding_attention": "sliding_window",
+    "chunked_attention": "attention_chunk_size",
+}
+# Found by comparing every causal model of transformers with its own cache: configs that do not say it.
+_UNTRUE_CONFIGS = {
+    "cpmant": "its heads are wider than hidden_size / heads",
+    "mimo_v2_flash": "its sliding layers have twice the key/value heads that its config names",
+    "openai-gpt": "it has no cache",
+    "xlm": "it has no cache",
+}
+_WITHOUT_KEYS = {"shared", "linear_attention", "conv", "mamba", "moe", "mlp"}
+
+
+@dataclass(frozen=True)
+class LayerGeometry:
+    """What one layer caches.
+
+    Attributes:
+        index: position among the decoder's layers.
+        kind: "full" (every token), "sliding" (the last ``window - 1``), "shared" (another layer's keys
+            and values), or the transformers layer type of anything else ("chunked_attention",
+            "linear_attention", ...), which callers refuse by that name.
+        kv_heads: heads that the cache holds (1 for latent attention).
+        key_dim: elements of one key of one head, as cached.
+        value_dim: elements of one value of one head, as cached.
+        window: how far back the layer attends, itself included; None where it sees everything.
+        source: the layer whose keys and values this one reads; itself unless shared.
+    """
+
+    index: int
+    kind: str
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    window: int | None
+    source: int
+
+    @property
+    def owns_entries(self) -> bool:
+        """Whether this layer writes keys and values of its own into the cache."""
+        return self.source == self.index and self.kind not in _WITHOUT_KEYS
+
+    @property
+    def entry_elements(self) -> int:
+        """Elements that one token adds to this layer's cache: kv_heads * (key_dim + value_dim), or 0."""
+        return self.kv_heads * (self.key_dim + self.value_dim) if self.owns_entries else 0
+
+
+@dataclass(frozen=True)
+class ModelGeometry:
+    """The layers of one decoder and the bytes they cost.
+
+    Attributes:
+        model_type: the transformers name of the decoder ("llama", "gemma3_text").
+        hidden_size: d, the width of the residual stream.
+        layers: one entry per decoder layer, in order.
+        attention_heads: query heads (of the first layer, should they differ).
+        vocab_size: token ids known to the model.
+        max_positions: the context the model was trained for; None where the config names none.
+        dtype_bytes: b, bytes per cached element.
+    """
+
+    model_type: str
+    hidden_size: int
+    layers: tuple[LayerGeometry, ...]
+    attention_heads: int
+    vocab_size: int
+    max_positions: int | None
+    dtype_bytes: int
+
+    @classmethod
+    def from_config(cls, config: Any, dtype_bytes: int | None = None) -> ModelGeometry:
+        """Read the geometry from a transformers ``config`` (of a decoder, or of a wrapper around one).
+
+        Args:
+            config: any decoder's ``PretrainedConfig``; a multimodal one is asked for its text decoder.
+            dtype_bytes: bytes per cached element; by default those of ``config.dtype``, or of
+                ``torch.get_default_dtype()`` when the config names no dtype.
+
+        Raises:
+            UnsupportedModelError: an encoder-decoder, or a config without what is needed; names both.
+        """
+        if getattr(config, "is_encoder_decoder", False):
+            raise UnsupportedModelError(
+                f"'{config.model_type}' is an encoder-decoder; kvkeep bounds the cache of "
+                "decoder-only models."
+            )
+        text = config.get_text_config(decoder=True)
+        if text.model_type in _UNTRUE_CONFIGS:
+            raise UnsupportedModelError(
+                f"'{text.model_type}' cannot be sized from its config: {_UNTRUE_CONFIGS[text.model_type]}."
+            )
+        hidden_size = _need(text, text, "hidden_size")
+        _need(text, text, "num_hidden_layers")
+        layer_configs = list(text.per_layer_config)
+        types, shared = _layer_types(text)
+        return cls(
+            model_type=text.model_type,
+            hidden_size=hidden_size,
+            layers=tuple(
+                _layer(text, layer_config, index, types, shared)
+                for index, layer_config in enumerate(layer_configs)
+            ),
+            attention_heads=_need(text, layer_configs[0], "num_attention_heads"),
+            vocab_size=_need(text, text, "vocab_size"),
+            max_positions=getattr(text, "max_position_embeddings", None),
+            dtype_bytes=dtype_bytes or _dtype_bytes(text, config),
+        )
+
+    @property
+    def full_layers(self) -> tuple[LayerGeometry, ...]:
+        """Layers that cache every token: those a budget governs."""
+        return tuple(layer for layer in self.layers if layer.kind == "full")
+
+    @property
+    def sliding_layers(self) -> tuple[LayerGeometry, ...]:
+        """Layers that bound themselves to a window."""
+        return tuple(layer for layer in self.layers if layer.kind == "sliding")
+
+    @property
+    def other_layers(self) -> tuple[LayerGeometry, ...]:
+        """Layers that are neither full, sliding nor shared; a method that cannot serve them says so."""
+        return tuple(layer for layer in self.layers if layer.kind not in ("full", "sliding", "shared"))
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of keys and values per token over all layers, no window reached yet (Eq. 23)."""
+        return self.dtype_bytes * sum(layer.entry_elements for layer in self.layers)
+
+    @property
+    def full_bytes_per_token(self) -> int:
+        """Bytes of keys and values per token over the full layers only."""
+        return self.dtype_bytes * sum(layer.entry_elements for layer in self.full_layers)
+
+    def sliding_bytes(self, context: int | None = None) -> int:
+        """Bytes the sliding layers hold for one sequence of ``context`` tokens (None: windows filled).
+
+        A window of w keeps w - 1 entries between steps: the token being decoded is the w-th.
+        """
+        return self.dtype_bytes * sum(
+            layer.entry_elements * min(layer.window - 1, layer.window - 1 if context is None else context)
+            for layer in self.sliding_layers
+            if layer.window is not None
+        )
+
+    @property
+    def residual_bytes_per_token(self) -> int:
+        """Bytes of one residual vector, d * b (Eq. 24)."""
+        return self.hidden_size * self.dtype_bytes
+
+    @property
+    def rho(self) -> float:
+        """Keys and values of all layers over one residual vector, 2 L n_kv d_head / d (Eq. 25).
+
+        This is the ratio of *one* vector per token; what each checkpoint really takes is
+        :meth:`checkpoint_bytes_per_token`.
+        """
+        return sum(layer.entry_elements for layer in self.layers) / self.hidden_size
+
+    def residual_anchors(self, stride: int = 1) -> tuple[int, ...]:
+        """Layers whose incoming residual a ``residual`` checkpoint of this ``stride`` keeps.
+
+        They are the multiples of the stride from which some full layer is rebuilt: full layer l starts
+        from the anchor stride * floor(l / stride) and runs the layers in between. Stride 1 therefore
+        keeps one residual per full layer; sliding layers are left to their own window.
+        """
+        if stride < 1:
+            raise UsageError(f"A residual stride must be 1 or more layers, not {stride}.")
+        return tuple(sorted({layer.index // stride * stride for layer in self.full_layers}))
+
+    def checkpoint_bytes_per_token(self, kind: CheckpointKind, stride: int = 1) -> int:
+        """Bytes one evicted token takes as a checkpoint of this ``kind``.
+
+        ``tokens``: its id. ``kv``: keys and values of the full layers. ``residual``: d * b for each of
+        :meth:`residual_anchors`; the residual entering layer 0 is a function of the token, so its id is
+        kept instead of a vector.
+
+        Raises:
+            UsageError: an unknown kind.
+        """
+        if kind == "tokens":
+            return TOKEN_ID_BYTES
+        if kind == "kv":
+            return self.full_bytes_per_token
+        if kind == "residual":
+            anchors = self.residual_anchors(stride)
+            return sum(self.residual_bytes_per_token if anchor else TOKEN_ID_BYTES for anchor in anchors)
+        raise unknown("checkpoint kind", kind, ("tokens", "residual", "kv"))
+
+
+def _need(text: Any, holder: Any, name: str) -> int:
+    """Return the integer ``holder.name``, or refuse the model by name and say what is missing."""
+    value = getattr(holder, name, None)
+    if not isinstance(value, int):
+        raise UnsupportedModelError(
+            f"'{text.model_type}' cannot be sized: its config has no '{name}', so the width of "
+            "its cache is unknown."
+        )
+    return value
+
+
+def _layer_types(text: Any) -> tuple[list[str], set[int]]:
+    """Return the declared attention type of every layer, and the indices of those that share K and V."""
+    inferred, _ = get_layer_types_and_kwargs(text)
+    declared = getattr(text, "layer_types", None)
+    modes = getattr(text, "kv_sharing_modes", None)
+    count = text.num_hidden_layers
+    if modes is not None:
+        shared = {index for index, mode in enumerate(modes) if mode == "reuse"}
+    else:  # transformers before 5.20 says only how many of the last layers share
+        shared = set(range(count - (getattr(text, "num_kv_shared_layers", None) or 0), count))
+    return list(declared or inferred), shared
+
+
+def _source(text: Any, index: int, types: list[str], shared: set[int]) -> int:
+    """Return the layer whose keys and values layer ``index`` reads.
+
+    Gemma 3n and Gemma 4 read the last layer of the same attention type that is not itself shared;
+    other configs list the sources.
+    """
+    listed = getattr(text, "kv_source_layers", None)
+    if listed is not None:
+        return int(listed[index])
+    if index not in shared:
+        return index
+    for candidate in range(index - 1, -1, -1):
+        if candidate not in shared and types[candidate] == types[index]:
+            return candidate
+    raise UnsupportedModelError(
+        f"'{text.model_type}' layer {index} shares the keys of an earlier '{types[index]}' layer, but "
+        "there is none."
+    )
+
+
+def _layer(text: Any, layer_config: Any, index: int, types: list[str], shared: set[int]) -> LayerGeometry:
+    """Return the geometry of layer ``index``; a shared layer has the widths of its source."""
+    window_name = _WINDOW_OF_TYPE.get(types[index])
+    source = _source(text, index, types, shared)
+    kv_heads, key_dim, value_dim = _widths(text, text.per_layer_config[source])
+    return LayerGeometry(
+        index=index,
+        kind="shared" if index in shared else _KIND_OF_TYPE.get(types[index], types[index]),
+        kv_heads=kv_heads,
+        key_dim=key_dim,
+        value_dim=value_dim,
+        window=_need(text, layer_config, window_name) if window_name else None,
+        source=source,
+    )
+
+
+def _widths(text: Any, layer_config: Any) -> tuple[int, int, int]:
+    """Return (kv_heads, key_dim, value_dim) as the cache of one layer holds them."""
+    heads = _need(text, layer_config, "num_attention_heads")
+    if getattr(layer_config, "kv_lora_rank", None):
+        return _latent_widths(text, layer_config, heads)
+    head_dim = getattr(layer_config, "head_dim", None) or text.hidden_size // heads
+    value_dim = getattr(layer_config, "v_head_dim", None) or head_dim
+    return _kv_heads(layer_config, heads), head_dim, value_dim
+
+
+def _kv_heads(layer_config: Any, heads: int) -> int:
+    """Return the heads cached: grouped where named, one for multi-query, else one per query head."""
+    if getattr(layer_config, "multi_query", False) and not getattr(
+        layer_config, "new_decoder_architecture", False
+    ):
+        return 1
+    # Falcon's new architecture repeats its num_kv_heads for every query head before caching them.
+    return getattr(layer_config, "num_key_value_heads", None) or heads
+
+
+def _latent_widths(text: Any, layer_config: Any, heads: int) -> tuple[int, int, int]:
+    """Multi-head latent attention: the compressed latents where the model caches those, else full heads.
+
+    Models that cache latents widen them after the cache with ``expand_kv``; asking for that method is
+    safer than a version number, since model code on the hub follows no version.
+    """
+    rotary = _need(text, layer_config, "qk_rope_head_dim")
+    if _expands_after_cache(text):
+        return 1, layer_config.kv_lora_rank, rotary
+    return (
+        heads,
+        _need(text, layer_config, "qk_nope_head_dim") + rotary,
+        _need(text, layer_config, "v_head_dim"),
+    )
+
+
+def _expands_after_cache(text: Any) -> bool:
+    package, _, module = type(text).__module__.rpartition(".")
+    try:
+        modeling = importlib.import_module(f"{package}.{module.replace('configuration_', 'modeling_', 1)}")
+    except ImportError as error:
+        raise UnsupportedModelError(
+            f"'{text.model_type}' uses latent attention, but its modeling code could not be read ({error})."
+        ) from error
+    return any(hasattr(value, "expand_kv") for value in vars(modeling).values() if isinstance(value, type))
+
+
+def _dtype_bytes(*configs: Any) -> int:
+    """Return bytes per element of the first config that names a dtype, else of torch's default."""
+    for config in configs:
+        dtype = getattr(config, "dtype", None)
+        if isinstance(dtype, str):
+            dtype = getattr(torch, dtype.removeprefix("torch."), None)
+        if isinstance(dtype, torch.dtype):
+            return dtype.itemsize
+    return torch.get_default_dtype().itemsize

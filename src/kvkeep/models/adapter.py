@@ -1,0 +1,225 @@
+"""Keys and values from residuals, by the model's own modules, for any transformers decoder.
+
+KV-Direct (arXiv:2603.19664, Eqs. 13-14) rebuilds K = R_p RMSNorm(h) W_k and V = RMSNorm(h) W_v. Models
+differ in every symbol of that: fused projections, norms on the heads, LayerNorm, latent attention,
+rotary tables by layer type. So nothing is re-implemented here: a layer is run with a cache that takes
+what it is handed and stops it there. What a family cannot do is found by trying: before first use each
+capability is compared with a plain forward pass of the model, and refused by name where it differs.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from kvkeep.errors import UnsupportedModelError
+from kvkeep.models.forward import attending, probing
+
+
+class _Taken(Exception):  # noqa: N818 - a signal, not an error
+    """Carries what a layer was about to cache, or the hidden states entering the first layer."""
+
+    def __init__(self, *taken: Tensor) -> None:
+        self.taken = taken
+
+
+class _Take:
+    """A cache that takes the first keys and values it is handed and stops the layer."""
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> None:
+        raise _Taken(keys, values)
+
+
+class Adapter:
+    """Runs parts of one model: ``embed``, ``project``, ``advance``. Holds no state of any sequence."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.decoder = decoder_of(model)
+        self.layers = layers_of(self.decoder)
+        self.config = self.decoder.config
+        self.family = str(getattr(self.config, "model_type", type(model).__name__))
+        self._rotary = getattr(self.decoder, "rotary_emb", None)
+        self._rotary_by_type = self._rotary is not None and "layer_type" in inspect.signature(
+            self._rotary.forward
+        ).parameters
+        self._checked: dict[str, str | None] = {}
+        self._direct = False
+        self._direct = all(self._has_plain_projections(index) for index in range(len(self.layers)))
+
+    # -- what the model can be asked for ------------------------------------------------------------
+
+    def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """Return the residual entering layer 0, (batch, n, hidden), of token ``ids`` (batch, n)."""
+
+        def stop(layer_idx: int, hidden: Tensor) -> None:
+            raise _Taken(hidden)
+
+        try:
+            with probing(stop):
+                self.decoder(input_ids=ids.long(), position_ids=positions.long(), use_cache=False)
+        except _Taken as signal:
+            return signal.taken[0]
+        raise UnsupportedModelError(f"'{self.family}' does not enter its layers through hooks; its residuals "
+                                    "cannot be read, use checkpoint kind 'kv'.")
+
+    def project(self, layer_idx: int, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what layer ``layer_idx`` caches for residuals ``hidden`` (batch, n, hidden) at
+        ``positions`` (batch, n): keys and values, (batch, kv_heads, n, dim) each (Eqs. 13-14)."""
+        if self._direct:
+            return self._project_plain(layer_idx, hidden, positions)
+        return self._project_by_layer(layer_idx, hidden, positions)
+
+    def advance(self, layer_idx: int, hidden: Tensor, positions: Tensor, cache: Any) -> Tensor:
+        """Return the residual leaving layer ``layer_idx`` for ``hidden`` entering it.
+
+        ``cache`` is handed the layer's new keys and values and answers its attention (an Attender).
+        """
+        with attending(cache):
+            output = self._call(layer_idx, hidden, positions, cache)
+        return output[0] if isinstance(output, tuple) else output
+
+    # -- how ----------------------------------------------------------------------------------------
+
+    def _call(self, layer_idx: int, hidden: Tensor, positions: Tensor, cache: Any) -> Any:
+        return self.layers[layer_idx](
+            hidden,
+            attention_mask=None,
+            position_ids=positions.long(),
+            position_embeddings=self._position_embeddings(layer_idx, hidden, positions),
+            past_key_values=cache,
+            use_cache=True,
+        )
+
+    def _position_embeddings(self, layer_idx: int, hidden: Tensor, positions: Tensor) -> Any:
+        if self._rotary is None:
+            return None
+        if self._rotary_by_type:
+            return self._rotary(hidden, positions.long(), self.config.layer_types[layer_idx])
+        return self._rotary(hidden, positions.long())
+
+    def _project_by_layer(self, layer_idx: int, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        try:
+            with attending(None):
+                self._call(layer_idx, hidden, positions, _Take())
+        except _Taken as signal:
+            keys, values = signal.taken
+            return keys, values
+        raise UnsupportedModelError(f"'{self.family}' does not hand keys and values to a cache at layer {layer_idx}.")
+
+    def _project_plain(self, layer_idx: int, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The same without the query's projection, for layers laid out like Llama's (most are)."""
+        layer = self.layers[layer_idx]
+        attention = layer.self_attn
+        normed = layer.input_layernorm(hidden)
+        shape = (*hidden.shape[:-1], -1, attention.head_dim)
+        keys = attention.k_proj(normed).view(shape)
+        if getattr(attention, "k_norm", None) is not None:
+            keys = attention.k_norm(keys)
+        keys = keys.transpose(1, 2)
+        values = attention.v_proj(normed).view(shape).transpose(1, 2)
+        cos, sin = self._position_embeddings(layer_idx, hidden, positions)
+        rotate = sys.modules[type(attention).__module__].apply_rotary_pos_emb
+        return rotate(keys[:, :1], keys, cos, sin)[1], values
+
+    def _has_plain_projections(self, layer_idx: int) -> bool:
+        """Try the short way on a few random residuals; it is taken only if it gives the very same."""
+        try:
+            hidden, positions = self._sample(4)
+            short = self._project_plain(layer_idx, hidden, positions)
+            whole = self._project_by_layer(layer_idx, hidden, positions)
+        except (AttributeError, TypeError, KeyError, RuntimeError, ValueError, UnsupportedModelError):
+            return False
+        return all(a.shape == b.shape and _close(a, b) for a, b in zip(short, whole, strict=True))
+
+    def _sample(self, count: int) -> tuple[Tensor, Tensor]:
+        weight = next(self.decoder.parameters())
+        generator = torch.Generator().manual_seed(0)
+        hidden = torch.randn(1, count, self.config.hidden_size, generator=generator)
+        return hidden.to(weight.device, weight.dtype), torch.arange(count, device=weight.device).unsqueeze(0)
+
+    # -- whether ------------------------------------------------------------------------------------
+
+    def require(self, capability: str, layers: list[int], wanted_for: str) -> None:
+        """Make sure of ``capability`` ("project" or "advance") on ``layers``, by comparison with a forward pass.
+
+        Raises UnsupportedModelError naming the family, the layer and the difference.
+        """
+        if capability not in self._checked:
+            try:
+                self._checked[capability] = self._compare(capability, layers)
+            except Exception as error:
+                if isinstance(error, (KeyboardInterrupt, MemoryError)):
+                    raise
+                self._checked[capability] = f"{type(error).__name__}: {error}"
+        if (reason := self._checked[capability]) is not None:
+            raise UnsupportedModelError(
+                f"'{self.family}' models cannot be used with {wanted_for}: {reason}; use checkpoint kind 'kv'."
+            )
+
+    @torch.no_grad()
+    def _compare(self, capability: str, layers: list[int]) -> str | None:
+        """Run a few tokens through the model and through the adapter; return how they differ, if they do."""
+        count = 8
+        device = next(self.decoder.parameters()).device
+        generator = torch.Generator().manual_seed(1)
+        ids = torch.randint(0, self.config.vocab_size, (1, count), generator=generator).to(device)
+        positions = torch.arange(count, device=device).unsqueeze(0)
+        entering: list[Tensor] = []
+        cache = DynamicCache(config=self.config)
+        with attending(None), probing(lambda _, hidden: entering.append(hidden)):
+            self.decoder(input_ids=ids, past_key_values=cache, use_cache=True)
+        if len(entering) != len(self.layers):
+            return f"{len(entering)} of its {len(self.layers)} layers could be observed"
+        if capability == "project":
+            return self._compare_each(
+                layers, lambda index: (self.project(index, entering[index], positions), cache.layers[index])
+            )
+        if not _close(self.embed(ids, positions), entering[0]):
+            return "the residual entering layer 0 does not follow from the token ids"
+        for index in range(len(self.layers) - 1):
+            if not _close(self.advance(index, entering[index], positions, _Whole()), entering[index + 1]):
+                return f"the residual leaving layer {index} does not follow from the one entering it"
+        return None
+
+    def _compare_each(self, layers: list[int], rebuild: Callable[[int], tuple[Any, Any]]) -> str | None:
+        for index in layers:
+            (keys, values), cached = rebuild(index)
+            if keys.shape != cached.keys.shape or not (_close(keys, cached.keys) and _close(values, cached.values)):
+                return f"keys and values rebuilt at layer {index} differ from the cached ones"
+        return None
+
+
+class _Whole:
+    """The cache of a layer run over a whole sequence at once: nothing before, stock causal attention."""
+
+    def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return keys, values
+
+    def attends(self, layer_idx: int) -> bool:
+        return False
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    """Equal up to the rounding of the dtype (sums may run in another order)."""
+    tolerance = {torch.float64: 1e-9, torch.float32: 1e-4}.get(a.dtype, 5e-2)
+    scale = float(b.float().abs().max().clamp(min=1e-6))
+    return bool(((a - b).float().abs().max() <= tolerance * scale).item())
+
+
+def decoder_of(model: nn.Module) -> Any:
+    """Return the stack of decoder layers' owner (``model.model`` for most families)."""
+    return model.get_decoder() if hasattr(model, "get_decoder") else getattr(model, "base_model", model)
+
+
+def layers_of(decoder: Any) -> nn.ModuleList:
+    """Return the list of decoder layers."""
+    for name in ("layers", "h"):
+        if isinstance(getattr(decoder, name, None), nn.ModuleList):
+            return getattr(decoder, name)
+    raise UnsupportedModelError(f"'{type(decoder).__name__}' has no list of decoder layers kvkeep knows how to find.")

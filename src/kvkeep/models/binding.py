@@ -1,0 +1,213 @@
+"""Binding a model: the registration points through which a bounded cache takes part in its forward pass.
+
+transformers documents three: attention functions by name, mask functions by name, and torch's module
+hooks. Nothing else is touched, and none of them changes anything while another cache is in use: without
+a :class:`~kvkeep.models.forward.StreamedCache` the model runs stock SDPA with stock masks.
+"""
+
+from __future__ import annotations
+
+import inspect
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from kvkeep.errors import UnsupportedModelError, UsageError
+from kvkeep.models.adapter import Adapter, decoder_of, layers_of
+from kvkeep.models.forward import current_attender, current_probe, set_attender
+
+NAME = "kvkeep"
+_ALONG_SEQUENCE = ("input_ids", "inputs_embeds", "position_ids", "token_type_ids", "mm_token_type_ids",
+                   "cache_position", "per_layer_inputs")
+# How many of the last positions' outputs the caller will use (0: all), told by the outermost forward.
+_keep_last: ContextVar[int] = ContextVar("kvkeep_keep_last", default=0)
+
+
+def attention_forward(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    scaling: float | None = None, **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention function registered with transformers: streamed where a bounded cache says so, else SDPA."""
+    attender = current_attender()
+    layer_idx = getattr(module, "layer_idx", None)
+    if attender is None or layer_idx is None or not attender.attends(layer_idx):
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    for unsupported in ("softcap", "s_aux", "position_bias"):
+        if kwargs.get(unsupported) is not None:
+            raise UnsupportedModelError(
+                f"'{type(module).__name__}' uses '{unsupported}' in its attention, which streamed attention does not "
+                "compute; use method 'full'."
+            )
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    output = attender.attend(module, query, key, value, attention_mask, scale)
+    return output.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(NAME, attention_forward)
+AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+class Binding:
+    """What binding left on a model: its adapter and the handles that undo it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        before = model.config._attn_implementation
+        if before not in ("sdpa", NAME):
+            raise UnsupportedModelError(
+                f"'{type(model).__name__}' runs '{before}' attention; bounded caches stream theirs beside SDPA. Load it "
+                "with attn_implementation='sdpa', or use method 'full' if it does not support that."
+            )
+        model.set_attn_implementation(NAME)
+        if model.config._attn_implementation != NAME:
+            raise UnsupportedModelError(
+                f"'{type(model).__name__}' does not take its attention from transformers' attention interface, so no "
+                "bounded cache can stream it; use method 'full'."
+            )
+        decoder = decoder_of(model)
+        names = list(inspect.signature(decoder.forward).parameters)
+        self._handles = [
+            layer.register_forward_pre_hook(_entering(index), with_kwargs=True)
+            for index, layer in enumerate(layers_of(decoder))
+        ]
+        self._handles.append(
+            decoder.register_forward_pre_hook(_before_decoder(names), with_kwargs=True, prepend=True)
+        )
+        self._handles.append(
+            decoder.register_forward_hook(_after_decoder, with_kwargs=True, always_call=True)
+        )
+        if decoder is not model:
+            self._handles.append(model.register_forward_pre_hook(_before_model, with_kwargs=True))
+            self._handles.append(model.register_forward_hook(_after_model, always_call=True))
+        self.adapter = Adapter(model)
+
+    def undo(self) -> None:
+        """Take the hooks off again and restore stock attention."""
+        for handle in self._handles:
+            handle.remove()
+        self.model.set_attn_implementation("sdpa")
+        del self.model._kvkeep_binding
+
+
+def bind(model: Any) -> Adapter:
+    """Bind ``model`` (once; a second call returns the same) and return its adapter."""
+    binding = getattr(model, "_kvkeep_binding", None)
+    if binding is None:
+        binding = Binding(model)
+        model._kvkeep_binding = binding
+    return binding.adapter
+
+
+def unbind(model: Any) -> None:
+    """Undo :func:`bind`, if it was done."""
+    if (binding := getattr(model, "_kvkeep_binding", None)) is not None:
+        binding.undo()
+
+
+def _entering(index: int) -> Any:
+    """Return the hook that reports the residual entering layer ``index``."""
+
+    def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        probe, attender = current_probe(), current_attender()
+        if probe is None and attender is None:
+            return
+        hidden = args[0] if args else kwargs["hidden_states"]
+        if probe is not None:
+            probe(index, hidden)
+        elif (enter := getattr(attender, "enter_layer", None)) is not None:
+            enter(index, hidden)
+
+    return hook
+
+
+def _before_decoder(names: list[str]) -> Any:
+    """Return the hook that takes prompts in chunks and opens the cache's forward pass."""
+
+    def hook(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+        given = dict(zip(names, args, strict=False)) | kwargs
+        cache = given.get("past_key_values")
+        if not getattr(cache, "streams", False):
+            return None
+        ids, embeddings = given.get("input_ids"), given.get("inputs_embeds")
+        tokens = ids if ids is not None else embeddings
+        if tokens is None:
+            return None
+        if (total := tokens.shape[1]) > cache.chunk:
+            given = _all_but_last_chunk(decoder, given, cache, total)
+            ids, embeddings = given.get("input_ids"), given.get("inputs_embeds")
+        mask = given.get("attention_mask")
+        cache.begin_forward(ids, embeddings, given.get("position_ids"), mask if isinstance(mask, Tensor) else None)
+        set_attender(cache)
+        return (), given
+
+    return hook
+
+
+def _all_but_last_chunk(decoder: nn.Module, given: dict[str, Any], cache: Any, total: int) -> dict[str, Any]:
+    """Run all chunks of a long input but the last; return the last one's arguments.
+
+    The outputs of the earlier ones that the caller will ask for wait on the cache for the last.
+    """
+    for wish in ("output_hidden_states", "output_attentions"):
+        if given.get(wish):
+            raise UsageError(f"'{wish}' is not available for an input longer than the cache's chunk of {cache.chunk}.")
+    keep, past = _keep_last.get(), cache.get_seq_length()
+    earlier = []
+    starts = range(0, total, cache.chunk)
+    for start in starts[:-1]:
+        output = decoder(**_slice(given, start, start + cache.chunk, total, past))
+        rows = output[0]
+        wanted = rows.shape[1] if keep == 0 else min(rows.shape[1], max(0, start + cache.chunk - (total - keep)))
+        if wanted:
+            earlier.append(rows[:, rows.shape[1] - wanted :])
+    cache.earlier_outputs = earlier
+    return _slice(given, starts[-1], total, total, past)
+
+
+def _slice(given: dict[str, Any], start: int, stop: int, total: int, past: int) -> dict[str, Any]:
+    """Cut what runs along the new tokens to ``start``..``stop``; masks also reach back over the past."""
+    cut = dict(given)
+    for name in _ALONG_SEQUENCE:
+        value = cut.get(name)
+        if isinstance(value, Tensor):
+            axis = 0 if value.ndim == 1 else 1
+            cut[name] = value.narrow(axis, start, stop - start) if value.shape[axis] == total else value
+    mask = cut.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.ndim == 2:
+        cut["attention_mask"] = mask[:, : mask.shape[1] - total + stop]
+    elif isinstance(mask, Tensor) and mask.ndim == 4:
+        cut["attention_mask"] = mask[:, :, start:stop, : mask.shape[-1] - total + stop]
+    elif isinstance(mask, dict):
+        raise UsageError("Masks prepared by layer type cannot be cut into chunks; pass a 2-D attention mask.")
+    return cut
+
+
+def _after_decoder(decoder: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+    """Close the cache's forward pass, and put the outputs of earlier chunks before the last one's."""
+    cache = kwargs.get("past_key_values")
+    if cache is None or current_attender() is not cache:
+        return None
+    set_attender(None)
+    cache.end_forward(completed=output is not None)
+    earlier, cache.earlier_outputs = cache.earlier_outputs, []
+    if output is None or not earlier:
+        return None
+    rows = torch.cat([*earlier, output[0]], dim=1)
+    if isinstance(output, tuple):
+        return (rows, *output[1:])
+    output.last_hidden_state = rows
+    return output
+
+
+def _before_model(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    wanted = kwargs.get("logits_to_keep", 0)
+    _keep_last.set(wanted if isinstance(wanted, int) else 0)
+
+
+def _after_model(model: nn.Module, args: Any, output: Any) -> None:
+    _keep_last.set(0)

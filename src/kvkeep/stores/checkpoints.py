@@ -1,0 +1,307 @@
+"""Checkpoints: what evicted entries are kept as, and how exact keys and values come back from it.
+
+K and V of layer l are projections of the residual entering layer l, so "one vector per token" and "one
+matrix product per token and layer" are two different checkpoints (KV-Direct's Eqs. 24 and 26 quote one's
+memory with the other's latency). Both are here, and what lies between:
+
+* :class:`Entries` (``kv``): the keys and values themselves, elsewhere. Recall is a copy.
+* :class:`Residuals` (``residual:s``): the residual entering every s-th layer. Recall at such a layer is a
+  projection; the layers between are run over all evicted tokens, one layer at a time.
+* ``tokens`` is the stride that spans all layers: the residual entering layer 0 is its token id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from kvkeep.attention import Segment, attend
+from kvkeep.attention.visibility import new_mask, past_mask
+from kvkeep.errors import UsageError, unknown
+from kvkeep.models.adapter import Adapter
+from kvkeep.stores.ledger import Ledger
+from kvkeep.stores.meter import Meter
+from kvkeep.stores.places import Place
+from kvkeep.stores.rows import Buffer, Pages, Ring, Rows
+
+KINDS = ("tokens", "residual", "kv")
+Piece = tuple[int, Tensor, Tensor]  # first slot, keys, values
+
+
+@dataclass(frozen=True)
+class CheckpointSpec:
+    """What to keep of evicted entries, and where.
+
+    kind: "tokens", "residual" or "kv". stride: layers per residual, for kind "residual". where: "device",
+    "host" or "disk". capacity: entries the store may hold; the oldest beyond it are lost, and the cache is
+    lossy from then on; None: unbounded. folder: for "disk".
+    """
+
+    kind: str
+    where: str
+    stride: int = 1
+    capacity: int | None = None
+    folder: str | None = None
+
+    @staticmethod
+    def parse(
+        text: str, where: str, *, capacity: int | None = None, folder: str | None = None
+    ) -> CheckpointSpec:
+        """Read ``"kv"``, ``"tokens"``, ``"residual"`` or ``"residual:STRIDE"``."""
+        kind, _, stride = text.partition(":")
+        if kind not in KINDS:
+            raise unknown("checkpoint kind", kind, KINDS)
+        if stride and (kind != "residual" or not stride.isdigit() or int(stride) < 1):
+            raise UsageError(f"Checkpoint '{text}' is not understood: a stride is a whole number of layers from 1 on, "
+                             "and only 'residual' has one (residual:4).")
+        if capacity is not None and (capacity < 1 or not (kind == "kv" or (kind == "residual" and stride in ("", "1")))):
+            raise UsageError("A capacity is a number of entries from 1 on, for checkpoint kinds 'kv' and 'residual' (stride "
+                             "1) only: the others rebuild later entries from earlier ones.")
+        if folder is not None and where != "disk":
+            raise UsageError(f"A checkpoint folder is for '--where disk', not '{where}'.")
+        return CheckpointSpec(kind, where, int(stride or 1), capacity, folder)
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.stride}" if self.kind == "residual" and self.stride > 1 else self.kind
+
+
+class Checkpoint(Protocol):
+    """What evicted entries are rebuilt from, for all layers of one cache."""
+
+    def enter_layer(self, layer: int, hidden: Tensor) -> None:
+        """Note the residual entering a layer, (batch, new, hidden)."""
+
+    def evict(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Take entries that leave the resident store, the oldest first."""
+
+    def recall(self, layer: int, stop: int) -> Iterator[Piece]:
+        """Yield exact keys and values of slots below ``stop``, a piece at a time."""
+
+    def stores(self) -> Iterator[tuple[str, Rows]]:
+        """Yield every store of rows with a name, for counting, saving and moving."""
+
+    def begin_forward(self, from_ids: bool, known: int) -> None:
+        """Prepare for new tokens, after the ``known`` slots before them; ``from_ids``: they came as ids."""
+
+
+class Entries:
+    """Kind ``kv``: evicted keys and values of each layer, moved as they are."""
+
+    def __init__(self, home: Place, layers: Sequence[int], spec: CheckpointSpec, meter: Meter, page: int) -> None:
+        self.meter = meter
+        self.page = page
+        self._rows = {layer: (_rows(home, spec), _rows(home, spec)) for layer in layers}
+
+    def enter_layer(self, layer: int, hidden: Tensor) -> None:
+        """Nothing: residuals are not kept."""
+
+    def evict(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Append to the layer's store."""
+        for rows, new in zip(self._rows[layer], (keys, values), strict=True):
+            rows.append(new)
+        self._device = keys.device
+
+    def recall(self, layer: int, stop: int) -> Iterator[Piece]:
+        """Yield views where the entries lie in the device's own memory, else copies of a page at a time."""
+        keys, values = self._rows[layer]
+        for (start, key), (_, value) in zip(keys.read(keys.first, stop), values.read(values.first, stop), strict=True):
+            if key.device == self._device:
+                yield start, key, value
+                continue
+            for low in range(0, key.shape[-2], self.page):
+                window = slice(low, low + self.page)
+                moved = key[..., window, :].to(self._device), value[..., window, :].to(self._device)
+                with self.meter.holding(*moved):
+                    yield start + low, *moved
+
+    def stores(self) -> Iterator[tuple[str, Rows]]:
+        """Yield ``keys.L`` and ``values.L``."""
+        for layer, (keys, values) in self._rows.items():
+            yield f"keys.{layer}", keys
+            yield f"values.{layer}", values
+
+    def begin_forward(self, from_ids: bool, known: int) -> None:
+        """Nothing to prepare."""
+
+
+class Residuals:
+    """Kinds ``residual:s`` and ``tokens``: residuals entering every s-th layer, written as they pass by.
+
+    Residuals are written when a token arrives, not when it leaves (by then they are gone), so the last
+    ``budget`` tokens have both entries and residuals: Eq. 28 leaves that out.
+    """
+
+    def __init__(
+        self, adapter: Adapter, ledger: Ledger, home: Place, layers: Sequence[int], spec: CheckpointSpec, meter: Meter,
+        page: int,
+    ) -> None:
+        self.adapter, self.ledger, self.meter, self.page = adapter, ledger, meter, page
+        self.layers = list(layers)
+        self.stride = len(adapter.layers) if spec.kind == "tokens" else spec.stride
+        self.anchors = sorted({layer - layer % self.stride for layer in layers})
+        self._home, self._spec = home, spec
+        self._rows: dict[int, Rows] = {layer: _rows(home, spec) for layer in self.anchors if layer > 0}
+        self._rolling: _Rolling | None = None
+
+    def begin_forward(self, from_ids: bool, known: int) -> None:
+        """Drop what was rebuilt for the last pass. Layer 0's residuals follow from the ids in the ledger; once
+        tokens come as embeddings they do not, and are kept as vectors from then on, earlier ones included."""
+        self._drop()
+        if from_ids or 0 in self._rows or 0 not in self.anchors:
+            return
+        self._rows[0] = rows = _rows(self._home, self._spec)
+        for low in range(0, known, self.page):
+            rows.append(self.adapter.embed(*self.ledger.span(low, min(low + self.page, known))))
+
+    def _drop(self) -> None:
+        if self._rolling is not None:
+            self.meter.hold(-self._rolling.hidden.nbytes)
+            self._rolling = None
+
+    def enter_layer(self, layer: int, hidden: Tensor) -> None:
+        """Keep the residual if the layer is an anchor; layer 0's follows from the ids in the ledger."""
+        if layer in self._rows:
+            self._rows[layer].append(hidden)
+
+    def evict(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Nothing: the residual is kept already."""
+
+    def recall(self, layer: int, stop: int) -> Iterator[Piece]:
+        """Project page by page at an anchor, else run the layers from the anchor up to this one first."""
+        anchor = layer - layer % self.stride
+        later = [other for other in self.layers if layer < other < anchor + self.stride]
+        if layer == anchor and not later:
+            yield from self._projected(layer, self._anchored(anchor, stop))
+            return
+        rolling = self._roll(anchor, layer, stop)
+        if later:
+            yield from self._advanced(rolling)
+        else:
+            pages = ((low, rolling.hidden[:, low : low + self.page]) for low in range(0, stop, self.page))
+            yield from self._projected(layer, pages)
+            self._drop()
+
+    def _anchored(self, anchor: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+        """Yield the residuals entering ``anchor``, a page at a time, on the model's device."""
+        device = self.ledger.positions.view().device
+        rows: Rows | None = self._rows.get(anchor)
+        if rows is None:
+            for low in range(0, stop, self.page):
+                yield low, self.adapter.embed(*self.ledger.span(low, min(low + self.page, stop)))
+            return
+        for start, piece in rows.read(rows.first, stop):
+            for low in range(0, piece.shape[-2], self.page):
+                yield start + low, piece[:, low : low + self.page].to(device)
+
+    def _projected(self, layer: int, pages: Iterator[tuple[int, Tensor]]) -> Iterator[Piece]:
+        for start, hidden in pages:
+            _, positions = self.ledger.span(start, start + hidden.shape[1])
+            keys, values = self.adapter.project(layer, hidden, positions)
+            with self.meter.holding(keys, values):
+                yield start, keys, values
+
+    def _roll(self, anchor: int, layer: int, stop: int) -> _Rolling:
+        """Bring the residuals of all slots below ``stop`` to the entry of ``layer``."""
+        rolling = self._rolling
+        if rolling is None or not anchor <= rolling.layer <= layer or rolling.hidden.shape[1] != stop:
+            self._drop()
+            hidden: Tensor | None = None
+            for low, page in self._anchored(anchor, stop):
+                if hidden is None:
+                    hidden = page.new_empty(page.shape[0], stop, page.shape[2])
+                hidden[:, low : low + page.shape[1]] = page
+            assert hidden is not None
+            self.meter.hold(hidden.nbytes)
+            rolling = self._rolling = _Rolling(anchor, hidden)
+        while rolling.layer < layer:  # layers that keep their own window are passed through here
+            for _ in self._advanced(rolling):
+                pass
+        return rolling
+
+    def _advanced(self, rolling: _Rolling) -> Iterator[Piece]:
+        """Run one layer over the residuals, in place and in chunks of rows; then yield its keys and values.
+
+        The chunks go through the whole layer, its MLP included, so the workspace is the residuals, this layer's
+        keys and values, and one chunk's activations.
+        """
+        layer, hidden = rolling.layer, rolling.hidden
+        stop = hidden.shape[1]
+        window = getattr(self.adapter.config, "sliding_window", None) if layer not in self.layers else None
+        scratch = _Scratch(stop, self.ledger.visible, window)
+        for low in range(0, stop, self.page):
+            rows = hidden[:, low : low + self.page]
+            _, positions = self.ledger.span(low, low + rows.shape[1])
+            hidden[:, low : low + self.page] = self.adapter.advance(layer, rows, positions, scratch)
+        rolling.layer += 1
+        keys, values = scratch.keys.view(), scratch.values.view()
+        with self.meter.holding(scratch.keys.data, scratch.values.data):
+            yield 0, keys, values
+
+    def stores(self) -> Iterator[tuple[str, Rows]]:
+        """Yield ``residual.L``."""
+        for layer, rows in self._rows.items():
+            yield f"residual.{layer}", rows
+
+
+@dataclass
+class _Rolling:
+    """Residuals of evicted tokens on their way up: ``hidden`` (batch, slots, hidden_size) enters ``layer``."""
+
+    layer: int
+    hidden: Tensor
+
+
+class _Scratch:
+    """The cache of one layer run over evicted tokens: full, causal, with the layer's own window."""
+
+    def __init__(self, slots: int, visible: Tensor | None, window: int | None) -> None:
+        self.keys, self.values = Buffer(limit=slots), Buffer(limit=slots)
+        self.visible, self.window = visible, window
+        self._new = 0
+
+    def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        self.keys.append(keys)
+        self.values.append(values)
+        self._new = keys.shape[-2]
+        return keys, values
+
+    def attends(self, layer_idx: int) -> bool:
+        return True
+
+    def attend(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float
+    ) -> Tensor:
+        stop, queries = self.keys.length, query.shape[2]
+        first = stop - queries
+        low = max(0, first - self.window + 1) if self.window is not None else 0
+        segments = []
+        if low < first:
+            seen = past_mask(first, queries, low, first, visible=self.visible, window=self.window, device=query.device)
+            past = expanded(module, self.keys.view(low, first), self.values.view(low, first))
+            segments.append(Segment(*past, seen))
+        if self.visible is None and self.window is None:
+            segments.append(Segment(key, value, causal=True))
+        else:
+            own = new_mask(queries, queries, query.device)
+            seen = past_mask(first, queries, first, stop, visible=self.visible, window=self.window, device=query.device)
+            segments.append(Segment(key, value, own if seen is None else own & seen))
+        return attend(query, segments, scaling)
+
+
+def expanded(module: Any, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what the attention of ``module`` multiplies with: latent attention (DeepSeek-V3) caches the
+    compressed latents and expands them each time."""
+    expand: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = getattr(module, "expand_kv", None)
+    return (keys, values) if expand is None else expand(keys, values)
+
+
+def _rows(home: Place, spec: CheckpointSpec) -> Rows:
+    return Pages(home) if spec.capacity is None else Ring(spec.capacity, home)
+
+
+def checkpoint_bytes(checkpoint: Checkpoint) -> int:
+    """Return the bytes a checkpoint's stores have allocated."""
+    return sum(rows.nbytes for _, rows in checkpoint.stores())

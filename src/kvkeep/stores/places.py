@@ -1,0 +1,102 @@
+"""Where checkpoints live: on the model's device, in host memory, or in memory-mapped files on disk."""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kvkeep.errors import StoreError, unknown
+from kvkeep.models.folders import cache_folder
+
+PLACES = ("device", "host", "disk")
+
+
+class Device:
+    """Memory of the device the model runs on."""
+
+    name = "device"
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return an uninitialised tensor of ``shape`` that lives here."""
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+
+class Host:
+    """Memory of the host, pinned where an accelerator will read it."""
+
+    name = "host"
+
+    def __init__(self, device: torch.device) -> None:
+        self.pinned = device.type == "cuda"
+
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return an uninitialised tensor of ``shape`` that lives here."""
+        return torch.empty(shape, dtype=dtype, pin_memory=self.pinned)
+
+
+class Disk:
+    """Memory-mapped files that never have a name, so that nothing is left behind by a crash.
+
+    A file is created without a directory entry and mapped; the kernel frees it with its last mapping,
+    however the process ends. Space is reserved when a page is allocated, so that a full disk is an
+    error there and then and not a bus error later.
+    """
+
+    name = "disk"
+
+    def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
+        # Not the system's temporary folder: that is often memory.
+        self.folder = Path(folder) if folder is not None else cache_folder() / "checkpoints"
+        try:
+            if folder is None:
+                self.folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.folder):
+                pass
+        except OSError as error:
+            raise self._refusal(error) from error
+
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return an uninitialised tensor of ``shape`` mapped from a new unnamed file."""
+        elements = math.prod(shape)
+        try:
+            with tempfile.TemporaryFile(dir=self.folder) as file:
+                size = elements * dtype.itemsize
+                if hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(file.fileno(), 0, size)
+                else:
+                    file.truncate(size)
+                # torch maps by path and keeps no descriptor: opening /dev/fd/N reopens the same file.
+                mapped = torch.from_file(f"/dev/fd/{file.fileno()}", shared=True, size=elements, dtype=dtype)
+        except OSError as error:
+            raise self._refusal(error) from error
+        return mapped.view(shape)
+
+    def _refusal(self, error: OSError) -> StoreError:
+        reason = "the disk is full" if error.errno == errno.ENOSPC else (error.strerror or str(error)).lower()
+        return StoreError(
+            f"Checkpoints cannot be kept in '{self.folder}': {reason}; "
+            "name another folder with room, or keep them in host memory."
+        )
+
+
+Place = Device | Host | Disk
+
+
+def place(name: str, device: torch.device, folder: str | os.PathLike[str] | None = None) -> Place:
+    """Return the place called ``name``; ``folder`` is for ``disk`` only."""
+    if name == "device":
+        return Device(device)
+    if name == "host":
+        return Host(device)
+    if name == "disk":
+        return Disk(folder)
+    raise unknown("place for checkpoints", name, PLACES)
