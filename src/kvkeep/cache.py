@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache
+from transformers import Cache, DynamicCache
 
 from kvkeep.attention import Segment, attend
 from kvkeep.attention.visibility import new_mask, past_mask
@@ -70,10 +70,20 @@ class KeepCache(Cache):
         self.method: Method = resolve(method or ("full" if budget is None else "kv-direct"))
         self.geometry = ModelGeometry.from_config(model.config, next(model.parameters()).dtype.itemsize)
         self.request = Request(
-            model, self.geometry, None if budget is None else Budget.parse(budget), checkpoint, where, capacity,
-            None if folder is None else os.fspath(folder), chunk, page, context, batch,
+            model,
+            self.geometry,
+            None if budget is None else Budget.parse(budget),
+            checkpoint,
+            where,
+            capacity,
+            None if folder is None else os.fspath(folder),
+            chunk,
+            page,
+            context,
+            batch,
         )
         self.earlier_outputs: list[Tensor] = []
+        self.on_progress: Callable[[int], None] | None = None  # called with the tokens so far, between chunks
         self._readers = {layer.source: layer.index for layer in self.geometry.layers}
         self._start()
 
@@ -92,7 +102,9 @@ class KeepCache(Cache):
     ) -> None:
         """Take note of the tokens about to be processed."""
         if self._open:
-            raise KvkeepError("The cache was left in the middle of a step; call reset() before using it again.")
+            raise KvkeepError(
+                "The cache was left in the middle of a step; call reset() before using it again."
+            )
         self._open = True
         known = self.ledger.length
         self.ledger.append(ids, embeddings, positions, mask)
@@ -127,7 +139,9 @@ class KeepCache(Cache):
     ) -> Iterator[Segment]:
         queries, new, past = query.shape[2], key.shape[2], layer.length
         visible = self.ledger.visible
-        wide = mask is not None and mask.shape[-1] == past + new > new  # a mask of the caller's own, over the past too
+        wide = (
+            mask is not None and mask.shape[-1] == past + new > new
+        )  # a mask of the caller's own, over the past too
         for start, keys, values in layer.past(ordered=visible is not None or wide):
             stop = start + keys.shape[-2]
             if wide and mask is not None:
@@ -152,7 +166,8 @@ class KeepCache(Cache):
                     f"'{self.geometry.model_type}' did not pass all its entries through the cache's attention; "
                     "the result would be wrong. Use method 'full'."
                 )
-            self.meter.cache(self.resident_bytes())
+            if self.on_progress is not None:
+                self.on_progress(self.ledger.length)
             return
         if not any(self.is_sliding):
             self._open = False
@@ -184,7 +199,9 @@ class KeepCache(Cache):
         self.ledger.truncate(length)
         for name, rows in self._checkpoint_rows():
             # Residuals are written for every slot, entries only for evicted ones.
-            rows.truncate(min(length, rows.length) if name.startswith("residual") else min(length, self._evicted()))
+            rows.truncate(
+                min(length, rows.length) if name.startswith("residual") else min(length, self._evicted())
+            )
 
     def _evicted(self) -> int:
         return max((layer.evicted for layer in self.layers if isinstance(layer, BoundedLayer)), default=0)
@@ -249,12 +266,18 @@ class KeepCache(Cache):
         resident = self.resident_bytes()
         self.meter.cache(resident)
         places = {"device": 0, "host": 0, "disk": 0}
-        if self.checkpoint is not None and self.spec is not None:
-            places[self.spec.where] = sum(rows.nbytes for _, rows in self._checkpoint_rows())
+        bookkeeping = self.ledger.positions.nbytes
+        if self.spec is not None:
+            places[self.spec.where] += sum(rows.nbytes for _, rows in self._checkpoint_rows())
+        # Ids are what residuals are rebuilt from in the end; beside the entries themselves they are only a record.
+        if self.spec is not None and self.spec.kind != "kv":
+            places["device"] += self.ledger.ids.nbytes
+        else:
+            bookkeeping += self.ledger.ids.nbytes
         return Memory(
             resident_bytes=resident,
             checkpoint_bytes=places,
-            bookkeeping_bytes=self.ledger.ids.nbytes + self.ledger.positions.nbytes,
+            bookkeeping_bytes=bookkeeping,
             peak_cache_bytes=self.meter.peak_cache,
             peak_workspace_bytes=self.meter.peak_workspace,
         )
@@ -272,19 +295,47 @@ class KeepCache(Cache):
                 effective, entries, note = "none", 0, f"reads the entries of layer {layer.source}"
             elif layer.kind != "full":
                 effective, entries, note = STOCK_STATE, None, "not keys and values; left to transformers"
-            reports.append(LayerReport(
-                layer.index, layer.kind, self.method.name, effective, budget, entries,
-                str(self.exactness if layer.kind == "full" else Exactness.EXACT), note,
-            ))
+            reports.append(
+                LayerReport(
+                    layer.index,
+                    layer.kind,
+                    self.method.name,
+                    effective,
+                    budget,
+                    entries,
+                    str(self.exactness if layer.kind == "full" else Exactness.EXACT),
+                    note,
+                )
+            )
         return reports
 
 
+STOCK = "stock"
 STOCK_STATE = "transformers' own"
+
+
+def new_cache(model: Any, method: str | None = None, **options: Any) -> Cache:
+    """Return a :class:`KeepCache`, or transformers' own default cache for method "stock", the yardstick."""
+    if method != STOCK:
+        return KeepCache(model, method, **options)
+    if given := [
+        name
+        for name, value in options.items()
+        if value is not None and name not in ("context", "page", "batch")
+    ]:
+        raise UsageError(
+            f"Method 'stock' is transformers' own cache and takes no {given[0]}; 'kv-direct' does."
+        )
+    return DynamicCache(config=model.config)
 
 
 def held_by(layer: Any) -> list[Tensor]:
     """Return the key and value tensors of one of transformers' own layers."""
-    return [tensor for tensor in (getattr(layer, "keys", None), getattr(layer, "values", None)) if tensor is not None]
+    return [
+        tensor
+        for tensor in (getattr(layer, "keys", None), getattr(layer, "values", None))
+        if tensor is not None
+    ]
 
 
 def stock_memory(cache: Cache) -> Memory:
@@ -294,4 +345,6 @@ def stock_memory(cache: Cache) -> Memory:
     return Memory(resident_bytes=total, peak_cache_bytes=total, peak_workspace_bytes=max(held, default=0))
 
 
-__all__ = ["KeepCache", "LayerReport", "UsageError", "stock_memory"]
+def memory_of(cache: Cache) -> Memory:
+    """Return the bytes any cache holds."""
+    return cache.memory() if isinstance(cache, KeepCache) else stock_memory(cache)

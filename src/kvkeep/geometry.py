@@ -29,7 +29,7 @@ _WINDOW_OF_TYPE = {
     "reference_sliding_attention": "sliding_window",
     "chunked_attention": "attention_chunk_size",
 }
-# Found by comparing every causal model of transformers with its own cache: configs that do not say it.
+# Found by comparing tiny models of some 120 families with their own caches: configs that do not say it.
 _UNTRUE_CONFIGS = {
     "cpmant": "its heads are wider than hidden_size / heads",
     "mimo_v2_flash": "its sliding layers have twice the key/value heads that its config names",
@@ -235,7 +235,7 @@ def _layer_types(text: Any) -> tuple[list[str], set[int]]:
     count = text.num_hidden_layers
     if modes is not None:
         shared = {index for index, mode in enumerate(modes) if mode == "reuse"}
-    else:  # transformers before 5.20 says only how many of the last layers share
+    else:  # transformers 5.16 says only how many of the last layers share
         shared = set(range(count - (getattr(text, "num_kv_shared_layers", None) or 0), count))
     return list(declared or inferred), shared
 

@@ -7,7 +7,13 @@ from torch import Tensor
 
 
 def past_mask(
-    first_query: int, queries: int, start: int, stop: int, *, visible: Tensor | None, device: torch.device,
+    first_query: int,
+    queries: int,
+    start: int,
+    stop: int,
+    *,
+    visible: Tensor | None,
+    device: torch.device,
     window: int | None = None,
 ) -> Tensor | None:
     """Return the mask of queries at slots ``first_query``.. over past slots ``start``..``stop``, or None if all

@@ -22,15 +22,27 @@ from kvkeep.models.adapter import Adapter, decoder_of, layers_of
 from kvkeep.models.forward import current_attender, current_probe, set_attender
 
 NAME = "kvkeep"
-_ALONG_SEQUENCE = ("input_ids", "inputs_embeds", "position_ids", "token_type_ids", "mm_token_type_ids",
-                   "cache_position", "per_layer_inputs")
+_ALONG_SEQUENCE = (
+    "input_ids",
+    "inputs_embeds",
+    "position_ids",
+    "token_type_ids",
+    "mm_token_type_ids",
+    "cache_position",
+    "per_layer_inputs",
+)
 # How many of the last positions' outputs the caller will use (0: all), told by the outermost forward.
 _keep_last: ContextVar[int] = ContextVar("kvkeep_keep_last", default=0)
 
 
 def attention_forward(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    scaling: float | None = None, **kwargs: Any,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention function registered with transformers: streamed where a bounded cache says so, else SDPA."""
     attender = current_attender()
@@ -141,7 +153,9 @@ def _before_decoder(names: list[str]) -> Any:
             given = _all_but_last_chunk(decoder, given, cache, total)
             ids, embeddings = given.get("input_ids"), given.get("inputs_embeds")
         mask = given.get("attention_mask")
-        cache.begin_forward(ids, embeddings, given.get("position_ids"), mask if isinstance(mask, Tensor) else None)
+        cache.begin_forward(
+            ids, embeddings, given.get("position_ids"), mask if isinstance(mask, Tensor) else None
+        )
         set_attender(cache)
         return (), given
 
@@ -155,14 +169,18 @@ def _all_but_last_chunk(decoder: nn.Module, given: dict[str, Any], cache: Any, t
     """
     for wish in ("output_hidden_states", "output_attentions"):
         if given.get(wish):
-            raise UsageError(f"'{wish}' is not available for an input longer than the cache's chunk of {cache.chunk}.")
+            raise UsageError(
+                f"'{wish}' is not available for an input longer than the cache's chunk of {cache.chunk}."
+            )
     keep, past = _keep_last.get(), cache.get_seq_length()
     earlier = []
     starts = range(0, total, cache.chunk)
     for start in starts[:-1]:
         output = decoder(**_slice(given, start, start + cache.chunk, total, past))
         rows = output[0]
-        wanted = rows.shape[1] if keep == 0 else min(rows.shape[1], max(0, start + cache.chunk - (total - keep)))
+        wanted = (
+            rows.shape[1] if keep == 0 else min(rows.shape[1], max(0, start + cache.chunk - (total - keep)))
+        )
         if wanted:
             earlier.append(rows[:, rows.shape[1] - wanted :])
     cache.earlier_outputs = earlier

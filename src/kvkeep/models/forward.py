@@ -22,7 +22,13 @@ class Attender(Protocol):
         """Tell whether layer ``layer_idx`` attends through :meth:`attend` in this forward pass."""
 
     def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        scaling: float,
     ) -> Tensor:
         """Return attention output (batch, heads, queries, value_dim) of ``query`` over past and new entries.
 
@@ -37,8 +43,9 @@ class StreamedCache(Attender, Protocol):
     chunk: int
     earlier_outputs: list[Tensor]
 
-    def begin_forward(self, ids: Tensor | None, embeddings: Tensor | None, positions: Tensor | None,
-                      mask: Tensor | None) -> None:
+    def begin_forward(
+        self, ids: Tensor | None, embeddings: Tensor | None, positions: Tensor | None, mask: Tensor | None
+    ) -> None:
         """Take note of the tokens about to be processed (at most ``chunk``)."""
 
     def end_forward(self, completed: bool) -> None:

@@ -111,14 +111,18 @@ def _static(request: Request, ledger: Ledger, meter: Meter) -> Plan:
 def _kv_direct(request: Request, ledger: Ledger, meter: Meter) -> Plan:
     geometry = request.geometry
     if request.budget is None:
-        raise UsageError("Method 'kv-direct' needs a budget: entries (512), bytes (64MB), a share (25%), or 0.")
+        raise UsageError(
+            "Method 'kv-direct' needs a budget: entries (512), bytes (64MB), a share (25%), or 0."
+        )
     for layer in geometry.layers:
         if layer.kind not in ("full", "sliding", "shared"):
             raise UnsupportedModelError(
                 f"'{geometry.model_type}' has a '{layer.kind}' layer (layer {layer.index}), whose state is not keys and "
                 "values that could be rebuilt; use method 'full'."
             )
-    entries = request.budget.entries(geometry, context=request.context, batch=request.batch, chunk=request.chunk)
+    entries = request.budget.entries(
+        geometry, context=request.context, batch=request.batch, chunk=request.chunk
+    )
     chunk = request.budget.chunk_for(entries, request.chunk)
     spec = _spec(request)
     adapter = bind(request.model)
@@ -126,7 +130,7 @@ def _kv_direct(request: Request, ledger: Ledger, meter: Meter) -> Plan:
     checkpoint: Checkpoint
     home = place(spec.where, request.device, spec.folder)
     if spec.kind == "kv":
-        checkpoint = Entries(home, full, spec, meter, request.page)
+        checkpoint = Entries(home, request.device, full, spec, meter, request.page)
     else:
         adapter.require("project", full, f"checkpoint kind '{spec}'")
         if spec.kind == "tokens" or spec.stride > 1:
@@ -151,20 +155,41 @@ def _spec(request: Request) -> CheckpointSpec:
 METHODS: dict[str, Method] = {
     method.name: method
     for method in (
-        Method("full", "nobody", "kept", "not needed", Exactness.EXACT,
-               "All entries, in buffers that grow by blocks; a step copies one entry.",
-               "kv-caching-tutorial, section 7", (), _full),
-        Method("static", "nobody", "kept", "not needed", Exactness.EXACT,
-               "All entries, in memory allocated once for the budget's entries.",
-               "kv-caching-tutorial, section 13", ("budget",), _static),
-        Method("kv-direct", "oldest", "checkpointed", "all pages, exact", Exactness.EXACT,
-               "The newest entries within the budget; older ones are rebuilt exactly, page by page, as they are read.",
-               "arXiv:2603.19664, Algorithm 1",
-               ("budget", "checkpoint", "where", "capacity", "folder", "chunk", "page"), _kv_direct),
+        Method(
+            "full",
+            "nobody",
+            "kept",
+            "not needed",
+            Exactness.EXACT,
+            "All entries, in buffers that grow by blocks; a step copies one entry.",
+            "kv-caching-tutorial, section 7",
+            (),
+            _full,
+        ),
+        Method(
+            "static",
+            "nobody",
+            "kept",
+            "not needed",
+            Exactness.EXACT,
+            "All entries, in memory allocated once for the budget's entries.",
+            "kv-caching-tutorial, section 13",
+            ("budget",),
+            _static,
+        ),
+        Method(
+            "kv-direct",
+            "oldest",
+            "checkpointed",
+            "all pages, exact",
+            Exactness.EXACT,
+            "The newest entries within the budget; older ones are rebuilt exactly, page by page, as they are read.",
+            "arXiv:2603.19664, Algorithm 1",
+            ("budget", "checkpoint", "where", "capacity", "folder", "chunk", "page"),
+            _kv_direct,
+        ),
     )
 }
-
-STOCK = "stock"
 
 
 def resolve(name: str) -> Method:

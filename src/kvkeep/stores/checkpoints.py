@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from kvkeep.attention import Segment, attend
@@ -55,11 +56,17 @@ class CheckpointSpec:
         if kind not in KINDS:
             raise unknown("checkpoint kind", kind, KINDS)
         if stride and (kind != "residual" or not stride.isdigit() or int(stride) < 1):
-            raise UsageError(f"Checkpoint '{text}' is not understood: a stride is a whole number of layers from 1 on, "
-                             "and only 'residual' has one (residual:4).")
-        if capacity is not None and (capacity < 1 or not (kind == "kv" or (kind == "residual" and stride in ("", "1")))):
-            raise UsageError("A capacity is a number of entries from 1 on, for checkpoint kinds 'kv' and 'residual' (stride "
-                             "1) only: the others rebuild later entries from earlier ones.")
+            raise UsageError(
+                f"Checkpoint '{text}' is not understood: a stride is a whole number of layers from 1 on, "
+                "and only 'residual' has one (residual:4)."
+            )
+        if capacity is not None and (
+            capacity < 1 or not (kind == "kv" or (kind == "residual" and stride in ("", "1")))
+        ):
+            raise UsageError(
+                "A capacity is a number of entries from 1 on, for checkpoint kinds 'kv' and 'residual' (stride "
+                "1) only: the others rebuild later entries from earlier ones."
+            )
         if folder is not None and where != "disk":
             raise UsageError(f"A checkpoint folder is for '--where disk', not '{where}'.")
         return CheckpointSpec(kind, where, int(stride or 1), capacity, folder)
@@ -90,9 +97,16 @@ class Checkpoint(Protocol):
 class Entries:
     """Kind ``kv``: evicted keys and values of each layer, moved as they are."""
 
-    def __init__(self, home: Place, layers: Sequence[int], spec: CheckpointSpec, meter: Meter, page: int) -> None:
-        self.meter = meter
-        self.page = page
+    def __init__(
+        self,
+        home: Place,
+        device: torch.device,
+        layers: Sequence[int],
+        spec: CheckpointSpec,
+        meter: Meter,
+        page: int,
+    ) -> None:
+        self.device, self.meter, self.page = device, meter, page
         self._rows = {layer: (_rows(home, spec), _rows(home, spec)) for layer in layers}
 
     def enter_layer(self, layer: int, hidden: Tensor) -> None:
@@ -102,18 +116,19 @@ class Entries:
         """Append to the layer's store."""
         for rows, new in zip(self._rows[layer], (keys, values), strict=True):
             rows.append(new)
-        self._device = keys.device
 
     def recall(self, layer: int, stop: int) -> Iterator[Piece]:
         """Yield views where the entries lie in the device's own memory, else copies of a page at a time."""
         keys, values = self._rows[layer]
-        for (start, key), (_, value) in zip(keys.read(keys.first, stop), values.read(values.first, stop), strict=True):
-            if key.device == self._device:
+        for (start, key), (_, value) in zip(
+            keys.read(keys.first, stop), values.read(values.first, stop), strict=True
+        ):
+            if key.device == self.device:
                 yield start, key, value
                 continue
             for low in range(0, key.shape[-2], self.page):
                 window = slice(low, low + self.page)
-                moved = key[..., window, :].to(self._device), value[..., window, :].to(self._device)
+                moved = key[..., window, :].to(self.device), value[..., window, :].to(self.device)
                 with self.meter.holding(*moved):
                     yield start + low, *moved
 
@@ -135,7 +150,13 @@ class Residuals:
     """
 
     def __init__(
-        self, adapter: Adapter, ledger: Ledger, home: Place, layers: Sequence[int], spec: CheckpointSpec, meter: Meter,
+        self,
+        adapter: Adapter,
+        ledger: Ledger,
+        home: Place,
+        layers: Sequence[int],
+        spec: CheckpointSpec,
+        meter: Meter,
         page: int,
     ) -> None:
         self.adapter, self.ledger, self.meter, self.page = adapter, ledger, meter, page
@@ -279,14 +300,18 @@ class _Scratch:
         low = max(0, first - self.window + 1) if self.window is not None else 0
         segments = []
         if low < first:
-            seen = past_mask(first, queries, low, first, visible=self.visible, window=self.window, device=query.device)
+            seen = past_mask(
+                first, queries, low, first, visible=self.visible, window=self.window, device=query.device
+            )
             past = expanded(module, self.keys.view(low, first), self.values.view(low, first))
             segments.append(Segment(*past, seen))
         if self.visible is None and self.window is None:
             segments.append(Segment(key, value, causal=True))
         else:
             own = new_mask(queries, queries, query.device)
-            seen = past_mask(first, queries, first, stop, visible=self.visible, window=self.window, device=query.device)
+            seen = past_mask(
+                first, queries, first, stop, visible=self.visible, window=self.window, device=query.device
+            )
             segments.append(Segment(key, value, own if seen is None else own & seen))
         return attend(query, segments, scaling)
 

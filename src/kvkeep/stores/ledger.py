@@ -33,8 +33,9 @@ class Ledger:
         if positions is None:
             positions = torch.arange(self.length, self.length + count, device=tokens.device).unsqueeze(0)
         if positions.ndim != 2:
-            raise UnsupportedModelError("Positions of several axes (multimodal rotary) are not supported yet; "
-                                        "use method 'full'.")
+            raise UnsupportedModelError(
+                "Positions of several axes (multimodal rotary) are not supported yet; use method 'full'."
+            )
         self.positions.append(positions.expand(batch, -1).unsqueeze(-1).int())
         self.ids.append((ids if ids is not None else tokens.new_zeros(batch, count)).unsqueeze(-1).int())
         # One look at the mask per forward pass, as stock mask creation takes.

@@ -195,7 +195,7 @@ class Pages:
     """All rows, in pages allocated once at their home and never moved; each is twice the one before,
     up to ``largest`` rows, so that little is allocated early and reading stays in long pieces."""
 
-    def __init__(self, home: Place, smallest: int = BLOCK, largest: int = 4096) -> None:
+    def __init__(self, home: Place, smallest: int = BLOCK, largest: int = 1024) -> None:
         self.home = home
         self.smallest = smallest
         self.largest = largest

@@ -1,0 +1,1 @@
+"""Generating: prompts, answers as they come, and what they cost."""

@@ -1,0 +1,217 @@
+"""Generating with any cache, by transformers' own ``generate``, with timings and measured memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, StoppingCriteria, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+
+from kvkeep.cache import STOCK, KeepCache, memory_of
+from kvkeep.errors import UsageError
+from kvkeep.geometry import ModelGeometry
+from kvkeep.stores.meter import Memory
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds, and tokens per second, of reading the prompt and of writing the answer. ``prefill_tokens`` were not in
+    the cache yet; the first token's time is the prompt's."""
+
+    prefill_s: float
+    decode_s: float
+    prefill_tokens_per_s: float
+    decode_tokens_per_s: float
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One answer and what it cost. ``tokens``: the new token ids; ``stopped``: "eos", "length", "positions" (the model has
+    no more) or "interrupted"."""
+
+    text: str
+    tokens: list[int]
+    prompt_tokens: int
+    stopped: str
+    method: str
+    exactness: str
+    memory: Memory
+    timing: Timing
+    sequence: list[int] = field(repr=False)
+
+
+class _Listener(BaseStreamer):
+    """Hears of each token as it is chosen: notes the time, and passes new text on."""
+
+    def __init__(self, tokenizer: Any, on_text: Callable[[str], None] | None) -> None:
+        self.tokenizer, self.on_text = tokenizer, on_text
+        self.times: list[float] = []
+        self._prompt_seen = False
+        self._tokens: list[int] = []
+        self._told = 0  # characters of the current line already passed on
+
+    def put(self, value: Tensor) -> None:
+        """Take the prompt first, then one token at a time."""
+        if not self._prompt_seen:
+            self._prompt_seen = True
+            return
+        self.times.append(time.perf_counter())
+        if self.on_text is None or self.tokenizer is None:
+            return
+        self._tokens.extend(value.flatten().tolist())
+        text = self.tokenizer.decode(self._tokens, skip_special_tokens=True)
+        if text.endswith("\N{REPLACEMENT CHARACTER}"):  # half a character; wait for the rest
+            return
+        self.on_text(text[self._told :])
+        self._told = len(text)
+        if text.endswith("\n"):  # start afresh, so that a long answer is not decoded over and over
+            self._tokens, self._told = [], 0
+
+    def end(self) -> None:
+        """Nothing more to do."""
+
+
+class _Stop(StoppingCriteria):
+    def __init__(self, wanted: Callable[[], bool]) -> None:
+        self.wanted = wanted
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        return torch.full((input_ids.shape[0],), self.wanted(), device=input_ids.device, dtype=torch.bool)
+
+
+def generate(
+    model: Any,
+    tokenizer: Any,
+    prompt: Sequence[int],
+    cache: Cache,
+    *,
+    max_new_tokens: int = 128,
+    on_text: Callable[[str], None] | None = None,
+    on_progress: Callable[[int], None] | None = None,
+    interrupted: Callable[[], bool] | None = None,
+    ignore_eos: bool = False,
+    temperature: float = 0.0,
+    seed: int | None = None,
+) -> Generation:
+    """Continue ``prompt`` (all token ids, those already in ``cache`` included) by up to ``max_new_tokens``.
+
+    Greedy at ``temperature`` 0, else sampled (``seed`` for repeatable samples). ``on_text`` gets pieces of text as they
+    come, ``on_progress`` the prompt tokens read so far. ``interrupted`` is asked between tokens and between chunks.
+    Raises UsageError for a prompt that the model has no positions for, KeyboardInterrupt if interrupted in the prompt.
+    """
+    room = _room(model, len(prompt))
+    known = cache.get_seq_length()
+    device = next(model.parameters()).device
+    ids = torch.tensor([list(prompt)], device=device)
+    listener = _Listener(tokenizer, on_text)
+    criteria = StoppingCriteriaList([_Stop(interrupted)] if interrupted else [])
+    if isinstance(cache, KeepCache):
+        cache.on_progress = _between_chunks(on_progress, interrupted)
+    if seed is not None:
+        torch.manual_seed(seed)
+    sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+    if ignore_eos:
+        sampling["eos_token_id"] = None
+    start = time.perf_counter()
+    try:
+        output = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            past_key_values=cache,
+            streamer=listener,
+            max_new_tokens=min(max_new_tokens, room),
+            stopping_criteria=criteria,
+            **sampling,
+        )
+    finally:
+        if isinstance(cache, KeepCache):
+            cache.on_progress = None
+    sequence = output[0].tolist()
+    return _report(
+        model,
+        tokenizer,
+        cache,
+        sequence,
+        len(prompt),
+        known,
+        start,
+        listener.times,
+        max_new_tokens,
+        interrupted() if interrupted else False,
+        ignore_eos,
+    )
+
+
+def _between_chunks(
+    on_progress: Callable[[int], None] | None, interrupted: Callable[[], bool] | None
+) -> Callable[[int], None]:
+    def tell(done: int) -> None:
+        if on_progress is not None:
+            on_progress(done)
+        if interrupted is not None and interrupted():
+            raise KeyboardInterrupt
+
+    return tell
+
+
+def _room(model: Any, prompt_tokens: int) -> int:
+    """Return how many tokens the model has positions for after the prompt."""
+    positions = ModelGeometry.from_config(model.config).max_positions
+    if prompt_tokens == 0:
+        raise UsageError("There is nothing to answer: the prompt is empty.")
+    if positions is None:
+        return 2**31
+    if prompt_tokens >= positions:
+        raise UsageError(
+            f"The prompt has {prompt_tokens} tokens and the model has {positions} positions; shorten the text to "
+            f"at most {positions - 1} tokens or take a model with more."
+        )
+    return positions - prompt_tokens
+
+
+def _report(
+    model: Any,
+    tokenizer: Any,
+    cache: Cache,
+    sequence: list[int],
+    prompt_tokens: int,
+    known: int,
+    start: float,
+    times: list[float],
+    wanted: int,
+    interrupted: bool,
+    ignore_eos: bool,
+) -> Generation:
+    tokens = sequence[prompt_tokens:]
+    ends = model.generation_config.eos_token_id
+    ends = ends if isinstance(ends, list) else [ends]
+    if tokens and tokens[-1] in ends and not ignore_eos:
+        stopped = "eos"
+    elif interrupted:
+        stopped = "interrupted"
+    else:
+        stopped = "length" if len(tokens) >= wanted else "positions"
+    prefill = times[0] - start if times else 0.0
+    decode = times[-1] - times[0] if times else 0.0
+    own = isinstance(cache, KeepCache)
+    return Generation(
+        text=tokenizer.decode(tokens, skip_special_tokens=True) if tokenizer is not None else "",
+        tokens=tokens,
+        prompt_tokens=prompt_tokens,
+        stopped=stopped,
+        method=cache.method.name if own else STOCK,
+        exactness=str(cache.exactness) if own else "exact",
+        memory=memory_of(cache),
+        timing=Timing(
+            prefill,
+            decode,
+            (prompt_tokens - known) / prefill if prefill else 0.0,
+            (len(times) - 1) / decode if decode else 0.0,
+        ),
+        sequence=sequence,
+    )
