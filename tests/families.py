@@ -94,7 +94,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 }
 
 # Checkpoint kinds that rebuild entries from residuals, which a family refuses, and why.
-REFUSES: dict[str, tuple[str, ...]] = {}
+REFUSES: dict[str, tuple[str, ...]] = {"gemma4": ("residual:3", "tokens")}
 
 
 @cache

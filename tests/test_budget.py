@@ -152,9 +152,7 @@ def test_bytes_are_never_exceeded_nor_wasted(
         least = Budget.parse(f"{smallest[1]}B").entries(geometry, context=context, batch=batch, chunk=chunk)
         assert least == (chunk or MIN_CHUNK)
         with pytest.raises(BudgetError):
-            Budget.parse(f"{int(smallest[1]) - 1}B").entries(
-                geometry, context=context, batch=batch, chunk=chunk
-            )
+            Budget.parse(f"{int(smallest[1]) - 1}B").entries(geometry, context=context, batch=batch, chunk=chunk)
         return
     if size == 0:
         assert entries == 0
@@ -177,17 +175,13 @@ def test_a_refused_share_names_one_that_would_do(context: int, hundredths: int) 
 
 
 def test_messages_keep_the_unit_of_the_user() -> None:
-    with pytest.raises(
-        BudgetError, match=r"Budget '8tok' holds 8 entries, below one chunk of 16; .* 16tok \(or 0"
-    ):
+    with pytest.raises(BudgetError, match=r"Budget '8tok' holds 8 entries, below one chunk of 16; .* 16tok \(or 0"):
         Budget.parse("8tok").entries(FULL)
     with pytest.raises(BudgetError, match=r"Budget '1KB' holds 7 entries.*smallest for this model is 2048B"):
         Budget.parse("1KB").entries(FULL)
     with pytest.raises(BudgetError, match=r"below one chunk of 64; the smallest is 64 "):
         Budget.parse(63).entries(FULL, chunk=64)
-    with pytest.raises(
-        BudgetError, match=r"less than the 4096B that the sliding-window layers hold.*is 6144B"
-    ):
+    with pytest.raises(BudgetError, match=r"less than the 4096B that the sliding-window layers hold.*is 6144B"):
         Budget.parse("4KB").entries(MIXED)
 
 

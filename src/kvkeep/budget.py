@@ -24,8 +24,7 @@ _BYTES = {"b": 1} | {
 _TOKENS = {"", "tok", "token", "tokens"}
 _SPELLING = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([a-z]*|%)", re.IGNORECASE)
 _EXAMPLES = (
-    "512 or 512tok (entries per layer), 64MB, 1.5GiB (bytes of cache), 25% (of the context), "
-    "0 (recall everything)"
+    "512 or 512tok (entries per layer), 64MB, 1.5GiB (bytes of cache), 25% (of the context), 0 (recall everything)"
 )
 
 

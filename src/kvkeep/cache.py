@@ -14,13 +14,14 @@ from transformers import Cache, DynamicCache
 from kvkeep.attention import Segment, attend
 from kvkeep.attention.visibility import new_mask, past_mask
 from kvkeep.budget import Budget
-from kvkeep.errors import KvkeepError, UsageError
+from kvkeep.errors import KvkeepError, UsageError, unknown
 from kvkeep.geometry import ModelGeometry
 from kvkeep.policies.methods import Exactness, Method, Request, resolve
 from kvkeep.stores.bounded import BoundedLayer
-from kvkeep.stores.checkpoints import expanded
+from kvkeep.stores.checkpoints import CheckpointSpec, expanded
 from kvkeep.stores.ledger import Ledger
 from kvkeep.stores.meter import Memory, Meter, nbytes
+from kvkeep.stores.places import PLACES
 from kvkeep.stores.rows import Rows
 
 
@@ -102,9 +103,7 @@ class KeepCache(Cache):
     ) -> None:
         """Take note of the tokens about to be processed."""
         if self._open:
-            raise KvkeepError(
-                "The cache was left in the middle of a step; call reset() before using it again."
-            )
+            raise KvkeepError("The cache was left in the middle of a step; call reset() before using it again.")
         self._open = True
         known = self.ledger.length
         self.ledger.append(ids, embeddings, positions, mask)
@@ -139,9 +138,7 @@ class KeepCache(Cache):
     ) -> Iterator[Segment]:
         queries, new, past = query.shape[2], key.shape[2], layer.length
         visible = self.ledger.visible
-        wide = (
-            mask is not None and mask.shape[-1] == past + new > new
-        )  # a mask of the caller's own, over the past too
+        wide = mask is not None and mask.shape[-1] == past + new > new  # a mask of the caller's own, over the past too
         for start, keys, values in layer.past(ordered=visible is not None or wide):
             stop = start + keys.shape[-2]
             if wide and mask is not None:
@@ -197,11 +194,9 @@ class KeepCache(Cache):
 
     def _forget_from(self, length: int) -> None:
         self.ledger.truncate(length)
-        for name, rows in self._checkpoint_rows():
+        for name, rows in self.checkpoint_rows():
             # Residuals are written for every slot, entries only for evicted ones.
-            rows.truncate(
-                min(length, rows.length) if name.startswith("residual") else min(length, self._evicted())
-            )
+            rows.truncate(min(length, rows.length) if name.startswith("residual") else min(length, self._evicted()))
 
     def _evicted(self) -> int:
         return max((layer.evicted for layer in self.layers if isinstance(layer, BoundedLayer)), default=0)
@@ -239,7 +234,7 @@ class KeepCache(Cache):
             elif getattr(layer, "is_initialized", False) and layer.keys is not None:
                 layer.reorder_cache(index)
         self.ledger.select(index.to(self.request.device))
-        for _, rows in self._checkpoint_rows():
+        for _, rows in self.checkpoint_rows():
             rows.select(index)
 
     # -- what it holds ------------------------------------------------------------------------------
@@ -247,10 +242,11 @@ class KeepCache(Cache):
     @property
     def exactness(self) -> Exactness:
         """The method's promise; lossy as soon as a checkpoint of limited capacity has lost an entry."""
-        lost = any(rows.first > 0 for _, rows in self._checkpoint_rows())
+        lost = any(rows.first > 0 for _, rows in self.checkpoint_rows())
         return Exactness.LOSSY if lost else self.method.exactness
 
-    def _checkpoint_rows(self) -> Iterator[tuple[str, Rows]]:
+    def checkpoint_rows(self) -> Iterator[tuple[str, Rows]]:
+        """Yield the checkpoint's stores by name."""
         return iter(()) if self.checkpoint is None else self.checkpoint.stores()
 
     def resident_bytes(self) -> int:
@@ -268,7 +264,7 @@ class KeepCache(Cache):
         places = {"device": 0, "host": 0, "disk": 0}
         bookkeeping = self.ledger.positions.nbytes
         if self.spec is not None:
-            places[self.spec.where] += sum(rows.nbytes for _, rows in self._checkpoint_rows())
+            places[self.spec.where] += sum(rows.nbytes for _, rows in self.checkpoint_rows())
         # Ids are what residuals are rebuilt from in the end; beside the entries themselves they are only a record.
         if self.spec is not None and self.spec.kind != "kv":
             places["device"] += self.ledger.ids.nbytes
@@ -314,28 +310,31 @@ STOCK = "stock"
 STOCK_STATE = "transformers' own"
 
 
+def check_request(method: str | None, budget: str | None, checkpoint: str | None, where: str | None) -> None:
+    """Raise for names and budgets that no model could make right, before anything is loaded."""
+    if method is not None and method != STOCK:
+        resolve(method)
+    Budget.parse(budget)
+    if checkpoint is not None:
+        CheckpointSpec.parse(checkpoint, where or "host")
+    if where is not None and where not in PLACES:
+        raise unknown("place for checkpoints", where, PLACES)
+
+
 def new_cache(model: Any, method: str | None = None, **options: Any) -> Cache:
     """Return a :class:`KeepCache`, or transformers' own default cache for method "stock", the yardstick."""
     if method != STOCK:
         return KeepCache(model, method, **options)
     if given := [
-        name
-        for name, value in options.items()
-        if value is not None and name not in ("context", "page", "batch")
+        name for name, value in options.items() if value is not None and name not in ("context", "page", "batch")
     ]:
-        raise UsageError(
-            f"Method 'stock' is transformers' own cache and takes no {given[0]}; 'kv-direct' does."
-        )
+        raise UsageError(f"Method 'stock' is transformers' own cache and takes no {given[0]}; 'kv-direct' does.")
     return DynamicCache(config=model.config)
 
 
 def held_by(layer: Any) -> list[Tensor]:
     """Return the key and value tensors of one of transformers' own layers."""
-    return [
-        tensor
-        for tensor in (getattr(layer, "keys", None), getattr(layer, "values", None))
-        if tensor is not None
-    ]
+    return [tensor for tensor in (getattr(layer, "keys", None), getattr(layer, "values", None)) if tensor is not None]
 
 
 def stock_memory(cache: Cache) -> Memory:

@@ -48,3 +48,7 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> UsageError:
     near = get_close_matches(name, names, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
     return UsageError(f"Unknown {kind} '{name}': {hint}known are {', '.join(names)}.")
+
+
+class Interrupted(KvkeepError):
+    """A person stopped it."""

@@ -110,8 +110,7 @@ class ModelGeometry:
         """
         if getattr(config, "is_encoder_decoder", False):
             raise UnsupportedModelError(
-                f"'{config.model_type}' is an encoder-decoder; kvkeep bounds the cache of "
-                "decoder-only models."
+                f"'{config.model_type}' is an encoder-decoder; kvkeep bounds the cache of decoder-only models."
             )
         text = config.get_text_config(decoder=True)
         if text.model_type in _UNTRUE_CONFIGS:
@@ -126,8 +125,7 @@ class ModelGeometry:
             model_type=text.model_type,
             hidden_size=hidden_size,
             layers=tuple(
-                _layer(text, layer_config, index, types, shared)
-                for index, layer_config in enumerate(layer_configs)
+                _layer(text, layer_config, index, types, shared) for index, layer_config in enumerate(layer_configs)
             ),
             attention_heads=_need(text, layer_configs[0], "num_attention_heads"),
             vocab_size=_need(text, text, "vocab_size"),
@@ -221,8 +219,7 @@ def _need(text: Any, holder: Any, name: str) -> int:
     value = getattr(holder, name, None)
     if not isinstance(value, int):
         raise UnsupportedModelError(
-            f"'{text.model_type}' cannot be sized: its config has no '{name}', so the width of "
-            "its cache is unknown."
+            f"'{text.model_type}' cannot be sized: its config has no '{name}', so the width of its cache is unknown."
         )
     return value
 
@@ -255,8 +252,7 @@ def _source(text: Any, index: int, types: list[str], shared: set[int]) -> int:
         if candidate not in shared and types[candidate] == types[index]:
             return candidate
     raise UnsupportedModelError(
-        f"'{text.model_type}' layer {index} shares the keys of an earlier '{types[index]}' layer, but "
-        "there is none."
+        f"'{text.model_type}' layer {index} shares the keys of an earlier '{types[index]}' layer, but there is none."
     )
 
 
@@ -288,9 +284,7 @@ def _widths(text: Any, layer_config: Any) -> tuple[int, int, int]:
 
 def _kv_heads(layer_config: Any, heads: int) -> int:
     """Return the heads cached: grouped where named, one for multi-query, else one per query head."""
-    if getattr(layer_config, "multi_query", False) and not getattr(
-        layer_config, "new_decoder_architecture", False
-    ):
+    if getattr(layer_config, "multi_query", False) and not getattr(layer_config, "new_decoder_architecture", False):
         return 1
     # Falcon's new architecture repeats its num_kv_heads for every query head before caching them.
     return getattr(layer_config, "num_key_value_heads", None) or heads

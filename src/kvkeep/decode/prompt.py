@@ -16,18 +16,14 @@ def read_text(path: str) -> str:
     try:
         data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
     except OSError as error:
-        raise UsageError(
-            f"The file '{path}' cannot be read: {(error.strerror or str(error)).lower()}."
-        ) from error
+        raise UsageError(f"The file '{path}' cannot be read: {(error.strerror or str(error)).lower()}.") from error
     name = "standard input" if path == "-" else f"the file '{path}'"
     if b"\0" in data:
         raise UsageError(f"There is no text in {name}: it is binary; give a text file (UTF-8).")
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise UsageError(
-            f"The text of {name} is not UTF-8 (byte {error.start}); convert it first."
-        ) from error
+        raise UsageError(f"The text of {name} is not UTF-8 (byte {error.start}); convert it first.") from error
     if not text.strip():
         raise UsageError(f"There is no text in {name}: it is empty.")
     return text

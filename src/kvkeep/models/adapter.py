@@ -22,7 +22,7 @@ from kvkeep.errors import UnsupportedModelError
 from kvkeep.models.forward import attending, probing
 
 
-class _Taken(Exception):  # noqa: N818 - a signal, not an error
+class _Taken(Exception):
     """Carries what a layer was about to cache, or the hidden states entering the first layer."""
 
     def __init__(self, *taken: Tensor) -> None:
@@ -112,9 +112,7 @@ class Adapter:
         except _Taken as signal:
             keys, values = signal.taken
             return keys, values
-        raise UnsupportedModelError(
-            f"'{self.family}' does not hand keys and values to a cache at layer {layer_idx}."
-        )
+        raise UnsupportedModelError(f"'{self.family}' does not hand keys and values to a cache at layer {layer_idx}.")
 
     def _project_plain(self, layer_idx: int, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """The same without the query's projection, for layers laid out like Llama's (most are)."""
@@ -192,9 +190,7 @@ class Adapter:
     def _compare_each(self, layers: list[int], rebuild: Callable[[int], tuple[Any, Any]]) -> str | None:
         for index in layers:
             (keys, values), cached = rebuild(index)
-            if keys.shape != cached.keys.shape or not (
-                _close(keys, cached.keys) and _close(values, cached.values)
-            ):
+            if keys.shape != cached.keys.shape or not (_close(keys, cached.keys) and _close(values, cached.values)):
                 return f"keys and values rebuilt at layer {index} differ from the cached ones"
         return None
 
@@ -226,6 +222,4 @@ def layers_of(decoder: Any) -> nn.ModuleList:
     for name in ("layers", "h"):
         if isinstance(getattr(decoder, name, None), nn.ModuleList):
             return getattr(decoder, name)
-    raise UnsupportedModelError(
-        f"'{type(decoder).__name__}' has no list of decoder layers kvkeep knows how to find."
-    )
+    raise UnsupportedModelError(f"'{type(decoder).__name__}' has no list of decoder layers kvkeep knows how to find.")

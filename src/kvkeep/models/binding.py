@@ -87,12 +87,8 @@ class Binding:
             layer.register_forward_pre_hook(_entering(index), with_kwargs=True)
             for index, layer in enumerate(layers_of(decoder))
         ]
-        self._handles.append(
-            decoder.register_forward_pre_hook(_before_decoder(names), with_kwargs=True, prepend=True)
-        )
-        self._handles.append(
-            decoder.register_forward_hook(_after_decoder, with_kwargs=True, always_call=True)
-        )
+        self._handles.append(decoder.register_forward_pre_hook(_before_decoder(names), with_kwargs=True, prepend=True))
+        self._handles.append(decoder.register_forward_hook(_after_decoder, with_kwargs=True, always_call=True))
         if decoder is not model:
             self._handles.append(model.register_forward_pre_hook(_before_model, with_kwargs=True))
             self._handles.append(model.register_forward_hook(_after_model, always_call=True))
@@ -153,9 +149,7 @@ def _before_decoder(names: list[str]) -> Any:
             given = _all_but_last_chunk(decoder, given, cache, total)
             ids, embeddings = given.get("input_ids"), given.get("inputs_embeds")
         mask = given.get("attention_mask")
-        cache.begin_forward(
-            ids, embeddings, given.get("position_ids"), mask if isinstance(mask, Tensor) else None
-        )
+        cache.begin_forward(ids, embeddings, given.get("position_ids"), mask if isinstance(mask, Tensor) else None)
         set_attender(cache)
         return (), given
 
@@ -169,18 +163,14 @@ def _all_but_last_chunk(decoder: nn.Module, given: dict[str, Any], cache: Any, t
     """
     for wish in ("output_hidden_states", "output_attentions"):
         if given.get(wish):
-            raise UsageError(
-                f"'{wish}' is not available for an input longer than the cache's chunk of {cache.chunk}."
-            )
+            raise UsageError(f"'{wish}' is not available for an input longer than the cache's chunk of {cache.chunk}.")
     keep, past = _keep_last.get(), cache.get_seq_length()
     earlier = []
     starts = range(0, total, cache.chunk)
     for start in starts[:-1]:
         output = decoder(**_slice(given, start, start + cache.chunk, total, past))
         rows = output[0]
-        wanted = (
-            rows.shape[1] if keep == 0 else min(rows.shape[1], max(0, start + cache.chunk - (total - keep)))
-        )
+        wanted = rows.shape[1] if keep == 0 else min(rows.shape[1], max(0, start + cache.chunk - (total - keep)))
         if wanted:
             earlier.append(rows[:, rows.shape[1] - wanted :])
     cache.earlier_outputs = earlier

@@ -84,9 +84,7 @@ def _stock_layers(request: Request, replace: Callable[[LayerGeometry], Any]) -> 
     """Return transformers' own layers with the full ones replaced: sliding windows are bounded already, and
     layers that read another layer's entries hold none."""
     stock = DynamicCache(config=request.model.config).layers
-    return [
-        replace(layer) if layer.kind == "full" else stock[layer.index] for layer in request.geometry.layers
-    ]
+    return [replace(layer) if layer.kind == "full" else stock[layer.index] for layer in request.geometry.layers]
 
 
 def _refuse(request: Request, method: str, *options: str) -> None:
@@ -111,18 +109,14 @@ def _static(request: Request, ledger: Ledger, meter: Meter) -> Plan:
 def _kv_direct(request: Request, ledger: Ledger, meter: Meter) -> Plan:
     geometry = request.geometry
     if request.budget is None:
-        raise UsageError(
-            "Method 'kv-direct' needs a budget: entries (512), bytes (64MB), a share (25%), or 0."
-        )
+        raise UsageError("Method 'kv-direct' needs a budget: entries (512), bytes (64MB), a share (25%), or 0.")
     for layer in geometry.layers:
         if layer.kind not in ("full", "sliding", "shared"):
             raise UnsupportedModelError(
                 f"'{geometry.model_type}' has a '{layer.kind}' layer (layer {layer.index}), whose state is not keys and "
                 "values that could be rebuilt; use method 'full'."
             )
-    entries = request.budget.entries(
-        geometry, context=request.context, batch=request.batch, chunk=request.chunk
-    )
+    entries = request.budget.entries(geometry, context=request.context, batch=request.batch, chunk=request.chunk)
     chunk = request.budget.chunk_for(entries, request.chunk)
     spec = _spec(request)
     adapter = bind(request.model)
@@ -195,5 +189,5 @@ METHODS: dict[str, Method] = {
 def resolve(name: str) -> Method:
     """Return the method called ``name``; raises UsageError with the near matches."""
     if name not in METHODS:
-        raise unknown("method", name, METHODS)
+        raise unknown("method", name, [*METHODS, "stock"])
     return METHODS[name]

@@ -32,9 +32,7 @@ class BoundedLayer(CacheLayerMixin):
         """Note that entries have come."""
         self.is_initialized = True
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Take new entries in hand and return them; attention adds the past itself."""
         self.is_initialized = True
         self.pending = (key_states.detach(), value_states.detach())

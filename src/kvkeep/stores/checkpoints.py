@@ -48,9 +48,7 @@ class CheckpointSpec:
     folder: str | None = None
 
     @staticmethod
-    def parse(
-        text: str, where: str, *, capacity: int | None = None, folder: str | None = None
-    ) -> CheckpointSpec:
+    def parse(text: str, where: str, *, capacity: int | None = None, folder: str | None = None) -> CheckpointSpec:
         """Read ``"kv"``, ``"tokens"``, ``"residual"`` or ``"residual:STRIDE"``."""
         kind, _, stride = text.partition(":")
         if kind not in KINDS:
@@ -90,6 +88,9 @@ class Checkpoint(Protocol):
     def stores(self) -> Iterator[tuple[str, Rows]]:
         """Yield every store of rows with a name, for counting, saving and moving."""
 
+    def expect(self, names: set[str]) -> None:
+        """Make room for the stores called ``names``, about to be filled from a file."""
+
     def begin_forward(self, from_ids: bool, known: int) -> None:
         """Prepare for new tokens, after the ``known`` slots before them; ``from_ids``: they came as ids."""
 
@@ -120,9 +121,7 @@ class Entries:
     def recall(self, layer: int, stop: int) -> Iterator[Piece]:
         """Yield views where the entries lie in the device's own memory, else copies of a page at a time."""
         keys, values = self._rows[layer]
-        for (start, key), (_, value) in zip(
-            keys.read(keys.first, stop), values.read(values.first, stop), strict=True
-        ):
+        for (start, key), (_, value) in zip(keys.read(keys.first, stop), values.read(values.first, stop), strict=True):
             if key.device == self.device:
                 yield start, key, value
                 continue
@@ -137,6 +136,9 @@ class Entries:
         for layer, (keys, values) in self._rows.items():
             yield f"keys.{layer}", keys
             yield f"values.{layer}", values
+
+    def expect(self, names: set[str]) -> None:
+        """Nothing: every store is there from the start."""
 
     def begin_forward(self, from_ids: bool, known: int) -> None:
         """Nothing to prepare."""
@@ -176,6 +178,11 @@ class Residuals:
         self._rows[0] = rows = _rows(self._home, self._spec)
         for low in range(0, known, self.page):
             rows.append(self.adapter.embed(*self.ledger.span(low, min(low + self.page, known))))
+
+    def expect(self, names: set[str]) -> None:
+        """Open the store of layer 0, which is there only where embeddings came instead of ids."""
+        if "residual.0" in names:
+            self._rows[0] = _rows(self._home, self._spec)
 
     def _drop(self) -> None:
         if self._rolling is not None:
@@ -300,18 +307,14 @@ class _Scratch:
         low = max(0, first - self.window + 1) if self.window is not None else 0
         segments = []
         if low < first:
-            seen = past_mask(
-                first, queries, low, first, visible=self.visible, window=self.window, device=query.device
-            )
+            seen = past_mask(first, queries, low, first, visible=self.visible, window=self.window, device=query.device)
             past = expanded(module, self.keys.view(low, first), self.values.view(low, first))
             segments.append(Segment(*past, seen))
         if self.visible is None and self.window is None:
             segments.append(Segment(key, value, causal=True))
         else:
             own = new_mask(queries, queries, query.device)
-            seen = past_mask(
-                first, queries, first, stop, visible=self.visible, window=self.window, device=query.device
-            )
+            seen = past_mask(first, queries, first, stop, visible=self.visible, window=self.window, device=query.device)
             segments.append(Segment(key, value, own if seen is None else own & seen))
         return attend(query, segments, scaling)
 

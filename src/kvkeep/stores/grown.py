@@ -28,9 +28,7 @@ class GrownLayer(CacheLayerMixin):
         """Note that entries have come; the buffers take shape from the first of them."""
         self.is_initialized = True
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append and return views of all keys and values."""
         stop = self._keys.length + key_states.shape[-2]
         if self.limit is not None and stop > self.limit:

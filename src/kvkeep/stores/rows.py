@@ -192,8 +192,8 @@ class Ring:
 
 
 class Pages:
-    """All rows, in pages allocated once at their home and never moved; each is twice the one before,
-    up to ``largest`` rows, so that little is allocated early and reading stays in long pieces."""
+    """All rows, in pages allocated once at their home and never moved; each is half of what is there already, between
+    ``smallest`` and ``largest`` rows, so that little lies idle and reading stays in long pieces."""
 
     def __init__(self, home: Place, smallest: int = BLOCK, largest: int = 1024) -> None:
         self.home = home
@@ -208,7 +208,7 @@ class Pages:
         """Take the next ``rows``; new pages are allocated before anything is written."""
         stop = self.length + rows.shape[-2]
         while stop > self._allocated:
-            size = min(self.largest, self.pages[-1].shape[-2] * 2) if self.pages else self.smallest
+            size = min(self.largest, max(1, self._allocated // (2 * self.smallest)) * self.smallest)
             page = self.home.allocate((*rows.shape[:-2], size, rows.shape[-1]), rows.dtype)
             self.starts.append(self._allocated)
             self.pages.append(page)

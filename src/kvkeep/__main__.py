@@ -1,0 +1,5 @@
+"""``python -m kvkeep``."""
+
+from kvkeep.cli import main
+
+main()

@@ -1,0 +1,102 @@
+"""``kvkeep generate``: one answer, within a budget."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+
+from kvkeep.cli import options
+from kvkeep.cli.output import interruptible, note, print_json, reading, size, write
+from kvkeep.errors import Interrupted
+
+
+def generate(
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="The question or instruction.")] = None,
+    file: Annotated[str | None, typer.Option("--file", "-f", help="A text to read first; - is standard input.")] = None,
+    model: options.Model = "smollm2",
+    method: options.Method = None,
+    budget: options.Budget = None,
+    checkpoint: options.Checkpoint = None,
+    where: options.Where = None,
+    capacity: options.Capacity = None,
+    folder: options.Folder = None,
+    chunk: options.Chunk = None,
+    max_tokens: options.MaxTokens = 128,
+    temperature: options.Temperature = 0.0,
+    seed: options.Seed = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Do not apply the model's chat template.")] = False,
+    dtype: options.Dtype = "float32",
+    device: options.Device = None,
+    json: options.Json = False,
+) -> None:
+    """Answer a prompt, or a question about a file, inside a cache budget."""
+    from kvkeep.cache import check_request, new_cache
+    from kvkeep.decode.generate import generate as run
+    from kvkeep.decode.prompt import encode, question, read_text
+    from kvkeep.models.loading import load
+
+    check_request(method, budget, checkpoint, where)
+    messages = question(read_text(file) if file else None, prompt)
+    loaded = load(model, dtype=dtype, device=device, progress=note)
+    ids = encode(loaded.tokenizer, messages, raw=raw)
+    cache = new_cache(
+        loaded.model,
+        method,
+        budget=budget,
+        checkpoint=checkpoint,
+        where=where,
+        capacity=capacity,
+        folder=folder,
+        chunk=chunk,
+        context=len(ids) + max_tokens,
+    )
+    with interruptible() as interrupted, reading(len(ids)) as advance:
+        try:
+            result = run(
+                loaded.model,
+                loaded.tokenizer,
+                ids,
+                cache,
+                max_new_tokens=max_tokens,
+                temperature=temperature,
+                seed=seed,
+                on_text=None if json else write,
+                on_progress=advance,
+                interrupted=interrupted,
+            )
+        except KeyboardInterrupt:
+            raise Interrupted("Interrupted while reading the prompt; there is no answer.") from None
+    if json:
+        print_json(as_json(result))
+    else:
+        write("\n")
+        note(summary(result))
+    if result.stopped == "interrupted":
+        raise Interrupted("Interrupted; the answer above is not complete.")
+
+
+def as_json(result: Any) -> dict[str, Any]:
+    """Return a generation as plain types for ``--json``."""
+    return {
+        "text": result.text,
+        "tokens": result.tokens,
+        "prompt_tokens": result.prompt_tokens,
+        "stopped": result.stopped,
+        "method": result.method,
+        "class": result.exactness,
+        "memory": result.memory.as_dict(),
+        "timing": asdict(result.timing),
+    }
+
+
+def summary(result: Any) -> str:
+    """Return one line on what an answer cost."""
+    memory, timing = result.memory, result.timing
+    places = [f"{size(count)} on {name}" for name, count in memory.checkpoint_bytes.items() if count]
+    return (
+        f"{result.method} ({result.exactness}): {result.prompt_tokens} tokens read at {timing.prefill_tokens_per_s:.0f}/s, "
+        f"{len(result.tokens)} written at {timing.decode_tokens_per_s:.1f}/s; resident {size(memory.resident_bytes)}"
+        + (f", checkpoints {', '.join(places)}" if places else "")
+    )

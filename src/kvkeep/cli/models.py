@@ -1,0 +1,27 @@
+"""``kvkeep models``: the embedded models, and how any other is named."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from rich.table import Table
+
+from kvkeep.cli import options
+from kvkeep.cli.output import note, out, print_json, size
+
+
+def models(json: options.Json = False) -> None:
+    """List the embedded models, and whether they are on this machine."""
+    from kvkeep.models.loading import available
+
+    rows = available()
+    if json:
+        print_json({"models": [asdict(row) | {"path": str(row.path) if row.path else None} for row in rows]})
+        return
+    table = Table(box=None, header_style="bold")
+    for heading in ("model", "on this machine", "licence", "what it is"):
+        table.add_column(heading, overflow="fold")
+    for row in rows:
+        table.add_row(row.name, size(row.bytes_on_disk) if row.bytes_on_disk else "no", row.licence, row.description)
+    out.print(table)
+    note("Any other: a GGUF file, a folder with config.json, or a hub id (owner/name).")

@@ -1,0 +1,55 @@
+"""Options that several commands share, declared once."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+Model = Annotated[
+    str, typer.Option("--model", "-m", help="An embedded model's name, a GGUF file, a folder, or a hub id.")
+]
+Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto (as stored).")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, mps; by default cuda where there is one.")]
+Method = Annotated[
+    str | None,
+    typer.Option(
+        "--method",
+        "-x",
+        help="See 'kvkeep methods'; stock is transformers' own cache. [default: kv-direct with a budget, full without]",
+    ),
+]
+Budget = Annotated[
+    str | None,
+    typer.Option(
+        "--budget", "-b", help="Entries per layer (512), bytes (64MB), a share of prompt and answer (25%), or 0."
+    ),
+]
+Checkpoint = Annotated[
+    str | None,
+    typer.Option(
+        "--checkpoint",
+        "-c",
+        help="What evicted entries become: kv, residual, residual:STRIDE, tokens. "
+        "[default: the smaller of kv and residual]",
+    ),
+]
+Where = Annotated[
+    str | None,
+    typer.Option(
+        "--where",
+        "-w",
+        help="Where checkpoints live: device, host, disk. [default: disk beside a CPU model, else host]",
+    ),
+]
+Capacity = Annotated[
+    int | None, typer.Option(help="Entries the checkpoint may hold; what falls out is lost, and the cache is lossy.")
+]
+Folder = Annotated[str | None, typer.Option(help="The folder for --where disk. [default: the user's cache folder]")]
+Chunk = Annotated[
+    int | None, typer.Option(help="Prompt tokens taken at a time. [default: 256, or the budget if smaller]")
+]
+MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", min=1, help="The most tokens to write.")]
+Temperature = Annotated[float, typer.Option(min=0.0, help="0 is greedy; above, tokens are sampled.")]
+Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output, and nothing else.")]

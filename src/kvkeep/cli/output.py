@@ -1,0 +1,74 @@
+"""What commands print: text and tables for people, one JSON object for programs, progress on standard error."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+
+out = Console(highlight=False)
+err = Console(stderr=True, highlight=False)
+
+
+def print_json(value: Any) -> None:
+    """Print one JSON object on standard output."""
+    sys.stdout.write(json.dumps(value, ensure_ascii=False) + "\n")
+
+
+def write(text: str) -> None:
+    """Print a piece of streamed text as it is."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def note(text: str) -> None:
+    """Tell a person what is going on, on standard error."""
+    err.print(text, style="dim", markup=False)
+
+
+def size(count: int) -> str:
+    """Return bytes as a person reads them (MB is 10**6)."""
+    for unit, scale in (("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
+        if count >= scale:
+            return f"{count / scale:.1f} {unit}"
+    return f"{count} B"
+
+
+@contextmanager
+def reading(total: int) -> Iterator[Callable[[int], None]]:
+    """Show a bar of prompt tokens read; it goes away when the first token comes."""
+    columns = (SpinnerColumn(), TextColumn("reading"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
+        task = progress.add_task("", total=total)
+
+        def advance(done: int) -> None:
+            progress.update(task, completed=min(done, total))
+            if done >= total:
+                progress.stop()
+
+        yield advance
+
+
+@contextmanager
+def interruptible() -> Iterator[Callable[[], bool]]:
+    """Within the block Ctrl-C only raises a flag, which the caller looks at between steps; a second one interrupts."""
+    raised = False
+
+    def raise_flag(number: int, frame: FrameType | None) -> None:
+        nonlocal raised
+        if raised:
+            raise KeyboardInterrupt
+        raised = True
+
+    before = signal.signal(signal.SIGINT, raise_flag)
+    try:
+        yield lambda: raised
+    finally:
+        signal.signal(signal.SIGINT, before)

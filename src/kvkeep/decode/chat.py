@@ -1,0 +1,73 @@
+"""A conversation on one cache: every turn reads only what the cache does not have yet."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from kvkeep.cache import KeepCache
+from kvkeep.decode.generate import Generation, generate
+from kvkeep.decode.prompt import Messages, encode
+from kvkeep.decode.session import Session, load, save
+
+
+class Conversation:
+    """Messages, the cache, and the token ids the cache has processed."""
+
+    def __init__(self, model: Any, tokenizer: Any, cache: KeepCache, *, system: str | None = None) -> None:
+        self.model, self.tokenizer, self.cache = model, tokenizer, cache
+        self.messages: Messages = [] if system is None else [{"role": "system", "content": system}]
+        self.ids: list[int] = []
+
+    @classmethod
+    def resume(cls, model: Any, tokenizer: Any, path: str | os.PathLike[str]) -> Conversation:
+        """Continue the conversation saved at ``path``; raises SessionError."""
+        session = load(path, model)
+        talk = cls(model, tokenizer, session.cache)
+        talk.messages = list(session.notes["messages"])
+        talk.ids = session.ids[0] if session.ids else []
+        return talk
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Save to ``path``, at once or not at all; raises SessionError."""
+        save(path, Session(self.cache, [self.ids] if self.ids else [], {"messages": self.messages}))
+
+    def prompt(self, question: str) -> list[int]:
+        """Return all token ids up to the place where the answer to ``question`` starts."""
+        return encode(self.tokenizer, [*self.messages, {"role": "user", "content": question}])
+
+    def answer(self, question: str, prompt: list[int] | None = None, **options: Any) -> Generation:
+        """Answer ``question`` (options as in :func:`kvkeep.decode.generate.generate`) and remember both.
+
+        If reading is interrupted or refused, the conversation is as it was before the question.
+        """
+        prompt = self.prompt(question) if prompt is None else prompt
+        self._align(prompt)
+        try:
+            result = generate(self.model, self.tokenizer, prompt, self.cache, **options)
+        finally:
+            self.ids = prompt[: self.cache.get_seq_length()]
+        self.ids = result.sequence[: self.cache.get_seq_length()]
+        self.messages += [{"role": "user", "content": question}, {"role": "assistant", "content": result.text}]
+        return result
+
+    def reset(self) -> None:
+        """Forget the conversation, but not the system prompt."""
+        self.cache.reset()
+        self.ids, self.messages = [], [message for message in self.messages if message["role"] == "system"]
+
+    def _align(self, prompt: list[int]) -> None:
+        """Take back what the cache holds beyond the prompt's own beginning (a template may close an answer
+        differently from how it was written); at least the last prompt token is left to be read."""
+        common = 0
+        for ours, theirs in zip(self.ids, prompt[:-1], strict=False):
+            if ours != theirs:
+                break
+            common += 1
+        surplus = self.cache.get_seq_length() - common
+        if surplus == 0:
+            return
+        try:
+            self.cache.crop(-surplus)
+        except RuntimeError:  # a sliding window has forgotten what was before: read it again
+            self.cache.reset()
