@@ -53,8 +53,13 @@ def generate(family: str, cache: Any, ids: torch.Tensor, mask: torch.Tensor | No
     mask = torch.ones_like(ids) if mask is None else mask
     set_seed(5)
     return tiny(family).generate(
-        ids, attention_mask=mask, past_key_values=cache, max_new_tokens=NEW, return_dict_in_generate=True,
-        output_logits=True, **({"do_sample": False} | options),
+        ids,
+        attention_mask=mask,
+        past_key_values=cache,
+        max_new_tokens=NEW,
+        return_dict_in_generate=True,
+        output_logits=True,
+        **({"do_sample": False} | options),
     )
 
 
@@ -224,9 +229,12 @@ def test_memory_is_what_is_allocated(family: str, method: str) -> None:
     windows = 8 * sum(cache.is_sliding)  # each sliding layer keeps its width in a one-element tensor
     # Views of a sliding window keep the storage they were cut from: one more entry than the window.
     slack = sum(
-        layer.keys.untyped_storage().nbytes() + layer.values.untyped_storage().nbytes() - layer.keys.nbytes
+        layer.keys.untyped_storage().nbytes()
+        + layer.values.untyped_storage().nbytes()
+        - layer.keys.nbytes
         - layer.values.nbytes
-        for layer, sliding in zip(cache.layers, cache.is_sliding, strict=True) if sliding
+        for layer, sliding in zip(cache.layers, cache.is_sliding, strict=True)
+        if sliding
     )
     assert told == sum(seen.values()) - windows - slack
     assert memory.peak_cache_bytes >= memory.resident_bytes

