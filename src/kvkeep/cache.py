@@ -93,7 +93,7 @@ class KeepCache(Cache):
         plan = self.method.plan(self.request, self.ledger, self.meter)
         self.entries, self.chunk, self.streams = plan.entries, plan.chunk, plan.streams
         self.spec, self.checkpoint = plan.spec, plan.checkpoint
-        self._open = False
+        self._open, self._in_hand = False, 0
         super().__init__(layers=plan.layers)
 
     # -- the forward pass ---------------------------------------------------------------------------
@@ -126,26 +126,35 @@ class KeepCache(Cache):
         """Attend over what was evicted, what is resident and what is new; then settle the new entries."""
         index = module.layer_idx
         source = self.geometry.layers[index].source
-        layer = self.layers[source]
+        layer, last = self.layers[source], self._readers[source] == index
+        self._in_hand = max(self._in_hand, layer.pending_bytes)
+        if last and source == index and key.shape[2] == 1 and mask is None:
+            layer.settle()  # a single new entry is attended where it will lie, with the others
+            return attend(query, self._past(layer, module, query, None, layer.length - 1), scaling)
         output = attend(query, self._segments(layer, module, query, key, value, mask), scaling)
-        if self._readers[source] == index:
-            self.meter.cache(self.resident_bytes() + layer.pending_bytes)
+        if last:
             layer.settle()
         return output
+
+    def _past(
+        self, layer: BoundedLayer, module: Any, query: Tensor, wide: Tensor | None, first_query: int
+    ) -> Iterator[Segment]:
+        """Yield what is settled: ``wide`` is a mask of the caller's own over past entries, if there is one."""
+        visible = self.ledger.visible
+        for start, keys, values in layer.past(ordered=visible is not None or wide is not None):
+            stop = start + keys.shape[-2]
+            if wide is not None:
+                seen: Tensor | None = wide[..., start:stop]
+            else:
+                seen = past_mask(first_query, query.shape[2], start, stop, visible=visible, device=query.device)
+            yield Segment(*expanded(module, keys, values), seen)
 
     def _segments(
         self, layer: BoundedLayer, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
     ) -> Iterator[Segment]:
         queries, new, past = query.shape[2], key.shape[2], layer.length
-        visible = self.ledger.visible
-        wide = mask is not None and mask.shape[-1] == past + new > new  # a mask of the caller's own, over the past too
-        for start, keys, values in layer.past(ordered=visible is not None or wide):
-            stop = start + keys.shape[-2]
-            if wide and mask is not None:
-                seen: Tensor | None = mask[..., start:stop]
-            else:
-                seen = past_mask(past, queries, start, stop, visible=visible, device=query.device)
-            yield Segment(*expanded(module, keys, values), seen)
+        wide = mask if mask is not None and mask.shape[-1] == past + new > new else None
+        yield from self._past(layer, module, query, wide, past)
         if mask is not None:
             yield Segment(key, value, mask[..., -new:])
         elif queries == new:
@@ -163,6 +172,8 @@ class KeepCache(Cache):
                     f"'{self.geometry.model_type}' did not pass all its entries through the cache's attention; "
                     "the result would be wrong. Use method 'full'."
                 )
+            self.meter.cache(self.resident_bytes() + self._in_hand)
+            self._in_hand = 0
             if self.on_progress is not None:
                 self.on_progress(self.ledger.length)
             return

@@ -1,0 +1,110 @@
+"""``kvkeep bench``: how fast and how large, against transformers' own cache."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import asdict
+from typing import Annotated
+
+import torch
+import transformers
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from kvkeep.cli import options
+from kvkeep.cli.output import err, note, out, print_json, size
+from kvkeep.errors import Interrupted, UsageError
+
+
+def bench(
+    model: options.Model = "smollm2",
+    contexts: Annotated[str, typer.Option(help="Prompt lengths, separated by commas.")] = "512,2048,4096",
+    budget: Annotated[str, typer.Option("--budget", "-b", help="The budget of kv-direct.")] = "12.5%",
+    rounds: Annotated[int, typer.Option(min=1, help="How often everything is measured.")] = 3,
+    steps: Annotated[int, typer.Option(min=2, help="Decoding steps a round.")] = 16,
+    only: Annotated[str | None, typer.Option(help="Only cases whose name contains one of these, by commas.")] = None,
+    slow: Annotated[bool, typer.Option(help="Also what recomputes everything: naive, strides, tokens.")] = True,
+    dtype: options.Dtype = "float32",
+    device: options.Device = None,
+    json: options.Json = False,
+) -> None:
+    """Time prefill and decoding of every cache in one run, and measure their memory."""
+    from kvkeep.cache import STOCK
+    from kvkeep.lab.bench import cases, run
+    from kvkeep.models.loading import load
+
+    lengths = _lengths(contexts)
+    listed = cases(lengths, budget, steps, slow=slow)
+    if only is not None:
+        wanted = [part.strip() for part in only.split(",")]
+        listed = [case for case in listed if case.label == STOCK or any(part in case.label for part in wanted)]
+    loaded = load(model, dtype=dtype, device=device, progress=note)
+    machine = {
+        "model": loaded.name,
+        "dtype": dtype,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "device": str(loaded.model.device),
+    }
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
+        task = progress.add_task("", total=None)
+        try:
+            rows = run(
+                loaded.model,
+                listed,
+                rounds=rounds,
+                steps=steps,
+                progress=lambda label, done, total: progress.update(
+                    task, description=label, completed=done, total=total
+                ),
+            )
+        except KeyboardInterrupt:
+            raise Interrupted("Interrupted; nothing was measured to the end.") from None
+    if json:
+        print_json({"machine": machine, "rows": [asdict(row) for row in rows]})
+        return
+    note(" ".join(f"{name}={value}" for name, value in machine.items()))
+    out.print(_table(rows))
+
+
+def _lengths(text: str) -> list[int]:
+    try:
+        lengths = [int(part) for part in text.split(",")]
+    except ValueError:
+        lengths = []
+    if not lengths or min(lengths) < 1:
+        raise UsageError(f"Contexts '{text}' are not understood: give whole numbers, separated by commas (512,2048).")
+    return lengths
+
+
+def _table(rows: list) -> Table:  # type: ignore[type-arg]
+    table = Table(
+        box=None, header_style="bold", caption="× : time relative to stock at the same context; below 1 is faster"
+    )
+    for heading in ("context", "cache", "prefill s", "×", "step ms", "×", "resident", "checkpoints", "workspace peak"):
+        table.add_column(heading, justify="left" if heading == "cache" else "right")
+    for row in rows:
+        if row.error:
+            table.add_row(str(row.context), row.label, row.error)
+            continue
+        kept = sum(row.memory["checkpoint_bytes"].values())
+        table.add_row(
+            str(row.context),
+            row.label,
+            _number(row.prefill_s, 2),
+            _number(row.prefill_ratio, 2),
+            _number(row.step_ms, 1),
+            _number(row.step_ratio, 2),
+            size(row.memory["resident_bytes"]),
+            size(kept) if kept else "-",
+            size(row.memory["peak_workspace_bytes"]) if row.memory["peak_workspace_bytes"] else "-",
+        )
+    return table
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"

@@ -1,0 +1,1 @@
+"""The lab: experiments, and what they measure."""

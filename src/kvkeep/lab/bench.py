@@ -1,0 +1,163 @@
+"""Speed and memory of every cache, compared in one run with transformers' own on the same model.
+
+Timings on a shared machine wander, so cases are interleaved over several rounds and the figures are medians and
+ratios to the stock cache of the same run. Token ids are random: the time a step takes does not depend on them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvkeep.cache import STOCK, memory_of, new_cache
+from kvkeep.errors import KvkeepError
+from kvkeep.stores.meter import Memory
+
+NAIVE = "naive"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One cache at one context: ``length`` prompt tokens, then single steps. ``rival``: whom it is compared with."""
+
+    label: str
+    length: int
+    method: str
+    options: dict[str, Any] = field(default_factory=dict)
+    rival: str = STOCK
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one case measured. Seconds are medians; ratios are to the rival of the same context (below 1 is faster)."""
+
+    label: str
+    context: int
+    prefill_s: float | None
+    step_ms: float | None
+    prefill_ratio: float | None
+    step_ratio: float | None
+    steps: int
+    memory: dict[str, Any]
+    error: str = ""
+
+
+def cases(contexts: Sequence[int], budget: str, steps: int, *, slow: bool = True) -> list[Case]:
+    """Return the cases of a whole run: no cache, the stock cache, the exact caches, kv-direct in each kind and place,
+    and for each context kv-direct at exactly its budget against a stock cache of that length (no recall: its own cost)."""
+    listed = []
+    for length in contexts:
+
+        def direct(kind: str, where: str, length: int = length) -> Case:
+            options = {"budget": budget, "checkpoint": kind, "where": where, "context": length}
+            return Case(f"kv-direct {kind}@{where}", length, "kv-direct", options)
+
+        listed += [
+            Case(STOCK, length, STOCK),
+            Case("full", length, "full"),
+            Case("static", length, "static", {"budget": length + steps + 1}),
+            Case("paged", length, "paged"),
+            Case("kv-direct, no recall", length, "kv-direct", {"budget": length + steps + 1}),
+            *(direct("kv", where) for where in ("device", "host", "disk")),
+            *(direct("residual", where) for where in ("device", "host", "disk")),
+        ]
+        if slow:
+            listed += [Case(NAIVE, length, NAIVE), direct("residual:4", "host"), direct("tokens", "device")]
+    return listed
+
+
+def run(
+    model: Any,
+    listed: Sequence[Case],
+    *,
+    rounds: int = 3,
+    steps: int = 16,
+    patience_s: float = 20.0,
+    progress: Callable[[str, int, int], None] = lambda label, done, total: None,
+) -> list[Row]:
+    """Measure every case ``rounds`` times, interleaved. A case takes ``steps`` steps a round, fewer (one at least) once
+    ``patience_s`` seconds have gone into them; one that has used four times that in all sits out later rounds."""
+    prefills: dict[int, list[float]] = {number: [] for number in range(len(listed))}
+    times: dict[int, list[float]] = {number: [] for number in range(len(listed))}
+    memories: dict[int, Memory] = {}
+    errors: dict[int, str] = {}
+    total = rounds * len(listed)
+    for turn in range(rounds):
+        for number, case in enumerate(listed):
+            progress(f"{case.label} at {case.length}", turn * len(listed) + number, total)
+            if number in errors or (sum(prefills[number]) + sum(times[number]) > 4 * patience_s and turn):
+                continue
+            try:
+                prefill, took, memories[number] = _measure(model, case, steps, patience_s)
+            except KvkeepError as error:
+                errors[number] = str(error)
+                continue
+            prefills[number] += prefill
+            times[number] += took
+    return list(_rows(listed, prefills, times, memories, errors))
+
+
+def _rows(
+    listed: Sequence[Case],
+    prefills: dict[int, list[float]],
+    times: dict[int, list[float]],
+    memories: dict[int, Memory],
+    errors: dict[int, str],
+) -> Iterator[Row]:
+    def middle(values: list[float]) -> float | None:
+        return median(values) if values else None
+
+    def ratio(mine: float | None, rival: float | None) -> float | None:
+        return mine / rival if mine and rival else None
+
+    places = {(case.label, case.length): number for number, case in enumerate(listed)}
+    for number, case in enumerate(listed):
+        rival = places.get((case.rival, case.length))
+        prefill, step = middle(prefills[number]), middle(times[number])
+        yield Row(
+            case.label,
+            case.length,
+            prefill,
+            None if step is None else 1e3 * step,
+            None if rival is None else ratio(prefill, middle(prefills[rival])),
+            None if rival is None else ratio(step, middle(times[rival])),
+            len(times[number]),
+            asdict(memories.get(number, Memory())),
+            errors.get(number, ""),
+        )
+
+
+@torch.inference_mode()
+def _measure(model: Any, case: Case, steps: int, patience_s: float) -> tuple[list[float], list[float], Memory]:
+    device = next(model.parameters()).device
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, model.config.vocab_size, (1, case.length + steps), generator=generator).to(device)
+    if case.method == NAIVE:
+        return [], _until(steps, patience_s, lambda step: _timed(model, ids[:, : case.length + step], None)), Memory()
+    cache = new_cache(model, case.method, **case.options)
+    prefill = _timed(model, ids[:, : case.length], cache)
+    _timed(model, ids[:, :1], cache)  # the first step warms up
+    took = _until(steps - 1, patience_s, lambda step: _timed(model, ids[:, step : step + 1], cache))
+    return [prefill], took, memory_of(cache)
+
+
+def _until(steps: int, patience_s: float, measure: Callable[[int], float]) -> list[float]:
+    took: list[float] = []
+    for step in range(steps):
+        if took and sum(took) > patience_s:
+            break
+        took.append(measure(step))
+    return took
+
+
+def _timed(model: Any, ids: Tensor, cache: Any) -> float:
+    start = time.perf_counter()
+    logits = model(ids, past_key_values=cache, use_cache=cache is not None, logits_to_keep=1).logits
+    logits[0, -1, 0].item()  # waits for the device
+    return time.perf_counter() - start
