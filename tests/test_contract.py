@@ -220,9 +220,12 @@ def test_memory_is_what_is_allocated(family: str, method: str) -> None:
         elif isinstance(value, list | tuple):
             for item in value:
                 walk(item, depth + 1)
-        elif type(value).__module__.startswith(("kvkeep", "transformers.cache_utils")) and depth < 8:
-            if type(value).__name__ not in ("Adapter", "Request"):
-                walk(dict(vars(value)), depth + 1)
+        elif (
+            type(value).__module__.startswith(("kvkeep", "transformers.cache_utils"))
+            and type(value).__name__ not in ("Adapter", "Request")
+            and depth < 8
+        ):
+            walk(dict(vars(value)), depth + 1)
 
     walk(cache)
     told = memory.resident_bytes + sum(memory.checkpoint_bytes.values()) + memory.bookkeeping_bytes

@@ -93,7 +93,7 @@ class KeepCache(Cache):
         plan = self.method.plan(self.request, self.ledger, self.meter)
         self.entries, self.chunk, self.streams = plan.entries, plan.chunk, plan.streams
         self.spec, self.checkpoint = plan.spec, plan.checkpoint
-        self._open, self._in_hand = False, 0
+        self._open, self._known, self._in_hand = False, 0, 0
         super().__init__(layers=plan.layers)
 
     # -- the forward pass ---------------------------------------------------------------------------
@@ -103,12 +103,24 @@ class KeepCache(Cache):
     ) -> None:
         """Take note of the tokens about to be processed."""
         if self._open:
-            raise KvkeepError("The cache was left in the middle of a step; call reset() before using it again.")
-        self._open = True
-        known = self.ledger.length
+            self._roll_back()
+        self._open, self._known = True, self.ledger.length
         self.ledger.append(ids, embeddings, positions, mask)
         if self.checkpoint is not None:
-            self.checkpoint.begin_forward(embeddings is None, known)
+            self.checkpoint.begin_forward(embeddings is None, self._known)
+
+    def _roll_back(self) -> None:
+        """Undo a step that was left in the middle; hooks are not told of every interrupt, so this may be late."""
+        if any(self.is_sliding):
+            raise KvkeepError(
+                "The cache was left in the middle of a step, and its sliding windows cannot be rolled back; "
+                "call reset() and read the text again."
+            )
+        self._open = False
+        for layer in self.layers:
+            if hasattr(layer, "truncate"):
+                layer.truncate(self._known)
+        self._forget_from(self._known)
 
     def enter_layer(self, layer_idx: int, hidden: Tensor) -> None:
         """Let the checkpoint keep the residual entering a layer."""
@@ -178,13 +190,14 @@ class KeepCache(Cache):
                 self.on_progress(self.ledger.length)
             return
         if not any(self.is_sliding):
-            self._open = False
-            self._truncate(min(layer.length for layer in bounded))
+            self._roll_back()
 
     # -- the cache contract -------------------------------------------------------------------------
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the number of tokens processed."""
+        """Return the number of tokens processed, those of an unfinished step not counted."""
+        if self.streams:
+            return self._known if self._open else self.ledger.length
         return super().get_seq_length(self.geometry.layers[layer_idx].source)
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -197,11 +210,11 @@ class KeepCache(Cache):
         if self.streams:
             self._forget_from(self.ledger.length + remove)
 
-    def _truncate(self, length: int) -> None:
-        for layer in self.layers:
-            if hasattr(layer, "truncate"):
-                layer.truncate(length)
-        self._forget_from(length)
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Return what masks must cover: (length, offset); only the new entries where the past is streamed."""
+        if self.attends(layer_idx):
+            return query_length, self.get_seq_length()
+        return super().get_mask_sizes(query_length, layer_idx)
 
     def _forget_from(self, length: int) -> None:
         self.ledger.truncate(length)
@@ -276,8 +289,8 @@ class KeepCache(Cache):
         bookkeeping = self.ledger.positions.nbytes
         if self.spec is not None:
             places[self.spec.where] += sum(rows.nbytes for _, rows in self.checkpoint_rows())
-        # Ids are what residuals are rebuilt from in the end; beside the entries themselves they are only a record.
-        if self.spec is not None and self.spec.kind != "kv":
+        # Where entries are rebuilt from ids, those are a checkpoint; elsewhere they are only a record.
+        if self.checkpoint is not None and self.checkpoint.reads_ids:
             places["device"] += self.ledger.ids.nbytes
         else:
             bookkeeping += self.ledger.ids.nbytes

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import platform
 from dataclasses import asdict
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
-import transformers
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -15,6 +13,9 @@ from rich.table import Table
 from kvkeep.cli import options
 from kvkeep.cli.output import err, note, out, print_json, size
 from kvkeep.errors import Interrupted, UsageError
+
+if TYPE_CHECKING:
+    from kvkeep.lab.bench import Row
 
 
 def bench(
@@ -30,6 +31,9 @@ def bench(
     json: options.Json = False,
 ) -> None:
     """Time prefill and decoding of every cache in one run, and measure their memory."""
+    import torch
+    import transformers
+
     from kvkeep.cache import STOCK
     from kvkeep.lab.bench import cases, run
     from kvkeep.models.loading import load
@@ -81,7 +85,7 @@ def _lengths(text: str) -> list[int]:
     return lengths
 
 
-def _table(rows: list) -> Table:  # type: ignore[type-arg]
+def _table(rows: list[Row]) -> Table:
     table = Table(
         box=None, header_style="bold", caption="× : time relative to stock at the same context; below 1 is faster"
     )

@@ -40,7 +40,7 @@ def chat(
     from kvkeep.models.loading import load
 
     check_request(method, budget, checkpoint, where)
-    cache_options = {
+    cache_options: dict[str, Any] = {
         "checkpoint": checkpoint,
         "where": where,
         "capacity": capacity,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
@@ -13,6 +14,9 @@ from kvkeep.cli import options
 from kvkeep.cli.generate import as_json
 from kvkeep.cli.output import note, out, print_json, reading, size, write
 from kvkeep.errors import UsageError
+
+if TYPE_CHECKING:
+    from kvkeep.decode.generate import Generation
 
 LONGEST = 4000  # prompt tokens of the text that the demonstration reads
 
@@ -79,25 +83,25 @@ def _own_docs() -> str:
     return text
 
 
-def _shortened(tokenizer: object, text: str) -> tuple[str, int]:
+def _shortened(tokenizer: Any, text: str) -> tuple[str, int]:
     """Keep the first :data:`LONGEST` tokens of ``text``."""
-    encoded = tokenizer(text, return_offsets_mapping=True)  # type: ignore[operator]
+    encoded = tokenizer(text, return_offsets_mapping=True)
     count = len(encoded.input_ids)
     if count <= LONGEST:
         return text, count
     return text[: encoded.offset_mapping[LONGEST - 1][1]], LONGEST
 
 
-def _table(results: dict[str, object], same: int) -> None:
+def _table(results: dict[str, Generation], same: int) -> None:
     table = Table(header_style="bold")
     for heading in ("", "full cache (stock)", "kv-direct"):
         table.add_column(heading, justify="left" if not heading else "right")
     full, kept = results["stock"], results["kv-direct"]
 
-    def row(name: str, read) -> None:  # type: ignore[no-untyped-def]
+    def row(name: str, read: Callable[[Generation], str]) -> None:
         table.add_row(name, read(full), read(kept))
 
-    table.add_row("tokens identical", "", f"{same}/{len(full.tokens)}")  # type: ignore[attr-defined]
+    table.add_row("tokens identical", "", f"{same}/{len(full.tokens)}")
     row("cache resident", lambda one: size(one.memory.resident_bytes))
     row(
         "checkpoints",

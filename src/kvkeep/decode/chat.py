@@ -8,7 +8,7 @@ from typing import Any
 from kvkeep.cache import KeepCache
 from kvkeep.decode.generate import Generation, generate
 from kvkeep.decode.prompt import Messages, encode
-from kvkeep.decode.session import Session, load, save
+from kvkeep.decode.session import Session, load_session, save_session
 
 
 class Conversation:
@@ -22,7 +22,7 @@ class Conversation:
     @classmethod
     def resume(cls, model: Any, tokenizer: Any, path: str | os.PathLike[str]) -> Conversation:
         """Continue the conversation saved at ``path``; raises SessionError."""
-        session = load(path, model)
+        session = load_session(path, model)
         talk = cls(model, tokenizer, session.cache)
         talk.messages = list(session.notes["messages"])
         talk.ids = session.ids[0] if session.ids else []
@@ -30,7 +30,7 @@ class Conversation:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Save to ``path``, at once or not at all; raises SessionError."""
-        save(path, Session(self.cache, [self.ids] if self.ids else [], {"messages": self.messages}))
+        save_session(path, Session(self.cache, [self.ids] if self.ids else [], {"messages": self.messages}))
 
     def prompt(self, question: str) -> list[int]:
         """Return all token ids up to the place where the answer to ``question`` starts."""

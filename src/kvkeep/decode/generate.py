@@ -31,8 +31,8 @@ class Timing:
 
 @dataclass(frozen=True)
 class Generation:
-    """One answer and what it cost. ``tokens``: the new token ids; ``stopped``: "eos", "length", "positions" (the model has
-    no more) or "interrupted"."""
+    """One answer and what it cost. ``tokens``: the new token ids; ``stopped``: "eos", "length", "positions" (the model
+    has no more) or "interrupted"."""
 
     text: str
     tokens: list[int]
@@ -67,7 +67,8 @@ class _Listener(BaseStreamer):
         text = self.tokenizer.decode(self._tokens, skip_special_tokens=True)
         if text.endswith("\N{REPLACEMENT CHARACTER}"):  # half a character; wait for the rest
             return
-        self.on_text(text[self._told :])
+        if len(text) > self._told:
+            self.on_text(text[self._told :])
         self._told = len(text)
         if text.endswith("\n"):  # start afresh, so that a long answer is not decoded over and over
             self._tokens, self._told = [], 0
@@ -111,10 +112,12 @@ def generate(
     listener = _Listener(tokenizer, on_text)
     criteria = StoppingCriteriaList([_Stop(interrupted)] if interrupted else [])
     if isinstance(cache, KeepCache):
-        cache.on_progress = _between_chunks(on_progress, interrupted)
+        cache.on_progress = _between_chunks(len(prompt), on_progress, interrupted)
     if seed is not None:
         torch.manual_seed(seed)
-    sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+    sampling: dict[str, Any] = (
+        {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+    )
     if ignore_eos:
         sampling["eos_token_id"] = None
     start = time.perf_counter()
@@ -148,12 +151,16 @@ def generate(
 
 
 def _between_chunks(
-    on_progress: Callable[[int], None] | None, interrupted: Callable[[], bool] | None
+    total: int, on_progress: Callable[[int], None] | None, interrupted: Callable[[], bool] | None
 ) -> Callable[[int], None]:
+    """Return what the cache calls after each step: only those of the prompt are told, and may be interrupted."""
+
     def tell(done: int) -> None:
+        if done > total:
+            return
         if on_progress is not None:
             on_progress(done)
-        if interrupted is not None and interrupted():
+        if done < total and interrupted is not None and interrupted():
             raise KeyboardInterrupt
 
     return tell

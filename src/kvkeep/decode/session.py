@@ -36,7 +36,7 @@ class Session:
     notes: dict[str, Any] = field(default_factory=dict)
 
 
-def save(path: str | os.PathLike[str], session: Session) -> None:
+def save_session(path: str | os.PathLike[str], session: Session) -> None:
     """Write ``session`` to ``path``, at once or not at all.
 
     Raises SessionError where the file cannot be written; what was there before is then still there.
@@ -92,11 +92,13 @@ def _write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> 
             os.unlink(temporary)
 
 
-def load(path: str | os.PathLike[str], model: Any) -> Session:
+def load_session(path: str | os.PathLike[str], model: Any) -> Session:
     """Return the session saved at ``path``, ready to be continued with ``model``.
 
     Raises SessionError for a file that is not a session, is damaged, or was saved with another model.
     """
+    if not Path(path).is_file():
+        raise SessionError(f"There is no session at '{path}': no such file.")
     try:
         with safe_open(path, framework="pt") as file:
             header = json.loads((file.metadata() or {}).get("kvkeep", "null"))

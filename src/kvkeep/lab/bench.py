@@ -50,7 +50,7 @@ class Row:
 
 def cases(contexts: Sequence[int], budget: str, steps: int, *, slow: bool = True) -> list[Case]:
     """Return the cases of a whole run: no cache, the stock cache, the exact caches, kv-direct in each kind and place,
-    and for each context kv-direct at exactly its budget against a stock cache of that length (no recall: its own cost)."""
+    and kv-direct with a budget of the whole context, where nothing is recalled: its own overhead."""
     listed = []
     for length in contexts:
 

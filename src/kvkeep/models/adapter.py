@@ -39,9 +39,9 @@ class _Take:
 class Adapter:
     """Runs parts of one model: ``embed``, ``project``, ``advance``. Holds no state of any sequence."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         self.decoder = decoder_of(model)
-        self.layers = layers_of(self.decoder)
+        self.layers: Any = layers_of(self.decoder)
         self.config = self.decoder.config
         self.family = str(getattr(self.config, "model_type", type(model).__name__))
         self._rotary = getattr(self.decoder, "rotary_emb", None)
@@ -212,7 +212,7 @@ def _close(a: Tensor, b: Tensor) -> bool:
     return bool(((a - b).float().abs().max() <= tolerance * scale).item())
 
 
-def decoder_of(model: nn.Module) -> Any:
+def decoder_of(model: Any) -> Any:
     """Return the stack of decoder layers' owner (``model.model`` for most families)."""
     return model.get_decoder() if hasattr(model, "get_decoder") else getattr(model, "base_model", model)
 

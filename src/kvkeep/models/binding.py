@@ -67,13 +67,13 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 class Binding:
     """What binding left on a model: its adapter and the handles that undo it."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         self.model = model
         before = model.config._attn_implementation
         if before not in ("sdpa", NAME):
             raise UnsupportedModelError(
-                f"'{type(model).__name__}' runs '{before}' attention; bounded caches stream theirs beside SDPA. Load it "
-                "with attn_implementation='sdpa', or use method 'full' if it does not support that."
+                f"'{type(model).__name__}' runs '{before}' attention; bounded caches stream theirs beside SDPA. Load "
+                "it with attn_implementation='sdpa', or use method 'full' if it does not support that."
             )
         model.set_attn_implementation(NAME)
         if model.config._attn_implementation != NAME:
@@ -138,8 +138,10 @@ def _before_decoder(names: list[str]) -> Any:
 
     def hook(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
         given = dict(zip(names, args, strict=False)) | kwargs
-        cache = given.get("past_key_values")
+        cache: Any = given.get("past_key_values")
         if not getattr(cache, "streams", False):
+            if current_probe() is None:
+                set_attender(None)  # an interrupt may have left another cache's pass unclosed
             return None
         ids, embeddings = given.get("input_ids"), given.get("inputs_embeds")
         tokens = ids if ids is not None else embeddings
@@ -197,8 +199,8 @@ def _slice(given: dict[str, Any], start: int, stop: int, total: int, past: int) 
 
 def _after_decoder(decoder: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
     """Close the cache's forward pass, and put the outputs of earlier chunks before the last one's."""
-    cache = kwargs.get("past_key_values")
-    if cache is None or current_attender() is not cache:
+    cache: Any = kwargs.get("past_key_values")
+    if cache is None or cache is not current_attender():
         return None
     set_attender(None)
     cache.end_forward(completed=output is not None)

@@ -27,7 +27,8 @@ def converted(gguf: Path, tell: Callable[[str], None]) -> Path:
     """Return the folder with the converted copy of ``gguf``, making it the first time.
 
     The copy is found by the file's content, written beside and moved into place whole, and its files' sizes and
-    checksums are recorded; a copy that does not match them is made anew. Raises ModelError for a file that cannot be read.
+    checksums are recorded; a copy that does not match them is made anew. Raises ModelError for a file that cannot be
+    read.
     """
     folder = cache_folder() / "models" / f"{gguf.stem}-{_identity(gguf)[:16]}"
     if _intact(folder):

@@ -59,7 +59,7 @@ EMBEDDED: dict[str, Embedded] = {
                 for part in range(1, 5)
             ),
             "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
-            253_114_048,
+            253_113_024,
             "Gemma terms",
             "Gemma 3 270M base, 15 sliding-window layers of 512 and 3 global ones",
         ),

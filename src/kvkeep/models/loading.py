@@ -17,6 +17,8 @@ from kvkeep.models.folders import cache_folder
 from kvkeep.models.quiet import quiet
 
 DEFAULT = "smollm2"
+_BOTH_WAYS = ("bert", "roberta", "xlm-roberta", "electra")
+_BOTH_WAYS = ("bert", "roberta", "xlm-roberta", "electra")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": "auto"}
 
 
@@ -52,18 +54,15 @@ def load(
 ) -> Loaded:
     """Load a causal language model and its tokenizer.
 
-    name: an embedded model (``kvkeep models``; the default), a ``.gguf`` file, a folder with ``config.json``, or a hub id
-    (``owner/name``). dtype: float32, bfloat16, float16, or auto (as stored). device: cpu, cuda, cuda:1, mps; by default cuda
-    where there is one. progress: gets a line of text where something takes longer (fetching, converting).
+    name: an embedded model (``kvkeep models``; the default), a ``.gguf`` file, a folder with ``config.json``, or a hub
+    id (``owner/name``). dtype: float32, bfloat16, float16, or auto (as stored). device: cpu, cuda, cuda:1, mps; by
+    default cuda where there is one. progress: gets a line of text where something takes longer (fetching, converting).
     Raises UsageError, ModelError or UnsupportedModelError, each with one sentence.
     """
     text = os.fspath(name) if name is not None else DEFAULT
     kind, target = _dtype(dtype), _device(device)
     tell = progress or (lambda line: None)
-    if text in EMBEDDED:
-        source = str(converted(fetch(EMBEDDED[text], tell), tell))
-    else:
-        source = _source(text, tell)
+    source = str(converted(fetch(EMBEDDED[text], tell), tell)) if text in EMBEDDED else _source(text, tell)
     model, tokenizer = _read(source, text, kind, revision)
     return Loaded(model.to(target).eval(), tokenizer, text, source)
 
@@ -139,9 +138,12 @@ def _refuse_others(config: Any, name: str) -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     family = str(config.model_type)
-    if config.is_encoder_decoder or family not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or family in ("bert", "roberta"):
+    # BERT and its kin have a class for causal language models too, but were trained to see both ways.
+    one_way = family in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and family not in _BOTH_WAYS
+    if config.is_encoder_decoder or not one_way:
         raise UnsupportedModelError(
-            f"'{name}' is a '{family}' model, which is not a decoder that writes text token by token; kvkeep runs those only."
+            f"'{name}' is a '{family}' model, which is not a decoder that writes text token by token; kvkeep runs "
+            "those only."
         )
 
 

@@ -113,8 +113,8 @@ def _kv_direct(request: Request, ledger: Ledger, meter: Meter) -> Plan:
     for layer in geometry.layers:
         if layer.kind not in ("full", "sliding", "shared"):
             raise UnsupportedModelError(
-                f"'{geometry.model_type}' has a '{layer.kind}' layer (layer {layer.index}), whose state is not keys and "
-                "values that could be rebuilt; use method 'full'."
+                f"'{geometry.model_type}' has a '{layer.kind}' layer (layer {layer.index}), whose state is not keys "
+                "and values that could be rebuilt; use method 'full'."
             )
     entries = request.budget.entries(geometry, context=request.context, batch=request.batch, chunk=request.chunk)
     chunk = request.budget.chunk_for(entries, request.chunk)

@@ -88,6 +88,8 @@ class Checkpoint(Protocol):
     def stores(self) -> Iterator[tuple[str, Rows]]:
         """Yield every store of rows with a name, for counting, saving and moving."""
 
+    reads_ids: bool  # the ledger's ids are part of what entries are rebuilt from
+
     def expect(self, names: set[str]) -> None:
         """Make room for the stores called ``names``, about to be filled from a file."""
 
@@ -108,6 +110,7 @@ class Entries:
         page: int,
     ) -> None:
         self.device, self.meter, self.page = device, meter, page
+        self.reads_ids = False
         self._rows = {layer: (_rows(home, spec), _rows(home, spec)) for layer in layers}
 
     def enter_layer(self, layer: int, hidden: Tensor) -> None:
@@ -183,6 +186,11 @@ class Residuals:
         """Open the store of layer 0, which is there only where embeddings came instead of ids."""
         if "residual.0" in names:
             self._rows[0] = _rows(self._home, self._spec)
+
+    @property
+    def reads_ids(self) -> bool:
+        """Whether residuals entering layer 0 are needed, and had from ids."""
+        return 0 in self.anchors and 0 not in self._rows
 
     def _drop(self) -> None:
         if self._rolling is not None:

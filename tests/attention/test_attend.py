@@ -1,0 +1,109 @@
+"""attend() over any partition of the keys is attention over all of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kvkeep.attention import Segment, attend
+from kvkeep.attention.visibility import new_mask, past_mask
+
+
+def dense(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float) -> Tensor:
+    """The textbook: one softmax over all scores, in double precision."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1).double(), value.repeat_interleave(groups, 1).double()
+    scores = (query.double() @ key.transpose(-1, -2)) * scaling
+    scores = scores.masked_fill(~mask, float("-inf"))
+    return (torch.softmax(scores, -1).nan_to_num(0.0) @ value).to(query.dtype)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    cuts=st.lists(st.integers(1, 9), min_size=1, max_size=5),
+    queries=st.integers(1, 5),
+    kv_heads=st.sampled_from([1, 2]),
+    groups=st.sampled_from([1, 3]),
+    value_dim=st.sampled_from([8, 5]),
+    seed=st.integers(0, 10**6),
+    masked=st.booleans(),
+)
+def test_any_partition(
+    cuts: list[int], queries: int, kv_heads: int, groups: int, value_dim: int, seed: int, masked: bool
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    entries = sum(cuts)
+    query = random(2, kv_heads * groups, queries, 8)
+    key, value = random(2, kv_heads, entries, 8), random(2, kv_heads, entries, value_dim)
+    mask = torch.ones(2, 1, queries, entries, dtype=torch.bool)
+    if masked:
+        mask = torch.rand(2, 1, queries, entries, generator=generator) > 0.5
+    segments, start = [], 0
+    for cut in cuts:
+        span = slice(start, start + cut)
+        segments.append(Segment(key[:, :, span], value[:, :, span], mask[..., span] if masked else None))
+        start += cut
+    torch.testing.assert_close(attend(query, iter(segments), 0.3), dense(query, key, value, mask, 0.3))
+
+
+@pytest.mark.parametrize("value_dim", [8, 6])
+def test_past_and_causal_new(value_dim: int) -> None:
+    torch.manual_seed(0)
+    query, key, value = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 7, 8), torch.randn(1, 2, 7, value_dim)
+    segments = [Segment(key[:, :, :4], value[:, :, :4]), Segment(key[:, :, 4:], value[:, :, 4:], causal=True)]
+    mask = torch.cat([torch.ones(3, 4, dtype=torch.bool), torch.ones(3, 3, dtype=torch.bool).tril()], 1)
+    torch.testing.assert_close(attend(query, segments, 0.5), dense(query, key, value, mask, 0.5))
+
+
+def test_a_query_that_sees_nothing_gets_zeros() -> None:
+    key = torch.randn(1, 1, 4, 8)
+    mask = torch.ones(1, 1, 2, 4, dtype=torch.bool)
+    mask[..., 0, :] = False
+    output = attend(torch.randn(1, 1, 2, 8), [Segment(key, key, mask), Segment(key, key, mask)], 1.0)
+    assert (output[0, 0, 0] == 0).all()
+    assert output.isfinite().all()
+
+
+def test_additive_masks_are_added() -> None:
+    torch.manual_seed(0)
+    query, key = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 5, 8)
+    seen = torch.rand(1, 1, 3, 5) > 0.3
+    added = torch.zeros(1, 1, 3, 5).masked_fill(~seen, float("-inf"))
+    torch.testing.assert_close(
+        attend(query, [Segment(key, key, added)], 1.0), attend(query, [Segment(key, key, seen)], 1.0)
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_combined_in_float32(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    query, key = torch.randn(1, 2, 1, 8).to(dtype), torch.randn(1, 2, 64, 8).to(dtype)
+    parts = [Segment(key[:, :, low : low + 4], key[:, :, low : low + 4]) for low in range(0, 64, 4)]
+    output = attend(query, parts, 0.3)
+    assert output.dtype == dtype
+    whole = dense(query.float(), key.float(), key.float(), torch.ones(1, 64, dtype=torch.bool), 0.3)
+    torch.testing.assert_close(output.float(), whole, atol=1e-2, rtol=1e-2)
+
+
+def test_nothing_to_attend_is_an_error() -> None:
+    with pytest.raises(ValueError, match="at least one"):
+        attend(torch.randn(1, 1, 1, 8), [], 1.0)
+
+
+def test_masks_by_slot() -> None:
+    visible = torch.tensor([[False, True, True, True], [True, True, True, True]])
+    mask = past_mask(4, 2, 0, 4, visible=visible, device=visible.device)
+    assert mask is not None and mask.shape == (2, 1, 2, 4)
+    assert not mask[0, 0, :, 0].any() and mask[1].all()
+    assert past_mask(4, 2, 0, 4, visible=None, device=visible.device) is None
+    near = past_mask(4, 2, 0, 4, visible=None, device=visible.device, window=3)
+    assert near is not None and near[0, 0].tolist() == [[False, False, True, True], [False, False, False, True]]
+    assert new_mask(1, 3, visible.device).tolist() == [[[[True, True, True]]]]
+    assert new_mask(2, 3, visible.device)[0, 0].tolist() == [[True, True, False], [True, True, True]]

@@ -1,0 +1,135 @@
+"""Fixtures that several test files share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import tiny
+
+WORDS = [
+    "the",
+    "a",
+    "of",
+    "and",
+    "to",
+    "in",
+    "is",
+    "was",
+    "it",
+    "for",
+    "on",
+    "as",
+    "with",
+    "his",
+    "he",
+    "at",
+    "by",
+    "from",
+    "her",
+    "she",
+    "that",
+    "which",
+    "or",
+    "be",
+    "this",
+    "had",
+    "not",
+    "are",
+    "but",
+    "have",
+    "an",
+    "they",
+    "you",
+    "were",
+    "their",
+    "one",
+    "all",
+    "we",
+    "can",
+    "has",
+    "there",
+    "been",
+    "if",
+    "more",
+    "when",
+    "will",
+    "would",
+    "who",
+    "so",
+    "no",
+    "out",
+    "up",
+    "into",
+    "than",
+    "them",
+    "only",
+    "its",
+    "time",
+    "over",
+    "new",
+    "some",
+    "could",
+    "these",
+    "two",
+    "may",
+    "then",
+    "do",
+    "first",
+    "any",
+    "my",
+    "now",
+    "such",
+    "like",
+    "our",
+    "man",
+    "me",
+    "even",
+    "most",
+]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def own_cache_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, request: Any) -> None:
+    """Nothing a test writes lands in the user's cache folder, except that real models are taken from there."""
+    if request.node.get_closest_marker("real") is None:
+        monkeypatch.setenv("KVKEEP_CACHE", str(tmp_path_factory.mktemp("cache")))
+
+
+def tokenizer() -> Any:
+    """A tokenizer of whole words, with a chat template, for the tiny models' vocabulary."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {word: number for number, word in enumerate(["<pad>", "<s>", "<unk>", "<user>", "<bot>", *WORDS][:97])}
+    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", pad_token="<pad>", bos_token="<s>")
+    made.chat_template = (
+        "{% for m in messages %}{{ '<user> ' if m['role'] != 'assistant' else '<bot> ' }}"
+        "{{ m['content'] }} {% endfor %}"
+        "{% if add_generation_prompt %}<bot>{% endif %}"
+    )
+    return made
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the tiny Llama and its tokenizer, as a user's own model would lie there."""
+    folder = tmp_path_factory.mktemp("tiny-llama")
+    tiny("llama").save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def words() -> str:
+    """A text of 200 words the tiny tokenizer knows."""
+    return " ".join(WORDS[(7 * number) % len(WORDS)] for number in range(200))

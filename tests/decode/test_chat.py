@@ -1,0 +1,55 @@
+"""A conversation reads only what is new, and gives what one long prompt would have given."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from conftest import tokenizer
+from families import tiny
+
+from kvkeep import Conversation, KeepCache, UsageError, generate
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_turns_equal_one_long_prompt(family: str) -> None:
+    model = tiny(family)
+    talk = Conversation(model, tokenizer(), KeepCache(model, "kv-direct", 16, checkpoint="kv", where="host"))
+    for text in ("the of and to in", "was it for on", "by from her she that"):
+        prompt = talk.prompt(text)
+        alone = generate(model, tokenizer(), prompt, KeepCache(model), max_new_tokens=12)
+        assert talk.answer(text, max_new_tokens=12).tokens == alone.tokens
+    assert [message["role"] for message in talk.messages] == ["user", "assistant"] * 3
+
+
+def test_a_turn_reads_only_what_is_new() -> None:
+    model = tiny("llama")
+    talk = Conversation(model, tokenizer(), KeepCache(model, budget=16))
+    talk.answer("the of and to in " * 6, max_new_tokens=4)
+    before = talk.cache.get_seq_length()
+    told: list[int] = []
+    talk.answer("was it", max_new_tokens=2, on_progress=told.append)
+    assert told[0] - before < 12
+
+
+def test_a_refused_question_is_forgotten() -> None:
+    model = tiny("llama")
+    talk = Conversation(model, tokenizer(), KeepCache(model, budget=16), system="the a of")
+    with pytest.raises(UsageError):
+        talk.answer("the " * 600)
+    assert len(talk.messages) == 1
+    assert talk.answer("the of", max_new_tokens=3).tokens
+
+
+def test_a_conversation_goes_on_another_day(tmp_path: Path) -> None:
+    model = tiny("llama")
+    talk = Conversation(model, tokenizer(), KeepCache(model, "kv-direct", 16, checkpoint="residual", where="host"))
+    talk.answer("the of and to in was it for", max_new_tokens=12)
+    talk.save(tmp_path / "chat")
+    again = Conversation.resume(model, tokenizer(), tmp_path / "chat")
+    assert again.messages == talk.messages and again.ids == talk.ids
+    told: list[int] = []
+    length = again.cache.get_seq_length()
+    answers = [one.answer("by from her", max_new_tokens=12, on_progress=told.append) for one in (again, talk)]
+    assert answers[0].tokens == answers[1].tokens
+    assert told[0] > length  # nothing was read twice

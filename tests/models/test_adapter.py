@@ -1,0 +1,100 @@
+"""The adapter rebuilds what the model caches, and refuses by name what it cannot."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from families import FAMILIES, tiny
+from transformers import DynamicCache
+
+from kvkeep import KeepCache, UnsupportedModelError
+from kvkeep.models.adapter import Adapter
+from kvkeep.models.binding import NAME, bind, unbind
+from kvkeep.models.forward import attending, current_attender, probing
+
+
+def observe(model: Any, ids: torch.Tensor) -> tuple[list[torch.Tensor], DynamicCache]:
+    entering: list[torch.Tensor] = []
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad(), probing(lambda index, hidden: entering.append(hidden)):
+        model(ids, past_key_values=cache)
+    return entering, cache
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_same_shapes_give_the_same_bits(family: str) -> None:
+    """KV-Direct, Table 2: with the shapes of the forward pass the rebuilt entries are the cached ones, bit for bit."""
+    model = tiny(family)
+    adapter, ids = bind(model), torch.arange(2, 8).unsqueeze(0)
+    entering, cache = observe(model, ids)
+    rebuilt = 0
+    for index, layer in enumerate(cache.layers):
+        if getattr(layer, "keys", None) is None or family == "gemma4":
+            continue
+        with torch.no_grad():
+            keys, values = adapter._project_by_layer(index, entering[index], torch.arange(6).unsqueeze(0))
+        assert torch.equal(keys, layer.keys) and torch.equal(values, layer.values)
+        rebuilt += 1
+    assert rebuilt == len(cache.layers) or family == "gemma4"
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+def test_the_short_way_is_taken_where_it_is_the_same(family: str) -> None:
+    assert bind(tiny(family))._direct
+
+
+@pytest.mark.parametrize("family", ["phi3", "gpt2", "deepseek_v3"])
+def test_the_short_way_is_not_taken_elsewhere(family: str) -> None:
+    assert not bind(tiny(family))._direct
+
+
+def test_a_family_whose_entries_differ_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("qwen2")
+    adapter = bind(model)
+    monkeypatch.setattr(adapter, "_checked", {})
+    honest = Adapter.project
+    monkeypatch.setattr(
+        Adapter, "project", lambda self, index, *rest: tuple(1.01 * part for part in honest(self, index, *rest))
+    )
+    with pytest.raises(UnsupportedModelError, match="'qwen2'.*layer 0 differ.*'kv'"):
+        KeepCache(model, "kv-direct", 16, checkpoint="residual", where="host")
+
+
+def test_binding_leaves_other_caches_alone() -> None:
+    model, ids = tiny("llama"), torch.arange(2, 40).unsqueeze(0)
+    unbind(model)
+    with torch.no_grad():
+        before = model(ids, past_key_values=DynamicCache(config=model.config)).logits
+        bind(model)
+        assert model.config._attn_implementation == NAME
+        after = model(ids, past_key_values=DynamicCache(config=model.config)).logits
+    assert torch.equal(before, after)
+    unbind(model)
+    assert model.config._attn_implementation == "sdpa" and not hasattr(model, "_kvkeep_binding")
+    assert not any(layer._forward_pre_hooks for layer in model.model.layers)
+
+
+def test_binding_twice_is_binding_once() -> None:
+    model = tiny("llama")
+    assert bind(model) is bind(model)
+    assert all(len(layer._forward_pre_hooks) == 1 for layer in model.model.layers)
+
+
+def test_eager_attention_is_refused() -> None:
+    model = tiny("mistral")
+    unbind(model)
+    model.set_attn_implementation("eager")
+    try:
+        with pytest.raises(UnsupportedModelError, match="eager.*sdpa"):
+            bind(model)
+    finally:
+        model.set_attn_implementation("sdpa")
+
+
+def test_attention_is_answered_within_the_block_only() -> None:
+    marker: Any = object()
+    with attending(marker):
+        assert current_attender() is marker
+    assert current_attender() is None

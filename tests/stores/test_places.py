@@ -1,0 +1,81 @@
+"""Where checkpoints live, and that nothing of them is left."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvkeep import StoreError, UsageError
+from kvkeep.stores.places import Disk, place
+
+CPU = torch.device("cpu")
+
+
+def test_disk_files_have_no_name(tmp_path: Path) -> None:
+    tensor = Disk(tmp_path).allocate((3, 5), torch.float32)
+    tensor.copy_(torch.arange(15).reshape(3, 5))
+    assert list(tmp_path.iterdir()) == []
+    assert tensor.sum() == 105
+
+
+def test_disk_memory_is_mapped_from_the_folder(tmp_path: Path) -> None:
+    tensor = Disk(tmp_path).allocate((1024, 1024), torch.float32)
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        pytest.skip("no /proc here")
+    assert tensor.shape == (1024, 1024)
+    assert str(tmp_path) in maps.read_text()
+
+
+def test_nothing_is_left_after_a_kill(tmp_path: Path) -> None:
+    code = (
+        "import sys, os, signal, torch\n"
+        "from kvkeep.stores.places import Disk\n"
+        "t = Disk(sys.argv[1]).allocate((1 << 20,), torch.float32); t.fill_(1)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)])
+    assert done.returncode == -signal.SIGKILL
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_folder_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="nowhere.*no such file"):
+        Disk(tmp_path / "nowhere")
+
+
+def test_a_file_for_a_folder_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(StoreError, match="not a directory"):
+        Disk(tmp_path / "file")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
+def test_a_read_only_folder_is_one_sentence(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(StoreError, match="permission denied"):
+        Disk(tmp_path)
+
+
+def test_a_full_disk_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = Disk(tmp_path)
+
+    def full(*args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(StoreError, match="the disk is full"):
+        disk.allocate((10,), torch.float32)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unknown_place_is_named_with_its_near_match() -> None:
+    with pytest.raises(UsageError, match="did you mean disk"):
+        place("dsk", CPU)

@@ -1,0 +1,77 @@
+"""Every store of rows against a plain tensor, under random operations."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvkeep.stores.places import Device, Disk, Host, Place
+from kvkeep.stores.rows import Buffer, Pages, Ring, Rows, concatenated
+
+CPU = torch.device("cpu")
+OPERATIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("append"), st.integers(0, 23)),
+        st.tuples(st.just("truncate"), st.integers(0, 40)),
+        st.tuples(st.just("select"), st.lists(st.integers(0, 1), min_size=1, max_size=3)),
+    ),
+    max_size=14,
+)
+
+
+def stores(home: Place) -> dict[str, Rows]:
+    return {
+        "buffer": Buffer(block=5),
+        "pages": Pages(home, smallest=4, largest=9),
+        "ring": Ring(11, home, block=4),
+        "ring of none": Ring(0, home),
+    }
+
+
+@pytest.mark.parametrize("place", ["device", "host", "disk"])
+@pytest.mark.parametrize("name", stores(Device(CPU)))
+@settings(max_examples=60, deadline=None)
+@given(operations=OPERATIONS)
+def test_equals_a_plain_tensor(name: str, place: str, operations: list[tuple[str, object]]) -> None:
+    home = {"device": Device(CPU), "host": Host(CPU)}.get(place) or Disk("/tmp")
+    rows, twin, first = stores(home)[name], torch.zeros(2, 1, 0, 3), 0
+    counter = 0.0
+    for kind, value in operations:
+        if kind == "append":
+            new = torch.arange(twin.shape[0] * int(value) * 3).reshape(twin.shape[0], 1, int(value), 3) + counter  # type: ignore[call-overload]
+            counter += 1000
+            rows.append(new)
+            twin = torch.cat([twin, new], dim=2)
+            if isinstance(rows, Ring):
+                first = max(first, twin.shape[2] - rows.capacity)
+        elif kind == "truncate":
+            rows.truncate(int(value))  # type: ignore[call-overload]
+            twin = twin[:, :, : int(value)]  # type: ignore[call-overload]
+            first = min(first, twin.shape[2])
+        elif all(index < twin.shape[0] for index in value) and rows.length:  # type: ignore[attr-defined]
+            rows.select(torch.tensor(value))
+            twin = twin[torch.tensor(value)]
+        assert (rows.first, rows.length) == (first, twin.shape[2])
+        if first < twin.shape[2]:
+            assert torch.equal(concatenated(rows, first, twin.shape[2]), twin[:, :, first:])
+        if isinstance(rows, Ring):
+            assert rows.data is None or rows.data.shape[2] <= rows.capacity
+            whole = rows.everything()
+            if whole is not None:
+                assert sorted(whole[0, 0, :, 0].tolist()) == sorted(twin[0, 0, first:, 0].tolist())
+
+
+def test_an_append_that_fits_copies_nothing() -> None:
+    buffer = Buffer(block=8)
+    buffer.append(torch.zeros(1, 1, 3, 2))
+    before = buffer.view().data_ptr()
+    buffer.append(torch.zeros(1, 1, 5, 2))
+    assert buffer.view().data_ptr() == before
+
+
+def test_a_static_buffer_is_allocated_once() -> None:
+    buffer = Buffer(limit=100)
+    buffer.append(torch.zeros(1, 1, 1, 2))
+    assert buffer.nbytes == 100 * 2 * 4
