@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,8 +22,11 @@ from kvkeep.stores.bounded import BoundedLayer
 from kvkeep.stores.checkpoints import CheckpointSpec, expanded
 from kvkeep.stores.ledger import Ledger
 from kvkeep.stores.meter import Memory, Meter, nbytes
+from kvkeep.stores.paged import BlockTable, PagedLayer
 from kvkeep.stores.places import PLACES
 from kvkeep.stores.rows import Rows
+
+StreamedLayer = BoundedLayer | PagedLayer
 
 
 @dataclass(frozen=True)
@@ -129,7 +133,7 @@ class KeepCache(Cache):
 
     def attends(self, layer_idx: int) -> bool:
         """Tell whether a layer's past is streamed (it is not where a sliding window keeps it)."""
-        return isinstance(self.layers[self.geometry.layers[layer_idx].source], BoundedLayer)
+        return getattr(self.layers[self.geometry.layers[layer_idx].source], "streams", False)
 
     @torch.no_grad()
     def attend(
@@ -149,7 +153,7 @@ class KeepCache(Cache):
         return output
 
     def _past(
-        self, layer: BoundedLayer, module: Any, query: Tensor, wide: Tensor | None, first_query: int
+        self, layer: StreamedLayer, module: Any, query: Tensor, wide: Tensor | None, first_query: int
     ) -> Iterator[Segment]:
         """Yield what is settled: ``wide`` is a mask of the caller's own over past entries, if there is one."""
         visible = self.ledger.visible
@@ -162,7 +166,7 @@ class KeepCache(Cache):
             yield Segment(*expanded(module, keys, values), seen)
 
     def _segments(
-        self, layer: BoundedLayer, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+        self, layer: StreamedLayer, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
     ) -> Iterator[Segment]:
         queries, new, past = query.shape[2], key.shape[2], layer.length
         wide = mask if mask is not None and mask.shape[-1] == past + new > new else None
@@ -176,10 +180,10 @@ class KeepCache(Cache):
 
     def end_forward(self, completed: bool) -> None:
         """Close the step; one that an exception left is rolled back where that can be done."""
-        bounded = [layer for layer in self.layers if isinstance(layer, BoundedLayer)]
+        streamed = [layer for layer in self.layers if getattr(layer, "streams", False)]
         if completed:
             self._open = False
-            if any(layer.length != self.ledger.length for layer in bounded):
+            if any(layer.length != self.ledger.length for layer in streamed):
                 raise KvkeepError(
                     f"'{self.geometry.model_type}' did not pass all its entries through the cache's attention; "
                     "the result would be wrong. Use method 'full'."
@@ -223,7 +227,26 @@ class KeepCache(Cache):
             rows.truncate(min(length, rows.length) if name.startswith("residual") else min(length, self._evicted()))
 
     def _evicted(self) -> int:
-        return max((layer.evicted for layer in self.layers if isinstance(layer, BoundedLayer)), default=0)
+        return max((layer.evicted for layer in self.layers if getattr(layer, "streams", False)), default=0)
+
+    def fork(self) -> KeepCache:
+        """Return a second cache that shares everything so far, copy-on-write (method "paged" only).
+
+        What either of them takes in afterwards the other does not see; blocks are freed with their last holder.
+        """
+        if not any(isinstance(layer, PagedLayer) for layer in self.layers):
+            raise UsageError(f"Method '{self.method.name}' cannot share its entries with a second cache; 'paged' can.")
+        twin = copy.copy(self)
+        twin.meter, twin.ledger = Meter(), copy.deepcopy(self.ledger)
+        tables: dict[int, BlockTable] = {}
+        twin.layers = []
+        for layer in self.layers:
+            if isinstance(layer, PagedLayer):
+                table = tables.get(id(layer.table)) or tables.setdefault(id(layer.table), layer.table.fork())
+                twin.layers.append(layer.fork(table, twin.meter))
+            else:
+                twin.layers.append(copy.deepcopy(layer))
+        return twin
 
     def reset(self) -> None:
         """Forget everything and free the memory."""

@@ -199,9 +199,10 @@ def _slice(given: dict[str, Any], start: int, stop: int, total: int, past: int) 
 
 def _after_decoder(decoder: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
     """Close the cache's forward pass, and put the outputs of earlier chunks before the last one's."""
-    cache: Any = kwargs.get("past_key_values")
-    if cache is None or cache is not current_attender():
+    running = current_attender()
+    if running is None or running is not kwargs.get("past_key_values"):
         return None
+    cache: Any = running
     set_attender(None)
     cache.end_forward(completed=output is not None)
     earlier, cache.earlier_outputs = cache.earlier_outputs, []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -19,6 +20,7 @@ from kvkeep.stores.checkpoints import Checkpoint, CheckpointSpec, Entries, Resid
 from kvkeep.stores.grown import GrownLayer
 from kvkeep.stores.ledger import Ledger
 from kvkeep.stores.meter import Meter
+from kvkeep.stores.paged import BlockPool, BlockTable, PagedLayer
 from kvkeep.stores.places import Device, place
 
 
@@ -106,6 +108,15 @@ def _static(request: Request, ledger: Ledger, meter: Meter) -> Plan:
     return Plan(_stock_layers(request, lambda layer: GrownLayer(limit=limit)), entries=limit)
 
 
+def _paged(request: Request, ledger: Ledger, meter: Meter) -> Plan:
+    _refuse(request, "paged", "budget", "checkpoint", "where", "capacity", "folder", "chunk")
+    bind(request.model)
+    table = BlockTable(BlockPool())
+    first = next((layer.index for layer in request.geometry.layers if layer.kind == "full"), 0)
+    layers = _stock_layers(request, lambda layer: PagedLayer(table, meter, request.page, leads=layer.index == first))
+    return Plan(layers, chunk=sys.maxsize, streams=True)
+
+
 def _kv_direct(request: Request, ledger: Ledger, meter: Meter) -> Plan:
     geometry = request.geometry
     if request.budget is None:
@@ -170,6 +181,17 @@ METHODS: dict[str, Method] = {
             "kv-caching-tutorial, section 13",
             ("budget",),
             _static,
+        ),
+        Method(
+            "paged",
+            "nobody",
+            "kept",
+            "not needed",
+            Exactness.EXACT,
+            "All entries, in blocks of 32; rows and forks that begin alike share them, copy-on-write.",
+            "arXiv:2309.06180, section 4",
+            (),
+            _paged,
         ),
         Method(
             "kv-direct",

@@ -20,6 +20,7 @@ class BoundedLayer(CacheLayerMixin):
     is_croppable = True
     is_sliding = False
     supports_early_init = False
+    streams = True
 
     def __init__(self, index: int, capacity: int, home: Place, checkpoint: Checkpoint) -> None:
         super().__init__()

@@ -88,7 +88,9 @@ class Checkpoint(Protocol):
     def stores(self) -> Iterator[tuple[str, Rows]]:
         """Yield every store of rows with a name, for counting, saving and moving."""
 
-    reads_ids: bool  # the ledger's ids are part of what entries are rebuilt from
+    @property
+    def reads_ids(self) -> bool:
+        """Whether the ledger's ids are part of what entries are rebuilt from."""
 
     def expect(self, names: set[str]) -> None:
         """Make room for the stores called ``names``, about to be filled from a file."""
@@ -110,7 +112,6 @@ class Entries:
         page: int,
     ) -> None:
         self.device, self.meter, self.page = device, meter, page
-        self.reads_ids = False
         self._rows = {layer: (_rows(home, spec), _rows(home, spec)) for layer in layers}
 
     def enter_layer(self, layer: int, hidden: Tensor) -> None:
@@ -133,6 +134,11 @@ class Entries:
                 moved = key[..., window, :].to(self.device), value[..., window, :].to(self.device)
                 with self.meter.holding(*moved):
                     yield start + low, *moved
+
+    @property
+    def reads_ids(self) -> bool:
+        """Never: the entries themselves are kept."""
+        return False
 
     def stores(self) -> Iterator[tuple[str, Rows]]:
         """Yield ``keys.L`` and ``values.L``."""

@@ -1,0 +1,297 @@
+"""Paged entries: fixed blocks in a pool, a table of blocks for each row, prefixes shared until they are written.
+
+The block table of vLLM's PagedAttention (arXiv:2309.06180): sequences grow without moving, and rows of a batch
+(beams, repeats) or whole caches (:meth:`KeepCache.fork <kvkeep.cache.KeepCache.fork>`) that begin alike hold their
+common blocks once. A block that somebody else holds too is copied before it is written.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from kvkeep.stores.meter import Meter
+
+BLOCK_SIZE = 32
+"""Entries a block. A row wastes half a block on average; a shared prefix is copied by at most one."""
+
+Span = tuple[int, int, int]  # first slot, slots, first place in the pool (the same for every row)
+
+
+class BlockPool:
+    """Who holds which block: reference counts and a free list. The tensors are the layers' own, one place an entry."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+        self.free: list[int] = []
+
+    def take(self) -> int:
+        """Return a block nobody holds, now held once; the lowest, so that runs stay long."""
+        if not self.free:
+            grown = max(8, len(self.counts) // 2)
+            self.free = list(range(len(self.counts) + grown - 1, len(self.counts) - 1, -1))
+            self.counts += [0] * grown
+        block = self.free.pop()
+        self.counts[block] = 1
+        return block
+
+    def hold(self, blocks: list[int]) -> None:
+        """Count one more holder of each block."""
+        for block in blocks:
+            self.counts[block] += 1
+
+    def drop(self, blocks: list[int]) -> None:
+        """Count one holder less of each block; those without any are free again."""
+        for block in blocks:
+            self.counts[block] -= 1
+            if not self.counts[block]:
+                self.free.append(block)
+        self.free.sort(reverse=True)
+
+    @property
+    def places(self) -> int:
+        """Entries the pool has room for."""
+        return len(self.counts) * BLOCK_SIZE
+
+
+class BlockTable:
+    """The blocks of each row of a batch, for all layers of one cache. All rows have the same number of slots."""
+
+    def __init__(self, pool: BlockPool, rows: list[list[int]] | None = None, length: int = 0) -> None:
+        self.pool = pool
+        self.rows: list[list[int]] = [] if rows is None else rows
+        self.length = length
+        self._copies: list[tuple[int, int]] = []
+        self._spans: list[Span | tuple[int, int, Tensor]] | None = None
+        weakref.finalize(self, _drop_all, pool, self.rows)
+
+    def fork(self) -> BlockTable:
+        """Return a second table of the same blocks, each held once more."""
+        for row in self.rows:
+            self.pool.hold(row)
+        return BlockTable(self.pool, [list(row) for row in self.rows], self.length)
+
+    def reserve(self, batch: int, stop: int) -> list[tuple[int, int]]:
+        """Make room for slots up to ``stop``; every layer calls it, the first one does it.
+
+        Returns the (from, to) blocks each layer must copy before it writes: those that others hold too.
+        """
+        if self.length == stop and self.rows:
+            return self._copies
+        if not self.rows:
+            self.rows.extend([] for _ in range(batch))
+        self._copies, self._spans = [], None
+        partial = self.length // BLOCK_SIZE
+        for row in self.rows:
+            if self.length % BLOCK_SIZE and self.pool.counts[row[partial]] > 1:
+                fresh = self.pool.take()
+                self._copies.append((row[partial], fresh))
+                self.pool.drop([row[partial]])
+                row[partial] = fresh
+            while len(row) * BLOCK_SIZE < stop:
+                row.append(self.pool.take())
+        self.length = stop
+        return self._copies
+
+    def truncate(self, length: int) -> None:
+        """Give back the blocks beyond slot ``length``."""
+        if length >= self.length:
+            return
+        keep = -(-length // BLOCK_SIZE)
+        for row in self.rows:
+            self.pool.drop(row[keep:])
+            del row[keep:]
+        self.length, self._spans, self._copies = length, None, []
+
+    def select(self, index: list[int]) -> None:
+        """Make the rows those of ``index``: only tables move, no entry does."""
+        chosen = [list(self.rows[number]) for number in index]
+        for row in chosen:
+            self.pool.hold(row)
+        for row in self.rows:
+            self.pool.drop(row)
+        self.rows[:] = chosen
+        self._spans, self._copies = None, []
+
+    def places(self, start: int, stop: int, device: torch.device) -> Tensor:
+        """Return where in the pool slots ``start``..``stop`` of every row are, (rows, slots) long."""
+        blocks = torch.tensor([row[start // BLOCK_SIZE : -(-stop // BLOCK_SIZE)] for row in self.rows], device=device)
+        inside = torch.arange(BLOCK_SIZE, device=device)
+        places = (blocks.unsqueeze(-1) * BLOCK_SIZE + inside).flatten(1)
+        return places[:, start % BLOCK_SIZE :][:, : stop - start]
+
+    def spans(self, page: int, device: torch.device) -> list[Span | tuple[int, int, Tensor]]:
+        """Return the slots as spans: (slot, count, place) where every row has the same consecutive blocks, else
+        (slot, count, places of every row), ``page`` slots at most."""
+        if self._spans is None:
+            self._spans = list(self._find_spans(page, device))
+        return self._spans
+
+    def _find_spans(self, page: int, device: torch.device) -> Iterator[Span | tuple[int, int, Tensor]]:
+        columns = list(zip(*self.rows, strict=True))
+        common = [len(set(column)) == 1 for column in columns]
+        cuts = [0]
+        for at, (before, after) in enumerate(pairwise(columns), start=1):
+            follows = common[at - 1] and common[at] and after[0] == before[0] + 1
+            apart = not common[at - 1] and not common[at] and (at - cuts[-1]) * BLOCK_SIZE < page
+            if not (follows or apart):
+                cuts.append(at)
+        for first, last in pairwise([*cuts, len(columns)] if columns else []):
+            slot = first * BLOCK_SIZE
+            count = min(last * BLOCK_SIZE, self.length) - slot
+            if common[first]:
+                yield slot, count, columns[first][0] * BLOCK_SIZE
+            else:
+                yield slot, count, self.places(slot, slot + count, device)
+
+
+def _drop_all(pool: BlockPool, rows: list[list[int]]) -> None:
+    for row in rows:
+        pool.drop(row)
+
+
+class PagedLayer(CacheLayerMixin):
+    """Exact: one layer's entries in the places of a block table. Attention reads runs of blocks that all rows share as
+    views, and gathers the others ``page`` slots at a time."""
+
+    is_croppable = True
+    is_sliding = False
+    supports_early_init = False
+    streams = True
+    evicted = 0
+
+    def __init__(self, table: BlockTable, meter: Meter, page: int, *, leads: bool) -> None:
+        super().__init__()
+        self.table, self.meter, self.page, self.leads = table, meter, page, leads
+        self.length = 0
+        self.pending: tuple[Tensor, Tensor] | None = None
+        self._pools: list[Tensor] = []  # keys and values, (kv_heads, places, dim); shared by forks
+
+    def fork(self, table: BlockTable, meter: Meter) -> PagedLayer:
+        """Return this layer over ``table``, a fork of its own: same tensors, same entries so far."""
+        twin = PagedLayer(table, meter, self.page, leads=self.leads)
+        twin.length, twin._pools, twin.is_initialized = self.length, self._pools, self.is_initialized
+        return twin
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Note that entries have come."""
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Take new entries in hand and return them; attention adds the past itself.
+
+        Room is made now: the first layer of a step changes the table for all, so blocks that were shared must be copied
+        before this layer's past is read.
+        """
+        self.is_initialized = True
+        self.pending = new = (key_states.detach(), value_states.detach())
+        copies = self.table.reserve(key_states.shape[0], self.length + key_states.shape[-2])
+        self._reach(new)
+        for source, target in copies:
+            for pool in self._pools:
+                fresh = slice(target * BLOCK_SIZE, (target + 1) * BLOCK_SIZE)
+                pool[:, fresh] = pool[:, source * BLOCK_SIZE : (source + 1) * BLOCK_SIZE]
+        return key_states, value_states
+
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes of the entries in hand."""
+        return 0 if self.pending is None else sum(tensor.nbytes for tensor in self.pending)
+
+    def settle(self) -> None:
+        """Write the entries in hand to the pool."""
+        if self.pending is None:
+            return
+        new, self.pending = self.pending, None
+        stop = self.length + new[0].shape[-2]
+        places = self.table.places(self.length, stop, new[0].device).flatten()
+        for pool, rows in zip(self._pools, new, strict=True):
+            pool.index_copy_(1, places, rows.transpose(0, 1).flatten(1, 2))
+        self.length = stop
+
+    def _reach(self, new: tuple[Tensor, Tensor]) -> None:
+        """Let the tensors have all the places of the pool; in place, so that forks see it too."""
+        size = self.table.pool.places
+        if not self._pools:
+            self._pools += [rows.new_empty(rows.shape[1], size, rows.shape[3]) for rows in new]
+        for number, pool in enumerate(self._pools):
+            if pool.shape[1] < size:
+                grown = pool.new_empty(pool.shape[0], size, pool.shape[2])
+                grown[:, : pool.shape[1]] = pool
+                self._pools[number] = grown
+
+    def past(self, ordered: bool) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Yield (slot, keys, values) of all settled entries, (batch, kv_heads, entries, dim)."""
+        if not self.length:
+            return
+        batch = len(self.table.rows)
+        for slot, count, where in self.table.spans(self.page, self._pools[0].device):
+            held = min(count, self.length - slot)
+            if held <= 0:
+                return
+            if isinstance(where, int):
+                keys, values = (
+                    pool[:, where : where + held].unsqueeze(0).expand(batch, -1, -1, -1) for pool in self._pools
+                )
+                yield slot, keys, values
+                continue
+            index = where[:, :held].flatten()
+            keys, values = (
+                pool.index_select(1, index).unflatten(1, (batch, held)).transpose(0, 1) for pool in self._pools
+            )
+            with self.meter.holding(keys, values):
+                yield slot, keys, values
+
+    def get_seq_length(self) -> int:
+        """Return the number of settled slots."""
+        return self.length
+
+    def get_max_length(self) -> int:
+        """Return -1: nothing bounds the sequence."""
+        return -1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Masks are asked for over the new entries only."""
+        return query_length, self.length
+
+    def truncate(self, length: int) -> None:
+        """Forget the slots from ``length`` on."""
+        self.pending = None
+        self.length = min(self.length, length)
+        self.table.truncate(length)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last ``-tokens_to_remove`` slots."""
+        self.truncate(self.length - abs(tokens_to_remove))
+
+    def select(self, index: Tensor) -> None:
+        """Make the batch the rows of ``index``; the table is every layer's, the first one moves it."""
+        if self.leads and self.table.rows:
+            self.table.select(index.tolist())
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of the pool, which forks share: each of them counts all of it."""
+        return sum(pool.nbytes for pool in self._pools)
+
+    def state(self) -> dict[str, Tensor]:
+        """Return all entries in order."""
+        if not self.length:
+            return {}
+        pieces = list(self.past(ordered=True))
+        return {
+            "keys": torch.cat([keys for _, keys, _ in pieces], dim=2),
+            "values": torch.cat([values for _, _, values in pieces], dim=2),
+        }
+
+    def restore(self, state: dict[str, Tensor], length: int) -> None:
+        """Take what :meth:`state` gave."""
+        if state:
+            self.update(state["keys"], state["values"])
+            self.settle()
