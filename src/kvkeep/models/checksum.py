@@ -1,0 +1,41 @@
+"""Checksums of files, and the memory of them that spares a large file a second reading."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from contextlib import suppress
+from pathlib import Path
+
+from kvkeep.errors import ModelError
+from kvkeep.models.folders import cache_folder
+from kvkeep.models.scratch import write_text
+
+
+def sha256(path: Path) -> str:
+    """Return the SHA-256 of a file in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def remembered_sha256(path: Path) -> str:
+    """Return the SHA-256 of a file, read again only when its size or time of change is another than last time."""
+    memory, key, stat = cache_folder() / "gguf" / "checksums.json", str(path.resolve()), path.stat()
+    facts = [stat.st_size, stat.st_mtime_ns]
+    known = _known(memory)
+    match known.get(key):
+        case [int(size), int(changed), str(checksum)] if [size, changed] == facts:
+            return checksum
+    checksum = sha256(path)
+    kept = {name: value for name, value in known.items() if Path(name).is_file()} | {key: [*facts, checksum]}
+    with suppress(ModelError):  # a cache folder prepared by someone else may be read-only
+        write_text(memory, json.dumps(kept, indent=1))
+    return checksum
+
+
+def _known(memory: Path) -> dict[str, object]:
+    try:
+        known = json.loads(memory.read_text())
+    except (OSError, ValueError):
+        return {}
+    return known if isinstance(known, dict) else {}

@@ -1,0 +1,31 @@
+"""Reading a model's weights, every one of them."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from kvkeep.errors import ModelError
+
+
+def read_weights(source: str | os.PathLike[str], name: str, **options: Any) -> Any:
+    """Return ``AutoModelForCausalLM.from_pretrained(source, **options)``, refusing incomplete files.
+
+    transformers makes up random values for a weight that a file lacks, and says so only in its log. Raises ModelError,
+    which calls the model ``name``, when a weight is missing or has another shape than config.json says.
+    """
+    from transformers import AutoModelForCausalLM
+
+    # Other shapes are let through here to be named below: transformers names them in its log only.
+    model, report = AutoModelForCausalLM.from_pretrained(
+        source, output_loading_info=True, ignore_mismatched_sizes=True, **options
+    )
+    missing = sorted(report["missing_keys"])
+    other = sorted(entry[0] for entry in report["mismatched_keys"])
+    if missing or other:
+        what, keys = ("without", missing) if missing else ("with another shape of", other)
+        more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
+        raise ModelError(
+            f"The model '{name}' is damaged or incomplete: it comes {what} {keys[0]}{more}; get its files again."
+        )
+    return model

@@ -1,0 +1,212 @@
+"""The command line as a person and a program meet it."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from families import tiny
+
+from kvkeep.cli import main
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Run one command in this process: (exit code, standard output, standard error)."""
+
+    def call(*arguments: str, stdin: str = "") -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["kvkeep", *arguments])
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
+        with pytest.raises(SystemExit) as leaving:
+            main()
+            raise SystemExit(0)
+        code = leaving.value.code
+        captured = capsys.readouterr()
+        return code if isinstance(code, int) else 1 if code else 0, captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture
+def text(tmp_path: Path, words: str) -> str:
+    (tmp_path / "text.txt").write_text(words)
+    return str(tmp_path / "text.txt")
+
+
+def test_generate_json_has_all_its_fields_and_nothing_else(run: Run, model_folder: Path, text: str) -> None:
+    code, out, err = run(
+        "generate", "-m", str(model_folder), "-x", "kv-direct", "-b", "32", "-c", "residual", "-w", "disk", "-f", text,
+        "-p", "the of", "-n", "9", "--json",
+    )  # fmt: skip
+    assert code == 0, err
+    answer = json.loads(out)
+    assert set(answer) >= {"text", "tokens", "prompt_tokens", "method", "class", "memory", "timing"}
+    assert set(answer["memory"]) == {
+        "resident_bytes", "compressed_bytes", "checkpoint_bytes", "bookkeeping_bytes", "peak_cache_bytes",
+        "peak_workspace_bytes",
+    }  # fmt: skip
+    assert set(answer["memory"]["checkpoint_bytes"]) == {"device", "host", "disk"}
+    assert set(answer["timing"]) == {"prefill_s", "decode_s", "prefill_tokens_per_s", "decode_tokens_per_s"}
+    assert (answer["method"], answer["class"], len(answer["tokens"])) == ("kv-direct", "exact", 9)
+    assert answer["memory"]["checkpoint_bytes"]["disk"] > 0
+
+
+@pytest.mark.parametrize("kind", ["kv", "residual", "residual:2", "tokens"])
+@pytest.mark.parametrize("where", ["device", "host", "disk"])
+def test_every_kind_and_place_writes_what_stock_writes(
+    run: Run, model_folder: Path, text: str, kind: str, where: str
+) -> None:
+    common = ("generate", "-m", str(model_folder), "-f", text, "-n", "12", "--json")
+    expected = json.loads(run(*common, "-x", "stock")[1])["tokens"]
+    _, out, err = run(*common, "-b", "32", "-c", kind, "-w", where)
+    assert json.loads(out)["tokens"] == expected, err
+
+
+def test_standard_input_is_a_file_too(run: Run, model_folder: Path, words: str) -> None:
+    code, out, _ = run("generate", "-m", str(model_folder), "-f", "-", "-n", "3", "--json", stdin=words)
+    assert code == 0 and json.loads(out)["prompt_tokens"] > 190
+
+
+def test_generate_streams_the_text(run: Run, model_folder: Path, text: str) -> None:
+    code, out, err = run("generate", "-m", str(model_folder), "-f", text, "-n", "12", "-b", "25%")
+    assert code == 0 and out.strip()
+    assert "kv-direct (exact)" in err.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("-p", "a", "-x", "kvdirect"), "did you mean kv-direct"),
+        (("-p", "a", "-b", "12.5.1%"), "is not understood|cannot be read|Budget"),
+        (("-p", "a", "-b", "3"), "smallest is 16"),
+        (("-p", "a", "-b", "1KB"), "smallest for this model"),
+        (("-p", "a", "-b", "32", "-c", "residuals"), "did you mean residual"),
+        (("-p", "a", "-b", "32", "-w", "dsk"), "did you mean disk"),
+        (("-p", "a", "-b", "32", "-w", "disk", "--folder", "/nowhere"), "no such file"),
+        (("-p", "a", "-x", "stock", "-b", "32"), "takes no budget"),
+        (("-f", "/nowhere/text"), "no such file"),
+        ((), "nothing to answer"),
+        (("-p", "the " * 600), "512 positions"),
+        (("-p", "a", "--dtype", "float31"), "did you mean float32"),
+        (("-p", "a", "--device", "tpu9"), "not available"),
+    ],
+)
+def test_bad_input_is_one_sentence(run: Run, model_folder: Path, arguments: tuple[str, ...], sentence: str) -> None:
+    code, out, err = run("generate", "-m", str(model_folder), *arguments)
+    assert code in (1, 2) and out == ""
+    lines = [line for line in err.splitlines() if line.strip()]
+    assert len(lines) == 1 and lines[0].startswith("kvkeep: ")
+
+    assert re.search(sentence, lines[0]), lines[0]
+
+
+@pytest.mark.parametrize("content", [b"", b"  \n", b"a\0b", b"\xff\xfe\xfa"])
+def test_files_without_text_are_usage_errors(run: Run, model_folder: Path, tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "bad").write_bytes(content)
+    code, out, err = run("generate", "-m", str(model_folder), "-f", str(tmp_path / "bad"))
+    assert code == 2 and out == "" and "Traceback" not in err
+
+
+@pytest.mark.parametrize("name", ["smolm2", "/nowhere/model", "./nowhere.gguf"])
+def test_unknown_models(run: Run, name: str) -> None:
+    code, _, err = run("generate", "-m", name, "-p", "a")
+    assert code in (1, 2) and err.startswith("kvkeep: ") and "Traceback" not in err
+
+
+def test_methods_and_models_as_json(run: Run) -> None:
+    names = {row["name"]: row for row in json.loads(run("methods", "--json")[1])["methods"]}
+    assert names["kv-direct"]["class"] == "exact" and "stock" in names
+    models = json.loads(run("models", "--json")[1])["models"]
+    assert {"smollm2", "gemma3-270m"} == {row["name"] for row in models}
+    assert "kv-direct" in run("methods")[1] and "smollm2" in run("models")[1]
+
+
+def test_bench_as_json(run: Run, model_folder: Path) -> None:
+    code, out, err = run(
+        "bench", "-m", str(model_folder), "--contexts", "64", "-b", "16", "--rounds", "1", "--steps", "3", "--json"
+    )
+    assert code == 0, err
+    report = json.loads(out)
+    rows = {row["label"]: row for row in report["rows"]}
+    assert {"stock", "naive", "full", "static", "paged", "kv-direct tokens@device"} <= set(rows)
+    assert all(row["error"] == "" and row["step_ms"] > 0 for row in rows.values())
+    assert rows["stock"]["step_ratio"] == 1.0
+    assert rows["kv-direct kv@disk"]["memory"]["resident_bytes"] < rows["stock"]["memory"]["resident_bytes"]
+    assert run("bench", "-m", str(model_folder), "--contexts", "x")[0] == 2
+
+
+def test_verify_as_json_and_as_tables(run: Run, model_folder: Path) -> None:
+    code, out, err = run("verify", "-m", str(model_folder), "--quick", "--json")
+    assert code == 0, err
+    assert json.loads(out)["holds"] is True
+    code, out, _ = run("verify", "-m", str(model_folder), "--quick")
+    assert code == 0 and "Every claim held" in out
+
+
+def test_demo_compares_token_by_token(run: Run, model_folder: Path, text: str) -> None:
+    code, out, err = run("demo", "-m", str(model_folder), "--doc", text, "--max-tokens", "8")
+    assert code == 0, err
+    assert "8/8" in out
+    report = json.loads(run("demo", "-m", str(model_folder), "--doc", text, "--max-tokens", "8", "--json")[1])
+    assert report["identical"] == 8
+
+
+def test_chat_remembers_and_goes_on_another_day(run: Run, model_folder: Path, tmp_path: Path) -> None:
+    session = str(tmp_path / "chat")
+    common = ("chat", "-m", str(model_folder), "-n", "6", "--json", "--session", session)
+    code, out, err = run(*common, "-b", "16", stdin="the of and\n/memory\nwas it for\n/exit\n")
+    assert code == 0, err
+    assert len(json.loads(out)["turns"]) == 2 and "16/16 entries resident" in err
+    code, out, err = run(*common, stdin="by from her\n")
+    assert code == 0 and "4 messages" in err
+    assert len(json.loads(out)["turns"]) == 1
+    code, _, err = run(*common, "-b", "32", stdin="")
+    assert code == 2 and "its own method" in err
+
+
+def test_chat_survives_a_question_that_is_too_long(run: Run, model_folder: Path) -> None:
+    stdin = "the " * 600 + "\nthe of\n/reset\n/what\nwas it\n"
+    code, out, err = run("chat", "-m", str(model_folder), "-n", "3", "--json", stdin=stdin)
+    assert code == 0 and len(json.loads(out)["turns"]) == 2
+    assert "512 positions" in err and "forgotten" in err
+
+
+def test_interrupting_leaves_one_sentence_and_no_files(tmp_path: Path, model_folder: Path, words: str) -> None:
+    """A real process, a real SIGINT, while it writes."""
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    (tmp_path / "t").write_text(words)
+    command = [
+        sys.executable, "-u", "-m", "kvkeep", "generate", "-m", str(model_folder), "-f", str(tmp_path / "t"),
+        "-b", "16", "-c", "tokens", "-w", "device", "-n", "300",
+    ]  # fmt: skip
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.read(1)  # the answer has begun
+        time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        process.wait(timeout=60)
+        errors = process.stderr.read()
+    assert process.returncode == 1
+    assert "Interrupted; the answer above is not complete." in errors and "Traceback" not in errors
+    assert list(folder.iterdir()) == []
+
+
+def test_help_is_quick_and_every_command_has_one(run: Run) -> None:
+    assert tiny  # torch is not needed for this: see kvkeep/__init__.py
+    for command in ("generate", "chat", "verify", "bench", "methods", "models", "demo"):
+        code, out, _ = run(command, "--help")
+        assert code == 0 and "--json" in out
