@@ -220,3 +220,76 @@ def test_requests_are_checked_before_a_model_is_loaded() -> None:
         with pytest.raises(UsageError):
             check_request(*bad)
     check_request("stock", None, None, None)
+
+
+def test_threads_do_not_see_each_other() -> None:
+    """Two conversations at once on one model, as in a server."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    model = tiny("llama")
+    bind_once = KeepCache(model, budget=16)
+    assert bind_once.streams
+
+    def talk(seed: int) -> list[int]:
+        text = torch.randint(2, 97, (1, 60), generator=torch.Generator().manual_seed(seed))
+        options = [{}, {"method": "kv-direct", "budget": 16, "checkpoint": ("kv", "tokens")[seed % 2], "where": "host"}]
+        answers = [
+            model.generate(
+                text, attention_mask=torch.ones_like(text), do_sample=False, max_new_tokens=12,
+                past_key_values=KeepCache(model, **chosen),
+            )[0].tolist()
+            for chosen in options
+        ]  # fmt: skip
+        assert answers[0] == answers[1]
+        return answers[1]
+
+    alone = [talk(seed) for seed in range(6)]
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(talk, range(6))) == alone
+
+
+def test_after_an_interrupt_other_caches_are_not_affected() -> None:
+    """An interrupt leaves no trace in the model: the next pass with stock attention is stock."""
+    model, text = tiny("llama"), ids(30)
+    expected = step(model, KeepCache(model), text)
+    broken = KeepCache(model, budget=16)
+
+    def stop(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = model.model.layers[1].register_forward_pre_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        step(model, broken, text)
+    handle.remove()
+    assert torch.equal(step(model, KeepCache(model), text), expected)
+    torch.testing.assert_close(step(model, broken, text), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["kv", "residual"])
+def test_a_disk_that_fills_up_in_the_middle_of_a_step(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step fails with one sentence, and once there is room the same step can be taken again, exactly."""
+    from kvkeep import StoreError
+    from kvkeep.stores.places import Disk
+
+    model, text = tiny("llama"), ids(330)
+    cache = KeepCache(model, "kv-direct", 16, checkpoint=kind, where="disk")
+    step(model, cache, text[:, :250])
+    honest, calls = Disk.allocate, []
+
+    def full_at_the_second(self: Any, *arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise StoreError("Checkpoints cannot be kept: the disk is full.")
+        return honest(self, *arguments)
+
+    monkeypatch.setattr(Disk, "allocate", full_at_the_second)
+    before = cache.get_seq_length()
+    with pytest.raises(StoreError, match="disk is full"):
+        step(model, cache, text[:, 250:])
+    done = cache.get_seq_length()
+    assert before <= done < 330 and len(calls) == 2
+    other = KeepCache(model)
+    step(model, other, text[:, :done])
+    torch.testing.assert_close(
+        step(model, cache, text[:, done:]), step(model, other, text[:, done:]), atol=1e-4, rtol=1e-4
+    )

@@ -3,6 +3,8 @@
 Standard library only. Without a GPU a CPU build is taken: the default one from PyPI brings gigabytes of CUDA.
 """
 
+from __future__ import annotations
+
 import json
 import shutil
 import subprocess

@@ -18,15 +18,13 @@ from kvkeep.budget import Budget
 from kvkeep.errors import KvkeepError, UsageError, unknown
 from kvkeep.geometry import ModelGeometry
 from kvkeep.policies.methods import Exactness, Method, Request, resolve
-from kvkeep.stores.bounded import BoundedLayer
 from kvkeep.stores.checkpoints import CheckpointSpec, expanded
 from kvkeep.stores.ledger import Ledger
 from kvkeep.stores.meter import Memory, Meter, nbytes
 from kvkeep.stores.paged import BlockTable, PagedLayer
 from kvkeep.stores.places import PLACES
 from kvkeep.stores.rows import Rows
-
-StreamedLayer = BoundedLayer | PagedLayer
+from kvkeep.stores.streamed import StreamedLayer
 
 
 @dataclass(frozen=True)
@@ -133,7 +131,7 @@ class KeepCache(Cache):
 
     def attends(self, layer_idx: int) -> bool:
         """Tell whether a layer's past is streamed (it is not where a sliding window keeps it)."""
-        return getattr(self.layers[self.geometry.layers[layer_idx].source], "streams", False)
+        return isinstance(self.layers[self.geometry.layers[layer_idx].source], StreamedLayer)
 
     @torch.no_grad()
     def attend(
@@ -180,10 +178,9 @@ class KeepCache(Cache):
 
     def end_forward(self, completed: bool) -> None:
         """Close the step; one that an exception left is rolled back where that can be done."""
-        streamed = [layer for layer in self.layers if getattr(layer, "streams", False)]
         if completed:
             self._open = False
-            if any(layer.length != self.ledger.length for layer in streamed):
+            if any(layer.length != self.ledger.length for layer in self._streamed()):
                 raise KvkeepError(
                     f"'{self.geometry.model_type}' did not pass all its entries through the cache's attention; "
                     "the result would be wrong. Use method 'full'."
@@ -222,12 +219,11 @@ class KeepCache(Cache):
 
     def _forget_from(self, length: int) -> None:
         self.ledger.truncate(length)
-        for name, rows in self.checkpoint_rows():
-            # Residuals are written for every slot, entries only for evicted ones.
-            rows.truncate(min(length, rows.length) if name.startswith("residual") else min(length, self._evicted()))
+        if self.checkpoint is not None:
+            self.checkpoint.truncate(length, [getattr(layer, "evicted", 0) for layer in self.layers])
 
-    def _evicted(self) -> int:
-        return max((layer.evicted for layer in self.layers if getattr(layer, "streams", False)), default=0)
+    def _streamed(self) -> Iterator[StreamedLayer]:
+        return (layer for layer in self.layers if isinstance(layer, StreamedLayer))
 
     def fork(self) -> KeepCache:
         """Return a second cache that shares everything so far, copy-on-write (method "paged" only).

@@ -99,7 +99,7 @@ def test_generate_streams_the_text(run: Run, model_folder: Path, text: str) -> N
         ((), "nothing to answer"),
         (("-p", "the " * 600), "512 positions"),
         (("-p", "a", "--dtype", "float31"), "did you mean float32"),
-        (("-p", "a", "--device", "tpu9"), "not available"),
+        (("-p", "a", "--device", "tpu9"), "Unknown device"),
     ],
 )
 def test_bad_input_is_one_sentence(run: Run, model_folder: Path, arguments: tuple[str, ...], sentence: str) -> None:

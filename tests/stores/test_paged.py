@@ -31,7 +31,7 @@ def content(layer: PagedLayer) -> torch.Tensor:
     return layer.state()["keys"] if layer.length else torch.zeros(len(layer.table.rows), 1, 0, 2)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(operations=OPERATIONS, page=st.sampled_from([1, 64, 512]))
 def test_equals_plain_tensors(operations: list[tuple[str, Any]], page: int) -> None:
     pool, meter, counter = BlockPool(), Meter(), 0.0

@@ -35,7 +35,7 @@ def bench(
     import transformers
 
     from kvkeep.cache import STOCK
-    from kvkeep.lab.bench import cases, run
+    from kvkeep.lab.bench import INTERRUPTED, cases, run
     from kvkeep.models.loading import load
 
     lengths = _lengths(contexts)
@@ -56,23 +56,20 @@ def bench(
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
         task = progress.add_task("", total=None)
-        try:
-            rows = run(
-                loaded.model,
-                listed,
-                rounds=rounds,
-                steps=steps,
-                progress=lambda label, done, total: progress.update(
-                    task, description=label, completed=done, total=total
-                ),
-            )
-        except KeyboardInterrupt:
-            raise Interrupted("Interrupted; nothing was measured to the end.") from None
+        rows = run(
+            loaded.model,
+            listed,
+            rounds=rounds,
+            steps=steps,
+            progress=lambda label, done, total: progress.update(task, description=label, completed=done, total=total),
+        )
     if json:
         print_json({"machine": machine, "rows": [asdict(row) for row in rows]})
-        return
-    note(" ".join(f"{name}={value}" for name, value in machine.items()))
-    out.print(_table(rows))
+    else:
+        note(" ".join(f"{name}={value}" for name, value in machine.items()))
+        out.print(_table(rows))
+    if any(row.error == INTERRUPTED for row in rows):
+        raise Interrupted("Interrupted; the figures above are of what was measured until then.")
 
 
 def _lengths(text: str) -> list[int]:

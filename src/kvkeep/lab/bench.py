@@ -20,6 +20,7 @@ from kvkeep.errors import KvkeepError
 from kvkeep.stores.meter import Memory
 
 NAIVE = "naive"
+INTERRUPTED = "interrupted before it was measured"
 
 
 @dataclass(frozen=True)
@@ -82,24 +83,30 @@ def run(
     progress: Callable[[str, int, int], None] = lambda label, done, total: None,
 ) -> list[Row]:
     """Measure every case ``rounds`` times, interleaved. A case takes ``steps`` steps a round, fewer (one at least) once
-    ``patience_s`` seconds have gone into them; one that has used four times that in all sits out later rounds."""
+    ``patience_s`` seconds have gone into them; one that has used four times that in all sits out later rounds.
+
+    An interrupt ends the run, and what was measured until then is returned.
+    """
     prefills: dict[int, list[float]] = {number: [] for number in range(len(listed))}
     times: dict[int, list[float]] = {number: [] for number in range(len(listed))}
     memories: dict[int, Memory] = {}
     errors: dict[int, str] = {}
-    total = rounds * len(listed)
-    for turn in range(rounds):
-        for number, case in enumerate(listed):
-            progress(f"{case.label} at {case.length}", turn * len(listed) + number, total)
-            if number in errors or (sum(prefills[number]) + sum(times[number]) > 4 * patience_s and turn):
-                continue
-            try:
-                prefill, took, memories[number] = _measure(model, case, steps, patience_s)
-            except KvkeepError as error:
-                errors[number] = str(error)
-                continue
-            prefills[number] += prefill
-            times[number] += took
+    turns = [(turn, number) for turn in range(rounds) for number in range(len(listed))]
+    for done, (turn, number) in enumerate(turns):
+        case = listed[number]
+        progress(f"{case.label} at {case.length}", done, len(turns))
+        if number in errors or (turn and sum(prefills[number]) + sum(times[number]) > 4 * patience_s):
+            continue
+        try:
+            prefill, took, memories[number] = _measure(model, case, steps, patience_s)
+        except KvkeepError as error:
+            errors[number] = str(error)
+            continue
+        except KeyboardInterrupt:
+            errors |= {missing: INTERRUPTED for missing in range(len(listed)) if not times[missing]}
+            break
+        prefills[number] += prefill
+        times[number] += took
     return list(_rows(listed, prefills, times, memories, errors))
 
 

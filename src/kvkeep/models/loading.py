@@ -65,7 +65,7 @@ def load(
     source = _source(text, revision, progress or (lambda line: None))
     model, tokenizer = _read(source, text, kind, revision)
     try:
-        return Loaded(model.to(target).eval(), tokenizer, text, source)
+        return Loaded(model.to(target), tokenizer, text, source)
     except torch.OutOfMemoryError as error:
         raise ModelError(
             f"The model '{text}' does not fit into the memory of {target}; load it in a smaller dtype or on the cpu."

@@ -3,56 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin
 
 from kvkeep.stores.checkpoints import Checkpoint, Piece
 from kvkeep.stores.places import Place
-from kvkeep.stores.rows import Ring
+from kvkeep.stores.rows import Ring, concatenated
+from kvkeep.stores.streamed import StreamedLayer
 
 
-class BoundedLayer(CacheLayerMixin):
+class BoundedLayer(StreamedLayer):
     """Oldest leaves: slots ``evicted``..``length`` are resident in rings of ``capacity`` entries, those before are
     the checkpoint's. New entries stay in hand until attention has run, then :meth:`settle` writes them."""
-
-    is_croppable = True
-    is_sliding = False
-    supports_early_init = False
-    streams = True
 
     def __init__(self, index: int, capacity: int, home: Place, checkpoint: Checkpoint) -> None:
         super().__init__()
         self.index = index
         self.checkpoint = checkpoint
         self._keys, self._values = Ring(capacity, home), Ring(capacity, home)
-        self.pending: tuple[Tensor, Tensor] | None = None
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Note that entries have come."""
-        self.is_initialized = True
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Take new entries in hand and return them; attention adds the past itself."""
-        self.is_initialized = True
-        self.pending = (key_states.detach(), value_states.detach())
-        return key_states, value_states
 
     @property
-    def length(self) -> int:
+    def length(self) -> int:  # type: ignore[override]
         """Slots settled so far."""
         return self._keys.length
 
     @property
-    def evicted(self) -> int:
+    def evicted(self) -> int:  # type: ignore[override]
         """Slots that are no longer resident."""
         return self._keys.first
-
-    @property
-    def pending_bytes(self) -> int:
-        """Bytes of the entries in hand."""
-        return 0 if self.pending is None else sum(tensor.nbytes for tensor in self.pending)
 
     def past(self, ordered: bool) -> Iterator[Piece]:
         """Yield all settled entries: what was evicted, recalled piece by piece, then what is resident.
@@ -84,31 +62,11 @@ class BoundedLayer(CacheLayerMixin):
         self._keys.append(keys)
         self._values.append(values)
 
-    def get_seq_length(self) -> int:
-        """Return the number of settled slots."""
-        return self.length
-
-    def get_max_length(self) -> int:
-        """Return -1: nothing bounds the sequence."""
-        return -1
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Masks are asked for over the new entries only; the past's visibility is the ledger's."""
-        return query_length, self.length
-
     def truncate(self, length: int) -> None:
         """Forget the slots from ``length`` on, those in hand included."""
         self.pending = None
         self._keys.truncate(length)
         self._values.truncate(length)
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last ``-tokens_to_remove`` slots."""
-        self.truncate(self.length - abs(tokens_to_remove))
-
-    def reset(self) -> None:
-        """Forget everything and free the memory."""
-        self.__init__(self.index, self._keys.capacity, self._keys.home, self.checkpoint)  # type: ignore[misc]
 
     def select(self, index: Tensor) -> None:
         """Make the batch the rows of ``index``."""
@@ -122,14 +80,10 @@ class BoundedLayer(CacheLayerMixin):
 
     def state(self) -> dict[str, Tensor]:
         """Return the resident entries in order."""
-        pieces = [] if self.length == self.evicted else [piece for piece in self._resident()]
-        return dict(pieces)
-
-    def _resident(self) -> Iterator[tuple[str, Tensor]]:
-        from kvkeep.stores.rows import concatenated
-
-        yield "keys", concatenated(self._keys, self.evicted, self.length)
-        yield "values", concatenated(self._values, self.evicted, self.length)
+        if self.length == self.evicted:
+            return {}
+        span = (self.evicted, self.length)
+        return {"keys": concatenated(self._keys, *span), "values": concatenated(self._values, *span)}
 
     def restore(self, state: dict[str, Tensor], length: int) -> None:
         """Take what :meth:`state` gave, as the last slots before ``length``."""

@@ -85,6 +85,9 @@ class Checkpoint(Protocol):
     def recall(self, layer: int, stop: int) -> Iterator[Piece]:
         """Yield exact keys and values of slots below ``stop``, a piece at a time."""
 
+    def truncate(self, length: int, evicted: Sequence[int]) -> None:
+        """Forget the slots from ``length`` on; ``evicted``: how many each layer no longer holds itself."""
+
     def stores(self) -> Iterator[tuple[str, Rows]]:
         """Yield every store of rows with a name, for counting, saving and moving."""
 
@@ -134,6 +137,12 @@ class Entries:
                 moved = key[..., window, :].to(self.device), value[..., window, :].to(self.device)
                 with self.meter.holding(*moved):
                     yield start + low, *moved
+
+    def truncate(self, length: int, evicted: Sequence[int]) -> None:
+        """Keep what each layer has evicted, and nothing it still holds."""
+        for layer, pair in self._rows.items():
+            for rows in pair:
+                rows.truncate(min(length, evicted[layer]))
 
     @property
     def reads_ids(self) -> bool:
@@ -192,6 +201,11 @@ class Residuals:
         """Open the store of layer 0, which is there only where embeddings came instead of ids."""
         if "residual.0" in names:
             self._rows[0] = _rows(self._home, self._spec)
+
+    def truncate(self, length: int, evicted: Sequence[int]) -> None:
+        """Residuals are there for every slot."""
+        for rows in self._rows.values():
+            rows.truncate(length)
 
     @property
     def reads_ids(self) -> bool:

@@ -65,10 +65,6 @@ class GrownLayer(CacheLayerMixin):
         if self.is_initialized:
             self.keys, self.values = self._keys.view(), self._values.view()
 
-    def reset(self) -> None:
-        """Forget everything and free the memory."""
-        self.__init__(self._keys.block, self.limit)  # type: ignore[misc]
-
     def select(self, index: Tensor) -> None:
         """Make the batch the rows of ``index``."""
         if self.is_initialized:

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin
 
 from kvkeep.stores.meter import Meter
+from kvkeep.stores.streamed import StreamedLayer
 
 BLOCK_SIZE = 32
 """Entries a block. A row wastes half a block on average; a shared prefix is copied by at most one."""
@@ -156,21 +156,16 @@ def _drop_all(pool: BlockPool, rows: list[list[int]]) -> None:
         pool.drop(row)
 
 
-class PagedLayer(CacheLayerMixin):
+class PagedLayer(StreamedLayer):
     """Exact: one layer's entries in the places of a block table. Attention reads runs of blocks that all rows share as
     views, and gathers the others ``page`` slots at a time."""
 
-    is_croppable = True
-    is_sliding = False
-    supports_early_init = False
-    streams = True
     evicted = 0
 
     def __init__(self, table: BlockTable, meter: Meter, page: int, *, leads: bool) -> None:
         super().__init__()
         self.table, self.meter, self.page, self.leads = table, meter, page, leads
         self.length = 0
-        self.pending: tuple[Tensor, Tensor] | None = None
         self._pools: list[Tensor] = []  # keys and values, (kv_heads, places, dim); shared by forks
 
     def fork(self, table: BlockTable, meter: Meter) -> PagedLayer:
@@ -179,30 +174,20 @@ class PagedLayer(CacheLayerMixin):
         twin.length, twin._pools, twin.is_initialized = self.length, self._pools, self.is_initialized
         return twin
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Note that entries have come."""
-        self.is_initialized = True
-
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Take new entries in hand and return them; attention adds the past itself.
 
         Room is made now: the first layer of a step changes the table for all, so blocks that were shared must be copied
         before this layer's past is read.
         """
-        self.is_initialized = True
-        self.pending = new = (key_states.detach(), value_states.detach())
+        new = super().update(key_states, value_states)
         copies = self.table.reserve(key_states.shape[0], self.length + key_states.shape[-2])
         self._reach(new)
         for source, target in copies:
             for pool in self._pools:
                 fresh = slice(target * BLOCK_SIZE, (target + 1) * BLOCK_SIZE)
                 pool[:, fresh] = pool[:, source * BLOCK_SIZE : (source + 1) * BLOCK_SIZE]
-        return key_states, value_states
-
-    @property
-    def pending_bytes(self) -> int:
-        """Bytes of the entries in hand."""
-        return 0 if self.pending is None else sum(tensor.nbytes for tensor in self.pending)
+        return new
 
     def settle(self) -> None:
         """Write the entries in hand to the pool."""
@@ -248,27 +233,11 @@ class PagedLayer(CacheLayerMixin):
             with self.meter.holding(keys, values):
                 yield slot, keys, values
 
-    def get_seq_length(self) -> int:
-        """Return the number of settled slots."""
-        return self.length
-
-    def get_max_length(self) -> int:
-        """Return -1: nothing bounds the sequence."""
-        return -1
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Masks are asked for over the new entries only."""
-        return query_length, self.length
-
     def truncate(self, length: int) -> None:
         """Forget the slots from ``length`` on."""
         self.pending = None
         self.length = min(self.length, length)
         self.table.truncate(length)
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last ``-tokens_to_remove`` slots."""
-        self.truncate(self.length - abs(tokens_to_remove))
 
     def select(self, index: Tensor) -> None:
         """Make the batch the rows of ``index``; the table is every layer's, the first one moves it."""

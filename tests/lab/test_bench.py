@@ -1,0 +1,49 @@
+"""The bench measures what it says, and keeps what it has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from families import tiny
+
+from kvkeep.lab import bench
+from kvkeep.lab.bench import Case, cases, run
+
+
+def test_every_case_is_measured_against_stock() -> None:
+    listed = cases([40], "16", steps=3)
+    rows = {row.label: row for row in run(tiny("llama"), listed, rounds=2, steps=3)}
+    assert len(rows) == len(listed)
+    for row in rows.values():
+        assert row.error == "" and row.steps == (6 if row.label == "naive" else 4)
+        assert row.step_ms is not None and row.step_ratio is not None and row.step_ratio > 0
+    held = {label: row.memory["resident_bytes"] for label, row in rows.items()}
+    assert held["kv-direct kv@disk"] < held["stock"] <= held["kv-direct, no recall"]
+    assert rows["kv-direct residual@disk"].memory["checkpoint_bytes"]["disk"] > 0
+
+
+def test_a_refused_case_says_why_and_the_others_go_on() -> None:
+    listed = [Case("stock", 30, "stock"), Case("small", 30, "kv-direct", {"budget": "3"})]
+    rows = run(tiny("llama"), listed, rounds=1, steps=2)
+    assert "smallest is 16" in rows[1].error and rows[0].error == ""
+
+
+def test_an_interrupt_keeps_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest, calls = bench._measure, []
+
+    def third_time_interrupted(*arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return honest(*arguments)
+
+    monkeypatch.setattr(bench, "_measure", third_time_interrupted)
+    rows = run(tiny("llama"), cases([30], "16", steps=2)[:5], rounds=3, steps=2)
+    assert [row.error for row in rows] == ["", "", *[bench.INTERRUPTED] * 3]
+    assert rows[0].step_ms is not None
+
+
+def test_patience_ends_slow_cases() -> None:
+    row = run(tiny("llama"), [Case("stock", 30, "stock")], rounds=3, steps=9, patience_s=0.0)[0]
+    assert row.steps == 1

@@ -1,0 +1,220 @@
+"""Converted copies of GGUF files: whole or not there at all, and never a damaged one."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import SafetensorError
+
+from kvkeep.errors import ModelError
+from kvkeep.models import checksum, converted
+from kvkeep.models.folders import cache_folder
+from kvkeep.models.loading import load
+
+
+def copies() -> list[Path]:
+    folder = cache_folder() / "models"
+    return sorted(folder.iterdir()) if folder.is_dir() else []
+
+
+def make(gguf: Path) -> list[str]:
+    """Convert ``gguf`` if need be, and return what was said about it."""
+    said: list[str] = []
+    converted.converted(gguf, said.append)
+    return said
+
+
+def test_a_gguf_file_is_converted_once(gguf_file: Path) -> None:
+    said: list[str] = []
+    first = load(gguf_file, progress=said.append, device="cpu")
+    assert said == ["Converting mine.gguf, once ..."]
+    second = load(gguf_file, progress=said.append, device="cpu")
+    assert len(said) == 1
+    assert [Path(first.source)] == copies() == [Path(second.source)]
+    ids = torch.tensor([[1, 5, 9]])
+    assert torch.equal(first.model(ids).logits, second.model(ids).logits)
+
+
+def test_the_copy_holds_what_the_file_holds(gguf_file: Path) -> None:
+    from gguf import GGUFReader
+
+    loaded = load(gguf_file, device="cpu")
+    tensors = {tensor.name: torch.from_numpy(tensor.data.copy()) for tensor in GGUFReader(gguf_file).tensors}
+    weights = loaded.model.state_dict()
+    assert torch.equal(weights["model.embed_tokens.weight"], tensors["token_embd.weight"])
+    assert torch.equal(weights["model.layers.0.self_attn.v_proj.weight"], tensors["blk.0.attn_v.weight"])
+    assert loaded.tokenizer.chat_template == "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    assert (loaded.tokenizer.bos_token, loaded.tokenizer.eos_token) == ("<s>", "</s>")
+    settings = loaded.model.generation_config
+    assert (settings.eos_token_id, settings.pad_token_id, bool(settings.do_sample)) == (2, 2, False)
+    assert not hasattr(loaded.model.config, "quantization_config")
+
+
+def test_a_file_of_other_content_gets_a_copy_of_its_own(gguf_file: Path) -> None:
+    make(gguf_file)
+    data = bytearray(gguf_file.read_bytes())
+    data[-3] ^= 1  # within the last tensor
+    gguf_file.write_bytes(data)
+    assert make(gguf_file)
+    assert len(copies()) == 2
+
+
+@pytest.mark.parametrize(
+    "spoil", ["cut", "flip", "flip unseen", "remove", "no manifest", "odd manifest", "odd files", "empty"]
+)
+def test_a_damaged_copy_is_made_anew(gguf_file: Path, spoil: str, caplog: pytest.LogCaptureFixture) -> None:
+    make(gguf_file)
+    (folder,) = copies()
+    weights, manifest = folder / "model.safetensors", folder / "kvkeep.json"
+    whole, stat = weights.read_bytes(), weights.stat()
+    if spoil == "cut":
+        weights.write_bytes(whole[:-4])
+    elif spoil.startswith("flip"):
+        weights.write_bytes(whole[:-4] + bytes(byte ^ 255 for byte in whole[-4:]))
+        if spoil == "flip unseen":  # a disk's own fault changes no time
+            os.utime(weights, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    elif spoil == "remove":
+        (folder / "tokenizer.json").unlink()
+    else:
+        odd = {"no manifest": "", "odd manifest": "[1]", "odd files": '{"files": [1]}', "empty": '{"files": {}}'}
+        manifest.write_text(odd[spoil])
+    with caplog.at_level(logging.WARNING, "kvkeep"):
+        assert make(gguf_file)
+    assert "is damaged; making it anew" in caplog.text
+    assert copies() == [folder]
+    assert weights.read_bytes() == whole
+    assert not make(gguf_file)
+
+
+def test_a_copy_that_was_only_touched_is_kept(gguf_file: Path) -> None:
+    make(gguf_file)
+    (copies()[0] / "model.safetensors").touch()
+    assert not make(gguf_file)
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, RuntimeError, MemoryError])
+def test_an_interrupted_conversion_leaves_nothing(
+    gguf_file: Path, monkeypatch: pytest.MonkeyPatch, stop: type[BaseException]
+) -> None:
+    write = converted._write
+
+    def interrupted(model: Any, tokenizer: Any, folder: Path) -> None:
+        write(model, tokenizer, folder)
+        assert any(copies())  # so there is something to leave behind
+        raise stop
+
+    monkeypatch.setattr(converted, "_write", interrupted)
+    with pytest.raises(stop):
+        make(gguf_file)
+    assert copies() == []
+
+
+def test_a_full_disk_is_not_called_a_damaged_model(gguf_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("transformers.PreTrainedModel.save_pretrained", full)
+    with pytest.raises(ModelError, match="cannot write to its cache folder .*No space left.* set KVKEEP_CACHE"):
+        make(gguf_file)
+    assert copies() == []
+
+
+def test_a_cache_folder_that_cannot_be_made_is_named(
+    gguf_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("KVKEEP_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(ModelError, match="cannot write to its cache folder"):
+        make(gguf_file)
+
+
+def test_what_killed_processes_left_is_swept(gguf_file: Path) -> None:
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    models, host = cache_folder() / "models", socket.gethostname()
+    killed, living = models / f".scratch-{host}-{dead.pid}-aaaa", models / f".scratch-{host}-{os.getpid()}-bbbb"
+    elsewhere, forgotten = models / f".scratch-else-where-{dead.pid}-cccc", models / ".scratch-else-where-1-dddd"
+    for folder in (killed, living, elsewhere, forgotten):
+        (folder / "model").mkdir(parents=True)
+    two_days_ago = time.time() - 2 * 24 * 3600
+    os.utime(forgotten, (two_days_ago, two_days_ago))
+    make(gguf_file)
+    assert [folder.exists() for folder in (killed, living, elsewhere, forgotten)] == [False, True, True, False]
+
+
+def test_the_second_of_two_uses_the_copy_of_the_first(gguf_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = converted._write
+
+    def overtaken(model: Any, tokenizer: Any, folder: Path) -> None:
+        monkeypatch.setattr(converted, "_write", write)
+        make(gguf_file)  # another process, as it were
+        first.append(os.stat(copies()[-1] / "model.safetensors").st_ino)
+        write(model, tokenizer, folder)
+
+    first: list[int] = []
+    monkeypatch.setattr(converted, "_write", overtaken)
+    make(gguf_file)
+    (folder,) = copies()
+    assert (folder / "model.safetensors").stat().st_ino == first[0]
+
+
+def test_processes_that_convert_at_once_do_not_disturb_each_other(gguf_file: Path) -> None:
+    program = f"from kvkeep.models.loading import load; print(load({str(gguf_file)!r}).source)"
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    both = [
+        subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    sources = {process.communicate(timeout=120)[0].strip() for process in both}
+    assert [process.returncode for process in both] == [0, 0]
+    assert {Path(source) for source in sources} == set(copies())
+    assert not make(gguf_file)
+
+
+@pytest.mark.parametrize("keep", [5, 100, 1000, -4000, -4])
+def test_a_file_cut_short_is_refused(gguf_file: Path, keep: int) -> None:
+    gguf_file.write_bytes(gguf_file.read_bytes()[:keep])
+    with pytest.raises(ModelError, match="damaged, cut short, or of a kind transformers does not read") as refusal:
+        load(gguf_file)
+    assert "\n" not in str(refusal.value)
+    assert copies() == []
+
+
+@pytest.mark.parametrize("content", [b"", b"GG", b"PK\3\4 not a model"])
+def test_what_is_no_gguf_file_is_refused(gguf_file: Path, content: bytes) -> None:
+    gguf_file.write_bytes(content)
+    with pytest.raises(ModelError, match="is not a GGUF file"):
+        load(gguf_file)
+
+
+def test_a_file_that_lacks_a_tensor_is_refused(gguf_file: Path) -> None:
+    gguf_file.write_bytes(gguf_file.read_bytes().replace(b"blk.0.attn_v.weight", b"blk.7.attn_v.weight"))
+    with pytest.raises(ModelError, match="it comes without model.layers.0.self_attn.v_proj.weight"):
+        load(gguf_file)
+    assert copies() == []
+
+
+def test_a_checksum_is_taken_again_only_when_the_file_changed(gguf_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[Path] = []
+    real = checksum.sha256
+    monkeypatch.setattr(checksum, "sha256", lambda path: taken.append(path) or real(path))
+    assert checksum.remembered_sha256(gguf_file) == checksum.remembered_sha256(gguf_file) == real(gguf_file)
+    assert len(taken) == 1
+    gguf_file.write_bytes(gguf_file.read_bytes() + b"x")
+    assert checksum.remembered_sha256(gguf_file) == real(gguf_file)
+    assert len(taken) == 2
+    memory = cache_folder() / "gguf" / "checksums.json"
+    assert list(json.loads(memory.read_text())) == [str(gguf_file)]
+    for nonsense in ("", "[]", json.dumps({str(gguf_file): 5})):
+        memory.write_text(nonsense)
+        assert checksum.remembered_sha256(gguf_file) == real(gguf_file)
