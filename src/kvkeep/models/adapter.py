@@ -10,6 +10,7 @@ capability is compared with a plain forward pass of the model, and refused by na
 from __future__ import annotations
 
 import inspect
+import logging
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +21,8 @@ from transformers import DynamicCache
 
 from kvkeep.errors import UnsupportedModelError
 from kvkeep.models.forward import attending, probing
+
+log = logging.getLogger(__name__)
 
 
 class _Taken(Exception):
@@ -156,7 +159,8 @@ class Adapter:
             try:
                 self._checked[capability] = self._compare(capability, layers)
             except (TypeError, AttributeError, KeyError, RuntimeError, ValueError) as error:
-                self._checked[capability] = f"its layers cannot be run by themselves ({error})"
+                log.debug("%s: %s", self.family, error)
+                self._checked[capability] = "their layers need more than a residual and its positions"
         if (reason := self._checked[capability]) is not None:
             raise UnsupportedModelError(
                 f"'{self.family}' models cannot be used with {wanted_for}: {reason}; use checkpoint kind 'kv'."

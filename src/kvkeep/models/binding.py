@@ -127,7 +127,7 @@ def _entering(index: int) -> Any:
         hidden = args[0] if args else kwargs["hidden_states"]
         if probe is not None:
             probe(index, hidden)
-        elif (enter := getattr(attender, "enter_layer", None)) is not None:
+        if (enter := getattr(attender, "enter_layer", None)) is not None:
             enter(index, hidden)
 
     return hook

@@ -88,8 +88,9 @@ def current_probe() -> Any:
 @contextmanager
 def probing(probe: Any) -> Iterator[None]:
     """Within the block, let hooks call ``probe(layer_idx, hidden)`` for each layer entered."""
+    before = _probe.get()
     _probe.set(probe)
     try:
         yield
     finally:
-        _probe.set(None)
+        _probe.set(before)

@@ -140,7 +140,7 @@ def _kv_direct(request: Request, ledger: Ledger, meter: Meter) -> Plan:
         adapter.require("project", full, f"checkpoint kind '{spec}'")
         if spec.kind == "tokens" or spec.stride > 1:
             adapter.require("advance", full, f"checkpoint kind '{spec}'")
-        checkpoint = Residuals(adapter, ledger, home, full, spec, meter, request.page)
+        checkpoint = Residuals(adapter, ledger, home, geometry, spec, meter, request.page)
     resident = Device(request.device)
     layers = _stock_layers(request, lambda layer: BoundedLayer(layer.index, entries, resident, checkpoint))
     return Plan(layers, entries, chunk, True, spec, checkpoint)

@@ -22,6 +22,7 @@ from torch import Tensor
 from kvkeep.attention import Segment, attend
 from kvkeep.attention.visibility import new_mask, past_mask
 from kvkeep.errors import UsageError, unknown
+from kvkeep.geometry import ModelGeometry
 from kvkeep.models.adapter import Adapter
 from kvkeep.stores.ledger import Ledger
 from kvkeep.stores.meter import Meter
@@ -174,15 +175,16 @@ class Residuals:
         adapter: Adapter,
         ledger: Ledger,
         home: Place,
-        layers: Sequence[int],
+        geometry: ModelGeometry,
         spec: CheckpointSpec,
         meter: Meter,
         page: int,
     ) -> None:
         self.adapter, self.ledger, self.meter, self.page = adapter, ledger, meter, page
-        self.layers = list(layers)
-        self.stride = len(adapter.layers) if spec.kind == "tokens" else spec.stride
-        self.anchors = sorted({layer - layer % self.stride for layer in layers})
+        self.layers = [layer.index for layer in geometry.full_layers]
+        self.windows = [layer.window for layer in geometry.layers]
+        self.stride = len(geometry.layers) if spec.kind == "tokens" else spec.stride
+        self.anchors = geometry.residual_anchors(self.stride)
         self._home, self._spec = home, spec
         self._rows: dict[int, Rows] = {layer: _rows(home, spec) for layer in self.anchors if layer > 0}
         self._rolling: _Rolling | None = None
@@ -285,8 +287,7 @@ class Residuals:
         """
         layer, hidden = rolling.layer, rolling.hidden
         stop = hidden.shape[1]
-        window = getattr(self.adapter.config, "sliding_window", None) if layer not in self.layers else None
-        scratch = _Scratch(stop, self.ledger.visible, window)
+        scratch = _Scratch(stop, self.ledger.visible, self.windows[layer])
         for low in range(0, stop, self.page):
             rows = hidden[:, low : low + self.page]
             _, positions = self.ledger.span(low, low + rows.shape[1])
