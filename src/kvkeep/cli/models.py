@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import Annotated
 
+import typer
 from rich.table import Table
 
 from kvkeep.cli import options
 from kvkeep.cli.output import note, out, print_json, size
 
 
-def models(json: options.Json = False) -> None:
+def models(
+    fetch: Annotated[str | None, typer.Option(help="Bring this model onto the machine, ready to load.")] = None,
+    json: options.Json = False,
+) -> None:
     """List the embedded models, and whether they are on this machine."""
-    from kvkeep.models.loading import available
+    from kvkeep.models.loading import available, load
+
+    if fetch is not None:
+        load(fetch, device="cpu", progress=note)
 
     rows = available()
     if json:
