@@ -96,7 +96,7 @@ def summary(result: Any) -> str:
     memory, timing = result.memory, result.timing
     places = [f"{size(count)} on {name}" for name, count in memory.checkpoint_bytes.items() if count]
     return (
-        f"{result.method} ({result.exactness}): {result.prompt_tokens} tokens read at "
+        f"{result.method} ({result.exactness}): {timing.prefill_tokens} tokens read at "
         f"{timing.prefill_tokens_per_s:.0f}/s, "
         f"{len(result.tokens)} written at {timing.decode_tokens_per_s:.1f}/s; resident {size(memory.resident_bytes)}"
         + (f", checkpoints {', '.join(places)}" if places else "")

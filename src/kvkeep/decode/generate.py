@@ -23,6 +23,7 @@ class Timing:
     """Seconds, and tokens per second, of reading the prompt and of writing the answer. ``prefill_tokens`` were not in
     the cache yet; the first token's time is the prompt's."""
 
+    prefill_tokens: int
     prefill_s: float
     decode_s: float
     prefill_tokens_per_s: float
@@ -215,6 +216,7 @@ def _report(
         exactness=str(cache.exactness) if own else "exact",
         memory=memory_of(cache),
         timing=Timing(
+            prompt_tokens - known,
             prefill,
             decode,
             (prompt_tokens - known) / prefill if prefill else 0.0,
