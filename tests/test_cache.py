@@ -293,3 +293,11 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_step(kind: str, monkeypatch: py
     torch.testing.assert_close(
         step(model, cache, text[:, done:]), step(model, other, text[:, done:]), atol=1e-4, rtol=1e-4
     )
+
+
+def test_a_positive_crop_is_refused() -> None:
+    cache = KeepCache(tiny("llama"), budget=16)
+    step(tiny("llama"), cache, ids(30))
+    with pytest.raises(UsageError, match="negative number"):
+        cache.crop(5)
+    assert cache.get_seq_length() == 30

@@ -202,14 +202,13 @@ class KeepCache(Cache):
         return super().get_seq_length(self.geometry.layers[layer_idx].source)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last ``-tokens_to_remove`` tokens (a positive number: keep that many, as transformers before
-        5.20 calls it). Raises RuntimeError where a sliding window has forgotten what would be needed."""
-        remove = tokens_to_remove
-        if remove > 0:
-            remove = min(0, tokens_to_remove - self.get_seq_length())
-        super().crop(remove)
+        """Remove the last ``-tokens_to_remove`` tokens. Raises UsageError for a positive number, and RuntimeError where
+        a sliding window has forgotten what would be needed."""
+        if tokens_to_remove > 0:
+            raise UsageError(f"crop() takes the tokens to remove as a negative number, not {tokens_to_remove}.")
+        super().crop(tokens_to_remove)
         if self.streams:
-            self._forget_from(self.ledger.length + remove)
+            self._forget_from(self.ledger.length + tokens_to_remove)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Return what masks must cover: (length, offset); only the new entries where the past is streamed."""

@@ -18,12 +18,14 @@ from kvkeep.errors import UsageError
 if TYPE_CHECKING:
     from kvkeep.decode.generate import Generation
 
-LONGEST = 4000  # prompt tokens of the text that the demonstration reads
+LONGEST = 3200  # prompt tokens of the text that the demonstration reads
 
 
 def demo(
     doc: Annotated[str | None, typer.Option(help="The text. [default: this project's own docs]")] = None,
-    question: Annotated[str, typer.Option(help="The question about it.")] = "What does kvkeep do, and for whom is it?",
+    question: Annotated[
+        str, typer.Option(help="The question about it.")
+    ] = "What does a hard budget for the key/value cache mean?",
     model: options.Model = "smollm2",
     budget: options.Budget = "12.5%",
     checkpoint: options.Checkpoint = None,
