@@ -25,7 +25,7 @@ def demo(
     doc: Annotated[str | None, typer.Option(help="The text. [default: this project's own docs]")] = None,
     question: Annotated[
         str, typer.Option(help="The question about it.")
-    ] = "What does a hard budget for the key/value cache mean?",
+    ] = "Summarise this text in one sentence.",
     model: options.Model = "smollm2",
     budget: options.Budget = "12.5%",
     checkpoint: options.Checkpoint = None,
