@@ -69,7 +69,7 @@ def stock(family: str, rows: int, *options: tuple[str, Any]) -> Any:
     return generate(family, DynamicCache(config=tiny(family).config), ids, mask, **dict(options))
 
 
-def same(ours: Any, theirs: Any) -> None:
+def assert_same(ours: Any, theirs: Any) -> None:
     assert ours.sequences.tolist() == theirs.sequences.tolist()
     for mine, yours in zip(ours.logits, theirs.logits, strict=True):
         torch.testing.assert_close(mine, yours, atol=2e-4, rtol=2e-4)
@@ -104,7 +104,7 @@ def skip_where_stock_errs(family: str, method: str) -> None:
 @pytest.mark.parametrize(("family", "method"), EVERY)
 def test_greedy_equals_stock(family: str, method: str) -> None:
     cache = new_cache(family, method)
-    same(generate(family, cache, prompt()), stock(family, 1))
+    assert_same(generate(family, cache, prompt()), stock(family, 1))
     held_within_budget(cache)
     assert cache.get_seq_length() == PROMPT + NEW - 1
 
@@ -112,7 +112,7 @@ def test_greedy_equals_stock(family: str, method: str) -> None:
 @pytest.mark.parametrize(("family", "method"), EVERY)
 def test_left_padded_batch_equals_stock(family: str, method: str) -> None:
     cache = new_cache(family, method)
-    same(generate(family, cache, *padded()), stock(family, 3))
+    assert_same(generate(family, cache, *padded()), stock(family, 3))
     held_within_budget(cache)
 
 
@@ -146,7 +146,7 @@ def test_several_turns_on_one_cache(family: str, method: str) -> None:
     for turn in range(3):
         question = torch.cat([conversation, prompt(1, 6 + turn)], dim=1)
         mine, yours = generate(family, ours, question), generate(family, theirs, question)
-        same(mine, yours)
+        assert_same(mine, yours)
         conversation = yours.sequences
     held_within_budget(ours)
 

@@ -12,7 +12,7 @@ import typer
 from kvkeep.cli import options
 from kvkeep.cli.generate import as_json, summary
 from kvkeep.cli.output import err, interruptible, note, print_json, reading, size, write
-from kvkeep.errors import KvkeepError, UsageError
+from kvkeep.errors import UsageError
 
 HELP = "/exit leaves (so does Ctrl-D), /reset forgets the conversation, /memory tells what the cache holds."
 
@@ -130,8 +130,6 @@ def _answer(talk: Any, line: str, turns: list[dict[str, Any]], quiet: bool, **sa
         except UsageError as error:
             note(f"{error} (/reset forgets the conversation.)")
             return
-        except KvkeepError:
-            raise
     turns.append({"question": line, **as_json(result)})
     if not quiet:
         write("\n")

@@ -357,8 +357,3 @@ def expanded(module: Any, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]
 
 def _rows(home: Place, spec: CheckpointSpec) -> Rows:
     return Pages(home) if spec.capacity is None else Ring(spec.capacity, home)
-
-
-def checkpoint_bytes(checkpoint: Checkpoint) -> int:
-    """Return the bytes a checkpoint's stores have allocated."""
-    return sum(rows.nbytes for _, rows in checkpoint.stores())
