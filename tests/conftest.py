@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -133,3 +136,21 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def words() -> str:
     """A text of 200 words the tiny tokenizer knows."""
     return " ".join(WORDS[(7 * number) % len(WORDS)] for number in range(200))
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str, str]]:
+    """Run one command in this process: (exit code, standard output, standard error)."""
+    from kvkeep.cli import main
+
+    def call(*arguments: str, stdin: str = "") -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["kvkeep", *arguments])
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
+        with pytest.raises(SystemExit) as leaving:
+            main()
+            raise SystemExit(0)
+        code = leaving.value.code
+        captured = capsys.readouterr()
+        return code if isinstance(code, int) else 1 if code else 0, captured.out, captured.err
+
+    return call

@@ -11,6 +11,7 @@ from families import FAMILIES, REFUSES, VOCABULARY, tiny
 from transformers import DynamicCache, set_seed
 
 from kvkeep import KeepCache, UnsupportedModelError
+from kvkeep.stores.selected import SelectedLayer
 
 PROMPT, NEW = 45, 12
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -22,13 +23,25 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "residual-16": ("kv-direct", {"budget": 16, "chunk": 5, "checkpoint": "residual", "where": "host", "page": 6}),
     "residual:3-16": ("kv-direct", {"budget": 16, "checkpoint": "residual:3", "where": "host", "page": 6}),
     "tokens-16": ("kv-direct", {"budget": 16, "chunk": 11, "checkpoint": "tokens", "where": "device", "page": 6}),
+    # Any selector with checkpoints is exact, and so is any method that never had to let anything go.
+    "window+kv": ("window+checkpoint:kv", {"budget": 16, "where": "disk"}),
+    "streaming-llm+residual": ("streaming-llm+checkpoint:residual", {"budget": 16, "where": "host", "page": 6}),
+    "h2o+kv": ("h2o+checkpoint:kv", {"budget": 16, "where": "host"}),
+    "h2o+kv-0": ("h2o+checkpoint:kv", {"budget": 0, "chunk": 7, "where": "host"}),
+    "snapkv+kv": ("snapkv:window=4,kernel=3+checkpoint:kv", {"budget": 17, "chunk": 9, "where": "device"}),
+    "tova+residual": ("tova+checkpoint:residual", {"budget": 16, "where": "host", "page": 6}),
+    "pyramidkv+kv": ("pyramidkv:window=4,kernel=3+checkpoint:kv", {"budget": 24, "chunk": 11, "where": "host"}),
+    "knorm+residual:3": ("knorm+checkpoint:residual:3", {"budget": 16, "where": "host", "page": 6}),
+    "random+tokens": ("random+checkpoint:tokens", {"budget": 16, "where": "device", "page": 6}),
+    "h2o, roomy": ("h2o", {"budget": 200}),
+    "snapkv, roomy": ("snapkv", {"budget": 200, "chunk": 20}),
 }
 EVERY = [(family, method) for family in FAMILIES for method in METHODS]
 
 
 def new_cache(family: str, method: str) -> KeepCache:
     name, options = METHODS[method]
-    kind = str(options.get("checkpoint", ""))
+    kind = str(options.get("checkpoint", name.partition("+checkpoint:")[2]))
     if kind in REFUSES.get(family, ()):
         with pytest.raises(UnsupportedModelError, match=tiny(family).config.model_type):
             KeepCache(tiny(family), name, **options)
@@ -80,7 +93,10 @@ def held_within_budget(cache: KeepCache) -> None:
     if cache.entries is None:
         return
     for layer, report in zip(cache.layers, cache.describe(), strict=True):
-        if report.kind == "full" and report.effective == "kv-direct":
+        if isinstance(layer, SelectedLayer):
+            lanes = sum(bank.slots.numel() for bank in layer.banks)
+            assert lanes <= layer.rows * sum(layer.budgets) * (layer.heads // len(layer.budgets))
+        elif report.kind == "full" and report.effective == "kv-direct":
             held = [rows.data for rows in (layer._keys, layer._values) if rows.data is not None]
             assert all(tensor.shape[-2] <= cache.entries for tensor in held)
 

@@ -6,6 +6,7 @@ import copy
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,15 +17,18 @@ from kvkeep.attention import Segment, attend
 from kvkeep.attention.visibility import new_mask, past_mask
 from kvkeep.budget import Budget
 from kvkeep.errors import KvkeepError, UsageError, unknown
-from kvkeep.geometry import ModelGeometry
-from kvkeep.policies.methods import Exactness, Method, Request, resolve
+from kvkeep.geometry import LayerGeometry, ModelGeometry
+from kvkeep.policies.methods import Method, resolve
+from kvkeep.policies.request import Exactness, Request
 from kvkeep.stores.checkpoints import CheckpointSpec, expanded
 from kvkeep.stores.ledger import Ledger
 from kvkeep.stores.meter import Memory, Meter, nbytes
 from kvkeep.stores.paged import BlockTable, PagedLayer
 from kvkeep.stores.places import PLACES
 from kvkeep.stores.rows import Rows
+from kvkeep.stores.selected import SelectedLayer
 from kvkeep.stores.streamed import StreamedLayer
+from kvkeep.stores.whereabouts import Whereabouts
 
 
 @dataclass(frozen=True)
@@ -91,10 +95,10 @@ class KeepCache(Cache):
         self._start()
 
     def _start(self) -> None:
-        self.ledger, self.meter = Ledger(), Meter()
+        self.ledger, self.meter = Ledger(self.method.records), Meter()
         plan = self.method.plan(self.request, self.ledger, self.meter)
         self.entries, self.chunk, self.streams = plan.entries, plan.chunk, plan.streams
-        self.spec, self.checkpoint = plan.spec, plan.checkpoint
+        self.spec, self.checkpoint, self.fate, self.budgets = plan.spec, plan.checkpoint, plan.fate, plan.budgets
         self._open, self._known, self._in_hand = False, 0, 0
         super().__init__(layers=plan.layers)
 
@@ -142,13 +146,54 @@ class KeepCache(Cache):
         source = self.geometry.layers[index].source
         layer, last = self.layers[source], self._readers[source] == index
         self._in_hand = max(self._in_hand, layer.pending_bytes)
-        if last and source == index and key.shape[2] == 1 and mask is None:
+        single = last and source == index and key.shape[2] == 1 and mask is None
+        if isinstance(layer, SelectedLayer):
+            return self._attend_selected(layer, module, query, key, value, mask, scaling, single, last)
+        if single:
             layer.settle()  # a single new entry is attended where it will lie, with the others
-            return attend(query, self._past(layer, module, query, None, layer.length - 1), scaling)
-        output = attend(query, self._segments(layer, module, query, key, value, mask), scaling)
+            return attend(query, self._past(layer, module, query, None, layer.length - 1), scaling)[0]
+        output, _ = attend(query, self._segments(layer, module, query, key, value, mask), scaling)
         if last:
             layer.settle()
         return output
+
+    def _attend_selected(
+        self,
+        layer: SelectedLayer,
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        scaling: float,
+        single: bool,
+        last: bool,
+    ) -> Tensor:
+        """The same by lanes, telling the selector what each entry received."""
+        shape, new = query.shape, key.shape[2]
+        query, key, value = (
+            part.reshape(-1, part.shape[1] // layer.heads, *part.shape[2:]) for part in (query, key, value)
+        )
+        mask = mask if mask is None or mask.shape[0] == 1 else mask.repeat_interleave(layer.heads, 0)
+        wide = mask if mask is not None and mask.shape[-1] == layer.length + new > new else None
+        if single:
+            layer.settle()
+
+        def segment(keys: Tensor, values: Tensor, slots: Tensor, holes: bool, rows: Tensor | None = None) -> Segment:
+            seen = layer.seen(slots, holes, wide, rows)
+            return Segment(*expanded(module, keys, values), seen, rows=rows)
+
+        held = [
+            segment(keys, values, bank.slots[:, : bank.used], bank.vacant > 0, bank.lanes)
+            for bank, keys, values in layer.resident()
+        ]
+        recalled = (segment(keys[:, None], values[:, None], slots, True) for slots, keys, values in layer.recalled())
+        fresh = None if single else _new_segment(query, key, value, mask)
+        output, lse = attend(query, chain(recalled, held, () if fresh is None else (fresh,)), scaling)
+        layer.observe(query, lse, scaling, held, fresh)
+        if last:
+            layer.settle()
+        return output.reshape(*shape[:-1], output.shape[-1])
 
     def _past(
         self, layer: StreamedLayer, module: Any, query: Tensor, wide: Tensor | None, first_query: int
@@ -166,15 +211,10 @@ class KeepCache(Cache):
     def _segments(
         self, layer: StreamedLayer, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
     ) -> Iterator[Segment]:
-        queries, new, past = query.shape[2], key.shape[2], layer.length
+        new, past = key.shape[2], layer.length
         wide = mask if mask is not None and mask.shape[-1] == past + new > new else None
         yield from self._past(layer, module, query, wide, past)
-        if mask is not None:
-            yield Segment(key, value, mask[..., -new:])
-        elif queries == new:
-            yield Segment(key, value, causal=True)
-        else:  # only the last tokens' queries were asked for
-            yield Segment(key, value, new_mask(queries, new, query.device))
+        yield _new_segment(query, key, value, mask)
 
     def end_forward(self, completed: bool) -> None:
         """Close the step; one that an exception left is rolled back where that can be done."""
@@ -185,7 +225,8 @@ class KeepCache(Cache):
                     f"'{self.geometry.model_type}' did not pass all its entries through the cache's attention; "
                     "the result would be wrong. Use method 'full'."
                 )
-            self.meter.cache(self.resident_bytes() + self._in_hand)
+            compressed = 0 if self.fate is None else self.fate.compressed_bytes
+            self.meter.cache(self.resident_bytes() + compressed + self._in_hand)
             self._in_hand = 0
             if self.on_progress is not None:
                 self.on_progress(self.ledger.length)
@@ -218,7 +259,9 @@ class KeepCache(Cache):
 
     def _forget_from(self, length: int) -> None:
         self.ledger.truncate(length)
-        if self.checkpoint is not None:
+        if self.fate is not None:
+            self.fate.truncate(length)
+        elif self.checkpoint is not None:
             self.checkpoint.truncate(length, [getattr(layer, "evicted", 0) for layer in self.layers])
 
     def _streamed(self) -> Iterator[StreamedLayer]:
@@ -266,7 +309,7 @@ class KeepCache(Cache):
         for layer in self.layers:
             if (keys := getattr(layer, "keys", None)) is not None and keys.numel():
                 return int(keys.shape[0])
-        return int(self.ledger.ids.data.shape[0]) if self.ledger.ids.data is not None else 0
+        return self.ledger.batch
 
     def select(self, index: Tensor) -> None:
         """Make the batch the rows of ``index``, repeats and reorders allowed."""
@@ -278,6 +321,8 @@ class KeepCache(Cache):
         self.ledger.select(index.to(self.request.device))
         for _, rows in self.checkpoint_rows():
             rows.select(index)
+        if self.fate is not None:
+            self.fate.select(index)
 
     # -- what it holds ------------------------------------------------------------------------------
 
@@ -302,9 +347,15 @@ class KeepCache(Cache):
     def memory(self) -> Memory:
         """Return measured bytes, by what they are for."""
         resident = self.resident_bytes()
-        self.meter.cache(resident)
+        self.meter.cache(resident + (self.fate.compressed_bytes if self.fate is not None else 0))
         places = {"device": 0, "host": 0, "disk": 0}
-        bookkeeping = self.ledger.positions.nbytes
+        bookkeeping = self.ledger.positions.nbytes + sum(
+            layer.bookkeeping_bytes for layer in self.layers if isinstance(layer, SelectedLayer)
+        )
+        compressed = 0
+        if self.fate is not None:
+            bookkeeping += self.fate.bookkeeping_bytes
+            compressed = self.fate.compressed_bytes
         if self.spec is not None:
             places[self.spec.where] += sum(rows.nbytes for _, rows in self.checkpoint_rows())
         # Where entries are rebuilt from ids, those are a checkpoint; elsewhere they are only a record.
@@ -314,11 +365,31 @@ class KeepCache(Cache):
             bookkeeping += self.ledger.ids.nbytes
         return Memory(
             resident_bytes=resident,
+            compressed_bytes=compressed,
             checkpoint_bytes=places,
             bookkeeping_bytes=bookkeeping,
             peak_cache_bytes=self.meter.peak_cache,
             peak_workspace_bytes=self.meter.peak_workspace,
         )
+
+    def whereabouts(self) -> list[Tensor]:
+        """Return what became of every entry: for each layer (batch, kv_heads, slots) int8 codes of
+        :class:`~kvkeep.stores.whereabouts.Whereabouts`, on the CPU. Padding counts as dropped where it is not kept."""
+        return [self._whereabouts(layer) for layer in self.geometry.layers]
+
+    def _whereabouts(self, layer: LayerGeometry) -> Tensor:
+        own = self.layers[layer.source]
+        length, batch = self.get_seq_length(), self.batch_size_now
+        codes = torch.full((batch, max(1, layer.kv_heads), length), Whereabouts.RESIDENT, dtype=torch.int8)
+        if isinstance(own, SelectedLayer):
+            assert self.fate is not None
+            held = own.held().unflatten(0, (-1, own.heads)).cpu() if own.banks else codes.bool()
+            return self.fate.whereabouts(own, length).to(torch.int8).masked_fill(held, Whereabouts.RESIDENT)
+        if self.geometry.layers[layer.source].kind == "sliding":
+            codes[..., : max(0, length - own.keys.shape[-2])] = Whereabouts.DROPPED
+        elif isinstance(own, StreamedLayer):
+            codes[..., : own.evicted] = Whereabouts.CHECKPOINTED
+        return codes
 
     def describe(self) -> list[LayerReport]:
         """Return, for every layer, the requested and the effective method and budget."""
@@ -346,6 +417,16 @@ class KeepCache(Cache):
                 )
             )
         return reports
+
+
+def _new_segment(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Segment:
+    """Return the segment of a step's own entries."""
+    queries, new = query.shape[2], key.shape[2]
+    if mask is not None:
+        return Segment(key, value, mask[..., -new:])
+    if queries == new:
+        return Segment(key, value, causal=True)
+    return Segment(key, value, new_mask(queries, new, query.device))  # only the last tokens' queries were asked for
 
 
 STOCK = "stock"

@@ -50,7 +50,7 @@ def test_any_partition(
         span = slice(start, start + cut)
         segments.append(Segment(key[:, :, span], value[:, :, span], mask[..., span] if masked else None))
         start += cut
-    torch.testing.assert_close(attend(query, iter(segments), 0.3), dense(query, key, value, mask, 0.3))
+    torch.testing.assert_close(attend(query, iter(segments), 0.3)[0], dense(query, key, value, mask, 0.3))
 
 
 @pytest.mark.parametrize("value_dim", [8, 6])
@@ -59,14 +59,14 @@ def test_past_and_causal_new(value_dim: int) -> None:
     query, key, value = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 7, 8), torch.randn(1, 2, 7, value_dim)
     segments = [Segment(key[:, :, :4], value[:, :, :4]), Segment(key[:, :, 4:], value[:, :, 4:], causal=True)]
     mask = torch.cat([torch.ones(3, 4, dtype=torch.bool), torch.ones(3, 3, dtype=torch.bool).tril()], 1)
-    torch.testing.assert_close(attend(query, segments, 0.5), dense(query, key, value, mask, 0.5))
+    torch.testing.assert_close(attend(query, segments, 0.5)[0], dense(query, key, value, mask, 0.5))
 
 
 def test_a_query_that_sees_nothing_gets_zeros() -> None:
     key = torch.randn(1, 1, 4, 8)
     mask = torch.ones(1, 1, 2, 4, dtype=torch.bool)
     mask[..., 0, :] = False
-    output = attend(torch.randn(1, 1, 2, 8), [Segment(key, key, mask), Segment(key, key, mask)], 1.0)
+    output = attend(torch.randn(1, 1, 2, 8), [Segment(key, key, mask), Segment(key, key, mask)], 1.0)[0]
     assert (output[0, 0, 0] == 0).all()
     assert output.isfinite().all()
 
@@ -77,7 +77,7 @@ def test_additive_masks_are_added() -> None:
     seen = torch.rand(1, 1, 3, 5) > 0.3
     added = torch.zeros(1, 1, 3, 5).masked_fill(~seen, float("-inf"))
     torch.testing.assert_close(
-        attend(query, [Segment(key, key, added)], 1.0), attend(query, [Segment(key, key, seen)], 1.0)
+        attend(query, [Segment(key, key, added)], 1.0)[0], attend(query, [Segment(key, key, seen)], 1.0)[0]
     )
 
 
@@ -86,7 +86,7 @@ def test_half_precision_is_combined_in_float32(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     query, key = torch.randn(1, 2, 1, 8).to(dtype), torch.randn(1, 2, 64, 8).to(dtype)
     parts = [Segment(key[:, :, low : low + 4], key[:, :, low : low + 4]) for low in range(0, 64, 4)]
-    output = attend(query, parts, 0.3)
+    output = attend(query, parts, 0.3)[0]
     assert output.dtype == dtype
     whole = dense(query.float(), key.float(), key.float(), torch.ones(1, 64, dtype=torch.bool), 0.3)
     torch.testing.assert_close(output.float(), whole, atol=1e-2, rtol=1e-2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
@@ -16,26 +15,7 @@ from pathlib import Path
 import pytest
 from families import tiny
 
-from kvkeep.cli import main
-
 Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Run one command in this process: (exit code, standard output, standard error)."""
-
-    def call(*arguments: str, stdin: str = "") -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["kvkeep", *arguments])
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
-        with pytest.raises(SystemExit) as leaving:
-            main()
-            raise SystemExit(0)
-        code = leaving.value.code
-        captured = capsys.readouterr()
-        return code if isinstance(code, int) else 1 if code else 0, captured.out, captured.err
-
-    return call
 
 
 @pytest.fixture

@@ -23,6 +23,11 @@ VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
     ("gemma3", "full", {}),
     ("gemma3", "kv-direct", {"budget": 16, "checkpoint": "tokens", "where": "device"}),
     ("deepseek_v3", "kv-direct", {"budget": 16, "checkpoint": "kv", "where": "host"}),
+    ("llama", "h2o", {"budget": 16}),
+    ("gemma3", "streaming-llm:positions=absolute", {"budget": 16}),
+    ("llama", "snapkv:window=4+checkpoint:kv", {"budget": 16, "where": "disk"}),
+    ("llama", "tova+checkpoint:kv", {"budget": 16, "where": "host", "capacity": 20}),
+    ("phi3", "h2o+checkpoint:tokens", {"budget": 16, "where": "device"}),
 ]
 
 

@@ -1,5 +1,6 @@
 """Attention over segments: the mathematics every cache method shares."""
 
 from kvkeep.attention.attend import Segment, attend
+from kvkeep.attention.received import received
 
-__all__ = ["Segment", "attend"]
+__all__ = ["Segment", "attend", "received"]

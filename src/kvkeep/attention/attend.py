@@ -28,35 +28,43 @@ class Segment:
     mask: None (every query sees every entry), or bool (True = seen) or additive float, broadcastable
     to (batch, 1, queries, entries).
     causal: query i sees entries 0..i; needs as many entries as queries, and no mask.
+    rows: the rows of the batch that this segment is about, (its batch,) int64; None: all of them.
     """
 
     key: Tensor
     value: Tensor
     mask: Tensor | None = None
     causal: bool = False
+    rows: Tensor | None = None
 
 
-def attend(query: Tensor, segments: Iterable[Segment], scaling: float) -> Tensor:
-    """Return softmax attention of ``query`` over the union of ``segments``.
+def attend(query: Tensor, segments: Iterable[Segment], scaling: float) -> tuple[Tensor, Tensor]:
+    """Return softmax attention of ``query`` over the union of ``segments``, and the log-sum-exp of its scores.
 
     query: (batch, heads, queries, key_dim), heads a multiple of each segment's kv_heads (grouped
     queries: consecutive heads share a kv head). Returns (batch, heads, queries, value_dim) in the
-    query's dtype. Partial results are combined in float32; a query that sees nothing at all gets zeros.
-    Segments are consumed one at a time, so a generator holds only one of them.
+    query's dtype, and (batch, heads, queries) float32. Partial results are combined in float32; a query that sees
+    nothing at all gets zeros and -inf. Segments are consumed one at a time, so a generator holds only one of them.
     """
     output: Tensor | None = None
     lse: Tensor | None = None
     for segment in segments:
         if segment.key.shape[-2] == 0:
             continue
-        part, part_lse = _partial(query, segment, scaling)
-        if output is None or lse is None:
+        rows = segment.rows
+        part, part_lse = _partial(query if rows is None else query[rows], segment, scaling)
+        if rows is not None:
+            if output is None or lse is None:
+                output = part.new_zeros(*query.shape[:-1], part.shape[-1])
+                lse = part_lse.new_full(query.shape[:-1], float("-inf"))
+            output[rows], lse[rows] = _merge(output[rows], lse[rows], part, part_lse)
+        elif output is None or lse is None:
             output, lse = part, part_lse
         else:
             output, lse = _merge(output, lse, part, part_lse)
-    if output is None:
+    if output is None or lse is None:
         raise ValueError("attend() needs at least one segment with an entry in it")
-    return output.to(query.dtype)
+    return output.to(query.dtype), lse
 
 
 def _merge(a: Tensor, lse_a: Tensor, b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
@@ -80,7 +88,7 @@ def _partial(query: Tensor, segment: Segment, scaling: float) -> tuple[Tensor, T
     else:
         # Queries of one kv head are stacked as rows, so shared keys are read once, where they lie.
         query = query.reshape(batch, key.shape[1], groups * queries, query.shape[-1])
-        if mask is not None and queries > 1:
+        if mask is not None and mask.shape[-2] > 1:
             mask = mask.repeat(1, 1, groups, 1)
     if query.device.type == "cpu" and key.shape[-1] == value.shape[-1]:
         bias = mask if mask is None or mask.dtype != torch.bool else _bias(mask, query.dtype)

@@ -8,8 +8,10 @@ import typer
 
 from kvkeep.cli.bench import bench
 from kvkeep.cli.chat import chat
+from kvkeep.cli.compare import compare
 from kvkeep.cli.demo import demo
 from kvkeep.cli.generate import generate
+from kvkeep.cli.inspect import inspect
 from kvkeep.cli.methods import methods
 from kvkeep.cli.models import models
 from kvkeep.cli.verify import verify
@@ -21,7 +23,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (generate, chat, verify, bench, methods, models, demo):
+for command in (generate, chat, verify, bench, compare, inspect, methods, models, demo):
     app.command()(command)
 
 

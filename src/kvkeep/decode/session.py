@@ -71,7 +71,9 @@ def _tensors(cache: KeepCache) -> dict[str, Tensor]:
     for name, rows in cache.checkpoint_rows():
         if rows.first < rows.length:
             tensors[f"checkpoint.{name}"] = concatenated(rows, rows.first, rows.length)
-    if cache.ledger.length:
+    if cache.fate is not None:
+        tensors |= cache.fate.state()
+    if cache.ledger.positions.length:
         tensors["positions"] = cache.ledger.positions.view()
     return {name: tensor.contiguous() for name, tensor in tensors.items()}
 
@@ -123,16 +125,15 @@ def _fill(cache: KeepCache, file: Any, header: dict[str, Any]) -> None:
     """Put the tensors where they were; one is in memory at a time."""
     names, device, length = set(file.keys()), cache.request.device, int(header["length"])
     for number, layer in enumerate(cache.layers):
-        own = [f"layer.{number}.{name}" for name in ("keys", "values") if f"layer.{number}.{name}" in names]
-        state = {name.rsplit(".", 1)[1]: file.get_tensor(name).to(device) for name in own}
+        own = f"layer.{number}."
+        state = {name.removeprefix(own): file.get_tensor(name).to(device) for name in names if name.startswith(own)}
         if hasattr(layer, "restore"):
             layer.restore(state, length)
         elif state:
             layer.update(state["keys"], state["values"])
             layer.cumulative_length = length
-    if "positions" in names:
-        cache.ledger.positions.append(file.get_tensor("positions").to(device))
-        cache.ledger.ids.append(file.get_tensor("ids").unsqueeze(-1).to(device))
+    positions = file.get_tensor("positions").to(device) if "positions" in names else None
+    cache.ledger.restore(file.get_tensor("ids").to(device), positions)
     saved = {name.removeprefix("checkpoint.") for name in names if name.startswith("checkpoint.")}
     if cache.checkpoint is not None:
         cache.checkpoint.expect(saved)
@@ -140,3 +141,5 @@ def _fill(cache: KeepCache, file: Any, header: dict[str, Any]) -> None:
         rows.first = rows.length = int(header["first"].get(name, 0))
         if name in saved:
             rows.append(file.get_tensor(f"checkpoint.{name}"))
+    if cache.fate is not None:
+        cache.fate.restore({name: file.get_tensor(name).to(device) for name in names if name.startswith("fate.")})

@@ -1,75 +1,38 @@
-"""The methods by name: who leaves, what becomes of it, how it comes back, and what that promises."""
+"""The methods by name: who leaves, what becomes of it, how it comes back, and what that promises.
+
+A method is a selector and a fate, ``"h2o+checkpoint"``; a selector alone drops what leaves. The names without either
+keep everything, or are built from parts of their own.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
-import torch
 from transformers import DynamicCache
 
-from kvkeep.budget import Budget
-from kvkeep.errors import UnsupportedModelError, UsageError, unknown
-from kvkeep.geometry import LayerGeometry, ModelGeometry
+from kvkeep.errors import UsageError, unknown
+from kvkeep.geometry import LayerGeometry
 from kvkeep.models.binding import bind
+from kvkeep.policies.fates import FATES, Fate
+from kvkeep.policies.fates.checkpointed import checkpoint_for
+from kvkeep.policies.request import Exactness, Plan, Request
+from kvkeep.policies.selectors import SELECTORS, Selector
+from kvkeep.policies.specs import build
 from kvkeep.stores.bounded import BoundedLayer
-from kvkeep.stores.checkpoints import Checkpoint, CheckpointSpec, Entries, Residuals
 from kvkeep.stores.grown import GrownLayer
 from kvkeep.stores.ledger import Ledger
 from kvkeep.stores.meter import Meter
 from kvkeep.stores.paged import BlockPool, BlockTable, PagedLayer
-from kvkeep.stores.places import Device, place
-
-
-class Exactness(StrEnum):
-    """What a method promises about its output."""
-
-    EXACT = "exact"  # token for token the unbounded cache's
-    REVERSIBLE = "reversible"  # what left can come back, approximately
-    LOSSY = "lossy"  # what left is gone
-
-
-@dataclass(frozen=True)
-class Request:
-    """Everything a cache was asked for. ``budget`` None: none."""
-
-    model: Any
-    geometry: ModelGeometry
-    budget: Budget | None
-    checkpoint: str | None
-    where: str | None
-    capacity: int | None
-    folder: str | None
-    chunk: int | None
-    page: int
-    context: int | None
-    batch: int
-
-    @property
-    def device(self) -> torch.device:
-        """The device the model runs on."""
-        return next(self.model.parameters()).device
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a method made of a request: the layers, and what they share. ``entries``: the effective budget of each
-    full layer; ``chunk``: tokens of a prompt taken at a time; ``streams``: attention adds the past itself."""
-
-    layers: list[Any]
-    entries: int | None = None
-    chunk: int = 0
-    streams: bool = False
-    spec: CheckpointSpec | None = None
-    checkpoint: Checkpoint | None = None
+from kvkeep.stores.places import Device
+from kvkeep.stores.selected import SelectedLayer
 
 
 @dataclass(frozen=True)
 class Method:
-    """One row of the table selector × fate × recall."""
+    """One row of the table selector × fate × recall. ``records``: the ids and positions of all tokens are kept."""
 
     name: str
     selector: str
@@ -80,6 +43,7 @@ class Method:
     source: str
     options: tuple[str, ...]
     plan: Callable[[Request, Ledger, Meter], Plan]
+    records: bool = True
 
 
 def _stock_layers(request: Request, replace: Callable[[LayerGeometry], Any]) -> list[Any]:
@@ -89,19 +53,13 @@ def _stock_layers(request: Request, replace: Callable[[LayerGeometry], Any]) -> 
     return [replace(layer) if layer.kind == "full" else stock[layer.index] for layer in request.geometry.layers]
 
 
-def _refuse(request: Request, method: str, *options: str) -> None:
-    for option in options:
-        if getattr(request, option) is not None:
-            raise UsageError(f"Method '{method}' takes no {option}; 'kv-direct' does.")
-
-
 def _full(request: Request, ledger: Ledger, meter: Meter) -> Plan:
-    _refuse(request, "full", "budget", "checkpoint", "where", "capacity", "folder", "chunk")
+    request.refuse("full", "budget", "checkpoint", "where", "capacity", "folder", "chunk")
     return Plan(_stock_layers(request, lambda layer: GrownLayer()))
 
 
 def _static(request: Request, ledger: Ledger, meter: Meter) -> Plan:
-    _refuse(request, "static", "checkpoint", "where", "capacity", "folder", "chunk")
+    request.refuse("static", "checkpoint", "where", "capacity", "folder", "chunk")
     if request.budget is None:
         raise UsageError("Method 'static' needs a budget: the most entries it will ever hold (budget=4096).")
     limit = request.budget.entries(request.geometry, context=request.context, batch=request.batch)
@@ -109,7 +67,7 @@ def _static(request: Request, ledger: Ledger, meter: Meter) -> Plan:
 
 
 def _paged(request: Request, ledger: Ledger, meter: Meter) -> Plan:
-    _refuse(request, "paged", "budget", "checkpoint", "where", "capacity", "folder", "chunk")
+    request.refuse("paged", "budget", "checkpoint", "where", "capacity", "folder", "chunk")
     bind(request.model)
     table = BlockTable(BlockPool())
     first = next((layer.index for layer in request.geometry.layers if layer.kind == "full"), 0)
@@ -118,98 +76,111 @@ def _paged(request: Request, ledger: Ledger, meter: Meter) -> Plan:
 
 
 def _kv_direct(request: Request, ledger: Ledger, meter: Meter) -> Plan:
-    geometry = request.geometry
-    if request.budget is None:
-        raise UsageError("Method 'kv-direct' needs a budget: entries (512), bytes (64MB), a share (25%), or 0.")
-    for layer in geometry.layers:
-        if layer.kind not in ("full", "sliding", "shared"):
-            raise UnsupportedModelError(
-                f"'{geometry.model_type}' has a '{layer.kind}' layer (layer {layer.index}), whose state is not keys "
-                "and values that could be rebuilt; use method 'full'."
-            )
-    entries = request.budget.entries(geometry, context=request.context, batch=request.batch, chunk=request.chunk)
-    chunk = request.budget.chunk_for(entries, request.chunk)
-    spec = _spec(request)
-    adapter = bind(request.model)
-    full = [layer.index for layer in geometry.layers if layer.kind == "full"]
-    checkpoint: Checkpoint
-    home = place(spec.where, request.device, spec.folder)
-    if spec.kind == "kv":
-        checkpoint = Entries(home, request.device, full, spec, meter, request.page)
-    else:
-        adapter.require("project", full, f"checkpoint kind '{spec}'")
-        if spec.kind == "tokens" or spec.stride > 1:
-            adapter.require("advance", full, f"checkpoint kind '{spec}'")
-        checkpoint = Residuals(adapter, ledger, home, geometry, spec, meter, request.page)
+    entries, chunk = request.bounded("kv-direct")
+    spec, checkpoint = checkpoint_for(request, ledger, meter)
     resident = Device(request.device)
     layers = _stock_layers(request, lambda layer: BoundedLayer(layer.index, entries, resident, checkpoint))
     return Plan(layers, entries, chunk, True, spec, checkpoint)
 
 
-def _spec(request: Request) -> CheckpointSpec:
-    """Fill in the defaults: the smaller of kv and residual, outside the memory the model runs in."""
-    geometry = request.geometry
-    kind = request.checkpoint
-    if kind is None:
-        vectors, entries = (geometry.checkpoint_bytes_per_token(name) for name in ("residual", "kv"))
-        kind = "residual" if vectors < entries else "kv"
-    where = request.where or ("disk" if request.device.type == "cpu" else "host")
-    return CheckpointSpec.parse(kind, where, capacity=request.capacity, folder=request.folder)
+def combined(name: str, selector: Selector, fate: Fate, summary: str = "", source: str = "") -> Method:
+    """Return the method that lets ``selector`` choose who leaves, and ``fate`` what becomes of it."""
+
+    def plan(request: Request, ledger: Ledger, meter: Meter) -> Plan:
+        given = {"checkpoint", "where", "capacity", "folder"} - set(fate.options)
+        request.refuse(name, *sorted(given))
+        entries, chunk = request.bounded(name)
+        bind(request.model)
+        live = fate.build(request, ledger, meter)
+        held = fate.resident(request.geometry, entries)
+        budgets = selector.budgets(request.model, request.geometry, held)
+        home = Device(request.device)
+        layers = _stock_layers(
+            request,
+            lambda layer: SelectedLayer(layer.index, budgets[layer.index], selector, live, home, ledger, meter),
+        )
+        return Plan(layers, entries, chunk, True, *fate.checkpoint(live), live, budgets)
+
+    words = {"selector": _words(selector), "fate": fate.label, "recall": fate.recall}
+    return Method(
+        name,
+        **words,
+        exactness=fate.exactness,
+        summary=summary or f"{words['selector']}; what leaves is {fate.label}.",
+        source=source,
+        options=("budget", "chunk", *fate.options),
+        plan=plan,
+        records=fate.records,
+    )
+
+
+def _words(selector: Selector) -> str:
+    return (type(selector).__doc__ or "").partition("\n")[0].rstrip(".")
+
+
+_KEPT = (
+    Method(
+        "full",
+        "nobody",
+        "kept",
+        "not needed",
+        Exactness.EXACT,
+        "All entries, in buffers that grow by blocks; a step copies one entry.",
+        "kv-caching-tutorial, section 7",
+        (),
+        _full,
+    ),
+    Method(
+        "static",
+        "nobody",
+        "kept",
+        "not needed",
+        Exactness.EXACT,
+        "All entries, in memory allocated once for the budget's entries.",
+        "kv-caching-tutorial, section 13",
+        ("budget",),
+        _static,
+    ),
+    Method(
+        "paged",
+        "nobody",
+        "kept",
+        "not needed",
+        Exactness.EXACT,
+        "All entries, in blocks of 32; rows and forks that begin alike share them, copy-on-write.",
+        "arXiv:2309.06180, section 4",
+        (),
+        _paged,
+    ),
+    Method(
+        "kv-direct",
+        "oldest",
+        "checkpointed",
+        "all pages, exact",
+        Exactness.EXACT,
+        "The newest entries within the budget; older ones are rebuilt exactly, page by page, as they are read.",
+        "arXiv:2603.19664, Algorithm 1",
+        ("budget", "checkpoint", "where", "capacity", "folder", "chunk", "page"),
+        _kv_direct,
+    ),
+)
 
 
 METHODS: dict[str, Method] = {
-    method.name: method
-    for method in (
-        Method(
-            "full",
-            "nobody",
-            "kept",
-            "not needed",
-            Exactness.EXACT,
-            "All entries, in buffers that grow by blocks; a step copies one entry.",
-            "kv-caching-tutorial, section 7",
-            (),
-            _full,
-        ),
-        Method(
-            "static",
-            "nobody",
-            "kept",
-            "not needed",
-            Exactness.EXACT,
-            "All entries, in memory allocated once for the budget's entries.",
-            "kv-caching-tutorial, section 13",
-            ("budget",),
-            _static,
-        ),
-        Method(
-            "paged",
-            "nobody",
-            "kept",
-            "not needed",
-            Exactness.EXACT,
-            "All entries, in blocks of 32; rows and forks that begin alike share them, copy-on-write.",
-            "arXiv:2309.06180, section 4",
-            (),
-            _paged,
-        ),
-        Method(
-            "kv-direct",
-            "oldest",
-            "checkpointed",
-            "all pages, exact",
-            Exactness.EXACT,
-            "The newest entries within the budget; older ones are rebuilt exactly, page by page, as they are read.",
-            "arXiv:2603.19664, Algorithm 1",
-            ("budget", "checkpoint", "where", "capacity", "folder", "chunk", "page"),
-            _kv_direct,
-        ),
-    )
+    **{method.name: method for method in _KEPT},
+    **{name: combined(name, selector(), FATES["drop"]()) for name, selector in SELECTORS.items()},
 }
+"""The methods by name. Any ``SELECTOR+FATE`` is one too: see :func:`resolve`."""
 
 
-def resolve(name: str) -> Method:
-    """Return the method called ``name``; raises UsageError with the near matches."""
-    if name not in METHODS:
-        raise unknown("method", name, [*METHODS, "stock"])
-    return METHODS[name]
+def resolve(spec: str) -> Method:
+    """Return the method that ``spec`` names: one of :data:`METHODS`, ``SELECTOR`` or ``SELECTOR+FATE``, each with
+    parameters after a colon (``streaming-llm:sinks=8+quantize:4``). Raises UsageError with the near matches."""
+    if spec in METHODS:
+        return METHODS[spec]
+    first, plus, second = spec.partition("+")
+    if first.partition(":")[0] not in SELECTORS:
+        raise unknown("method", first.partition(":")[0], [*METHODS, "stock"])
+    selector = build("selector", first, SELECTORS)
+    fate = build("fate", second if plus else "drop", FATES)
+    return combined(spec, selector, fate)

@@ -345,7 +345,7 @@ class _Scratch:
             own = new_mask(queries, queries, query.device)
             seen = past_mask(first, queries, first, stop, visible=self.visible, window=self.window, device=query.device)
             segments.append(Segment(key, value, own if seen is None else own & seen))
-        return attend(query, segments, scaling)
+        return attend(query, segments, scaling)[0]
 
 
 def expanded(module: Any, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,17 +10,22 @@ from kvkeep.stores.rows import Buffer
 
 
 class Ledger:
-    """Token ids and positions of every slot, 4 bytes each: (batch, slots, 1) int32."""
+    """Token ids and positions of every slot, 4 bytes each: (batch, slots, 1) int32.
 
-    def __init__(self) -> None:
+    ``keeps`` False: only how many there were; for caches that never rebuild anything.
+    """
+
+    def __init__(self, keeps: bool = True) -> None:
+        self.keeps = keeps
         self.ids = Buffer()
         self.positions = Buffer()
-        self.visible: Tensor | None = None  # (batch, slots) bool of the forward pass in progress; None: all
-
-    @property
-    def length(self) -> int:
-        """Slots recorded so far."""
-        return self.positions.length
+        self.length = 0  # slots recorded so far
+        self.batch = 0  # rows
+        # Of the forward pass in progress; None: no padding.
+        self.visible: Tensor | None = None  # (batch, slots) bool
+        self.first: Tensor | None = None  # (batch,), the first slot that is not padding
+        self._padding: list[int] | None = None
+        self._whole = 0  # the last slots that are not padding in any row
 
     def append(
         self, ids: Tensor | None, embeddings: Tensor | None, positions: Tensor | None, mask: Tensor | None
@@ -29,18 +34,36 @@ class Ledger:
         (batch or 1, n), by default the next ones; mask (batch, slots so far) with 0 for padding."""
         tokens = ids if ids is not None else embeddings
         assert tokens is not None
-        batch, count = tokens.shape[:2]
+        self.batch, count = tokens.shape[:2]
         if positions is None:
             positions = torch.arange(self.length, self.length + count, device=tokens.device).unsqueeze(0)
         if positions.ndim != 2:
             raise UnsupportedModelError(
                 "Positions of several axes (multimodal rotary) are not supported yet; use method 'full'."
             )
-        self.positions.append(positions.expand(batch, -1).unsqueeze(-1).int())
-        self.ids.append((ids if ids is not None else tokens.new_zeros(batch, count)).unsqueeze(-1).int())
+        if self.keeps:
+            self.positions.append(positions.expand(self.batch, -1).unsqueeze(-1).int())
+            self.ids.append((ids if ids is not None else tokens.new_zeros(self.batch, count)).unsqueeze(-1).int())
+        self.length += count
         # One look at the mask per forward pass, as stock mask creation takes.
         padded = mask is not None and mask.ndim == 2 and not bool(mask.all())
         self.visible = mask[:, : self.length].bool() if padded and mask is not None else None
+        if self.visible is None:
+            self.first = self._padding = None
+        else:
+            self.first = self.visible.int().argmax(1)
+            self._padding = (~self.visible).sum(1).tolist()
+            gaps = (~self.visible.all(0)).nonzero()
+            self._whole = self.length - 1 - int(gaps[-1])
+
+    @property
+    def counts(self) -> list[int] | None:
+        """How many slots of each row are not padding; None where all are."""
+        return None if self._padding is None else [self.length - count for count in self._padding]
+
+    def whole(self, count: int) -> bool:
+        """Tell whether the last ``count`` slots are real tokens in every row."""
+        return self.visible is None or count <= self._whole
 
     def span(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Return ids and positions of slots ``start``..``stop``, (batch, n) each."""
@@ -48,10 +71,24 @@ class Ledger:
 
     def truncate(self, length: int) -> None:
         """Forget the slots from ``length`` on."""
+        self.length = min(self.length, length)
         for rows in (self.ids, self.positions):
             rows.truncate(length)
 
     def select(self, index: Tensor) -> None:
         """Make the batch the rows of ``index``."""
+        self.batch = len(index)
         for rows in (self.ids, self.positions):
             rows.select(index)
+
+    def restore(self, ids: Tensor, positions: Tensor | None) -> None:
+        """Take what was recorded before: ids (batch, slots) and positions (batch, slots, 1)."""
+        self.batch, self.length = ids.shape
+        if positions is not None:
+            self.ids.append(ids.unsqueeze(-1))
+            self.positions.append(positions)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of ids and positions."""
+        return self.ids.nbytes + self.positions.nbytes

@@ -1,0 +1,225 @@
+"""What a cache forgets, step by step: one generation, and what became of every token in every layer and head."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+from kvkeep.cache import KeepCache
+from kvkeep.decode.generate import Generation, generate
+from kvkeep.errors import UsageError
+from kvkeep.stores.whereabouts import Whereabouts
+
+LONGEST_PART = 8
+"""Tokens after which half a character is shown as it is: no character has more than four bytes."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One forward pass. ``tokens``: in the cache after it; ``changes``: what became of them, see :func:`encoded`."""
+
+    tokens: int
+    changes: bytes
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Whereabouts over time. ``heads``: KV heads of each layer; a lane is one of these heads, layers first."""
+
+    heads: list[int]
+    steps: list[Step]
+
+    @property
+    def lanes(self) -> int:
+        """KV heads of all layers together."""
+        return sum(self.heads)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in the cache after the last step."""
+        return self.steps[-1].tokens if self.steps else 0
+
+    def states(self) -> Iterator[Tensor]:
+        """Yield the whereabouts after each step, (lanes, tokens so far) int8."""
+        state = torch.zeros(self.lanes, 0, dtype=torch.int8)
+        for step in self.steps:
+            state = arrived(state, step.tokens)
+            for start, length, code in decoded(step.changes):
+                state.view(-1)[start : start + length] = code
+            yield state.clone()
+
+    def counts(self) -> dict[str, int]:
+        """Return how many entries of all lanes ended up where; names that nothing has are left out."""
+        last = torch.zeros(0, dtype=torch.int8)
+        for state in self.states():
+            last = state
+        found = torch.bincount(last.flatten().long(), minlength=len(Whereabouts)).tolist()
+        return {code.name.lower(): found[code] for code in Whereabouts if found[code]}
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain types, as the page reads them."""
+        return {
+            "heads": self.heads,
+            "steps": [[step.tokens, base64.b64encode(step.changes).decode("ascii")] for step in self.steps],
+        }
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """One generation looked at. ``texts``: every token of prompt and answer as text, which joined are the whole; the
+    last one was written and never read. ``entries``: the effective budget of each layer, None if there is none."""
+
+    model: str
+    budget: str | None
+    entries: int | None
+    texts: list[str]
+    trace: Trace
+    generation: Generation
+
+
+class Recorder:
+    """Takes down what changed in a cache whenever it has grown. Batches of one row."""
+
+    def __init__(self, cache: KeepCache) -> None:
+        self.cache = cache
+        self.heads: list[int] = []
+        self.steps: list[Step] = []
+        self._state = torch.zeros(0, 0, dtype=torch.int8)
+
+    def look(self) -> None:
+        """Record a step if there was one since the last look."""
+        layers = [layer[0] for layer in self.cache.whereabouts()]
+        now = torch.cat(layers) if layers else self._state
+        if now.shape[1] <= self._state.shape[1]:
+            return
+        if not self.heads:
+            self.heads = [layer.shape[0] for layer in layers]
+            self._state = now.new_zeros(len(now), 0)
+        self.steps.append(Step(now.shape[1], encoded(arrived(self._state, now.shape[1]), now)))
+        self._state = now.clone()  # the cache may hand out the same tensor again
+
+    def trace(self) -> Trace:
+        """Return what was recorded so far."""
+        return Trace(self.heads, self.steps)
+
+
+def arrived(state: Tensor, tokens: int) -> Tensor:
+    """Return ``state`` (lanes, before) widened to ``tokens``: what is new is taken to be resident."""
+    new = state.new_full((state.shape[0], tokens - state.shape[1]), Whereabouts.RESIDENT)
+    return torch.cat([state, new], dim=1)
+
+
+def encoded(before: Tensor, now: Tensor) -> bytes:
+    """Return what differs between two states of one shape (lanes, tokens) int8, as runs of slots with one new code.
+
+    A run never crosses from one lane into the next. It is two numbers: the entries left alone since the last run's end
+    (lane after lane), and ``(length - 1) * 8 + code``. Numbers are LEB128: seven bits a byte, the lowest first, and the
+    eighth bit says that more follow. So a short run close to the last takes two bytes; for tokens that arrive and stay
+    resident there is nothing to say.
+    """
+    at = (before != now).flatten().nonzero().squeeze(-1)
+    if not len(at):
+        return b""
+    codes = now.flatten()[at].long()
+    begins = torch.ones(len(at), dtype=torch.bool)
+    begins[1:] = (at[1:] != at[:-1] + 1) | (codes[1:] != codes[:-1]) | (at[1:] % now.shape[1] == 0)
+    first = begins.nonzero().squeeze(-1)
+    lengths = torch.diff(first, append=first.new_tensor([len(at)]))
+    starts = at[first]
+    gaps = torch.diff(starts, prepend=starts.new_zeros(1))
+    gaps[1:] -= lengths[:-1]
+    out = bytearray()
+    for number in torch.stack([gaps, (lengths - 1) * 8 + codes[first]], dim=1).flatten().tolist():
+        while number > 127:
+            out.append(number & 127 | 128)
+            number >>= 7
+        out.append(number)
+    return bytes(out)
+
+
+def decoded(changes: bytes) -> Iterator[tuple[int, int, int]]:
+    """Yield what :func:`encoded` wrote as (first entry, length, code), entries counted lane after lane."""
+    numbers, number, shift = [], 0, 0
+    for byte in changes:
+        number |= (byte & 127) << shift
+        shift += 7
+        if byte < 128:
+            numbers.append(number)
+            number, shift = 0, 0
+    start = 0
+    for gap, run in zip(numbers[::2], numbers[1::2], strict=True):
+        start += gap
+        length = (run >> 3) + 1
+        yield start, length, run & 7
+        start += length
+
+
+def inspect(
+    model: Any,
+    tokenizer: Any,
+    prompt: Sequence[int],
+    cache: Cache,
+    name: str = "",
+    *,
+    budget: str | None = None,
+    max_new_tokens: int = 64,
+    on_text: Callable[[str], None] | None = None,
+    on_progress: Callable[[int], None] | None = None,
+    interrupted: Callable[[], bool] | None = None,
+) -> Inspection:
+    """Continue ``prompt`` greedily and record what becomes of its tokens; the arguments are those of ``generate``.
+
+    ``budget`` is what was asked for, to be shown. Raises UsageError for one of transformers' own caches, and what
+    ``generate`` raises.
+    """
+    if not isinstance(cache, KeepCache):
+        raise UsageError("transformers' own cache ('stock') keeps every entry; method 'full' shows the same picture.")
+    recorder = Recorder(cache)
+
+    def between_steps() -> bool:
+        recorder.look()
+        return interrupted() if interrupted else False
+
+    generation = generate(
+        model,
+        tokenizer,
+        prompt,
+        cache,
+        max_new_tokens=max_new_tokens,
+        on_text=on_text,
+        on_progress=on_progress,
+        interrupted=between_steps,
+    )
+    return Inspection(
+        model=name,
+        budget=budget,
+        entries=cache.entries,
+        texts=token_texts(tokenizer, generation.sequence),
+        trace=recorder.trace(),
+        generation=generation,
+    )
+
+
+def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+    """Return each token's part of the text. Where several tokens make one character, the last of them has it."""
+    texts, start, told = [], 0, 0  # ids from start are decoded together, and those before told are already out
+
+    def text(stop: int) -> str:
+        return str(tokenizer.decode(ids[start:stop], skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    for stop in range(1, len(ids) + 1):
+        known, so_far = text(told), text(stop)
+        half = so_far.endswith("\N{REPLACEMENT CHARACTER}") and stop < len(ids) and stop - told < LONGEST_PART
+        if half:
+            texts.append("")
+            continue
+        texts.append(so_far[len(known) :])
+        # The token before stays in view: some tokenizers drop the space at the start of what they decode.
+        start, told = told, stop
+    return texts

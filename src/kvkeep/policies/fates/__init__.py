@@ -1,0 +1,10 @@
+"""What becomes of entries that leave: one file for each fate, and their names."""
+
+from kvkeep.policies.fates.base import Fate
+from kvkeep.policies.fates.checkpointed import Checkpointed
+from kvkeep.policies.fates.dropped import Drop
+
+FATES: dict[str, type[Fate]] = {
+    "drop": Drop,
+    "checkpoint": Checkpointed,
+}

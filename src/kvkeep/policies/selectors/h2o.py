@@ -1,0 +1,32 @@
+"""``h2o``: heavy hitters and the newest stay (Zhang et al., arXiv:2306.14048, Algorithm 1)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kvkeep.policies.selectors.base import STAYS, Selector
+from kvkeep.stores.selected import Candidates
+
+
+@dataclass(frozen=True)
+class H2O(Selector):
+    """Those with the most attention so far, from all queries, beside a share ``recent`` of the newest."""
+
+    recent: float = 0.5
+
+    @property
+    def watches(self) -> None:
+        """All queries count, those of the prompt too."""
+        return None
+
+    def observe(self, entries: Candidates, weights: Tensor, queries: int) -> Tensor:
+        """Add up."""
+        assert entries.marks is not None
+        return entries.marks + weights
+
+    def rank(self, entries: Candidates) -> Tensor:
+        """By accumulated attention; the newest stay."""
+        assert entries.marks is not None
+        return entries.marks.masked_fill(entries.slots >= entries.length - int(self.recent * entries.budget), STAYS)

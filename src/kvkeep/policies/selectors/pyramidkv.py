@@ -1,0 +1,36 @@
+"""``pyramidkv``: SnapKV with budgets that fall with depth (Cai et al., arXiv:2406.02069, section 3.3)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvkeep.errors import UsageError
+from kvkeep.geometry import ModelGeometry
+from kvkeep.policies.selectors.snapkv import SnapKV
+
+
+@dataclass(frozen=True)
+class PyramidKV(SnapKV):
+    """The budget besides the window falls in a straight line from the first layer to the last, which has 1/``beta`` of
+    the mean."""
+
+    beta: float = 20.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.beta < 1:
+            raise UsageError(f"PyramidKV's beta is 1 or more, not {self.beta:g}.")
+
+    def budgets(self, model: Any, geometry: ModelGeometry, entries: int) -> list[Sequence[int]]:
+        """Return window + max .. window + min, a straight line whose mean is ``entries``; rounded down."""
+        full = [layer.index for layer in geometry.full_layers]
+        window = min(self.window, entries // 2)
+        least = (entries - window) / self.beta
+        most = 2 * (entries - window) - least
+        budgets: list[Sequence[int]] = [(entries,)] * len(geometry.layers)
+        for depth, index in enumerate(full):
+            share = depth / (len(full) - 1) if len(full) > 1 else 0.5
+            budgets[index] = (window + int(most + (least - most) * share),)
+        return budgets

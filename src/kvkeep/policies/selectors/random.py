@@ -1,0 +1,37 @@
+"""``random``: chance decides who stays; what any method has to beat."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvkeep.policies.selectors.base import Selector
+from kvkeep.stores.selected import Candidates
+
+
+@dataclass(frozen=True)
+class Random(Selector):
+    """Each entry draws a number when it comes in, from ``seed``, layer, head and slot alone: the same on every device,
+    in every batch, and after a rollback."""
+
+    seed: int = 0
+
+    @property
+    def enters(self) -> bool:
+        """The mark is drawn."""
+        return True
+
+    def enter(self, entries: Candidates, keys: Tensor) -> Tensor:
+        """Hash (seed, layer, head, slot) to a number in [0, 1)."""
+        lanes = torch.arange(entries.slots.shape[0], device=keys.device)[:, None] % entries.heads
+        mixed = entries.slots.long() + (lanes << 24) + (entries.layer << 32) + (self.seed << 40)
+        for multiplier in (0x2545F4914F6CDD1D, 0x369DEA0F31A53F85):
+            mixed = (mixed ^ (mixed >> 29)) * multiplier
+        return ((mixed >> 33) & 0xFFFFFF).float() / 2**24
+
+    def rank(self, entries: Candidates) -> Tensor:
+        """By the mark."""
+        assert entries.marks is not None
+        return entries.marks

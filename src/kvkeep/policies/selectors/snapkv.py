@@ -1,0 +1,55 @@
+"""``snapkv``: what the prompt's last queries attend to stays (Li et al., arXiv:2404.14469, section 4)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvkeep.errors import UsageError
+from kvkeep.policies.selectors.base import STAYS, Selector
+from kvkeep.stores.selected import Candidates
+
+
+@dataclass(frozen=True)
+class SnapKV(Selector):
+    """Those the last ``window`` queries voted for, votes max-pooled over ``kernel`` neighbours, and the window itself.
+
+    The paper chooses once, after the prompt. Here every chunk of a prompt votes with its own last queries, so that the
+    budget holds after each, and the last chunk's are the prompt's; a decoded token's query counts as one of ``window``:
+    votes are then a running mean over about that many.
+    """
+
+    window: int = 32
+    kernel: int = 7
+
+    def __post_init__(self) -> None:
+        if self.window < 1 or self.kernel < 1 or self.kernel % 2 == 0:
+            raise UsageError("SnapKV's window is 1 or more queries, and its kernel an odd number of entries.")
+
+    @property
+    def watches(self) -> int:
+        """The observation window."""
+        return self.window
+
+    def observe(self, entries: Candidates, weights: Tensor, queries: int) -> Tensor:
+        """Let the queries vote."""
+        assert entries.marks is not None
+        if entries.new > 1:
+            weights = self._pooled(entries, weights / queries)
+            return torch.lerp(entries.marks, weights, min(1.0, queries / self.window))
+        return torch.lerp(entries.marks, weights, 1 / self.window)
+
+    def _pooled(self, entries: Candidates, votes: Tensor) -> Tensor:
+        """Spread each vote to its neighbours among the entries held; the window's own are not spread."""
+        own = entries.slots >= entries.length - self.window
+        order = entries.slots.argsort(1)
+        pooled = F.max_pool1d(votes.masked_fill(own, 0).gather(1, order), self.kernel, 1, self.kernel // 2)
+        return torch.where(own, votes, torch.empty_like(votes).scatter_(1, order, pooled))
+
+    def rank(self, entries: Candidates) -> Tensor:
+        """By votes; the window stays."""
+        assert entries.marks is not None
+        return entries.marks.masked_fill(entries.slots >= entries.length - min(self.window, entries.budget // 2), STAYS)

@@ -1,0 +1,29 @@
+"""``tova``: what the last query attends to stays (Oren et al., arXiv:2401.06104, section 3.2)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kvkeep.policies.selectors.base import Selector
+from kvkeep.stores.selected import Candidates
+
+
+@dataclass(frozen=True)
+class Tova(Selector):
+    """Those the last query gave most, mean over all heads: one choice for the layer."""
+
+    @property
+    def watches(self) -> int:
+        """The last query."""
+        return 1
+
+    def observe(self, entries: Candidates, weights: Tensor, queries: int) -> Tensor:
+        """Forget earlier queries; heads of a row agree."""
+        return weights.unflatten(0, (-1, entries.heads)).mean(1).repeat_interleave(entries.heads, 0)
+
+    def rank(self, entries: Candidates) -> Tensor:
+        """By the last query's attention."""
+        assert entries.marks is not None
+        return entries.marks

@@ -1,0 +1,19 @@
+"""``window``: the newest entries stay."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kvkeep.policies.selectors.base import Selector
+from kvkeep.stores.selected import Candidates
+
+
+@dataclass(frozen=True)
+class Window(Selector):
+    """The last B entries."""
+
+    def rank(self, entries: Candidates) -> Tensor:
+        """By slot."""
+        return entries.slots

@@ -1,0 +1,41 @@
+"""Names with parameters, as people write them: ``quantize:4``, ``snapkv:window=16,kernel=5``."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, TypeVar
+
+from kvkeep.errors import UsageError, unknown
+
+T = TypeVar("T")
+
+
+def build(kind: str, text: str, registry: Mapping[str, type[T]]) -> T:
+    """Return the dataclass that ``text`` names in ``registry``, with the parameters given after a colon.
+
+    A first value without a name is the first parameter's. Raises UsageError, naming what there is.
+    """
+    name, _, rest = text.partition(":")
+    if name not in registry:
+        raise unknown(kind, name, list(registry))
+    made = registry[name]
+    types = typing.get_type_hints(made)
+    names = [field.name for field in fields(made)]  # type: ignore[arg-type]
+    given: dict[str, Any] = {}
+    for number, part in enumerate(part for part in rest.split(",") if part):
+        key, equals, value = part.partition("=")
+        if not equals and number == 0 and names:
+            key, value = names[0], rest if "=" not in rest and len(names) == 1 else part
+        if key not in names:
+            takes = f"takes {', '.join(names)}" if names else "takes no parameters"
+            raise UsageError(f"'{text}' is not understood: {kind} '{name}' {takes}.")
+        try:
+            given[key] = types[key](value)
+        except ValueError:
+            raise UsageError(f"'{text}' is not understood: {key} is a {_WORDS[types[key]]}, not '{value}'.") from None
+    return made(**given)
+
+
+_WORDS = {int: "whole number", float: "number", str: "text"}

@@ -1,0 +1,560 @@
+"""The layer whose entries a selector chooses: packed banks of lanes, each within its own hard budget.
+
+A *lane* is one KV head of one row of the batch: lane = row * kv_heads + head. Lanes choose for themselves, so they hold
+different slots, in any order, and may have different budgets. Those with as many columns lie in one *bank*, a packed
+tensor (lanes, columns, dim): a head or a row that holds less takes less memory, nothing is masked away.
+
+Nothing is moved when an entry leaves: the new one is written over it. A single new entry takes the place of the
+lowest-ranked one before it is attended, so a decoding step attends over the budget's entries, itself included. The
+entries of a chunk are attended first, and then compete with the resident ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from kvkeep.attention import Segment, received
+from kvkeep.stores.ledger import Ledger
+from kvkeep.stores.meter import Meter, nbytes
+from kvkeep.stores.places import Place
+from kvkeep.stores.streamed import StreamedLayer
+
+BLOCK = 128
+"""Columns by which a bank grows until it has its budget."""
+
+LOWEST = torch.finfo(torch.float32).min
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The entries a selector ranks. Tensors are (lanes, entries); the newest come last, the others in any order.
+
+    slots: int64, -1 where a column is empty (its rank is not asked for). marks: what the selector noted of each,
+    float32; None until it has noted something. first: (lanes, 1), the first real slot of each lane's row, 0 where there
+    is no padding. length: slots of the sequence, the new ones included. new: how many of the entries are new. budget:
+    how many will stay. heads: lanes of one row. layer: which. keys, values: (lanes, entries, dim) as cached, only for
+    selectors that read them.
+    """
+
+    slots: Tensor
+    marks: Tensor | None
+    first: Tensor | int
+    length: int
+    new: int
+    budget: int
+    heads: int
+    layer: int
+    keys: Tensor | None = None
+    values: Tensor | None = None
+
+
+class Selector(Protocol):
+    """What a layer asks of its selector; :mod:`kvkeep.policies.selectors` has them."""
+
+    @property
+    def watches(self) -> int | None:
+        """How many of the last queries' attention it needs to be told: 0 none, None all."""
+
+    @property
+    def enters(self) -> bool:
+        """Whether new entries get a mark of their own from :meth:`enter`; else it is 0."""
+
+    @property
+    def reads(self) -> bool:
+        """Whether :meth:`rank` needs the keys and values themselves."""
+
+    def enter(self, entries: Candidates, keys: Tensor) -> Tensor:
+        """Return the first marks of new entries, (lanes, entries); keys (lanes, entries, dim)."""
+
+    def observe(self, entries: Candidates, weights: Tensor, queries: int) -> Tensor:
+        """Return marks after attention: ``weights`` (lanes, entries), summed over ``queries`` queries."""
+
+    def rank(self, entries: Candidates) -> Tensor:
+        """Return (lanes, entries): the lowest leaves first."""
+
+
+class Fate(Protocol):
+    """What becomes of entries that leave; :mod:`kvkeep.policies.fates` has them."""
+
+    @property
+    def forgets(self) -> bool:
+        """Whether what leaves is not wanted at all."""
+
+    def take(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        """Take entries that leave: (batch, kv_heads, n, dim) and their slots (batch, kv_heads, n), -1 for none."""
+
+    def recall(self, layer: SelectedLayer) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield what comes back, piece by piece: slots (lanes, n), -1 for none, keys and values (lanes, n, dim)."""
+
+
+@dataclass
+class Bank:
+    """Lanes whose entries lie in one tensor. ``lanes``: which (None: all of them); ``used``: columns that may hold
+    something; ``vacant``: the most columns among them that are empty in any lane."""
+
+    lanes: Tensor | None
+    budget: int
+    keys: Tensor
+    values: Tensor
+    slots: Tensor
+    marks: Tensor | None = None
+    used: int = 0
+    vacant: int = 0
+
+    def of(self, rows: Tensor) -> Tensor:
+        """Return this bank's share of something that all lanes have."""
+        return rows if self.lanes is None else rows[self.lanes]
+
+    @property
+    def columns(self) -> int:
+        """Entries each lane has room for."""
+        return self.slots.shape[1]
+
+    def tensors(self) -> list[Tensor]:
+        """Return what is allocated."""
+        held = [self.keys, self.values, self.slots, self.marks, self.lanes]
+        return [tensor for tensor in held if tensor is not None]
+
+
+class SelectedLayer(StreamedLayer):
+    """Holds the entries that ``selector`` ranks highest, ``budgets`` of them in each KV head (one number: in all)."""
+
+    by_lane = True
+    evicted = 0
+
+    def __init__(
+        self,
+        index: int,
+        budgets: Sequence[int],
+        selector: Selector,
+        fate: Fate,
+        home: Place,
+        ledger: Ledger,
+        meter: Meter,
+    ) -> None:
+        super().__init__()
+        self.index, self.budgets, self.selector, self.fate = index, tuple(budgets), selector, fate
+        self.home, self.ledger, self.meter = home, ledger, meter
+        self.length = 0
+        self.heads = 0
+        self.banks: list[Bank] = []
+        self._new_marks: list[Tensor | None] = []
+
+    # -- what attention reads -----------------------------------------------------------------------
+
+    def past(self, ordered: bool) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Not in slots' order: :meth:`resident` and :meth:`recalled` say which slots they yield."""
+        raise NotImplementedError
+
+    def resident(self) -> Iterator[tuple[Bank, Tensor, Tensor]]:
+        """Yield each bank with its keys and values in use, (lanes, 1, entries, dim), views."""
+        for bank in self.banks:
+            if bank.used:
+                yield bank, bank.keys[:, None, : bank.used], bank.values[:, None, : bank.used]
+
+    def recalled(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield (slots, keys, values) of what left and comes back; slots (lanes, n), -1 for none."""
+        return self.fate.recall(self)
+
+    def seen(self, slots: Tensor, holes: bool, wide: Tensor | None, rows: Tensor | None = None) -> Tensor | None:
+        """Return which queries see the entries at ``slots`` (lanes, n): (lanes, 1, queries or 1, n), or None for all.
+
+        ``wide``: a mask of the caller's own over all slots, (lanes, 1, queries, slots), bool or additive.
+        """
+        mask = slots[:, None, None] >= 0 if holes else None
+        visible = self.visible if wide is None else wide
+        if visible is None:
+            return mask
+        visible = visible if rows is None else visible[rows]
+        index = slots.clamp(min=0)[:, None, None].long().expand(-1, -1, visible.shape[2], -1)
+        picked = visible.gather(3, index)
+        if mask is None:
+            return picked
+        return picked & mask if picked.dtype == torch.bool else picked.masked_fill(~mask, float("-inf"))
+
+    @property
+    def visible(self) -> Tensor | None:
+        """Which slots of each lane's row are not padding, (lanes, 1, 1, slots); None where there is none."""
+        visible = self.ledger.visible
+        return None if visible is None else visible.repeat_interleave(self.heads, 0)[:, None, None]
+
+    # -- a step -------------------------------------------------------------------------------------
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Take new entries in hand and return them; attention adds the past itself."""
+        self.heads = key_states.shape[1]
+        new = super().update(key_states, value_states)
+        self._new_marks = []
+        if not self.banks:
+            self._found(*new)
+        self._reserve(key_states.shape[2])
+        return new
+
+    def observe(
+        self, query: Tensor, lse: Tensor, scaling: float, held: Sequence[Segment], fresh: Segment | None
+    ) -> None:
+        """Tell the selector how much attention each entry received.
+
+        query, lse: by lane, as attention took and returned them. held: a segment for each bank. fresh: the new entries'
+        segment, None once they are settled.
+        """
+        watches = self.selector.watches
+        if watches == 0 or not max(bank.budget for bank in self.banks):
+            return
+        queries = query.shape[2] if watches is None else min(watches, query.shape[2])
+        if self.visible is not None:  # padding attends to something, too, and must not count
+            padding = ~self.visible[..., -query.shape[2] :].squeeze(1)
+            lse = lse.masked_fill(padding, float("inf"))
+        segments = iter(held)
+        self._new_marks = []
+        for bank in self.banks:
+            parts = []
+            if bank.used:
+                parts.append(received(query, next(segments), lse, scaling, watches))
+            if fresh is None:
+                if parts:
+                    slots, marks = bank.slots[:, : bank.used], _marks(bank)[:, : bank.used]
+                    entries = self._candidates(bank, slots, marks, self.length)
+                    _put(bank, self.selector.observe(entries, parts[0], queries))
+                continue
+            own = Segment(bank.of(fresh.key), fresh.value, _of(bank, fresh.mask), fresh.causal, bank.lanes)
+            parts.append(received(query, own, lse, scaling, watches))
+            entries = self._joined(bank)
+            marks = self.selector.observe(entries, torch.cat(parts, 1), queries)
+            _put(bank, marks[:, : bank.used])
+            self._new_marks.append(marks[:, bank.used :])
+
+    def settle(self) -> None:
+        """Let the entries in hand compete with those held, and hand what leaves to its fate."""
+        if self.pending is None:
+            return
+        (keys, values), self.pending = self.pending, None
+        count = keys.shape[2]
+        keys, values = keys.flatten(0, 1), values.flatten(0, 1)
+        left: list[tuple[Bank, Tensor, Tensor, Tensor]] = []
+        whole = self.ledger.whole(count)
+        for number, bank in enumerate(self.banks):
+            marks = self._new_marks[number] if self._new_marks else None
+            gone = self._settle(bank, bank.of(keys), bank.of(values), marks, whole)
+            if gone is not None:
+                left.append((bank, *gone))
+        self._new_marks = []
+        self.length += count
+        if left:
+            self._hand_over(left, keys, values)
+
+    def _settle(
+        self, bank: Bank, keys: Tensor, values: Tensor, marks: Tensor | None, whole: bool
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Write the new entries of one bank; return keys, values and slots of what left."""
+        count = keys.shape[1]
+        if not bank.columns:  # a budget of nothing
+            return None if self.fate.forgets else (keys, values, self._new_slots(bank, count))
+        if whole and bank.used + count <= bank.columns:
+            self._append(bank, keys, values, marks)
+            return None
+        if whole and count == 1:
+            return self._replace(bank, keys, values)
+        return self._compete(bank, keys, values, marks)
+
+    def _append(self, bank: Bank, keys: Tensor, values: Tensor, marks: Tensor | None) -> None:
+        """Write new entries where there is room for all of them."""
+        span = slice(bank.used, bank.used + keys.shape[1])
+        bank.keys[:, span], bank.values[:, span] = keys, values
+        bank.slots[:, span] = torch.arange(self.length, self.length + keys.shape[1], device=keys.device)
+        bank.used = span.stop
+        marks = self._entered(bank, keys) if marks is None else marks
+        if marks is not None or bank.marks is not None:
+            _marks(bank)[:, span] = 0.0 if marks is None else marks
+
+    def _replace(self, bank: Bank, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Write a single new entry over the lowest-ranked one: the step of every decoded token."""
+        entries = self._candidates(bank, bank.slots, bank.marks, self.length + 1)
+        if self.selector.reads:
+            entries = replace(entries, keys=bank.keys, values=bank.values)
+        rank = self.selector.rank(entries)
+        if bank.vacant:
+            rank = rank.float().masked_fill(bank.slots < 0, float("-inf"))
+            bank.vacant -= 1
+        victim = rank.argmin(1, keepdim=True)
+        of_keys, of_values = (victim[..., None].expand(-1, -1, rows.shape[2]) for rows in (keys, values))
+        left = None
+        if not self.fate.forgets:
+            left = bank.keys.gather(1, of_keys), bank.values.gather(1, of_values), bank.slots.gather(1, victim)
+        bank.keys.scatter_(1, of_keys, keys)
+        bank.values.scatter_(1, of_values, values)
+        bank.slots.scatter_(1, victim, self.length)
+        marks = self._entered(bank, keys)
+        if marks is not None:
+            _marks(bank).scatter_(1, victim, marks)
+        elif bank.marks is not None:
+            bank.marks.scatter_(1, victim, 0.0)
+        return left
+
+    def _compete(
+        self, bank: Bank, keys: Tensor, values: Tensor, marks: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Rank what is held and what is new together; as many leave as came."""
+        lanes, count, columns = keys.shape[0], keys.shape[1], bank.columns
+        slots = self._new_slots(bank, count)
+        both = torch.cat([bank.slots, slots], 1)
+        fresh = self._entered(bank, keys) if marks is None else marks
+        joined = None if fresh is None else torch.cat([_marks(bank), fresh], 1)
+        entries = self._candidates(bank, both, joined, self.length + count, count)
+        if self.selector.reads:
+            entries = replace(entries, keys=torch.cat([bank.keys, keys], 1), values=torch.cat([bank.values, values], 1))
+        rank = self.selector.rank(entries).float()
+        # Empty columns go before any entry, and padding among the new before empty columns.
+        rank[:, :columns].masked_fill_(bank.slots < 0, LOWEST)
+        rank[:, columns:].masked_fill_(slots < 0, float("-inf"))
+        leaving = rank.topk(count, dim=1, largest=False, sorted=False).indices.sort(1).values
+        refused = leaving >= columns
+        stays = torch.ones(lanes, columns + count, dtype=torch.bool, device=keys.device).scatter_(1, leaving, False)
+        order = (~stays[:, columns:]).int().argsort(dim=1, stable=True)  # the new that stay, in order, first
+        lane, number = (~refused).nonzero(as_tuple=True)
+        target, source = leaving[lane, number], order[lane, number]
+        left = None
+        if not self.fate.forgets:
+            own = leaving.clamp(max=columns - 1), (leaving - columns).clamp(min=0)
+            left = (
+                _picked(bank.keys, keys, own, refused),
+                _picked(bank.values, values, own, refused),
+                both.gather(1, leaving),
+            )
+        bank.keys[lane, target], bank.values[lane, target] = keys[lane, source], values[lane, source]
+        bank.slots[lane, target] = slots[lane, source]
+        bank.used = columns
+        if fresh is not None:
+            _marks(bank)[lane, target] = fresh[lane, source]
+        bank.vacant = int((bank.slots < 0).sum(1).max())
+        return left
+
+    def _hand_over(self, left: list[tuple[Bank, Tensor, Tensor, Tensor]], keys: Tensor, values: Tensor) -> None:
+        """Give the fate what left, all lanes together; lanes that gave less have empty places."""
+        bank, gone_keys, gone_values, gone_slots = left[0]
+        if bank.lanes is not None:
+            lanes, count = keys.shape[0], max(item[3].shape[1] for item in left)
+            gone_keys = keys.new_zeros(lanes, count, keys.shape[2])
+            gone_values = values.new_zeros(lanes, count, values.shape[2])
+            gone_slots = bank.slots.new_full((lanes, count), -1)
+            for bank, *parts in left:
+                for whole, part in zip((gone_keys, gone_values, gone_slots), parts, strict=True):
+                    whole[bank.lanes, : part.shape[1]] = part.to(whole.dtype)
+        by_head = [part.unflatten(0, (-1, self.heads)) for part in (gone_keys, gone_values, gone_slots)]
+        self.fate.take(self.index, *by_head)
+
+    # -- marks --------------------------------------------------------------------------------------
+
+    def _candidates(self, bank: Bank, slots: Tensor, marks: Tensor | None, length: int, new: int = 0) -> Candidates:
+        first = self.ledger.first
+        by_lane: Tensor | int = 0 if first is None else bank.of(first.repeat_interleave(self.heads, 0))[:, None]
+        return Candidates(slots, marks, by_lane, length, new, bank.columns, self.heads, self.index)
+
+    def _new_slots(self, bank: Bank, count: int) -> Tensor:
+        """Return the slots of the entries in hand, (lanes, count), -1 for padding."""
+        slots = torch.arange(self.length, self.length + count, dtype=torch.int32, device=bank.slots.device)
+        slots = slots.expand(bank.slots.shape[0], -1)
+        if self.visible is not None:
+            slots = slots.masked_fill(~bank.of(self.visible)[:, 0, 0, self.length : self.length + count], -1)
+        return slots
+
+    def _entered(self, bank: Bank, keys: Tensor) -> Tensor | None:
+        """Return the marks that new entries come with, None where the selector gives none."""
+        if not self.selector.enters:
+            return None
+        count = keys.shape[1]
+        entries = self._candidates(bank, self._new_slots(bank, count), None, self.length + count, count)
+        return self.selector.enter(entries, keys)
+
+    def _joined(self, bank: Bank) -> Candidates:
+        """Return what is held and what is in hand as one list of candidates, with marks."""
+        assert self.pending is not None
+        keys = bank.of(self.pending[0].flatten(0, 1))
+        slots, fresh = self._new_slots(bank, keys.shape[1]), self._entered(bank, keys)
+        if fresh is None:
+            fresh = torch.zeros(slots.shape, device=slots.device)
+        marks = torch.cat([_marks(bank)[:, : bank.used], fresh], 1)
+        slots = torch.cat([bank.slots[:, : bank.used], slots], 1)
+        return self._candidates(bank, slots, marks, self.length + keys.shape[1], keys.shape[1])
+
+    # -- banks --------------------------------------------------------------------------------------
+
+    def _found(self, keys: Tensor, values: Tensor) -> None:
+        """Make one empty bank for each different budget of a head."""
+        lanes = keys.shape[0] * self.heads
+        budgets = self.budgets * (lanes if len(self.budgets) == 1 else keys.shape[0])
+        for budget in sorted(set(budgets)):
+            own = [lane for lane in range(lanes) if budgets[lane] == budget]
+            self.banks.append(self._bank(own, lanes, budget, 0, (keys, values)))
+
+    def _bank(self, own: list[int], lanes: int, budget: int, columns: int, like: tuple[Tensor, Tensor]) -> Bank:
+        device = like[0].device
+        # Zeros, because an empty column is multiplied with a weight of zero.
+        keys, values = (self.home.allocate((len(own), columns, part.shape[-1]), part.dtype).zero_() for part in like)
+        slots = torch.full((len(own), columns), -1, dtype=torch.int32, device=device)
+        return Bank(None if len(own) == lanes else torch.tensor(own, device=device), budget, keys, values, slots)
+
+    def _reserve(self, count: int) -> None:
+        """Let every lane have the columns that its row's entries need, up to its budget; lanes that need as many lie
+        together."""
+        if all(bank.columns == bank.budget or bank.used + count <= bank.columns for bank in self.banks):
+            return
+        lanes, homes, counts = self._lanes, self._homes(), self.ledger.counts
+        groups: dict[tuple[int, int], list[int]] = {}
+        for lane, (bank, _) in homes.items():
+            needed = self.length + count if counts is None else counts[lane // self.heads]
+            columns = min(bank.budget, max(bank.used, -(-needed // BLOCK) * BLOCK))
+            groups.setdefault((bank.budget, columns), []).append(lane)
+        if len(groups) == len(self.banks) and all(
+            bank.columns == columns for bank, (_, columns) in zip(self.banks, sorted(groups), strict=True)
+        ):
+            return
+        old, self.banks = self.banks, []
+        for (budget, columns), own in sorted(groups.items()):
+            fresh = self._bank(sorted(own), lanes, budget, columns, (old[0].keys, old[0].values))
+            _move(homes, sorted(own), fresh)
+            self.banks.append(fresh)
+        with self.meter.holding(*(tensor for bank in old for tensor in bank.tensors())):
+            old.clear()
+
+    @property
+    def rows(self) -> int:
+        """Rows of the batch held."""
+        return self._lanes // max(1, self.heads)
+
+    @property
+    def _lanes(self) -> int:
+        return sum(bank.slots.shape[0] for bank in self.banks)
+
+    def _homes(self) -> dict[int, tuple[Bank, int]]:
+        """Return for every lane its bank and its place there."""
+        return {
+            lane: (bank, number)
+            for bank in self.banks
+            for number, lane in enumerate(range(self._lanes) if bank.lanes is None else bank.lanes.tolist())
+        }
+
+    # -- the cache contract -------------------------------------------------------------------------
+
+    def truncate(self, length: int) -> None:
+        """Forget the slots from ``length`` on; entries that left before do not come back by it."""
+        self.pending = None
+        if length >= self.length:
+            return
+        self.length = length
+        for bank in self.banks:
+            gone = bank.slots[:, : bank.used] >= length
+            bank.slots[:, : bank.used].masked_fill_(gone, -1)
+            held = bank.slots[:, : bank.used] >= 0
+            filled = held.any(0).nonzero()
+            bank.used = int(filled.max()) + 1 if filled.numel() else 0
+            bank.vacant = int((~held[:, : bank.used]).sum(1).max()) if bank.used else 0
+
+    def select(self, index: Tensor) -> None:
+        """Make the batch the rows of ``index``."""
+        if not self.banks:
+            return
+        chosen = [int(row) * self.heads + head for row in index.tolist() for head in range(self.heads)]
+        homes = self._homes()
+        old, self.banks = self.banks, []
+        for bank in old:
+            own = [new for new, lane in enumerate(chosen) if homes[lane][0] is bank]
+            if not own:
+                continue
+            fresh = self._bank(own, len(chosen), bank.budget, bank.columns, (bank.keys, bank.values))
+            _move({new: homes[chosen[new]] for new in own}, own, fresh)
+            self.banks.append(fresh)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes allocated for resident entries."""
+        return sum(nbytes(bank.keys, bank.values) for bank in self.banks)
+
+    @property
+    def bookkeeping_bytes(self) -> int:
+        """Bytes allocated for slots and marks."""
+        return sum(nbytes(bank.slots, bank.marks, bank.lanes) for bank in self.banks)
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what must be saved, by bank."""
+        saved: dict[str, Tensor] = {}
+        for number, bank in enumerate(self.banks):
+            saved[f"{number}.layout"] = torch.tensor([self.heads, bank.budget, bank.used, bank.vacant])
+            for name in ("keys", "values", "slots", "marks", "lanes"):
+                if (tensor := getattr(bank, name)) is not None:
+                    saved[f"{number}.{name}"] = tensor
+        return saved
+
+    def restore(self, state: dict[str, Tensor], length: int) -> None:
+        """Take what :meth:`state` gave, as a cache of ``length`` slots."""
+        self.length, self.banks = length, []
+        while f"{len(self.banks)}.layout" in state:
+            number = len(self.banks)
+            self.heads, budget, used, vacant = state[f"{number}.layout"].tolist()
+            parts = [state.get(f"{number}.{name}") for name in ("keys", "values", "slots", "marks", "lanes")]
+            keys, values, slots, marks, lanes = parts
+            assert keys is not None and values is not None and slots is not None
+            self.banks.append(Bank(lanes, budget, keys, values, slots, marks, used, vacant))
+        self.is_initialized = length > 0
+
+    def held(self) -> Tensor:
+        """Return which slots are resident, (lanes, slots) bool."""
+        device = self.banks[0].slots.device if self.banks else None
+        flags = torch.zeros(self._lanes, self.length + 1, dtype=torch.bool, device=device)
+        for bank in self.banks:
+            index = bank.slots.long()
+            own = torch.zeros(index.shape[0], self.length + 1, dtype=torch.bool, device=device)
+            own.scatter_(1, torch.where(index < 0, self.length, index), True)
+            if bank.lanes is None:
+                flags = own
+            else:
+                flags[bank.lanes] = own
+        return flags[:, : self.length]
+
+
+def _of(bank: Bank, mask: Tensor | None) -> Tensor | None:
+    return mask if mask is None or mask.shape[0] == 1 else bank.of(mask)
+
+
+def _marks(bank: Bank) -> Tensor:
+    """Return the bank's marks, zeros where there were none yet."""
+    if bank.marks is None:
+        bank.marks = torch.zeros(bank.slots.shape, device=bank.slots.device)
+    return bank.marks
+
+
+def _put(bank: Bank, marks: Tensor) -> None:
+    _marks(bank)[:, : bank.used] = marks
+
+
+def _picked(held: Tensor, new: Tensor, index: tuple[Tensor, Tensor], refused: Tensor) -> Tensor:
+    """Gather rows from what is held, or from what is new where ``refused``."""
+    fresh = new.gather(1, index[1][..., None].expand(-1, -1, new.shape[2]))
+    own = held.gather(1, index[0][..., None].expand(-1, -1, held.shape[2]))
+    return torch.where(refused[..., None], fresh, own)
+
+
+def _move(homes: dict[int, tuple[Bank, int]], own: list[int], fresh: Bank) -> None:
+    """Copy lanes ``own`` from where they were into ``fresh``."""
+    sources: dict[int, tuple[Bank, list[int], list[int]]] = {}
+    for number, lane in enumerate(own):
+        bank, place = homes[lane]
+        _, places, numbers = sources.setdefault(id(bank), (bank, [], []))
+        places.append(place)
+        numbers.append(number)
+    fresh.used = min(fresh.columns, max(bank.used for bank, _, _ in sources.values()))
+    for bank, places, numbers in sources.values():
+        used = min(fresh.columns, bank.used)
+        for name in ("keys", "values", "slots", "marks"):
+            rows = getattr(bank, name)
+            if rows is None:
+                continue
+            if getattr(fresh, name) is None:
+                setattr(fresh, name, rows.new_zeros(len(own), fresh.columns))
+            getattr(fresh, name)[numbers, :used] = rows[places, :used]
+        fresh.vacant = max(fresh.vacant, fresh.used - used + bank.vacant)

@@ -1,0 +1,232 @@
+"""Comparing methods: what must be equal is, what is computed agrees with a hand, and figures are pictures."""
+
+from __future__ import annotations
+
+import math
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import FAMILIES, tiny
+
+from kvkeep.cache import KeepCache
+from kvkeep.errors import KvkeepError, StoreError, UsageError
+from kvkeep.lab import compare as lab
+from kvkeep.lab.compare import Case, Comparison, Row, cases, compare, judge
+from kvkeep.lab.figures import check_figure, draw_comparison
+
+PROMPT = [(7 * number + 3) % 97 for number in range(60)]
+
+
+def test_exact_methods_are_the_reference() -> None:
+    listed = cases(["kv-direct", "full", "stock", "paged"], ["16", "50%"])
+    found = compare(tiny("llama"), PROMPT, listed, new=12)
+    assert [(row.method, row.budget) for row in found.rows] == [
+        ("full", None), ("stock", None), ("paged", None), ("kv-direct", "16"), ("kv-direct", "50%"),
+    ]  # fmt: skip
+    for row in found.rows:
+        assert (row.error, row.exactness, row.match, row.differs_at, row.top1) == ("", "exact", 1.0, None, 1.0)
+        assert row.tokens == found.reference.tokens and len(row.kl) == 12
+        assert row.kl_max is not None and 0 <= row.kl_max < 1e-8
+        assert row.perplexity == pytest.approx(found.reference.perplexity, rel=1e-5)
+        assert row.prefill_s and row.tokens_per_s
+    assert found.rows[1].kl == [0.0] * 12  # the same cache again: the same bits
+    assert (found.context, found.rows[3].entries, found.rows[4].entries) == (72, 16, 36)
+    held = [row.held_bytes for row in found.rows]
+    assert held[3] < held[4] < found.reference.held_bytes
+
+
+@pytest.mark.parametrize("method", ["h2o", "streaming-llm", "window"])
+def test_a_method_that_drops_is_told_apart_until_it_need_not_drop(method: str) -> None:
+    small, large = compare(tiny("llama"), PROMPT, cases([method], ["16", "80"]), new=12).rows
+    assert (small.error, small.exactness, small.entries, len(small.kl)) == ("", "lossy", 16, 12)
+    assert small.match is not None and small.match < 1 and small.kl_mean is not None and small.kl_mean > 1e-3
+    assert small.kl_mean <= (small.kl_max or 0) and small.differs_at is not None and len(small.tokens) == 12
+    assert large.match == 1.0 and large.kl_max is not None and large.kl_max < 1e-8
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_continued_as_generate_does(family: str) -> None:
+    model = tiny(family)
+    found = compare(model, PROMPT, [Case("kv-direct", "16")], new=6)
+    ids = torch.tensor([PROMPT])
+    expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)
+    assert found.reference.tokens == expected[0, 60:].tolist()
+    assert found.rows[0].match == 1.0
+
+
+def test_kl_and_likelihood_by_hand() -> None:
+    p, q = [0.5, 0.25, 0.25], [0.25, 0.25, 0.5]
+    found = judge(torch.tensor(p).log() + 3.0, torch.tensor(q).log() - 1.0, 0)  # logits: any constant may be added
+    assert found.kl == pytest.approx(0.5 * math.log(2) - 0.25 * math.log(2))
+    assert found.nll == pytest.approx(math.log(4)) and not found.agrees
+    same = judge(torch.tensor(p), torch.tensor(p), 0)
+    assert (same.kl, same.agrees) == (0.0, True)
+
+
+class _Scripted(torch.nn.Module):
+    """A model of four words, whose next one depends only on how many tokens its cache believes to have seen."""
+
+    def __init__(self, table: dict[int, list[float]]) -> None:
+        super().__init__()
+        self.table = table
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.config = tiny("llama").config
+
+    def forward(self, ids: torch.Tensor, past_key_values: Any = None, **kwargs: Any) -> Any:
+        if past_key_values is not None:
+            past_key_values.seen += ids.shape[1]
+        logits = self.table.get(past_key_values.seen if past_key_values is not None else 0, [0.0, 1.0, 2.0, 3.0])
+        return type("Output", (), {"logits": torch.tensor([[logits]])})()
+
+
+class _Counting:
+    layers: tuple[()] = ()
+
+    def __init__(self, lag: int = 0) -> None:
+        self.seen = -lag
+
+
+def test_figures_of_a_row_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reads three tokens, writes three; the case sees its second position late, so it writes another token there."""
+    a, b, c = [4.0, 0.0, 0.0, 0.0], [0.0, 2.0, 1.0, 0.0], [0.0, 0.0, 5.0, 0.0]
+    made: list[_Counting] = []
+
+    def counting(model: Any, method: str, **options: Any) -> _Counting:
+        made.append(_Counting(0 if method == "stock" else 1))
+        return made[-1]
+
+    monkeypatch.setattr(lab, "new_cache", counting)
+    monkeypatch.setattr(lab, "ModelGeometry", type("Any", (), {"from_config": lambda config: _Counting}))
+    monkeypatch.setattr(_Counting, "max_positions", None, raising=False)
+    found = compare(_Scripted({2: a, 3: a, 4: b, 5: c}), [1, 2, 3], [Case("full")], new=3)
+    # The reference sees 3, 4, 5 entries: a, b, c. The case sees 2, 3, 4: a, a, b.
+    row = found.rows[0]
+    assert found.reference.tokens == [0, 1, 2] and row.tokens == [0, 0, 1]
+    assert (row.match, row.differs_at, row.top1) == (pytest.approx(1 / 3), 1, pytest.approx(1 / 3))
+    p, q = (torch.tensor(one).double().log_softmax(0) for one in (b, a))
+    assert row.kl[0] == 0.0 and row.kl[1] == pytest.approx(float((p.exp() * (p - q)).sum()))
+    nll = [-float(torch.tensor(one).double().log_softmax(0)[token]) for one, token in ((a, 0), (a, 1), (b, 2))]
+    assert row.perplexity == pytest.approx(math.exp(sum(nll) / 3))
+    assert (row.kl_mean, row.kl_max) == (pytest.approx(sum(row.kl) / 3), max(row.kl))
+    assert len(made) == 3  # the reference, freely, and forced, because it went its own way
+
+
+def test_what_ran_as_the_reference_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    honest = lab.new_cache
+
+    def noted(model: Any, method: str, **options: Any) -> Any:
+        made.append(method)
+        return honest(model, method, **options)
+
+    monkeypatch.setattr(lab, "new_cache", noted)
+    compare(tiny("llama"), PROMPT, [Case("kv-direct", "16")], new=4)
+    assert made == ["stock", "kv-direct"]
+
+
+def test_a_refusing_row_says_why_and_the_others_go_on() -> None:
+    found = compare(tiny("llama"), PROMPT, cases(["kv-direct", "full"], ["3", "16"]), new=3)
+    assert [row.error == "" for row in found.rows] == [True, False, True]
+    assert "smallest is 16" in found.rows[1].error and found.rows[1].match is None
+    assert [row.budget for row in found.measured] == [None, "16"]
+
+
+def test_the_chunk_goes_to_those_that_take_one() -> None:
+    found = compare(tiny("llama"), PROMPT, cases(["full", "kv-direct"], ["16"]), new=3, chunk=8)
+    assert [row.error for row in found.rows] == ["", ""]
+    assert found.rows[1].memory["peak_cache_bytes"] < 60 * KeepCache(tiny("llama")).geometry.kv_bytes_per_token
+
+
+def test_one_token_has_no_decoding_speed() -> None:
+    row = compare(tiny("llama"), PROMPT, [Case("full")], new=1).rows[0]
+    assert row.tokens_per_s is None and row.match == 1.0 and row.prefill_s
+
+
+def test_what_cannot_be_compared_is_refused() -> None:
+    with pytest.raises(UsageError, match="empty"):
+        compare(tiny("llama"), [], [Case("full")])
+    with pytest.raises(UsageError, match=r"512 positions.*--limit 448"):
+        compare(tiny("llama"), PROMPT * 9, [Case("full")])
+    with pytest.raises(UsageError, match="did you mean kv-direct"):
+        cases(["kvdirect"], ["16"])
+
+
+def test_progress_reaches_its_total() -> None:
+    told: list[tuple[str, float, float | None]] = []
+    compare(
+        tiny("llama"), PROMPT, cases(["kv-direct", "full"], ["16", "32"]), new=4,
+        progress=lambda *given: told.append(given),
+    )  # fmt: skip
+    assert told[0] == ("the reference", 0.0, None)
+    done = [given[1] for given in told[1:]]
+    assert done == sorted(done) and told[-1][2] is not None and 0 < done[-1] <= told[-1][2]
+    assert {given[0] for given in told} == {"the reference", "full", "kv-direct at 16", "kv-direct at 32"}
+
+
+def test_an_interrupt_keeps_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest, calls = lab._Run.measure, []
+
+    def second_time_interrupted(*arguments: Any) -> Row:
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return honest(*arguments)
+
+    monkeypatch.setattr(lab._Run, "measure", second_time_interrupted)
+    found = compare(tiny("llama"), PROMPT, cases(["kv-direct"], ["16", "32", "64"]), new=3)
+    assert [row.error for row in found.rows] == ["", lab.INTERRUPTED, lab.INTERRUPTED]
+    assert found.rows[0].match == 1.0
+
+
+# -- the figure ---------------------------------------------------------------------------------------
+
+
+def _made(methods: dict[str, tuple[str, float]], budgets: list[str | None]) -> Comparison:
+    def row(method: str, exactness: str, kl: float, budget: str | None, number: int) -> Row:
+        memory = {"resident_bytes": 10**6 * (number + 1), "compressed_bytes": 0}
+        return Row(
+            method, budget, exactness, 64, 0.5, 3, kl, 2 * kl, [kl] * 8, 0.5, 3.0, memory, 1.0, 1.0, [0] * 8
+        )  # fmt: skip
+
+    rows = [row(name, *what, budget, n) for n, budget in enumerate(budgets) for name, what in methods.items()]
+    return Comparison(100, 8, rows[0], [*rows, Row("static", budgets[0], error="refused")])
+
+
+@pytest.mark.parametrize("budgets", [["12.5%", "25%", "50%"], ["64"], [None]])
+@pytest.mark.parametrize(
+    "methods",
+    [
+        {"kv-direct": ("exact", 0.0)},
+        {"h2o": ("lossy", 0.5)},
+        {f"method-{number}": ("lossy" if number else "exact", 1e-11 * 50.0**number) for number in range(9)},
+    ],
+)
+def test_the_figure_is_a_picture(
+    tmp_path: Path, methods: dict[str, tuple[str, float]], budgets: list[str | None]
+) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "compare.png"
+    check_figure(path)
+    draw_comparison(_made(methods, budgets), path, model="tiny")
+    data = path.read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = struct.unpack(">II", data[16:24])
+    assert width == 1600 and 300 <= height <= 2000 and 10_000 < len(data) < 1_000_000
+
+
+def test_a_figure_that_cannot_be_is_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UsageError, match="end in .png, .svg or .pdf"):
+        check_figure("compare.doc")
+    with pytest.raises(StoreError, match="no folder"):
+        check_figure(tmp_path / "nowhere" / "compare.png")
+    with pytest.raises(StoreError, match="cannot be written"):
+        (tmp_path / "folder.png").mkdir()
+        check_figure(tmp_path / "folder.png")
+    monkeypatch.setattr("kvkeep.lab.figures.find_spec", lambda name: None)
+    with pytest.raises(KvkeepError, match=r"pip install 'kvkeep\[figures\]'"):
+        check_figure(tmp_path / "compare.png")

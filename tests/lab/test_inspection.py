@@ -1,0 +1,291 @@
+"""What is recorded of a cache is what it says, and the page shows it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import tokenizer
+from families import tiny
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvkeep.cache import KeepCache, new_cache
+from kvkeep.decode.generate import Generation, Timing
+from kvkeep.errors import StoreError, UsageError
+from kvkeep.lab.inspection import Inspection, Recorder, Step, Trace, arrived, decoded, encoded, inspect, token_texts
+from kvkeep.lab.page import check_output, render, write_page
+from kvkeep.stores.meter import Memory
+from kvkeep.stores.whereabouts import Whereabouts
+
+PROMPT = torch.randint(5, 97, (100,), generator=torch.Generator().manual_seed(0)).tolist()
+
+
+class Watched(Recorder):
+    """A recorder that also keeps every state whole."""
+
+    def __init__(self, cache: KeepCache) -> None:
+        super().__init__(cache)
+        self.seen: list[torch.Tensor] = []
+
+    def look(self) -> None:
+        before = len(self.steps)
+        super().look()
+        if len(self.steps) > before:
+            self.seen.append(torch.cat([layer[0] for layer in self.cache.whereabouts()]))
+
+
+@given(st.integers(1, 5), st.integers(1, 300), st.integers(0, 2**31), st.floats(0, 1))
+def test_changes_survive_encoding(lanes: int, tokens: int, seed: int, share: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    before, other = torch.randint(0, 6, (2, lanes, tokens), generator=generator, dtype=torch.int8)
+    now = torch.where(torch.rand(lanes, tokens, generator=generator) < share, other, before)
+    runs = list(decoded(encoded(before, now)))
+    assert all(start // tokens == (start + length - 1) // tokens for start, length, _ in runs)
+    state = before.clone()
+    for start, length, code in runs:
+        state.view(-1)[start : start + length] = code
+    assert torch.equal(state, now)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("method", ["full", "kv-direct", "streaming-llm", "h2o", "h2o+checkpoint"])
+def test_the_recording_is_what_the_cache_said(family: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorders: list[Watched] = []
+    monkeypatch.setattr(
+        "kvkeep.lab.inspection.Recorder", lambda cache: recorders.append(Watched(cache)) or recorders[0]
+    )
+    model = tiny(family)
+    options: dict[str, Any] = {} if method == "full" else {"budget": 32, "chunk": 16}
+    cache = new_cache(model, method, **options)
+    found = inspect(model, tokenizer(), PROMPT, cache, "tiny", budget="32", max_new_tokens=6)
+    states = list(found.trace.states())
+    assert len(states) == len(recorders[0].seen)
+    assert all(torch.equal(state, seen) for state, seen in zip(states, recorders[0].seen, strict=True))
+    chunks = 1 if method == "full" else 7
+    ends = [100] if method == "full" else [*range(16, 100, 16), 100]
+    assert [step.tokens for step in found.trace.steps] == ends + list(range(101, 106)) and len(ends) == chunks
+    assert len(found.texts) == 106 and sum(found.trace.counts().values()) == states[-1].numel()
+    full = [layer.index for layer in cache.geometry.layers if layer.kind == "full"]
+    for state in states if method != "full" else []:
+        lanes = dict(enumerate(state.split(found.trace.heads)))
+        assert all(int((lanes[layer] == Whereabouts.RESIDENT).sum(1).max()) <= 32 for layer in full)
+
+
+def test_stock_is_refused() -> None:
+    model = tiny("llama")
+    with pytest.raises(UsageError, match="stock"):
+        inspect(model, tokenizer(), PROMPT, new_cache(model, "stock"))
+
+
+def test_an_interrupted_answer_is_shown_so_far_and_an_interrupted_prompt_is_not() -> None:
+    model = tiny("llama")
+    written: list[str] = []
+    cache = KeepCache(model, "kv-direct", 32)
+    found = inspect(
+        model,
+        tokenizer(),
+        PROMPT,
+        cache,
+        max_new_tokens=50,
+        on_text=written.append,
+        interrupted=lambda: len(written) > 3,
+    )
+    assert found.generation.stopped == "interrupted" and 100 < found.trace.tokens < 110
+    with pytest.raises(KeyboardInterrupt):
+        inspect(model, tokenizer(), PROMPT, KeepCache(model, "kv-direct", 32), interrupted=lambda: True)
+
+
+def test_texts_joined_are_the_text() -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = {symbol: number for number, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    inner = Tokenizer(models.BPE(alphabet, []))
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    bytewise = PreTrainedTokenizerFast(tokenizer_object=inner)
+    text = "a naïve 🦜\n\ttext , with € and 日本"
+    texts = token_texts(bytewise, bytewise(text).input_ids)
+    assert "".join(texts) == text and len(texts) == len(text.encode())
+    assert texts[texts.index("🦜") - 3 :][:4] == ["", "", "", "🦜"]
+    words = tokenizer()
+    assert "".join(token_texts(words, words("the of and it").input_ids)) == "the of and it"
+    broken = bytewise(text).input_ids[:-1]  # the last character lacks a byte
+    assert "".join(token_texts(bytewise, broken)) == bytewise.decode(broken)
+
+
+def a_trace(lanes: list[int], steps: list[int], budget: int, codes: int = 6) -> Trace:
+    """A recording of tokens that leave by chance, each for a fate by chance."""
+    generator = torch.Generator().manual_seed(1)
+    scores = torch.rand(sum(lanes), steps[-1], generator=generator)
+    fates = torch.randint(0, codes, scores.shape, generator=generator).to(torch.int8)
+    fates[fates == Whereabouts.RESIDENT] = Whereabouts.DROPPED
+    state, out = torch.zeros(sum(lanes), 0, dtype=torch.int8), []
+    for tokens in steps:
+        before = arrived(state, tokens)
+        kept = scores[:, :tokens].masked_fill(before != Whereabouts.RESIDENT, -1).topk(min(budget, tokens)).indices
+        state = fates[:, :tokens].scatter(1, kept, Whereabouts.RESIDENT)
+        state = torch.where(before == Whereabouts.RESIDENT, state, before)
+        out.append(Step(tokens, encoded(before, state)))
+    return Trace(lanes, out)
+
+
+def an_inspection(trace: Trace, texts: list[str], prompt: int) -> Inspection:
+    timing = Timing(prompt, 0.0, 0.0, 0.0, 0.0)
+    generation = Generation("", [], prompt, "length", "h2o", "lossy", Memory(1000), timing, [])
+    return Inspection("tiny", "8", 8, texts, trace, generation)
+
+
+def test_pages_stay_small() -> None:
+    trace = a_trace([3] * 30, [*range(256, 4097, 256), *range(4097, 4161)], 512, codes=1)
+    page = render(an_inspection(trace, ["word"] * 4161, 4096))
+    assert len(page) < 1_000_000
+
+
+HOSTILE = [
+    "</script><script>document.body.dataset.error='run'</script>", "<!--<script>", "@@DATA@@", "&lt;b&gt;", "\ud83e",
+    "\u2028", "]]>", '"\\', "\n", " \t", "\r\n", "", "\x00", "日本", " x",
+]  # fmt: skip
+
+
+def test_nothing_in_a_text_is_markup() -> None:
+    trace = a_trace([2, 1], [10, 15], 8)
+    found = an_inspection(trace, [*HOSTILE, "end"], 10)
+    found = replace(found, model="<img src=x>", generation=replace(found.generation, method="</title>&"))
+    page = render(found)
+    page.encode("utf-8")
+
+    class Elements(HTMLParser):
+        seen: list[str]
+
+        def handle_starttag(self, tag: str, attrs: Any) -> None:
+            self.seen.append(tag)
+            assert not [value for name, value in attrs if name in ("src", "href") and value != "data:,"]
+
+    parser = Elements()
+    parser.seen = []
+    parser.feed(page)
+    assert parser.seen.count("script") == 2 and "img" not in parser.seen and "b" not in parser.seen
+    inside = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    assert inside is not None
+    assert json.loads(inside[1])["texts"] == [*HOSTILE, "end"]
+    assert "http://" not in page and "https://" not in page and "@import" not in page and "url(" not in page
+
+
+def test_pages_are_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = check_output(tmp_path / "cache.html")
+    write_page(target, "old")
+    (tmp_path / "link.html").symlink_to(target)
+    write_page(check_output(tmp_path / "link.html"), "new")
+    assert target.read_text() == "new" and (tmp_path / "link.html").is_symlink()
+
+    def full(*arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(StoreError, match="no space left"):
+        write_page(target, "newer")
+    assert target.read_text() == "new" and len(list(tmp_path.iterdir())) == 2
+
+
+BROWSER = os.environ.get("KVKEEP_BROWSER") or next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None
+)
+
+
+class Page(HTMLParser):
+    """What a browser made of a page: the body's data, tokens by slot as (classes, text), counts, the status line."""
+
+    def __init__(self, dom: str) -> None:
+        super().__init__()
+        self.body: dict[str, str] = {}
+        self.tokens: dict[int, tuple[set[str], str]] = {}
+        self.counts: dict[str, int] = {}
+        self.ids: dict[str, str] = {}
+        self._slot, self._id = -1, ""
+        self.feed(dom)
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        found = {name: value or "" for name, value in attrs}
+        if tag == "body":
+            self.body = found
+        self._slot = int(found.get("data-slot", -1))
+        if self._slot >= 0:
+            self.tokens[self._slot] = (set(found["class"].split()), "")
+        if "data-fate" in found:
+            self.counts[found["data-fate"]] = int(found["data-count"])
+        self._id = found.get("id", self._id)
+
+    def handle_data(self, data: str) -> None:
+        if self._slot >= 0:
+            self.tokens[self._slot] = (self.tokens[self._slot][0], self.tokens[self._slot][1] + data)
+        self.ids[self._id] = self.ids.get(self._id, "") + data
+
+    def handle_endtag(self, tag: str) -> None:
+        self._slot = -1
+
+
+def browsed(page: Path, fragment: str) -> Page:
+    command = [
+        str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+        "--disable-background-networking", "--disable-component-update", "--disable-sync",
+        f"--user-data-dir={page.parent / 'profile'}", "--dump-dom", f"{page.as_uri()}{fragment}",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return Page(done.stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="needs a browser: install chromium, or set KVKEEP_BROWSER to one's path")
+def test_a_browser_shows_what_was_recorded(tmp_path: Path) -> None:
+    steps = [12, 24, 30, 31, 32, 33]
+    texts = ["<b>", "two\nlines", " ", "</script><script>document.body.dataset.error='run'</script>"]
+    texts += [f" word{number}" for number in range(30)]
+    trace = a_trace([2, 3, 1], steps, 8)
+    write_page(tmp_path / "cache.html", render(an_inspection(trace, texts, 30)))
+    states = list(trace.states())
+    # (fragment, step, the lanes shown)
+    views: list[tuple[str, int, list[int]]] = [
+        ("", 6, [0, 1, 2, 3, 4, 5]),
+        ("#step=1", 1, [0, 1, 2, 3, 4, 5]),
+        ("#step=2&layer=0&head=1&token=5", 2, [1]),
+        ("#step=4&layer=1", 4, [2, 3, 4]),
+        ("#step=5&layer=2&head=0", 5, [5]),
+        ("#step=3&head=1", 3, [1, 3]),
+        ("#step=99&layer=x&head=7&token=-1", 6, [0, 1, 2, 3, 4, 5]),
+    ]
+    for fragment, step, lanes in views:
+        shown, state = browsed(tmp_path / "cache.html", fragment), states[step - 1][lanes]
+        assert "data-error" not in shown.body
+        assert (shown.body["data-step"], shown.body["data-lanes"]) == (str(step), str(len(lanes))), fragment
+        assert [text for _, (_, text) in sorted(shown.tokens.items())] == texts
+        for slot, (classes, _) in shown.tokens.items():
+            if slot >= steps[step - 1]:
+                assert "future" in classes
+                continue
+            resident = int((state[:, slot] == Whereabouts.RESIDENT).sum())
+            if resident == len(lanes):
+                assert "f1" in classes and "a" not in classes
+            else:
+                others = torch.bincount(state[:, slot].long(), minlength=6)
+                others[Whereabouts.RESIDENT] = 0
+                fate = next(int(name[1]) for name in classes if re.fullmatch(r"f\d", name))
+                assert others[fate] == others.max() and ("a" in classes) == (resident > 0)
+        counted = {code.name.lower(): int((state == code).sum()) for code in Whereabouts}
+        assert {name: count for name, count in counted.items() if count} == {
+            name: count for name, count in shown.counts.items() if count
+        }
+        before = arrived(states[step - 2][lanes], steps[step - 1]) if step > 1 else torch.ones_like(state)
+        left = ((before == Whereabouts.RESIDENT) & (state != Whereabouts.RESIDENT)).any(0)
+        assert int(shown.body["data-left"]) == int(left.sum())
+        assert ("chosen" in shown.tokens[5][0]) == ("token=5" in fragment)
