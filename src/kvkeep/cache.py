@@ -99,6 +99,7 @@ class KeepCache(Cache):
         plan = self.method.plan(self.request, self.ledger, self.meter)
         self.entries, self.chunk, self.streams = plan.entries, plan.chunk, plan.streams
         self.spec, self.checkpoint, self.fate, self.budgets = plan.spec, plan.checkpoint, plan.fate, plan.budgets
+        self.positions = plan.positions
         self._open, self._known, self._in_hand = False, 0, 0
         super().__init__(layers=plan.layers)
 
@@ -106,14 +107,30 @@ class KeepCache(Cache):
 
     def begin_forward(
         self, ids: Tensor | None, embeddings: Tensor | None, positions: Tensor | None, mask: Tensor | None
-    ) -> None:
-        """Take note of the tokens about to be processed."""
+    ) -> Tensor | None:
+        """Take note of the tokens about to be processed; return the positions to tell the model, None for its own."""
         if self._open:
             self._roll_back()
         self._open, self._known = True, self.ledger.length
         self.ledger.append(ids, embeddings, positions, mask)
         if self.checkpoint is not None:
             self.checkpoint.begin_forward(embeddings is None, self._known)
+        if self.positions is None:
+            return positions
+        if positions is None:
+            positions = torch.arange(self._known, self.ledger.length, device=self.request.device).unsqueeze(0)
+        return self.positions.begin(positions, self._known)
+
+    def admit(self, tokens: int) -> None:
+        """Raise UsageError if ``tokens`` more would go past the positions the model has, before anything is read."""
+        limit = self.geometry.max_positions
+        if self.fate is None or not self.fate.forgets or self.positions is not None or limit is None:
+            return
+        if (total := self.get_seq_length() + tokens) > limit:
+            raise UsageError(
+                f"'{self.method.name}' keeps the positions of the text, and {total} tokens are more than the {limit} "
+                "that the model has; 'streaming-llm' with positions within the cache has no such end."
+            )
 
     def _roll_back(self) -> None:
         """Undo a step that was left in the middle; hooks are not told of every interrupt, so this may be late."""
@@ -176,6 +193,8 @@ class KeepCache(Cache):
         )
         mask = mask if mask is None or mask.shape[0] == 1 else mask.repeat_interleave(layer.heads, 0)
         wide = mask if mask is not None and mask.shape[-1] == layer.length + new > new else None
+        if self.positions is not None:
+            self.positions.place(layer)  # before the new entries come in, whose positions are told already
         if single:
             layer.settle()
 
@@ -259,6 +278,8 @@ class KeepCache(Cache):
 
     def _forget_from(self, length: int) -> None:
         self.ledger.truncate(length)
+        if self.positions is not None and not self.positions.truncate(length):
+            raise UsageError("The first entries have moved along with the stream and cannot be cut off; call reset().")
         if self.fate is not None:
             self.fate.truncate(length)
         elif self.checkpoint is not None:
@@ -323,6 +344,8 @@ class KeepCache(Cache):
             rows.select(index)
         if self.fate is not None:
             self.fate.select(index)
+        if self.positions is not None:
+            self.positions.select(index)
 
     # -- what it holds ------------------------------------------------------------------------------
 

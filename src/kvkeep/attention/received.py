@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvkeep.attention.attend import Segment
 
-BLOCK = 64
+BLOCK = 128
 """Queries whose weights stand in memory at once."""
 
 
@@ -27,12 +27,13 @@ def received(query: Tensor, segment: Segment, lse: Tensor, scaling: float, last:
         query, lse = query[segment.rows], lse[segment.rows]
     batch, heads, queries, _ = query.shape
     groups = segment.key.shape[1]
+    keys = segment.key.flatten(0, 1).float().transpose(-1, -2)
     total: Tensor | None = None
     for low in range(max(0, queries - last) if last is not None else 0, queries, BLOCK):
         high = min(low + BLOCK, queries)
-        block = query[:, :, low:high].reshape(batch * groups, -1, query.shape[-1])
-        weights = torch.matmul(block, segment.key.flatten(0, 1).transpose(-1, -2)).float()
-        weights = weights.mul_(scaling).sub_(lse[:, :, low:high].reshape(batch * groups, -1, 1)).exp_()
+        block = query[:, :, low:high].reshape(batch * groups, -1, query.shape[-1]).float()
+        bias = lse[:, :, low:high].reshape(batch * groups, -1, 1).neg()
+        weights = torch.baddbmm(bias, block, keys, alpha=scaling).exp_()
         if segment.causal or segment.mask is not None:
             weights = weights.view(batch, heads, high - low, -1)
             weights *= _seen(segment, low, high, weights)

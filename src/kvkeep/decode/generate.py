@@ -106,7 +106,8 @@ def generate(
     come, ``on_progress`` the prompt tokens read so far. ``interrupted`` is asked between tokens and between chunks.
     Raises UsageError for a prompt that the model has no positions for, KeyboardInterrupt if interrupted in the prompt.
     """
-    room = _room(model, len(prompt))
+    endless = isinstance(cache, KeepCache) and cache.positions is not None
+    room = _room(model, len(prompt), endless)
     known = cache.get_seq_length()
     device = next(model.parameters()).device
     ids = torch.tensor([list(prompt)], device=device)
@@ -167,12 +168,12 @@ def _between_chunks(
     return tell
 
 
-def _room(model: Any, prompt_tokens: int) -> int:
-    """Return how many tokens the model has positions for after the prompt."""
+def _room(model: Any, prompt_tokens: int, endless: bool) -> int:
+    """Return how many tokens the model has positions for after the prompt; ``endless``: the cache gives it its own."""
     positions = ModelGeometry.from_config(model.config).max_positions
     if prompt_tokens == 0:
         raise UsageError("There is nothing to answer: the prompt is empty.")
-    if positions is None:
+    if positions is None or endless:
         return 2**31
     if prompt_tokens >= positions:
         raise UsageError(

@@ -89,6 +89,23 @@ class Adapter:
             output = self._call(layer_idx, hidden, positions, cache)
         return output[0] if isinstance(output, tuple) else output
 
+    def layer_type(self, layer_idx: int) -> str:
+        """Return what tells a layer's rotary embedding from others': its type, or "" where all layers are alike."""
+        return str(self.config.layer_types[layer_idx]) if self._rotary_by_type else ""
+
+    def angles(self, layer_idx: int, like: Tensor, by: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines for :meth:`turn`: ``by`` positions (batch, n), negative for earlier, in the dtype of
+        ``like``. Layers of one type share them."""
+        cos, sin = self._position_embeddings(layer_idx, like, by)
+        scale = torch.rsqrt(cos.float().square() + sin.float().square())  # some rotary embeddings also scale
+        return (cos * scale).to(like.dtype), (sin * scale).to(like.dtype)
+
+    def turn(self, layer_idx: int, keys: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        """Return cached ``keys`` (batch, kv_heads, n, dim) as they would be some positions later, by ``angles``. Rotary
+        position embeddings only: R(p + by) = R(by) R(p)."""
+        rotate = sys.modules[type(self.layers[layer_idx].self_attn).__module__].apply_rotary_pos_emb
+        return rotate(keys[:, :1], keys, *angles)[1]
+
     # -- how ----------------------------------------------------------------------------------------
 
     def _call(self, layer_idx: int, hidden: Tensor, positions: Tensor, cache: Any) -> Any:
@@ -105,7 +122,7 @@ class Adapter:
         if self._rotary is None:
             return None
         if self._rotary_by_type:
-            return self._rotary(hidden, positions.long(), self.config.layer_types[layer_idx])
+            return self._rotary(hidden, positions.long(), self.layer_type(layer_idx))
         return self._rotary(hidden, positions.long())
 
     def _project_by_layer(self, layer_idx: int, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -150,10 +167,12 @@ class Adapter:
 
     # -- whether ------------------------------------------------------------------------------------
 
-    def require(self, capability: str, layers: list[int], wanted_for: str) -> None:
-        """Make sure of ``capability`` ("project" or "advance") on ``layers``, by comparison with a forward pass.
+    def require(
+        self, capability: str, layers: list[int], wanted_for: str, instead: str = "use checkpoint kind 'kv'"
+    ) -> None:
+        """Make sure of ``capability`` ("project", "advance", "turn") on ``layers``, by comparison with a forward pass.
 
-        Raises UnsupportedModelError naming the family, the layer and the difference.
+        Raises UnsupportedModelError naming the family, the layer and the difference, and what to do ``instead``.
         """
         if capability not in self._checked:
             try:
@@ -163,7 +182,7 @@ class Adapter:
                 self._checked[capability] = "their layers need more than a residual and its positions"
         if (reason := self._checked[capability]) is not None:
             raise UnsupportedModelError(
-                f"'{self.family}' models cannot be used with {wanted_for}: {reason}; use checkpoint kind 'kv'."
+                f"'{self.family}' models cannot be used with {wanted_for}: {reason}; {instead}."
             )
 
     @torch.no_grad()
@@ -184,12 +203,22 @@ class Adapter:
             return self._compare_each(
                 layers, lambda index: (self.project(index, entering[index], positions), cache.layers[index])
             )
+        if capability == "turn":
+            return self._compare_each(
+                layers, lambda index: self._there_and_back(index, entering[index], positions, cache)
+            )
         if not _close(self.embed(ids, positions), entering[0]):
             return "the residual entering layer 0 does not follow from the token ids"
         for index in range(len(self.layers) - 1):
             if not _close(self.advance(index, entering[index], positions, _Whole()), entering[index + 1]):
                 return f"the residual leaving layer {index} does not follow from the one entering it"
         return None
+
+    def _there_and_back(self, index: int, hidden: Tensor, positions: Tensor, cache: Any) -> Any:
+        """Project at positions far on, and turn back."""
+        keys, values = self.project(index, hidden, positions + 1000)
+        angles = self.angles(index, keys, positions.new_full(positions.shape, -1000))
+        return (self.turn(index, keys, angles), values), cache.layers[index]
 
     def _compare_each(self, layers: list[int], rebuild: Callable[[int], tuple[Any, Any]]) -> str | None:
         for index in layers:

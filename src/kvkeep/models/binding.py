@@ -147,11 +147,14 @@ def _before_decoder(names: list[str]) -> Any:
         tokens = ids if ids is not None else embeddings
         if tokens is None:
             return None
-        if (total := tokens.shape[1]) > cache.chunk:
+        cache.admit(total := tokens.shape[1])
+        if total > cache.chunk:
             given = _all_but_last_chunk(decoder, given, cache, total)
             ids, embeddings = given.get("input_ids"), given.get("inputs_embeds")
         mask = given.get("attention_mask")
-        cache.begin_forward(ids, embeddings, given.get("position_ids"), mask if isinstance(mask, Tensor) else None)
+        mask = mask if isinstance(mask, Tensor) else None
+        if (positions := cache.begin_forward(ids, embeddings, given.get("position_ids"), mask)) is not None:
+            given["position_ids"] = positions
         set_attender(cache)
         return (), given
 

@@ -45,8 +45,12 @@ class StreamedCache(Attender, Protocol):
 
     def begin_forward(
         self, ids: Tensor | None, embeddings: Tensor | None, positions: Tensor | None, mask: Tensor | None
-    ) -> None:
-        """Take note of the tokens about to be processed (at most ``chunk``)."""
+    ) -> Tensor | None:
+        """Take note of the tokens about to be processed (at most ``chunk``); return the positions to tell the model,
+        None for its own."""
+
+    def admit(self, tokens: int) -> None:
+        """Raise if there is no room for ``tokens`` more, before any of them is processed."""
 
     def end_forward(self, completed: bool) -> None:
         """Close the forward pass; ``completed`` is False where it was left by an exception."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import DynamicCache
 
-from kvkeep.errors import UsageError, unknown
+from kvkeep.errors import BudgetError, UsageError, unknown
 from kvkeep.geometry import LayerGeometry
 from kvkeep.models.binding import bind
 from kvkeep.policies.fates import FATES, Fate
@@ -23,6 +23,7 @@ from kvkeep.policies.selectors import SELECTORS, Selector
 from kvkeep.policies.specs import build
 from kvkeep.stores.bounded import BoundedLayer
 from kvkeep.stores.grown import GrownLayer
+from kvkeep.stores.incache import CachePositions
 from kvkeep.stores.ledger import Ledger
 from kvkeep.stores.meter import Meter
 from kvkeep.stores.paged import BlockPool, BlockTable, PagedLayer
@@ -92,6 +93,8 @@ def combined(name: str, selector: Selector, fate: Fate, summary: str = "", sourc
         entries, chunk = request.bounded(name)
         bind(request.model)
         live = fate.build(request, ledger, meter)
+        sinks = selector.sinks_in_cache(live.forgets)
+        positions = None if sinks is None else _in_cache(request, sinks, entries, chunk)
         held = fate.resident(request.geometry, entries)
         budgets = selector.budgets(request.model, request.geometry, held)
         home = Device(request.device)
@@ -99,7 +102,7 @@ def combined(name: str, selector: Selector, fate: Fate, summary: str = "", sourc
             request,
             lambda layer: SelectedLayer(layer.index, budgets[layer.index], selector, live, home, ledger, meter),
         )
-        return Plan(layers, entries, chunk, True, *fate.checkpoint(live), live, budgets)
+        return Plan(layers, entries, chunk, True, *fate.checkpoint(live), live, budgets, positions)
 
     words = {"selector": _words(selector), "fate": fate.label, "recall": fate.recall}
     return Method(
@@ -112,6 +115,20 @@ def combined(name: str, selector: Selector, fate: Fate, summary: str = "", sourc
         plan=plan,
         records=fate.records,
     )
+
+
+def _in_cache(request: Request, sinks: int, entries: int, chunk: int) -> CachePositions:
+    """Return positions within the cache. Raises UnsupportedModelError where keys cannot be turned, and BudgetError
+    where the cache itself is longer than what the model knows positions for."""
+    adapter, limit = bind(request.model), request.geometry.max_positions
+    full = [layer.index for layer in request.geometry.full_layers]
+    adapter.require("turn", full, "positions within the cache", "use streaming-llm:positions=absolute")
+    if limit is not None and entries + chunk > limit:
+        raise BudgetError(
+            f"A cache of {entries} entries and a chunk of {chunk} have more positions than the model's {limit}; give a "
+            "smaller budget, or use streaming-llm:positions=absolute."
+        )
+    return CachePositions(adapter, min(sinks, entries), entries, limit or 2**15)
 
 
 def _words(selector: Selector) -> str:

@@ -15,6 +15,7 @@ from kvkeep.errors import UnsupportedModelError, UsageError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.stores import selected
 from kvkeep.stores.checkpoints import Checkpoint, CheckpointSpec
+from kvkeep.stores.incache import CachePositions
 
 
 class Exactness(StrEnum):
@@ -99,7 +100,7 @@ class LiveFate(selected.Fate, Protocol):
 class Plan:
     """What a method made of a request: the layers, and what they share. ``entries``: the effective budget of each
     full layer; ``chunk``: tokens of a prompt taken at a time; ``streams``: attention adds the past itself;
-    ``budgets``: entries by layer and head, where they differ."""
+    ``budgets``: entries by layer and head, where they differ; ``positions``: those within the cache, if so."""
 
     layers: list[Any]
     entries: int | None = None
@@ -109,3 +110,4 @@ class Plan:
     checkpoint: Checkpoint | None = None
     fate: LiveFate | None = None
     budgets: Sequence[Sequence[int]] | None = None
+    positions: CachePositions | None = None

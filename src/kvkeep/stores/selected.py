@@ -27,7 +27,11 @@ from kvkeep.stores.streamed import StreamedLayer
 BLOCK = 128
 """Columns by which a bank grows until it has its budget."""
 
-LOWEST = torch.finfo(torch.float32).min
+LOWEST = (
+    -3e38
+)  # ranks below every entry's; those of empty columns rise from it by _STEP, so that the first is filled first
+_STEP = 1e33
+_SAVED = ("keys", "values", "slots", "marks", "sinks", "lanes")
 
 
 @dataclass(frozen=True)
@@ -94,8 +98,11 @@ class Fate(Protocol):
 
 @dataclass
 class Bank:
-    """Lanes whose entries lie in one tensor. ``lanes``: which (None: all of them); ``used``: columns that may hold
-    something; ``vacant``: the most columns among them that are empty in any lane."""
+    """Lanes whose entries lie in one tensor.
+
+    lanes: which, None for all of them. used: columns that may hold something; vacant: the most columns among them that
+    are empty in any lane. sinks: the first keys as they came, where positions are within the cache.
+    """
 
     lanes: Tensor | None
     budget: int
@@ -103,6 +110,7 @@ class Bank:
     values: Tensor
     slots: Tensor
     marks: Tensor | None = None
+    sinks: Tensor | None = None
     used: int = 0
     vacant: int = 0
 
@@ -117,7 +125,7 @@ class Bank:
 
     def tensors(self) -> list[Tensor]:
         """Return what is allocated."""
-        held = [self.keys, self.values, self.slots, self.marks, self.lanes]
+        held = [self.keys, self.values, self.slots, self.marks, self.sinks, self.lanes]
         return [tensor for tensor in held if tensor is not None]
 
 
@@ -310,7 +318,8 @@ class SelectedLayer(StreamedLayer):
             entries = replace(entries, keys=torch.cat([bank.keys, keys], 1), values=torch.cat([bank.values, values], 1))
         rank = self.selector.rank(entries).float()
         # Empty columns go before any entry, and padding among the new before empty columns.
-        rank[:, :columns].masked_fill_(bank.slots < 0, LOWEST)
+        empty = torch.arange(columns, device=keys.device) * _STEP + LOWEST
+        rank[:, :columns] = torch.where(bank.slots < 0, empty, rank[:, :columns])
         rank[:, columns:].masked_fill_(slots < 0, float("-inf"))
         leaving = rank.topk(count, dim=1, largest=False, sorted=False).indices.sort(1).values
         refused = leaving >= columns
@@ -380,7 +389,12 @@ class SelectedLayer(StreamedLayer):
             fresh = torch.zeros(slots.shape, device=slots.device)
         marks = torch.cat([_marks(bank)[:, : bank.used], fresh], 1)
         slots = torch.cat([bank.slots[:, : bank.used], slots], 1)
-        return self._candidates(bank, slots, marks, self.length + keys.shape[1], keys.shape[1])
+        entries = self._candidates(bank, slots, marks, self.length + keys.shape[1], keys.shape[1])
+        if not self.selector.reads:
+            return entries
+        held = (bank.keys[:, : bank.used], bank.values[:, : bank.used])
+        values = bank.of(self.pending[1].flatten(0, 1))
+        return replace(entries, keys=torch.cat([held[0], keys], 1), values=torch.cat([held[1], values], 1))
 
     # -- banks --------------------------------------------------------------------------------------
 
@@ -473,7 +487,7 @@ class SelectedLayer(StreamedLayer):
     @property
     def resident_bytes(self) -> int:
         """Bytes allocated for resident entries."""
-        return sum(nbytes(bank.keys, bank.values) for bank in self.banks)
+        return sum(nbytes(bank.keys, bank.values, bank.sinks) for bank in self.banks)
 
     @property
     def bookkeeping_bytes(self) -> int:
@@ -485,7 +499,7 @@ class SelectedLayer(StreamedLayer):
         saved: dict[str, Tensor] = {}
         for number, bank in enumerate(self.banks):
             saved[f"{number}.layout"] = torch.tensor([self.heads, bank.budget, bank.used, bank.vacant])
-            for name in ("keys", "values", "slots", "marks", "lanes"):
+            for name in _SAVED:
                 if (tensor := getattr(bank, name)) is not None:
                     saved[f"{number}.{name}"] = tensor
         return saved
@@ -496,10 +510,8 @@ class SelectedLayer(StreamedLayer):
         while f"{len(self.banks)}.layout" in state:
             number = len(self.banks)
             self.heads, budget, used, vacant = state[f"{number}.layout"].tolist()
-            parts = [state.get(f"{number}.{name}") for name in ("keys", "values", "slots", "marks", "lanes")]
-            keys, values, slots, marks, lanes = parts
-            assert keys is not None and values is not None and slots is not None
-            self.banks.append(Bank(lanes, budget, keys, values, slots, marks, used, vacant))
+            parts = {name: state.get(f"{number}.{name}") for name in _SAVED}
+            self.banks.append(Bank(budget=budget, used=used, vacant=vacant, **parts))  # type: ignore[arg-type]
         self.is_initialized = length > 0
 
     def held(self) -> Tensor:
@@ -557,4 +569,7 @@ def _move(homes: dict[int, tuple[Bank, int]], own: list[int], fresh: Bank) -> No
             if getattr(fresh, name) is None:
                 setattr(fresh, name, rows.new_zeros(len(own), fresh.columns))
             getattr(fresh, name)[numbers, :used] = rows[places, :used]
+        if bank.sinks is not None:
+            fresh.sinks = bank.sinks.new_zeros(len(own), *bank.sinks.shape[1:]) if fresh.sinks is None else fresh.sinks
+            fresh.sinks[numbers] = bank.sinks[places]
         fresh.vacant = max(fresh.vacant, fresh.used - used + bank.vacant)
