@@ -33,6 +33,8 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "pyramidkv+kv": ("pyramidkv:window=4,kernel=3+checkpoint:kv", {"budget": 24, "chunk": 11, "where": "host"}),
     "knorm+residual:3": ("knorm+checkpoint:residual:3", {"budget": 16, "where": "host", "page": 6}),
     "random+tokens": ("random+checkpoint:tokens", {"budget": 16, "where": "device", "page": 6}),
+    "duo-attention+kv": ("duo-attention:sinks=2+checkpoint:kv", {"budget": 16, "where": "host"}),
+    "h2o+segments": ("h2o+segments:99", {"budget": 16}),
     "h2o, roomy": ("h2o", {"budget": 200}),
     "snapkv, roomy": ("snapkv", {"budget": 200, "chunk": 20}),
 }
@@ -244,7 +246,12 @@ def test_memory_is_what_is_allocated(family: str, method: str) -> None:
             walk(dict(vars(value)), depth + 1)
 
     walk(cache)
-    told = memory.resident_bytes + sum(memory.checkpoint_bytes.values()) + memory.bookkeeping_bytes
+    told = (
+        memory.resident_bytes
+        + memory.compressed_bytes
+        + sum(memory.checkpoint_bytes.values())
+        + memory.bookkeeping_bytes
+    )
     windows = 8 * sum(cache.is_sliding)  # each sliding layer keeps its width in a one-element tensor
     # Views of a sliding window keep the storage they were cut from: one more entry than the window.
     slack = sum(

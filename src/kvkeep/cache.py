@@ -21,6 +21,7 @@ from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.policies.methods import Method, resolve
 from kvkeep.policies.request import Exactness, Request
 from kvkeep.stores.checkpoints import CheckpointSpec, expanded
+from kvkeep.stores.coded import CodedKeys
 from kvkeep.stores.ledger import Ledger
 from kvkeep.stores.meter import Memory, Meter, nbytes
 from kvkeep.stores.paged import BlockTable, PagedLayer
@@ -198,7 +199,7 @@ class KeepCache(Cache):
         if single:
             layer.settle()
 
-        def segment(keys: Tensor, values: Tensor, slots: Tensor, holes: bool, rows: Tensor | None = None) -> Segment:
+        def segment(keys: Any, values: Any, slots: Tensor, holes: bool, rows: Tensor | None = None) -> Segment:
             seen = layer.seen(slots, holes, wide, rows)
             return Segment(*expanded(module, keys, values), seen, rows=rows)
 
@@ -206,7 +207,12 @@ class KeepCache(Cache):
             segment(keys, values, bank.slots[:, : bank.used], bank.vacant > 0, bank.lanes)
             for bank, keys, values in layer.resident()
         ]
-        recalled = (segment(keys[:, None], values[:, None], slots, True) for slots, keys, values in layer.recalled())
+        recalled = (
+            segment(keys, values, slots, holes)
+            if isinstance(keys, CodedKeys)
+            else segment(keys[:, None], values[:, None], slots, holes)
+            for slots, holes, keys, values in layer.fate.recall(layer, query)
+        )
         fresh = None if single else _new_segment(query, key, value, mask)
         output, lse = attend(query, chain(recalled, held, () if fresh is None else (fresh,)), scaling)
         layer.observe(query, lse, scaling, held, fresh)

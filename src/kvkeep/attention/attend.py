@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,19 +21,37 @@ from torch import Tensor
 _flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
+FOLDED = 8
+"""Up to so many queries coded keys and values are multiplied as they are; for more, writing them out is cheaper."""
+
+
+class Coded(Protocol):
+    """Keys or values in another form than numbers, that know their products."""
+
+    def scores(self, query: Tensor) -> Tensor:
+        """Return the products of keys with ``query`` (batch, rows, dim): (batch, rows, entries) float32."""
+
+    def mix(self, weights: Tensor) -> Tensor:
+        """Return the sums of values weighted by ``weights`` (batch, rows, entries): (batch, rows, dim) float32."""
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """Write them out: (batch, entries, dim)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Segment:
     """Some keys and values, and which queries see which of them.
 
-    key: (batch, kv_heads, entries, key_dim); value: (batch, kv_heads, entries, value_dim).
+    key: (batch, kv_heads, entries, key_dim); value: (batch, kv_heads, entries, value_dim). Either tensors, or both
+    :class:`Coded`, of one kv head.
     mask: None (every query sees every entry), or bool (True = seen) or additive float, broadcastable
     to (batch, 1, queries, entries).
     causal: query i sees entries 0..i; needs as many entries as queries, and no mask.
     rows: the rows of the batch that this segment is about, (its batch,) int64; None: all of them.
     """
 
-    key: Tensor
-    value: Tensor
+    key: Any
+    value: Any
     mask: Tensor | None = None
     causal: bool = False
     rows: Tensor | None = None
@@ -80,6 +99,11 @@ def _partial(query: Tensor, segment: Segment, scaling: float) -> tuple[Tensor, T
     """Attention over one segment: float-accumulated output and the log-sum-exp of its scores."""
     batch, heads, queries, _ = query.shape
     key, value, mask = segment.key, segment.value, segment.mask
+    if not isinstance(key, Tensor):
+        if queries <= FOLDED:
+            output, lse = _folded(query, key, value, mask, scaling)
+            return output.reshape(batch, heads, queries, -1), lse.reshape(batch, heads, queries)
+        key, value = key.dense(query.dtype)[:, None], value.dense(query.dtype)[:, None]
     groups = heads // key.shape[1]
     causal = segment.causal and queries > 1
     if causal:
@@ -98,6 +122,17 @@ def _partial(query: Tensor, segment: Segment, scaling: float) -> tuple[Tensor, T
     else:
         output, lse = _plain(query, key, value, mask, causal, scaling)
     return output.reshape(batch, heads, queries, -1).float(), lse.reshape(batch, heads, queries)
+
+
+def _folded(query: Tensor, key: Coded, value: Coded, mask: Tensor | None, scaling: float) -> tuple[Tensor, Tensor]:
+    """The same for keys and values that are not written out."""
+    batch, heads, queries, dim = query.shape
+    scores = key.scores(query.reshape(batch, heads * queries, dim)) * scaling
+    if mask is not None:
+        bias = _bias(mask, scores.dtype) if mask.dtype == torch.bool else mask.float()
+        scores = (scores.view(batch, heads, queries, -1) + bias).flatten(1, 2)
+    lse = scores.logsumexp(-1)
+    return value.mix(torch.exp(scores - lse.unsqueeze(-1)).nan_to_num_(0.0)), lse
 
 
 def _plain(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import DynamicCache
@@ -18,8 +18,14 @@ from kvkeep.geometry import LayerGeometry
 from kvkeep.models.binding import bind
 from kvkeep.policies.fates import FATES, Fate
 from kvkeep.policies.fates.checkpointed import checkpoint_for
+from kvkeep.policies.fates.dropped import Drop
+from kvkeep.policies.fates.lowrank import LowRank
+from kvkeep.policies.fates.quantised import Quantised
+from kvkeep.policies.fates.segmented import Segmented
 from kvkeep.policies.request import Exactness, Plan, Request
 from kvkeep.policies.selectors import SELECTORS, Selector
+from kvkeep.policies.selectors.streaming_llm import StreamingLLM
+from kvkeep.policies.selectors.window import Window
 from kvkeep.policies.specs import build
 from kvkeep.stores.bounded import BoundedLayer
 from kvkeep.stores.grown import GrownLayer
@@ -94,8 +100,10 @@ def combined(name: str, selector: Selector, fate: Fate, summary: str = "", sourc
         bind(request.model)
         live = fate.build(request, ledger, meter)
         sinks = selector.sinks_in_cache(live.forgets)
-        positions = None if sinks is None else _in_cache(request, sinks, entries, chunk)
         held = fate.resident(request.geometry, entries)
+        if sinks is not None:  # whose keys are held as they came, too
+            held -= (sinks + 1) // 2
+        positions = None if sinks is None else _in_cache(request, sinks, held, chunk)
         budgets = selector.budgets(request.model, request.geometry, held)
         home = Device(request.device)
         layers = _stock_layers(
@@ -183,9 +191,52 @@ _KEPT = (
 )
 
 
+@dataclass(frozen=True)
+class _Preset:
+    """A selector and a fate that are known by one name: its parameters are the fate's, ``defaults`` first."""
+
+    selector: Selector
+    fate: type[Fate]
+    defaults: dict[str, Any]
+    summary: str
+    source: str
+
+    def build(self, spec: str) -> Method:
+        name = spec.partition(":")[0]
+        fate = build("method", spec, {name: self.fate})
+        own = {key for key, value in vars(fate).items() if value != getattr(self.fate(), key)}
+        fate = replace(fate, **{key: value for key, value in self.defaults.items() if key not in own})
+        return combined(spec, self.selector, fate, self.summary, self.source)
+
+
+PRESETS: dict[str, _Preset] = {
+    "quantized": _Preset(
+        Window(),
+        Quantised,
+        {"exact": 128},
+        "The newest entries exactly, older ones at 8, 4 or 2 bits: keys per channel, values per token.",
+        "arXiv:2402.02750",
+    ),
+    "lowrank": _Preset(
+        Window(),
+        LowRank,
+        {"exact": 1},
+        "Entries truncated to a rank of each head's projections; here to show that it fails.",
+        "arXiv:2603.19664, section 5.7",
+    ),
+    "longcache": _Preset(
+        StreamingLLM(),
+        Segmented,
+        {},
+        "Sinks, the newest, and for each query the most promising segments of all others: bounded work, not memory.",
+        "LongCache (Liu et al., 2024)",
+    ),
+}
+
 METHODS: dict[str, Method] = {
     **{method.name: method for method in _KEPT},
-    **{name: combined(name, selector(), FATES["drop"]()) for name, selector in SELECTORS.items()},
+    **{name: combined(name, selector(), Drop()) for name, selector in SELECTORS.items() if name != "kvpress"},
+    **{name: preset.build(name) for name, preset in PRESETS.items()},
 }
 """The methods by name. Any ``SELECTOR+FATE`` is one too: see :func:`resolve`."""
 
@@ -196,6 +247,8 @@ def resolve(spec: str) -> Method:
     if spec in METHODS:
         return METHODS[spec]
     first, plus, second = spec.partition("+")
+    if first.partition(":")[0] in PRESETS and not plus:
+        return PRESETS[first.partition(":")[0]].build(spec)
     if first.partition(":")[0] not in SELECTORS:
         raise unknown("method", first.partition(":")[0], [*METHODS, "stock"])
     selector = build("selector", first, SELECTORS)

@@ -15,12 +15,15 @@ T = TypeVar("T")
 def build(kind: str, text: str, registry: Mapping[str, type[T]]) -> T:
     """Return the dataclass that ``text`` names in ``registry``, with the parameters given after a colon.
 
-    A first value without a name is the first parameter's. Raises UsageError, naming what there is.
+    A first value without a name is the first parameter's; a class with ``from_spec`` reads what follows it itself.
+    Raises UsageError, naming what there is.
     """
     name, _, rest = text.partition(":")
     if name not in registry:
         raise unknown(kind, name, list(registry))
     made = registry[name]
+    if (own := getattr(made, "from_spec", None)) is not None:
+        return own(rest)
     types = typing.get_type_hints(made)
     names = [field.name for field in fields(made)]  # type: ignore[arg-type]
     given: dict[str, Any] = {}

@@ -24,6 +24,7 @@ from kvkeep.attention.visibility import new_mask, past_mask
 from kvkeep.errors import UsageError, unknown
 from kvkeep.geometry import ModelGeometry
 from kvkeep.models.adapter import Adapter
+from kvkeep.stores.coded import CodedKeys
 from kvkeep.stores.ledger import Ledger
 from kvkeep.stores.meter import Meter
 from kvkeep.stores.places import Place
@@ -348,11 +349,16 @@ class _Scratch:
         return attend(query, segments, scaling)[0]
 
 
-def expanded(module: Any, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+def expanded(module: Any, keys: Any, values: Any) -> tuple[Any, Any]:
     """Return what the attention of ``module`` multiplies with: latent attention (DeepSeek-V3) caches the
-    compressed latents and expands them each time."""
+    compressed latents and expands them each time, from what is written out."""
     expand: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = getattr(module, "expand_kv", None)
-    return (keys, values) if expand is None else expand(keys, values)
+    if expand is None:
+        return keys, values
+    if isinstance(keys, CodedKeys):
+        dtype = next(module.parameters()).dtype
+        keys, values = keys.dense(dtype)[:, None], values.dense(dtype)[:, None]
+    return expand(keys, values)
 
 
 def _rows(home: Place, spec: CheckpointSpec) -> Rows:

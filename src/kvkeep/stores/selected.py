@@ -92,8 +92,9 @@ class Fate(Protocol):
     def take(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         """Take entries that leave: (batch, kv_heads, n, dim) and their slots (batch, kv_heads, n), -1 for none."""
 
-    def recall(self, layer: SelectedLayer) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield what comes back, piece by piece: slots (lanes, n), -1 for none, keys and values (lanes, n, dim)."""
+    def recall(self, layer: SelectedLayer, query: Tensor) -> Iterator[tuple[Tensor, bool, Any, Any]]:
+        """Yield what comes back for ``query`` (lanes, heads, queries, dim), piece by piece: slots (lanes, n), whether
+        some are -1 for none, keys and values (lanes, n, dim), written out or coded."""
 
 
 @dataclass
@@ -164,10 +165,6 @@ class SelectedLayer(StreamedLayer):
         for bank in self.banks:
             if bank.used:
                 yield bank, bank.keys[:, None, : bank.used], bank.values[:, None, : bank.used]
-
-    def recalled(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield (slots, keys, values) of what left and comes back; slots (lanes, n), -1 for none."""
-        return self.fate.recall(self)
 
     def seen(self, slots: Tensor, holes: bool, wide: Tensor | None, rows: Tensor | None = None) -> Tensor | None:
         """Return which queries see the entries at ``slots`` (lanes, n): (lanes, 1, queries or 1, n), or None for all.

@@ -3,8 +3,14 @@
 from kvkeep.policies.fates.base import Fate
 from kvkeep.policies.fates.checkpointed import Checkpointed
 from kvkeep.policies.fates.dropped import Drop
+from kvkeep.policies.fates.lowrank import LowRank
+from kvkeep.policies.fates.quantised import Quantised
+from kvkeep.policies.fates.segmented import Segmented
 
 FATES: dict[str, type[Fate]] = {
     "drop": Drop,
     "checkpoint": Checkpointed,
+    "quantize": Quantised,
+    "lowrank": LowRank,
+    "segments": Segmented,
 }

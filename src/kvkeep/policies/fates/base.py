@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvkeep.geometry import ModelGeometry
+from kvkeep.errors import BudgetError, UsageError
+from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.policies.request import Exactness, LiveFate, Request
 from kvkeep.stores.checkpoints import Checkpoint, CheckpointSpec
+from kvkeep.stores.groups import GROUP
 from kvkeep.stores.ledger import Ledger
 from kvkeep.stores.meter import Meter
 
@@ -33,3 +36,29 @@ class Fate:
     def checkpoint(self, live: LiveFate) -> tuple[CheckpointSpec | None, Checkpoint | None]:
         """Return the checkpoint behind it, if there is one."""
         return None, None
+
+
+def exact_entries(exact: float, entries: int) -> int:
+    """Return how many of a budget's ``entries`` stay as they are: a share of them, or (from 1 on) a number, of which
+    half the budget is allowed."""
+    if exact <= 0:
+        raise UsageError(f"Some entries stay exact: a share of the budget, or their number, not {exact:g}.")
+    return min(int(exact), entries // 2) if exact >= 1 else int(entries * exact)
+
+
+def rooms(request: Request, fate: Fate, size: Callable[[LayerGeometry], int]) -> dict[int, int]:
+    """Return how many groups of ``size`` bytes each layer has room for, beside its exact entries and the group that
+    waits. Raises BudgetError where there is none."""
+    geometry = request.geometry
+    entries, _ = request.bounded(fate.label)
+    room = {}
+    for layer in geometry.full_layers:
+        entry = (layer.key_dim + layer.value_dim) * geometry.dtype_bytes
+        left = (entries - fate.resident(geometry, entries) - GROUP) * entry
+        room[layer.index] = max(0, left) // size(layer)
+        if not room[layer.index]:
+            raise BudgetError(
+                f"A budget of {entries} entries has no room for {GROUP} that are {fate.label} beside the exact ones; "
+                f"give it at least {4 * GROUP}."
+            )
+    return room

@@ -90,7 +90,7 @@ class _Checkpointed:
         self.checkpoint.evict(layer, keys, values)
         self._slots[layer].append(slots[..., None].int())
 
-    def recall(self, layer: SelectedLayer) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    def recall(self, layer: SelectedLayer, query: Tensor) -> Iterator[tuple[Tensor, bool, Tensor, Tensor]]:
         if layer.index not in self._left:
             return
         if self.moves:
@@ -102,7 +102,7 @@ class _Checkpointed:
         for start, keys, values in pieces:
             stop = start + keys.shape[-2]
             slots = concatenated(kept, start, stop).flatten(0, 1).squeeze(-1) if self.moves else away[:, start:stop]
-            yield slots, keys.flatten(0, 1), values.flatten(0, 1)
+            yield slots, True, keys.flatten(0, 1), values.flatten(0, 1)
 
     def whereabouts(self, layer: SelectedLayer, length: int) -> Tensor:
         codes = torch.full((layer.rows, layer.heads, length), Whereabouts.CHECKPOINTED)

@@ -38,7 +38,7 @@ class _Dropped:
     def take(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         """Not called: nothing is wanted."""
 
-    def recall(self, layer: SelectedLayer) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    def recall(self, layer: SelectedLayer, query: Tensor) -> Iterator[tuple[Tensor, bool, Tensor, Tensor]]:
         return iter(())
 
     def whereabouts(self, layer: SelectedLayer, length: int) -> Tensor:

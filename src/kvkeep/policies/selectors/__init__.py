@@ -1,8 +1,10 @@
 """Who leaves: one file for each selector, and their names."""
 
 from kvkeep.policies.selectors.base import Selector
+from kvkeep.policies.selectors.duo_attention import DuoAttention
 from kvkeep.policies.selectors.h2o import H2O
 from kvkeep.policies.selectors.knorm import KNorm
+from kvkeep.policies.selectors.kvpress import KVPress
 from kvkeep.policies.selectors.pyramidkv import PyramidKV
 from kvkeep.policies.selectors.random import Random
 from kvkeep.policies.selectors.snapkv import SnapKV
@@ -17,6 +19,8 @@ SELECTORS: dict[str, type[Selector]] = {
     "snapkv": SnapKV,
     "tova": Tova,
     "pyramidkv": PyramidKV,
+    "duo-attention": DuoAttention,
     "knorm": KNorm,
     "random": Random,
+    "kvpress": KVPress,
 }

@@ -39,6 +39,11 @@ class Selector:
         """Return the entries of each layer's KV heads (one number: of all its heads), ``entries`` on average."""
         return [(entries,)] * len(geometry.layers)
 
+    def sinks_in_cache(self, forgets: bool) -> int | None:
+        """Return how many first entries are fixed where positions are within the cache, None where they are those of
+        the text. ``forgets``: what leaves never comes back."""
+        return None
+
     def enter(self, entries: Candidates, keys: Tensor) -> Tensor:
         """Return the first marks of new entries; keys (lanes, entries, dim), as cached."""
         return torch.zeros(entries.slots.shape, device=keys.device)

@@ -26,6 +26,12 @@ class StreamingLLM(Selector):
         if self.positions not in ("", "cache", "absolute"):
             raise UsageError(f"Positions are 'cache' or 'absolute', not '{self.positions}'.")
 
+    def sinks_in_cache(self, forgets: bool) -> int | None:
+        """Return the sinks unless positions are absolute. Raises UsageError where what comes back needs those."""
+        if self.positions == "cache" and not forgets:
+            raise UsageError("Positions within the cache are for entries that never come back; leave 'positions' out.")
+        return self.sinks if forgets and self.positions != "absolute" else None
+
     def rank(self, entries: Candidates) -> Tensor:
         """By slot; the sinks stay."""
         return entries.slots.masked_fill(entries.slots < entries.first + self.sinks, 2**30)

@@ -1,0 +1,90 @@
+"""How strongly each KV head retrieves: measured on synthetic passkeys, or read from a file.
+
+DuoAttention (arXiv:2410.10819, section 2.3) finds its retrieval heads by optimising gates on texts with passkeys. Here
+nothing is trained: a passkey of random tokens is planted in random tokens and repeated at the end. A head's score is the
+attention that each repeated token pays to what followed it the first time, the largest of the head's query heads.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+from kvkeep.attention import Segment, attend
+from kvkeep.errors import UsageError
+from kvkeep.geometry import ModelGeometry
+from kvkeep.models.adapter import decoder_of
+from kvkeep.models.binding import bind
+from kvkeep.models.forward import attending, probing
+
+LENGTH, PASSKEY, SAMPLES = 512, 32, 4
+"""Tokens of a sample, of its passkey, and how many samples are averaged."""
+
+
+def retrieval_scores(model: Any, geometry: ModelGeometry, path: str = "") -> Tensor:
+    """Return scores (layers, kv_heads) in [0, 1], of full layers in order: from a text file of rows of numbers (as
+    DuoAttention publishes them), or measured once for each model. Raises UsageError for a file that does not fit."""
+    layers = geometry.full_layers
+    shape = len(layers), layers[0].kv_heads
+    if path:
+        try:
+            scores = torch.from_numpy(numpy.loadtxt(Path(path), ndmin=2)).float()
+        except (OSError, ValueError) as error:
+            raise UsageError(f"Head scores cannot be read from '{path}': {error}.") from None
+        if tuple(scores.shape) != shape:
+            raise UsageError(
+                f"'{path}' has scores for {scores.shape[0]} layers of {scores.shape[1]} heads; this model has "
+                f"{shape[0]} of {shape[1]}."
+            )
+        return scores
+    known = getattr(model, "_kvkeep_retrieval_scores", None)
+    if known is None:
+        known = model._kvkeep_retrieval_scores = _measured(model, geometry)
+    return known
+
+
+@torch.no_grad()
+def _measured(model: Any, geometry: ModelGeometry) -> Tensor:
+    bind(model)
+    generator = torch.Generator().manual_seed(0)
+    length = min(LENGTH, geometry.max_positions or LENGTH)
+    passkey = min(PASSKEY, length // 4)
+    ids = torch.randint(0, geometry.vocab_size, (SAMPLES, length), generator=generator)
+    places = torch.linspace(passkey, length - 3 * passkey, SAMPLES).long()
+    for row, place in enumerate(places.tolist()):
+        ids[row, -passkey:] = ids[row, place : place + passkey]
+    recorder = _Recorder(geometry, places, passkey)
+    with attending(recorder), probing(lambda *_: None):
+        decoder_of(model)(input_ids=ids.to(next(model.parameters()).device), use_cache=False)
+    return torch.stack([recorder.scores[layer.index] for layer in geometry.full_layers])
+
+
+class _Recorder:
+    """Answers the attention of full layers, and notes what the repeated passkey pays to its first occurrence."""
+
+    def __init__(self, geometry: ModelGeometry, places: Tensor, passkey: int) -> None:
+        self.full = {layer.index: layer.kv_heads for layer in geometry.full_layers}
+        self.places, self.passkey = places, passkey
+        self.scores: dict[int, Tensor] = {}
+
+    def attends(self, layer_idx: int) -> bool:
+        return layer_idx in self.full
+
+    def attend(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float
+    ) -> Tensor:
+        segment = Segment(key, value, mask) if mask is not None else Segment(key, value, causal=True)
+        output, lse = attend(query, [segment], scaling)
+        # The query of passkey token i pays to token i + 1 of the first occurrence.
+        rows = torch.arange(len(self.places))[:, None]
+        targets = key[rows, :, self.places[:, None] + 1 + torch.arange(self.passkey - 1)].transpose(1, 2)
+        asking = slice(-self.passkey, -1)
+        targets = targets.repeat_interleave(query.shape[1] // key.shape[1], 1)
+        paid = ((query[:, :, asking] * targets).sum(-1).float() * scaling - lse[:, :, asking]).exp().mean((0, 2))
+        heads = self.full[module.layer_idx]
+        self.scores[module.layer_idx] = paid.view(heads, -1).amax(1).cpu()
+        return output

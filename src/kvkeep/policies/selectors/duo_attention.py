@@ -1,0 +1,51 @@
+"""``duo-attention``: heads that retrieve keep far more than the others (Xiao et al., arXiv:2410.10819)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from kvkeep.errors import UsageError
+from kvkeep.geometry import ModelGeometry
+from kvkeep.policies.heads import retrieval_scores
+from kvkeep.policies.selectors.base import Selector
+from kvkeep.stores.selected import Candidates
+
+
+@dataclass(frozen=True)
+class DuoAttention(Selector):
+    """A share ``retrieval`` of the KV heads keeps what the budget has left; the others their ``sinks`` and the newest.
+
+    The paper lets retrieval heads grow without bound. Under a hard budget they have all that the streaming heads leave
+    over (these have a share ``streaming`` of the mean), and beyond that keep their sinks and newest entries, too.
+    scores: a file of head scores, a row a layer; measured on synthetic passkeys if empty.
+    """
+
+    retrieval: float = 0.5
+    streaming: float = 0.25
+    sinks: int = 4
+    scores: str = ""
+
+    def __post_init__(self) -> None:
+        if not (0 < self.retrieval <= 1 and 0 < self.streaming <= 1):
+            raise UsageError("DuoAttention's 'retrieval' and 'streaming' are shares above 0 and up to 1.")
+
+    def budgets(self, model: Any, geometry: ModelGeometry, entries: int) -> list[Sequence[int]]:
+        """Return many entries for the heads of highest score, few for the others, ``entries`` on average."""
+        scores = retrieval_scores(model, geometry, self.scores)
+        heads = max(1, round(self.retrieval * scores.numel()))
+        few = min(entries, max(2 * self.sinks, int(self.streaming * entries)))
+        many = (entries * scores.numel() - few * (scores.numel() - heads)) // heads
+        chosen = set(scores.flatten().topk(heads).indices.tolist())
+        budgets: list[Sequence[int]] = [(entries,)] * len(geometry.layers)
+        for number, layer in enumerate(geometry.full_layers):
+            first = number * scores.shape[1]
+            budgets[layer.index] = [many if first + head in chosen else few for head in range(scores.shape[1])]
+        return budgets
+
+    def rank(self, entries: Candidates) -> Tensor:
+        """By slot; the sinks stay."""
+        return entries.slots.masked_fill(entries.slots < entries.first + self.sinks, 2**30)

@@ -1,0 +1,237 @@
+"""``kvpress``: the scores of a press of NVIDIA's kvpress package (https://github.com/NVIDIA/kvpress) say who stays.
+
+A press with a ``score`` method looks at one layer's keys and values, in order, and at the hidden states of the tokens
+that were just read, and gives every entry a number. Here these numbers drive kvkeep's own eviction: the budget is hard,
+prompts come in chunks, and what leaves may have any fate.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+from collections.abc import Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import MISSING, dataclass, fields
+from functools import partial
+from typing import Any
+from weakref import WeakSet
+
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from kvkeep.errors import KvkeepError, UnsupportedModelError, UsageError, unknown
+from kvkeep.geometry import ModelGeometry
+from kvkeep.models import binding
+from kvkeep.models.adapter import decoder_of, layers_of
+from kvkeep.policies.selectors.base import Selector
+from kvkeep.stores.selected import Candidates
+
+PACKAGE = "kvpress"
+HIGHEST = 2.0**98
+"""Above every score; the marks of entries without one begin at 2^100."""
+
+
+@dataclass(frozen=True)
+class KVPress(Selector):
+    """Those that a press of the kvpress package scores highest.
+
+    press: a class of the package with a ``score`` method, or its name in short ("SnapKVPress", "snapkv"). options: the
+    press' own parameters as text ("window_size=32,kernel_size=7"); its ``compression_ratio`` follows from the budget.
+
+    Scores are made at the end of every chunk of a prompt, of what was held and what is new, by slot, as the package
+    makes them at the end of a prompt. They stay with the entries. What is read without being scored stays, and what
+    has the lowest score leaves; when nothing scored is left, the oldest leaves. Read without being scored are decoded
+    tokens (a press is made for prompts, and would cost a pass over all keys at every step) and chunks that are too
+    short for the press: no longer than its ``window_size`` or ``n_sink``, whose entries the next longer chunk scores.
+
+    Presses that want attention weights, or a query for every key, cannot be served, nor can rows of different length.
+    """
+
+    press: str = ""
+    options: str = ""
+
+    @classmethod
+    def from_spec(cls, text: str) -> KVPress:
+        """Return the selector for ``NAME`` or ``NAME,PARAMETER=VALUE,...``."""
+        press, _, options = text.partition(",")
+        return cls(press.removeprefix("press="), options)
+
+    def __post_init__(self) -> None:
+        # Every cache has its own: presses learn from the model they are used with.
+        object.__setattr__(self, "_scorer", _made(self.press, self.options) if self.press else None)
+
+    @property
+    def watches(self) -> int:
+        """The last query's attention, which is not used: this is when scores are made, with what was held at hand."""
+        return 1
+
+    @property
+    def enters(self) -> bool:
+        """New entries are marked as not scored."""
+        return True
+
+    @property
+    def reads(self) -> bool:
+        """A press looks at keys and values."""
+        return True
+
+    def budgets(self, model: Any, geometry: ModelGeometry, entries: int) -> list[Sequence[int]]:
+        """Return ``entries`` for every layer. Presses also see what attention modules are called with, so the model
+        is hooked, once. Raises UsageError where no press was named."""
+        scorer: Any = self._scorer  # type: ignore[attr-defined]
+        if scorer is None:
+            raise UsageError(f"Method 'kvpress' needs the name of a press (kvpress:snapkv): {', '.join(presses())}.")
+        with _explained(scorer, "learn what it needs from this model"):
+            getattr(scorer, "post_init_from_model", lambda model: None)(model)
+        _hook(model)
+        return super().budgets(model, geometry, entries)
+
+    def enter(self, entries: Candidates, keys: Tensor) -> Tensor:
+        """Return marks above all scores that grow with the slot; float32 tells 2^23 of them apart."""
+        return (entries.slots + 2**23).float() * 2.0**77
+
+    def observe(self, entries: Candidates, weights: Tensor, queries: int) -> Tensor:
+        """Return the press' scores at the end of a chunk, else the marks as they are."""
+        scorer: Any = self._scorer  # type: ignore[attr-defined]
+        assert entries.marks is not None
+        if entries.new <= max(1, *(getattr(scorer, name, 0) or 0 for name in ("window_size", "n_sink"))):
+            return entries.marks
+        if isinstance(entries.first, Tensor):
+            raise UsageError("kvpress' scores know nothing of padding; pass rows of the same length, or one at a time.")
+        if (running := _running.get()) is None:
+            raise UnsupportedModelError("Hooks are not told what this model's attention modules are called with.")
+        module, hidden, kwargs = running
+        assert entries.keys is not None and entries.values is not None
+        # After a rollback some lanes may have lost more than others: the oldest that not all have keep their marks.
+        empty = int((entries.slots < 0).sum(1).max())
+        order = entries.slots.argsort(1)[:, empty:]
+        keys, values = (
+            part.gather(1, order[..., None].expand(-1, -1, part.shape[2])).unflatten(0, (-1, entries.heads))
+            for part in (entries.keys, entries.values)
+        )
+        # Presses that choose by themselves take int(n * (1 - ratio)): half an entry more, so that it is the budget.
+        scorer.compression_ratio = max(0.0, 1 - (entries.budget + 0.5) / order.shape[1])
+        _offset.set(entries.length - entries.new)
+        with _explained(scorer, f"score {order.shape[1]} entries by {entries.new} queries in layer {entries.layer}"):
+            scores = scorer.score(module, hidden, keys, values, None, kwargs).flatten(0, 1).float()
+            return entries.marks.scatter(1, order, scores.nan_to_num(-HIGHEST).clamp(-HIGHEST, HIGHEST))
+
+    def rank(self, entries: Candidates) -> Tensor:
+        """By score; what has none stays."""
+        assert entries.marks is not None
+        return entries.marks
+
+
+# -- presses ----------------------------------------------------------------------------------------
+
+
+def presses() -> dict[str, Any]:
+    """Return the package's presses that have a score, by their short names. Raises UsageError without the package."""
+    try:
+        package = importlib.import_module(PACKAGE)
+    except ImportError as error:
+        raise UsageError(
+            f"kvpress is not installed, or not all it imports ({error}): "
+            "pip install --no-deps kvpress, and pip install cachetools datasets fire."
+        ) from None
+    # kvpress wraps all attention functions known to transformers, and hands what is inside a dropout by position.
+    ALL_ATTENTION_FUNCTIONS[binding.NAME] = binding.attention_forward
+    found = {name: getattr(package, name) for name in dir(package) if name.endswith("Press") and name != "ScorerPress"}
+    return {_short(name): press for name, press in found.items() if inspect.isclass(press) and hasattr(press, "score")}
+
+
+def _short(name: str) -> str:
+    return name.lower().replace("-", "").replace("_", "").removesuffix("press")
+
+
+def _made(name: str, options: str) -> Any:
+    """Return the press ``name``. Raises UsageError for names and values that are not its own."""
+    known = presses()
+    if _short(name) not in known:
+        raise unknown("press of kvpress", name, known)
+    made = known[_short(name)]
+    takes = {field.name: field.default for field in fields(made) if field.init and field.name != "compression_ratio"}
+    given: dict[str, Any] = {}
+    for part in (part for part in options.split(",") if part):
+        key, _, text = part.partition("=")
+        if key not in takes:
+            raise UsageError(
+                f"'{part}' is not understood: {made.__name__} takes {', '.join(takes) or 'no parameters'}."
+            )
+        given[key] = _value(text, takes[key])
+    try:
+        return made(**given)
+    except (TypeError, ValueError, AssertionError) as error:
+        raise UsageError(f"{made.__name__} cannot be made so: {error}.") from None
+
+
+def _value(text: str, default: Any) -> Any:
+    """Return what ``text`` says, as the kind of thing that ``default`` is."""
+    try:
+        value = ast.literal_eval({"true": "True", "false": "False", "none": "None"}.get(text.lower(), text))
+    except (ValueError, SyntaxError):
+        value = text
+    if isinstance(default, float) and type(value) is int:
+        value = float(value)
+    if default not in (None, MISSING) and type(value) is not type(default):
+        raise UsageError(f"'{text}' is not understood: a value like {default!r} is wanted.")
+    return value
+
+
+@contextmanager
+def _explained(scorer: Any, doing: str) -> Any:
+    """Turn whatever a press raises into a sentence: it is written for a few families, and for whole prompts."""
+    try:
+        yield
+    except KvkeepError:
+        raise
+    except Exception as error:
+        kind = UsageError if isinstance(error, AssertionError) else UnsupportedModelError
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise kind(f"kvpress' {type(scorer).__name__} could not {doing}: {reason.rstrip('.')}.") from error
+
+
+# -- what attention modules are called with -----------------------------------------------------------
+
+_hooked: WeakSet[nn.Module] = WeakSet()
+# The attention module at work in this context, its input (batch, new, hidden_size), and what else it was given.
+_running: ContextVar[tuple[nn.Module, Tensor, dict[str, Any]] | None] = ContextVar("kvkeep_kvpress", default=None)
+# Tokens before the chunk at work.
+_offset: ContextVar[int] = ContextVar("kvkeep_kvpress_offset", default=0)
+
+
+def _hook(model: Any) -> None:
+    """Let every attention module of ``model`` say what it is called with, and know its rotary embedding."""
+    if model in _hooked:
+        return
+    decoder = decoder_of(model)
+    modules: list[Any] = [getattr(layer, "self_attn", getattr(layer, "attn", None)) for layer in layers_of(decoder)]
+    if None in modules:
+        raise UnsupportedModelError(f"'{type(model).__name__}' has layers whose attention module is not found.")
+    rotary = getattr(decoder, "rotary_emb", None)
+    for index, module in enumerate(modules):
+        module.register_forward_pre_hook(_entering, with_kwargs=True)
+        module.register_forward_hook(_leaving, with_kwargs=True, always_call=True)
+        if rotary is not None and not hasattr(module, "rotary_emb"):
+            typed = "layer_type" in inspect.signature(rotary.forward).parameters
+            own = partial(rotary, layer_type=decoder.config.layer_types[index]) if typed else rotary
+            module.__dict__["rotary_emb"] = partial(_ahead, own)  # not a submodule: the model has it already
+    _hooked.add(model)
+
+
+def _ahead(rotary: Any, rows: Tensor, positions: Tensor, *args: Any) -> Any:
+    """Presses count positions from the first token they are shown, which is a chunk's."""
+    return rotary(rows, positions + _offset.get(), *args)
+
+
+def _entering(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    # Layers that are run to rebuild entries are handed other caches; nobody scores by them.
+    if getattr(kwargs.get("past_key_values"), "streams", False):
+        _running.set((module, (args[0] if args else kwargs["hidden_states"]).detach(), kwargs))
+
+
+def _leaving(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    if getattr(kwargs.get("past_key_values"), "streams", False):
+        _running.set(None)

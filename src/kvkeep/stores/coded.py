@@ -1,0 +1,126 @@
+"""Entries in few bits: codes with a scale and an offset, and the two products attention needs of them.
+
+Keys are quantised per channel over groups of 32 entries, values per entry over groups of 32 channels (KIVI,
+arXiv:2402.02750, section 3): x = offset + scale * code. For one query neither is ever written out in full: scale and
+offset are folded into the query (keys) or into the weights (values), and the codes are multiplied as they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvkeep.stores.groups import GROUP
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Pack uint8 ``codes`` below 2**bits along the last axis: (..., n) to (..., n * bits / 8)."""
+    parts = codes.chunk(8 // bits, -1)
+    packed = parts[0].clone()
+    for number, part in enumerate(parts[1:], start=1):
+        packed |= part << (number * bits)
+    return packed
+
+
+def unpack(packed: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
+    """Undo :func:`pack`, as numbers of ``dtype``."""
+    if bits == 8:
+        return packed.to(dtype)
+    size, count = packed.shape[-1], 8 // bits
+    codes = torch.empty(*packed.shape[:-1], size * count, dtype=dtype, device=packed.device)
+    for number in range(count):
+        part = packed >> (number * bits) if number else packed
+        part = part & (2**bits - 1) if number < count - 1 else part
+        codes[..., number * size : (number + 1) * size] = part
+    return codes
+
+
+def encode(rows: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantise along the last axis: packed codes, scale and offset (float16, last axis of 1)."""
+    rows = rows.float()
+    offset = rows.amin(-1, keepdim=True).half()
+    scale = ((rows.amax(-1, keepdim=True) - offset.float()) / (2**bits - 1)).clamp(min=1e-6).half()
+    codes = ((rows - offset.float()) / scale.float()).round_().clamp_(0, 2**bits - 1)
+    return pack(codes.to(torch.uint8), bits), scale, offset
+
+
+@dataclass(frozen=True)
+class CodedKeys:
+    """Keys of some lanes: codes (lanes, groups, dim, GROUP packed), scale and offset (lanes, groups, dim, 1)."""
+
+    codes: Tensor
+    scale: Tensor
+    offset: Tensor
+    bits: int
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(lanes, 1, entries, dim), as if they were written out."""
+        lanes, groups, dim, _ = self.codes.shape
+        return lanes, 1, groups * GROUP, dim
+
+    def scores(self, query: Tensor) -> Tensor:
+        """Return the products with ``query`` (lanes, rows, dim): (lanes, rows, entries) float32."""
+        query = query.float()
+        folded = query[:, None] * self.scale.float().transpose(2, 3)  # (lanes, groups, rows, dim)
+        products = folded @ unpack(self.codes, self.bits, torch.float32)
+        products += query[:, None] @ self.offset.float()
+        return products.transpose(1, 2).flatten(2)
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """Write them out: (lanes, entries, dim)."""
+        keys = torch.addcmul(self.offset.float(), unpack(self.codes, self.bits, torch.float32), self.scale.float())
+        return keys.transpose(2, 3).flatten(1, 2).to(dtype)
+
+
+@dataclass(frozen=True)
+class CodedValues:
+    """Values of some lanes: codes (lanes, groups, parts, GROUP, width packed), scale and offset (lanes, groups, parts,
+    GROUP, 1); ``parts`` of ``width`` channels each."""
+
+    codes: Tensor
+    scale: Tensor
+    offset: Tensor
+    bits: int
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(lanes, 1, entries, dim), as if they were written out."""
+        lanes, groups, parts, _, packed = self.codes.shape
+        return lanes, 1, groups * GROUP, parts * packed * (8 // self.bits)
+
+    def mix(self, weights: Tensor) -> Tensor:
+        """Return the sums weighted by ``weights`` (lanes, rows, entries): (lanes, rows, dim) float32."""
+        grouped = weights.unflatten(2, (-1, GROUP)).transpose(1, 2)[:, :, None]  # (lanes, groups, 1, rows, GROUP)
+        mixed = (grouped * self.scale.float().transpose(3, 4)) @ unpack(self.codes, self.bits, torch.float32)
+        mixed += grouped @ self.offset.float()
+        return mixed.sum(1).transpose(1, 2).flatten(2)
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """Write them out: (lanes, entries, dim)."""
+        values = torch.addcmul(self.offset.float(), unpack(self.codes, self.bits, torch.float32), self.scale.float())
+        return values.transpose(2, 3).flatten(3).flatten(1, 2).to(dtype)
+
+
+def encode_keys(keys: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantise one group of keys (batch, kv_heads, GROUP, dim): (batch, kv_heads, dim, ...) each."""
+    return encode(keys.transpose(2, 3), bits)
+
+
+def encode_values(values: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantise one group of values (batch, kv_heads, GROUP, dim): parts (batch, kv_heads, channel parts, GROUP, ...)."""
+    return encode(values.unflatten(3, (-1, width(values.shape[3]))).transpose(2, 3), bits)
+
+
+def width(dim: int) -> int:
+    """Return how many of ``dim`` channels share an entry's scale."""
+    return GROUP if dim % GROUP == 0 else dim
+
+
+def group_bytes(key_dim: int, value_dim: int, bits: int) -> int:
+    """Return the bytes of one group of GROUP entries of one lane, scales and offsets included."""
+    keys = key_dim * (GROUP * bits // 8 + 4)
+    values = GROUP * (value_dim * bits // 8 + 4 * (value_dim // width(value_dim)))
+    return keys + values

@@ -1,0 +1,388 @@
+"""Every selector keeps what a slow reference keeps, written from the papers' formulas in NumPy.
+
+A small model reads a text in chunks and then token by token. The queries and keys that its attention was called with are
+recorded; the reference computes softmax attention of its own over what it kept itself, and after every step both must
+hold the same slots, in every layer, row and KV head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache as memoised
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from kvkeep import KeepCache, UsageError
+
+LAYERS, HEADS, KV_HEADS, WIDTH = 3, 4, 2, 32
+Array = np.ndarray[Any, Any]
+Rank = Callable[[Array, Array, int, int], Array]
+
+
+@memoised
+def model() -> Any:
+    """Three layers of grouped attention that is neither flat nor on one entry only: nothing is near a tie."""
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=20,
+        hidden_size=WIDTH,
+        intermediate_size=48,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        max_position_embeddings=512,
+    )
+    made = AutoModelForCausalLM.from_config(config).float().eval()
+    with torch.no_grad():
+        for parameter in made.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(10.0)
+    return made
+
+
+# -- what was done ----------------------------------------------------------------------------------
+
+
+@dataclass
+class Step:
+    """One call of one layer's attention: (rows, heads, n, dim) each, and what was held after it, (lanes, slots)."""
+
+    query: Array
+    key: Array
+    value: Array
+    output: Array
+    scaling: float
+    held: Array
+
+
+def watched(cache: KeepCache) -> list[list[Step]]:
+    """Record the attention calls of every layer."""
+    steps: list[list[Step]] = [[] for _ in cache.layers]
+    own = cache.attend
+
+    def attend(module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float) -> Any:
+        output, index = own(module, query, key, value, mask, scaling), module.layer_idx
+        parts = (part.double().numpy() for part in (query, key, value, output))
+        steps[index].append(Step(*parts, scaling, cache.layers[index].held().numpy()))
+        return output
+
+    cache.attend = attend
+    return steps
+
+
+def read(cache: KeepCache, chunks: list[int], seed: int, rows: int = 1) -> None:
+    """Take in vectors drawn at random, so that no two entries are alike, in chunks of these lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    for count in chunks:
+        with torch.no_grad():
+            model()(inputs_embeds=torch.randn(rows, count, WIDTH, generator=generator), past_key_values=cache)
+
+
+# -- the reference ----------------------------------------------------------------------------------
+
+
+class Rule:
+    """A reference of one selector. Arrays are (kv_heads, slots) over all slots there ever were. ``ties``: by how much
+    ranks may differ, relatively, that count as equal."""
+
+    ties = 0.0
+
+    def observe(self, marks: Array, weights: Array, kept: Array) -> Array:
+        """Return new marks; weights (kv_heads, queries, slots) are means over query heads, 0 where not kept."""
+        return marks
+
+    def rank(self, marks: Array, keys: Array, budget: int) -> Array:
+        """Return what decides, the highest stay. keys: (kv_heads, slots, dim)."""
+        raise NotImplementedError
+
+
+class Newest(Rule):
+    def __init__(self, sinks: int = 0) -> None:
+        self.sinks = sinks
+
+    def rank(self, marks: Array, keys: Array, budget: int) -> Array:
+        slots = np.broadcast_to(np.arange(marks.shape[1], dtype=float), marks.shape)
+        return np.where(slots < self.sinks, np.inf, slots)
+
+
+class HeavyHitters(Rule):
+    def __init__(self, recent: float = 0.5) -> None:
+        self.recent = recent
+
+    def observe(self, marks: Array, weights: Array, kept: Array) -> Array:
+        return marks + weights.sum(1)
+
+    def rank(self, marks: Array, keys: Array, budget: int) -> Array:
+        newest = np.arange(marks.shape[1]) >= marks.shape[1] - int(self.recent * budget)
+        return np.where(newest, np.inf, marks)
+
+
+class LastQuery(Rule):
+    def observe(self, marks: Array, weights: Array, kept: Array) -> Array:
+        return np.broadcast_to(weights[:, -1][:1].mean(0), marks.shape)
+
+    def rank(self, marks: Array, keys: Array, budget: int) -> Array:
+        return marks
+
+
+class Votes(Rule):
+    """Max-pooling makes neighbours equal, and nothing says which of them stays: there the reference does as was done."""
+
+    ties = 1e-6
+
+    def __init__(self, window: int, kernel: int) -> None:
+        self.window, self.kernel = window, kernel
+
+    def observe(self, marks: Array, weights: Array, kept: Array) -> Array:
+        voters, slots = min(self.window, weights.shape[1]), marks.shape[1]
+        votes = weights[:, -voters:].mean(1)
+        for head in range(len(votes)) if weights.shape[1] > 1 else ():
+            past = np.flatnonzero(kept[head] & (np.arange(slots) < slots - self.window))
+            near = np.pad(votes[head, past], self.kernel // 2)
+            votes[head, past] = [near[place : place + self.kernel].max() for place in range(len(past))]
+        return marks + (votes - marks) * voters / self.window
+
+    def rank(self, marks: Array, keys: Array, budget: int) -> Array:
+        window = np.arange(marks.shape[1]) >= marks.shape[1] - min(self.window, budget // 2)
+        return np.where(window, np.inf, marks)
+
+
+class SmallKeys(Rule):
+    def rank(self, marks: Array, keys: Array, budget: int) -> Array:
+        return -np.sqrt((keys**2).sum(-1))
+
+
+def best(rank: Array, kept: Array, count: int) -> Array:
+    """Return the ``count`` highest of those kept."""
+    order = np.argsort(-np.where(kept, rank, -np.inf), axis=1, kind="stable")
+    chosen = np.zeros_like(kept)
+    np.put_along_axis(chosen, order[:, :count], True, axis=1)
+    return chosen & kept
+
+
+def attention(query: Array, keys: Array, seen: Array, scaling: float) -> Array:
+    """Return softmax weights (kv_heads, group, queries, slots) of query (heads, queries, dim)."""
+    grouped = query.reshape(len(keys), -1, *query.shape[1:])
+    scores = np.where(seen[:, None], np.einsum("hgqd,hsd->hgqs", grouped, keys) * scaling, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True)
+
+
+def followed(rule: Rule, steps: list[Step], row: int, budget: int) -> Iterator[tuple[Array, Array]]:
+    """Yield, after every step of one row, what is kept and what attention returned."""
+    heads, dim = steps[0].key.shape[1], steps[0].key.shape[3]
+    keys = values = np.zeros((heads, 0, dim))
+    marks, kept = np.zeros((heads, 0)), np.zeros((heads, 0), dtype=bool)
+    for step in steps:
+        new = step.key.shape[2]
+        keys, values = np.append(keys, step.key[row], 1), np.append(values, step.value[row], 1)
+        marks, kept = (np.pad(rows, ((0, 0), (0, new))) for rows in (marks, kept))
+        slots = keys.shape[1]
+        lanes = slice(row * heads, (row + 1) * heads)
+        nudge = 1 + rule.ties * step.held[lanes]
+        if new == 1:  # a single token takes its place before it attends
+            kept = best(rule.rank(marks, keys, budget) * nudge, kept, budget - 1)
+        kept[:, slots - new :] = True
+        causal = np.arange(slots)[None, :] <= np.arange(slots - new, slots)[:, None]
+        weights = attention(step.query[row], keys, kept[:, None] & causal, step.scaling)
+        marks = rule.observe(marks, weights.mean(1), kept)
+        if new > 1:
+            kept = best(rule.rank(marks, keys, budget) * nudge, kept, budget)
+        yield kept, np.einsum("hgqs,hsd->hgqd", weights, values).reshape(step.output[row].shape)
+
+
+def assert_follows(cache: KeepCache, steps: list[list[Step]], rule: Rule, budgets: list[int]) -> None:
+    for index, (layer, own) in enumerate(zip(cache.layers, steps, strict=True)):
+        for row in range(layer.rows):
+            lanes = slice(row * layer.heads, (row + 1) * layer.heads)
+            for number, (step, (kept, output)) in enumerate(
+                zip(own, followed(rule, own, row, budgets[index]), strict=True)
+            ):
+                where = f"layer {index}, row {row}, step {number}"
+                assert [np.flatnonzero(lane).tolist() for lane in step.held[lanes]] == [
+                    np.flatnonzero(lane).tolist() for lane in kept
+                ], where
+                np.testing.assert_allclose(step.output[row], output, atol=2e-5, rtol=2e-4, err_msg=where)
+
+
+RULES: dict[str, Rule] = {
+    "window": Newest(),
+    "streaming-llm:positions=absolute": Newest(sinks=4),
+    "streaming-llm:sinks=7,positions=absolute": Newest(sinks=7),
+    "h2o": HeavyHitters(),
+    "h2o:recent=0.2": HeavyHitters(0.2),
+    "h2o:recent=0": HeavyHitters(0.0),
+    "tova": LastQuery(),
+    "snapkv": Votes(32, 7),  # its window is wider than some of the budgets below
+    "snapkv:window=4,kernel=3": Votes(4, 3),
+    "snapkv:window=6,kernel=1": Votes(6, 1),
+    "knorm": SmallKeys(),
+}
+
+
+@pytest.mark.parametrize("method", RULES)
+@settings(max_examples=10, deadline=None, derandomize=True)
+@given(
+    chunks=st.lists(st.integers(1, 40), min_size=1, max_size=4),
+    budget=st.integers(16, 40),
+    seed=st.integers(0, 10**6),
+    rows=st.integers(1, 2),
+)
+def test_keeps_what_the_reference_keeps(method: str, chunks: list[int], budget: int, seed: int, rows: int) -> None:
+    cache = KeepCache(model(), method, budget)
+    cache.chunk = 100  # as they are given, also those longer than the budget, which layers with smaller ones see
+    steps = watched(cache)
+    read(cache, [*chunks, *[1] * 20], seed, rows)
+    assert_follows(cache, steps, RULES[method], [budget] * LAYERS)
+
+
+@pytest.mark.parametrize("method", RULES)
+def test_keeps_what_the_reference_keeps_between_short_and_long_chunks(method: str) -> None:
+    """A first chunk that fits, one that overflows, decoding, a second turn, and decoding again."""
+    cache = KeepCache(model(), method, 18, chunk=16)
+    steps = watched(cache)
+    read(cache, [5, 30, *[1] * 15, 9, 2, *[1] * 6], seed=3, rows=2)
+    assert [step.key.shape[2] for step in steps[0][:3]] == [5, 16, 14]  # taken in chunks
+    assert_follows(cache, steps, RULES[method], [18] * LAYERS)
+    assert steps[0][-1].held.sum(1).tolist() == [18] * 4
+
+
+@pytest.mark.parametrize("method", [method for method in RULES if method != "window"])
+def test_the_rule_matters_here(method: str) -> None:
+    """The comparison above could not tell selectors apart if all of them kept the same entries."""
+    cache = KeepCache(model(), method, 18, chunk=16)
+    steps = watched(cache)
+    read(cache, [30, *[1] * 15], seed=3)
+    with pytest.raises(AssertionError, match="layer"):
+        assert_follows(cache, steps, RULES["window"], [18] * LAYERS)
+
+
+# -- pyramidkv: the same votes, other budgets --------------------------------------------------------
+
+
+def pyramid(entries: int, window: int, beta: float, layers: int) -> list[int]:
+    """Section 3.3 of the paper: besides the window, a straight line of mean k from 2k - k / beta to k / beta."""
+    mean = entries - window
+    first, last = 2 * mean - mean / beta, mean / beta
+    return [window + int(first + (last - first) * layer / (layers - 1)) for layer in range(layers)]
+
+
+@pytest.mark.parametrize(
+    ("text", "entries", "window", "kernel", "beta"),
+    [
+        ("pyramidkv:window=4,kernel=3", 24, 4, 3, 20.0),
+        ("pyramidkv:window=6,kernel=5,beta=2", 20, 6, 5, 2.0),
+        ("pyramidkv:window=5,kernel=3,beta=1", 17, 5, 3, 1.0),  # beta 1: no pyramid
+    ],
+)
+def test_pyramidkv(text: str, entries: int, window: int, kernel: int, beta: float) -> None:
+    cache = KeepCache(model(), text, entries, chunk=16)
+    budgets = pyramid(entries, window, beta, LAYERS)
+    assert sum(budgets) <= entries * LAYERS
+    steps = watched(cache)
+    read(cache, [7, 40, *[1] * 20], seed=5)  # the chunk is longer than the last layer's budget
+    assert_follows(cache, steps, Votes(window, kernel), budgets)
+    assert [int(own[-1].held[0].sum()) for own in steps] == budgets
+
+
+def test_pyramidkv_narrows_its_window_to_half_the_budget() -> None:
+    """The default window of 32 does not fit 24 entries, and no layer gets less than what is kept of the window."""
+    cache = KeepCache(model(), "pyramidkv", 24)
+    assert cache.budgets is not None
+    assert [list(own) for own in cache.budgets] == [[own] for own in pyramid(24, 12, 20.0, LAYERS)]
+    assert min(own for (own,) in cache.budgets) >= 12
+
+
+@pytest.mark.parametrize("layers", [1, 2, 7])
+@pytest.mark.parametrize("entries", [16, 33, 100])
+def test_pyramidkv_spends_no_more_than_it_has(layers: int, entries: int) -> None:
+    config = model().config.to_dict() | {"num_hidden_layers": layers}
+    own = AutoModelForCausalLM.from_config(LlamaConfig(**config))
+    budgets = [own for (own,) in KeepCache(own, "pyramidkv:window=8", entries).budgets or ()]
+    assert budgets == sorted(budgets, reverse=True)
+    assert entries * layers - layers <= sum(budgets) <= entries * layers
+
+
+# -- random: chance, but the same chance every time --------------------------------------------------
+
+
+def draws(seed: int, chunks: list[int]) -> list[Array]:
+    """Return what every slot drew, (kv_heads, slots) by layer: with room for all, nothing is reordered."""
+    cache = KeepCache(model(), f"random:seed={seed}", 90, chunk=20)
+    read(cache, chunks, seed=0)
+    found = []
+    for layer in cache.layers:
+        (bank,) = layer.banks
+        assert bank.slots[0, :60].tolist() == list(range(60))
+        found.append(bank.marks[:, :60].numpy())
+    return found
+
+
+def test_random_keeps_the_highest_of_its_draws() -> None:
+    by_layer = draws(4, [60])
+    cache = KeepCache(model(), "random:seed=4", 16)
+    steps = watched(cache)
+    read(cache, [33, 7, *[1] * 20], seed=9, rows=2)  # another text, other chunks, more rows: the same draws
+    for own, marks in zip(steps, by_layer, strict=True):
+        length = 0
+        for step in own:
+            before, length = length, length + step.key.shape[2]
+            kept = np.zeros((4, length), dtype=bool)
+            kept[:, :before] = previous if before else False
+            rank = np.tile(marks[:, :length], (2, 1))
+            if length - before == 1:
+                kept = best(rank, kept, 15)
+            kept[:, before:] = True
+            previous = best(rank, kept, 16)
+            assert (step.held == previous).all()
+
+
+def test_random_draws_are_reproducible_and_differ_by_seed_layer_and_head() -> None:
+    one, again, other = draws(4, [60]), draws(4, [13, *[1] * 7, 40]), draws(5, [60])
+    rows = [tuple(row) for drawn in (one, other) for layer in drawn for row in layer]
+    assert all((a == b).all() for a, b in zip(one, again, strict=True))
+    assert len(set(rows)) == 2 * LAYERS * KV_HEADS
+    assert len({tuple(np.argsort(row)) for row in rows}) == len(rows)  # not one order shifted
+
+
+def test_random_draws_are_even() -> None:
+    """Mean and spread of uniform numbers in [0, 1), within four standard errors; first and last slots alike."""
+    drawn = np.stack([layer for seed in range(20) for layer in draws(seed, [60])]).reshape(-1, 60)
+    assert drawn.min() >= 0 and drawn.max() < 1
+    error = (1 / 12 / drawn.size) ** 0.5
+    assert abs(drawn.mean() - 0.5) < 4 * error
+    assert abs(drawn.std() - 12**-0.5) < 0.01
+    assert abs(drawn.mean(0) - 0.5).max() < 4 * (1 / 12 / len(drawn)) ** 0.5
+    neighbours = np.corrcoef(drawn[:, :-1].ravel(), drawn[:, 1:].ravel())[0, 1]
+    assert abs(neighbours) < 4 / drawn.size**0.5
+
+
+@pytest.mark.parametrize("method", ["random", "h2o", "tova", "snapkv:window=4"])
+def test_a_row_keeps_the_same_in_any_batch(method: str) -> None:
+    inputs = torch.randn(3, 50, WIDTH, generator=torch.Generator().manual_seed(2))
+
+    def held(rows: list[int]) -> list[torch.Tensor]:
+        cache = KeepCache(model(), method, 16)
+        with torch.no_grad():
+            for low, high in ((0, 45), *((place, place + 1) for place in range(45, 50))):
+                model()(inputs_embeds=inputs[rows, low:high], past_key_values=cache)
+        return [layer.held().unflatten(0, (-1, KV_HEADS)) for layer in cache.layers]
+
+    alone, among = held([2]), held([0, 2, 1])
+    assert all((a[0] == b[1]).all() for a, b in zip(alone, among, strict=True))
+
+
+# -- what a layer is told ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["snapkv:window=0", "snapkv:kernel=4", "snapkv:kernel=0", "pyramidkv:beta=0.5"])
+def test_parameters_that_make_no_sense_are_refused(text: str) -> None:
+    with pytest.raises(UsageError, match=r"window|beta"):
+        KeepCache(model(), text, 32)
