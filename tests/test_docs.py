@@ -33,7 +33,7 @@ def test_python_examples(
         "system_prompt_ids": loaded.tokenizer("You are kind.", return_tensors="pt").input_ids,
     }  # fmt: skip
     for code in blocks(page, "python"):
-        exec(compile(code, page.name, "exec"), names)
+        exec(compile(code, page.name, "exec", dont_inherit=True), names)
     if page.name == "README.md":
         printed = capsys.readouterr().out
         assert "Paris" in printed and "resident_bytes" in printed and "Rome" in printed

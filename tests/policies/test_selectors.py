@@ -1,8 +1,8 @@
 """Every selector keeps what a slow reference keeps, written from the papers' formulas in NumPy.
 
-A small model reads a text in chunks and then token by token. The queries and keys that its attention was called with are
-recorded; the reference computes softmax attention of its own over what it kept itself, and after every step both must
-hold the same slots, in every layer, row and KV head.
+A small model reads a text in chunks and then token by token. The queries and keys that its attention was called with
+are recorded; the reference computes softmax attention of its own over what it kept itself, and after every step both
+must hold the same slots, in every layer, row and KV head.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class LastQuery(Rule):
 
 
 class Votes(Rule):
-    """Max-pooling makes neighbours equal, and nothing says which of them stays: there the reference does as was done."""
+    """Max-pooling makes neighbours equal, and no formula says which of them stays: there it does as was done."""
 
     ties = 1e-6
 
@@ -331,11 +331,10 @@ def test_random_keeps_the_highest_of_its_draws() -> None:
     steps = watched(cache)
     read(cache, [33, 7, *[1] * 20], seed=9, rows=2)  # another text, other chunks, more rows: the same draws
     for own, marks in zip(steps, by_layer, strict=True):
-        length = 0
+        length, previous = 0, np.zeros((4, 0), dtype=bool)
         for step in own:
             before, length = length, length + step.key.shape[2]
-            kept = np.zeros((4, length), dtype=bool)
-            kept[:, :before] = previous if before else False
+            kept = np.pad(previous, ((0, 0), (0, length - before)))
             rank = np.tile(marks[:, :length], (2, 1))
             if length - before == 1:
                 kept = best(rank, kept, 15)

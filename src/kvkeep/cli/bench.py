@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def bench(
     model: options.Model = "smollm2",
     contexts: Annotated[str, typer.Option(help="Prompt lengths, separated by commas.")] = "512,2048,4096",
-    budget: Annotated[str, typer.Option("--budget", "-b", help="The budget of kv-direct.")] = "12.5%",
+    budget: Annotated[str, typer.Option("--budget", "-b", help="The budget of whatever has one.")] = "12.5%",
     rounds: Annotated[int, typer.Option(min=1, help="How often everything is measured.")] = 3,
     steps: Annotated[int, typer.Option(min=2, help="Decoding steps a round.")] = 16,
     only: Annotated[str | None, typer.Option(help="Only cases whose name contains one of these, by commas.")] = None,
@@ -34,16 +34,18 @@ def bench(
     import torch
     import transformers
 
+    from kvkeep.budget import Budget
     from kvkeep.cache import STOCK
     from kvkeep.lab.bench import INTERRUPTED, cases, run
     from kvkeep.models.loading import load
 
     lengths = _lengths(contexts)
-    listed = cases(lengths, budget, steps, slow=slow)
+    Budget.parse(budget)
+    loaded = load(model, dtype=dtype, device=device, progress=note)
+    listed = cases(loaded.model, lengths, budget, steps, slow=slow)
     if only is not None:
         wanted = [part.strip() for part in only.split(",")]
-        listed = [case for case in listed if case.label == STOCK or any(part in case.label for part in wanted)]
-    loaded = load(model, dtype=dtype, device=device, progress=note)
+        listed = [case for case in listed if case.method == STOCK or any(part in case.label for part in wanted)]
     machine = {
         "model": loaded.name,
         "dtype": dtype,
@@ -84,15 +86,28 @@ def _lengths(text: str) -> list[int]:
 
 def _table(rows: list[Row]) -> Table:
     table = Table(
-        box=None, header_style="bold", caption="× : time relative to stock at the same context; below 1 is faster"
+        box=None,
+        header_style="bold",
+        caption="× : time relative to stock at the same context; × held: to a stock cache of the budget's entries only",
     )
-    for heading in ("context", "cache", "prefill s", "×", "step ms", "×", "resident", "checkpoints", "workspace peak"):
+    for heading in (
+        "context",
+        "cache",
+        "prefill s",
+        "×",
+        "step ms",
+        "×",
+        "× held",
+        "resident",
+        "kept smaller or elsewhere",
+        "workspace peak",
+    ):
         table.add_column(heading, justify="left" if heading == "cache" else "right")
     for row in rows:
         if row.error:
             table.add_row(str(row.context), row.label, row.error)
             continue
-        kept = sum(row.memory["checkpoint_bytes"].values())
+        kept = sum(row.memory["checkpoint_bytes"].values()) + row.memory["compressed_bytes"]
         table.add_row(
             str(row.context),
             row.label,
@@ -100,6 +115,7 @@ def _table(rows: list[Row]) -> Table:
             _number(row.prefill_ratio, 2),
             _number(row.step_ms, 1),
             _number(row.step_ratio, 2),
+            _number(row.held_ratio, 2),
             size(row.memory["resident_bytes"]),
             size(kept) if kept else "-",
             size(row.memory["peak_workspace_bytes"]) if row.memory["peak_workspace_bytes"] else "-",

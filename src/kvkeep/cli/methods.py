@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import MISSING
+from typing import Any
+
 from rich.table import Table
 
 from kvkeep.cli import options
@@ -11,7 +14,10 @@ from kvkeep.cli.output import out, print_json
 def methods(json: options.Json = False) -> None:
     """List the methods: who leaves, what becomes of it, how it comes back, and the promise."""
     from kvkeep.cache import STOCK
+    from kvkeep.policies.fates import FATES
     from kvkeep.policies.methods import METHODS
+    from kvkeep.policies.selectors import SELECTORS
+    from kvkeep.policies.specs import parameters
 
     rows = [
         {
@@ -38,12 +44,33 @@ def methods(json: options.Json = False) -> None:
             "source": "transformers.DynamicCache",
         }
     )
+    kinds: dict[str, dict[str, Any]] = {"selectors": SELECTORS, "fates": FATES}
+    parts = {kind: {name: parameters(made) for name, made in registry.items()} for kind, registry in kinds.items()}
     if json:
-        print_json({"methods": rows})
+        defaults = {
+            kind: {name: {key: _plain(value) for key, value in given.items()} for name, given in own.items()}
+            for kind, own in parts.items()
+        }
+        print_json({"methods": rows, **defaults})
         return
     table = Table(box=None, header_style="bold")
-    for heading in ("method", "class", "who leaves", "what becomes of it", "how it comes back", "summary"):
+    for heading in ("method", "class", "who leaves", "what becomes of it", "how it comes back"):
         table.add_column(heading, overflow="fold")
     for row in rows:
-        table.add_row(*(str(row[key]) for key in ("name", "class", "selector", "fate", "recall", "summary")))
+        table.add_row(*(str(row[key]) for key in ("name", "class", "selector", "fate", "recall")))
     out.print(table)
+    out.print("\nAny SELECTOR+FATE is a method, too, and each may have parameters: snapkv:window=16+quantize:4")
+    for kind, own in parts.items():
+        listed = Table(box=None, header_style="bold")
+        listed.add_column(kind)
+        listed.add_column("parameters", overflow="fold")
+        for name, given in own.items():
+            listed.add_row(
+                name, ", ".join(key if _plain(value) is None else f"{key}={value}" for key, value in given.items())
+            )
+        out.print(listed)
+
+
+def _plain(value: Any) -> Any:
+    """Return a default as JSON has it; None where there is none."""
+    return None if value is MISSING or value == "" else value

@@ -15,28 +15,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvkeep.budget import Budget
 from kvkeep.cache import STOCK, memory_of, new_cache
 from kvkeep.errors import KvkeepError
+from kvkeep.geometry import ModelGeometry
+from kvkeep.policies.selectors import SELECTORS
 from kvkeep.stores.meter import Memory
 
 NAIVE = "naive"
+HELD = "stock, the budget's entries"
 INTERRUPTED = "interrupted before it was measured"
 
 
 @dataclass(frozen=True)
 class Case:
-    """One cache at one context: ``length`` prompt tokens, then single steps. ``rival``: whom it is compared with."""
+    """One cache at one context: ``length`` prompt tokens, then single steps. ``rival``: whom it is compared with.
+    ``reads``: prompt tokens where these are not ``length``: a stock cache of a budget's entries."""
 
     label: str
     length: int
     method: str
     options: dict[str, Any] = field(default_factory=dict)
     rival: str = STOCK
+    reads: int | None = None
 
 
 @dataclass(frozen=True)
 class Row:
-    """What one case measured. Seconds are medians; ratios are to the rival of the same context (below 1 is faster)."""
+    """What one case measured. Seconds are medians; ratios are to the rival of the same context (below 1 is faster);
+    ``held_ratio``: of the step, to a stock cache that holds the budget's entries only."""
 
     label: str
     context: int
@@ -44,14 +51,25 @@ class Row:
     step_ms: float | None
     prefill_ratio: float | None
     step_ratio: float | None
+    held_ratio: float | None
     steps: int
     memory: dict[str, Any]
     error: str = ""
 
 
-def cases(contexts: Sequence[int], budget: str, steps: int, *, slow: bool = True) -> list[Case]:
+SHRINKING = (
+    *(name for name in SELECTORS if name != "kvpress"),
+    *("quantized:8", "quantized:4", "quantized:2", "lowrank:32", "longcache", "h2o+quantize:4"),
+)
+"""Methods that drop entries or keep them smaller."""
+
+
+def cases(model: Any, contexts: Sequence[int], budget: str, steps: int, *, slow: bool = True) -> list[Case]:
     """Return the cases of a whole run: no cache, the stock cache, the exact caches, kv-direct in each kind and place,
-    and kv-direct with a budget of the whole context, where nothing is recalled: its own overhead."""
+    kv-direct with a budget of the whole context, where nothing is recalled: its own overhead; every method that drops
+    or shrinks, and beside them a stock cache that holds the budget's entries only."""
+    geometry = ModelGeometry.from_config(model.config, next(model.parameters()).dtype.itemsize)
+    entries = {length: Budget.parse(budget).entries(geometry, context=length) for length in contexts}
     listed = []
     for length in contexts:
 
@@ -68,6 +86,9 @@ def cases(contexts: Sequence[int], budget: str, steps: int, *, slow: bool = True
             *(direct("kv", where) for where in ("device", "host", "disk")),
             *(direct("residual", where) for where in ("device", "host", "disk")),
         ]
+        listed += [Case(name, length, name, {"budget": budget, "context": length}) for name in SHRINKING]
+        if entries[length]:
+            listed.append(Case(HELD, length, STOCK, reads=entries[length]))
         if slow:
             listed += [Case(NAIVE, length, NAIVE), direct("residual:4", "host"), direct("tokens", "device")]
     return listed
@@ -125,7 +146,7 @@ def _rows(
 
     places = {(case.label, case.length): number for number, case in enumerate(listed)}
     for number, case in enumerate(listed):
-        rival = places.get((case.rival, case.length))
+        rival, held = places.get((case.rival, case.length)), places.get((HELD, case.length))
         prefill, step = middle(prefills[number]), middle(times[number])
         yield Row(
             case.label,
@@ -134,6 +155,7 @@ def _rows(
             None if step is None else 1e3 * step,
             None if rival is None else ratio(prefill, middle(prefills[rival])),
             None if rival is None else ratio(step, middle(times[rival])),
+            None if held is None else ratio(step, middle(times[held])),
             len(times[number]),
             asdict(memories.get(number, Memory())),
             errors.get(number, ""),
@@ -148,7 +170,7 @@ def _measure(model: Any, case: Case, steps: int, patience_s: float) -> tuple[lis
     if case.method == NAIVE:
         return [], _until(steps, patience_s, lambda step: _timed(model, ids[:, : case.length + step], None)), Memory()
     cache = new_cache(model, case.method, **case.options)
-    prefill = _timed(model, ids[:, : case.length], cache)
+    prefill = _timed(model, ids[:, : case.reads or case.length], cache)
     _timed(model, ids[:, :1], cache)  # the first step warms up
     took = _until(steps - 1, patience_s, lambda step: _timed(model, ids[:, step : step + 1], cache))
     return [prefill], took, memory_of(cache)

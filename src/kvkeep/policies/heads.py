@@ -1,8 +1,8 @@
 """How strongly each KV head retrieves: measured on synthetic passkeys, or read from a file.
 
 DuoAttention (arXiv:2410.10819, section 2.3) finds its retrieval heads by optimising gates on texts with passkeys. Here
-nothing is trained: a passkey of random tokens is planted in random tokens and repeated at the end. A head's score is the
-attention that each repeated token pays to what followed it the first time, the largest of the head's query heads.
+nothing is trained: a passkey of random tokens is planted in random tokens and repeated at the end. A head's score is
+the attention that each repeated token pays to what followed it the first time, the largest of its query heads'.
 """
 
 from __future__ import annotations

@@ -112,16 +112,17 @@ def combined(name: str, selector: Selector, fate: Fate, summary: str = "", sourc
         )
         return Plan(layers, entries, chunk, True, *fate.checkpoint(live), live, budgets, positions)
 
-    words = {"selector": _words(selector), "fate": fate.label, "recall": fate.recall}
     return Method(
         name,
-        **words,
-        exactness=fate.exactness,
-        summary=summary or f"{words['selector']}; what leaves is {fate.label}.",
-        source=source,
-        options=("budget", "chunk", *fate.options),
-        plan=plan,
-        records=fate.records,
+        selector.leaves,
+        fate.label,
+        fate.recall,
+        fate.exactness,
+        summary or (type(selector).__doc__ or "").partition("\n")[0].replace("``", ""),
+        source or selector.source,
+        ("budget", "chunk", *fate.options),
+        plan,
+        fate.records,
     )
 
 
@@ -137,10 +138,6 @@ def _in_cache(request: Request, sinks: int, entries: int, chunk: int) -> CachePo
             "smaller budget, or use streaming-llm:positions=absolute."
         )
     return CachePositions(adapter, min(sinks, entries), entries, limit or 2**15)
-
-
-def _words(selector: Selector) -> str:
-    return (type(selector).__doc__ or "").partition("\n")[0].rstrip(".")
 
 
 _KEPT = (

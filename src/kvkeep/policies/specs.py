@@ -41,4 +41,9 @@ def build(kind: str, text: str, registry: Mapping[str, type[T]]) -> T:
     return made(**given)
 
 
+def parameters(made: type[Any]) -> dict[str, Any]:
+    """Return the parameters of a selector or fate with their defaults."""
+    return {field.name: field.default for field in fields(made)}
+
+
 _WORDS = {int: "whole number", float: "number", str: "text"}

@@ -110,7 +110,7 @@ def encode_keys(keys: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def encode_values(values: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantise one group of values (batch, kv_heads, GROUP, dim): parts (batch, kv_heads, channel parts, GROUP, ...)."""
+    """Quantise one group of values (batch, kv_heads, GROUP, dim): parts (batch, kv_heads, parts, GROUP, ...)."""
     return encode(values.unflatten(3, (-1, width(values.shape[3]))).transpose(2, 3), bits)
 
 

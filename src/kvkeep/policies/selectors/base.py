@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,7 +18,13 @@ STAYS = float("inf")
 @dataclass(frozen=True)
 class Selector:
     """Who stays. One file for each: a frozen dataclass whose fields are its parameters, :meth:`rank`, and where it
-    needs them :meth:`enter` and :meth:`observe`. Tensors are (lanes, entries), a lane being one KV head of one row."""
+    needs them :meth:`enter` and :meth:`observe`. Tensors are (lanes, entries), a lane being one KV head of one row.
+
+    leaves: who leaves, in a few words; source: the paper.
+    """
+
+    leaves: ClassVar[str]
+    source: ClassVar[str]
 
     @property
     def watches(self) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -23,6 +23,9 @@ class DuoAttention(Selector):
     over (these have a share ``streaming`` of the mean), and beyond that keep their sinks and newest entries, too.
     scores: a file of head scores, a row a layer; measured on synthetic passkeys if empty.
     """
+
+    leaves: ClassVar[str] = "in streaming heads, all but sinks and newest"
+    source: ClassVar[str] = "arXiv:2410.10819"
 
     retrieval: float = 0.5
     streaming: float = 0.25

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -13,6 +14,9 @@ from kvkeep.stores.selected import Candidates
 @dataclass(frozen=True)
 class H2O(Selector):
     """Those with the most attention so far, from all queries, beside a share ``recent`` of the newest."""
+
+    leaves: ClassVar[str] = "all but heavy hitters and newest"
+    source: ClassVar[str] = "arXiv:2306.14048, Algorithm 1"
 
     recent: float = 0.5
 

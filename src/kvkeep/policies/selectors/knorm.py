@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -13,6 +14,9 @@ from kvkeep.stores.selected import Candidates
 @dataclass(frozen=True)
 class KNorm(Selector):
     """Those with the smallest L2 norm of the key."""
+
+    leaves: ClassVar[str] = "largest key norms"
+    source: ClassVar[str] = "arXiv:2406.11430"
 
     @property
     def enters(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from kvkeep.errors import UsageError
 from kvkeep.geometry import ModelGeometry
@@ -15,6 +15,9 @@ from kvkeep.policies.selectors.snapkv import SnapKV
 class PyramidKV(SnapKV):
     """The budget besides the window falls in a straight line from the first layer to the last, which has 1/``beta`` of
     the mean."""
+
+    leaves: ClassVar[str] = "as snapkv; later layers keep fewer"
+    source: ClassVar[str] = "arXiv:2406.02069"
 
     beta: float = 20.0
 

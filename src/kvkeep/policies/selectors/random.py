@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -15,6 +16,9 @@ from kvkeep.stores.selected import Candidates
 class Random(Selector):
     """Each entry draws a number when it comes in, from ``seed``, layer, head and slot alone: the same on every device,
     in every batch, and after a rollback."""
+
+    leaves: ClassVar[str] = "anyone"
+    source: ClassVar[str] = "a baseline"
 
     seed: int = 0
 

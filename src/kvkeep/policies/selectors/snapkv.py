@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,9 @@ class SnapKV(Selector):
     budget holds after each, and the last chunk's are the prompt's; a decoded token's query counts as one of ``window``:
     votes are then a running mean over about that many.
     """
+
+    leaves: ClassVar[str] = "least attended by the last 32 queries"
+    source: ClassVar[str] = "arXiv:2404.14469"
 
     window: int = 32
     kernel: int = 7

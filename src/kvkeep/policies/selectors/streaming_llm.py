@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -18,6 +19,9 @@ class StreamingLLM(Selector):
     positions: "cache" (the paper's: an entry's position is its place in the cache, so a stream never ends), "absolute"
     (where it was read), or "" for "cache" where entries are dropped and "absolute" where they come back.
     """
+
+    leaves: ClassVar[str] = "all but sinks and newest"
+    source: ClassVar[str] = "arXiv:2309.17453"
 
     sinks: int = 4
     positions: str = ""

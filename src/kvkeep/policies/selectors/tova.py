@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -13,6 +14,9 @@ from kvkeep.stores.selected import Candidates
 @dataclass(frozen=True)
 class Tova(Selector):
     """Those the last query gave most, mean over all heads: one choice for the layer."""
+
+    leaves: ClassVar[str] = "least attended by the last query"
+    source: ClassVar[str] = "arXiv:2401.06104"
 
     @property
     def watches(self) -> int:

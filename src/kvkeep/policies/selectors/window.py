@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -13,6 +14,9 @@ from kvkeep.stores.selected import Candidates
 @dataclass(frozen=True)
 class Window(Selector):
     """The last B entries."""
+
+    leaves: ClassVar[str] = "oldest"
+    source: ClassVar[str] = "kv-direct section 5.6 (sliding window)"
 
     def rank(self, entries: Candidates) -> Tensor:
         """By slot."""
