@@ -312,7 +312,7 @@ REASONS: dict[str, list[tuple[str, Callable[[list[int]], Any]]]] = {
     ],
     "tova": [("the last token always stays", lambda budgets: last_token_stays())],
     "h2o": [("mean over queries, nothing kept for being recent", lambda budgets: mean_over_queries())],
-    "knorm": [("none; near ties in float32", lambda budgets: nullcontext())],
+    "knorm": [("none; what differs ties", lambda budgets: nullcontext())],
 }
 
 

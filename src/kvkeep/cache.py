@@ -164,11 +164,12 @@ class KeepCache(Cache):
         source = self.geometry.layers[index].source
         layer, last = self.layers[source], self._readers[source] == index
         self._in_hand = max(self._in_hand, layer.pending_bytes)
-        single = last and source == index and key.shape[2] == 1 and mask is None
+        # A single new entry is attended where it will lie, with the others; later readers find it there.
+        single = layer.pending is None or (source == index and key.shape[2] == 1 and mask is None)
         if isinstance(layer, SelectedLayer):
             return self._attend_selected(layer, module, query, key, value, mask, scaling, single, last)
         if single:
-            layer.settle()  # a single new entry is attended where it will lie, with the others
+            layer.settle()
             return attend(query, self._past(layer, module, query, None, layer.length - 1), scaling)[0]
         output, _ = attend(query, self._segments(layer, module, query, key, value, mask), scaling)
         if last:
@@ -429,6 +430,10 @@ class KeepCache(Cache):
             if layer.kind == "sliding":
                 effective, entries = "sliding window", layer.window
                 note = "the model's own window bounds it already"
+            elif layer.kind == "full" and self.budgets is not None:
+                own = self.budgets[layer.index]
+                entries = sum(own) // len(own)
+                note = "" if len(set(own)) == 1 else f"by head: {', '.join(map(str, own))}"
             elif layer.kind == "shared":
                 effective, entries, note = "none", 0, f"reads the entries of layer {layer.source}"
             elif layer.kind != "full":

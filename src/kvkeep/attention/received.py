@@ -27,26 +27,28 @@ def received(query: Tensor, segment: Segment, lse: Tensor, scaling: float, last:
         query, lse = query[segment.rows], lse[segment.rows]
     batch, heads, queries, _ = query.shape
     groups = segment.key.shape[1]
+    if segment.mask is not None:  # a query that saw nothing gave nothing
+        lse = lse.masked_fill(lse == float("-inf"), float("inf"))
     keys = segment.key.flatten(0, 1).float().transpose(-1, -2)
     total: Tensor | None = None
     for low in range(max(0, queries - last) if last is not None else 0, queries, BLOCK):
         high = min(low + BLOCK, queries)
         block = query[:, :, low:high].reshape(batch * groups, -1, query.shape[-1]).float()
         bias = lse[:, :, low:high].reshape(batch * groups, -1, 1).neg()
-        weights = torch.baddbmm(bias, block, keys, alpha=scaling).exp_()
+        scores = torch.baddbmm(bias, block, keys, alpha=scaling)
         if segment.causal or segment.mask is not None:
-            weights = weights.view(batch, heads, high - low, -1)
-            weights *= _seen(segment, low, high, weights)
+            scores = _masked(scores.view(batch, heads, high - low, -1), segment, low, high)
+        weights = scores.exp_()
         part = weights.view(batch, -1, weights.shape[-1]).sum(1)
         total = part if total is None else total.add_(part)
     assert total is not None
     return total.div_(heads)
 
 
-def _seen(segment: Segment, low: int, high: int, weights: Tensor) -> Tensor:
-    """Return what the segment's mask multiplies the weights of queries ``low``..``high`` with."""
+def _masked(scores: Tensor, segment: Segment, low: int, high: int) -> Tensor:
+    """Apply the segment's mask of queries ``low``..``high``; before exp, which what is masked could overflow."""
     if segment.mask is None:
-        rows = torch.arange(low, high, device=weights.device)
-        return torch.arange(weights.shape[-1], device=weights.device)[None, :] <= rows[:, None]
+        rows = torch.arange(low, high, device=scores.device)
+        return scores.masked_fill_(torch.arange(scores.shape[-1], device=scores.device) > rows[:, None], float("-inf"))
     mask = segment.mask if segment.mask.shape[-2] == 1 else segment.mask[..., low:high, :]
-    return mask if mask.dtype == torch.bool else mask.float().exp()
+    return scores.masked_fill_(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask

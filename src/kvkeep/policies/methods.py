@@ -97,6 +97,8 @@ def combined(name: str, selector: Selector, fate: Fate, summary: str = "", sourc
         given = {"checkpoint", "where", "capacity", "folder"} - set(fate.options)
         request.refuse(name, *sorted(given))
         entries, chunk = request.bounded(name)
+        if not entries and fate.exactness is not Exactness.EXACT:
+            raise BudgetError(f"A budget of 0 leaves '{name}' nothing to attend to; only with checkpoints it would.")
         bind(request.model)
         live = fate.build(request, ledger, meter)
         sinks = selector.sinks_in_cache(live.forgets)
@@ -247,7 +249,12 @@ def resolve(spec: str) -> Method:
     if first.partition(":")[0] in PRESETS and not plus:
         return PRESETS[first.partition(":")[0]].build(spec)
     if first.partition(":")[0] not in SELECTORS:
-        raise unknown("method", first.partition(":")[0], [*METHODS, "stock"])
+        name = first.partition(":")[0]
+        if name in METHODS:
+            raise UsageError(
+                f"'{spec}' is not understood: '{name}' is a method of its own, without parameters or a fate."
+            )
+        raise unknown("method", name, [*METHODS, "stock"])
     selector = build("selector", first, SELECTORS)
     fate = build("fate", second if plus else "drop", FATES)
     return combined(spec, selector, fate)

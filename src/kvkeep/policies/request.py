@@ -57,7 +57,7 @@ class Request:
         """Return the entries of each full layer and the chunk. Raises UsageError without a budget, and
         UnsupportedModelError where a layer holds something else than keys and values."""
         if self.budget is None:
-            raise UsageError(f"Method '{method}' needs a budget: entries (512), bytes (64MB), a share (25%), or 0.")
+            raise UsageError(f"Method '{method}' needs a budget: entries (512), bytes (64MB), or a share (25%).")
         for layer in self.geometry.layers:
             if layer.kind not in ("full", "sliding", "shared"):
                 raise UnsupportedModelError(

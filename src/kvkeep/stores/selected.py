@@ -72,6 +72,10 @@ class Selector(Protocol):
     def reads(self) -> bool:
         """Whether :meth:`rank` needs the keys and values themselves."""
 
+    @property
+    def ties(self) -> bool:
+        """Whether several entries may well rank the same."""
+
     def enter(self, entries: Candidates, keys: Tensor) -> Tensor:
         """Return the first marks of new entries, (lanes, entries); keys (lanes, entries, dim)."""
 
@@ -152,7 +156,7 @@ class SelectedLayer(StreamedLayer):
         self.length = 0
         self.heads = 0
         self.banks: list[Bank] = []
-        self._new_marks: list[Tensor | None] = []
+        self._new_marks: dict[int, Tensor] = {}  # of the entries in hand, by bank
 
     # -- what attention reads -----------------------------------------------------------------------
 
@@ -194,7 +198,7 @@ class SelectedLayer(StreamedLayer):
         """Take new entries in hand and return them; attention adds the past itself."""
         self.heads = key_states.shape[1]
         new = super().update(key_states, value_states)
-        self._new_marks = []
+        self._new_marks = {}
         if not self.banks:
             self._found(*new)
         self._reserve(key_states.shape[2])
@@ -216,8 +220,7 @@ class SelectedLayer(StreamedLayer):
             padding = ~self.visible[..., -query.shape[2] :].squeeze(1)
             lse = lse.masked_fill(padding, float("inf"))
         segments = iter(held)
-        self._new_marks = []
-        for bank in self.banks:
+        for number, bank in enumerate(self.banks):
             parts = []
             if bank.used:
                 parts.append(received(query, next(segments), lse, scaling, watches))
@@ -229,10 +232,11 @@ class SelectedLayer(StreamedLayer):
                 continue
             own = Segment(bank.of(fresh.key), fresh.value, _of(bank, fresh.mask), fresh.causal, bank.lanes)
             parts.append(received(query, own, lse, scaling, watches))
-            entries = self._joined(bank)
+            # Layers that share entries are each told of; marks of the new ones wait for the last of them.
+            entries = self._joined(bank, self._new_marks.get(number))
             marks = self.selector.observe(entries, torch.cat(parts, 1), queries)
             _put(bank, marks[:, : bank.used])
-            self._new_marks.append(marks[:, bank.used :])
+            self._new_marks[number] = marks[:, bank.used :]
 
     def settle(self) -> None:
         """Let the entries in hand compete with those held, and hand what leaves to its fate."""
@@ -244,11 +248,10 @@ class SelectedLayer(StreamedLayer):
         left: list[tuple[Bank, Tensor, Tensor, Tensor]] = []
         whole = self.ledger.whole(count)
         for number, bank in enumerate(self.banks):
-            marks = self._new_marks[number] if self._new_marks else None
-            gone = self._settle(bank, bank.of(keys), bank.of(values), marks, whole)
+            gone = self._settle(bank, bank.of(keys), bank.of(values), self._new_marks.get(number), whole)
             if gone is not None:
                 left.append((bank, *gone))
-        self._new_marks = []
+        self._new_marks = {}
         self.length += count
         if left:
             self._hand_over(left, keys, values)
@@ -264,7 +267,7 @@ class SelectedLayer(StreamedLayer):
             self._append(bank, keys, values, marks)
             return None
         if whole and count == 1:
-            return self._replace(bank, keys, values)
+            return self._replace(bank, keys, values, marks)
         return self._compete(bank, keys, values, marks)
 
     def _append(self, bank: Bank, keys: Tensor, values: Tensor, marks: Tensor | None) -> None:
@@ -277,7 +280,9 @@ class SelectedLayer(StreamedLayer):
         if marks is not None or bank.marks is not None:
             _marks(bank)[:, span] = 0.0 if marks is None else marks
 
-    def _replace(self, bank: Bank, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+    def _replace(
+        self, bank: Bank, keys: Tensor, values: Tensor, marks: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
         """Write a single new entry over the lowest-ranked one: the step of every decoded token."""
         entries = self._candidates(bank, bank.slots, bank.marks, self.length + 1)
         if self.selector.reads:
@@ -286,6 +291,8 @@ class SelectedLayer(StreamedLayer):
         if bank.vacant:
             rank = rank.float().masked_fill(bank.slots < 0, float("-inf"))
             bank.vacant -= 1
+        if self.selector.ties:
+            rank = torch.where(rank == rank.amin(1, keepdim=True), bank.slots, 2**31 - 1)
         victim = rank.argmin(1, keepdim=True)
         of_keys, of_values = (victim[..., None].expand(-1, -1, rows.shape[2]) for rows in (keys, values))
         left = None
@@ -294,7 +301,7 @@ class SelectedLayer(StreamedLayer):
         bank.keys.scatter_(1, of_keys, keys)
         bank.values.scatter_(1, of_values, values)
         bank.slots.scatter_(1, victim, self.length)
-        marks = self._entered(bank, keys)
+        marks = self._entered(bank, keys) if marks is None else marks
         if marks is not None:
             _marks(bank).scatter_(1, victim, marks)
         elif bank.marks is not None:
@@ -318,7 +325,10 @@ class SelectedLayer(StreamedLayer):
         empty = torch.arange(columns, device=keys.device) * _STEP + LOWEST
         rank[:, :columns] = torch.where(bank.slots < 0, empty, rank[:, :columns])
         rank[:, columns:].masked_fill_(slots < 0, float("-inf"))
-        leaving = rank.topk(count, dim=1, largest=False, sorted=False).indices.sort(1).values
+        # The older leaves where two rank the same, wherever they lie.
+        by_slot = both.argsort(1)
+        order = rank.gather(1, by_slot).argsort(dim=1, stable=True)[:, :count]
+        leaving = by_slot.gather(1, order).sort(1).values
         refused = leaving >= columns
         stays = torch.ones(lanes, columns + count, dtype=torch.bool, device=keys.device).scatter_(1, leaving, False)
         order = (~stays[:, columns:]).int().argsort(dim=1, stable=True)  # the new that stay, in order, first
@@ -377,11 +387,12 @@ class SelectedLayer(StreamedLayer):
         entries = self._candidates(bank, self._new_slots(bank, count), None, self.length + count, count)
         return self.selector.enter(entries, keys)
 
-    def _joined(self, bank: Bank) -> Candidates:
+    def _joined(self, bank: Bank, fresh: Tensor | None) -> Candidates:
         """Return what is held and what is in hand as one list of candidates, with marks."""
         assert self.pending is not None
         keys = bank.of(self.pending[0].flatten(0, 1))
-        slots, fresh = self._new_slots(bank, keys.shape[1]), self._entered(bank, keys)
+        slots = self._new_slots(bank, keys.shape[1])
+        fresh = self._entered(bank, keys) if fresh is None else fresh
         if fresh is None:
             fresh = torch.zeros(slots.shape, device=slots.device)
         marks = torch.cat([_marks(bank)[:, : bank.used], fresh], 1)
@@ -415,19 +426,20 @@ class SelectedLayer(StreamedLayer):
         together."""
         if all(bank.columns == bank.budget or bank.used + count <= bank.columns for bank in self.banks):
             return
-        lanes, homes, counts = self._lanes, self._homes(), self.ledger.counts
+        count_all, homes, counts = self._lanes, self._homes(), self.ledger.counts
         groups: dict[tuple[int, int], list[int]] = {}
         for lane, (bank, _) in homes.items():
             needed = self.length + count if counts is None else counts[lane // self.heads]
             columns = min(bank.budget, max(bank.used, -(-needed // BLOCK) * BLOCK))
             groups.setdefault((bank.budget, columns), []).append(lane)
-        if len(groups) == len(self.banks) and all(
-            bank.columns == columns for bank, (_, columns) in zip(self.banks, sorted(groups), strict=True)
+        now = {(bank.budget, bank.columns): bank.lanes for bank in self.banks}
+        if now.keys() == groups.keys() and all(
+            lanes is None or lanes.tolist() == sorted(groups[key]) for key, lanes in now.items()
         ):
             return
         old, self.banks = self.banks, []
         for (budget, columns), own in sorted(groups.items()):
-            fresh = self._bank(sorted(own), lanes, budget, columns, (old[0].keys, old[0].values))
+            fresh = self._bank(sorted(own), count_all, budget, columns, (old[0].keys, old[0].values))
             _move(homes, sorted(own), fresh)
             self.banks.append(fresh)
         with self.meter.holding(*(tensor for bank in old for tensor in bank.tensors())):

@@ -41,6 +41,11 @@ class Selector:
         """Whether :meth:`rank` needs the keys and values themselves."""
         return False
 
+    @property
+    def ties(self) -> bool:
+        """Whether several entries may well rank the same; the oldest of them leaves first."""
+        return False
+
     def budgets(self, model: Any, geometry: ModelGeometry, entries: int) -> list[Sequence[int]]:
         """Return the entries of each layer's KV heads (one number: of all its heads), ``entries`` on average."""
         return [(entries,)] * len(geometry.layers)

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from kvkeep.errors import UsageError
 from kvkeep.policies.selectors.base import STAYS, Selector
 from kvkeep.stores.selected import Candidates
 
@@ -19,6 +20,10 @@ class H2O(Selector):
     source: ClassVar[str] = "arXiv:2306.14048, Algorithm 1"
 
     recent: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.recent <= 1:
+            raise UsageError(f"H2O's 'recent' is a share from 0 to 1, not {self.recent:g}.")
 
     @property
     def watches(self) -> None:

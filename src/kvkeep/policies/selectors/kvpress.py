@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import MISSING, dataclass, fields
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakSet
 
 from torch import Tensor, nn
@@ -48,6 +48,9 @@ class KVPress(Selector):
 
     Presses that want attention weights, or a query for every key, cannot be served, nor can rows of different length.
     """
+
+    leaves: ClassVar[str] = "least scored by a press"
+    source: ClassVar[str] = "github.com/NVIDIA/kvpress"
 
     press: str = ""
     options: str = ""

@@ -23,7 +23,7 @@ class PyramidKV(SnapKV):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.beta < 1:
+        if not self.beta >= 1:
             raise UsageError(f"PyramidKV's beta is 1 or more, not {self.beta:g}.")
 
     def budgets(self, model: Any, geometry: ModelGeometry, entries: int) -> list[Sequence[int]]:

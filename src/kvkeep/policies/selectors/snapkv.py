@@ -38,6 +38,11 @@ class SnapKV(Selector):
         """The observation window."""
         return self.window
 
+    @property
+    def ties(self) -> bool:
+        """Pooling makes neighbours equal."""
+        return True
+
     def observe(self, entries: Candidates, weights: Tensor, queries: int) -> Tensor:
         """Let the queries vote."""
         assert entries.marks is not None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
-from kvkeep.errors import UsageError
+from kvkeep.errors import BudgetError, UsageError
+from kvkeep.geometry import ModelGeometry
 from kvkeep.policies.selectors.base import Selector
 from kvkeep.stores.selected import Candidates
 
@@ -29,6 +31,15 @@ class StreamingLLM(Selector):
     def __post_init__(self) -> None:
         if self.positions not in ("", "cache", "absolute"):
             raise UsageError(f"Positions are 'cache' or 'absolute', not '{self.positions}'.")
+
+        if self.sinks < 0:
+            raise UsageError(f"There are 0 sinks or more, not {self.sinks}.")
+
+    def budgets(self, model: Any, geometry: ModelGeometry, entries: int) -> list[Sequence[int]]:
+        """Return the same for all. Raises BudgetError where the sinks would take it all."""
+        if 0 < entries <= self.sinks:
+            raise BudgetError(f"A budget of {entries} entries leaves nothing beside {self.sinks} sinks; give it more.")
+        return super().budgets(model, geometry, entries)
 
     def sinks_in_cache(self, forgets: bool) -> int | None:
         """Return the sinks unless positions are absolute. Raises UsageError where what comes back needs those."""
