@@ -68,7 +68,7 @@ def compare(
 ) -> None:
     """Compare methods and budgets with the full cache: tokens, KL, perplexity, bytes, speed."""
     from kvkeep.cache import check_request
-    from kvkeep.decode.prompt import encode, question, read_text
+    from kvkeep.decode.prompt import encode, question, read_text, shortened
     from kvkeep.lab.compare import INTERRUPTED, cases
     from kvkeep.lab.compare import compare as run
     from kvkeep.lab.figures import check_figure, draw_comparison
@@ -86,7 +86,9 @@ def compare(
     question(text, prompt)  # refuses an empty request before the model is loaded
     loaded = load(model, dtype=dtype, device=device, progress=note)
     if text is not None and limit is not None:
-        text = _shortened(loaded.tokenizer, text, limit)
+        text, count = shortened(loaded.tokenizer, text, limit)
+        if count > limit:
+            note(f"Only the first {limit:,} of the text's {count:,} tokens are read.")
     plain = raw if raw is not None else bool(file) and not prompt
     ids = encode(loaded.tokenizer, question(text, prompt), raw=plain)
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
@@ -142,16 +144,6 @@ def _parts(texts: Sequence[str]) -> list[str]:
     if not parts:
         raise UsageError("There is nothing to compare: name methods (-x kv-direct,h2o) and budgets (-b 64,25%).")
     return parts
-
-
-def _shortened(tokenizer: Any, text: str, limit: int) -> str:
-    """Keep the first ``limit`` tokens of ``text``, and say so."""
-    encoded = tokenizer(text, return_offsets_mapping=True, add_special_tokens=False, verbose=False)
-    count = len(encoded.input_ids)
-    if count <= limit:
-        return text
-    note(f"Only the first {limit:,} of the text's {count:,} tokens are read.")
-    return text[: encoded.offset_mapping[limit - 1][1]]
 
 
 def _machine(loaded: Any, dtype: str) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
@@ -34,14 +34,15 @@ def demo(
     """Answer a question about a long text with the full cache and within a budget; compare token by token."""
     from kvkeep.cache import check_request, new_cache
     from kvkeep.decode.generate import generate
-    from kvkeep.decode.prompt import encode, read_text
+    from kvkeep.decode.prompt import encode, read_text, shortened
     from kvkeep.decode.prompt import question as ask
     from kvkeep.models.loading import load
 
     check_request("kv-direct", budget, checkpoint, where)
     text = read_text(doc) if doc else _own_docs()
     loaded = load(model, progress=note)
-    text, used = _shortened(loaded.tokenizer, text)
+    text, count = shortened(loaded.tokenizer, text, LONGEST)
+    used = min(count, LONGEST)
     ids = encode(loaded.tokenizer, ask(text, question))
     note(f"{used} tokens of text. {question}")
     results = {}
@@ -81,15 +82,6 @@ def _own_docs() -> str:
     if not text:
         raise UsageError("The project's docs are not installed here; name a text with --doc.")
     return text
-
-
-def _shortened(tokenizer: Any, text: str) -> tuple[str, int]:
-    """Keep the first :data:`LONGEST` tokens of ``text``."""
-    encoded = tokenizer(text, return_offsets_mapping=True)
-    count = len(encoded.input_ids)
-    if count <= LONGEST:
-        return text, count
-    return text[: encoded.offset_mapping[LONGEST - 1][1]], LONGEST
 
 
 def _table(results: dict[str, Generation], same: int) -> None:

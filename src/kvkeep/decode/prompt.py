@@ -29,6 +29,13 @@ def read_text(path: str) -> str:
     return text
 
 
+def shortened(tokenizer: Any, text: str, limit: int) -> tuple[str, int]:
+    """Return the first ``limit`` tokens of ``text`` as text, and how many tokens the whole has."""
+    encoded = tokenizer(text, return_offsets_mapping=True, add_special_tokens=False, verbose=False)
+    count = len(encoded.input_ids)
+    return (text, count) if count <= limit else (text[: encoded.offset_mapping[limit - 1][1]], count)
+
+
 def encode(tokenizer: Any, messages: Messages, *, raw: bool = False) -> list[int]:
     """Return the token ids of a conversation, ready for the next answer.
 

@@ -41,6 +41,7 @@ def attention_forward(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
+    dropout: float = 0.0,  # in transformers' own order, because other packages wrap attention functions
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
@@ -48,7 +49,9 @@ def attention_forward(
     attender = current_attender()
     layer_idx = getattr(module, "layer_idx", None)
     if attender is None or layer_idx is None or not attender.attends(layer_idx):
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
     for unsupported in ("softcap", "s_aux", "position_bias"):
         if kwargs.get(unsupported) is not None:
             raise UnsupportedModelError(

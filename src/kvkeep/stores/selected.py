@@ -70,7 +70,7 @@ class Selector(Protocol):
 
     @property
     def reads(self) -> bool:
-        """Whether :meth:`rank` needs the keys and values themselves."""
+        """Whether :meth:`rank` and :meth:`observe` need the keys and values themselves."""
 
     @property
     def ties(self) -> bool:

@@ -38,7 +38,7 @@ class Selector:
 
     @property
     def reads(self) -> bool:
-        """Whether :meth:`rank` needs the keys and values themselves."""
+        """Whether :meth:`rank` and :meth:`observe` need the keys and values themselves."""
         return False
 
     @property
