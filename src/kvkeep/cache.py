@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache
 
-from kvkeep.attention import Segment, attend
+from kvkeep.attention import Segment, attend, weighed
 from kvkeep.attention.visibility import new_mask, past_mask
 from kvkeep.budget import Budget
 from kvkeep.errors import KvkeepError, UsageError, unknown
@@ -215,8 +215,12 @@ class KeepCache(Cache):
             for slots, holes, keys, values in layer.fate.recall(layer, query)
         )
         fresh = None if single else _new_segment(query, key, value, mask)
-        output, lse = attend(query, chain(recalled, held, () if fresh is None else (fresh,)), scaling)
-        layer.observe(query, lse, scaling, held, fresh)
+        if single and query.shape[2] == 1 and layer.alone:
+            output, weights = weighed(query, held[0], scaling)
+            layer.learn(layer.banks[0], weights, 1)
+        else:
+            output, lse = attend(query, chain(recalled, held, () if fresh is None else (fresh,)), scaling)
+            layer.observe(query, lse, scaling, held, fresh)
         if last:
             layer.settle()
         return output.reshape(*shape[:-1], output.shape[-1])

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvkeep.attention import Segment, attend
+from kvkeep.attention import Segment, attend, received, weighed
 from kvkeep.attention.visibility import new_mask, past_mask
 
 
@@ -107,3 +107,15 @@ def test_masks_by_slot() -> None:
     assert near is not None and near[0, 0].tolist() == [[False, False, True, True], [False, False, False, True]]
     assert new_mask(1, 3, visible.device).tolist() == [[[[True, True, True]]]]
     assert new_mask(2, 3, visible.device)[0, 0].tolist() == [[True, True, False], [True, True, True]]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("heads", [1, 2])
+def test_weighed_is_attend_with_its_weights(masked: bool, heads: int) -> None:
+    query, key, value = torch.randn(3, 4, 1, 8), torch.randn(3, heads, 9, 8), torch.randn(3, heads, 9, 5)
+    mask = (torch.rand(3, 1, 1, 9) > 0.4).index_fill(3, torch.tensor([0]), True) if masked else None
+    segment = Segment(key, value, mask)
+    output, weights = weighed(query, segment, 0.3)
+    expected, lse = attend(query, [segment], 0.3)
+    torch.testing.assert_close(output, expected)
+    torch.testing.assert_close(weights, received(query, segment, lse, 0.3))

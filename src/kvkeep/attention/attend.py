@@ -86,6 +86,23 @@ def attend(query: Tensor, segments: Iterable[Segment], scaling: float) -> tuple[
     return output.to(query.dtype), lse
 
 
+def weighed(query: Tensor, segment: Segment, scaling: float) -> tuple[Tensor, Tensor]:
+    """Return attention of a single query over one segment, and the weight of each entry, mean over heads.
+
+    query: (batch, heads, 1, key_dim). Returns (batch, heads, 1, value_dim) and (batch, entries) float32. Kernels report
+    no weights; for one query plain products are as fast, and have them.
+    """
+    batch, heads, _, dim = query.shape
+    key, value = segment.key.flatten(0, 1), segment.value.flatten(0, 1)
+    scores = torch.bmm(query.reshape(len(key), -1, dim), key.transpose(1, 2)).float().mul_(scaling)
+    if segment.mask is not None:
+        mask = segment.mask if segment.mask.dtype != torch.bool else _bias(segment.mask, scores.dtype)
+        scores = (scores.view(batch, heads, 1, -1) + mask).view_as(scores)
+    weights = torch.softmax(scores, -1)
+    output = torch.bmm(weights.to(value.dtype), value).view(batch, heads, 1, -1)
+    return output, weights.view(batch, heads, -1).mean(1)
+
+
 def _merge(a: Tensor, lse_a: Tensor, b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """Combine two partial results; outputs (batch, heads, queries, dim), lse without the last axis."""
     lse = torch.logaddexp(lse_a, lse_b)

@@ -37,6 +37,15 @@ def unpack(packed: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
     return codes
 
 
+def multiplied(left: Tensor, packed: Tensor, bits: int) -> Tensor:
+    """Return ``left @ unpack(packed)`` without unpacking: a byte shifted by i codes is code i and, times 2**bits, all
+    above it; so each product with a shifted byte has the next one's taken off."""
+    products = [left @ (packed >> shift if shift else packed).float() for shift in range(0, 8, bits)]
+    for number in range(len(products) - 1):
+        products[number] = products[number].sub_(products[number + 1], alpha=2**bits)
+    return torch.cat(products, -1) if len(products) > 1 else products[0]
+
+
 def encode(rows: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     """Quantise along the last axis: packed codes, scale and offset (float16, last axis of 1)."""
     rows = rows.float()
@@ -65,7 +74,7 @@ class CodedKeys:
         """Return the products with ``query`` (lanes, rows, dim): (lanes, rows, entries) float32."""
         query = query.float()
         folded = query[:, None] * self.scale.float().transpose(2, 3)  # (lanes, groups, rows, dim)
-        products = folded @ unpack(self.codes, self.bits, torch.float32)
+        products = multiplied(folded, self.codes, self.bits)
         products += query[:, None] @ self.offset.float()
         return products.transpose(1, 2).flatten(2)
 
@@ -94,7 +103,7 @@ class CodedValues:
     def mix(self, weights: Tensor) -> Tensor:
         """Return the sums weighted by ``weights`` (lanes, rows, entries): (lanes, rows, dim) float32."""
         grouped = weights.unflatten(2, (-1, GROUP)).transpose(1, 2)[:, :, None]  # (lanes, groups, 1, rows, GROUP)
-        mixed = (grouped * self.scale.float().transpose(3, 4)) @ unpack(self.codes, self.bits, torch.float32)
+        mixed = multiplied(grouped * self.scale.float().transpose(3, 4), self.codes, self.bits)
         mixed += grouped @ self.offset.float()
         return mixed.sum(1).transpose(1, 2).flatten(2)
 

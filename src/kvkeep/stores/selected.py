@@ -137,7 +137,6 @@ class Bank:
 class SelectedLayer(StreamedLayer):
     """Holds the entries that ``selector`` ranks highest, ``budgets`` of them in each KV head (one number: in all)."""
 
-    by_lane = True
     evicted = 0
 
     def __init__(
@@ -187,6 +186,11 @@ class SelectedLayer(StreamedLayer):
         return picked & mask if picked.dtype == torch.bool else picked.masked_fill(~mask, float("-inf"))
 
     @property
+    def alone(self) -> bool:
+        """Whether a step's attention is over one bank and nothing else, and the selector wants its weights."""
+        return len(self.banks) == 1 and self.fate.forgets and self.selector.watches != 0
+
+    @property
     def visible(self) -> Tensor | None:
         """Which slots of each lane's row are not padding, (lanes, 1, 1, slots); None where there is none."""
         visible = self.ledger.visible
@@ -226,9 +230,7 @@ class SelectedLayer(StreamedLayer):
                 parts.append(received(query, next(segments), lse, scaling, watches))
             if fresh is None:
                 if parts:
-                    slots, marks = bank.slots[:, : bank.used], _marks(bank)[:, : bank.used]
-                    entries = self._candidates(bank, slots, marks, self.length)
-                    _put(bank, self.selector.observe(entries, parts[0], queries))
+                    self.learn(bank, parts[0], queries)
                 continue
             own = Segment(bank.of(fresh.key), fresh.value, _of(bank, fresh.mask), fresh.causal, bank.lanes)
             parts.append(received(query, own, lse, scaling, watches))
@@ -237,6 +239,11 @@ class SelectedLayer(StreamedLayer):
             marks = self.selector.observe(entries, torch.cat(parts, 1), queries)
             _put(bank, marks[:, : bank.used])
             self._new_marks[number] = marks[:, bank.used :]
+
+    def learn(self, bank: Bank, weights: Tensor, queries: int) -> None:
+        """Tell the selector what a bank's entries received: (its lanes, entries in use), of ``queries`` queries."""
+        slots, marks = bank.slots[:, : bank.used], _marks(bank)[:, : bank.used]
+        _put(bank, self.selector.observe(self._candidates(bank, slots, marks, self.length), weights, queries))
 
     def settle(self) -> None:
         """Let the entries in hand compete with those held, and hand what leaves to its fate."""
@@ -550,7 +557,10 @@ def _marks(bank: Bank) -> Tensor:
 
 
 def _put(bank: Bank, marks: Tensor) -> None:
-    _marks(bank)[:, : bank.used] = marks
+    if bank.used == bank.columns:
+        bank.marks = marks
+    else:
+        _marks(bank)[:, : bank.used] = marks
 
 
 def _picked(held: Tensor, new: Tensor, index: tuple[Tensor, Tensor], refused: Tensor) -> Tensor:

@@ -17,7 +17,6 @@ class StreamedLayer(CacheLayerMixin):
     them. ``length``: slots settled so far; ``evicted``: how many of these, the first, are no longer resident.
     """
 
-    by_lane = False  # attention runs over (batch, kv_heads), not over lanes that each hold other slots
     is_croppable = True
     is_sliding = False
     supports_early_init = False

@@ -1,0 +1,84 @@
+"""Head scores, and the budgets duo-attention makes of them."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+import torch
+from families import tiny
+
+from kvkeep import KeepCache, UsageError
+from kvkeep.geometry import ModelGeometry
+from kvkeep.policies.heads import retrieval_scores
+
+
+def geometry(family: str) -> ModelGeometry:
+    return ModelGeometry.from_config(tiny(family).config)
+
+
+def test_scores_are_the_attention_paid_to_the_passkey() -> None:
+    """Attention weights of transformers' own eager attention give the same."""
+    from kvkeep.policies import heads
+
+    model = tiny("llama")
+    scores = retrieval_scores(model, geometry("llama"))
+    assert scores.shape == (4, 2) and bool((scores >= 0).all()) and bool((scores <= 1).all())
+    seen: list[torch.Tensor] = []
+    honest = heads.decoder_of
+
+    def spy(model_: object) -> object:
+        decoder = honest(model_)
+
+        def call(input_ids: torch.Tensor, use_cache: bool) -> object:
+            seen.append(input_ids)
+            return decoder(input_ids=input_ids, use_cache=use_cache)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(heads, "decoder_of", spy)
+        again = heads._measured(model, geometry("llama"))
+    assert torch.equal(again, scores)
+    ids, passkey = seen[0], heads.PASSKEY
+    from transformers import AutoModelForCausalLM
+
+    eager = AutoModelForCausalLM.from_config(deepcopy(model.config), attn_implementation="eager").eval()
+    eager.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        weights = eager(ids, output_attentions=True).attentions
+    for layer in range(4):
+        paid = torch.zeros(4)
+        for row in range(len(ids)):
+            key = ids[row, -passkey:].tolist()
+            place = next(p for p in range(len(ids[row])) if ids[row, p : p + passkey].tolist() == key)
+            for number in range(passkey - 1):
+                paid += weights[layer][row, :, ids.shape[1] - passkey + number, place + number + 1]
+        expected = (paid / (len(ids) * (passkey - 1))).view(2, 2).amax(1)
+        torch.testing.assert_close(scores[layer], expected, atol=1e-5, rtol=1e-3)
+
+
+def test_budgets_follow_the_file(tmp_path: Path) -> None:
+    (tmp_path / "heads.tsv").write_text("0.9\t0.1\n0.2\t0.8\n0.3\t0.1\n0.7\t0.2\n")
+    cache = KeepCache(tiny("llama"), f"duo-attention:retrieval=0.375,scores={tmp_path / 'heads.tsv'}", 40)
+    assert cache.budgets is not None
+    few, many = 10, (40 * 8 - 5 * 10) // 3
+    assert [list(layer) for layer in cache.budgets] == [[many, few], [few, many], [few, few], [many, few]]
+    assert cache.describe()[0].note == f"by head: {many}, {few}"
+    with torch.no_grad():
+        tiny("llama")(torch.randint(2, 97, (1, 120)), past_key_values=cache)
+    held = sum(layer.held().sum().item() for layer in cache.layers)
+    assert held == sum(map(sum, cache.budgets)) <= 40 * 8
+    assert cache.resident_bytes() == held * 2 * 8 * 4  # keys and values of 8 float32 each: nothing is masked away
+
+
+@pytest.mark.parametrize(
+    ("content", "says"), [("0.1 0.2\n", "scores for 1 layers of 2 heads"), ("a b\n", "cannot be read"), (None, "read")]
+)
+def test_a_file_that_does_not_fit_is_refused(tmp_path: Path, content: str | None, says: str) -> None:
+    path = tmp_path / "heads"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(UsageError, match=says):
+        KeepCache(tiny("llama"), f"duo-attention:scores={path}", 32)

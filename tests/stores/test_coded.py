@@ -1,0 +1,127 @@
+"""Codes are multiplied as they are, and stay within half a step of what they stand for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvkeep.attention import Segment, attend
+from kvkeep.stores.coded import (
+    CodedKeys,
+    CodedValues,
+    encode_keys,
+    encode_values,
+    group_bytes,
+    multiplied,
+    pack,
+    unpack,
+)
+from kvkeep.stores.groups import GROUP, Groups
+
+BITS = [2, 4, 8]
+
+
+def coded(
+    groups: int, bits: int, dim: int = 64, lanes: int = 3
+) -> tuple[CodedKeys, CodedValues, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(groups)
+    keys, values = (torch.randn(1, lanes, groups, GROUP, dim, generator=generator) * 3 + 1 for _ in range(2))
+    key_parts = [torch.stack(part, 1) for part in zip(*(
+        [one[0] for one in encode_keys(keys[:, :, number], bits)] for number in range(groups)
+    ), strict=True)]  # fmt: skip
+    value_parts = [torch.stack(part, 1) for part in zip(*(
+        [one[0] for one in encode_values(values[:, :, number], bits)] for number in range(groups)
+    ), strict=True)]  # fmt: skip
+    plain = keys[0].flatten(1, 2), values[0].flatten(1, 2)
+    return CodedKeys(*key_parts, bits), CodedValues(*value_parts, bits), *plain  # type: ignore[call-arg, arg-type]
+
+
+@pytest.mark.parametrize("bits", BITS)
+@settings(max_examples=20, deadline=None)
+@given(rows=st.integers(1, 5), size=st.integers(1, 6), seed=st.integers(0, 99))
+def test_packing_loses_nothing(bits: int, rows: int, size: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 2**bits, (rows, size * 8 // bits), generator=generator, dtype=torch.uint8)
+    packed = pack(codes, bits)
+    assert packed.numel() * 8 == codes.numel() * bits
+    assert torch.equal(unpack(packed, bits, torch.float32), codes.float())
+    left = torch.randn(3, rows, generator=generator)
+    torch.testing.assert_close(multiplied(left, packed, bits), left @ codes.float(), atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_written_out_they_are_within_half_a_step(bits: int) -> None:
+    coded_keys, coded_values, keys, values = coded(3, bits)
+    for dense, plain, axis in (
+        (coded_keys.dense(torch.float32), keys, 1),
+        (coded_values.dense(torch.float32), values, 2),
+    ):
+        groups = plain.unflatten(axis, (-1, GROUP))  # of entries, or of channels
+        span = groups.amax(axis + 1, keepdim=True) - groups.amin(axis + 1, keepdim=True)
+        error = (dense - plain).abs().unflatten(axis, (-1, GROUP))
+        # Half precision of scale and offset adds a little.
+        assert (error <= span / (2**bits - 1) / 2 + 0.02).all()
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("dim", [64, 16])
+def test_products_are_those_of_what_they_stand_for(bits: int, dim: int) -> None:
+    coded_keys, coded_values, *_ = coded(2, bits, dim)
+    query, weights = torch.randn(3, 5, dim), torch.rand(3, 5, 2 * GROUP)
+    dense_keys, dense_values = coded_keys.dense(torch.float32), coded_values.dense(torch.float32)
+    assert coded_keys.shape == (3, 1, 2 * GROUP, dim) == coded_values.shape
+    torch.testing.assert_close(coded_keys.scores(query), query @ dense_keys.transpose(1, 2), atol=1e-2, rtol=1e-3)
+    torch.testing.assert_close(coded_values.mix(weights), weights @ dense_values, atol=1e-2, rtol=1e-3)
+
+
+@pytest.mark.parametrize("queries", [1, 4, 30])
+def test_attention_over_codes_and_numbers_together(queries: int) -> None:
+    """Few queries multiply codes, many have them written out; with holes, beside a plain segment."""
+    coded_keys, coded_values, *_ = coded(2, 4)
+    query, own = torch.randn(3, 2, queries, 64), torch.randn(3, 1, 7, 64)
+    seen = torch.rand(3, 1, 1, 2 * GROUP) > 0.3
+    ours = attend(query, [Segment(coded_keys, coded_values, seen), Segment(own, own)], 0.1)
+    dense = coded_keys.dense(torch.float32)[:, None], coded_values.dense(torch.float32)[:, None]
+    theirs = attend(query, [Segment(*dense, seen), Segment(own, own)], 0.1)
+    for mine, yours in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, yours, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_bytes_of_a_group(bits: int) -> None:
+    parts = [*encode_keys(torch.randn(1, 1, GROUP, 64), bits), *encode_values(torch.randn(1, 1, GROUP, 32), bits)]
+    assert sum(part.nbytes for part in parts) == group_bytes(64, 32, bits)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    room=st.sampled_from([None, 1, 3, 11]),
+    counts=st.lists(st.integers(1, 90), min_size=1, max_size=9),
+    cut=st.integers(0, 300),
+)
+def test_groups_are_the_last_entries_in_order(room: int | None, counts: list[int], cut: int) -> None:
+    """Whatever sizes entries come in: what is held is the last groups, and what waits."""
+    groups = Groups(room, lambda keys, values, slots: [keys, values])
+    total = 0
+    for count in counts:
+        slots = torch.arange(total, total + count).expand(2, 3, -1)
+        rows = slots[..., None].float()
+        groups.take(rows, -rows, slots)
+        total += count
+    written = total // GROUP
+    first = 0 if room is None else max(0, written - room) * GROUP
+    found = groups.found(2, 3, total, 7)
+    expected = [7 if first <= slot < written * GROUP else int(slot >= written * GROUP) for slot in range(total)]
+    assert found[1, 2].tolist() == expected
+    if groups.held:
+        (keys, values), slots = groups.by_lane()
+        assert torch.equal(keys[..., 0].long(), slots.long()) and torch.equal(values, -keys)
+    again = Groups(room, groups.encode)
+    again.restore({name: tensor.clone() for name, tensor in groups.state().items()})
+    groups.truncate(cut)
+    again.select(torch.tensor([1, 0, 1]))
+    kept = [code if slot < cut else 0 for slot, code in enumerate(expected)]
+    assert groups.found(2, 3, total, 7)[0, 0].tolist() == kept
+    assert again.found(3, 3, total, 7)[2, 1].tolist() == expected
