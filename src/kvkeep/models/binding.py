@@ -167,22 +167,23 @@ def _before_decoder(names: list[str]) -> Any:
 def _all_but_last_chunk(decoder: nn.Module, given: dict[str, Any], cache: Any, total: int) -> dict[str, Any]:
     """Run all chunks of a long input but the last; return the last one's arguments.
 
-    The outputs of the earlier ones that the caller will ask for wait on the cache for the last.
+    What does not divide is the first one's: methods that choose by a prompt's last queries find them in the last chunk.
+    The outputs of earlier chunks that the caller will ask for wait on the cache for the last.
     """
     for wish in ("output_hidden_states", "output_attentions"):
         if given.get(wish):
             raise UsageError(f"'{wish}' is not available for an input longer than the cache's chunk of {cache.chunk}.")
     keep, past = _keep_last.get(), cache.get_seq_length()
     earlier = []
-    starts = range(0, total, cache.chunk)
-    for start in starts[:-1]:
-        output = decoder(**_slice(given, start, start + cache.chunk, total, past))
+    stops = list(range(total, 0, -cache.chunk))[::-1]
+    for start, stop in zip([0, *stops], stops[:-1], strict=False):
+        output = decoder(**_slice(given, start, stop, total, past))
         rows = output[0]
-        wanted = rows.shape[1] if keep == 0 else min(rows.shape[1], max(0, start + cache.chunk - (total - keep)))
+        wanted = rows.shape[1] if keep == 0 else min(rows.shape[1], max(0, stop - (total - keep)))
         if wanted:
             earlier.append(rows[:, rows.shape[1] - wanted :])
     cache.earlier_outputs = earlier
-    return _slice(given, starts[-1], total, total, past)
+    return _slice(given, stops[-2], total, total, past)
 
 
 def _slice(given: dict[str, Any], start: int, stop: int, total: int, past: int) -> dict[str, Any]:
