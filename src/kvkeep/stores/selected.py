@@ -160,7 +160,7 @@ class SelectedLayer(StreamedLayer):
     # -- what attention reads -----------------------------------------------------------------------
 
     def past(self, ordered: bool) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Not in slots' order: :meth:`resident` and :meth:`recalled` say which slots they yield."""
+        """Not asked for: entries lie in no order; :meth:`resident` and the fate say which slots they yield."""
         raise NotImplementedError
 
     def resident(self) -> Iterator[tuple[Bank, Tensor, Tensor]]:
