@@ -28,7 +28,7 @@ from kvkeep.stores.paged import BlockTable, PagedLayer
 from kvkeep.stores.places import PLACES
 from kvkeep.stores.rows import Rows
 from kvkeep.stores.selected import SelectedLayer
-from kvkeep.stores.streamed import StreamedLayer
+from kvkeep.stores.streamed import OrderedLayer, StreamedLayer
 from kvkeep.stores.whereabouts import Whereabouts
 
 
@@ -226,7 +226,7 @@ class KeepCache(Cache):
         return output.reshape(*shape[:-1], output.shape[-1])
 
     def _past(
-        self, layer: StreamedLayer, module: Any, query: Tensor, wide: Tensor | None, first_query: int
+        self, layer: OrderedLayer, module: Any, query: Tensor, wide: Tensor | None, first_query: int
     ) -> Iterator[Segment]:
         """Yield what is settled: ``wide`` is a mask of the caller's own over past entries, if there is one."""
         visible = self.ledger.visible
@@ -239,7 +239,7 @@ class KeepCache(Cache):
             yield Segment(*expanded(module, keys, values), seen)
 
     def _segments(
-        self, layer: StreamedLayer, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+        self, layer: OrderedLayer, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
     ) -> Iterator[Segment]:
         new, past = key.shape[2], layer.length
         wide = mask if mask is not None and mask.shape[-1] == past + new > new else None
@@ -277,6 +277,8 @@ class KeepCache(Cache):
         a sliding window has forgotten what would be needed."""
         if tokens_to_remove > 0:
             raise UsageError(f"crop() takes the tokens to remove as a negative number, not {tokens_to_remove}.")
+        if self.positions is not None and self.positions.holds_on_to(self.ledger.length + tokens_to_remove):
+            raise UsageError("The first entries have moved along with the stream and cannot be cut off; call reset().")
         super().crop(tokens_to_remove)
         if self.streams:
             self._forget_from(self.ledger.length + tokens_to_remove)
@@ -289,8 +291,8 @@ class KeepCache(Cache):
 
     def _forget_from(self, length: int) -> None:
         self.ledger.truncate(length)
-        if self.positions is not None and not self.positions.truncate(length):
-            raise UsageError("The first entries have moved along with the stream and cannot be cut off; call reset().")
+        if self.positions is not None:
+            self.positions.truncate(length)
         if self.fate is not None:
             self.fate.truncate(length)
         elif self.checkpoint is not None:
@@ -421,7 +423,7 @@ class KeepCache(Cache):
             return self.fate.whereabouts(own, length).to(torch.int8).masked_fill(held, Whereabouts.RESIDENT)
         if self.geometry.layers[layer.source].kind == "sliding":
             codes[..., : max(0, length - own.keys.shape[-2])] = Whereabouts.DROPPED
-        elif isinstance(own, StreamedLayer):
+        elif isinstance(own, OrderedLayer):
             codes[..., : own.evicted] = Whereabouts.CHECKPOINTED
         return codes
 

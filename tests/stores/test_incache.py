@@ -115,3 +115,4 @@ def test_what_cannot_be_is_refused() -> None:
     cache.crop(-15)
     with pytest.raises(UsageError, match="reset"):
         cache.crop(-31)
+    assert cache.get_seq_length() == 33 == cache.layers[0].length  # nothing was cut

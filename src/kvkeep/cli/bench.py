@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from kvkeep.cli import options
-from kvkeep.cli.output import err, note, out, print_json, size
+from kvkeep.cli.output import err, machine, note, out, print_json, size
 from kvkeep.errors import Interrupted, UsageError
 
 if TYPE_CHECKING:
@@ -31,9 +30,6 @@ def bench(
     json: options.Json = False,
 ) -> None:
     """Time prefill and decoding of every cache in one run, and measure their memory."""
-    import torch
-    import transformers
-
     from kvkeep.budget import Budget
     from kvkeep.cache import STOCK
     from kvkeep.lab.bench import INTERRUPTED, cases, run
@@ -46,15 +42,7 @@ def bench(
     if only is not None:
         wanted = [part.strip() for part in only.split(",")]
         listed = [case for case in listed if case.method == STOCK or any(part in case.label for part in wanted)]
-    machine = {
-        "model": loaded.name,
-        "dtype": dtype,
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-        "device": str(loaded.model.device),
-    }
+    where = machine(loaded, dtype)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
         task = progress.add_task("", total=None)
@@ -66,9 +54,9 @@ def bench(
             progress=lambda label, done, total: progress.update(task, description=label, completed=done, total=total),
         )
     if json:
-        print_json({"machine": machine, "rows": [asdict(row) for row in rows]})
+        print_json({"machine": where, "rows": [asdict(row) for row in rows]})
     else:
-        note(" ".join(f"{name}={value}" for name, value in machine.items()))
+        note(" ".join(f"{name}={value}" for name, value in where.items()))
         out.print(_table(rows))
     if any(row.error == INTERRUPTED for row in rows):
         raise Interrupted("Interrupted; the figures above are of what was measured until then.")

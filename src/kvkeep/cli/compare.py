@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-import platform
 import re
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -15,7 +14,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 from kvkeep.cli import options
-from kvkeep.cli.output import err, note, out, print_json, size
+from kvkeep.cli.output import err, machine, note, out, print_json, size
 from kvkeep.errors import Interrupted, KvkeepError, UsageError
 
 if TYPE_CHECKING:
@@ -107,14 +106,14 @@ def compare(
             )
         except KeyboardInterrupt:
             raise Interrupted("Interrupted before the full cache was measured; there is nothing to compare.") from None
-    machine = _machine(loaded, dtype)
+    where = machine(loaded, dtype)
     figure = output if comparison.measured else None
     if figure is not None:
         draw_comparison(comparison, figure, model=f"{loaded.name}, {dtype}")
     if json:
-        print_json({"machine": machine, **comparison.as_dict(), "figure": figure})
+        print_json({"machine": where, **comparison.as_dict(), "figure": figure})
     else:
-        note(" ".join(f"{name}={value}" for name, value in machine.items()))
+        note(" ".join(f"{name}={value}" for name, value in where.items()))
         show(comparison)
         if figure is not None:
             note(f"The figure is in {figure}.")
@@ -144,21 +143,6 @@ def _parts(texts: Sequence[str]) -> list[str]:
     if not parts:
         raise UsageError("There is nothing to compare: name methods (-x kv-direct,h2o) and budgets (-b 64,25%).")
     return parts
-
-
-def _machine(loaded: Any, dtype: str) -> dict[str, Any]:
-    import torch
-    import transformers
-
-    return {
-        "model": loaded.name,
-        "dtype": dtype,
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-        "device": str(loaded.model.device),
-    }
 
 
 # -- the table ----------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -31,6 +32,22 @@ def write(text: str) -> None:
 def note(text: str) -> None:
     """Tell a person what is going on, on standard error."""
     err.print(text, style="dim", markup=False)
+
+
+def machine(loaded: Any, dtype: str) -> dict[str, Any]:
+    """Return what figures depend on: model, dtype, threads, versions and device."""
+    import torch
+    import transformers
+
+    return {
+        "model": loaded.name,
+        "dtype": dtype,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "device": str(loaded.model.device),
+    }
 
 
 def size(count: int) -> str:

@@ -19,6 +19,7 @@ from kvkeep.budget import Budget
 from kvkeep.cache import STOCK, memory_of, new_cache
 from kvkeep.errors import KvkeepError
 from kvkeep.geometry import ModelGeometry
+from kvkeep.policies.methods import METHODS
 from kvkeep.policies.selectors import SELECTORS
 from kvkeep.stores.meter import Memory
 
@@ -58,7 +59,7 @@ class Row:
 
 
 SHRINKING = (
-    *(name for name in SELECTORS if name != "kvpress"),
+    *(name for name in METHODS if name in SELECTORS),
     *("quantized:8", "quantized:4", "quantized:2", "lowrank:32", "longcache", "h2o+quantize:4"),
 )
 """Methods that drop entries or keep them smaller."""

@@ -9,10 +9,10 @@ from torch import Tensor
 from kvkeep.stores.checkpoints import Checkpoint, Piece
 from kvkeep.stores.places import Place
 from kvkeep.stores.rows import Ring, concatenated
-from kvkeep.stores.streamed import StreamedLayer
+from kvkeep.stores.streamed import OrderedLayer
 
 
-class BoundedLayer(StreamedLayer):
+class BoundedLayer(OrderedLayer):
     """Oldest leaves: slots ``evicted``..``length`` are resident in rings of ``capacity`` entries, those before are
     the checkpoint's. New entries stay in hand until attention has run, then :meth:`settle` writes them."""
 

@@ -56,13 +56,21 @@ def encode(rows: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @dataclass(frozen=True)
-class CodedKeys:
-    """Keys of some lanes: codes (lanes, groups, dim, GROUP packed), scale and offset (lanes, groups, dim, 1)."""
+class _Coded:
+    """offset + scale * code, the last axis of codes packed."""
 
     codes: Tensor
     scale: Tensor
     offset: Tensor
     bits: int
+
+    def _numbers(self) -> Tensor:
+        return torch.addcmul(self.offset.float(), unpack(self.codes, self.bits, torch.float32), self.scale.float())
+
+
+@dataclass(frozen=True)
+class CodedKeys(_Coded):
+    """Keys of some lanes: codes (lanes, groups, dim, GROUP packed), scale and offset (lanes, groups, dim, 1)."""
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -80,19 +88,13 @@ class CodedKeys:
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """Write them out: (lanes, entries, dim)."""
-        keys = torch.addcmul(self.offset.float(), unpack(self.codes, self.bits, torch.float32), self.scale.float())
-        return keys.transpose(2, 3).flatten(1, 2).to(dtype)
+        return self._numbers().transpose(2, 3).flatten(1, 2).to(dtype)
 
 
 @dataclass(frozen=True)
-class CodedValues:
+class CodedValues(_Coded):
     """Values of some lanes: codes (lanes, groups, parts, GROUP, width packed), scale and offset (lanes, groups, parts,
     GROUP, 1); ``parts`` of ``width`` channels each."""
-
-    codes: Tensor
-    scale: Tensor
-    offset: Tensor
-    bits: int
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -109,8 +111,7 @@ class CodedValues:
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """Write them out: (lanes, entries, dim)."""
-        values = torch.addcmul(self.offset.float(), unpack(self.codes, self.bits, torch.float32), self.scale.float())
-        return values.transpose(2, 3).flatten(3).flatten(1, 2).to(dtype)
+        return self._numbers().transpose(2, 3).flatten(3).flatten(1, 2).to(dtype)
 
 
 def encode_keys(keys: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:

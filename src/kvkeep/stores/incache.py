@@ -74,7 +74,10 @@ class CachePositions:
         if len(self._next) > 1:
             self._next = self._next[index.to(self._next.device)]
 
-    def truncate(self, length: int) -> bool:
-        """Forget the slots from ``length`` on; False where that would cut into the sinks, which have moved already."""
+    def holds_on_to(self, length: int) -> bool:
+        """Tell whether cutting to ``length`` would cut into the sinks, which have moved already."""
+        return self._moved and length < self.sinks
+
+    def truncate(self, length: int) -> None:
+        """Forget the slots from ``length`` on."""
         self._next = self._next.clamp(max=max(0, length - self.sinks))
-        return length >= self.sinks or not self._moved

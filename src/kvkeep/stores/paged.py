@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.stores.meter import Meter
-from kvkeep.stores.streamed import StreamedLayer
+from kvkeep.stores.streamed import OrderedLayer
 
 BLOCK_SIZE = 32
 """Entries a block. A row wastes half a block on average; a shared prefix is copied by at most one."""
@@ -156,7 +156,7 @@ def _drop_all(pool: BlockPool, rows: list[list[int]]) -> None:
         pool.drop(row)
 
 
-class PagedLayer(StreamedLayer):
+class PagedLayer(OrderedLayer):
     """Exact: one layer's entries in the places of a block table. Attention reads runs of blocks that all rows share as
     views, and gathers the others ``page`` slots at a time."""
 

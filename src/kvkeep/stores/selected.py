@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.attention import Segment, received
+from kvkeep.stores.banks import SAVED, Bank, move
 from kvkeep.stores.ledger import Ledger
 from kvkeep.stores.meter import Meter, nbytes
 from kvkeep.stores.places import Place
@@ -31,7 +32,6 @@ LOWEST = (
     -3e38
 )  # ranks below every entry's; those of empty columns rise from it by _STEP, so that the first is filled first
 _STEP = 1e33
-_SAVED = ("keys", "values", "slots", "marks", "sinks", "lanes")
 
 
 @dataclass(frozen=True)
@@ -101,43 +101,8 @@ class Fate(Protocol):
         some are -1 for none, keys and values (lanes, n, dim), written out or coded."""
 
 
-@dataclass
-class Bank:
-    """Lanes whose entries lie in one tensor.
-
-    lanes: which, None for all of them. used: columns that may hold something; vacant: the most columns among them that
-    are empty in any lane. sinks: the first keys as they came, where positions are within the cache.
-    """
-
-    lanes: Tensor | None
-    budget: int
-    keys: Tensor
-    values: Tensor
-    slots: Tensor
-    marks: Tensor | None = None
-    sinks: Tensor | None = None
-    used: int = 0
-    vacant: int = 0
-
-    def of(self, rows: Tensor) -> Tensor:
-        """Return this bank's share of something that all lanes have."""
-        return rows if self.lanes is None else rows[self.lanes]
-
-    @property
-    def columns(self) -> int:
-        """Entries each lane has room for."""
-        return self.slots.shape[1]
-
-    def tensors(self) -> list[Tensor]:
-        """Return what is allocated."""
-        held = [self.keys, self.values, self.slots, self.marks, self.sinks, self.lanes]
-        return [tensor for tensor in held if tensor is not None]
-
-
 class SelectedLayer(StreamedLayer):
     """Holds the entries that ``selector`` ranks highest, ``budgets`` of them in each KV head (one number: in all)."""
-
-    evicted = 0
 
     def __init__(
         self,
@@ -158,10 +123,6 @@ class SelectedLayer(StreamedLayer):
         self._new_marks: dict[int, Tensor] = {}  # of the entries in hand, by bank
 
     # -- what attention reads -----------------------------------------------------------------------
-
-    def past(self, ordered: bool) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Not asked for: entries lie in no order; :meth:`resident` and the fate say which slots they yield."""
-        raise NotImplementedError
 
     def resident(self) -> Iterator[tuple[Bank, Tensor, Tensor]]:
         """Yield each bank with its keys and values in use, (lanes, 1, entries, dim), views."""
@@ -237,13 +198,13 @@ class SelectedLayer(StreamedLayer):
             # Layers that share entries are each told of; marks of the new ones wait for the last of them.
             entries = self._joined(bank, self._new_marks.get(number))
             marks = self.selector.observe(entries, torch.cat(parts, 1), queries)
-            _put(bank, marks[:, : bank.used])
+            bank.note(marks[:, : bank.used])
             self._new_marks[number] = marks[:, bank.used :]
 
     def learn(self, bank: Bank, weights: Tensor, queries: int) -> None:
         """Tell the selector what a bank's entries received: (its lanes, entries in use), of ``queries`` queries."""
-        slots, marks = bank.slots[:, : bank.used], _marks(bank)[:, : bank.used]
-        _put(bank, self.selector.observe(self._candidates(bank, slots, marks, self.length), weights, queries))
+        slots, marks = bank.slots[:, : bank.used], bank.noted()[:, : bank.used]
+        bank.note(self.selector.observe(self._candidates(bank, slots, marks, self.length), weights, queries))
 
     def settle(self) -> None:
         """Let the entries in hand compete with those held, and hand what leaves to its fate."""
@@ -285,7 +246,7 @@ class SelectedLayer(StreamedLayer):
         bank.used = span.stop
         marks = self._entered(bank, keys) if marks is None else marks
         if marks is not None or bank.marks is not None:
-            _marks(bank)[:, span] = 0.0 if marks is None else marks
+            bank.noted()[:, span] = 0.0 if marks is None else marks
 
     def _replace(
         self, bank: Bank, keys: Tensor, values: Tensor, marks: Tensor | None
@@ -310,7 +271,7 @@ class SelectedLayer(StreamedLayer):
         bank.slots.scatter_(1, victim, self.length)
         marks = self._entered(bank, keys) if marks is None else marks
         if marks is not None:
-            _marks(bank).scatter_(1, victim, marks)
+            bank.noted().scatter_(1, victim, marks)
         elif bank.marks is not None:
             bank.marks.scatter_(1, victim, 0.0)
         return left
@@ -323,7 +284,7 @@ class SelectedLayer(StreamedLayer):
         slots = self._new_slots(bank, count)
         both = torch.cat([bank.slots, slots], 1)
         fresh = self._entered(bank, keys) if marks is None else marks
-        joined = None if fresh is None else torch.cat([_marks(bank), fresh], 1)
+        joined = None if fresh is None else torch.cat([bank.noted(), fresh], 1)
         entries = self._candidates(bank, both, joined, self.length + count, count)
         if self.selector.reads:
             entries = replace(entries, keys=torch.cat([bank.keys, keys], 1), values=torch.cat([bank.values, values], 1))
@@ -353,7 +314,7 @@ class SelectedLayer(StreamedLayer):
         bank.slots[lane, target] = slots[lane, source]
         bank.used = columns
         if fresh is not None:
-            _marks(bank)[lane, target] = fresh[lane, source]
+            bank.noted()[lane, target] = fresh[lane, source]
         bank.vacant = int((bank.slots < 0).sum(1).max())
         return left
 
@@ -402,7 +363,7 @@ class SelectedLayer(StreamedLayer):
         fresh = self._entered(bank, keys) if fresh is None else fresh
         if fresh is None:
             fresh = torch.zeros(slots.shape, device=slots.device)
-        marks = torch.cat([_marks(bank)[:, : bank.used], fresh], 1)
+        marks = torch.cat([bank.noted()[:, : bank.used], fresh], 1)
         slots = torch.cat([bank.slots[:, : bank.used], slots], 1)
         entries = self._candidates(bank, slots, marks, self.length + keys.shape[1], keys.shape[1])
         if not self.selector.reads:
@@ -447,7 +408,7 @@ class SelectedLayer(StreamedLayer):
         old, self.banks = self.banks, []
         for (budget, columns), own in sorted(groups.items()):
             fresh = self._bank(sorted(own), count_all, budget, columns, (old[0].keys, old[0].values))
-            _move(homes, sorted(own), fresh)
+            move(homes, sorted(own), fresh)
             self.banks.append(fresh)
         with self.meter.holding(*(tensor for bank in old for tensor in bank.tensors())):
             old.clear()
@@ -497,7 +458,7 @@ class SelectedLayer(StreamedLayer):
             if not own:
                 continue
             fresh = self._bank(own, len(chosen), bank.budget, bank.columns, (bank.keys, bank.values))
-            _move({new: homes[chosen[new]] for new in own}, own, fresh)
+            move({new: homes[chosen[new]] for new in own}, own, fresh)
             self.banks.append(fresh)
 
     @property
@@ -515,7 +476,7 @@ class SelectedLayer(StreamedLayer):
         saved: dict[str, Tensor] = {}
         for number, bank in enumerate(self.banks):
             saved[f"{number}.layout"] = torch.tensor([self.heads, bank.budget, bank.used, bank.vacant])
-            for name in _SAVED:
+            for name in SAVED:
                 if (tensor := getattr(bank, name)) is not None:
                     saved[f"{number}.{name}"] = tensor
         return saved
@@ -526,7 +487,7 @@ class SelectedLayer(StreamedLayer):
         while f"{len(self.banks)}.layout" in state:
             number = len(self.banks)
             self.heads, budget, used, vacant = state[f"{number}.layout"].tolist()
-            parts = {name: state.get(f"{number}.{name}") for name in _SAVED}
+            parts = {name: state.get(f"{number}.{name}") for name in SAVED}
             self.banks.append(Bank(budget=budget, used=used, vacant=vacant, **parts))  # type: ignore[arg-type]
         self.is_initialized = length > 0
 
@@ -549,46 +510,8 @@ def _of(bank: Bank, mask: Tensor | None) -> Tensor | None:
     return mask if mask is None or mask.shape[0] == 1 else bank.of(mask)
 
 
-def _marks(bank: Bank) -> Tensor:
-    """Return the bank's marks, zeros where there were none yet."""
-    if bank.marks is None:
-        bank.marks = torch.zeros(bank.slots.shape, device=bank.slots.device)
-    return bank.marks
-
-
-def _put(bank: Bank, marks: Tensor) -> None:
-    if bank.used == bank.columns:
-        bank.marks = marks
-    else:
-        _marks(bank)[:, : bank.used] = marks
-
-
 def _picked(held: Tensor, new: Tensor, index: tuple[Tensor, Tensor], refused: Tensor) -> Tensor:
     """Gather rows from what is held, or from what is new where ``refused``."""
     fresh = new.gather(1, index[1][..., None].expand(-1, -1, new.shape[2]))
     own = held.gather(1, index[0][..., None].expand(-1, -1, held.shape[2]))
     return torch.where(refused[..., None], fresh, own)
-
-
-def _move(homes: dict[int, tuple[Bank, int]], own: list[int], fresh: Bank) -> None:
-    """Copy lanes ``own`` from where they were into ``fresh``."""
-    sources: dict[int, tuple[Bank, list[int], list[int]]] = {}
-    for number, lane in enumerate(own):
-        bank, place = homes[lane]
-        _, places, numbers = sources.setdefault(id(bank), (bank, [], []))
-        places.append(place)
-        numbers.append(number)
-    fresh.used = min(fresh.columns, max(bank.used for bank, _, _ in sources.values()))
-    for bank, places, numbers in sources.values():
-        used = min(fresh.columns, bank.used)
-        for name in ("keys", "values", "slots", "marks"):
-            rows = getattr(bank, name)
-            if rows is None:
-                continue
-            if getattr(fresh, name) is None:
-                setattr(fresh, name, rows.new_zeros(len(own), fresh.columns))
-            getattr(fresh, name)[numbers, :used] = rows[places, :used]
-        if bank.sinks is not None:
-            fresh.sinks = bank.sinks.new_zeros(len(own), *bank.sinks.shape[1:]) if fresh.sinks is None else fresh.sinks
-            fresh.sinks[numbers] = bank.sinks[places]
-        fresh.vacant = max(fresh.vacant, fresh.used - used + bank.vacant)

@@ -13,26 +13,18 @@ from transformers.cache_utils import CacheLayerMixin
 class StreamedLayer(CacheLayerMixin):
     """A cache layer that hands attention only what is new, and its past in pieces.
 
-    A step: :meth:`update` takes the new entries in hand, attention reads :meth:`past` and them, :meth:`settle` keeps
-    them. ``length``: slots settled so far; ``evicted``: how many of these, the first, are no longer resident.
+    A step: :meth:`update` takes the new entries in hand, attention reads them and what was settled, :meth:`settle`
+    keeps them. ``length``: slots settled so far.
     """
 
     is_croppable = True
     is_sliding = False
     supports_early_init = False
     length: int
-    evicted: int
 
     def __init__(self) -> None:
         super().__init__()
         self.pending: tuple[Tensor, Tensor] | None = None
-
-    @abstractmethod
-    def past(self, ordered: bool) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield all settled entries as (first slot, keys, values), (batch, kv_heads, entries, dim) each.
-
-        Without ``ordered`` the entries of a piece may come in any order: no mask will ask which is which.
-        """
 
     @abstractmethod
     def settle(self) -> None:
@@ -72,3 +64,17 @@ class StreamedLayer(CacheLayerMixin):
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``-tokens_to_remove`` slots."""
         self.truncate(self.length - abs(tokens_to_remove))
+
+
+class OrderedLayer(StreamedLayer):
+    """A streamed layer whose entries leave in order, in all heads alike. ``evicted``: how many slots, the first, are no
+    longer resident."""
+
+    evicted: int
+
+    @abstractmethod
+    def past(self, ordered: bool) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Yield all settled entries as (first slot, keys, values), (batch, kv_heads, entries, dim) each.
+
+        Without ``ordered`` the entries of a piece may come in any order: no mask will ask which is which.
+        """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
@@ -16,7 +17,7 @@ from kvkeep.stores.meter import Meter
 
 
 @dataclass(frozen=True)
-class Fate:
+class Fate(ABC):
     """What becomes of entries that leave. One file for each: a frozen dataclass whose fields are its parameters."""
 
     label: ClassVar[str]
@@ -29,9 +30,9 @@ class Fate:
         """Return how many of the budget's ``entries`` are for resident ones."""
         return entries
 
+    @abstractmethod
     def build(self, request: Request, ledger: Ledger, meter: Meter) -> LiveFate:
         """Set it to work for one cache."""
-        raise NotImplementedError
 
     def checkpoint(self, live: LiveFate) -> tuple[CheckpointSpec | None, Checkpoint | None]:
         """Return the checkpoint behind it, if there is one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -16,7 +17,7 @@ STAYS = float("inf")
 
 
 @dataclass(frozen=True)
-class Selector:
+class Selector(ABC):
     """Who stays. One file for each: a frozen dataclass whose fields are its parameters, :meth:`rank`, and where it
     needs them :meth:`enter` and :meth:`observe`. Tensors are (lanes, entries), a lane being one KV head of one row.
 
@@ -65,6 +66,6 @@ class Selector:
         assert entries.marks is not None
         return entries.marks
 
+    @abstractmethod
     def rank(self, entries: Candidates) -> Tensor:
         """Return the order of leaving: the lowest first. Empty columns and padding are taken care of."""
-        raise NotImplementedError
