@@ -6,29 +6,25 @@ import copy
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache
 
-from kvkeep.attention import Segment, attend, weighed
-from kvkeep.attention.visibility import new_mask, past_mask
 from kvkeep.budget import Budget
 from kvkeep.errors import KvkeepError, UsageError, unknown
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.policies.methods import Method, resolve
 from kvkeep.policies.request import Exactness, Request
-from kvkeep.stores.checkpoints import CheckpointSpec, expanded
-from kvkeep.stores.coded import CodedKeys
+from kvkeep.stores.checkpoints import CheckpointSpec
 from kvkeep.stores.ledger import Ledger
 from kvkeep.stores.meter import Memory, Meter, nbytes
 from kvkeep.stores.paged import BlockTable, PagedLayer
 from kvkeep.stores.places import PLACES
 from kvkeep.stores.rows import Rows
 from kvkeep.stores.selected import SelectedLayer
-from kvkeep.stores.streamed import OrderedLayer, StreamedLayer
+from kvkeep.stores.streamed import OrderedLayer, Step, StreamedLayer
 from kvkeep.stores.whereabouts import Whereabouts
 
 
@@ -162,89 +158,12 @@ class KeepCache(Cache):
         """Attend over what was evicted, what is resident and what is new; then settle the new entries."""
         index = module.layer_idx
         source = self.geometry.layers[index].source
-        layer, last = self.layers[source], self._readers[source] == index
+        layer = self.layers[source]
         self._in_hand = max(self._in_hand, layer.pending_bytes)
-        # A single new entry is attended where it will lie, with the others; later readers find it there.
-        single = layer.pending is None or (source == index and key.shape[2] == 1 and mask is None)
-        if isinstance(layer, SelectedLayer):
-            return self._attend_selected(layer, module, query, key, value, mask, scaling, single, last)
-        if single:
-            layer.settle()
-            return attend(query, self._past(layer, module, query, None, layer.length - 1), scaling)[0]
-        output, _ = attend(query, self._segments(layer, module, query, key, value, mask), scaling)
-        if last:
-            layer.settle()
-        return output
-
-    def _attend_selected(
-        self,
-        layer: SelectedLayer,
-        module: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        scaling: float,
-        single: bool,
-        last: bool,
-    ) -> Tensor:
-        """The same by lanes, telling the selector what each entry received."""
-        shape, new = query.shape, key.shape[2]
-        query, key, value = (
-            part.reshape(-1, part.shape[1] // layer.heads, *part.shape[2:]) for part in (query, key, value)
-        )
-        mask = mask if mask is None or mask.shape[0] == 1 else mask.repeat_interleave(layer.heads, 0)
-        wide = mask if mask is not None and mask.shape[-1] == layer.length + new > new else None
         if self.positions is not None:
             self.positions.place(layer)  # before the new entries come in, whose positions are told already
-        if single:
-            layer.settle()
-
-        def segment(keys: Any, values: Any, slots: Tensor, holes: bool, rows: Tensor | None = None) -> Segment:
-            seen = layer.seen(slots, holes, wide, rows)
-            return Segment(*expanded(module, keys, values), seen, rows=rows)
-
-        held = [
-            segment(keys, values, bank.slots[:, : bank.used], bank.vacant > 0, bank.lanes)
-            for bank, keys, values in layer.resident()
-        ]
-        recalled = (
-            segment(keys, values, slots, holes)
-            if isinstance(keys, CodedKeys)
-            else segment(keys[:, None], values[:, None], slots, holes)
-            for slots, holes, keys, values in layer.fate.recall(layer, query)
-        )
-        fresh = None if single else _new_segment(query, key, value, mask)
-        if single and query.shape[2] == 1 and layer.alone:
-            output, weights = weighed(query, held[0], scaling)
-            layer.learn(layer.banks[0], weights, 1)
-        else:
-            output, lse = attend(query, chain(recalled, held, () if fresh is None else (fresh,)), scaling)
-            layer.observe(query, lse, scaling, held, fresh)
-        if last:
-            layer.settle()
-        return output.reshape(*shape[:-1], output.shape[-1])
-
-    def _past(
-        self, layer: OrderedLayer, module: Any, query: Tensor, wide: Tensor | None, first_query: int
-    ) -> Iterator[Segment]:
-        """Yield what is settled: ``wide`` is a mask of the caller's own over past entries, if there is one."""
-        visible = self.ledger.visible
-        for start, keys, values in layer.past(ordered=visible is not None or wide is not None):
-            stop = start + keys.shape[-2]
-            if wide is not None:
-                seen: Tensor | None = wide[..., start:stop]
-            else:
-                seen = past_mask(first_query, query.shape[2], start, stop, visible=visible, device=query.device)
-            yield Segment(*expanded(module, keys, values), seen)
-
-    def _segments(
-        self, layer: OrderedLayer, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
-    ) -> Iterator[Segment]:
-        new, past = key.shape[2], layer.length
-        wide = mask if mask is not None and mask.shape[-1] == past + new > new else None
-        yield from self._past(layer, module, query, wide, past)
-        yield _new_segment(query, key, value, mask)
+        own, last = index == source, self._readers[source] == index
+        return layer.attend(Step(module, query, key, value, mask, scaling, self.ledger.visible, own, last))
 
     def end_forward(self, completed: bool) -> None:
         """Close the step; one that an exception left is rolled back where that can be done."""
@@ -457,16 +376,6 @@ class KeepCache(Cache):
                 )
             )
         return reports
-
-
-def _new_segment(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Segment:
-    """Return the segment of a step's own entries."""
-    queries, new = query.shape[2], key.shape[2]
-    if mask is not None:
-        return Segment(key, value, mask[..., -new:])
-    if queries == new:
-        return Segment(key, value, causal=True)
-    return Segment(key, value, new_mask(queries, new, query.device))  # only the last tokens' queries were asked for
 
 
 STOCK = "stock"

@@ -13,17 +13,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from kvkeep.attention import Segment, received
+from kvkeep.attention import Segment, attend, received, weighed
 from kvkeep.stores.banks import SAVED, Bank, move
+from kvkeep.stores.checkpoints import expanded
 from kvkeep.stores.ledger import Ledger
 from kvkeep.stores.meter import Meter, nbytes
 from kvkeep.stores.places import Place
-from kvkeep.stores.streamed import StreamedLayer
+from kvkeep.stores.streamed import Step, StreamedLayer, fresh
 
 BLOCK = 128
 """Columns by which a bank grows until it has its budget."""
@@ -98,7 +100,7 @@ class Fate(Protocol):
 
     def recall(self, layer: SelectedLayer, query: Tensor) -> Iterator[tuple[Tensor, bool, Any, Any]]:
         """Yield what comes back for ``query`` (lanes, heads, queries, dim), piece by piece: slots (lanes, n), whether
-        some are -1 for none, keys and values (lanes, n, dim), written out or coded."""
+        some are -1 for none, keys and values: (lanes, 1, n, dim) written out, or coded."""
 
 
 class SelectedLayer(StreamedLayer):
@@ -146,10 +148,48 @@ class SelectedLayer(StreamedLayer):
             return picked
         return picked & mask if picked.dtype == torch.bool else picked.masked_fill(~mask, float("-inf"))
 
-    @property
-    def alone(self) -> bool:
-        """Whether a step's attention is over one bank and nothing else, and the selector wants its weights."""
-        return len(self.banks) == 1 and self.fate.forgets and self.selector.watches != 0
+    def attend(self, step: Step) -> Tensor:
+        """Attend by lanes over what comes back, what is resident and what is new; tell the selector what each entry
+        received."""
+        module, scaling = step.module, step.scaling
+        query, key, value = (self.by_lane(part) for part in (step.query, step.key, step.value))
+        mask = step.mask
+        mask = mask if mask is None or mask.shape[0] == 1 else mask.repeat_interleave(self.heads, 0)
+        wide = step.wide(self.length)
+        wide = wide if wide is None else mask
+        single = self.alone(step)
+        if single:
+            self.settle()
+        held = self.held_segments(module, wide)
+        recalled = (
+            Segment(*expanded(module, keys, values), self.seen(slots, holes, wide))
+            for slots, holes, keys, values in self.fate.recall(self, query)
+        )
+        new = None if single else fresh(query, key, value, mask)
+        if single and query.shape[2] == 1 and len(self.banks) == 1 and self.fate.forgets and self.selector.watches != 0:
+            output, weights = weighed(query, held[0], scaling)
+            self.learn(self.banks[0], weights, 1)
+        else:
+            output, lse = attend(query, chain(recalled, held, () if new is None else (new,)), scaling)
+            self.observe(query, lse, scaling, held, new)
+        if step.last:
+            self.settle()
+        return output.reshape(*step.query.shape[:-1], output.shape[-1])
+
+    def by_lane(self, part: Tensor) -> Tensor:
+        """Fold (batch, heads, n, dim) to (lanes, heads of the group, n, dim)."""
+        return part.reshape(-1, part.shape[1] // self.heads, *part.shape[2:])
+
+    def held_segments(self, module: Any, wide: Tensor | None) -> list[Segment]:
+        """Return what is resident, a segment for each bank in use; ``wide``: as in :meth:`seen`."""
+        return [
+            Segment(
+                *expanded(module, keys, values),
+                self.seen(bank.slots[:, : bank.used], bank.vacant > 0, wide, bank.lanes),
+                rows=bank.lanes,
+            )
+            for bank, keys, values in self.resident()
+        ]
 
     @property
     def visible(self) -> Tensor | None:

@@ -4,10 +4,45 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
+
+from kvkeep.attention import Segment, attend
+from kvkeep.attention.visibility import new_mask, past_mask
+from kvkeep.stores.checkpoints import expanded
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one layer is asked in one forward pass.
+
+    module: the layer's attention module. query (batch, heads, queries, dim), key and value (batch, kv_heads, new, dim):
+    new entries only. mask: over the new entries, or over past and new ones. visible: (batch, slots), which slots are
+    not padding; None: all. own: the module is the layer's own, no later one that reads the same entries; last: nobody
+    reads them after it.
+    """
+
+    module: Any
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    scaling: float
+    visible: Tensor | None
+    own: bool
+    last: bool
+
+    @property
+    def new(self) -> int:
+        """How many entries are new."""
+        return self.key.shape[2]
+
+    def wide(self, past: int) -> Tensor | None:
+        """Return the mask if it is the caller's own over ``past`` and new entries."""
+        return self.mask if self.mask is not None and self.mask.shape[-1] == past + self.new > self.new else None
 
 
 class StreamedLayer(CacheLayerMixin):
@@ -25,6 +60,20 @@ class StreamedLayer(CacheLayerMixin):
     def __init__(self) -> None:
         super().__init__()
         self.pending: tuple[Tensor, Tensor] | None = None
+
+    @abstractmethod
+    def attend(self, step: Step) -> Tensor:
+        """Attend over the past and what is new, (batch, heads, queries, value_dim); after the last reader, settle."""
+
+    def alone(self, step: Step) -> bool:
+        """Tell whether a step's entries are settled before they are attended: a single one where it will lie, with the
+        others; and later readers find them there."""
+        return self.pending is None or (step.own and step.new == 1 and step.mask is None)
+
+    @property
+    def arrived(self) -> int:
+        """Slots that came in, those not settled yet included."""
+        return self.length
 
     @abstractmethod
     def settle(self) -> None:
@@ -72,9 +121,50 @@ class OrderedLayer(StreamedLayer):
 
     evicted: int
 
+    def attend(self, step: Step) -> Tensor:
+        """Attend over what was evicted, what is resident and what is new."""
+        if self.alone(step):
+            self.settle()
+            return attend(step.query, self._past(step, None, self.length - 1), step.scaling)[0]
+        output, _ = attend(step.query, self._all(step), step.scaling)
+        if step.last:
+            self.settle()
+        return output
+
+    def _past(self, step: Step, wide: Tensor | None, first_query: int) -> Iterator[Segment]:
+        for piece in self.past(ordered=step.visible is not None or wide is not None):
+            yield seen(piece, step, wide, first_query)
+
+    def _all(self, step: Step) -> Iterator[Segment]:
+        yield from self._past(step, step.wide(self.length), self.length)
+        yield fresh(step.query, step.key, step.value, step.mask)
+
     @abstractmethod
     def past(self, ordered: bool) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yield all settled entries as (first slot, keys, values), (batch, kv_heads, entries, dim) each.
 
         Without ``ordered`` the entries of a piece may come in any order: no mask will ask which is which.
         """
+
+
+def seen(piece: tuple[int, Tensor, Tensor], step: Step, wide: Tensor | None, first_query: int) -> Segment:
+    """Return past entries (first slot, keys, values) as a segment, masked by ``wide`` where the caller gave a mask of
+    their own; ``first_query``: the slot of the first query."""
+    start, keys, values = piece
+    stop, queries, device = start + keys.shape[-2], step.query.shape[2], step.query.device
+    mask = (
+        past_mask(first_query, queries, start, stop, visible=step.visible, device=device)
+        if wide is None
+        else wide[..., start:stop]
+    )
+    return Segment(*expanded(step.module, keys, values), mask)
+
+
+def fresh(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Segment:
+    """Return the segment of a step's own entries."""
+    queries, new = query.shape[2], key.shape[2]
+    if mask is not None:
+        return Segment(key, value, mask[..., -new:])
+    if queries == new:
+        return Segment(key, value, causal=True)
+    return Segment(key, value, new_mask(queries, new, query.device))  # only the last tokens' queries were asked for

@@ -102,7 +102,7 @@ class _Checkpointed:
         for start, keys, values in pieces:
             stop = start + keys.shape[-2]
             slots = concatenated(kept, start, stop).flatten(0, 1).squeeze(-1) if self.moves else away[:, start:stop]
-            yield slots, True, keys.flatten(0, 1), values.flatten(0, 1)
+            yield slots, True, keys.flatten(0, 1)[:, None], values.flatten(0, 1)[:, None]
 
     def whereabouts(self, layer: SelectedLayer, length: int) -> Tensor:
         codes = torch.full((layer.rows, layer.heads, length), Whereabouts.CHECKPOINTED)

@@ -45,7 +45,7 @@ class GroupedFate:
             yield from self.read(layer, query, groups)
         if groups.count:
             keys, values, slots = groups.still_waiting()
-            yield slots, True, keys, values
+            yield slots, True, keys[:, None], values[:, None]
 
     def whereabouts(self, layer: SelectedLayer, length: int) -> Tensor:
         """Return the codes of what left."""

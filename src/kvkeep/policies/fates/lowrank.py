@@ -94,7 +94,8 @@ class _LowRank(GroupedFate):
         parts, slots = groups.by_lane()
         keys, values = (part.flatten(1, 2) @ basis for part, basis in zip(parts, bases, strict=True))
         with self.meter.holding(keys, values):
-            yield slots.flatten(1), groups.holes, self._turned(layer.index, keys, slots.flatten(1), 1), values
+            keys = self._turned(layer.index, keys, slots.flatten(1), 1)
+            yield slots.flatten(1), groups.holes, keys[:, None], values[:, None]
 
     def _turned(self, layer: int, keys: Tensor, slots: Tensor, sign: int) -> Tensor:
         """Rotate keys (lanes, n, dim) to the positions of their slots, or (``sign`` -1) back from there."""

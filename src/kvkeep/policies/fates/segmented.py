@@ -59,4 +59,4 @@ class _Segmented(GroupedFate):
             lanes = torch.arange(len(chosen), device=chosen.device)[:, None]
             keys, values, slots = keys[lanes, chosen], values[lanes, chosen], slots[lanes, chosen]
         with self.meter.holding(keys, values):
-            yield slots.flatten(1), groups.holes, keys.flatten(1, 2), values.flatten(1, 2)
+            yield slots.flatten(1), groups.holes, keys.flatten(1, 2)[:, None], values.flatten(1, 2)[:, None]
