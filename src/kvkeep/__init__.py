@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from kvkeep.decode.chat import Conversation
     from kvkeep.decode.generate import generate
     from kvkeep.decode.session import Session, load_session, save_session
+    from kvkeep.decode.verified import verified
     from kvkeep.errors import (
         BudgetError,
         KvkeepError,
@@ -41,6 +42,7 @@ _HOMES = {
     "load": "models.loading",
     "load_session": "decode.session",
     "save_session": "decode.session",
+    "verified": "decode.verified",
 }
 __all__ = [
     "Budget",
@@ -59,6 +61,7 @@ __all__ = [
     "load",
     "load_session",
     "save_session",
+    "verified",
 ]
 __version__ = "0.1.0"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from kvkeep.errors import KvkeepError, UsageError, unknown
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.policies.methods import Method, resolve
 from kvkeep.policies.request import Exactness, Request
+from kvkeep.stores.backed import BackedLayer, Phase
 from kvkeep.stores.checkpoints import CheckpointSpec
 from kvkeep.stores.ledger import Ledger
 from kvkeep.stores.meter import Memory, Meter, nbytes
@@ -96,7 +97,12 @@ class KeepCache(Cache):
         plan = self.method.plan(self.request, self.ledger, self.meter)
         self.entries, self.chunk, self.streams = plan.entries, plan.chunk, plan.streams
         self.spec, self.checkpoint, self.fate, self.budgets = plan.spec, plan.checkpoint, plan.fate, plan.budgets
-        self.positions = plan.positions
+        self.positions, self.round = plan.positions, plan.round
+        self._begun = 0  # slots before the round in progress
+        self._uneven = False  # whether rows kept different numbers of tokens
+        self.rounds: Any = None  # what decoding in rounds last did
+        self._agreed = False  # whether drafts were right since the resident entries were last chosen
+        self._windows: list[tuple[Any, Tensor, Tensor, int, bool]] = []  # sliding layers as they were before it
         self._open, self._known, self._in_hand = False, 0, 0
         super().__init__(layers=plan.layers)
 
@@ -108,9 +114,14 @@ class KeepCache(Cache):
         """Take note of the tokens about to be processed; return the positions to tell the model, None for its own."""
         if self._open:
             self._roll_back()
+        if self._uneven and self.round is not None and self.round.phase is Phase.EXACT:
+            raise UsageError(
+                "The rows of this batch took different numbers of tokens in their rounds, so a further text does not "
+                "line up with them; call reset() and read all of it."
+            )
         self._open, self._known = True, self.ledger.length
         self.ledger.append(ids, embeddings, positions, mask)
-        if self.checkpoint is not None:
+        if self.checkpoint is not None and not self._drafting:
             self.checkpoint.begin_forward(embeddings is None, self._known)
         if self.positions is None:
             return positions
@@ -131,6 +142,9 @@ class KeepCache(Cache):
 
     def _roll_back(self) -> None:
         """Undo a step that was left in the middle; hooks are not told of every interrupt, so this may be late."""
+        if self.round is not None and self.round.phase is not Phase.EXACT:
+            self.retract()
+            return
         if any(self.is_sliding):
             raise KvkeepError(
                 "The cache was left in the middle of a step, and its sliding windows cannot be rolled back; "
@@ -144,7 +158,7 @@ class KeepCache(Cache):
 
     def enter_layer(self, layer_idx: int, hidden: Tensor) -> None:
         """Let the checkpoint keep the residual entering a layer."""
-        if self.checkpoint is not None:
+        if self.checkpoint is not None and not self._drafting:
             self.checkpoint.enter_layer(layer_idx, hidden.detach())
 
     def attends(self, layer_idx: int) -> bool:
@@ -169,7 +183,7 @@ class KeepCache(Cache):
         """Close the step; one that an exception left is rolled back where that can be done."""
         if completed:
             self._open = False
-            if any(layer.length != self.ledger.length for layer in self._streamed()):
+            if any(layer.arrived != self.ledger.length for layer in self._streamed()):
                 raise KvkeepError(
                     f"'{self.geometry.model_type}' did not pass all its entries through the cache's attention; "
                     "the result would be wrong. Use method 'full'."
@@ -177,11 +191,76 @@ class KeepCache(Cache):
             compressed = 0 if self.fate is None else self.fate.compressed_bytes
             self.meter.cache(self.resident_bytes() + compressed + self._in_hand)
             self._in_hand = 0
+            if self.round is not None and self.round.phase is Phase.EXACT:
+                self._agreed = False
             if self.on_progress is not None:
                 self.on_progress(self.ledger.length)
             return
-        if not any(self.is_sliding):
+        if not any(self.is_sliding) or self._drafting:
             self._roll_back()
+
+    # -- rounds of draft and verify -----------------------------------------------------------------
+
+    @property
+    def _drafting(self) -> bool:
+        return self.round is not None and self.round.phase is Phase.DRAFT
+
+    def draft(self) -> None:
+        """Begin a round: from here on tokens are read with what is resident alone, one a row at a time, until
+        :meth:`verify`. Raises UsageError for a method that does not draft."""
+        if self.round is None:
+            raise UsageError(f"Method '{self.method.name}' does not draft; one that ends in '+verified' does.")
+        self._begun = self.ledger.length
+        self._windows = [
+            (layer, layer.keys, layer.values, layer.cumulative_length, layer.record_past)
+            for layer, sliding in zip(self.layers, self.is_sliding, strict=True)
+            if sliding
+        ]
+        if not self._agreed:
+            for layer in self._backed():
+                layer.choose()
+            self._agreed = True
+        self.round.phase = Phase.DRAFT
+
+    def verify(self) -> None:
+        """Take the drafts back; the next forward pass reads the tokens to be verified, all at once and exactly."""
+        self.retract()
+        assert self.round is not None
+        self.round.phase = Phase.VERIFY
+        for layer, *_ in self._windows:
+            layer.record_past = True
+
+    def commit(self, counts: Sequence[int], agreed: bool) -> None:
+        """Keep the first ``counts`` tokens of each row that were verified, and forget the others; where rows keep
+        different numbers, the slots between are padding from now on. ``agreed``: no draft was wrong."""
+        assert self.round is not None
+        self.round.phase, self._agreed = Phase.EXACT, agreed
+        count = max(counts)
+        self._uneven = self._uneven or min(counts) < count
+        surplus = self.ledger.length - self._begun - count
+        self.ledger.keep(self._begun, list(counts))
+        for layer in self._backed():
+            layer.commit(count, agreed)
+        for layer, *_, recorded in self._windows:
+            layer.crop(-surplus)
+            layer.record_past = recorded
+        self._windows = []
+        if self.checkpoint is not None:
+            self.checkpoint.truncate(self.ledger.length, [getattr(layer, "evicted", 0) for layer in self.layers])
+        self.meter.cache(self.resident_bytes() + (0 if self.fate is None else self.fate.compressed_bytes))
+
+    def retract(self) -> None:
+        """Forget everything since :meth:`draft`, and end the round."""
+        assert self.round is not None
+        self._open, self.round.phase = False, Phase.EXACT
+        for layer, keys, values, length, recorded in self._windows:
+            layer.keys, layer.values, layer.cumulative_length, layer.record_past = keys, values, length, recorded
+        for layer in self._backed():
+            layer.truncate(self._begun)
+        self._forget_from(self._begun)
+
+    def _backed(self) -> Iterator[BackedLayer]:
+        return (layer for layer in self.layers if isinstance(layer, BackedLayer))
 
     # -- the cache contract -------------------------------------------------------------------------
 
@@ -214,7 +293,7 @@ class KeepCache(Cache):
             self.positions.truncate(length)
         if self.fate is not None:
             self.fate.truncate(length)
-        elif self.checkpoint is not None:
+        if self.checkpoint is not None and (self.fate is None or self.round is not None):
             self.checkpoint.truncate(length, [getattr(layer, "evicted", 0) for layer in self.layers])
 
     def _streamed(self) -> Iterator[StreamedLayer]:
@@ -337,9 +416,7 @@ class KeepCache(Cache):
         length, batch = self.get_seq_length(), self.batch_size_now
         codes = torch.full((batch, max(1, layer.kv_heads), length), Whereabouts.RESIDENT, dtype=torch.int8)
         if isinstance(own, SelectedLayer):
-            assert self.fate is not None
-            held = own.held().unflatten(0, (-1, own.heads)).cpu() if own.banks else codes.bool()
-            return self.fate.whereabouts(own, length).to(torch.int8).masked_fill(held, Whereabouts.RESIDENT)
+            return own.whereabouts(length)
         if self.geometry.layers[layer.source].kind == "sliding":
             codes[..., : max(0, length - own.keys.shape[-2])] = Whereabouts.DROPPED
         elif isinstance(own, OrderedLayer):

@@ -17,16 +17,18 @@ from kvkeep.errors import BudgetError, UsageError, unknown
 from kvkeep.geometry import LayerGeometry
 from kvkeep.models.binding import bind
 from kvkeep.policies.fates import FATES, Fate
-from kvkeep.policies.fates.checkpointed import checkpoint_for
+from kvkeep.policies.fates.checkpointed import Checkpointed, checkpoint_for
 from kvkeep.policies.fates.dropped import Drop
 from kvkeep.policies.fates.lowrank import LowRank
 from kvkeep.policies.fates.quantised import Quantised
 from kvkeep.policies.fates.segmented import Segmented
+from kvkeep.policies.recalls import RECALLS, Recall
 from kvkeep.policies.request import Exactness, Plan, Request
 from kvkeep.policies.selectors import SELECTORS, Selector
 from kvkeep.policies.selectors.streaming_llm import StreamingLLM
 from kvkeep.policies.selectors.window import Window
 from kvkeep.policies.specs import build
+from kvkeep.stores.backed import BackedLayer, Round
 from kvkeep.stores.bounded import BoundedLayer
 from kvkeep.stores.grown import GrownLayer
 from kvkeep.stores.incache import CachePositions
@@ -90,8 +92,13 @@ def _kv_direct(request: Request, ledger: Ledger, meter: Meter) -> Plan:
     return Plan(layers, entries, chunk, True, spec, checkpoint)
 
 
-def combined(name: str, selector: Selector, fate: Fate, summary: str = "", source: str = "") -> Method:
-    """Return the method that lets ``selector`` choose who leaves, and ``fate`` what becomes of it."""
+def combined(
+    name: str, selector: Selector, fate: Fate, summary: str = "", source: str = "", recall: Recall | None = None
+) -> Method:
+    """Return the method that lets ``selector`` choose who leaves, ``fate`` what becomes of it, and ``recall`` how all
+    of it comes back from checkpoints; without one, as the fate has it."""
+    if recall is not None:
+        return _backed(name, selector, fate, recall)
 
     def plan(request: Request, ledger: Ledger, meter: Meter) -> Plan:
         given = {"checkpoint", "where", "capacity", "folder"} - set(fate.options)
@@ -120,12 +127,54 @@ def combined(name: str, selector: Selector, fate: Fate, summary: str = "", sourc
         fate.label,
         fate.recall,
         fate.exactness,
-        summary or (type(selector).__doc__ or "").partition("\n")[0].replace("``", ""),
+        summary or _first_line(selector),
         source or selector.source,
         ("budget", "chunk", *fate.options),
         plan,
         fate.records,
     )
+
+
+def _backed(name: str, selector: Selector, fate: Fate, recall: Recall) -> Method:
+    """Return the method whose entries are all in checkpoints too, so that any that left may come back."""
+    kind = fate.kind if isinstance(fate, Checkpointed) else ""
+    fate = Drop() if isinstance(fate, Checkpointed) else fate
+
+    def plan(request: Request, ledger: Ledger, meter: Meter) -> Plan:
+        request.refuse(name, "capacity")
+        entries, chunk = request.bounded(name)
+        bind(request.model)
+        spec, log = checkpoint_for(replace(request, checkpoint=kind or request.checkpoint), ledger, meter)
+        live = fate.build(request, ledger, meter)
+        tail = recall.tail(entries)
+        held = fate.resident(request.geometry, entries) - tail
+        if held < 1:
+            raise BudgetError(f"A budget of {entries} entries is too small for '{name}': {tail} are for drafts.")
+        budgets = selector.budgets(request.model, request.geometry, held)
+        home, round = Device(request.device), Round(tail)
+        layers = _stock_layers(
+            request,
+            lambda layer: BackedLayer(
+                layer.index, budgets[layer.index], selector, live, home, ledger, meter, log, round
+            ),
+        )
+        return Plan(layers, entries, chunk, True, spec, log, live, budgets, round=round)
+
+    return Method(
+        name,
+        selector.leaves,
+        "checkpointed" if isinstance(fate, Drop) else f"{fate.label} and checkpointed",
+        recall.label,
+        recall.exactness,
+        _first_line(recall),
+        selector.source,
+        ("budget", "checkpoint", "where", "folder", "chunk", "page"),
+        plan,
+    )
+
+
+def _first_line(made: object) -> str:
+    return (type(made).__doc__ or "").partition("\n")[0].replace("``", "")
 
 
 def _in_cache(request: Request, sinks: int, entries: int, chunk: int) -> CachePositions:
@@ -200,12 +249,16 @@ class _Preset:
     summary: str
     source: str
 
-    def build(self, spec: str) -> Method:
-        name = spec.partition(":")[0]
-        fate = build("method", spec, {name: self.fate})
+    def with_parameters(self, spec: str) -> Fate:
+        """Return the fate with the parameters in ``spec``."""
+        fate = build("method", spec, {spec.partition(":")[0]: self.fate})
         own = {key for key, value in vars(fate).items() if value != getattr(self.fate(), key)}
-        fate = replace(fate, **{key: value for key, value in self.defaults.items() if key not in own})
-        return combined(spec, self.selector, fate, self.summary, self.source)
+        return replace(fate, **{key: value for key, value in self.defaults.items() if key not in own})
+
+    def build(self, spec: str, recall: Recall | None = None) -> Method:
+        """Return the method called ``spec``."""
+        fate = self.with_parameters(spec.partition("+")[0])
+        return combined(spec, self.selector, fate, self.summary, self.source, recall)
 
 
 PRESETS: dict[str, _Preset] = {
@@ -241,20 +294,23 @@ METHODS: dict[str, Method] = {
 
 
 def resolve(spec: str) -> Method:
-    """Return the method that ``spec`` names: one of :data:`METHODS`, ``SELECTOR`` or ``SELECTOR+FATE``, each with
-    parameters after a colon (``streaming-llm:sinks=8+quantize:4``). Raises UsageError with the near matches."""
+    """Return the method that ``spec`` names: one of :data:`METHODS`, or ``SELECTOR``, ``SELECTOR+FATE``,
+    ``SELECTOR+FATE+RECALL``, each with parameters after a colon (``streaming-llm:sinks=8+quantize:4``). Where the fate
+    is left out, what leaves is dropped, or left to the recall. Raises UsageError with the near matches."""
     if spec in METHODS:
         return METHODS[spec]
-    first, plus, second = spec.partition("+")
-    if first.partition(":")[0] in PRESETS and not plus:
-        return PRESETS[first.partition(":")[0]].build(spec)
-    if first.partition(":")[0] not in SELECTORS:
-        name = first.partition(":")[0]
+    first, *rest = spec.split("+")
+    name = first.partition(":")[0]
+    recalls = bool(rest) and rest[-1].partition(":")[0] in RECALLS
+    recall = build("recall", rest.pop(), RECALLS) if recalls else None
+    if name in PRESETS and not rest:
+        return PRESETS[name].build(spec, recall)
+    if name not in SELECTORS:
         if name in METHODS:
             raise UsageError(
                 f"'{spec}' is not understood: '{name}' is a method of its own, without parameters or a fate."
             )
         raise unknown("method", name, [*METHODS, "stock"])
     selector = build("selector", first, SELECTORS)
-    fate = build("fate", second if plus else "drop", FATES)
-    return combined(spec, selector, fate)
+    fate = build("fate", "+".join(rest) if rest else "drop", FATES)
+    return combined(spec, selector, fate, recall=recall)

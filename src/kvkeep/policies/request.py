@@ -14,6 +14,7 @@ from kvkeep.budget import Budget
 from kvkeep.errors import UnsupportedModelError, UsageError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.stores import selected
+from kvkeep.stores.backed import Round
 from kvkeep.stores.checkpoints import Checkpoint, CheckpointSpec
 from kvkeep.stores.incache import CachePositions
 
@@ -71,10 +72,6 @@ class Request:
 class LiveFate(selected.Fate, Protocol):
     """A fate at work in one cache."""
 
-    def whereabouts(self, layer: selected.SelectedLayer, length: int) -> Tensor:
-        """Return what became of the entries of each slot, had they left: (batch, kv_heads, ``length``) codes of
-        :class:`~kvkeep.stores.whereabouts.Whereabouts`, on the CPU."""
-
     def truncate(self, length: int) -> None:
         """Forget the slots from ``length`` on."""
 
@@ -100,7 +97,8 @@ class LiveFate(selected.Fate, Protocol):
 class Plan:
     """What a method made of a request: the layers, and what they share. ``entries``: the effective budget of each
     full layer; ``chunk``: tokens of a prompt taken at a time; ``streams``: attention adds the past itself;
-    ``budgets``: entries by layer and head, where they differ; ``positions``: those within the cache, if so."""
+    ``budgets``: entries by layer and head, where they differ; ``positions``: those within the cache, if so; ``round``:
+    of draft and verify, where drafts can be made."""
 
     layers: list[Any]
     entries: int | None = None
@@ -111,3 +109,4 @@ class Plan:
     fate: LiveFate | None = None
     budgets: Sequence[Sequence[int]] | None = None
     positions: CachePositions | None = None
+    round: Round | None = None

@@ -94,6 +94,10 @@ class Checkpoint(Protocol):
         """Yield every store of rows with a name, for counting, saving and moving."""
 
     @property
+    def copies(self) -> bool:
+        """Whether a recall is a copy at most, and computes nothing."""
+
+    @property
     def reads_ids(self) -> bool:
         """Whether the ledger's ids are part of what entries are rebuilt from."""
 
@@ -106,6 +110,8 @@ class Checkpoint(Protocol):
 
 class Entries:
     """Kind ``kv``: evicted keys and values of each layer, moved as they are."""
+
+    copies = True
 
     def __init__(
         self,
@@ -170,6 +176,8 @@ class Residuals:
     Residuals are written when a token arrives, not when it leaves (by then they are gone), so the last
     ``budget`` tokens have both entries and residuals: Eq. 28 leaves that out.
     """
+
+    copies = False
 
     def __init__(
         self,

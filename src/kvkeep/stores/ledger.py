@@ -47,7 +47,23 @@ class Ledger:
         self.length += count
         # One look at the mask per forward pass, as stock mask creation takes.
         padded = mask is not None and mask.ndim == 2 and not bool(mask.all())
-        self.visible = mask[:, : self.length].bool() if padded and mask is not None else None
+        self._see(mask[:, : self.length].bool() if padded and mask is not None else None)
+
+    def keep(self, start: int, counts: list[int]) -> None:
+        """Of what came in since slot ``start``, keep the first ``counts`` of each row; where they differ, the others'
+        slots are padding."""
+        stop = start + max(counts)
+        self.truncate(stop)
+        visible = self.visible
+        if len(set(counts)) > 1:
+            device = self.positions.view().device
+            real = torch.arange(max(counts), device=device) < torch.tensor(counts, device=device)[:, None]
+            before = real.new_ones(self.batch, start) if visible is None else visible[:, :start]
+            visible = torch.cat([before, real], 1)
+        self._see(None if visible is None else visible[:, :stop])
+
+    def _see(self, visible: Tensor | None) -> None:
+        self.visible = visible
         if self.visible is None:
             self.first = self._padding = None
         else:

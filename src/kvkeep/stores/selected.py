@@ -26,6 +26,7 @@ from kvkeep.stores.ledger import Ledger
 from kvkeep.stores.meter import Meter, nbytes
 from kvkeep.stores.places import Place
 from kvkeep.stores.streamed import Step, StreamedLayer, fresh
+from kvkeep.stores.whereabouts import Whereabouts
 
 BLOCK = 128
 """Columns by which a bank grows until it has its budget."""
@@ -98,13 +99,20 @@ class Fate(Protocol):
     def take(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         """Take entries that leave: (batch, kv_heads, n, dim) and their slots (batch, kv_heads, n), -1 for none."""
 
+    def whereabouts(self, layer: SelectedLayer, length: int) -> Tensor:
+        """Return what became of the entries of each slot, had they left: (batch, kv_heads, ``length``) codes of
+        :class:`~kvkeep.stores.whereabouts.Whereabouts`, on the CPU."""
+
     def recall(self, layer: SelectedLayer, query: Tensor) -> Iterator[tuple[Tensor, bool, Any, Any]]:
         """Yield what comes back for ``query`` (lanes, heads, queries, dim), piece by piece: slots (lanes, n), whether
         some are -1 for none, keys and values: (lanes, 1, n, dim) written out, or coded."""
 
 
 class SelectedLayer(StreamedLayer):
-    """Holds the entries that ``selector`` ranks highest, ``budgets`` of them in each KV head (one number: in all)."""
+    """Holds the entries that ``selector`` ranks highest, ``budgets`` of them in each KV head (one number: in all).
+
+    ``tail``: columns behind those, for entries that are not settled.
+    """
 
     def __init__(
         self,
@@ -115,10 +123,11 @@ class SelectedLayer(StreamedLayer):
         home: Place,
         ledger: Ledger,
         meter: Meter,
+        tail: int = 0,
     ) -> None:
         super().__init__()
         self.index, self.budgets, self.selector, self.fate = index, tuple(budgets), selector, fate
-        self.home, self.ledger, self.meter = home, ledger, meter
+        self.home, self.ledger, self.meter, self.tail = home, ledger, meter, tail
         self.length = 0
         self.heads = 0
         self.banks: list[Bank] = []
@@ -294,7 +303,7 @@ class SelectedLayer(StreamedLayer):
         """Write a single new entry over the lowest-ranked one: the step of every decoded token."""
         entries = self._candidates(bank, bank.slots, bank.marks, self.length + 1)
         if self.selector.reads:
-            entries = replace(entries, keys=bank.keys, values=bank.values)
+            entries = replace(entries, keys=bank.keys[:, : bank.columns], values=bank.values[:, : bank.columns])
         rank = self.selector.rank(entries)
         if bank.vacant:
             rank = rank.float().masked_fill(bank.slots < 0, float("-inf"))
@@ -327,7 +336,11 @@ class SelectedLayer(StreamedLayer):
         joined = None if fresh is None else torch.cat([bank.noted(), fresh], 1)
         entries = self._candidates(bank, both, joined, self.length + count, count)
         if self.selector.reads:
-            entries = replace(entries, keys=torch.cat([bank.keys, keys], 1), values=torch.cat([bank.values, values], 1))
+            entries = replace(
+                entries,
+                keys=torch.cat([bank.keys[:, :columns], keys], 1),
+                values=torch.cat([bank.values[:, :columns], values], 1),
+            )
         rank = self.selector.rank(entries).float()
         # Empty columns go before any entry, and padding among the new before empty columns.
         empty = torch.arange(columns, device=keys.device) * _STEP + LOWEST
@@ -425,7 +438,9 @@ class SelectedLayer(StreamedLayer):
     def _bank(self, own: list[int], lanes: int, budget: int, columns: int, like: tuple[Tensor, Tensor]) -> Bank:
         device = like[0].device
         # Zeros, because an empty column is multiplied with a weight of zero.
-        keys, values = (self.home.allocate((len(own), columns, part.shape[-1]), part.dtype).zero_() for part in like)
+        keys, values = (
+            self.home.allocate((len(own), columns + self.tail, part.shape[-1]), part.dtype).zero_() for part in like
+        )
         slots = torch.full((len(own), columns), -1, dtype=torch.int32, device=device)
         return Bank(None if len(own) == lanes else torch.tensor(own, device=device), budget, keys, values, slots)
 
@@ -530,6 +545,14 @@ class SelectedLayer(StreamedLayer):
             parts = {name: state.get(f"{number}.{name}") for name in SAVED}
             self.banks.append(Bank(budget=budget, used=used, vacant=vacant, **parts))  # type: ignore[arg-type]
         self.is_initialized = length > 0
+
+    def whereabouts(self, length: int) -> Tensor:
+        """Return what became of every slot: (batch, kv_heads, ``length``) codes, on the CPU."""
+        codes = self.fate.whereabouts(self, length).to(torch.int8)
+        if not self.banks:
+            return codes
+        held = self.held().unflatten(0, (-1, self.heads))
+        return codes.masked_fill(held[..., :length].cpu(), Whereabouts.RESIDENT)
 
     def held(self) -> Tensor:
         """Return which slots are resident, (lanes, slots) bool."""

@@ -1,0 +1,56 @@
+"""How far to draft: what rounds cost and how often drafts were right, as measured while decoding."""
+
+from __future__ import annotations
+
+FORGET = 0.9
+"""Weight of earlier rounds at each new one."""
+
+
+class Acceptance:
+    """The chance that a drafted token is right, if those before it were: right ones per judged one, recent rounds
+    first. ``right`` and ``wrong`` are what it begins with."""
+
+    def __init__(self, right: float, wrong: float) -> None:
+        self.right, self.wrong = right, wrong
+
+    def note(self, accepted: int, drafted: int) -> None:
+        """Learn that of a run of ``drafted`` tokens the first ``accepted`` were right."""
+        self.right = FORGET * self.right + accepted
+        self.wrong = FORGET * self.wrong + (accepted < drafted)
+
+    def tokens(self, drafted: int) -> float:
+        """Return how many tokens a round with ``drafted`` ones is expected to give: sum of a^i for i to ``drafted``."""
+        chance = min(self.right / (self.right + self.wrong), 0.995)
+        return (1 - chance ** (drafted + 1)) / (1 - chance)
+
+
+class Pace:
+    """Chooses the number of tokens to draft that makes a token cheapest."""
+
+    def __init__(self) -> None:
+        self.drafts, self.copies = Acceptance(8, 1), Acceptance(4, 1)
+        self._step: float | None = None
+        self._pass: float | None = None
+
+    def took(self, drafted: int, drafting_s: float, verifying_s: float) -> None:
+        """Learn what a round cost."""
+        if drafted:
+            step = drafting_s / drafted
+            self._step = step if self._step is None else FORGET * self._step + (1 - FORGET) * step
+        self._pass = verifying_s if self._pass is None else FORGET * self._pass + (1 - FORGET) * verifying_s
+
+    def length(self, longest: int) -> int:
+        """Return how many tokens to draft, ``longest`` at most."""
+        if self._step is None or self._pass is None:
+            return min(8, longest)
+        return max(range(1, longest + 1), key=self._rate, default=0)
+
+    def prefers_copies(self, copied: int, drafted: int) -> bool:
+        """Tell whether verifying ``copied`` tokens found in the text gives more tokens a second than drafting."""
+        if self._step is None or self._pass is None:
+            return False
+        return self.copies.tokens(copied) / self._pass > self._rate(drafted)
+
+    def _rate(self, drafted: int) -> float:
+        assert self._step is not None and self._pass is not None
+        return self.drafts.tokens(drafted) / (drafted * self._step + self._pass)

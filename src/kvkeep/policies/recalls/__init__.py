@@ -1,0 +1,8 @@
+"""How entries come back: one file for each recall, and their names."""
+
+from kvkeep.policies.recalls.base import Recall
+from kvkeep.policies.recalls.verified import Verified
+
+RECALLS: dict[str, type[Recall]] = {
+    "verified": Verified,
+}
