@@ -52,7 +52,8 @@ class KeepCache(Cache):
     "residual" or "residual:STRIDE"; by default the smaller of kv and residual. where: "device", "host" or "disk"; by
     default disk beside a CPU model, host beside an accelerator. capacity: entries the checkpoint may hold. folder:
     for disk. chunk: tokens of a prompt taken at a time. page: rows rebuilt at a time. batch: rows of the batch that
-    share a budget given in bytes.
+    share a budget given in bytes. recall: how what left comes back, as the last part of the method's name would say
+    ("verified"); without a method, that of "snapkv".
 
     Raises UsageError, BudgetError, UnsupportedModelError or StoreError, each with one sentence.
     """
@@ -71,8 +72,9 @@ class KeepCache(Cache):
         page: int = 512,
         context: int | None = None,
         batch: int = 1,
+        recall: str | None = None,
     ) -> None:
-        self.method: Method = resolve(method or ("full" if budget is None else "kv-direct"))
+        self.method: Method = resolve(spec_for(method, recall, budget is not None))
         self.geometry = ModelGeometry.from_config(model.config, next(model.parameters()).dtype.itemsize)
         self.request = Request(
             model,
@@ -459,10 +461,19 @@ STOCK = "stock"
 STOCK_STATE = "transformers' own"
 
 
-def check_request(method: str | None, budget: str | None, checkpoint: str | None, where: str | None) -> None:
+def spec_for(method: str | None, recall: str | None, bounded: bool) -> str:
+    """Return the name of the method that was asked for, by itself or with a recall."""
+    if recall is not None:
+        return f"{method or 'snapkv'}+{recall}"
+    return method or ("kv-direct" if bounded else "full")
+
+
+def check_request(
+    method: str | None, budget: str | None, checkpoint: str | None, where: str | None, recall: str | None = None
+) -> None:
     """Raise for names and budgets that no model could make right, before anything is loaded."""
-    if method is not None and method != STOCK:
-        resolve(method)
+    if method != STOCK:
+        resolve(spec_for(method, recall, budget is not None))
     Budget.parse(budget)
     if checkpoint is not None:
         CheckpointSpec.parse(checkpoint, where or "host")

@@ -21,6 +21,7 @@ def chat(
     model: options.Model = "smollm2",
     method: options.Method = None,
     budget: options.Budget = None,
+    exact: options.Exact = False,
     checkpoint: options.Checkpoint = None,
     where: options.Where = None,
     capacity: options.Capacity = None,
@@ -39,7 +40,8 @@ def chat(
     from kvkeep.decode.chat import Conversation
     from kvkeep.models.loading import load
 
-    check_request(method, budget, checkpoint, where)
+    recall = "verified" if exact else None
+    check_request(method, budget, checkpoint, where, recall)
     cache_options: dict[str, Any] = {
         "checkpoint": checkpoint,
         "where": where,
@@ -47,7 +49,7 @@ def chat(
         "folder": folder,
     }
     resume = session is not None and Path(session).exists()
-    if resume and (method or budget or system or any(value is not None for value in cache_options.values())):
+    if resume and (method or budget or exact or system or any(value is not None for value in cache_options.values())):
         raise UsageError(
             f"The session '{session}' has its own method, budget and system prompt; leave those options out."
         )
@@ -59,7 +61,10 @@ def chat(
         note(f"Continuing with {talk.cache.get_seq_length()} tokens in the cache, {len(talk.messages)} messages.")
     else:
         talk = Conversation(
-            loaded.model, loaded.tokenizer, KeepCache(loaded.model, method, budget, **cache_options), system=system
+            loaded.model,
+            loaded.tokenizer,
+            KeepCache(loaded.model, method, budget, recall=recall, **cache_options),
+            system=system,
         )
     turns: list[dict[str, Any]] = []
     try:

@@ -18,6 +18,7 @@ def generate(
     model: options.Model = "smollm2",
     method: options.Method = None,
     budget: options.Budget = None,
+    exact: options.Exact = False,
     checkpoint: options.Checkpoint = None,
     where: options.Where = None,
     capacity: options.Capacity = None,
@@ -37,7 +38,8 @@ def generate(
     from kvkeep.decode.prompt import encode, question, read_text
     from kvkeep.models.loading import load
 
-    check_request(method, budget, checkpoint, where)
+    recall = "verified" if exact else None
+    check_request(method, budget, checkpoint, where, recall)
     messages = question(read_text(file) if file else None, prompt)
     loaded = load(model, dtype=dtype, device=device, progress=note)
     ids = encode(loaded.tokenizer, messages, raw=raw)
@@ -51,6 +53,7 @@ def generate(
         folder=folder,
         chunk=chunk,
         context=len(ids) + max_tokens,
+        recall=recall,
     )
     with interruptible() as interrupted, reading(len(ids)) as advance:
         try:
@@ -88,6 +91,7 @@ def as_json(result: Any) -> dict[str, Any]:
         "class": result.exactness,
         "memory": result.memory.as_dict(),
         "timing": asdict(result.timing),
+        "rounds": None if result.rounds is None else asdict(result.rounds),
     }
 
 
@@ -95,9 +99,9 @@ def summary(result: Any) -> str:
     """Return one line on what an answer cost."""
     memory, timing = result.memory, result.timing
     places = [f"{size(count)} on {name}" for name, count in memory.checkpoint_bytes.items() if count]
-    return (
-        f"{result.method} ({result.exactness}): {timing.prefill_tokens} tokens read at "
-        f"{timing.prefill_tokens_per_s:.0f}/s, "
-        f"{len(result.tokens)} written at {timing.decode_tokens_per_s:.1f}/s; resident {size(memory.resident_bytes)}"
-        + (f", checkpoints {', '.join(places)}" if places else "")
-    )
+    rounds = result.rounds
+    told = f"{result.method} ({result.exactness}): {timing.prefill_tokens} tokens read at "
+    told += f"{timing.prefill_tokens_per_s:.0f}/s, {len(result.tokens)} written at {timing.decode_tokens_per_s:.1f}/s"
+    if rounds is not None:
+        told += f" in {rounds.rounds} rounds ({rounds.accepted} of {rounds.drafted + rounds.copied} drafts right)"
+    return f"{told}; resident {size(memory.resident_bytes)}" + (f", checkpoints {', '.join(places)}" if places else "")

@@ -19,6 +19,15 @@ Method = Annotated[
         help="See 'kvkeep methods'; stock is transformers' own cache. [default: kv-direct with a budget, full without]",
     ),
 ]
+Exact = Annotated[
+    bool,
+    typer.Option(
+        "--exact",
+        "-e",
+        help="Token for token what the unbounded cache gives, by draft and verify: the method drafts. "
+        "[default: snapkv]",
+    ),
+]
 Budget = Annotated[
     str | None,
     typer.Option(

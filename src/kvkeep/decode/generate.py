@@ -13,6 +13,7 @@ from transformers import Cache, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from kvkeep.cache import STOCK, KeepCache, memory_of
+from kvkeep.decode.verified import Rounds, verified
 from kvkeep.errors import UsageError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.stores.meter import Memory
@@ -33,7 +34,7 @@ class Timing:
 @dataclass(frozen=True)
 class Generation:
     """One answer and what it cost. ``tokens``: the new token ids; ``stopped``: "eos", "length", "positions" (the model
-    has no more) or "interrupted"."""
+    has no more) or "interrupted". ``rounds``: of draft and verify, where it was decoded so."""
 
     text: str
     tokens: list[int]
@@ -44,6 +45,7 @@ class Generation:
     memory: Memory
     timing: Timing
     sequence: list[int] = field(repr=False)
+    rounds: Rounds | None = None
 
 
 class _Listener(BaseStreamer):
@@ -99,12 +101,15 @@ def generate(
     ignore_eos: bool = False,
     temperature: float = 0.0,
     seed: int | None = None,
+    copies: int | None = None,
 ) -> Generation:
     """Continue ``prompt`` (all token ids, those already in ``cache`` included) by up to ``max_new_tokens``.
 
-    Greedy at ``temperature`` 0, else sampled (``seed`` for repeatable samples). ``on_text`` gets pieces of text as they
-    come, ``on_progress`` the prompt tokens read so far. ``interrupted`` is asked between tokens and between chunks.
-    Raises UsageError for a prompt that the model has no positions for, KeyboardInterrupt if interrupted in the prompt.
+    Greedy at ``temperature`` 0, else sampled (``seed`` for repeatable samples). ``copies``: tokens found in the text
+    that are tried as drafts at a time; None: what the cache does by itself, 0: none. ``on_text`` gets pieces of text as
+    they come, ``on_progress`` the prompt tokens read so far. ``interrupted`` is asked between tokens and between
+    chunks. Raises UsageError for a prompt that the model has no positions for, KeyboardInterrupt if interrupted in the
+    prompt.
     """
     endless = isinstance(cache, KeepCache) and cache.positions is not None
     room = _room(model, len(prompt), endless)
@@ -122,6 +127,10 @@ def generate(
     )
     if ignore_eos:
         sampling["eos_token_id"] = None
+    if copies is not None:
+        sampling["prompt_lookup_num_tokens"] = copies
+    if isinstance(cache, KeepCache) and cache.round is not None:
+        sampling["custom_generate"] = verified
     start = time.perf_counter()
     try:
         output = model.generate(
@@ -224,4 +233,5 @@ def _report(
             (len(times) - 1) / decode if decode else 0.0,
         ),
         sequence=sequence,
+        rounds=cache.rounds if own else None,
     )
