@@ -71,7 +71,7 @@ def attend(query: Tensor, segments: Iterable[Segment], scaling: float) -> tuple[
         if segment.key.shape[-2] == 0:
             continue
         rows = segment.rows
-        part, part_lse = _partial(query if rows is None else query[rows], segment, scaling)
+        part, part_lse = partial(query if rows is None else query[rows], segment, scaling)
         if rows is not None:
             if output is None or lse is None:
                 output = part.new_zeros(*query.shape[:-1], part.shape[-1])
@@ -112,7 +112,7 @@ def _merge(a: Tensor, lse_a: Tensor, b: Tensor, lse_b: Tensor) -> tuple[Tensor, 
     return a * weight_a + b * weight_b, lse
 
 
-def _partial(query: Tensor, segment: Segment, scaling: float) -> tuple[Tensor, Tensor]:
+def partial(query: Tensor, segment: Segment, scaling: float) -> tuple[Tensor, Tensor]:
     """Attention over one segment: float-accumulated output and the log-sum-exp of its scores."""
     batch, heads, queries, _ = query.shape
     key, value, mask = segment.key, segment.value, segment.mask
