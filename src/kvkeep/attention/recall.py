@@ -1,9 +1,9 @@
 """``recall_attend``: attention over residuals, whose keys and values need not be written anywhere.
 
 Two ways to the same result: :func:`formed_attend` makes the keys and values of a page, attends to them and drops them;
-the kernel of :mod:`kvkeep.attention.triton_recall` never writes them. The first is the reference. The second is taken on
-a GPU, where Triton is installed, for shapes it is made for, and only after it has agreed with the first on that
-very machine.
+the kernel of :mod:`kvkeep.attention.triton_recall` never writes them. The first is the reference. The second is taken
+on a GPU, where Triton is installed, for shapes it is made for, and only after it has agreed with the first on that very
+machine.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ DEVICES = ("cuda",)
 """Where the kernel runs; Triton's interpreter also runs it on the CPU, which tests use."""
 
 ROWS = 128
-"""Rows of queries (of all heads of a group) up to which a program has room for them. More, as a prompt's chunk has, share
-one page's keys and values better when these are written out."""
+"""Rows of queries (of all heads of a group) up to which a program has room for them. More, as a prompt's chunk has,
+share one page's keys and values better when these are written out."""
 
 
 def recall_attend(

@@ -64,6 +64,7 @@ def _recall(
     ROWS: tl.constexpr,
     ENTRIES: tl.constexpr,
     STEP: tl.constexpr,  # of the loop over the hidden axis
+    PRODUCT: tl.constexpr,  # what products take, after rounding to the model's dtype
     MASK: tl.constexpr,  # 0 none, 1 seen or not, 2 added
     KEY_BIAS: tl.constexpr,
     VALUE_BIAS: tl.constexpr,
@@ -101,13 +102,13 @@ def _recall(
             at_key = key_weight + (head * DIM + half[None, :]) * hidden_size + column[:, None]
             is_key = is_column[:, None] & is_half[None, :]
             weight = tl.load(at_key, mask=is_key, other=0.0).to(tl.float32) * by[:, None]
-            low = tl.dot(residual, weight.to(residual.dtype), low, input_precision="ieee")
+            low = tl.dot(residual.to(PRODUCT), weight.to(residual.dtype).to(PRODUCT), low, input_precision="ieee")
             weight = tl.load(at_key + DIM // 2 * hidden_size, mask=is_key, other=0.0).to(tl.float32) * by[:, None]
-            high = tl.dot(residual, weight.to(residual.dtype), high, input_precision="ieee")
+            high = tl.dot(residual.to(PRODUCT), weight.to(residual.dtype).to(PRODUCT), high, input_precision="ieee")
             at_value = value_weight + (head * DIM + wide[None, :]) * hidden_size + column[:, None]
             is_value = is_column[:, None] & is_wide[None, :]
             weight = tl.load(at_value, mask=is_value, other=0.0).to(tl.float32) * by[:, None]
-            value = tl.dot(residual, weight.to(residual.dtype), value, input_precision="ieee")
+            value = tl.dot(residual.to(PRODUCT), weight.to(residual.dtype).to(PRODUCT), value, input_precision="ieee")
         scaled = 1.0 / tl.sqrt(squares / hidden_size + eps)
         low, high, value = low * scaled[:, None], high * scaled[:, None], value * scaled[:, None]
         if KEY_BIAS:
@@ -131,8 +132,10 @@ def _recall(
         sine = tl.load(sin + at_angle + DIM // 2, mask=is_angle, other=0.0).to(tl.float32)
         turned_high = high * cosine + low * sine
 
-        scores = tl.dot(query_low, tl.trans(turned_low.to(query_low.dtype)), input_precision="ieee")
-        scores = tl.dot(query_high, tl.trans(turned_high.to(query_low.dtype)), scores, input_precision="ieee") * scale
+        turned_low = tl.trans(turned_low.to(query_low.dtype).to(PRODUCT))
+        turned_high = tl.trans(turned_high.to(query_low.dtype).to(PRODUCT))
+        scores = tl.dot(query_low.to(PRODUCT), turned_low, input_precision="ieee")
+        scores = tl.dot(query_high.to(PRODUCT), turned_high, scores, input_precision="ieee") * scale
         if MASK:
             at_mask = batch * mask_batch + (row % queries)[:, None] * mask_query + entry[None, :] * mask_entry
             seen = tl.load(mask + at_mask, mask=is_row[:, None] & is_entry[None, :], other=0)
@@ -147,7 +150,8 @@ def _recall(
         shrink = tl.exp2(top - finite)
         total = total * shrink + tl.sum(weights, 1)
         mixed = mixed * shrink[:, None]
-        mixed = tl.dot(weights.to(query_low.dtype), value.to(query_low.dtype), mixed, input_precision="ieee")
+        weights = weights.to(query_low.dtype).to(PRODUCT)
+        mixed = tl.dot(weights, value.to(query_low.dtype).to(PRODUCT), mixed, input_precision="ieee")
         top = higher
 
     some = total > 0.0
@@ -156,6 +160,14 @@ def _recall(
     tl.store(output + (place + row)[:, None] * DIM + wide[None, :], mixed, mask=is_row[:, None] & is_wide[None, :])
     natural = (top + tl.log2(tl.where(some, total, 1.0))) * 0.6931471805599453
     tl.store(lse + place + row, tl.where(some, natural, float("-inf")), mask=is_row)
+
+
+def _product(dtype: torch.dtype) -> Any:
+    """Return what products take. The interpreter multiplies bfloat16 as if it were integers (Triton 3.9), so there all
+    is widened."""
+    interpreted = not isinstance(_recall, triton.JITFunction)
+    types = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+    return tl.float32 if interpreted else types[dtype]
 
 
 def launch(
@@ -217,6 +229,7 @@ def launch(
         WIDE=max(16, triton.next_power_of_2(dim)),
         ROWS=max(16, triton.next_power_of_2(rows)),
         ENTRIES=block,
+        PRODUCT=_product(query.dtype),
         STEP=64 if query.element_size() == 2 and dim <= 128 else 32,
         MASK=kind,
         KEY_BIAS=projection.key_bias is not None,

@@ -94,7 +94,8 @@ class Adapter:
         return None if (offset := self._offsets[layer_idx]) is None else read(self.layers[layer_idx], offset)
 
     def rotation(self, layer_idx: int, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines of ``positions`` (batch, n) at a layer, (batch or 1, n, dim) each, like ``hidden``."""
+        """Return cosines and sines of ``positions`` (batch, n) at a layer, (batch or 1, n, dim) each, in the dtype of
+        ``hidden``."""
         return self._position_embeddings(layer_idx, hidden, positions)
 
     def advance(self, layer_idx: int, hidden: Tensor, positions: Tensor, cache: Any) -> Tensor:
