@@ -106,15 +106,14 @@ def mask_of(kind: str, batch: int, queries: int, entries: int) -> Tensor | None:
 
 @kernel_test
 @pytest.mark.parametrize("kind", ["none", "padding", "seen", "added"])
-@pytest.mark.parametrize("everything", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_kernel_gives_what_plain_operations_give(dtype: torch.dtype, everything: bool, kind: str) -> None:
+def test_the_kernel_gives_what_plain_operations_give(dtype: torch.dtype, kind: str) -> None:
     from kvkeep.attention.triton_recall import launch
 
-    given = case(dtype, everything=everything)
+    given = case(dtype, everything=kind != "padding")
     mask = mask_of(kind, 2, 2, 50)
     reference = recall.formed_attend(*given, mask)
-    for block, programs in ((64, 256), (16, 256), (16, 1), (16, 8)):  # one block, many parts, one long loop, both
+    for block, programs in ((64, 256), (16, 8)):  # one block; several programs of several blocks
         same(launch(*given, mask, block=block, programs=programs), reference, dtype)
 
 
@@ -124,7 +123,7 @@ def test_the_kernel_gives_what_plain_operations_give(dtype: torch.dtype, everyth
     [
         {"entries": 1},
         {"entries": 64, "hidden_size": 128, "dim": 64},
-        {"entries": 130, "batch": 1, "queries": 1},
+        {"entries": 130, "batch": 1, "kv_heads": 1, "queries": 1},
         {"dim": 8, "hidden_size": 31, "kv_heads": 1},
         {"dim": 80, "groups": 1},
         {"dim": 256, "batch": 1, "entries": 20},
@@ -168,20 +167,20 @@ def _cut(angles: tuple[Tensor, Tensor], stop: int) -> tuple[Tensor, Tensor]:
 
 @kernel_test
 @pytest.mark.parametrize("checkpoint", ["residual", "residual:3"])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_the_kernel_within_a_cache(family: str, checkpoint: str, on_this_device: None) -> None:
-    """A padded batch: logits as without a bounded cache, and where residuals are at hand no keys or values are written."""
+    """A padded batch: logits as without a bounded cache; where residuals are at hand, no keys or values are written."""
     model = tiny(family).to(DEVICE)
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(1, VOCABULARY, (2, 60), generator=generator).to(DEVICE)
+    ids = torch.randint(1, VOCABULARY, (2, 44), generator=generator).to(DEVICE)
     mask = torch.ones_like(ids)
     mask[0, :5] = 0
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     with torch.no_grad():
         plain = model(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
-        cache = KeepCache(model, "kv-direct", 16, checkpoint=checkpoint, where="host", chunk=16, page=32)
+        cache = KeepCache(model, "kv-direct", 20, checkpoint=checkpoint, where="host", chunk=20, page=32)
         rows = []
-        for start, stop in ((0, 50), *((step, step + 1) for step in range(50, 60))):
+        for start, stop in ((0, 40), *((step, step + 1) for step in range(40, 44))):
             given: dict[str, Any] = {"attention_mask": mask[:, :stop], "position_ids": positions[:, start:stop]}
             rows.append(model(ids[:, start:stop], past_key_values=cache, **given).logits)
     assert recall._agrees.cache_info().currsize  # it was asked for

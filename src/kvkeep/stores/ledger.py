@@ -45,16 +45,17 @@ class Ledger:
             self.positions.append(positions.expand(self.batch, -1).unsqueeze(-1).int())
             self.ids.append((ids if ids is not None else tokens.new_zeros(self.batch, count)).unsqueeze(-1).int())
         self.length += count
-        # One look at the mask per forward pass, as stock mask creation takes.
-        padded = mask is not None and mask.ndim == 2 and not bool(mask.all())
-        self.visible = mask[:, : self.length].bool() if padded and mask is not None else None
-        if self.visible is None:
-            self.first = self._padding = None
-        else:
-            self.first = self.visible.int().argmax(1)
-            self._padding = (~self.visible).sum(1).tolist()
-            gaps = (~self.visible.all(0)).nonzero()
-            self._whole = self.length - 1 - int(gaps[-1])
+        self.visible = self.first = self._padding = None
+        if mask is not None and mask.ndim == 2:
+            # One look at the mask per forward pass, as stock mask creation takes; what is asked of it is asked here.
+            host = mask.cpu().bool()
+            if not host.all():
+                host = host[:, : self.length]
+                self.visible = mask[:, : self.length].bool()
+                self.first = self.visible.int().argmax(1)
+                self._padding = (~host).sum(1).tolist()
+                gaps = (~host.all(0)).nonzero()
+                self._whole = self.length - 1 - int(gaps[-1])
 
     @property
     def counts(self) -> list[int] | None:
