@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -189,6 +190,42 @@ def test_the_kernel_within_a_cache(family: str, checkpoint: str, on_this_device:
     torch.testing.assert_close(whole[0, 5:], plain[0, 5:], atol=2e-3, rtol=2e-3)
     if checkpoint == "residual":
         assert cache.memory().peak_workspace_bytes == 0
+
+
+@with_triton
+@pytest.mark.skipif(INTERPRETED, reason="compiles, which the interpreter does not")
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.parametrize("target,dtype", [(80, torch.float32), (80, torch.bfloat16), (90, torch.float16)])
+def test_it_compiles_for_gpus_that_are_not_here(
+    target: int, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To machine code, with tensor cores, within the shared memory of one block (99 KB on the smallest)."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    from kvkeep.attention import triton_recall as kernel
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    settings = kernel.settings(dtype, 128, 8)
+    options = {name: settings.pop(name) for name in ("num_warps", "num_stages")}
+    constants = settings | {
+        "ENTRIES": kernel.ENTRIES,
+        "MASK": 1,
+        "KEY_BIAS": True,
+        "VALUE_BIAS": True,
+        "KEY_NORM": True,
+    }
+    model = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}[dtype]
+    types = {"mask": "*u8", "output": "*fp32", "lse": "*fp32"}
+    types |= dict.fromkeys(("query", "hidden", "norm", "key_weight", "value_weight", "key_bias", "value_bias"), model)
+    types |= dict.fromkeys(("key_norm", "cos", "sin"), model) | dict.fromkeys(constants, "constexpr")
+    types |= dict.fromkeys(("scale", "offset", "eps", "key_eps"), "fp32")
+    signature = {name: types.get(name, "i32") for name in kernel._recall.arg_names}
+    aligned = {(place,): [["tt.divisibility", 16]] for place, kind in enumerate(signature.values()) if kind[0] == "*"}
+    source = triton.compiler.ASTSource(kernel._recall, signature, constants, aligned)
+    compiled = triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
+    assert compiled.asm["cubin"] and compiled.metadata.shared < 99 * 1024
+    assert ("wgmma" if target == 90 else "mma.sync") in compiled.asm["ptx"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

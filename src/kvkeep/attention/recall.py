@@ -69,8 +69,8 @@ def formed_attend(
 
 
 def available(device: torch.device) -> bool:
-    """Tell whether there is a kernel for ``device`` at all."""
-    return device.type in DEVICES and _kernel() is not None
+    """Tell whether there is a kernel for ``device`` at all: on NVIDIA's from Ampere on, which have bfloat16."""
+    return device.type in DEVICES and _kernel() is not None and _capable(device)
 
 
 def fused(query: Tensor, hidden: Tensor, projection: Projection) -> bool:
@@ -110,6 +110,11 @@ def _kernel() -> Any:
     except (ImportError, RuntimeError) as error:
         log.debug("no kernel for recall: %s", error)
         return None
+
+
+@cache
+def _capable(device: torch.device) -> bool:
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 @cache

@@ -65,6 +65,7 @@ def _recall(
     ENTRIES: tl.constexpr,
     STEP: tl.constexpr,  # of the loop over the hidden axis
     PRODUCT: tl.constexpr,  # what products take, after rounding to the model's dtype
+    PRECISION: tl.constexpr,  # of float32 products
     MASK: tl.constexpr,  # 0 none, 1 seen or not, 2 added
     KEY_BIAS: tl.constexpr,
     VALUE_BIAS: tl.constexpr,
@@ -102,13 +103,15 @@ def _recall(
             at_key = key_weight + (head * DIM + half[None, :]) * hidden_size + column[:, None]
             is_key = is_column[:, None] & is_half[None, :]
             weight = tl.load(at_key, mask=is_key, other=0.0).to(tl.float32) * by[:, None]
-            low = tl.dot(residual.to(PRODUCT), weight.to(residual.dtype).to(PRODUCT), low, input_precision="ieee")
+            low = tl.dot(residual.to(PRODUCT), weight.to(residual.dtype).to(PRODUCT), low, input_precision=PRECISION)
             weight = tl.load(at_key + DIM // 2 * hidden_size, mask=is_key, other=0.0).to(tl.float32) * by[:, None]
-            high = tl.dot(residual.to(PRODUCT), weight.to(residual.dtype).to(PRODUCT), high, input_precision="ieee")
+            high = tl.dot(residual.to(PRODUCT), weight.to(residual.dtype).to(PRODUCT), high, input_precision=PRECISION)
             at_value = value_weight + (head * DIM + wide[None, :]) * hidden_size + column[:, None]
             is_value = is_column[:, None] & is_wide[None, :]
             weight = tl.load(at_value, mask=is_value, other=0.0).to(tl.float32) * by[:, None]
-            value = tl.dot(residual.to(PRODUCT), weight.to(residual.dtype).to(PRODUCT), value, input_precision="ieee")
+            value = tl.dot(
+                residual.to(PRODUCT), weight.to(residual.dtype).to(PRODUCT), value, input_precision=PRECISION
+            )
         scaled = 1.0 / tl.sqrt(squares / hidden_size + eps)
         low, high, value = low * scaled[:, None], high * scaled[:, None], value * scaled[:, None]
         if KEY_BIAS:
@@ -134,8 +137,8 @@ def _recall(
 
         turned_low = tl.trans(turned_low.to(query_low.dtype).to(PRODUCT))
         turned_high = tl.trans(turned_high.to(query_low.dtype).to(PRODUCT))
-        scores = tl.dot(query_low.to(PRODUCT), turned_low, input_precision="ieee")
-        scores = tl.dot(query_high.to(PRODUCT), turned_high, scores, input_precision="ieee") * scale
+        scores = tl.dot(query_low.to(PRODUCT), turned_low, input_precision=PRECISION)
+        scores = tl.dot(query_high.to(PRODUCT), turned_high, scores, input_precision=PRECISION) * scale
         if MASK:
             at_mask = batch * mask_batch + (row % queries)[:, None] * mask_query + entry[None, :] * mask_entry
             seen = tl.load(mask + at_mask, mask=is_row[:, None] & is_entry[None, :], other=0)
@@ -151,7 +154,7 @@ def _recall(
         total = total * shrink + tl.sum(weights, 1)
         mixed = mixed * shrink[:, None]
         weights = weights.to(query_low.dtype).to(PRODUCT)
-        mixed = tl.dot(weights, value.to(query_low.dtype).to(PRODUCT), mixed, input_precision="ieee")
+        mixed = tl.dot(weights, value.to(query_low.dtype).to(PRODUCT), mixed, input_precision=PRECISION)
         top = higher
 
     some = total > 0.0
@@ -162,12 +165,27 @@ def _recall(
     tl.store(lse + place + row, tl.where(some, natural, float("-inf")), mask=is_row)
 
 
-def _product(dtype: torch.dtype) -> Any:
-    """Return what products take. The interpreter multiplies bfloat16 as if it were integers (Triton 3.9), so there all
-    is widened."""
+def settings(dtype: torch.dtype, dim: int, rows: int) -> dict[str, Any]:
+    """Return what the kernel is compiled for: the model's dtype, its head_dim, and how many rows of queries.
+
+    Warps, stages and steps are chosen so that ptxas spills next to no registers and a block has room in the shared
+    memory of an A100 and of a desktop card (99 KB); they have not been tuned on a GPU.
+    """
+    # The interpreter multiplies bfloat16 as if it were integers (Triton 3.9), so there all is widened.
     interpreted = not isinstance(_recall, triton.JITFunction)
     types = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-    return tl.float32 if interpreted else types[dtype]
+    wide = dim > 64 or rows > 32 or dtype == torch.float32
+    return {
+        "DIM": dim,
+        "HALF": max(16, triton.next_power_of_2(dim // 2)),
+        "WIDE": max(16, triton.next_power_of_2(dim)),
+        "ROWS": max(16, triton.next_power_of_2(rows)),
+        "STEP": 32 if dim > 128 or dtype == torch.float32 else 64,
+        "PRODUCT": tl.float32 if interpreted else types[dtype],
+        "PRECISION": "tf32x3",  # float32 in three products of tensor cores, close to exact
+        "num_warps": 8 if wide else 4,
+        "num_stages": 2,
+    }
 
 
 def launch(
@@ -224,19 +242,12 @@ def launch(
         projection.offset,
         projection.eps,
         projection.key_eps,
-        DIM=dim,
-        HALF=max(16, triton.next_power_of_2(dim // 2)),
-        WIDE=max(16, triton.next_power_of_2(dim)),
-        ROWS=max(16, triton.next_power_of_2(rows)),
         ENTRIES=block,
-        PRODUCT=_product(query.dtype),
-        STEP=64 if query.element_size() == 2 and dim <= 128 else 32,
         MASK=kind,
         KEY_BIAS=projection.key_bias is not None,
         VALUE_BIAS=projection.value_bias is not None,
         KEY_NORM=projection.key_norm is not None,
-        num_warps=4 if rows <= 32 and dim <= 128 else 8,
-        num_stages=2,
+        **settings(query.dtype, dim, rows),
     )
     if splits == 1:
         return output[0], lse[0]
