@@ -38,12 +38,23 @@ class Coded(Protocol):
         """Write them out: (batch, entries, dim)."""
 
 
+class Unformed(Protocol):
+    """What keys and values could be made of, that knows the attention over them."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of its keys: (batch, kv_heads, entries, key_dim)."""
+
+    def attend(self, query: Tensor, mask: Tensor | None, scaling: float) -> tuple[Tensor, Tensor]:
+        """Return what :func:`partial` does."""
+
+
 @dataclass(frozen=True, slots=True)
 class Segment:
     """Some keys and values, and which queries see which of them.
 
     key: (batch, kv_heads, entries, key_dim); value: (batch, kv_heads, entries, value_dim). Either tensors, or both
-    :class:`Coded`, of one kv head.
+    :class:`Coded`, of one kv head, or both the same :class:`Unformed`.
     mask: None (every query sees every entry), or bool (True = seen) or additive float, broadcastable
     to (batch, 1, queries, entries).
     causal: query i sees entries 0..i; needs as many entries as queries, and no mask.
@@ -71,7 +82,7 @@ def attend(query: Tensor, segments: Iterable[Segment], scaling: float) -> tuple[
         if segment.key.shape[-2] == 0:
             continue
         rows = segment.rows
-        part, part_lse = _partial(query if rows is None else query[rows], segment, scaling)
+        part, part_lse = partial(query if rows is None else query[rows], segment, scaling)
         if rows is not None:
             if output is None or lse is None:
                 output = part.new_zeros(*query.shape[:-1], part.shape[-1])
@@ -112,11 +123,14 @@ def _merge(a: Tensor, lse_a: Tensor, b: Tensor, lse_b: Tensor) -> tuple[Tensor, 
     return a * weight_a + b * weight_b, lse
 
 
-def _partial(query: Tensor, segment: Segment, scaling: float) -> tuple[Tensor, Tensor]:
-    """Attention over one segment: float-accumulated output and the log-sum-exp of its scores."""
+def partial(query: Tensor, segment: Segment, scaling: float) -> tuple[Tensor, Tensor]:
+    """Return attention over one segment, (batch, heads, queries, value_dim) float32, and the log-sum-exp of its scores,
+    (batch, heads, queries) float32."""
     batch, heads, queries, _ = query.shape
     key, value, mask = segment.key, segment.value, segment.mask
     if not isinstance(key, Tensor):
+        if hasattr(key, "attend"):
+            return key.attend(query, mask, scaling)
         if queries <= FOLDED:
             output, lse = _folded(query, key, value, mask, scaling)
             return output.reshape(batch, heads, queries, -1), lse.reshape(batch, heads, queries)

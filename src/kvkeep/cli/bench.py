@@ -78,6 +78,7 @@ def _table(rows: list[Row]) -> Table:
         header_style="bold",
         caption="× : time relative to stock at the same context; × held: to a stock cache of the budget's entries only",
     )
+    on_gpu = any("device_peak_bytes" in row.memory for row in rows)
     for heading in (
         "context",
         "cache",
@@ -89,6 +90,7 @@ def _table(rows: list[Row]) -> Table:
         "resident",
         "kept smaller or elsewhere",
         "workspace peak",
+        *(("GPU peak",) if on_gpu else ()),
     ):
         table.add_column(heading, justify="left" if heading == "cache" else "right")
     for row in rows:
@@ -107,6 +109,7 @@ def _table(rows: list[Row]) -> Table:
             size(row.memory["resident_bytes"]),
             size(kept) if kept else "-",
             size(row.memory["peak_workspace_bytes"]) if row.memory["peak_workspace_bytes"] else "-",
+            *((size(row.memory["device_peak_bytes"]),) if on_gpu else ()),
         )
     return table
 

@@ -44,7 +44,9 @@ class Case:
 @dataclass(frozen=True)
 class Row:
     """What one case measured. Seconds are medians; ratios are to the rival of the same context (below 1 is faster);
-    ``held_ratio``: of the step, to a stock cache that holds the budget's entries only."""
+    ``held_ratio``: of the step, to a stock cache that holds the budget's entries only. ``memory``: the cache's own
+    account; on a GPU also ``device_peak_bytes``, the most its allocator had given out during the case beyond what it
+    had before, the model's activations included."""
 
     label: str
     context: int
@@ -111,7 +113,7 @@ def run(
     """
     prefills: dict[int, list[float]] = {number: [] for number in range(len(listed))}
     times: dict[int, list[float]] = {number: [] for number in range(len(listed))}
-    memories: dict[int, Memory] = {}
+    memories: dict[int, dict[str, Any]] = {}
     errors: dict[int, str] = {}
     turns = [(turn, number) for turn in range(rounds) for number in range(len(listed))]
     for done, (turn, number) in enumerate(turns):
@@ -136,7 +138,7 @@ def _rows(
     listed: Sequence[Case],
     prefills: dict[int, list[float]],
     times: dict[int, list[float]],
-    memories: dict[int, Memory],
+    memories: dict[int, dict[str, Any]],
     errors: dict[int, str],
 ) -> Iterator[Row]:
     def middle(values: list[float]) -> float | None:
@@ -158,23 +160,25 @@ def _rows(
             None if rival is None else ratio(step, middle(times[rival])),
             None if held is None else ratio(step, middle(times[held])),
             len(times[number]),
-            asdict(memories.get(number, Memory())),
+            memories.get(number, asdict(Memory())),
             errors.get(number, ""),
         )
 
 
 @torch.inference_mode()
-def _measure(model: Any, case: Case, steps: int, patience_s: float) -> tuple[list[float], list[float], Memory]:
+def _measure(model: Any, case: Case, steps: int, patience_s: float) -> tuple[list[float], list[float], dict[str, Any]]:
     device = next(model.parameters()).device
+    peak = _peak_from_here(device)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, model.config.vocab_size, (1, case.length + steps), generator=generator).to(device)
     if case.method == NAIVE:
-        return [], _until(steps, patience_s, lambda step: _timed(model, ids[:, : case.length + step], None)), Memory()
+        took = _until(steps, patience_s, lambda step: _timed(model, ids[:, : case.length + step], None))
+        return [], took, asdict(Memory()) | peak()
     cache = new_cache(model, case.method, **case.options)
     prefill = _timed(model, ids[:, : case.reads or case.length], cache)
     _timed(model, ids[:, :1], cache)  # the first step warms up
     took = _until(steps - 1, patience_s, lambda step: _timed(model, ids[:, step : step + 1], cache))
-    return [prefill], took, memory_of(cache)
+    return [prefill], took, asdict(memory_of(cache)) | peak()
 
 
 def _until(steps: int, patience_s: float, measure: Callable[[int], float]) -> list[float]:
@@ -186,7 +190,19 @@ def _until(steps: int, patience_s: float, measure: Callable[[int], float]) -> li
     return took
 
 
+def _peak_from_here(device: torch.device) -> Callable[[], dict[str, int]]:
+    """Return what tells how much memory a GPU will have given out at most from now on; on a CPU it tells nothing."""
+    if device.type != "cuda":
+        return dict
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    return lambda: {"device_peak_bytes": torch.cuda.max_memory_allocated(device) - before}
+
+
 def _timed(model: Any, ids: Tensor, cache: Any) -> float:
+    if ids.device.type == "cuda":
+        torch.cuda.synchronize(ids.device)  # what earlier steps left running is not this one's
     start = time.perf_counter()
     logits = model(ids, past_key_values=cache, use_cache=cache is not None, logits_to_keep=1).logits
     logits[0, -1, 0].item()  # waits for the device

@@ -129,7 +129,7 @@ class BackedLayer(SelectedLayer):
     def _all(self, step: Step) -> Iterator[Segment]:
         if self.length:
             wide = step.wide(self.length)
-            for piece in self.log.recall(self.index, self.length):
+            for piece in self.log.recall(self.index, self.length, unformed=True):
                 yield seen(piece, step, wide, self.length)
         yield fresh(step.query, step.key, step.value, step.mask)
 

@@ -38,7 +38,7 @@ class BoundedLayer(OrderedLayer):
         Without ``ordered``, a full ring comes as one piece in the order it lies (no mask will ask which is which).
         """
         if self.evicted:
-            yield from self.checkpoint.recall(self.index, self.evicted)
+            yield from self.checkpoint.recall(self.index, self.evicted, unformed=True)
         keys, values = self._keys.everything(), self._values.everything()
         if not ordered and keys is not None and values is not None:
             yield self.evicted, keys, values

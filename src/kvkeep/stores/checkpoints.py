@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.attention import Segment, attend
+from kvkeep.attention.recall import available
 from kvkeep.attention.visibility import new_mask, past_mask
 from kvkeep.errors import UsageError, unknown
 from kvkeep.geometry import ModelGeometry
@@ -28,10 +29,11 @@ from kvkeep.stores.coded import CodedKeys
 from kvkeep.stores.ledger import Ledger
 from kvkeep.stores.meter import Meter
 from kvkeep.stores.places import Place
+from kvkeep.stores.residual_page import ResidualPage
 from kvkeep.stores.rows import Buffer, Pages, Ring, Rows
 
 KINDS = ("tokens", "residual", "kv")
-Piece = tuple[int, Tensor, Tensor]  # first slot, keys, values
+Piece = tuple[int, Any, Any]  # first slot, keys, values: tensors, or twice the same unformed page where asked for
 
 
 @dataclass(frozen=True)
@@ -84,8 +86,9 @@ class Checkpoint(Protocol):
     def evict(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Take entries that leave the resident store, the oldest first."""
 
-    def recall(self, layer: int, stop: int) -> Iterator[Piece]:
-        """Yield exact keys and values of slots below ``stop``, a piece at a time."""
+    def recall(self, layer: int, stop: int, unformed: bool = False) -> Iterator[Piece]:
+        """Yield exact keys and values of slots below ``stop``, a piece at a time. ``unformed``: they may also come as
+        pages that know their attention, one object for keys and values."""
 
     def truncate(self, length: int, evicted: Sequence[int]) -> None:
         """Forget the slots from ``length`` on; ``evicted``: how many each layer no longer holds itself."""
@@ -133,7 +136,7 @@ class Entries:
         for rows, new in zip(self._rows[layer], (keys, values), strict=True):
             rows.append(new)
 
-    def recall(self, layer: int, stop: int) -> Iterator[Piece]:
+    def recall(self, layer: int, stop: int, unformed: bool = False) -> Iterator[Piece]:
         """Yield views where the entries lie in the device's own memory, else copies of a page at a time."""
         keys, values = self._rows[layer]
         for (start, key), (_, value) in zip(keys.read(keys.first, stop), values.read(values.first, stop), strict=True):
@@ -236,19 +239,19 @@ class Residuals:
     def evict(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Nothing: the residual is kept already."""
 
-    def recall(self, layer: int, stop: int) -> Iterator[Piece]:
+    def recall(self, layer: int, stop: int, unformed: bool = False) -> Iterator[Piece]:
         """Project page by page at an anchor, else run the layers from the anchor up to this one first."""
         anchor = layer - layer % self.stride
         later = [other for other in self.layers if layer < other < anchor + self.stride]
         if layer == anchor and not later:
-            yield from self._projected(layer, self._anchored(anchor, stop))
+            yield from self._projected(layer, self._anchored(anchor, stop), unformed)
             return
         rolling = self._roll(anchor, layer, stop)
         if later:
             yield from self._advanced(rolling)
         else:
             pages = ((low, rolling.hidden[:, low : low + self.page]) for low in range(0, stop, self.page))
-            yield from self._projected(layer, pages)
+            yield from self._projected(layer, pages, unformed)
             self._drop()
 
     def _anchored(self, anchor: int, stop: int) -> Iterator[tuple[int, Tensor]]:
@@ -263,9 +266,15 @@ class Residuals:
             for low in range(0, piece.shape[-2], self.page):
                 yield start + low, piece[:, low : low + self.page].to(device)
 
-    def _projected(self, layer: int, pages: Iterator[tuple[int, Tensor]]) -> Iterator[Piece]:
+    def _projected(self, layer: int, pages: Iterator[tuple[int, Tensor]], unformed: bool) -> Iterator[Piece]:
         for start, hidden in pages:
             _, positions = self.ledger.span(start, start + hidden.shape[1])
+            weights = self.adapter.projection(layer) if unformed and available(hidden.device) else None
+            if weights is not None:
+                angles = self.adapter.rotation(layer, hidden, positions)
+                page = ResidualPage(weights, hidden, angles, self.meter)
+                yield start, page, page
+                continue
             keys, values = self.adapter.project(layer, hidden, positions)
             with self.meter.holding(keys, values):
                 yield start, keys, values

@@ -45,9 +45,7 @@ class Ledger:
             self.positions.append(positions.expand(self.batch, -1).unsqueeze(-1).int())
             self.ids.append((ids if ids is not None else tokens.new_zeros(self.batch, count)).unsqueeze(-1).int())
         self.length += count
-        # One look at the mask per forward pass, as stock mask creation takes.
-        padded = mask is not None and mask.ndim == 2 and not bool(mask.all())
-        self._see(mask[:, : self.length].bool() if padded and mask is not None else None)
+        self._see(mask[:, : self.length] if mask is not None and mask.ndim == 2 else None)
 
     def keep(self, start: int, counts: list[int]) -> None:
         """Of what came in since slot ``start``, keep the first ``counts`` of each row; where they differ, the others'
@@ -62,15 +60,16 @@ class Ledger:
             visible = torch.cat([before, real], 1)
         self._see(None if visible is None else visible[:, :stop])
 
-    def _see(self, visible: Tensor | None) -> None:
-        self.visible = visible
-        if self.visible is None:
-            self.first = self._padding = None
-        else:
-            self.first = self.visible.int().argmax(1)
-            self._padding = (~self.visible).sum(1).tolist()
-            gaps = (~self.visible.all(0)).nonzero()
-            self._whole = self.length - 1 - int(gaps[-1])
+    def _see(self, mask: Tensor | None) -> None:
+        """Note which slots are padding, by a mask (batch, slots); it is looked at once, on the host."""
+        self.visible = self.first = self._padding = None
+        if mask is None or (host := mask.cpu().bool()).all():
+            return
+        self.visible = mask.bool()
+        self.first = self.visible.int().argmax(1)
+        self._padding = (~host).sum(1).tolist()
+        gaps = (~host.all(0)).nonzero()
+        self._whole = self.length - 1 - int(gaps[-1])
 
     @property
     def counts(self) -> list[int] | None:
