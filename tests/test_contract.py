@@ -35,6 +35,9 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "random+tokens": ("random+checkpoint:tokens", {"budget": 16, "where": "device", "page": 6}),
     "duo-attention+kv": ("duo-attention:sinks=2+checkpoint:kv", {"budget": 16, "where": "host"}),
     "h2o+segments": ("h2o+segments:99", {"budget": 16}),
+    # Whatever drafts, the forward pass itself is exact; tests/decode/test_verified.py decodes in rounds.
+    "snapkv+verified": ("snapkv:window=4,kernel=3+verified:5", {"budget": 17, "chunk": 9, "where": "host"}),
+    "window+residual+verified": ("window+checkpoint:residual+verified:3", {"budget": 16, "where": "disk", "page": 6}),
     "h2o, roomy": ("h2o", {"budget": 200}),
     "snapkv, roomy": ("snapkv", {"budget": 200, "chunk": 20}),
 }

@@ -130,14 +130,15 @@ def generate(
     if copies is not None:
         sampling["prompt_lookup_num_tokens"] = copies
     if isinstance(cache, KeepCache) and cache.round is not None:
-        sampling["custom_generate"] = verified
+        sampling |= {"custom_generate": verified, "listener": listener}
+    else:
+        sampling["streamer"] = listener
     start = time.perf_counter()
     try:
         output = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             past_key_values=cache,
-            streamer=listener,
             max_new_tokens=min(max_new_tokens, room),
             stopping_criteria=criteria,
             **sampling,

@@ -51,13 +51,15 @@ def verified(
     generation_config: GenerationConfig,
     synced_gpus: bool = False,
     streamer: Any = None,
+    listener: Any = None,
     **model_kwargs: Any,
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """Decode in rounds: ``model.generate(..., past_key_values=cache, custom_generate=kvkeep.verified)``.
 
     ``cache``: a :class:`~kvkeep.cache.KeepCache` of a method that ends in ``+verified``. Greedy and sampling, batches
     with left padding, logits processors, stopping criteria, streamers; ``prompt_lookup_num_tokens`` of 0 keeps it from
-    copying drafts from the text. What it did is in ``cache.rounds``. Raises UsageError for what it cannot do.
+    copying drafts from the text. ``listener``: a streamer; transformers 5.23 does not hand its own argument of that
+    name to a function like this one. What it did is in ``cache.rounds``. Raises UsageError for what it cannot do.
     """
     cache = model_kwargs.get("past_key_values")
     if not isinstance(cache, KeepCache) or cache.round is None:
@@ -71,6 +73,9 @@ def verified(
         raise UsageError("A streamer takes one text; give a batch without it.")
     if synced_gpus:
         raise UsageError("Decoding in rounds does not run in step with other processes (synced_gpus).")
+    if listener is not None:
+        streamer = listener
+        streamer.put(input_ids.cpu())
     outputs = model._prefill(input_ids, generation_config, model_kwargs)
     run = _Run(model, cache, input_ids, logits_processor, stopping_criteria, generation_config, streamer)
     run.start(outputs.logits[:, -1], model_kwargs.get("attention_mask"))
