@@ -1,4 +1,4 @@
-"""Calibration: the rates of this machine, measured with kvkeep's own parts on made-up tensors, in well under a minute."""
+"""Calibration: the rates of this machine, measured with kvkeep's own parts, in under a minute."""
 
 from __future__ import annotations
 

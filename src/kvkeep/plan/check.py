@@ -69,10 +69,10 @@ def check(
     """Predict and measure every candidate whose label is ``wanted``, with this budget, at each context."""
     planned: list[tuple[Candidate, int, int | None]] = []
     for context in contexts:
-        entries = Budget.parse(budget).entries(shape.geometry, context=context)
+        share = Budget.parse(budget).entries(shape.geometry, context=context)
         for candidate in candidates(shape.geometry):
             if wanted(str(candidate)):
-                planned.append((candidate, context, None if candidate.family.keeps else entries))
+                planned.append((candidate, context, None if candidate.family.keeps else share))
     cases = []
     for candidate, context, entries in planned:
         given: int | None = context + steps + 1 if candidate.method == "static" else entries

@@ -8,6 +8,7 @@ left is read from its place or rebuilt on top of that. A prompt is a pass in one
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from kvkeep.geometry import LayerGeometry
 from kvkeep.plan.candidates import Candidate
@@ -25,8 +26,8 @@ DRAFTS = range(1, 33)
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of a step (of a token, where several come of one round) and of reading the prompt. drafts: tokens that are
-    drafted in a round, where methods do that."""
+    """Seconds of a step (of a token, where several come of one round) and of reading the prompt. drafts: tokens drafted
+    in a round, where methods do that."""
 
     step: float
     prefill: float
@@ -270,4 +271,4 @@ class _Work:
 
 
 def _pairs(values: list[int] | list[float]) -> list[tuple[float, float]]:
-    return list(zip(values, values[1:], strict=False))
+    return list(pairwise(values))

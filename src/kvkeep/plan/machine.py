@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,11 @@ class Machine:
 
     name: a few words. source: how it came by its figures. device: "cpu", "cuda", "mps". dtype_bytes: of the matrices
     measured. matrix: for each width of a matrix, floating-point operations a second by rows multiplied at a time,
-    weights cold. attention: operations a second by stacked query rows, entries cold: 4 for an element of a key and value
-    pair and row. causal: the same of a prompt attended in one piece, by its tokens. elementwise: bytes read and written a
-    second by simple operations, by the bytes of a tensor. memory: bytes read a second. copy: bytes copied a second.
-    link: bytes a second from the host's memory to the device's, None where they are one. disk, disk_cold: bytes a second
-    read from mapped files that lie in the page cache, and that do not. disk_write: bytes a second written to them.
+    weights cold. attention: operations a second by stacked query rows, entries cold. causal: the same of a prompt
+    attended in one piece, by its tokens. elementwise: bytes read and written a second by simple operations, by the
+    bytes of a tensor. memory, copy: bytes read, and copied, a second. link: bytes a second from the host's memory to the
+    device's, None where they are one. disk, disk_cold: bytes a second read from mapped files that lie in the page
+    cache, and that do not. disk_write: bytes a second written to them.
     score: seconds that one score of a watched query takes. coded: for 8, 4 and 2 bits, seconds to multiply, write out
     and encode one element. overhead: seconds of one layer-step beside its matrices, by kind of layer (``LAYERS``).
     memory_bytes: of the device; host_bytes: of the host.
@@ -57,7 +58,7 @@ class Machine:
     host_bytes: int
 
     def multiply(self, rows: float, width: int, elements: float) -> float:
-        """Return the seconds that ``rows`` rows times matrices of ``elements`` in all take, each about ``width`` wide."""
+        """Return the seconds of ``rows`` rows times matrices of ``elements`` in all, each about ``width`` wide."""
         rates = {known: at(curve, rows) for known, curve in self.matrix.items()}
         rate = at(tuple(sorted(rates.items())), width)
         return 2 * rows * elements / rate
@@ -73,7 +74,7 @@ class Machine:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Machine:
-        """Read what :meth:`save` wrote, or a data sheet (see :meth:`from_sheet`). Raises UsageError for anything else."""
+        """Read what :meth:`save` wrote, or a data sheet (:meth:`from_sheet`). Raises UsageError for others."""
         try:
             given = json.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
@@ -160,7 +161,7 @@ def at(curve: Curve, x: float) -> float:
     """Return the value of a curve at ``x``."""
     if x <= curve[0][0]:
         return curve[0][1]
-    for (low, first), (high, last) in zip(curve, curve[1:], strict=False):
+    for (low, first), (high, last) in pairwise(curve):
         if x <= high:
             share = math.log(x / low) / math.log(high / low)
             return math.exp(math.log(first) + share * math.log(last / first))

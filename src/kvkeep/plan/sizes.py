@@ -25,7 +25,7 @@ PAGE = 512
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of one cache after ``tokens`` tokens. resident, compressed, device, host, disk: entries that attention reads
+    """Bytes of one cache after ``tokens`` tokens. resident, compressed, device, host, disk: entries attention reads
     directly, those in a smaller form, and checkpoints by place, as ``cache.memory()`` measures them. hand: the largest
     chunk of one layer beside them. workspace: the most that recall holds for a moment. budget: entries of each full
     layer, None where there is none. exact: of those, how many are kept as they are. away: entries that have left."""
