@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from kvkeep.cli import options
+from kvkeep.cli.auto import AUTO, check_auto, planned
 from kvkeep.cli.generate import as_json, summary
 from kvkeep.cli.output import err, interruptible, note, print_json, reading, size, write
 from kvkeep.errors import UsageError
@@ -21,6 +22,7 @@ def chat(
     model: options.Model = "smollm2",
     method: options.Method = None,
     budget: options.Budget = None,
+    memory: options.Memory = None,
     checkpoint: options.Checkpoint = None,
     where: options.Where = None,
     capacity: options.Capacity = None,
@@ -39,7 +41,8 @@ def chat(
     from kvkeep.decode.chat import Conversation
     from kvkeep.models.loading import load
 
-    check_request(method, budget, checkpoint, where)
+    check_auto(method, budget, checkpoint, where, memory)
+    check_request(method, None if budget == AUTO else budget, checkpoint, where)
     cache_options: dict[str, Any] = {
         "checkpoint": checkpoint,
         "where": where,
@@ -54,6 +57,11 @@ def chat(
     if session is not None and not os.access(Path(session).parent, os.W_OK):
         raise UsageError(f"The session cannot be kept in '{session}': its folder is missing or cannot be written to.")
     loaded = load(model, dtype=dtype, device=device, progress=note)
+    if budget == AUTO and not resume:
+        context = getattr(loaded.model.config, "max_position_embeddings", None) or 4096
+        method, budget, cache_options["checkpoint"], cache_options["where"] = planned(
+            loaded.model, context - max_tokens, memory, max_tokens
+        )
     if resume and session is not None:
         talk = Conversation.resume(loaded.model, loaded.tokenizer, session)
         note(f"Continuing with {talk.cache.get_seq_length()} tokens in the cache, {len(talk.messages)} messages.")

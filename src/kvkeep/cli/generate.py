@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from kvkeep.cli import options
+from kvkeep.cli.auto import AUTO, check_auto, planned
 from kvkeep.cli.output import interruptible, note, print_json, reading, size, write
 from kvkeep.errors import Interrupted
 
@@ -18,6 +19,7 @@ def generate(
     model: options.Model = "smollm2",
     method: options.Method = None,
     budget: options.Budget = None,
+    memory: options.Memory = None,
     checkpoint: options.Checkpoint = None,
     where: options.Where = None,
     capacity: options.Capacity = None,
@@ -37,10 +39,13 @@ def generate(
     from kvkeep.decode.prompt import encode, question, read_text
     from kvkeep.models.loading import load
 
-    check_request(method, budget, checkpoint, where)
+    check_auto(method, budget, checkpoint, where, memory)
+    check_request(method, None if budget == AUTO else budget, checkpoint, where)
     messages = question(read_text(file) if file else None, prompt)
     loaded = load(model, dtype=dtype, device=device, progress=note)
     ids = encode(loaded.tokenizer, messages, raw=raw)
+    if budget == AUTO:
+        method, budget, checkpoint, where = planned(loaded.model, len(ids), memory, max_tokens)
     cache = new_cache(
         loaded.model,
         method,

@@ -189,7 +189,8 @@ class _Work:
             for layer in self.full
         )
         if not self.candidate.stride:
-            pieces = away / 1024 + 2
+            moved = not (self.machine.shared or self.candidate.where == "device")
+            pieces = away / (PAGE if moved else 2 * PAGE) + 2
             size = away * self.geometry.full_bytes_per_token
             return attention + len(self.owners) * pieces * self.machine.overhead["piece"] + self.read(size)
         return attention + self.rebuilt(away)

@@ -29,7 +29,7 @@ class Machine:
     measured. matrix: for each width of a matrix, floating-point operations a second by rows multiplied at a time,
     weights cold. attention: operations a second by stacked query rows, entries cold. causal: the same of a prompt
     attended in one piece, by its tokens. elementwise: bytes read and written a second by simple operations, by the
-    bytes of a tensor. memory, copy: bytes read, and copied, a second. link: bytes a second from the host's memory to the
+    bytes of a tensor. memory, copy: bytes read, and copied, a second. link: bytes a second from host memory to the
     device's, None where they are one. disk, disk_cold: bytes a second read from mapped files that lie in the page
     cache, and that do not. disk_write: bytes a second written to them.
     score: seconds that one score of a watched query takes. coded: for 8, 4 and 2 bits, seconds to multiply, write out
@@ -122,7 +122,7 @@ class Machine:
         """Return a machine from what a vendor prints.
 
         flops: operations a second at ``dtype_bytes``; memory, link, disk: bytes a second; layer_step: seconds that the
-        host takes to launch one layer. reached: the share of all rates that programs get. A product of few rows reads
+        host takes to launch one layer; a piece of what is recalled has a third of its operations. reached: the share of all rates that programs get. A product of few rows reads
         its matrix once and is as fast as memory is; one of many as fast as the arithmetic.
         """
         numbers = (flops, memory, disk, memory_bytes, host_bytes, layer_step, dtype_bytes, reached)
@@ -151,7 +151,7 @@ class Machine:
             disk,
             16 / memory,
             {bits: (number, number, 4 * number) for bits in (8, 4, 2)},
-            {kind: layer_step for kind in LAYERS},
+            {kind: layer_step / (3 if kind in ("piece", "rebuilt") else 1) for kind in LAYERS},
             int(memory_bytes),
             int(host_bytes),
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -241,14 +241,21 @@ class Choice:
 
 
 def recommend(
-    model: Any, context: int, memory: int | str | None = None, *, exact: bool = True, answer: int = ANSWER
+    model: Any,
+    context: int,
+    memory: int | str | None = None,
+    *,
+    exact: bool = True,
+    answer: int = ANSWER,
+    tell: Callable[[str], None] = lambda text: None,
 ) -> Choice:
     """Return the cache to take for a loaded ``model`` and a prompt of ``context`` tokens.
 
-    memory: bytes for the cache ("64MB"); by default half of what is free where the model is. Raises as :func:`plan`.
+    memory: bytes for the cache ("64MB"); by default half of what is free where the model is. tell: gets a line if the
+    machine has to be measured first. Raises as :func:`plan`.
     """
     parameter = next(model.parameters())
-    machine = machine_here(str(parameter.device), parameter.dtype)
+    machine = machine_here(str(parameter.device), parameter.dtype, tell)
     amount = parse_memory(memory) if memory is not None else free_memory(parameter.device) // 2
     shape = shape_of(model.config, parameter.dtype.itemsize)
     planned = plan(shape, machine, context, amount, exact=exact, answer=answer)

@@ -74,14 +74,15 @@ def sizes(
     sliding, full = geometry.sliding_bytes(tokens), geometry.full_bytes_per_token
     largest = max(_entry(layer, geometry) for layer in geometry.full_layers)
     if family.keeps:
+        limit = None
         if family.method == "static":
-            rows = prompt + new
+            rows = limit = prompt + new
         elif family.method == "paged":
             rows = _pool(tokens)
         else:
             rows = _up(tokens, BLOCK)
         hand = prompt * largest if family.layer == "paged" else 0
-        return Sizes(tokens, None, tokens, tokens, 0, sliding + rows * full, hand=hand)
+        return Sizes(tokens, limit, tokens, tokens, 0, sliding + rows * full, hand=hand)
     assert budget is not None
     chunk = Budget.parse(budget).chunk_for(budget)
     hand = min(chunk, prompt) * largest
@@ -119,7 +120,8 @@ def _selected(
         own = budgets[layer.index][0]
         columns = min(own, _up(tokens, COLUMNS))
         resident += columns * _entry(layer, geometry)
-        moving = max(moving, _before(own, prompt, chunk) * _entry(layer, geometry))
+        notes = layer.kv_heads * (4 if family.watches == 0 else 8)  # slots and marks move along
+        moving = max(moving, _before(own, prompt, chunk) * (_entry(layer, geometry) + notes))
         if sinks is not None and tokens > exact and isinstance(selector, StreamingLLM):
             resident += sinks * layer.kv_heads * layer.key_dim * geometry.dtype_bytes
     away = _left([*_chunks(prompt, chunk), *[1] * steps], exact)
