@@ -70,7 +70,7 @@ def test_time_grows_with_the_context_and_with_what_is_recalled(machine: Machine)
 def test_no_row_of_the_frontier_is_beaten_and_every_other_is() -> None:
     planned = plan(llama(), PLAIN, 4096, 300_000_000)
     promises = {"exact": 0, "reversible": 1, "lossy": 2}
-    points = [(row.memory, row.cost.step, promises[row.exactness]) for row in planned.rows]
+    points = [(row.memory, row.cost.step, promises[row.exactness], -row.sizes.kept) for row in planned.rows]
     best = [point for row, point in zip(planned.rows, points, strict=True) if row.frontier]
     for row, point in zip(planned.rows, points, strict=True):
         beaten = any(all(a <= b for a, b in zip(other, point, strict=True)) and other != point for other in points)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvkeep.errors import StoreError
@@ -28,7 +29,7 @@ def draw_plan(planned: Planned, path: str | os.PathLike[str], *, model: str) -> 
     _panel(left, planned, lambda row: 1e3 * row.cost.step, "Time of a token (ms)", named=True)
     _panel(right, planned, lambda row: row.cost.prefill, "Time of the prompt (s)", named=False)
     figure.suptitle(
-        f"{model}: {planned.context:,} tokens within {planned.memory / 1e6:,.0f} MB, predicted for "
+        f"{Path(model).stem}: {planned.context:,} tokens within {planned.memory / 1e6:,.0f} MB, predicted for "
         f"{planned.machine.name} ({planned.machine.source})",
         fontsize=10,
     )
@@ -57,7 +58,7 @@ def _panel(axes: Any, planned: Planned, value: Callable[[Row], float], title: st
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.margins(x=0.08, y=0.22)
-    plain = FuncFormatter(lambda number, place: f"{number:,.4g}")
+    plain = FuncFormatter(lambda number, place: f"{number:,.10g}")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(plain)
         axis.set_minor_formatter("")
@@ -73,20 +74,23 @@ def _points(rows: list[Row], value: Callable[[Row], float]) -> tuple[list[float]
 
 
 def _name(axes: Any, rows: list[Row], value: Callable[[Row], float], colour: str, *, above: bool) -> None:
-    """Name the rows where the method changes along the frontier."""
-    last = ""
+    """Name the rows where the method changes along the frontier; names that would lie on each other are stacked."""
+    labels: list[tuple[Row, list[str]]] = []
     for row in rows:
         name = str(row.candidate)
-        if name != last:
-            axes.annotate(
-                name,
-                (row.memory / 1e6, value(row)),
-                (2, 9 if above else -9),
-                textcoords="offset points",
-                fontsize=7.5,
-                color=colour,
-                rotation=28 if above else -28,
-                va="bottom" if above else "top",
-                rotation_mode="anchor",
-            )
-        last = name
+        if any(name in names for _, names in labels):
+            continue
+        if labels and row.memory < 3 * labels[-1][0].memory:
+            labels[-1][1].append(name)
+        else:
+            labels.append((row, [name]))
+    for row, names in labels:
+        axes.annotate(
+            "\n".join(names),
+            (row.memory / 1e6, value(row)),
+            (-2, 9 if above else -9),
+            textcoords="offset points",
+            fontsize=7.5,
+            color=colour,
+            va="bottom" if above else "top",
+        )

@@ -122,8 +122,9 @@ class Machine:
         """Return a machine from what a vendor prints.
 
         flops: operations a second at ``dtype_bytes``; memory, link, disk: bytes a second; layer_step: seconds that the
-        host takes to launch one layer; a piece of what is recalled has a third of its operations. reached: the share of all rates that programs get. A product of few rows reads
-        its matrix once and is as fast as memory is; one of many as fast as the arithmetic.
+        host takes to launch one layer; a piece of what is recalled has a third of its operations. reached: the share of
+        all rates that programs get. A product of few rows reads its matrix once and is as fast as memory is; one of
+        many as fast as the arithmetic.
         """
         numbers = (flops, memory, disk, memory_bytes, host_bytes, layer_step, dtype_bytes, reached)
         if min(numbers) <= 0 or (link is not None and link <= 0):

@@ -13,7 +13,7 @@ from kvkeep.budget import MIN_CHUNK, Budget
 from kvkeep.errors import BudgetError, UsageError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.plan.calibrate import machine_here
-from kvkeep.plan.candidates import SHARES, Candidate, candidates
+from kvkeep.plan.candidates import FAMILIES, SHARES, Candidate, candidates
 from kvkeep.plan.costs import Cost, cost
 from kvkeep.plan.machine import Machine
 from kvkeep.plan.shape import Shape, shape_of
@@ -32,7 +32,7 @@ _PROMISES = (Exactness.EXACT, Exactness.REVERSIBLE, Exactness.LOSSY)
 @dataclass(frozen=True)
 class Row:
     """One cache and what it would cost. memory: bytes of the device at the worst moment. frontier: no other row that
-    promises as much takes less memory and less time for a token. fits: within the memory given."""
+    promises as much and reads as much takes less memory and time. fits: within the memory given."""
 
     candidate: Candidate
     sizes: Sizes
@@ -45,6 +45,11 @@ class Row:
     def exactness(self) -> str:
         """What the method promises."""
         return self.candidate.exactness
+
+    @property
+    def method(self) -> str:
+        """The method as commands take it."""
+        return self.candidate.method
 
     @property
     def budget(self) -> int | None:
@@ -64,6 +69,7 @@ class Row:
             "where": self.candidate.where,
             "class": self.exactness,
             "budget": self.budget,
+            "kept": self.sizes.kept,
             "memory_bytes": self.memory,
             **{f"{name}_bytes": held[name] for name in ("resident", "compressed", "workspace")},
             "checkpoint_bytes": {place: held[place] for place in ("device", "host", "disk")},
@@ -109,7 +115,7 @@ def plan(
     rows = [
         _row(shape, machine, candidate, context, budget, answer, memory, acceptance)
         for candidate in candidates(geometry, exact=exact)
-        for budget in _budgets(geometry, machine, candidate, context, memory)
+        for budget in _budgets(geometry, machine, candidate, context, answer, memory)
     ]
     fitting = _with_frontier([row for row in rows if row.fits])
     if not fitting:
@@ -118,17 +124,19 @@ def plan(
             f"No cache of {context:,} tokens fits in {memory:,}B: the least is {least.memory:,}B, for "
             f"'{least.candidate}'{'' if least.budget is None else f' with {least.budget} entries a layer'}."
         )
+    order = {family.method: number for number, family in enumerate(FAMILIES)}
     # What promises most comes first, and of that what is fastest, to a hundredth: nobody would see less.
     best = min(
         fitting,
-        key=lambda row: (_PROMISES.index(Exactness(row.exactness)), round(row.seconds(answer), 2), row.memory),
+        key=lambda row: (_PROMISES.index(Exactness(row.exactness)), round(row.seconds(answer), 2), order[row.method]),
     )
     return Planned(shape, machine, context, memory, answer, tuple(fitting), best, _reason(best, fitting, rows, answer))
 
 
 def frontier(rows: Sequence[Row]) -> list[bool]:
-    """Return which rows no other one beats: in memory and in time for a token, at the same promise or a better one."""
-    points = [(row.memory, row.cost.step, _PROMISES.index(Exactness(row.exactness))) for row in rows]
+    """Return which rows no other one beats: in memory and in time for a token, at the same promise or a better one,
+    with as many tokens of the text still to be read. How well a method chooses those is not foreseen."""
+    points = [(row.memory, row.cost.step, _PROMISES.index(Exactness(row.exactness)), -row.sizes.kept) for row in rows]
     return [
         not any(_beats(other, point) or (other == point and at < number) for at, other in enumerate(points))
         for number, point in enumerate(points)
@@ -158,7 +166,7 @@ def _check(geometry: ModelGeometry, context: int, acceptance: float) -> None:
 
 
 def _budgets(
-    geometry: ModelGeometry, machine: Machine, candidate: Candidate, context: int, memory: int
+    geometry: ModelGeometry, machine: Machine, candidate: Candidate, context: int, answer: int, memory: int
 ) -> Iterator[int | None]:
     """Yield budgets to plan for: shares of the context, the least, and the largest that fits where that is another."""
     if candidate.family.keeps:
@@ -167,7 +175,7 @@ def _budgets(
 
     def fits(entries: int) -> bool:
         try:
-            held = sizes(geometry, candidate, context, entries, shared=machine.shared)
+            held = sizes(geometry, candidate, context, entries, shared=machine.shared, steps=answer)
         except BudgetError:
             return False
         return held.memory(machine.shared) <= memory
@@ -198,11 +206,13 @@ def _row(
     memory: int,
     acceptance: float,
 ) -> Row:
-    held = sizes(shape.geometry, candidate, context, budget, answer, shared=machine.shared)
-    needed = held.memory(machine.shared)
+    """Cost at the prompt's end, bytes at the answer's."""
+    read = sizes(shape.geometry, candidate, context, budget, answer, shared=machine.shared)
+    held = sizes(shape.geometry, candidate, context, budget, answer, shared=machine.shared, steps=answer)
+    needed = max(read.memory(machine.shared), held.memory(machine.shared))
     host = 0 if machine.shared else held.host
     fits = needed <= memory and host <= machine.host_bytes
-    return Row(candidate, held, cost(shape, candidate, held, machine, acceptance), needed, fits)
+    return Row(candidate, held, cost(shape, candidate, read, machine, acceptance), needed, fits)
 
 
 def _reason(best: Row, fitting: Sequence[Row], rows: Sequence[Row], answer: int) -> str:

@@ -28,13 +28,15 @@ class Sizes:
     """Bytes of one cache after ``tokens`` tokens. resident, compressed, device, host, disk: entries attention reads
     directly, those in a smaller form, and checkpoints by place, as ``cache.memory()`` measures them. hand: the largest
     chunk of one layer beside them. workspace: the most that recall holds for a moment. budget: entries of each full
-    layer, None where there is none. exact: of those, how many are kept as they are. away: entries that have left."""
+    layer, None where there is none. exact: of those, how many are kept as they are. away: entries that have left.
+    kept: tokens whose entries attention still reads in some form."""
 
     tokens: int
     budget: int | None
     chunk: int
     exact: int
     away: int
+    kept: int
     resident: int
     compressed: int = 0
     device: int = 0
@@ -82,14 +84,14 @@ def sizes(
         else:
             rows = _up(tokens, BLOCK)
         hand = prompt * largest if family.layer == "paged" else 0
-        return Sizes(tokens, limit, tokens, tokens, 0, sliding + rows * full, hand=hand)
+        return Sizes(tokens, limit, tokens, tokens, 0, tokens, sliding + rows * full, hand=hand)
     assert budget is not None
     chunk = Budget.parse(budget).chunk_for(budget)
     hand = min(chunk, prompt) * largest
     if family.layer == "kv-direct":
         away = max(0, tokens - budget)
         rows = min(budget, _up(min(tokens, budget), BLOCK))
-        held = Sizes(tokens, budget, chunk, budget, away, sliding + rows * full, hand=hand)
+        held = Sizes(tokens, budget, chunk, budget, away, tokens, sliding + rows * full, hand=hand)
         return _checkpointed(held, geometry, candidate, away, shared)
     return _selected(geometry, candidate, prompt, steps, budget, chunk, sliding, hand, shared)
 
@@ -125,7 +127,8 @@ def _selected(
         if sinks is not None and tokens > exact and isinstance(selector, StreamingLLM):
             resident += sinks * layer.kv_heads * layer.key_dim * geometry.dtype_bytes
     away = _left([*_chunks(prompt, chunk), *[1] * steps], exact)
-    held = Sizes(tokens, budget, chunk, exact, away, resident, hand=hand, workspace=moving)
+    kept = min(tokens, exact)
+    held = Sizes(tokens, budget, chunk, exact, away, kept, resident, hand=hand, workspace=moving)
     if family.fate == "verified":
         return _checkpointed(held, geometry, candidate, tokens, shared)
     if fate is None:
@@ -139,12 +142,13 @@ def _selected(
         if away:
             compressed += layer.kv_heads * _groups(away // GROUP, room) * size + GROUP * _entry(layer, geometry)
             groups = min(away // GROUP, room)
+            kept = min(tokens, exact + groups * GROUP)
             if isinstance(fate, Quantised):
                 work = 4 * GROUP * groups * layer.kv_heads * max(layer.key_dim, width(layer.value_dim))
             else:
                 work = GROUP * groups * _entry(layer, geometry)
             moving = max(moving, work)
-    return Sizes(tokens, budget, chunk, exact, away, resident, compressed, hand=hand, workspace=moving)
+    return Sizes(tokens, budget, chunk, exact, away, kept, resident, compressed, hand=hand, workspace=moving)
 
 
 def _checkpointed(held: Sizes, geometry: ModelGeometry, candidate: Candidate, away: int, shared: bool) -> Sizes:
@@ -175,6 +179,7 @@ def _checkpointed(held: Sizes, geometry: ModelGeometry, candidate: Candidate, aw
         held.chunk,
         held.exact,
         away,
+        held.tokens,
         held.resident,
         hand=held.hand,
         workspace=max(held.workspace, work),
