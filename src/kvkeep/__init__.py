@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     )
     from kvkeep.geometry import ModelGeometry
     from kvkeep.models.loading import load
+    from kvkeep.plan.planner import recommend
 
 # Torch and transformers take seconds to import: each name brings in its module when it is first asked for.
 _HOMES = {
@@ -40,6 +41,7 @@ _HOMES = {
     "generate": "decode.generate",
     "load": "models.loading",
     "load_session": "decode.session",
+    "recommend": "plan.planner",
     "save_session": "decode.session",
 }
 __all__ = [
@@ -58,6 +60,7 @@ __all__ = [
     "generate",
     "load",
     "load_session",
+    "recommend",
     "save_session",
 ]
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""The plan as a figure: seconds of a token by memory, and the frontier of what is exact and of what is not."""
+"""The plan as a figure: times by memory, with the frontier of what is exact and of what is not."""
 
 from __future__ import annotations
 
@@ -50,7 +50,9 @@ def _panel(axes: Any, planned: Planned, value: Callable[[Row], float], title: st
         if not rows:
             continue
         axes.scatter(*_points(rows, value), s=14, color=colour, alpha=0.35, linewidths=0)
-        axes.plot(*_points(best, value), color=colour, marker="os"[not exact], markersize=4, label=label)
+        # What is not exact is also told apart by what it still reads, so no line joins the best of it.
+        style = {"marker": "os"[not exact], "linestyle": "-" if exact else "", "markersize": 4, "label": label}
+        axes.plot(*_points(best, value), color=colour, **style)
         if named:
             _name(axes, best, value, colour, above=exact)
     ring = planned.best
@@ -75,6 +77,8 @@ def _points(rows: list[Row], value: Callable[[Row], float]) -> tuple[list[float]
 
 def _name(axes: Any, rows: list[Row], value: Callable[[Row], float], colour: str, *, above: bool) -> None:
     """Name the rows where the method changes along the frontier; names that would lie on each other are stacked."""
+    if not rows:
+        return
     labels: list[tuple[Row, list[str]]] = []
     for row in rows:
         name = str(row.candidate)
@@ -84,10 +88,11 @@ def _name(axes: Any, rows: list[Row], value: Callable[[Row], float], colour: str
             labels[-1][1].append(name)
         else:
             labels.append((row, [name]))
+    edge = (max if above else min)(value(row) for row in rows)
     for row, names in labels:
         axes.annotate(
             "\n".join(names),
-            (row.memory / 1e6, value(row)),
+            (row.memory / 1e6, edge),
             (-2, 9 if above else -9),
             textcoords="offset points",
             fontsize=7.5,
