@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
 from kvkeep.budget import Budget
@@ -105,13 +104,3 @@ def check(
             )
         )
     return checked
-
-
-def drift(before: Machine, after: Machine) -> float:
-    """Return by how much the same rates differed between two calibrations: the median, as a share."""
-    ratios = [
-        second / first
-        for one, other in ((before.matrix[width], after.matrix[width]) for width in before.matrix)
-        for (_, first), (_, second) in zip(one, other, strict=True)
-    ]
-    return median(max(ratio, 1 / ratio) for ratio in ratios) - 1
