@@ -219,7 +219,7 @@ def _reason(best: Row, fitting: Sequence[Row], rows: Sequence[Row], answer: int)
     """Say why ``best`` is recommended, and what a person might want instead."""
     entries = "" if best.budget is None else f" with {best.budget:,} entries a layer"
     text = (
-        f"Take '{best.candidate}'{entries}: it is {best.exactness}, and of what is {best.exactness} and fits nothing takes less time "
+        f"Take '{best.candidate}'{entries}: it is {best.exactness}, and of what is and fits nothing takes less time "
         f"({best.cost.prefill:.3g} s for the prompt, {1e3 * best.cost.step:.3g} ms a token)"
     )
     full = next((row for row in rows if row.candidate.method == "full"), None)
