@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     )
     from kvkeep.geometry import ModelGeometry
     from kvkeep.models.loading import load
+    from kvkeep.plan.planner import recommend
 
 # Torch and transformers take seconds to import: each name brings in its module when it is first asked for.
 _HOMES = {
@@ -41,6 +42,7 @@ _HOMES = {
     "generate": "decode.generate",
     "load": "models.loading",
     "load_session": "decode.session",
+    "recommend": "plan.planner",
     "save_session": "decode.session",
     "verified": "decode.verified",
 }
@@ -60,6 +62,7 @@ __all__ = [
     "generate",
     "load",
     "load_session",
+    "recommend",
     "save_session",
     "verified",
 ]

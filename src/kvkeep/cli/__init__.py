@@ -14,6 +14,7 @@ from kvkeep.cli.generate import generate
 from kvkeep.cli.inspect import inspect
 from kvkeep.cli.methods import methods
 from kvkeep.cli.models import models
+from kvkeep.cli.plan import plan
 from kvkeep.cli.stream import stream
 from kvkeep.cli.verify import verify
 from kvkeep.errors import KvkeepError
@@ -24,7 +25,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (generate, chat, verify, bench, compare, inspect, stream, methods, models, demo):
+for command in (generate, chat, verify, bench, compare, inspect, stream, plan, methods, models, demo):
     app.command()(command)
 
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from kvkeep.cli import options
+from kvkeep.cli.auto import AUTO, check_auto, planned
 from kvkeep.cli.generate import as_json, summary
 from kvkeep.cli.output import err, interruptible, note, print_json, reading, size, write
 from kvkeep.errors import UsageError
@@ -22,6 +23,7 @@ def chat(
     method: options.Method = None,
     budget: options.Budget = None,
     exact: options.Exact = False,
+    memory: options.Memory = None,
     checkpoint: options.Checkpoint = None,
     where: options.Where = None,
     capacity: options.Capacity = None,
@@ -40,8 +42,9 @@ def chat(
     from kvkeep.decode.chat import Conversation
     from kvkeep.models.loading import load
 
-    recall = "verified" if exact else None
-    check_request(method, budget, checkpoint, where, recall)
+    recall = "verified" if exact and budget != AUTO else None  # what the planner chooses is exact
+    check_auto(method, budget, checkpoint, where, memory)
+    check_request(method, None if budget == AUTO else budget, checkpoint, where, recall)
     cache_options: dict[str, Any] = {
         "checkpoint": checkpoint,
         "where": where,
@@ -56,6 +59,11 @@ def chat(
     if session is not None and not os.access(Path(session).parent, os.W_OK):
         raise UsageError(f"The session cannot be kept in '{session}': its folder is missing or cannot be written to.")
     loaded = load(model, dtype=dtype, device=device, progress=note)
+    if budget == AUTO and not resume:
+        context = getattr(loaded.model.config, "max_position_embeddings", None) or 4096
+        method, budget, cache_options["checkpoint"], cache_options["where"] = planned(
+            loaded.model, context - max_tokens, memory, max_tokens
+        )
     if resume and session is not None:
         talk = Conversation.resume(loaded.model, loaded.tokenizer, session)
         note(f"Continuing with {talk.cache.get_seq_length()} tokens in the cache, {len(talk.messages)} messages.")

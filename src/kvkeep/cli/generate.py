@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from kvkeep.cli import options
+from kvkeep.cli.auto import AUTO, check_auto, planned
 from kvkeep.cli.output import interruptible, note, print_json, reading, size, write
 from kvkeep.errors import Interrupted
 
@@ -19,6 +20,7 @@ def generate(
     method: options.Method = None,
     budget: options.Budget = None,
     exact: options.Exact = False,
+    memory: options.Memory = None,
     checkpoint: options.Checkpoint = None,
     where: options.Where = None,
     capacity: options.Capacity = None,
@@ -38,11 +40,14 @@ def generate(
     from kvkeep.decode.prompt import encode, question, read_text
     from kvkeep.models.loading import load
 
-    recall = "verified" if exact else None
-    check_request(method, budget, checkpoint, where, recall)
+    recall = "verified" if exact and budget != AUTO else None  # what the planner chooses is exact
+    check_auto(method, budget, checkpoint, where, memory)
+    check_request(method, None if budget == AUTO else budget, checkpoint, where, recall)
     messages = question(read_text(file) if file else None, prompt)
     loaded = load(model, dtype=dtype, device=device, progress=note)
     ids = encode(loaded.tokenizer, messages, raw=raw)
+    if budget == AUTO:
+        method, budget, checkpoint, where = planned(loaded.model, len(ids), memory, max_tokens)
     cache = new_cache(
         loaded.model,
         method,

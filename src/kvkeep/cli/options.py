@@ -31,8 +31,11 @@ Exact = Annotated[
 Budget = Annotated[
     str | None,
     typer.Option(
-        "--budget", "-b", help="Entries per layer (512), bytes (64MB), a share of prompt and answer (25%), or 0."
+        "--budget", "-b", help="Entries per layer (512), bytes (64MB), a share of prompt and answer (25%), 0, or auto."
     ),
+]
+Memory = Annotated[
+    str | None, typer.Option(help="For --budget auto: bytes for the cache (64MB). [default: half of what is free]")
 ]
 Checkpoint = Annotated[
     str | None,

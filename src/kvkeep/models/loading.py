@@ -72,6 +72,27 @@ def load(
         ) from error
 
 
+def load_config(
+    name: str | os.PathLike[str], *, revision: str | None = None, progress: Callable[[str], None] | None = None
+) -> Any:
+    """Return the config of a model as :func:`load` names them; of a folder or hub id only config.json is read, and a
+    path to such a file does too. Raises as :func:`load`."""
+    text = os.fspath(name)
+    path = Path(text).expanduser()
+    source = (
+        str(path)
+        if path.is_file() and path.suffix == ".json"
+        else _source(text, revision, progress or (lambda line: None))
+    )
+    try:
+        with quiet():
+            return _read_config(source, text, revision)
+    except ModelError:
+        raise
+    except Exception as error:  # as below
+        raise _explained(source, text, error) from error
+
+
 def available() -> list[Available]:
     """Return the embedded models, and what of each is on this machine."""
     found = []
@@ -140,15 +161,11 @@ def _device(device: str | None) -> torch.device:
 
 
 def _read(source: str, name: str, dtype: Any, revision: str | None) -> tuple[Any, Any]:
-    from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
+    from transformers import AutoTokenizer
 
     try:
         with quiet():
-            stated, _ = PreTrainedConfig.get_config_dict(source, revision=revision)
-            _refuse_unknown(stated.get("model_type"), name)
-            # Without a word about it, transformers would ask on the terminal whether to run a model's own code.
-            config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
-            _refuse_others(config, name)
+            _read_config(source, name, revision)
             tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
             model = read_weights(source, name, dtype=dtype, revision=revision, trust_remote_code=False)
     except ModelError:
@@ -156,6 +173,17 @@ def _read(source: str, name: str, dtype: Any, revision: str | None) -> tuple[Any
     except Exception as error:  # transformers, safetensors and the hub raise of every kind here
         raise _explained(source, name, error) from error
     return model, tokenizer
+
+
+def _read_config(source: str, name: str, revision: str | None) -> Any:
+    from transformers import AutoConfig, PreTrainedConfig
+
+    stated, _ = PreTrainedConfig.get_config_dict(source, revision=revision)
+    _refuse_unknown(stated.get("model_type"), name)
+    # Without a word about it, transformers would ask on the terminal whether to run a model's own code.
+    config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
+    _refuse_others(config, name)
+    return config
 
 
 def _refuse_unknown(family: str | None, name: str) -> None:

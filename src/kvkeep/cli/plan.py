@@ -1,0 +1,277 @@
+"""``kvkeep plan``: what every cache would hold and take, before anything is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from kvkeep.cli import options
+from kvkeep.cli.output import err, note, out, print_json, size
+from kvkeep.errors import UsageError
+
+if TYPE_CHECKING:
+    from kvkeep.plan.check import Checked
+    from kvkeep.plan.machine import Machine
+    from kvkeep.plan.planner import Planned
+    from kvkeep.plan.shape import Shape
+
+
+def plan(
+    model: Annotated[
+        str, typer.Option("--model", "-m", help="As elsewhere, or a config.json: no weights are read.")
+    ] = "smollm2",
+    context: Annotated[
+        str, typer.Option("--context", "-n", help="Tokens of the prompt; several with --check.")
+    ] = "4096",
+    memory: Annotated[
+        str | None,
+        typer.Option(help="Bytes for the cache (64MB), weights not counted. [default: half of what is free]"),
+    ] = None,
+    exact: Annotated[bool, typer.Option("--exact", help="Exact methods only.")] = False,
+    acceptance: Annotated[
+        float, typer.Option(help="Share of drafted tokens that stay, for methods that draft.")
+    ] = 0.95,
+    answer: Annotated[int, typer.Option(min=1, help="Tokens of the answer the recommendation is for.")] = 256,
+    machine: Annotated[
+        str | None,
+        typer.Option(help="A file of another machine's rates, or its data sheet. [default: this one, measured once]"),
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Show all rows, not the frontier only.")] = False,
+    output: Annotated[
+        str | None, typer.Option("--output", "-o", help="Draw a figure too: a .png, .svg or .pdf file.")
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Load the model, measure every row, and compare with what was predicted.")
+    ] = False,
+    budget: Annotated[
+        str, typer.Option("--budget", "-b", help="The budget of whatever has one, for --check.")
+    ] = "12.5%",
+    only: Annotated[str | None, typer.Option(help="For --check: rows whose name contains one of these.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="For --check: how often everything is measured.")] = 1,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16, float16, or auto. [default: float32 here, auto elsewhere]")
+    ] = None,
+    device: options.Device = None,
+    json: options.Json = False,
+) -> None:
+    """Predict bytes and times of every cache that fits in a memory, and recommend one."""
+    from kvkeep.lab.figures import check_figure
+    from kvkeep.models.loading import load_config
+    from kvkeep.plan.machine import Machine
+    from kvkeep.plan.planner import plan as run
+    from kvkeep.plan.shape import shape_of
+
+    contexts = _contexts(context)
+    if len(contexts) > 1 and not check:
+        raise UsageError("A plan is for one context; several are for --check.")
+    if check and machine is not None:
+        raise UsageError("What is predicted for another machine cannot be checked on this one; leave --machine out.")
+    if output is not None:
+        check_figure(output)
+    elsewhere = Machine.load(machine) if machine is not None else None
+    amount = _memory(memory)
+    config = load_config(model, progress=note)
+    dtype = dtype or ("float32" if elsewhere is None else "auto")
+    shape = shape_of(config, _width(dtype))
+    if check:
+        _check(model, shape, contexts, budget, only, rounds, dtype, device, json)
+        return
+    rates = elsewhere or _here(device, dtype)
+    given = amount if amount is not None else _free(rates, shape, device, elsewhere is not None)
+    planned = run(shape, rates, contexts[0], given, exact=exact, acceptance=acceptance, answer=answer)
+    if output is not None:
+        from kvkeep.plan.figures import draw_plan
+
+        draw_plan(planned, output, model=model)
+    if json:
+        print_json(_as_json(planned, model, output))
+        return
+    note(f"{rates.name} ({rates.source}); weights {size(shape.weight_bytes)}, not counted")
+    _print(_table(planned, everything))
+    out.print(planned.reason)
+    if output is not None:
+        note(f"The figure is in {output}.")
+
+
+def _contexts(text: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdigit() and int(part) for part in parts):
+        raise UsageError(f"A context of '{text}' is not understood: give a whole number of tokens (4096).")
+    return [int(part) for part in parts]
+
+
+def _memory(text: str | None) -> int | None:
+    from kvkeep.plan.planner import parse_memory
+
+    return None if text is None else parse_memory(text)
+
+
+def _width(dtype: str) -> int | None:
+    from kvkeep.models.loading import DTYPES
+
+    if dtype not in DTYPES:
+        raise UsageError(f"Unknown dtype '{dtype}': known are {', '.join(DTYPES)}.")
+    known = DTYPES[dtype]
+    return None if known == "auto" else known.itemsize  # type: ignore[attr-defined]
+
+
+def _here(device: str | None, dtype: str) -> Machine:
+    import torch
+
+    from kvkeep.models.loading import DTYPES
+    from kvkeep.plan.calibrate import machine_here
+
+    place = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    kind = DTYPES[dtype] if dtype != "auto" else torch.float32
+    return machine_here(place, kind, note)  # type: ignore[arg-type]
+
+
+def _free(rates: Machine, shape: Shape, device: str | None, elsewhere: bool) -> int:
+    """Return half of what is free here, or on another machine nine tenths of what its weights leave."""
+    import torch
+
+    from kvkeep.plan.planner import free_memory
+
+    if not elsewhere:
+        return free_memory(torch.device(device or rates.device)) // 2
+    left = int(0.9 * rates.memory_bytes) - shape.weight_bytes
+    if left <= 0:
+        raise UsageError(
+            f"The weights alone are {size(shape.weight_bytes)} and '{rates.name}' has {size(rates.memory_bytes)}; say "
+            "what is left for the cache with --memory, if they are spread over several."
+        )
+    return left
+
+
+def _as_json(planned: Planned, model: str, output: str | None) -> dict[str, Any]:
+    return {
+        "model": model,
+        "context": planned.context,
+        "memory_bytes": planned.memory,
+        "answer": planned.answer,
+        "weight_bytes": planned.shape.weight_bytes,
+        "machine": asdict(planned.machine),
+        "rows": [row.as_dict() for row in planned.rows],
+        "recommended": planned.best.as_dict(),
+        "reason": planned.reason,
+        "figure": output,
+    }
+
+
+def _table(planned: Planned, everything: bool) -> Table:
+    table = Table(box=None, header_style="bold")
+    for heading in ("cache", "class", "entries", "memory", "elsewhere", "prompt s", "ms a token", ""):
+        table.add_column(heading, justify="left" if heading in ("cache", "class", "") else "right", no_wrap=True)
+    shared = planned.machine.shared
+    for row in planned.rows:
+        if not (everything or row.frontier or row is planned.best):
+            continue
+        away = row.sizes.disk + (0 if shared else row.sizes.host)
+        mark = "recommended" if row is planned.best else "frontier" if row.frontier and everything else ""
+        table.add_row(
+            str(row.candidate),
+            row.exactness,
+            "all" if row.candidate.family.keeps else f"{row.budget:,}",
+            size(row.memory),
+            size(away) if away else "-",
+            f"{row.cost.prefill:.3g}",
+            f"{1e3 * row.cost.step:.3g}" + (f" ({row.cost.drafts} drafts)" if row.cost.drafts else ""),
+            mark,
+        )
+    return table
+
+
+def _print(table: Table) -> None:
+    if out.is_terminal:
+        out.print(table)
+    else:
+        Console(width=160, highlight=False).print(table)
+
+
+# -- predictions against measurements ---------------------------------------------------------------------
+
+
+def _check(
+    model: str,
+    shape: Shape,
+    contexts: list[int],
+    budget: str,
+    only: str | None,
+    rounds: int,
+    dtype: str,
+    device: str | None,
+    json: bool,
+) -> None:
+    from kvkeep.models.loading import load
+    from kvkeep.plan.check import check
+
+    wanted = None if only is None else [part.strip() for part in only.split(",")]
+    loaded = load(model, dtype=dtype, device=device, progress=note)
+    rates = _here(device, dtype)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
+        task = progress.add_task("", total=None)
+        rows = check(
+            loaded.model,
+            shape,
+            rates,
+            contexts,
+            budget,
+            wanted=lambda label: wanted is None or any(part in label for part in wanted),
+            rounds=rounds,
+            progress=lambda label, done, total: progress.update(task, description=label, completed=done, total=total),
+        )
+    good, measured = sum(row.good for row in rows), sum(not row.error for row in rows)
+    if json:
+        listed = [
+            {**asdict(row), "step_error": row.step_error, "prefill_error": row.prefill_error, "good": row.good}
+            for row in rows
+        ]
+        print_json({"machine": asdict(rates), "rows": listed, "good": good, "measured": measured})
+        return
+    note(rates.name)
+    _print(_checked(rows))
+    out.print(f"{good} of {measured} rows are within 25 % for a token and for the prompt.")
+
+
+def _checked(rows: list[Checked]) -> Table:
+    table = Table(box=None, header_style="bold")
+    for heading in (
+        "context",
+        "cache",
+        "bytes",
+        "measured",
+        "prompt s",
+        "measured",
+        "%",
+        "ms a token",
+        "measured",
+        "%",
+    ):
+        table.add_column(heading, justify="left" if heading == "cache" else "right", no_wrap=True)
+    for row in rows:
+        if row.error or row.measured_step_s is None or row.measured_prefill_s is None:
+            table.add_row(f"{row.context:,}", row.label, row.error)
+            continue
+        table.add_row(
+            f"{row.context:,}",
+            row.label,
+            size(row.predicted_bytes),
+            size(row.measured_bytes),
+            f"{row.predicted_prefill_s:.2f}",
+            f"{row.measured_prefill_s:.2f}",
+            _percent(row.prefill_error),
+            f"{1e3 * row.predicted_step_s:.1f}",
+            f"{1e3 * row.measured_step_s:.1f}",
+            _percent(row.step_error),
+        )
+    return table
+
+
+def _percent(error: float | None) -> str:
+    return "-" if error is None else f"{100 * error:+.0f}"

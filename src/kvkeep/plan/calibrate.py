@@ -1,0 +1,256 @@
+"""Calibration: the rates of this machine, measured with kvkeep's own parts, in under a minute."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvkeep.attention import Segment, attend
+from kvkeep.attention.received import received
+from kvkeep.cache import KeepCache
+from kvkeep.errors import UsageError
+from kvkeep.models.folders import cache_folder
+from kvkeep.models.quiet import quiet
+from kvkeep.plan.machine import Machine
+from kvkeep.stores.coded import CodedKeys, CodedValues, encode_keys, encode_values
+from kvkeep.stores.groups import GROUP
+from kvkeep.stores.places import Disk
+
+VERSION = 1
+"""Raised whenever what is measured changes, so that older calibrations are made anew."""
+
+COLD = 128 * 2**20
+"""Bytes that a product's matrices take together: no cache keeps them from one round to the next."""
+
+ROWS = (1, 2, 4, 8, 16, 32, 64, 256, 1024)
+WIDTHS = (512, 2048)
+Tell = Callable[[str], None]
+
+
+def machine_here(device: str = "cpu", dtype: torch.dtype = torch.float32, tell: Tell = lambda text: None) -> Machine:
+    """Return this machine's rates, from the user's cache folder or measured now; ``tell`` gets a line if so.
+
+    They are kept for each hardware, number of threads, dtype, and version of torch.
+    """
+    path = _path(device, dtype)
+    if path.is_file():
+        with suppress(UsageError):
+            return Machine.load(path)
+    tell("Measuring this machine, once (about half a minute) ...")
+    machine = calibrate(device, dtype)
+    with suppress(OSError):  # a folder that cannot be written only means measuring again
+        path.parent.mkdir(parents=True, exist_ok=True)
+        machine.save(path)
+    return machine
+
+
+def _path(device: str, dtype: torch.dtype) -> Path:
+    facts = [VERSION, platform.node(), _processor(device), os.cpu_count(), torch.get_num_threads(), torch.__version__]
+    key = hashlib.sha256(json.dumps([*facts, device, str(dtype)]).encode()).hexdigest()[:16]
+    return cache_folder() / "machines" / f"{device.replace(':', '-')}-{key}.json"
+
+
+def _processor(device: str) -> str:
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_name(device)
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+@torch.inference_mode()
+def calibrate(device: str = "cpu", dtype: torch.dtype = torch.float32) -> Machine:
+    """Measure. device, dtype: what models will run on and in."""
+    lab = _Lab(device, dtype)
+    read, copied = lab.memory()
+    disk, cold, written = lab.disk()
+    return Machine(
+        f"{_processor(device)}, {torch.get_num_threads()} threads, {str(dtype).removeprefix('torch.')}",
+        "measured",
+        device.partition(":")[0],
+        dtype.itemsize,
+        {width: tuple((float(rows), lab.matrix(width, rows)) for rows in ROWS) for width in WIDTHS},
+        tuple((float(rows), lab.attention(rows)) for rows in ROWS),
+        tuple((float(tokens), lab.causal(tokens)) for tokens in (256, 1024, 4096)),
+        tuple((float(size), lab.elementwise(size)) for size in (2**14, 2**17, 2**20, 2**23, 2**26)),
+        read,
+        copied,
+        lab.link(),
+        disk,
+        cold,
+        written,
+        lab.score(),
+        {bits: lab.coded(bits) for bits in (8, 4, 2)},
+        _overheads(lab),
+        lab.memory_bytes(),
+        _host_bytes(),
+    )
+
+
+class _Lab:
+    """Made-up tensors on one device, and a clock."""
+
+    def __init__(self, device: str, dtype: torch.dtype) -> None:
+        self.device, self.dtype = torch.device(device), dtype
+        self.random = torch.Generator().manual_seed(0)
+
+    def make(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.random).to(self.device, self.dtype)
+
+    def seconds(self, call: Callable[[], Any], rounds: int = 5, patience: float = 0.6) -> float:
+        """Return the median of a few rounds after one to warm up, fewer once ``patience`` seconds have gone by."""
+        call()
+        took: list[float] = []
+        while len(took) < rounds and (not took or sum(took) < patience):
+            self._wait()
+            start = time.perf_counter()
+            call()
+            self._wait()
+            took.append(time.perf_counter() - start)
+        return median(took)
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        elif self.device.type == "mps":
+            torch.mps.synchronize()
+
+    def matrix(self, width: int, rows: int) -> float:
+        weight = self.make(3 * width, width)
+        count = max(1, COLD // weight.nbytes) if rows <= 64 else max(1, 2**23 // (weight.numel()))
+        weights = [weight.clone() for _ in range(count)]
+        x = self.make(rows, width)
+        took = self.seconds(lambda: [F.linear(x, one) for one in weights])
+        return 2 * rows * count * weight.numel() / took
+
+    def attention(self, rows: int, entries: int = 2048, heads: int = 8, dim: int = 64) -> float:
+        keys = self.make(1, heads, entries, dim)
+        count = max(1, COLD // (2 * keys.nbytes)) if rows <= 16 else 2
+        held = [Segment(keys.clone(), keys.clone()) for _ in range(count)]
+        query = self.make(1, heads, rows, dim)
+        took = self.seconds(lambda: [attend(query, (one,), 0.125) for one in held])
+        return 4 * rows * heads * entries * dim * count / took
+
+    def causal(self, tokens: int, heads: int = 8, dim: int = 64) -> float:
+        query, keys = self.make(1, heads, tokens, dim), self.make(1, heads, tokens, dim)
+        took = self.seconds(lambda: F.scaled_dot_product_attention(query, keys, keys, is_causal=True), rounds=3)
+        return 2 * heads * tokens * tokens * dim / took
+
+    def elementwise(self, size: int) -> float:
+        a, b = self.make(size // self.dtype.itemsize), self.make(size // self.dtype.itemsize)
+        times = max(1, 2**22 // size)
+        return 3 * size * times / self.seconds(lambda: [a * b for _ in range(times)])
+
+    def memory(self) -> tuple[float, float]:
+        source = self.make(COLD // self.dtype.itemsize)
+        target = torch.empty_like(source)
+        return COLD / self.seconds(source.sum), COLD / self.seconds(lambda: target.copy_(source))
+
+    def link(self) -> float | None:
+        if self.device.type == "cpu":
+            return None
+        source = torch.empty(COLD, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        return COLD / self.seconds(lambda: source.to(self.device))
+
+    def disk(self) -> tuple[float, float, float]:
+        """Return bytes a second: read from mapped pages in memory, read from the disk itself, written."""
+        mapped = Disk().allocate((COLD // 4,), torch.float32)
+        source = torch.zeros(COLD // 4)
+        written, warm = self.seconds(lambda: mapped.copy_(source)), self.seconds(mapped.sum)
+        cold = warm
+        with suppress(OSError, AttributeError), tempfile.NamedTemporaryFile(dir=Disk().folder) as file:
+            file.write(bytes(COLD // 4))
+            file.flush()
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            start = time.perf_counter()
+            torch.from_file(file.name, shared=True, size=COLD // 16, dtype=torch.float32).sum()
+            cold = 4 * (time.perf_counter() - start)
+        return COLD / warm, COLD / cold, COLD / written
+
+    def score(self, queries: int = 256, entries: int = 768, lanes: int = 4, heads: int = 3, dim: int = 64) -> float:
+        keys, query = self.make(lanes, 1, entries, dim), self.make(lanes, heads, queries, dim)
+        lse = torch.zeros(lanes, heads, queries, device=self.device)
+        took = self.seconds(lambda: received(query, Segment(keys, keys), lse, 0.125, None))
+        return took / (lanes * heads * queries * entries)
+
+    def coded(self, bits: int, lanes: int = 4, groups: int = 64, dim: int = 64) -> tuple[float, float, float]:
+        group = self.make(1, lanes, GROUP, dim)
+        encoded = self.seconds(lambda: (encode_keys(group, bits), encode_values(group, bits)))
+        parts = [
+            torch.stack([part[0]] * groups, 1).contiguous()
+            for part in (*encode_keys(group, bits), *encode_values(group, bits))
+        ]
+        keys, values = CodedKeys(*parts[:3], bits), CodedValues(*parts[3:], bits)  # type: ignore[call-arg, arg-type]
+        query = self.make(lanes, 3, 1, dim)
+        folded = self.seconds(lambda: attend(query, (Segment(keys, values),), 0.125), rounds=9)
+        dense = self.seconds(lambda: (keys.dense(self.dtype), values.dense(self.dtype)), rounds=9)
+        elements = 2 * lanes * GROUP * dim
+        return folded / (elements * groups), dense / (elements * groups), encoded / elements
+
+    def memory_bytes(self) -> int:
+        if self.device.type == "cuda":
+            return int(torch.cuda.get_device_properties(self.device).total_memory)
+        return _host_bytes()
+
+
+def _host_bytes() -> int:
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return 8 * 10**9
+
+
+def _overheads(lab: _Lab) -> dict[str, float]:
+    """Return the seconds of a layer-step that are not its matrices': those of a model too small to have any others."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    layers = 12
+    with quiet():
+        config = LlamaConfig(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=layers,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=4096,
+        )
+        model = LlamaForCausalLM(config).to(lab.device, lab.dtype).eval()
+
+    def step(method: str, length: int = 192, **options: Any) -> float:
+        cache = KeepCache(model, method, **options)
+        ids = torch.zeros(1, length, dtype=torch.long, device=lab.device)
+        model(ids, past_key_values=cache, logits_to_keep=1)
+        return lab.seconds(lambda: model(ids[:, :1], past_key_values=cache, logits_to_keep=1), rounds=25) / layers
+
+    # Checkpoints come in pages: 4 of entries (of 256 each), and 8 of 32 rows that are rebuilt.
+    recalled = {"budget": 64, "where": "device"}
+    direct = step("kv-direct", 1024 + 32, budget=2048)
+    pieces = (step("kv-direct", 1024 + 32, checkpoint="kv", **recalled) - direct) / 4
+    rebuilt = (step("kv-direct", 256 + 64, checkpoint="residual", page=32, **recalled) - direct) / 8
+    return {
+        "full": step("full"),
+        "paged": step("paged"),
+        "kv-direct": direct,
+        "piece": max(pieces, 0.0),
+        "rebuilt": max(rebuilt, 0.0),
+        "selected": step("window", budget=64),
+        "watched": step("snapkv", budget=64),
+        "coded": step("quantized:4", 768, budget=512),
+        "lowrank": step("lowrank:8", 768, budget=512),
+    }

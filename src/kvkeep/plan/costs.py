@@ -1,0 +1,275 @@
+"""Seconds: what a step and a prompt take, from counts of the work and a machine's rates. Pure functions.
+
+A pass of r rows is the sum of its matrices (2 r operations an element, at the rate of r rows), of attention (by the
+entries it reads), of simple operations on r rows (norms, rotation, activation), and of an overhead for each layer. What
+left is read from its place or rebuilt on top of that. A prompt is a pass in one piece, or one pass for each chunk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+from kvkeep.geometry import LayerGeometry
+from kvkeep.plan.candidates import Candidate
+from kvkeep.plan.machine import Machine, at
+from kvkeep.plan.shape import Shape
+from kvkeep.plan.sizes import PAGE, Sizes
+
+# How often a simple operation reads or writes an element of what it is about, counted in transformers' modules.
+NORM, ROTATION, ACTIVATION, SUM = 7, 10, 5, 3
+SAMPLES = 24
+"""Chunks of a prompt that are worked out; those between lie on straight lines."""
+
+DRAFTS = range(1, 33)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of a step (of a token, where several come of one round) and of reading the prompt. drafts: tokens drafted
+    in a round, where methods do that."""
+
+    step: float
+    prefill: float
+    drafts: int = 0
+
+
+def cost(shape: Shape, candidate: Candidate, held: Sizes, machine: Machine, acceptance: float) -> Cost:
+    """Return what ``candidate`` takes with ``held`` in the cache. acceptance: the share of drafted tokens that stay."""
+    work = _Work(shape, candidate, held, machine)
+    prefill = work.prefill()
+    if candidate.family.fate != "verified":
+        return Cost(work.step(), prefill)
+    drafts, step = verified(work.draft(), work.exact, acceptance)
+    return Cost(step, prefill, drafts)
+
+
+def verified(draft: float, exact: list[float], acceptance: float) -> tuple[int, float]:
+    """Return how many drafts a round should have, and the seconds of a token then.
+
+    draft: seconds of one draft step. exact: those of an exact pass of 1, 2, ... rows. A round of k drafts and one exact
+    pass of k + 1 rows yields (1 - a^(k + 1)) / (1 - a) tokens for an acceptance a: the drafts up to the first that is
+    refused, and one token of the exact pass itself.
+    """
+
+    def seconds(drafts: int) -> float:
+        tokens = drafts + 1 if acceptance == 1 else (1 - acceptance ** (drafts + 1)) / (1 - acceptance)
+        return (drafts * draft + exact[drafts]) / tokens
+
+    best = min(range(1, len(exact)), key=seconds)
+    return best, seconds(best)
+
+
+class _Work:
+    """The parts of a pass, for one cache."""
+
+    def __init__(self, shape: Shape, candidate: Candidate, held: Sizes, machine: Machine) -> None:
+        self.shape, self.candidate, self.held, self.machine = shape, candidate, held, machine
+        self.geometry = geometry = shape.geometry
+        self.bytes = geometry.dtype_bytes
+        self.layers = len(geometry.layers)
+        self.full = [layer for layer in geometry.layers if geometry.layers[layer.source].kind == "full"]
+        self.owners = geometry.full_layers
+        self.overhead = machine.overhead[candidate.family.layer]
+
+    # -- whole passes -------------------------------------------------------------------------------
+
+    def step(self) -> float:
+        """Seconds of one token after the prompt."""
+        held = self.held
+        if self.candidate.family.keeps:
+            return self.matrices(1) + self.head() + self.around(1, self.overhead) + self.attended(1, held.tokens)
+        exact = min(held.exact, held.tokens)
+        base = self.matrices(1) + self.head() + self.around(1, self.overhead) + self.attended(1, exact)
+        return base + self.recalled(1, held.away)
+
+    def draft(self) -> float:
+        """Seconds of one step over the budget's entries and nothing else."""
+        reads = min(self.held.exact, self.held.tokens)
+        return self.matrices(1) + self.head() + self.around(1, self.overhead) + self.attended(1, reads)
+
+    @property
+    def exact(self) -> list[float]:
+        """Seconds of an exact pass of 1, 2, ... rows over all entries, as they come from their place."""
+        overhead = self.machine.overhead["kv-direct"]
+        return [
+            self.matrices(rows)
+            + rows * self.head()
+            + self.around(rows, overhead)
+            + self.recalled(rows, self.held.tokens)
+            for rows in range(1, DRAFTS.stop + 1)
+        ]
+
+    def prefill(self) -> float:
+        """Seconds of the prompt."""
+        held, family = self.held, self.candidate.family
+        tokens = held.tokens
+        if family.keeps:
+            kernels = sum(self.operations(layer, tokens, tokens, half=True) for layer in self.full)
+            attention = kernels / at(self.machine.causal, tokens)
+            return self.matrices(tokens) + self.head() + self.around(tokens, self.overhead) + attention
+        count = -(-tokens // held.chunk)
+        numbers = sorted({round(index * (count - 1) / max(1, SAMPLES - 1)) for index in range(SAMPLES)})
+        times = [self.chunk(number * held.chunk, min(held.chunk, tokens)) for number in numbers]
+        total = times[-1]
+        for (low, high), (first, last) in zip(_pairs(numbers), _pairs(times), strict=True):
+            total += (high - low) * (first + last) / 2 + (first - last) / 2  # a trapezium without its right end
+        return total * tokens / (count * held.chunk) + self.head()
+
+    def chunk(self, past: int, rows: int) -> float:
+        """Seconds of ``rows`` tokens of a prompt after ``past``."""
+        held, family = self.held, self.candidate.family
+        resident = min(past, held.exact)
+        own = sum(self.operations(layer, rows, rows, half=True) for layer in self.full) / at(self.machine.causal, rows)
+        base = self.matrices(rows) + self.around(rows, self.overhead) + own + self.attended(rows, resident)
+        if family.fate == "verified":
+            return base + self.recalled(rows, past - resident) + self.written(rows) + self.chosen(resident, rows)
+        base += self.recalled(rows, past - resident if held.away else 0)
+        if family.layer == "kv-direct":
+            return base + (self.written(rows) if past + rows > held.exact else 0.0)
+        return base + self.chosen(resident, rows)
+
+    # -- the parts ----------------------------------------------------------------------------------
+
+    def matrices(self, rows: float) -> float:
+        """Seconds of all layers' matrices; a mixture's experts have the rows that chose them."""
+        touched = self.shape.touched(rows)
+        mean = rows * self.shape.active / touched
+        return self.layers * self.machine.multiply(mean, self.geometry.hidden_size, touched)
+
+    def head(self) -> float:
+        """Seconds of one row's logits."""
+        return self.machine.multiply(1, self.geometry.hidden_size, self.shape.head)
+
+    def around(self, rows: int, overhead: float) -> float:
+        """Seconds of what is neither matrices nor attention, in all layers."""
+        hidden, layer = self.geometry.hidden_size, self.owners[0]
+        query = self.geometry.attention_heads * layer.key_dim
+        widths = {
+            hidden: 2 * NORM + 2 * SUM,
+            query + layer.kv_heads * layer.key_dim: ROTATION,
+            self.shape.inner: ACTIVATION,
+        }
+        moved = sum(passes * self.simple(rows * width) for width, passes in widths.items())
+        return self.layers * (overhead + (moved if rows > 1 else 0.0))
+
+    def simple(self, elements: float) -> float:
+        """Seconds to read or write so many elements once."""
+        size = elements * self.bytes
+        return size / at(self.machine.elementwise, size)
+
+    def operations(self, layer: LayerGeometry, rows: float, entries: float, half: bool = False) -> float:
+        """Operations of attention in one layer."""
+        source = self.geometry.layers[layer.source]
+        pairs = rows * entries / (2 if half else 1)
+        return 2 * pairs * self.geometry.attention_heads * (source.key_dim + source.value_dim)
+
+    def attended(self, rows: int, entries: float) -> float:
+        """Seconds of attention to ``entries`` settled entries in all layers; windows see no more than they hold."""
+        seconds = 0.0
+        for layer in self.geometry.layers:
+            source = self.geometry.layers[layer.source]
+            group = self.geometry.attention_heads / source.kv_heads
+            seen = entries if layer.window is None else min(entries, layer.window)
+            seconds += self.operations(layer, rows, seen) / at(self.machine.attention, rows * group)
+        return seconds
+
+    def recalled(self, rows: int, away: float) -> float:
+        """Seconds until ``away`` entries that left have been brought back and attended, in all full layers."""
+        if away <= 0:
+            return 0.0
+        family = self.candidate.family
+        if family.fate in ("quantize", "lowrank"):
+            return self.shrunk(rows, away)
+        if family.fate == "":
+            return 0.0
+        attention = sum(
+            self.operations(layer, rows, away)
+            / at(self.machine.attention, rows * self.geometry.attention_heads / layer.kv_heads)
+            for layer in self.full
+        )
+        if not self.candidate.stride:
+            moved = not (self.machine.shared or self.candidate.where == "device")
+            pieces = away / (PAGE if moved else 2 * PAGE) + 2
+            size = away * self.geometry.full_bytes_per_token
+            return attention + len(self.owners) * pieces * self.machine.overhead["piece"] + self.read(size)
+        return attention + self.rebuilt(away)
+
+    def read(self, size: float) -> float:
+        """Seconds to bring ``size`` bytes to where they are attended, beside attending to them."""
+        machine, where = self.machine, self.candidate.where
+        cold = self.held.disk > machine.host_bytes // 2
+        disk = machine.disk_cold if cold else machine.disk
+        if machine.shared:  # mapped pages are attended where they lie
+            return size / disk if where == "disk" and cold else 0.0
+        seconds = 0.0 if where == "device" else size / (machine.link or machine.copy)
+        return seconds + (size / disk if where == "disk" else 0.0)
+
+    def rebuilt(self, away: float) -> float:
+        """Seconds to make the keys and values of ``away`` tokens from residuals, in all full layers."""
+        geometry = self.geometry
+        stride = min(self.candidate.stride, self.layers)
+        anchors = geometry.residual_anchors(stride)
+        page = min(PAGE, int(away) or 1)
+        pages = -(-away // page)
+        projections = len(self.owners) if stride == 1 else len(anchors)
+        layer = self.owners[0]
+        keys = (layer.kv_heads + 1) * layer.key_dim
+        one = self.machine.multiply(page, geometry.hidden_size, geometry.hidden_size * layer.entry_elements)
+        one += NORM * self.simple(page * geometry.hidden_size) + ROTATION * self.simple(page * keys)
+        seconds = projections * pages * (one + self.machine.overhead["rebuilt"])
+        size = len([anchor for anchor in anchors if anchor]) * away * geometry.residual_bytes_per_token
+        seconds += self.read(size)
+        if stride == 1:
+            return seconds
+        passed = self.layers - len(anchors)  # layers that all residuals are taken through
+        whole = self.matrices(page) + self.around(page, self.machine.overhead["full"])
+        own = sum(self.operations(layer, page, page, half=True) for layer in self.full) / at(self.machine.causal, page)
+        past = self.attended(page, away / 2)
+        return seconds + pages * (whole + own + past) * passed / self.layers
+
+    def shrunk(self, rows: int, away: float) -> float:
+        """Seconds to attend to entries in a smaller form."""
+        held, machine = self.held, self.machine
+        elements = sum(layer.entry_elements for layer in self.owners)
+        if self.candidate.family.fate == "quantize":
+            room = (held.compressed or 1) / (elements * self.bytes)  # in entries written out
+            entries = min(away, room * 8 * self.bytes / (self.candidate.family.bits + 1))
+            folded, dense, encoded = machine.coded[self.candidate.family.bits]
+            if rows <= 8:
+                return folded * entries * elements
+            return (dense * entries + encoded * rows) * elements + self.attended(rows, entries)
+        rank, layer = self.candidate.family.rank, self.owners[0]
+        entries = min(away, (held.compressed or 1) / (2 * rank * self.bytes * sum(one.kv_heads for one in self.owners)))
+        product = machine.multiply(256, 1, entries * rank * elements / 256)
+        turned = ROTATION * len(self.owners) * self.simple(entries * layer.kv_heads * layer.key_dim)
+        return product + turned + self.attended(rows, entries)
+
+    def written(self, rows: int) -> float:
+        """Seconds to put a chunk's checkpoints where they belong."""
+        where, stride = self.candidate.where, self.candidate.stride
+        if not stride:
+            size = float(rows * self.geometry.full_bytes_per_token)
+        else:
+            anchors = [one for one in self.geometry.residual_anchors(min(stride, self.layers)) if one]
+            size = float(rows * len(anchors) * self.geometry.residual_bytes_per_token)
+        machine = self.machine
+        seconds = size / machine.copy
+        if where == "disk":
+            seconds += size / machine.disk_write
+        if machine.link is not None and where != "device":
+            seconds += size / machine.link
+        return seconds
+
+    def chosen(self, resident: int, rows: int) -> float:
+        """Seconds to let a chunk's entries compete with those held."""
+        watches = self.candidate.family.watches
+        queries = rows if watches is None else min(watches, rows)
+        heads = self.geometry.attention_heads
+        scores = len(self.full) * heads * queries * (resident + rows) * self.machine.score
+        moved = 6 * sum(self.simple(rows * layer.entry_elements) for layer in self.owners)
+        return scores + moved
+
+
+def _pairs(values: list[int] | list[float]) -> list[tuple[float, float]]:
+    return list(pairwise(values))

@@ -1,0 +1,176 @@
+"""A machine as the cost model sees it: rates that were measured here, or worked out from a data sheet."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from kvkeep.errors import KvkeepError, UsageError
+
+SHEET = "from the data sheet, not measured"
+LAYERS = ("full", "paged", "kv-direct", "piece", "rebuilt", "selected", "watched", "coded", "lowrank")
+"""What overheads are told of: a layer-step of each kind of layer, and one more piece or page of what is recalled."""
+
+Curve = tuple[tuple[float, float], ...]
+"""Points (x, y), x rising; between them logarithms are interpolated, beyond them the last y holds."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Rates of one machine. Seconds, bytes, and elements throughout.
+
+    name: a few words. source: how it came by its figures. device: "cpu", "cuda", "mps". dtype_bytes: of the matrices
+    measured. matrix: for each width of a matrix, floating-point operations a second by rows multiplied at a time,
+    weights cold. attention: operations a second by stacked query rows, entries cold. causal: the same of a prompt
+    attended in one piece, by its tokens. elementwise: bytes read and written a second by simple operations, by the
+    bytes of a tensor. memory, copy: bytes read, and copied, a second. link: bytes a second from host memory to the
+    device's, None where they are one. disk, disk_cold: bytes a second read from mapped files that lie in the page
+    cache, and that do not. disk_write: bytes a second written to them.
+    score: seconds that one score of a watched query takes. coded: for 8, 4 and 2 bits, seconds to multiply, write out
+    and encode one element. overhead: seconds of one layer-step beside its matrices, by kind of layer (``LAYERS``).
+    memory_bytes: of the device; host_bytes: of the host.
+    """
+
+    name: str
+    source: str
+    device: str
+    dtype_bytes: int
+    matrix: Mapping[int, Curve]
+    attention: Curve
+    causal: Curve
+    elementwise: Curve
+    memory: float
+    copy: float
+    link: float | None
+    disk: float
+    disk_cold: float
+    disk_write: float
+    score: float
+    coded: Mapping[int, tuple[float, float, float]]
+    overhead: Mapping[str, float]
+    memory_bytes: int
+    host_bytes: int
+
+    def multiply(self, rows: float, width: int, elements: float) -> float:
+        """Return the seconds of ``rows`` rows times matrices of ``elements`` in all, each about ``width`` wide."""
+        rates = {known: at(curve, rows) for known, curve in self.matrix.items()}
+        rate = at(tuple(sorted(rates.items())), width)
+        return 2 * rows * elements / rate
+
+    @property
+    def shared(self) -> bool:
+        """Whether the device's memory is the host's."""
+        return self.link is None
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it as JSON."""
+        Path(path).write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Machine:
+        """Read what :meth:`save` wrote, or a data sheet (:meth:`from_sheet`). Raises UsageError for others."""
+        try:
+            given = json.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise UsageError(
+                f"The machine '{path}' cannot be read: {(error.strerror or str(error)).lower()}."
+            ) from None
+        except ValueError:
+            raise UsageError(f"The machine '{path}' is not a JSON file; 'kvkeep plan --json' prints one.") from None
+        if not isinstance(given, dict):
+            raise UsageError(f"The machine '{path}' is not an object of rates; see docs/plan.md.")
+        given = given.get("machine", given)
+        try:
+            return cls._measured(given) if "matrix" in given else cls.from_sheet(**given)
+        except KvkeepError:
+            raise
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            raise UsageError(f"The machine '{path}' cannot be understood: {error}; see docs/plan.md.") from None
+
+    @classmethod
+    def _measured(cls, given: dict[str, Any]) -> Machine:
+        curves = {name: _curve(given[name]) for name in ("attention", "causal", "elementwise")}
+        matrix = {int(width): _curve(curve) for width, curve in given["matrix"].items()}
+        coded = {int(bits): (float(a), float(b), float(c)) for bits, (a, b, c) in given["coded"].items()}
+        if missing := set(LAYERS) - set(given["overhead"]):
+            raise ValueError(f"no overhead of {', '.join(sorted(missing))}")
+        return cls(**{**given, **curves, "matrix": matrix, "coded": coded})
+
+    @classmethod
+    def from_sheet(
+        cls,
+        *,
+        name: str,
+        device: str,
+        flops: float,
+        memory: float,
+        link: float | None,
+        disk: float,
+        memory_bytes: float,
+        host_bytes: float,
+        layer_step: float,
+        dtype_bytes: int = 2,
+        reached: float = 0.6,
+        source: str = SHEET,
+    ) -> Machine:
+        """Return a machine from what a vendor prints.
+
+        flops: operations a second at ``dtype_bytes``; memory, link, disk: bytes a second; layer_step: seconds that the
+        host takes to launch one layer; a piece of what is recalled has a third of its operations. reached: the share of
+        all rates that programs get. A product of few rows reads its matrix once and is as fast as memory is; one of
+        many as fast as the arithmetic.
+        """
+        numbers = (flops, memory, disk, memory_bytes, host_bytes, layer_step, dtype_bytes, reached)
+        if min(numbers) <= 0 or (link is not None and link <= 0):
+            raise UsageError(f"The rates and sizes of the machine '{name}' have to be above 0.")
+        flops, memory, disk = reached * flops, reached * memory, reached * disk
+        rows = [2**power for power in range(13)]
+        product = tuple((float(row), min(flops, 2 * row * memory / dtype_bytes)) for row in rows)
+        # kvkeep's own attention takes plain tensor operations on an accelerator: scores are written and read again.
+        attend = tuple((float(row), min(flops / 4, 2 * row * memory / dtype_bytes)) for row in rows)
+        number = 4 * dtype_bytes / memory
+        return cls(
+            name,
+            source,
+            device,
+            dtype_bytes,
+            {4096: product},
+            attend,
+            ((1.0, flops / 2),),
+            ((1.0, memory),),
+            memory,
+            memory / 2,
+            None if link is None else reached * link,
+            disk,
+            disk,
+            disk,
+            16 / memory,
+            {bits: (number, number, 4 * number) for bits in (8, 4, 2)},
+            {kind: layer_step / (3 if kind in ("piece", "rebuilt") else 1) for kind in LAYERS},
+            int(memory_bytes),
+            int(host_bytes),
+        )
+
+
+def at(curve: Curve, x: float) -> float:
+    """Return the value of a curve at ``x``."""
+    if x <= curve[0][0]:
+        return curve[0][1]
+    for (low, first), (high, last) in pairwise(curve):
+        if x <= high:
+            share = math.log(x / low) / math.log(high / low)
+            return math.exp(math.log(first) + share * math.log(last / first))
+    return curve[-1][1]
+
+
+def _curve(points: Any) -> Curve:
+    curve = tuple((float(x), float(y)) for x, y in points)
+    if not curve or min(min(point) for point in curve) <= 0 or list(curve) != sorted(set(curve)):
+        raise ValueError("a curve is a list of rising points above 0")
+    return curve

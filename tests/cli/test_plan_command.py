@@ -1,0 +1,115 @@
+"""``kvkeep plan`` and ``--budget auto`` as a person and a program meet them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvkeep.plan.machine import Machine
+
+Run = Callable[..., tuple[int, str, str]]
+DOCS = Path(__file__).parents[2] / "docs" / "machines"
+EIGHT, SHEET = str(DOCS / "llama-3.1-8b.json"), str(DOCS / "rtx-4090.json")
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A calibration that takes no time."""
+    machine = Machine.from_sheet(
+        name="made up", device="cpu", flops=2e11, memory=2e10, link=None, disk=1e9, memory_bytes=16e9, host_bytes=16e9,
+        layer_step=3e-4, dtype_bytes=4,
+    )  # fmt: skip
+    monkeypatch.setattr("kvkeep.plan.calibrate.calibrate", lambda device, dtype: machine)
+
+
+def test_a_large_model_is_planned_from_its_config(run: Run, tmp_path: Path) -> None:
+    figure = tmp_path / "plan.png"
+    code, out, err = run(
+        "plan", "-m", EIGHT, "-n", "32768", "--memory", "2GB", "--machine", SHEET, "-o", str(figure), "--json"
+    )
+    assert code == 0, err
+    answer = json.loads(out)
+    assert answer["weight_bytes"] == pytest.approx(16.06e9, rel=0.01)
+    assert answer["machine"]["source"] == "from the data sheet, not measured"
+    assert answer["recommended"]["class"] == "exact" and answer["recommended"] in answer["rows"]
+    assert all(row["memory_bytes"] <= 2e9 for row in answer["rows"])
+    assert figure.read_bytes()[:4] == b"\x89PNG"
+    exact = json.loads(
+        run("plan", "-m", EIGHT, "-n", "32768", "--memory", "2GB", "--machine", SHEET, "--exact", "--json")[1]
+    )
+    assert {row["class"] for row in exact["rows"]} == {"exact"}
+    # Without --memory: what the weights leave of the machine.
+    code, out, _ = run("plan", "-m", EIGHT, "-n", "4096", "--machine", SHEET)
+    assert code == 0 and "recommended" in out and "Take 'full'" in out.replace("\n", " ")
+
+
+def test_a_table_names_what_to_take(run: Run, model_folder: Path, here: None) -> None:
+    code, out, err = run("plan", "-m", str(model_folder), "-n", "500", "--memory", "100KB", "--all")
+    assert code == 0, err
+    assert "recommended" in out and "frontier" in out and "kv-direct" in out and "Measuring this machine" in err
+
+
+def test_predictions_are_checked(run: Run, model_folder: Path, here: None) -> None:
+    code, out, err = run(
+        "plan", "-m", str(model_folder), "-n", "300,400", "--check", "-b", "40%", "--only", "full,kv@,window", "--json"
+    )
+    assert code == 0, err
+    answer = json.loads(out)
+    assert len(answer["rows"]) == 2 * 5 == answer["measured"]
+    for row in answer["rows"]:
+        assert row["predicted_bytes"] == row["measured_bytes"] and row["measured_step_s"] > 0
+    assert "within 25 %" in run("plan", "-m", str(model_folder), "-n", "300", "--check", "--only", "full")[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("-m", "smolm2"), "did you mean smollm2"),
+        (("-m", EIGHT, "-n", "200000", "--machine", SHEET), "131,072 positions"),
+        (("-m", EIGHT, "--memory", "1KB", "--machine", SHEET), "the least is"),
+        (("-m", EIGHT, "--memory", "25%", "--machine", SHEET), "give bytes"),
+        (("-m", EIGHT, "-n", "many", "--machine", SHEET), "whole number"),
+        (("-m", EIGHT, "-n", "1,2", "--machine", SHEET), "one context"),
+        (("-m", EIGHT, "--machine", "/nowhere.json"), "no such file"),
+        (("-m", EIGHT, "--machine", EIGHT), "cannot be understood"),
+        (("-m", EIGHT, "--machine", SHEET, "--check"), "leave --machine out"),
+        (("-m", EIGHT, "--machine", SHEET, "--acceptance", "2"), "from 0 to 1"),
+        (("-m", EIGHT, "--machine", SHEET, "-o", "plan.txt"), "has to end in"),
+        (("-m", EIGHT, "--machine", SHEET, "--dtype", "float31"), "Unknown dtype"),
+        (("-m", str(DOCS / "llama-3.1-70b.json"), "--machine", SHEET), "weights alone"),
+    ],
+)
+def test_bad_input_is_one_sentence(run: Run, arguments: tuple[str, ...], sentence: str) -> None:
+    code, out, err = run("plan", *arguments)
+    lines = [line for line in err.splitlines() if line.strip()]
+    assert code in (1, 2) and out == "" and len(lines) == 1
+    assert lines[0].startswith("kvkeep: ") and sentence in lines[0]
+
+
+def test_without_matplotlib_a_figure_is_refused_first(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvkeep.lab.figures.find_spec", lambda name: None)
+    code, _, err = run("plan", "-m", EIGHT, "--machine", SHEET, "-o", "plan.png")
+    assert code == 2 and "pip install" in err
+
+
+def test_a_budget_of_auto(run: Run, model_folder: Path, words: str, here: None) -> None:
+    common = ("generate", "-m", str(model_folder), "-f", "-", "-n", "9", "--json")
+    expected = json.loads(run(*common, "-x", "stock", stdin=words)[1])["tokens"]
+    for memory, method in (("64KB", "kv-direct"), ("64MB", "full")):
+        code, out, err = run(*common, "-b", "auto", "--memory", memory, stdin=words)
+        assert code == 0, err
+        assert json.loads(out)["method"] == method and json.loads(out)["tokens"] == expected
+        assert "Take '" in err
+    code, out, err = run("chat", "-m", str(model_folder), "-b", "auto", "-n", "5", "--json", stdin="the of\n")
+    assert code == 0 and len(json.loads(out)["turns"]) == 1, err
+    for extra, sentence in (
+        (("-b", "auto", "-x", "h2o"), "leave --method out"),
+        (("--memory", "64KB"), "--budget auto"),
+        (("-b", "auto", "--memory", "much"), "give bytes"),
+        (("-b", "auto", "--memory", "10B"), "the least is"),
+    ):
+        code, out, err = run("generate", "-m", str(model_folder), "-p", "the", *extra)
+        assert code == 2 and sentence in err and out == ""

@@ -1,0 +1,162 @@
+"""The plan: what fits, what is worth having, what is recommended."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from families import FAMILIES, tiny
+from transformers import LlamaConfig, MambaConfig, MistralConfig, Qwen3MoeConfig
+
+from kvkeep.cache import KeepCache
+from kvkeep.errors import BudgetError, KvkeepError, UnsupportedModelError, UsageError
+from kvkeep.plan import planner
+from kvkeep.plan.candidates import candidates
+from kvkeep.plan.costs import cost, verified
+from kvkeep.plan.machine import SHEET, Machine, at
+from kvkeep.plan.planner import parse_memory, plan, recommend
+from kvkeep.plan.shape import Shape, shape_of
+from kvkeep.plan.sizes import sizes
+
+DOCS = Path(__file__).parents[2] / "docs" / "machines"
+H100 = Machine.load(DOCS / "h100-sxm.json")
+PLAIN = Machine.from_sheet(
+    name="a plain one", device="cpu", flops=2e11, memory=2e10, link=None, disk=1e9, memory_bytes=16e9, host_bytes=16e9,
+    layer_step=3e-4, dtype_bytes=4,
+)  # fmt: skip
+
+
+def llama(**changed: object) -> Shape:
+    given = {
+        "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
+        "num_key_value_heads": 3, "vocab_size": 49152, "max_position_embeddings": 8192, "tie_word_embeddings": True,
+    }  # fmt: skip
+    return shape_of(LlamaConfig(**{**given, **changed}), 4)
+
+
+def test_shapes_are_those_of_the_models() -> None:
+    for family in FAMILIES:
+        shape = shape_of(FAMILIES[family](), 4)
+        assert shape.weights == sum(parameter.numel() for parameter in tiny(family).parameters())
+        assert 0 < shape.active <= shape.layer
+    assert shape_of(FAMILIES["llama"](), 4).active == shape_of(FAMILIES["llama"](), 4).layer
+
+
+def test_a_mixture_reads_the_experts_that_were_chosen() -> None:
+    shape = shape_of(Qwen3MoeConfig(num_hidden_layers=2, num_experts=32, num_experts_per_tok=4), 2)
+    assert shape.touched(1) == pytest.approx(shape.active)
+    assert shape.active < shape.touched(4) < shape.touched(64) < shape.layer * 1.0001
+    assert shape.touched(1000) == pytest.approx(shape.layer)
+
+
+@pytest.mark.parametrize("machine", [PLAIN, H100], ids=["cpu", "accelerator"])
+def test_time_grows_with_the_context_and_with_what_is_recalled(machine: Machine) -> None:
+    shape = llama()
+    for candidate in candidates(shape.geometry):
+        last = 0.0, 0.0
+        for tokens in (1024, 2048, 4096, 8192):
+            budget = None if candidate.family.keeps else tokens // 4
+            costs = cost(shape, candidate, sizes(shape.geometry, candidate, tokens, budget), machine, 0.95)
+            assert costs.step >= last[0] and costs.prefill > last[1]
+            last = costs.step, costs.prefill
+        if candidate.family.fate == "checkpoint":
+            few, many = (
+                cost(shape, candidate, sizes(shape.geometry, candidate, 4096, entries), machine, 0.95).step
+                for entries in (256, 3584)
+            )
+            assert few > many
+
+
+def test_no_row_of_the_frontier_is_beaten_and_every_other_is() -> None:
+    planned = plan(llama(), PLAIN, 4096, 300_000_000)
+    promises = {"exact": 0, "reversible": 1, "lossy": 2}
+    points = [(row.memory, row.cost.step, promises[row.exactness], -row.sizes.kept) for row in planned.rows]
+    best = [point for row, point in zip(planned.rows, points, strict=True) if row.frontier]
+    for row, point in zip(planned.rows, points, strict=True):
+        beaten = any(all(a <= b for a, b in zip(other, point, strict=True)) and other != point for other in points)
+        assert beaten or point in best
+        assert not (row.frontier and beaten)
+    assert len(set(best)) == len(best) > 3
+    assert all(row.memory <= 300_000_000 for row in planned.rows)
+
+
+def test_what_fits_whole_is_kept_whole_and_what_does_not_is_recalled() -> None:
+    roomy = plan(llama(), PLAIN, 4096, 10**9)
+    assert roomy.best.candidate.family.keeps and roomy.best.exactness == "exact"
+    tight = plan(llama(), PLAIN, 4096, 30_000_000)
+    assert str(tight.best.candidate) == "kv-direct kv@disk"
+    assert tight.best.memory <= 30_000_000 and "'full' would need" in tight.reason
+    assert {row.exactness for row in plan(llama(), PLAIN, 4096, 30_000_000, exact=True).rows} == {"exact"}
+
+
+def test_too_little_memory_names_the_least_that_would_do() -> None:
+    with pytest.raises(BudgetError, match=r"the least is ([0-9,]+)B") as told:
+        plan(llama(), PLAIN, 4096, 1000)
+    least = int(str(told.value).split("the least is ")[1].split("B")[0].replace(",", ""))
+    assert plan(llama(), PLAIN, 4096, least).rows
+    with pytest.raises(BudgetError):
+        plan(llama(), PLAIN, 4096, least - 1)
+
+
+def test_bad_requests_are_refused() -> None:
+    with pytest.raises(UsageError, match="8,192 positions"):
+        plan(llama(), PLAIN, 8193, 10**9)
+    with pytest.raises(UsageError, match="share from 0 to 1"):
+        plan(llama(), PLAIN, 100, 10**9, acceptance=1.5)
+    with pytest.raises(UsageError, match="1 token"):
+        plan(llama(), PLAIN, 0, 10**9)
+    with pytest.raises(KvkeepError, match="window"):
+        plan(shape_of(MistralConfig(num_hidden_layers=2, sliding_window=64)), PLAIN, 100, 10**9)
+    with pytest.raises(UnsupportedModelError):
+        shape_of(MambaConfig())
+    for text in ("64", "25%", "much"):
+        with pytest.raises(UsageError, match="give bytes"):
+            parse_memory(text)
+    assert parse_memory("1.5GiB") == 3 * 2**29
+
+
+def test_rounds_of_drafts() -> None:
+    exact = [1.0 + 0.01 * rows for rows in range(1, 34)]
+    drafts, seconds = verified(0.1, exact, 0.95)
+    by_hand = {k: (k * 0.1 + exact[k]) * 0.05 / (1 - 0.95 ** (k + 1)) for k in range(1, 33)}
+    assert seconds == pytest.approx(min(by_hand.values())) and by_hand[drafts] == pytest.approx(seconds)
+    assert verified(0.1, exact, 0.0) == (1, pytest.approx(0.1 + exact[1]))
+    assert verified(0.0, exact, 1.0)[0] == 32
+    assert verified(0.1, exact, 0.5)[1] > seconds
+
+
+def test_the_large_models_are_planned_from_their_configs() -> None:
+    from kvkeep.models.loading import load_config
+
+    for name, weights in (("llama-3.1-8b", 8.03e9), ("llama-3.1-70b", 70.55e9)):
+        shape = shape_of(load_config(DOCS / f"{name}.json"))
+        assert shape.weights == pytest.approx(weights, rel=0.01)
+        planned = plan(shape, H100, 131072, 4 * 10**9, exact=True)
+        assert planned.best.candidate.method == "kv-direct" and planned.best.candidate.where != "device"
+        assert H100.source == SHEET in planned.machine.source
+
+
+def test_machines_are_kept_as_they_were(tmp_path: Path) -> None:
+    PLAIN.save(tmp_path / "machine.json")
+    assert Machine.load(tmp_path / "machine.json") == PLAIN
+    assert at(((1.0, 10.0), (4.0, 40.0)), 2) == pytest.approx(20)
+    assert at(((1.0, 10.0), (4.0, 40.0)), 0.5) == 10 and at(((1.0, 10.0), (4.0, 40.0)), 9) == 40
+
+
+@pytest.mark.parametrize("text", ["", "[]", "3", "{}", '{"name": "x"}', '{"matrix": 3}', '{"matrix": {}, "coded": {}}'])
+def test_a_machine_that_cannot_be_read_is_one_sentence(tmp_path: Path, text: str) -> None:
+    (tmp_path / "machine.json").write_text(text)
+    with pytest.raises(UsageError, match="machine"):
+        Machine.load(tmp_path / "machine.json")
+    with pytest.raises(UsageError, match="no such file"):
+        Machine.load(tmp_path / "nowhere.json")
+
+
+def test_a_recommendation_builds_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "machine_here", lambda *given: PLAIN)
+    model = tiny("llama")
+    for memory in (10**9, 100_000):
+        choice = recommend(model, 400, memory, answer=20)
+        built = KeepCache(model, **choice.options())
+        assert built.method.name == choice.method and "exact" in choice.reason
+    assert choice.method == "kv-direct"
