@@ -12,6 +12,7 @@ from kvkeep.cli.compare import compare
 from kvkeep.cli.demo import demo
 from kvkeep.cli.generate import generate
 from kvkeep.cli.inspect import inspect
+from kvkeep.cli.longchat import longchat
 from kvkeep.cli.methods import methods
 from kvkeep.cli.models import models
 from kvkeep.cli.stream import stream
@@ -24,7 +25,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (generate, chat, verify, bench, compare, inspect, stream, methods, models, demo):
+for command in (generate, chat, verify, bench, compare, inspect, stream, longchat, methods, models, demo):
     app.command()(command)
 
 
