@@ -75,7 +75,7 @@ class Turn:
 
 
 def caches(model: Any, methods: Sequence[str], **options: Any) -> dict[str, Any]:
-    """Return a cache for each method; ``options`` (budget, checkpoint, where, as of KeepCache) go to those that take them.
+    """Return a cache for each method; ``options`` (budget, checkpoint, where: KeepCache's) go to those that take them.
 
     Raises UsageError for a name twice, and whatever the caches raise.
     """
