@@ -15,6 +15,7 @@ from kvkeep.cli.inspect import inspect
 from kvkeep.cli.longchat import longchat
 from kvkeep.cli.methods import methods
 from kvkeep.cli.models import models
+from kvkeep.cli.recompute import recompute
 from kvkeep.cli.stream import stream
 from kvkeep.cli.verify import verify
 from kvkeep.errors import KvkeepError
@@ -25,7 +26,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (generate, chat, verify, bench, compare, inspect, stream, longchat, methods, models, demo):
+for command in (generate, chat, verify, bench, compare, inspect, stream, longchat, recompute, methods, models, demo):
     app.command()(command)
 
 

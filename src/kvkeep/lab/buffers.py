@@ -25,7 +25,7 @@ SWEEP_BYTES = 128 << 20
 
 
 class Shelf:
-    """Tensors in one of the places that checkpoints live in; on disk as ``Disk`` keeps them: mapped files without a name.
+    """Tensors in one of the places that checkpoints live in; on disk as ``Disk`` does: mapped files without a name.
 
     ``Disk`` keeps no descriptor, and without one a file cannot be pushed out of memory; so files are mapped here.
     """

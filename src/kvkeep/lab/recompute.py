@@ -32,6 +32,7 @@ from kvkeep.stores.places import PLACES, Device
 COUNTS = (1, 5, 10, 50, 100, 200, 500, 1000, 2000, 4096)
 RECOMPUTE, READ, APART, ATTEND = "recompute", "read", "read, entry by entry", "attend in place"
 ROLLED = ("residual:4", "tokens")
+SLOW_TO = 500
 WARMTHS = ("warm", "cold")
 
 
@@ -42,10 +43,10 @@ class Row:
     way: "recompute": the model's projections of ``n`` residuals in one product. "read": a copy of ``n`` entries. "read,
     entry by entry": of ``n`` entries held apart, one copy each, then put together. "attend in place": one query's
     attention over them where they lie; nothing is copied. "residual:4", "tokens": those checkpoints' own recall, by
-    layer. ms: median over rounds and layers. roofline_ms: what arithmetic allows; None where it says nothing.
-    recompute_ratio: the time of "recompute" from the same place with the same buffers, relative to this (below 1:
-    recomputing is faster).
-    page_faults, device_bytes: medians, as the kernel counts them, of one timing.
+    layer. ms: the fastest of all rounds (whatever else the machine does only ever adds); median_ms: their median.
+    roofline_ms: what arithmetic allows; None where it says nothing. recompute_ratio: the time of "recompute" from the
+    same place with the same buffers, relative to this (below 1: recomputing is faster). page_faults, device_bytes:
+    medians of what the kernel counts during one timing.
     """
 
     model: str
@@ -54,6 +55,7 @@ class Row:
     buffers: str
     n: int
     ms: float
+    median_ms: float
     roofline_ms: float | None
     recompute_ratio: float | None
     page_faults: int
@@ -87,17 +89,17 @@ def run(
     *,
     counts: Sequence[int] = COUNTS,
     rounds: int = 5,
-    rolled_to: int = 0,
+    slow: bool = False,
     folder: str | os.PathLike[str] | None = None,
     progress: Callable[[str, int, int], None] = lambda text, done, total: None,
 ) -> Report:
     """Measure ``model`` (called ``name``) at every N of ``counts``, in three layers, ``rounds`` times, interleaved.
 
-    rolled_to: the largest N for recall that runs whole layers ("tokens", "residual:4"); 0: none. folder: for files. An
-    interrupt ends the run, and what was measured until then is returned. Raises UnsupportedModelError where residuals
-    cannot be projected, StoreError where files cannot be written.
+    slow: also recall that runs whole layers ("tokens", "residual:4"), up to N = ``SLOW_TO`` and in at most two rounds.
+    folder: for files. An interrupt ends the run, and what was measured until then is returned. Raises
+    UnsupportedModelError where residuals cannot be projected, StoreError where files cannot be written.
     """
-    bench = _Bench(model, folder)
+    bench = _Bench(model, counts, folder)
     took: dict[_Case, list[tuple[float, int, int]]] = {}
     interrupted = False
     steps = [(turn, count) for turn in range(rounds) for count in counts]
@@ -106,11 +108,13 @@ def run(
             progress(f"{name}, {count} tokens", done, len(steps))
             for case, sample in bench.samples(count, turn):
                 took.setdefault(case, []).append(sample)
-            if count <= rolled_to and turn < 3:
+            if slow and count <= SLOW_TO and turn < 2:
                 for case, sample in bench.rolled(count):
                     took.setdefault(case, []).append(sample)
     except KeyboardInterrupt:
         interrupted = True
+    finally:
+        bench.close()
     rows = list(bench.rows(name, took))
     shape = (bench.hidden, bench.width, bench.itemsize)
     limit = bench.roofline.break_even(bench.hidden, bench.itemsize)
@@ -125,11 +129,23 @@ class _Case:
     n: int
 
 
+@dataclass
+class _Held:
+    """What lies in one place: hidden (1, n, d), entries (keys and values, (1, kv_heads, n, dim)), the same apart, one
+    tensor each; buffers of their shapes on the device; and positions (1, n)."""
+
+    hidden: Tensor
+    entries: list[Tensor]
+    apart: list[list[Tensor]]
+    targets: list[Tensor]
+    positions: Tensor
+
+
 class _Bench:
     """One model, the places, and what is timed."""
 
     @torch.inference_mode()
-    def __init__(self, model: Any, folder: str | os.PathLike[str] | None) -> None:
+    def __init__(self, model: Any, counts: Sequence[int], folder: str | os.PathLike[str] | None) -> None:
         weight = next(model.parameters())
         self.device, self.dtype, self.itemsize = weight.device, weight.dtype, weight.dtype.itemsize
         self.geometry = ModelGeometry.from_config(model.config, self.itemsize)
@@ -144,53 +160,61 @@ class _Bench:
         self.shelves = {name: Shelf(name, self.device, folder) for name in places(self.device)}
         self.sweep = Sweep(self.device)
         self.roofline = measure(self.shelves, self.sweep, self.device, self.dtype, self.hidden, self.width)
+        self._held = {
+            (name, count): self._hold(shelf, count) for count in counts for name, shelf in self.shelves.items()
+        }
+
+    def _hold(self, shelf: Shelf, count: int) -> _Held:
+        """Lay residuals and entries of ``count`` tokens on a shelf; all layers read the same, of the same shape."""
+        hidden = torch.randn(1, count, self.hidden, generator=torch.Generator().manual_seed(0))
+        hidden = hidden.to(self.device, self.dtype)
+        positions = torch.arange(count, device=self.device).unsqueeze(0)
+        entries = self.adapter.project(self.layers[0], hidden, positions)
+        apart = []
+        if shelf.name == "device":
+            apart = [[part[..., slot : slot + 1, :].clone() for slot in range(count)] for part in entries]
+        return _Held(
+            shelf.put(hidden),
+            [shelf.put(part) for part in entries],
+            apart,
+            [torch.zeros_like(part) for part in entries],
+            positions,
+        )
+
+    def close(self) -> None:
+        """Let go of everything that was laid out."""
+        self._held.clear()
+        for shelf in self.shelves.values():
+            shelf.clear()
 
     @torch.inference_mode()
     def samples(self, count: int, turn: int) -> Iterator[tuple[_Case, tuple[float, int, int]]]:
         """Time every way once for ``count`` tokens, in one of the layers."""
         layer = self.geometry.layers[self.layers[turn % len(self.layers)]]
-        generator = torch.Generator().manual_seed(turn)
-        hidden = torch.randn(1, count, self.hidden, generator=generator).to(self.device, self.dtype)
-        positions = torch.arange(count, device=self.device).unsqueeze(0)
-        entries = self.adapter.project(layer.index, hidden, positions)
         for name, shelf in self.shelves.items():
-            held, kept = shelf.put(hidden), [shelf.put(part) for part in entries]
-            targets = [torch.zeros_like(part) for part in entries]
             for buffers in WARMTHS:
-                ways = self._ways(layer, held, kept, targets if buffers == "warm" else None, positions, name)
-                for way, action in ways:
+                for way, action in self._ways(layer, self._held[name, count], buffers == "warm"):
                     yield _Case(way, name, buffers, count), self._time(action, shelf, buffers)
-            del held, kept, ways, action
-            shelf.clear()
 
-    def _ways(
-        self,
-        layer: LayerGeometry,
-        hidden: Tensor,
-        entries: list[Tensor],
-        targets: list[Tensor] | None,
-        positions: Tensor,
-        place: str,
-    ) -> list[tuple[str, Callable[[], object]]]:
+    def _ways(self, layer: LayerGeometry, held: _Held, warm: bool) -> list[tuple[str, Callable[[], object]]]:
         def recompute() -> object:
-            return self.adapter.project(layer.index, hidden.to(self.device), positions)
+            return self.adapter.project(layer.index, held.hidden.to(self.device), held.positions)
 
         def read() -> object:
-            into = targets or [torch.empty_like(part, device=self.device) for part in entries]
-            return [target.copy_(part) for target, part in zip(into, entries, strict=True)]
+            into = held.targets if warm else [torch.empty_like(part, device=self.device) for part in held.entries]
+            return [target.copy_(part) for target, part in zip(into, held.entries, strict=True)]
+
+        def entry_by_entry() -> object:
+            return [torch.cat([entry.clone() for entry in part], dim=-2) for part in held.apart]
 
         ways: list[tuple[str, Callable[[], object]]] = [(RECOMPUTE, recompute), (READ, read)]
-        if place == "device":
-            apart = [[part[..., slot : slot + 1, :].clone() for slot in range(part.shape[-2])] for part in entries]
-
-            def entry_by_entry() -> object:
-                return [torch.cat([entry.clone() for entry in part], dim=-2) for part in apart]
-
+        if held.apart:
             ways.append((APART, entry_by_entry))
         heads = self.geometry.attention_heads
-        if entries[0].device == self.device and layer.key_dim == layer.value_dim and heads % layer.kv_heads == 0:
+        near = held.entries[0].device == self.device
+        if near and layer.key_dim == layer.value_dim and heads % layer.kv_heads == 0:
             query = torch.randn(1, heads, 1, layer.key_dim, device=self.device, dtype=self.dtype)
-            segment = Segment(entries[0], entries[1])
+            segment = Segment(held.entries[0], held.entries[1])
             ways.append((ATTEND, lambda: attend(query, [segment], layer.key_dim**-0.5)))
         return ways
 
@@ -238,11 +262,11 @@ class _Bench:
 
     def rows(self, name: str, took: dict[_Case, list[tuple[float, int, int]]]) -> Iterator[Row]:
         """Yield what was measured, in the order of ways, places and N."""
-        middle = {case: median(sample[0] for sample in samples) for case, samples in took.items()}
+        best = {case: min(sample[0] for sample in samples) for case, samples in took.items()}
         shape = (self.hidden, self.width, self.itemsize)
         for case in sorted(took, key=lambda case: (list(self.shelves).index(case.place), WARMTHS.index(case.buffers))):
-            seconds, samples = middle[case], took[case]
-            rival = middle.get(_Case(RECOMPUTE, case.place, case.buffers, case.n))
+            seconds, samples = best[case], took[case]
+            rival = best.get(_Case(RECOMPUTE, case.place, case.buffers, case.n))
             roof = None
             if case.way == RECOMPUTE:
                 roof = self.roofline.recompute_s(case.place, case.n, *shape)
@@ -255,6 +279,7 @@ class _Bench:
                 case.buffers,
                 case.n,
                 1e3 * seconds,
+                1e3 * median(sample[0] for sample in samples),
                 None if roof is None else 1e3 * roof,
                 None if rival is None else rival / seconds,
                 int(median(sample[1] for sample in samples)),
