@@ -70,7 +70,7 @@ def recompute(
     where = machine(loaded, dtype)
     drawn = output if output is not None and reports[0].rows else None
     if drawn is not None:
-        draw_recompute(reports, drawn, title=f"Recompute or read? {where['threads']} threads, {dtype}")
+        draw_recompute(reports, drawn, title=f"Recompute or read? {dtype}, threads: {where['threads']}")
     if json:
         print_json({"machine": where, "models": [asdict(report) for report in reports], "figure": drawn})
     else:
@@ -96,8 +96,8 @@ def _tell(report: Report) -> None:
     rates = ", ".join(f"{rate / 1e9:.2f} GB/s from {place}" for place, rate in roof.bandwidth.items())
     out.print(
         f"\n{report.model}: d = {report.hidden}, w = {report.width}, {report.itemsize} bytes an element, layers "
-        f"{', '.join(map(str, report.layers))}; {roof.flops / 1e9:.0f} GFLOP/s, {rates}; a residual at hand can be "
-        f"projected faster than entries are read from what gives less than {report.break_even_bytes_per_s / 1e9:.2f} GB/s",
+        f"{', '.join(map(str, report.layers))}; {roof.flops / 1e9:.0f} GFLOP/s, {rates}; projecting a residual "
+        f"at hand beats reading from what gives less than {report.break_even_bytes_per_s / 1e9:.2f} GB/s",
         soft_wrap=True,
     )
     out.print(_table(report))
@@ -111,19 +111,26 @@ def _table(report: Report) -> Table:
         box=None,
         padding=(0, 1, 0, 0),
         header_style="bold",
-        caption="milliseconds in one layer, the fastest round's; in brackets: recompute's time relative to it (below 1, "
-        "recomputing is faster)",
+        caption="milliseconds in one layer, the fastest round's; in brackets recompute's time relative to it: below 1, "
+        "recomputing is faster",
     )
-    table.add_column("from")
-    table.add_column("buffers")
+    table.add_column("from", no_wrap=True)
     for heading in ("N", "recompute", *ways):
-        table.add_column(heading.replace(", ", ",\n"), justify="right", no_wrap=True)
+        table.add_column(heading.replace(", ", ",\n").replace(" in ", "\nin "), justify="right", no_wrap=True)
     rows = {(row.place, row.buffers, row.n, row.way): row for row in report.rows}
     for place, buffers, count in dict.fromkeys((row.place, row.buffers, row.n) for row in report.rows):
         first = rows.get((place, buffers, count, RECOMPUTE))
-        cells = ["-" if first is None else f"{first.ms:.3g}"]
+        cells = ["-" if first is None else _ms(first.ms)]
         for way in ways:
             row = rows.get((place, buffers, count, way))
-            cells.append("-" if row is None else f"{row.ms:.3g} ({row.recompute_ratio or 0:.2g})")
-        table.add_row(place, buffers, f"{count:,}", *cells)
+            cells.append("-" if row is None else f"{_ms(row.ms)} ({_times(row.recompute_ratio)})")
+        table.add_row(f"{place}, {buffers}", f"{count:,}", *cells)
     return table
+
+
+def _ms(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _times(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.0f}" if ratio >= 10 else f"{ratio:.2g}"

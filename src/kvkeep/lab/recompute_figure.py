@@ -30,7 +30,9 @@ def draw_recompute(reports: Sequence[Report], path: str | os.PathLike[str], *, t
             f"{reports[0].model}: ms for one layer, {where}, cold buffers", loc="left", fontsize=10
         )
         _ratios(grid[1][column], reports, place)
-        grid[1][column].set_title(f"Time of recompute / time of read, {where}", loc="left", fontsize=10)
+        grid[1][column].set_title(
+            f"recompute / read, {where} (thin: entry by entry; dotted: roofline)", loc="left", fontsize=10
+        )
     for axes in grid.flat:
         axes.set_xscale("log")
         axes.set_yscale("log")
