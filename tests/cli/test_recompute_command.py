@@ -30,7 +30,8 @@ def test_json_is_one_object(run: Run, common: tuple[str, ...], tmp_path: Path) -
     assert set(report) == {"machine", "models", "figure"} and len(report["models"]) == 2
     for model in report["models"]:
         assert set(model) == {
-            "model", "hidden", "width", "itemsize", "layers", "roofline", "break_even_bytes_per_s", "rows", "interrupted",
+            "model", "hidden", "width", "itemsize", "layers", "roofline", "break_even_bytes_per_s", "rows",
+            "interrupted",
         }  # fmt: skip
         assert {row["n"] for row in model["rows"]} == {1, 9}
     assert report["figure"] == str(picture) and picture.stat().st_size > 10_000
@@ -38,7 +39,7 @@ def test_json_is_one_object(run: Run, common: tuple[str, ...], tmp_path: Path) -
 
 def test_table_and_refusals(run: Run, common: tuple[str, ...]) -> None:
     code, out, err = run(*common, "--beside", "none")
-    assert code == 0 and "recompute" in out and "device, cold" in out and "GFLOP/s" in out, err
+    assert code == 0 and "recompute" in out and "from device, cold buffers" in out and "GFLOP/s" in out, err
     for wrong in (("--counts", "0"), ("--counts", "a"), ("--beside", "nonsense"), ("-o", "picture.txt")):
         code, out, err = run(*common, *wrong)
         assert code == 2 and not out and err.count("\n") == 1, wrong

@@ -46,6 +46,7 @@ def test_every_way_at_every_count(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+@torch.inference_mode()
 def test_the_ways_give_the_same_entries(family: str) -> None:
     """What is read, whole or entry by entry, is what is recomputed."""
     bench = lab._Bench(tiny(family), [17], None)
@@ -94,7 +95,9 @@ def test_the_roofline_is_arithmetic() -> None:
     assert even.read_s("slow", 10, 384, 4) == pytest.approx(even.recompute_s("slow", 10, 576, 384, 4) - fetched)
 
 
-@pytest.mark.parametrize(("name", "hidden", "width"), zip(SHAPES, (896, 1536, 1024), (256, 512, 2048), strict=True))
+@pytest.mark.parametrize(
+    ("name", "hidden", "width"), list(zip(SHAPES, (896, 1536, 1024), (256, 512, 2048), strict=True))
+)
 def test_shapes_are_the_published_ones(name: str, hidden: int, width: int) -> None:
     report = run(shaped(name, torch.float32, CPU), name, counts=(2,), rounds=1)
     assert (report.hidden, report.width) == (hidden, width) and len(report.rows) >= 12

@@ -100,31 +100,27 @@ def _tell(report: Report) -> None:
         f"at hand beats reading from what gives less than {report.break_even_bytes_per_s / 1e9:.2f} GB/s",
         soft_wrap=True,
     )
-    out.print(_table(report))
+    for place, buffers in dict.fromkeys((row.place, row.buffers) for row in report.rows):
+        out.print(_table(report, place, buffers))
+    out.print(
+        "ms in one layer, the fastest round's; in brackets recompute's time relative to it: below 1, it is faster"
+    )
 
 
-def _table(report: Report) -> Table:
+def _table(report: Report, place: str, buffers: str) -> Table:
     from kvkeep.lab.recompute import RECOMPUTE
 
-    ways = list(dict.fromkeys(row.way for row in report.rows if row.way != RECOMPUTE))
-    table = Table(
-        box=None,
-        padding=(0, 1, 0, 0),
-        header_style="bold",
-        caption="milliseconds in one layer, the fastest round's; in brackets recompute's time relative to it: below 1, "
-        "recomputing is faster",
-    )
-    table.add_column("from", no_wrap=True)
+    rows = {(row.n, row.way): row for row in report.rows if (row.place, row.buffers) == (place, buffers)}
+    ways = [way for way in dict.fromkeys(way for _, way in rows) if way != RECOMPUTE]
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold", title=f"from {place}, {buffers} buffers")
     for heading in ("N", "recompute", *ways):
         table.add_column(heading.replace(", ", ",\n").replace(" in ", "\nin "), justify="right", no_wrap=True)
-    rows = {(row.place, row.buffers, row.n, row.way): row for row in report.rows}
-    for place, buffers, count in dict.fromkeys((row.place, row.buffers, row.n) for row in report.rows):
-        first = rows.get((place, buffers, count, RECOMPUTE))
-        cells = ["-" if first is None else _ms(first.ms)]
+    for count in dict.fromkeys(count for count, _ in rows):
+        cells = [_ms(rows[count, RECOMPUTE].ms)] if (count, RECOMPUTE) in rows else ["-"]
         for way in ways:
-            row = rows.get((place, buffers, count, way))
+            row = rows.get((count, way))
             cells.append("-" if row is None else f"{_ms(row.ms)} ({_times(row.recompute_ratio)})")
-        table.add_row(f"{place}, {buffers}", f"{count:,}", *cells)
+        table.add_row(f"{count:,}", *cells)
     return table
 
 
