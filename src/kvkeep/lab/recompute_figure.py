@@ -8,7 +8,7 @@ from typing import Any
 
 from kvkeep.errors import UsageError
 from kvkeep.lab.figures import COLOURS, DPI, MARKERS, WIDTH_PX, plain, save
-from kvkeep.lab.recompute import APART, READ, RECOMPUTE, Report, Row
+from kvkeep.lab.recompute import APART, ATTEND, READ, RECOMPUTE, ROLLED, Report, Row
 
 PAPER = {1: (1.1, 1.1), 100: (0.46, 0.68), 500: (0.17, 0.3)}
 """KV-Direct's Fig. 7, as its section 5.8 tells it: the ratio of its models at N tokens, from least to most."""
@@ -37,16 +37,20 @@ def draw_recompute(reports: Sequence[Report], path: str | os.PathLike[str], *, t
         axes.set_xscale("log")
         axes.set_yscale("log")
         axes.set_xlabel("N, tokens")
-        axes.legend(frameon=False, fontsize=7.5, ncols=2)
         plain(axes, "both")
+    for axes in grid[0]:
+        axes.legend(frameon=False, fontsize=8)
+    handles, labels = grid[1][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False, fontsize=8)
     figure.suptitle(title, fontsize=11)
     save(figure, path)
 
 
 def _times(axes: Any, report: Report, place: str, buffers: str) -> None:
     rows = [row for row in report.rows if row.place == place and row.buffers == buffers]
-    for number, way in enumerate(dict.fromkeys(row.way for row in rows)):
-        mine = _by_count(rows, way)
+    for number, way in enumerate((RECOMPUTE, READ, ATTEND, APART, *ROLLED)):
+        if not (mine := _by_count(rows, way)):
+            continue
         colour = COLOURS[number % len(COLOURS)]
         counts = [row.n for row in mine]
         axes.plot(counts, [row.ms for row in mine], color=colour, marker=MARKERS[number], markersize=4, label=way)
