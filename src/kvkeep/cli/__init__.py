@@ -12,9 +12,11 @@ from kvkeep.cli.compare import compare
 from kvkeep.cli.demo import demo
 from kvkeep.cli.generate import generate
 from kvkeep.cli.inspect import inspect
+from kvkeep.cli.longchat import longchat
 from kvkeep.cli.methods import methods
 from kvkeep.cli.models import models
 from kvkeep.cli.plan import plan
+from kvkeep.cli.recompute import recompute
 from kvkeep.cli.stream import stream
 from kvkeep.cli.verify import verify
 from kvkeep.errors import KvkeepError
@@ -25,7 +27,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (generate, chat, verify, bench, compare, inspect, stream, plan, methods, models, demo):
+COMMANDS = (
+    *(generate, chat, plan, methods, models, demo),
+    *(verify, bench, compare, inspect, stream, longchat, recompute),
+)
+for command in COMMANDS:
     app.command()(command)
 
 

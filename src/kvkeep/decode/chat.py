@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from transformers import Cache
+
 from kvkeep.cache import KeepCache
 from kvkeep.decode.generate import Generation, generate
 from kvkeep.decode.prompt import Messages, encode
 from kvkeep.decode.session import Session, load_session, save_session
+from kvkeep.errors import SessionError
 
 
 class Conversation:
-    """Messages, the cache, and the token ids the cache has processed."""
+    """Messages, the cache (transformers' own will do), and the token ids the cache has processed."""
 
-    def __init__(self, model: Any, tokenizer: Any, cache: KeepCache, *, system: str | None = None) -> None:
+    def __init__(self, model: Any, tokenizer: Any, cache: Cache, *, system: str | None = None) -> None:
         self.model, self.tokenizer, self.cache = model, tokenizer, cache
         self.messages: Messages = [] if system is None else [{"role": "system", "content": system}]
         self.ids: list[int] = []
@@ -30,6 +33,8 @@ class Conversation:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Save to ``path``, at once or not at all; raises SessionError."""
+        if not isinstance(self.cache, KeepCache):
+            raise SessionError("A conversation on transformers' own cache cannot be saved; method 'full' can.")
         save_session(path, Session(self.cache, [self.ids] if self.ids else [], {"messages": self.messages}))
 
     def prompt(self, question: str) -> list[int]:

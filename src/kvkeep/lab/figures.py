@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 FORMATS = (".png", ".svg", ".pdf")
 WIDTH_PX, DPI = 1600, 160
 
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """Okabe and Ito's palette, which people of every colour vision tell apart; markers differ as well."""
 
-_MARKERS = "osD^vPX*<>hp"
+MARKERS = "osD^vPX*<>hp"
 _LOWEST = -9  # the decade (nats) below which no axis goes that shows methods which are not exact
 
 
@@ -71,6 +71,11 @@ def draw_comparison(comparison: Comparison, path: str | os.PathLike[str], *, mod
         _positions(grid[2], shown, floor, "KL at each position (nats)")
         title += f", budget {budgets[0]}" if budgets else ""
     figure.suptitle(title, fontsize=11)
+    save(figure, path)
+
+
+def save(figure: Any, path: str | os.PathLike[str]) -> None:
+    """Write ``figure`` to ``path``; raises StoreError."""
     try:
         figure.savefig(path, dpi=DPI)
     except OSError as error:
@@ -101,9 +106,9 @@ def _lines(figure: Any, rows: Sequence[Row], budgets: Sequence[str], floor: floa
         held = [row.held_bytes / 1e6 for row in mine]
         style: dict[str, Any] = {
             "label": name,
-            "color": _COLOURS[number % len(_COLOURS)],
-            "marker": _MARKERS[number % len(_MARKERS)],
-            "linestyle": "-" if number < len(_COLOURS) else "--",
+            "color": COLOURS[number % len(COLOURS)],
+            "marker": MARKERS[number % len(MARKERS)],
+            "linestyle": "-" if number < len(COLOURS) else "--",
             "clip_on": False,
             "zorder": 3,
         }
@@ -114,7 +119,7 @@ def _lines(figure: Any, rows: Sequence[Row], budgets: Sequence[str], floor: floa
         axes.minorticks_off()
         axes.set_xticks(*_ticks(rows, budgets))
         axes.set_xlabel("keys and values held, for the budget asked")
-        _plain(axes, "both")
+        plain(axes, "both")
     left.set_title("Tokens that are the full cache's (%)", loc="left", fontsize=10, pad=9)
     left.set_ylim(0, 100)
     right.set_title("Mean KL from the full cache (nats)", loc="left", fontsize=10, pad=9)
@@ -141,7 +146,7 @@ def _ticks(rows: Sequence[Row], budgets: Sequence[str]) -> tuple[list[float], li
 
 def _bars(left: Any, right: Any, rows: Sequence[Row], floor: float) -> None:
     places = list(range(len(rows)))
-    colours = [_COLOURS[0] if row.exactness == Exactness.EXACT else "0.6" for row in rows]
+    colours = [COLOURS[0] if row.exactness == Exactness.EXACT else "0.6" for row in rows]
     divergences = [row.kl_mean or 0.0 for row in rows]
     matches = left.barh(places, [_hundredths(row) for row in rows], color=colours, height=0.65)
     left.bar_label(matches, [f"{_hundredths(row):.0f}" for row in rows], padding=3, fontsize=9)
@@ -158,7 +163,7 @@ def _bars(left: Any, right: Any, rows: Sequence[Row], floor: float) -> None:
     right.set_title("Mean KL (nats)", loc="left", fontsize=10)
     right.set_xlim(floor, max(10 * floor, *divergences) * 30)
     for axes in (left, right):
-        _plain(axes, "x")
+        plain(axes, "x")
     left.invert_yaxis()  # shared: the first row on top
 
 
@@ -205,7 +210,8 @@ def _nats(value: float, floor: float = 0.0) -> str:
     return f"{text} (below the axis)" if value < floor else text
 
 
-def _plain(axes: Any, grid: Any) -> None:
+def plain(axes: Any, grid: Any) -> None:
+    """Leave out the frame's top and right, and draw a light grid along ``grid`` ("x", "y" or "both")."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis=grid, color="0.9")
     axes.set_axisbelow(True)
