@@ -121,8 +121,8 @@ def test_wrong_entries_fail_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_other_tokens_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = checkpoints.Residuals._projected
 
-    def projected(self: Any, layer: int, pages: Any) -> Any:
-        for start, keys, values in honest(self, layer, pages):
+    def projected(self: Any, *arguments: Any) -> Any:
+        for start, keys, values in honest(self, *arguments):
             yield start, keys, -values
 
     monkeypatch.setattr(checkpoints.Residuals, "_projected", projected)

@@ -84,7 +84,7 @@ def test_what_fits_whole_is_kept_whole_and_what_does_not_is_recalled() -> None:
     roomy = plan(llama(), PLAIN, 4096, 10**9)
     assert roomy.best.candidate.family.keeps and roomy.best.exactness == "exact"
     tight = plan(llama(), PLAIN, 4096, 30_000_000)
-    assert str(tight.best.candidate) == "kv-direct kv@disk"
+    assert str(tight.best.candidate) == "snapkv+verified kv@disk"
     assert tight.best.memory <= 30_000_000 and "'full' would need" in tight.reason
     assert {row.exactness for row in plan(llama(), PLAIN, 4096, 30_000_000, exact=True).rows} == {"exact"}
 
@@ -132,7 +132,7 @@ def test_the_large_models_are_planned_from_their_configs() -> None:
         shape = shape_of(load_config(DOCS / f"{name}.json"))
         assert shape.weights == pytest.approx(weights, rel=0.01)
         planned = plan(shape, H100, 131072, 4 * 10**9, exact=True)
-        assert planned.best.candidate.method == "kv-direct" and planned.best.candidate.where != "device"
+        assert planned.best.candidate.method == "snapkv+verified" and planned.best.candidate.where != "device"
         assert H100.source == SHEET in planned.machine.source
 
 
@@ -159,4 +159,4 @@ def test_a_recommendation_builds_a_cache(monkeypatch: pytest.MonkeyPatch) -> Non
         choice = recommend(model, 400, memory, answer=20)
         built = KeepCache(model, **choice.options())
         assert built.method.name == choice.method and "exact" in choice.reason
-    assert choice.method == "kv-direct"
+    assert choice.method == "snapkv+verified"

@@ -16,6 +16,7 @@ from kvkeep.cli.longchat import longchat
 from kvkeep.cli.methods import methods
 from kvkeep.cli.models import models
 from kvkeep.cli.plan import plan
+from kvkeep.cli.prove import prove
 from kvkeep.cli.recompute import recompute
 from kvkeep.cli.stream import stream
 from kvkeep.cli.verify import verify
@@ -29,7 +30,7 @@ app = typer.Typer(
 )
 COMMANDS = (
     *(generate, chat, plan, methods, models, demo),
-    *(verify, bench, compare, inspect, stream, longchat, recompute),
+    *(verify, prove, bench, compare, inspect, stream, longchat, recompute),
 )
 for command in COMMANDS:
     app.command()(command)

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from kvkeep.cli import options
-from kvkeep.cli.output import err, machine, note, out, print_json, size
+from kvkeep.cli.output import err, machine, note, print_json, show, size
 from kvkeep.errors import Interrupted, UsageError
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def longchat(
         )
     elif rows:
         note(" ".join(f"{name}={value}" for name, value in where_run.items()))
-        out.print(_table(rows))
+        show(_table(rows))
     if stopped is not None:
         raise Interrupted(stopped)
 

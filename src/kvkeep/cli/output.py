@@ -12,7 +12,9 @@ from types import FrameType
 from typing import Any
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
@@ -32,6 +34,12 @@ def write(text: str) -> None:
 def note(text: str) -> None:
     """Tell a person what is going on, on standard error."""
     err.print(text, style="dim", markup=False)
+
+
+def show(table: Table) -> None:
+    """Print a table; where nobody looks at a terminal, as wide as it needs to be."""
+    needed = Measurement.get(out, out.options.update(width=1000), table).maximum
+    (out if out.is_terminal else Console(width=max(needed, out.width), highlight=False)).print(table)
 
 
 def machine(loaded: Any, dtype: str) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from kvkeep.plan.candidates import Candidate
 from kvkeep.policies.fates.lowrank import LowRank
 from kvkeep.policies.fates.quantised import Quantised
 from kvkeep.policies.methods import PRESETS
+from kvkeep.policies.recalls.verified import Verified
 from kvkeep.policies.selectors import SELECTORS
 from kvkeep.policies.selectors.streaming_llm import StreamingLLM
 from kvkeep.stores.coded import group_bytes, width
@@ -116,14 +117,17 @@ def _selected(
     sinks = selector.sinks_in_cache(fate is None and family.fate == "")
     if sinks is not None:
         exact -= (sinks + 1) // 2
+    tail = Verified().tail(budget) if family.fate == "verified" else 0
+    exact -= tail
     budgets = selector.budgets(None, geometry, exact)
     resident, moving = sliding, 0
     for layer in geometry.full_layers:
         own = budgets[layer.index][0]
         columns = min(own, _up(tokens, COLUMNS))
-        resident += columns * _entry(layer, geometry)
+        resident += (columns + tail) * _entry(layer, geometry)
         notes = layer.kv_heads * (4 if family.watches == 0 else 8)  # slots and marks move along
-        moving = max(moving, _before(own, prompt, chunk) * (_entry(layer, geometry) + notes))
+        before = _before(own, prompt, chunk)
+        moving = max(moving, before * notes + (before + tail if before else 0) * _entry(layer, geometry))
         if sinks is not None and tokens > exact and isinstance(selector, StreamingLLM):
             resident += sinks * layer.kv_heads * layer.key_dim * geometry.dtype_bytes
     away = _left([*_chunks(prompt, chunk), *[1] * steps], exact)
@@ -170,7 +174,7 @@ def _checkpointed(held: Sizes, geometry: ModelGeometry, candidate: Candidate, aw
         if 0 in anchors:
             places["device"] += 4 * _up(held.tokens, BLOCK)
         if stride == 1:
-            work = min(away, PAGE, max(pages) if vectors else PAGE) * largest
+            work = min(away, PAGE, PAGE if 0 in anchors else max(pages)) * largest
         else:
             work = away * (geometry.residual_bytes_per_token + largest)
     return Sizes(

@@ -247,7 +247,7 @@ class SelectedLayer(StreamedLayer):
             # Layers that share entries are each told of; marks of the new ones wait for the last of them.
             entries = self._joined(bank, self._new_marks.get(number))
             marks = self.selector.observe(entries, torch.cat(parts, 1), queries)
-            bank.note(marks[:, : bank.used])
+            bank.note(marks[:, : bank.used].clone())  # no view: the new ones' would be kept with it
             self._new_marks[number] = marks[:, bank.used :]
 
     def learn(self, bank: Bank, weights: Tensor, queries: int) -> None:
@@ -438,9 +438,8 @@ class SelectedLayer(StreamedLayer):
     def _bank(self, own: list[int], lanes: int, budget: int, columns: int, like: tuple[Tensor, Tensor]) -> Bank:
         device = like[0].device
         # Zeros, because an empty column is multiplied with a weight of zero.
-        keys, values = (
-            self.home.allocate((len(own), columns + self.tail, part.shape[-1]), part.dtype).zero_() for part in like
-        )
+        rows = columns + self.tail if columns else 0
+        keys, values = (self.home.allocate((len(own), rows, part.shape[-1]), part.dtype).zero_() for part in like)
         slots = torch.full((len(own), columns), -1, dtype=torch.int32, device=device)
         return Bank(None if len(own) == lanes else torch.tensor(own, device=device), budget, keys, values, slots)
 
