@@ -121,6 +121,10 @@ class KeepCache(Cache):
                 "The rows of this batch took different numbers of tokens in their rounds, so a further text does not "
                 "line up with them; call reset() and read all of it."
             )
+        if self._drafting and not self._agreed:  # the round may do without drafts of the model's own; now it will not
+            for layer in self._backed():
+                layer.choose()
+            self._agreed = True
         self._open, self._known = True, self.ledger.length
         self.ledger.append(ids, embeddings, positions, mask)
         if self.checkpoint is not None and not self._drafting:
@@ -218,10 +222,6 @@ class KeepCache(Cache):
             for layer, sliding in zip(self.layers, self.is_sliding, strict=True)
             if sliding
         ]
-        if not self._agreed:
-            for layer in self._backed():
-                layer.choose()
-            self._agreed = True
         self.round.phase = Phase.DRAFT
 
     def verify(self) -> None:
@@ -236,7 +236,7 @@ class KeepCache(Cache):
         """Keep the first ``counts`` tokens of each row that were verified, and forget the others; where rows keep
         different numbers, the slots between are padding from now on. ``agreed``: no draft was wrong."""
         assert self.round is not None
-        self.round.phase, self._agreed = Phase.EXACT, agreed
+        self.round.phase, self._agreed = Phase.EXACT, self._agreed and agreed
         count = max(counts)
         self._uneven = self._uneven or min(counts) < count
         surplus = self.ledger.length - self._begun - count

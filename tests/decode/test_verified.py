@@ -143,6 +143,7 @@ def test_drafts_change_nothing_that_is_kept() -> None:
     with torch.no_grad():
         tiny("llama")(prompt(), past_key_values=cache)
         cache.draft()
+        tiny("llama")(torch.tensor([[4]]), past_key_values=cache)  # now the resident entries are chosen
         before = {name: tensor.clone() for name, tensor in kept_state(cache).items()}
         for token in (5, 6, 7):
             tiny("llama")(torch.tensor([[token]]), past_key_values=cache)
@@ -164,6 +165,7 @@ def test_entries_return_to_which_attention_returns() -> None:
     with torch.no_grad():
         tiny("llama")(prompt(), past_key_values=cache)
         cache.draft()
+        tiny("llama")(torch.tensor([[5]]), past_key_values=cache)
     full = tiny("llama")
     kept = full.config._attn_implementation
     try:
