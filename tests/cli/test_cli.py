@@ -193,3 +193,21 @@ def test_help_is_quick_and_every_command_has_one(run: Run) -> None:
     for command in ("generate", "chat", "verify", "bench", "methods", "models", "demo"):
         code, out, _ = run(command, "--help")
         assert code == 0 and "--json" in out
+
+
+def test_exact_drafts_and_verifies(run: Run, model_folder: Path) -> None:
+    common = ("generate", "-m", str(model_folder), "-p", "the man was here and " * 12, "-n", "12", "--json")
+    plain = json.loads(run(*common, "-x", "full")[1])
+    for options in (("-b", "16"), ("-b", "20", "-x", "h2o"), ("-b", "24", "-x", "window", "-c", "tokens")):
+        code, out, err = run(*common, *options, "--exact")
+        assert code == 0, err
+        answer = json.loads(out)
+        assert answer["tokens"] == plain["tokens"] and answer["class"] == "exact"
+        assert answer["method"].endswith("+verified") and answer["rounds"]["rounds"] > 0
+    code, out, err = run(*common[:-1], "-b", "16", "--exact")
+    assert code == 0 and "rounds" in err and out.strip()
+    for wrong in (("--exact",), ("-b", "16", "--exact", "-x", "kv-direct")):
+        code, out, err = run(*common, *wrong)
+        assert code == 2 and not out and err.count("\n") == 1
+    code, out, err = run("chat", "-m", str(model_folder), "-b", "16", "--exact", "-n", "5", stdin="the man\n")
+    assert code == 0 and "rounds" in err

@@ -23,8 +23,10 @@ from kvkeep.policies.fates.lowrank import LowRank
 from kvkeep.policies.fates.quantised import Quantised
 from kvkeep.policies.fates.segmented import Segmented
 from kvkeep.policies.recalls import RECALLS, Recall
+from kvkeep.policies.recalls.verified import Verified
 from kvkeep.policies.request import Exactness, Plan, Request
 from kvkeep.policies.selectors import SELECTORS, Selector
+from kvkeep.policies.selectors.snapkv import SnapKV
 from kvkeep.policies.selectors.streaming_llm import StreamingLLM
 from kvkeep.policies.selectors.window import Window
 from kvkeep.policies.specs import build
@@ -289,6 +291,7 @@ METHODS: dict[str, Method] = {
     **{method.name: method for method in _KEPT},
     **{name: combined(name, selector(), Drop()) for name, selector in SELECTORS.items() if name != "kvpress"},
     **{name: preset.build(name) for name, preset in PRESETS.items()},
+    "snapkv+verified": combined("snapkv+verified", SnapKV(), Drop(), recall=Verified()),
 }
 """The methods by name. Any ``SELECTOR+FATE`` is one too: see :func:`resolve`."""
 
