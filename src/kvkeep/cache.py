@@ -295,7 +295,7 @@ class KeepCache(Cache):
             self.positions.truncate(length)
         if self.fate is not None:
             self.fate.truncate(length)
-        if self.checkpoint is not None and (self.fate is None or self.round is not None):
+        if self.checkpoint is not None and (self.fate is None or any(True for _ in self._backed())):
             self.checkpoint.truncate(length, [getattr(layer, "evicted", 0) for layer in self.layers])
 
     def _streamed(self) -> Iterator[StreamedLayer]:

@@ -57,16 +57,18 @@ class Segment:
     rows: Tensor | None = None
 
 
-def attend(query: Tensor, segments: Iterable[Segment], scaling: float) -> tuple[Tensor, Tensor]:
+def attend(
+    query: Tensor, segments: Iterable[Segment], scaling: float, before: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
     """Return softmax attention of ``query`` over the union of ``segments``, and the log-sum-exp of its scores.
 
     query: (batch, heads, queries, key_dim), heads a multiple of each segment's kv_heads (grouped
     queries: consecutive heads share a kv head). Returns (batch, heads, queries, value_dim) in the
     query's dtype, and (batch, heads, queries) float32. Partial results are combined in float32; a query that sees
     nothing at all gets zeros and -inf. Segments are consumed one at a time, so a generator holds only one of them.
+    ``before``: output and log-sum-exp of further entries that were attended already.
     """
-    output: Tensor | None = None
-    lse: Tensor | None = None
+    output, lse = (None, None) if before is None else (before[0].float(), before[1])
     for segment in segments:
         if segment.key.shape[-2] == 0:
             continue

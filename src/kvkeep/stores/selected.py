@@ -253,7 +253,7 @@ class SelectedLayer(StreamedLayer):
     def learn(self, bank: Bank, weights: Tensor, queries: int) -> None:
         """Tell the selector what a bank's entries received: (its lanes, entries in use), of ``queries`` queries."""
         slots, marks = bank.slots[:, : bank.used], bank.noted()[:, : bank.used]
-        bank.note(self.selector.observe(self._candidates(bank, slots, marks, self.length), weights, queries))
+        bank.note(self.selector.observe(self.candidates(bank, slots, marks, self.length), weights, queries))
 
     def settle(self) -> None:
         """Let the entries in hand compete with those held, and hand what leaves to its fate."""
@@ -301,7 +301,7 @@ class SelectedLayer(StreamedLayer):
         self, bank: Bank, keys: Tensor, values: Tensor, marks: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor] | None:
         """Write a single new entry over the lowest-ranked one: the step of every decoded token."""
-        entries = self._candidates(bank, bank.slots, bank.marks, self.length + 1)
+        entries = self.candidates(bank, bank.slots, bank.marks, self.length + 1)
         if self.selector.reads:
             entries = replace(entries, keys=bank.keys[:, : bank.columns], values=bank.values[:, : bank.columns])
         rank = self.selector.rank(entries)
@@ -334,7 +334,7 @@ class SelectedLayer(StreamedLayer):
         both = torch.cat([bank.slots, slots], 1)
         fresh = self._entered(bank, keys) if marks is None else marks
         joined = None if fresh is None else torch.cat([bank.noted(), fresh], 1)
-        entries = self._candidates(bank, both, joined, self.length + count, count)
+        entries = self.candidates(bank, both, joined, self.length + count, count)
         if self.selector.reads:
             entries = replace(
                 entries,
@@ -387,7 +387,7 @@ class SelectedLayer(StreamedLayer):
 
     # -- marks --------------------------------------------------------------------------------------
 
-    def _candidates(self, bank: Bank, slots: Tensor, marks: Tensor | None, length: int, new: int = 0) -> Candidates:
+    def candidates(self, bank: Bank, slots: Tensor, marks: Tensor | None, length: int, new: int = 0) -> Candidates:
         first = self.ledger.first
         by_lane: Tensor | int = 0 if first is None else bank.of(first.repeat_interleave(self.heads, 0))[:, None]
         return Candidates(slots, marks, by_lane, length, new, bank.columns, self.heads, self.index)
@@ -405,7 +405,7 @@ class SelectedLayer(StreamedLayer):
         if not self.selector.enters:
             return None
         count = keys.shape[1]
-        entries = self._candidates(bank, self._new_slots(bank, count), None, self.length + count, count)
+        entries = self.candidates(bank, self._new_slots(bank, count), None, self.length + count, count)
         return self.selector.enter(entries, keys)
 
     def _joined(self, bank: Bank, fresh: Tensor | None) -> Candidates:
@@ -418,7 +418,7 @@ class SelectedLayer(StreamedLayer):
             fresh = torch.zeros(slots.shape, device=slots.device)
         marks = torch.cat([bank.noted()[:, : bank.used], fresh], 1)
         slots = torch.cat([bank.slots[:, : bank.used], slots], 1)
-        entries = self._candidates(bank, slots, marks, self.length + keys.shape[1], keys.shape[1])
+        entries = self.candidates(bank, slots, marks, self.length + keys.shape[1], keys.shape[1])
         if not self.selector.reads:
             return entries
         held = (bank.keys[:, : bank.used], bank.values[:, : bank.used])

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 from kvkeep.errors import BudgetError, UsageError
 from kvkeep.policies.recalls.base import Recall
 from kvkeep.policies.request import Exactness
+from kvkeep.stores.backed import BackedLayer, Round
+from kvkeep.stores.checkpoints import Checkpoint
 
 
 @dataclass(frozen=True)
@@ -25,11 +29,16 @@ class Verified(Recall):
         if self.longest < 1:
             raise UsageError(f"A run has at least one drafted token, not {self.longest}.")
 
-    def tail(self, entries: int) -> int:
-        """Return room for the drafts and the token before them, half the budget at most."""
+    def round(self, entries: int) -> Round:
+        """Return rounds with room for the drafts and the token before them, half the budget at most."""
         if entries < 4:
             raise BudgetError(
                 f"A budget of {entries} entries has no room for drafts beside what they attend to; give it at least 4, "
                 "or use kv-direct."
             )
-        return min(self.longest + 1, entries // 2)
+        return Round(min(self.longest + 1, entries // 2))
+
+    def layers(self, log: Checkpoint, round: Round | None) -> Callable[..., BackedLayer]:
+        """Return layers that draft."""
+        assert round is not None
+        return partial(BackedLayer, log=log, round=round)
