@@ -88,8 +88,9 @@ def attend(
     return output.to(query.dtype), lse
 
 
-def weighed(query: Tensor, segment: Segment, scaling: float) -> tuple[Tensor, Tensor]:
-    """Return attention of a single query over one segment, and the weight of each entry, mean over heads.
+def weighed(query: Tensor, segment: Segment, scaling: float, most: bool = False) -> tuple[Tensor, Tensor]:
+    """Return attention of a single query over one segment, and the weight of each entry: the mean over heads, or the
+    ``most`` of any.
 
     query: (batch, heads, 1, key_dim). Returns (batch, heads, 1, value_dim) and (batch, entries) float32. Kernels report
     no weights; for one query plain products are as fast, and have them.
@@ -102,7 +103,8 @@ def weighed(query: Tensor, segment: Segment, scaling: float) -> tuple[Tensor, Te
         scores = (scores.view(batch, heads, 1, -1) + mask).view_as(scores)
     weights = torch.softmax(scores, -1)
     output = torch.bmm(weights.to(value.dtype), value).view(batch, heads, 1, -1)
-    return output, weights.view(batch, heads, -1).mean(1)
+    weights = weights.view(batch, heads, -1)
+    return output, weights.amax(1) if most else weights.mean(1)
 
 
 def _merge(a: Tensor, lse_a: Tensor, b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:

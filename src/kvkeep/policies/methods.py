@@ -23,8 +23,10 @@ from kvkeep.policies.fates.lowrank import LowRank
 from kvkeep.policies.fates.quantised import Quantised
 from kvkeep.policies.fates.segmented import Segmented
 from kvkeep.policies.recalls import RECALLS, Recall
+from kvkeep.policies.recalls.missed import Missed
 from kvkeep.policies.request import Exactness, Plan, Request
 from kvkeep.policies.selectors import SELECTORS, Selector
+from kvkeep.policies.selectors.lru import LRU
 from kvkeep.policies.selectors.streaming_llm import StreamingLLM
 from kvkeep.policies.selectors.window import Window
 from kvkeep.policies.specs import build
@@ -285,10 +287,20 @@ PRESETS: dict[str, _Preset] = {
     ),
 }
 
+_KV_LRU = _backed(
+    "kv-lru",
+    LRU(),
+    Checkpointed(),
+    Missed(),
+    "What was used least recently leaves; after a step, what it may have missed comes back, 64 entries at most.",
+    LRU.source,
+)
+
 METHODS: dict[str, Method] = {
     **{method.name: method for method in _KEPT},
     **{name: combined(name, selector(), Drop()) for name, selector in SELECTORS.items() if name != "kvpress"},
     **{name: preset.build(name) for name, preset in PRESETS.items()},
+    _KV_LRU.name: _KV_LRU,
 }
 """The methods by name. Any ``SELECTOR+FATE`` is one too: see :func:`resolve`."""
 

@@ -216,7 +216,7 @@ class BackedLayer(SelectedLayer):
                 mask = (torch.arange(start, stop, device=keys.device) <= rows[:, None])[None, None]
             keys, values = expanded(voters.module, keys, values)
             segment = Segment(self.by_lane(keys), self.by_lane(values), mask)
-            parts.append(received(voters.query, segment, voters.lse, voters.scaling))
+            parts.append(received(voters.query, segment, voters.lse, voters.scaling, most=self.selector.most))
         return torch.cat(parts, 1)
 
     def _chosen(self, bank: Bank, slots: Tensor, weights: Tensor, queries: int) -> tuple[Tensor, Tensor, Tensor]:

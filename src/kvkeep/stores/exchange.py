@@ -40,6 +40,15 @@ def fetched(layer: BackedLayer, slots: Tensor) -> tuple[Tensor, Tensor]:
     return whole[0], whole[1]
 
 
+def away(layer: BackedLayer) -> Tensor:
+    """Return which slots can come back: in the log, not resident, not padding; (lanes, slots) bool."""
+    flags = ~layer.held()
+    if layer.visible is not None:
+        flags &= layer.visible[:, 0, 0, : layer.length]
+    flags[:, : layer.log.first(layer.index)] = False
+    return flags
+
+
 def evict(layer: BackedLayer, count: int) -> None:
     """Let the ``count`` lowest-ranked resident entries of every lane leave; they are in the log."""
     for bank in layer.banks:
@@ -49,6 +58,19 @@ def evict(layer: BackedLayer, count: int) -> None:
         gone = torch.zeros(bank.slots.shape, dtype=torch.bool, device=leaving.device).scatter_(1, leaving, place)
         bank.slots.masked_fill_(gone, -1)
         bank.vacant = int((bank.slots[:, : bank.used] < 0).sum(1).max())
+
+
+def recall(layer: BackedLayer, slots: Tensor, limit: int) -> int:
+    """Make those of ``slots`` (n,) resident that can come back, the first ``limit`` of every lane; return how many that
+    were in all."""
+    if not layer.banks or not layer.length or not len(slots):
+        return 0
+    wanted = away(layer)[:, slots]
+    wanted &= wanted.cumsum(1) <= min(limit, *(bank.columns for bank in layer.banks))
+    chosen = compact(wanted)
+    if chosen.shape[1]:
+        bring(layer, slots[chosen.clamp(min=0)].masked_fill(chosen < 0, -1))
+    return int(wanted.sum())
 
 
 def bring(layer: BackedLayer, slots: Tensor) -> None:

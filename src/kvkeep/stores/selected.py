@@ -68,6 +68,10 @@ class Selector(Protocol):
         """How many of the last queries' attention it needs to be told: 0 none, None all."""
 
     @property
+    def most(self) -> bool:
+        """Whether it is told the most that any query and head gave, not the sum over queries and the mean over heads."""
+
+    @property
     def enters(self) -> bool:
         """Whether new entries get a mark of their own from :meth:`enter`; else it is 0."""
 
@@ -83,7 +87,7 @@ class Selector(Protocol):
         """Return the first marks of new entries, (lanes, entries); keys (lanes, entries, dim)."""
 
     def observe(self, entries: Candidates, weights: Tensor, queries: int) -> Tensor:
-        """Return marks after attention: ``weights`` (lanes, entries), summed over ``queries`` queries."""
+        """Return marks after attention: ``weights`` (lanes, entries), of ``queries`` queries."""
 
     def rank(self, entries: Candidates) -> Tensor:
         """Return (lanes, entries): the lowest leaves first."""
@@ -176,7 +180,7 @@ class SelectedLayer(StreamedLayer):
         )
         new = None if single else fresh(query, key, value, mask)
         if single and query.shape[2] == 1 and len(self.banks) == 1 and self.fate.forgets and self.selector.watches != 0:
-            output, weights = weighed(query, held[0], scaling)
+            output, weights = weighed(query, held[0], scaling, self.selector.most)
             self.learn(self.banks[0], weights, 1)
         else:
             output, lse = attend(query, chain(recalled, held, () if new is None else (new,)), scaling)
@@ -237,13 +241,13 @@ class SelectedLayer(StreamedLayer):
         for number, bank in enumerate(self.banks):
             parts = []
             if bank.used:
-                parts.append(received(query, next(segments), lse, scaling, watches))
+                parts.append(received(query, next(segments), lse, scaling, watches, self.selector.most))
             if fresh is None:
                 if parts:
                     self.learn(bank, parts[0], queries)
                 continue
             own = Segment(bank.of(fresh.key), fresh.value, _of(bank, fresh.mask), fresh.causal, bank.lanes)
-            parts.append(received(query, own, lse, scaling, watches))
+            parts.append(received(query, own, lse, scaling, watches, self.selector.most))
             # Layers that share entries are each told of; marks of the new ones wait for the last of them.
             entries = self._joined(bank, self._new_marks.get(number))
             marks = self.selector.observe(entries, torch.cat(parts, 1), queries)

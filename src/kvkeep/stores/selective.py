@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from kvkeep.attention import Segment, attend
+from kvkeep.stores import exchange
 from kvkeep.stores.backed import BackedLayer, Round
 from kvkeep.stores.bounds import PAGE, Bounds
 from kvkeep.stores.checkpoints import Checkpoint, expanded, latent
-from kvkeep.stores.exchange import compact, fetched
 from kvkeep.stores.ledger import Ledger
 from kvkeep.stores.meter import Meter
 from kvkeep.stores.places import Place
@@ -130,10 +130,10 @@ class SelectiveLayer(BackedLayer):
         taken = self.choice.choose(most - self._counted(lse)[..., None])
         recalled = 0
         if taken is not None:
-            slots = compact(away & taken.repeat_interleave(PAGE, 1))
+            slots = exchange.compact(away & taken.repeat_interleave(PAGE, 1))
             if slots.shape[1]:
                 recalled = int((slots >= 0).sum())
-                keys, values = fetched(self, slots)
+                keys, values = exchange.fetched(self, slots)
                 with self.meter.holding(keys, values):
                     segment = Segment(keys[:, None], values[:, None], (slots >= 0)[:, None, None])
                     output, lse = attend(query, [segment], step.scaling, (output, lse))
@@ -160,10 +160,7 @@ class SelectiveLayer(BackedLayer):
         """Return which slots are in the log and not resident, (lanes, slots of whole pages) bool; None where all are."""
         if not self.length or not self.banks:
             return None
-        away = ~self.held()
-        if self.visible is not None:
-            away &= self.visible[:, 0, 0, : self.length]
-        away[:, : self.log.first(self.index)] = False
+        away = exchange.away(self)
         if not away.any():
             return None
         return torch.nn.functional.pad(away, (0, self.bounds.pages * PAGE - self.length))

@@ -29,7 +29,9 @@ class Pages(Selective):
         """Read what follows the name: a number, or "all"."""
         value = text.removeprefix("count=")
         if value not in ("", "all") and not value.isdigit():
-            raise UsageError(f"'pages:{text}' is not understood: recall 'pages' takes a whole number of them, or 'all'.")
+            raise UsageError(
+                f"'pages:{text}' is not understood: recall 'pages' takes a whole number of them, or 'all'."
+            )
         return cls(ALL if value == "all" else int(value or cls.count))
 
     def choose(self, excess: Tensor) -> Tensor:

@@ -24,9 +24,13 @@ class Selective(Recall):
     def check(self, fate: LiveFate, log: Checkpoint) -> None:
         """Refuse checkpoints that rebuild everything or nothing, and fates that would hold entries a second time."""
         if not log.picks:
-            raise UsageError("Recalling single entries needs checkpoint kind 'kv' or 'residual': the others rebuild all.")
+            raise UsageError(
+                "Recalling single entries needs checkpoint kind 'kv' or 'residual': the others rebuild all."
+            )
         if not fate.forgets:
-            raise UsageError("A recall of single entries takes no fate but 'checkpoint': what left is all in checkpoints.")
+            raise UsageError(
+                "A recall of single entries takes no fate but 'checkpoint': what left is all in checkpoints."
+            )
 
     def layers(self, log: Checkpoint, round: Round | None) -> Callable[..., BackedLayer]:
         """Return layers that ask it which pages to recall."""
