@@ -35,6 +35,13 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "random+tokens": ("random+checkpoint:tokens", {"budget": 16, "where": "device", "page": 6}),
     "duo-attention+kv": ("duo-attention:sinks=2+checkpoint:kv", {"budget": 16, "where": "host"}),
     "h2o+segments": ("h2o+segments:99", {"budget": 16}),
+    "h2o+certified": ("h2o+certified:0", {"budget": 16, "checkpoint": "kv", "where": "host"}),
+    "snapkv+pages": (
+        "snapkv:window=4,kernel=3+checkpoint:residual+pages:all",
+        {"budget": 17, "chunk": 9, "where": "host", "page": 6},
+    ),
+    "duo-attention+pages": ("duo-attention:sinks=2+pages:all", {"budget": 16, "checkpoint": "kv", "where": "disk"}),
+    "lru, roomy": ("kv-lru", {"budget": 200, "capacity": 300}),
     "h2o, roomy": ("h2o", {"budget": 200}),
     "snapkv, roomy": ("snapkv", {"budget": 200, "chunk": 20}),
 }

@@ -267,8 +267,8 @@ class KeepCache(Cache):
 
     @torch.no_grad()
     def evict(self, count: int) -> None:
-        """Let the ``count`` lowest-ranked resident entries of every KV head leave now; they stay in the checkpoints, and
-        those that come next find room. Raises UsageError for a method that does not keep all entries there."""
+        """Let the ``count`` lowest-ranked resident entries of every KV head leave now; they stay in the checkpoints,
+        and those that come next find room. Raises UsageError for a method that does not keep all entries there."""
         if count < 0:
             raise UsageError(f"A number of entries to evict is 0 or more, not {count}.")
         for layer in self._exchanging():
@@ -277,16 +277,16 @@ class KeepCache(Cache):
     @torch.no_grad()
     def recall(self, positions: Sequence[int], limit: int = 64) -> int:
         """Bring the slots ``positions`` (places in the sequence, padding included) back from the checkpoints, in every
-        layer and KV head where they are not resident: the first ``limit`` of them, in place of the lowest-ranked. Return
-        how many entries came back, of all layers, rows and KV heads. Raises UsageError for a slot that there is not, or
-        a method that does not keep all entries in checkpoints of which single ones can be had."""
+        layer and KV head where they are not resident: the first ``limit`` of them, in place of the lowest-ranked.
+        Return how many entries came back, of all layers, rows and KV heads. Raises UsageError for a slot that there is
+        not, or a method that does not keep all entries in checkpoints of which single ones can be had."""
         layers = self._exchanging()
         length, slots = self.get_seq_length(), list(dict.fromkeys(positions))
         if limit < 0 or any(not 0 <= slot < length for slot in slots):
             raise UsageError(f"There are slots 0 to {length - 1} to recall, and a limit is 0 or more.")
         if self.checkpoint is None or not self.checkpoint.picks:
             raise UsageError(
-                f"Checkpoint kind '{self.spec}' rebuilds all entries at once; 'kv' and 'residual' single ones."
+                f"Checkpoint kind '{self.spec}' cannot bring back single entries; 'kv' and 'residual' can."
             )
         chosen = torch.tensor(slots, dtype=torch.int64, device=self.request.device)
         return sum(exchange.recall(layer, chosen, limit) for layer in layers)

@@ -19,8 +19,8 @@ BLOCK = 128
 def received(
     query: Tensor, segment: Segment, lse: Tensor, scaling: float, last: int | None = None, most: bool = False
 ) -> Tensor:
-    """Return the weight each entry of ``segment`` got: summed over the ``last`` queries (None: all), mean over heads; or
-    the ``most`` that any of these queries and heads gave it.
+    """Return the weight each entry of ``segment`` got: summed over the ``last`` queries (None: all), mean over heads;
+    or the ``most`` that any of these queries and heads gave it.
 
     query: (batch, heads, queries, key_dim) and lse: (batch, heads, queries) as :func:`attend` took and returned them,
     ``lse`` over everything that was attended; a query whose lse is inf counts nothing. Returns (batch, entries)

@@ -66,8 +66,8 @@ class Bounds:
         return bound.unflatten(1, query.shape[1:3])
 
     def truncate(self, length: int) -> None:
-        """Forget the slots from ``length`` on. What they did to the bounds of a page that stays is left: too wide a bound
-        is still one."""
+        """Forget the slots from ``length`` on. What they did to the bounds of a page that stays is left: too wide a
+        bound is still one."""
         self.length = min(self.length, length)
         for rows in (self._low, self._high):
             rows.truncate(-(-self.length // PAGE))

@@ -240,7 +240,7 @@ class Residuals:
         return self.stride == 1
 
     def pick(self, layer: int, lane: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
-        """Project the slots that any lane asks for, once for all of them, a page at a time, and take each lane's own."""
+        """Project the slots that any lane asks for, once for all of them, a page at a time; take each lane's own."""
         union, place = slot.unique(return_inverse=True)
         rows: Rows | None = self._rows.get(layer)
         lanes = torch.arange(self.ledger.batch, device=slot.device).repeat_interleave(self.page)

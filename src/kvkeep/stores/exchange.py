@@ -18,7 +18,7 @@ def compact(wanted: Tensor) -> Tensor:
     """Return the slots that are marked, (lanes, n) with n the most of any lane, -1 behind a lane's last; ``wanted``:
     (lanes, slots) bool."""
     counts = wanted.sum(1)
-    lane, slot = wanted.nonzero(as_tuple=True)
+    slot = wanted.nonzero(as_tuple=True)[1]
     width = int(counts.max()) if len(counts) else 0
     if len(slot) == width * len(counts):
         return slot.view(len(counts), width)

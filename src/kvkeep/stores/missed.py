@@ -1,4 +1,4 @@
-"""The layer that recalls after a step what the step may have missed, for the next one (llama.cpp pull request 21097)."""
+"""The layer that recalls after a step what it may have missed, for the next one (llama.cpp pull request 21097)."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Misses(Choice, Protocol):
 
 
 class MissedLayer(SelectiveLayer):
-    """A :class:`SelectiveLayer` whose steps of few queries attend to what is resident alone. Afterwards entries of pages
-    that by their bounds may have been used take the places of those that rank lowest: the highest bound first, half a
-    lane's budget at most, so that what was in use is not all driven out."""
+    """A :class:`SelectiveLayer` whose steps of few queries attend to what is resident alone. Afterwards entries of
+    pages that by their bounds may have been used take the places of those that rank lowest: the highest bound first,
+    half a lane's budget at most, so that what was in use is not all driven out."""
 
     choice: Misses
 

@@ -69,7 +69,7 @@ class Selector(Protocol):
 
     @property
     def most(self) -> bool:
-        """Whether it is told the most that any query and head gave, not the sum over queries and the mean over heads."""
+        """Whether it is told the most that any query and head gave, not the sum over queries, mean over heads."""
 
     @property
     def enters(self) -> bool:
@@ -251,7 +251,7 @@ class SelectedLayer(StreamedLayer):
             # Layers that share entries are each told of; marks of the new ones wait for the last of them.
             entries = self._joined(bank, self._new_marks.get(number))
             marks = self.selector.observe(entries, torch.cat(parts, 1), queries)
-            bank.note(marks[:, : bank.used])
+            bank.note(marks[:, : bank.used].clone())
             self._new_marks[number] = marks[:, bank.used :]
 
     def learn(self, bank: Bank, weights: Tensor, queries: int) -> None:
@@ -392,6 +392,7 @@ class SelectedLayer(StreamedLayer):
     # -- marks --------------------------------------------------------------------------------------
 
     def candidates(self, bank: Bank, slots: Tensor, marks: Tensor | None, length: int, new: int = 0) -> Candidates:
+        """Return entries of a bank as a selector is told of them, of ``length`` slots in all."""
         first = self.ledger.first
         by_lane: Tensor | int = 0 if first is None else bank.of(first.repeat_interleave(self.heads, 0))[:, None]
         return Candidates(slots, marks, by_lane, length, new, bank.columns, self.heads, self.index)

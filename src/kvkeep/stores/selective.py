@@ -2,8 +2,8 @@
 
 Attention over what is resident and new gives the log-sum-exp of their scores, and the bounds of a page
 (:mod:`kvkeep.stores.bounds`) the most that any of its entries can score. So before anything is recalled it is known how
-much of the attention a page can have at most; a :class:`Choice` says which pages are worth it, by lane, and what is left
-out is bounded by
+much of the attention a page can have at most; a :class:`Choice` says which pages are worth it, by lane, and what is
+left out is bounded by
 
     S / (1 + S),    S = sum over pages left out of  n exp(bound · scaling - lse)
 
@@ -58,9 +58,9 @@ class Certificate:
 
 
 class SelectiveLayer(BackedLayer):
-    """A :class:`BackedLayer` that recalls what ``choice`` says, in steps of at most :data:`FEW` queries. In longer ones,
-    where the caller masks by hand, and where attention is latent (bounds of what is cached say nothing about scores
-    then), it recalls everything."""
+    """A :class:`BackedLayer` that recalls what ``choice`` says, in steps of at most :data:`FEW` queries. In longer
+    ones, where the caller masks by hand, and where attention is latent (bounds of what is cached say nothing about
+    scores then), it recalls everything."""
 
     def __init__(
         self,
@@ -77,7 +77,8 @@ class SelectiveLayer(BackedLayer):
         super().__init__(index, budgets, selector, fate, home, ledger, meter, log, Round(0))
         self.choice, self.bounds = choice, Bounds()
         self.last = self.worst = 0.0
-        self._recalled = self._away = self._steps = 0
+        self._recalled = self._away = 0.0
+        self._steps = 0
 
     @property
     def certificate(self) -> Certificate:
@@ -157,7 +158,7 @@ class SelectiveLayer(BackedLayer):
         return lse.masked_fill(~self.visible[..., -lse.shape[2] :].squeeze(1), float("inf"))
 
     def away(self) -> Tensor | None:
-        """Return which slots are in the log and not resident, (lanes, slots of whole pages) bool; None where all are."""
+        """Return which slots can come back, (lanes, slots of whole pages) bool; None where there are none."""
         if not self.length or not self.banks:
             return None
         away = exchange.away(self)

@@ -25,6 +25,7 @@ class Recall(ABC):
 
     def check(self, fate: LiveFate, log: Checkpoint) -> None:
         """Raise UsageError where it cannot work with what else was asked for."""
+        return
 
     def round(self, entries: int) -> Round | None:
         """Return the rounds of draft and verify that it decodes in, of a layer's budget of ``entries``; None: it does

@@ -14,8 +14,10 @@ from kvkeep.policies.recalls.selective import Selective
 
 @dataclass(frozen=True)
 class Certified(Selective):
-    """In each step every KV head recalls pages of 32 tokens, those that can add most first, until the attention that any of
-    its queries can give to the others is at most ``share``, by the bounds of their keys."""
+    """In each step every KV head recalls pages of 32 tokens until little is left out for certain.
+
+    Those that can add most come first, until the attention that any query of the head can give to the others is at most
+    ``share``, by the bounds of their keys."""
 
     share: float = 0.01
 

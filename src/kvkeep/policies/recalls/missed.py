@@ -16,9 +16,10 @@ from kvkeep.stores.missed import MissedLayer
 
 @dataclass(frozen=True)
 class Missed(Selective):
-    """A step attends to what is resident; entries that may have been used had they been there, by the bounds of their
-    keys, are resident for the next one, at most ``limit`` for a KV head. To be used is to get ``threshold`` of a query's
-    attention; 0 stands for 1/T with T tokens so far."""
+    """A step attends to what is resident; what it may have missed is resident for the next one.
+
+    Missed is what a query might have given ``threshold`` of its attention, by the bounds of the keys; 0 stands for 1/T
+    with T tokens so far. At most ``limit`` entries of a KV head come back, the highest bound first."""
 
     limit: int = 64
     threshold: float = 0.0

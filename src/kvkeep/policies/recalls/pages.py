@@ -17,8 +17,10 @@ ALL = 2**31
 
 @dataclass(frozen=True)
 class Pages(Selective):
-    """In each step every KV head recalls the ``count`` pages of 32 tokens that can add most to its attention, by the
-    bounds of their keys; the largest of its query heads decides. "all" leaves nothing out."""
+    """In each step every KV head recalls the ``count`` pages of 32 tokens that promise most.
+
+    What a page can add to the head's attention is known from the bounds of its keys; the query that it can add most to
+    decides. "all" leaves nothing out."""
 
     count: int = 8
 
