@@ -21,6 +21,8 @@ def chat(
     model: options.Model = "smollm2",
     method: options.Method = None,
     budget: options.Budget = None,
+    kv_budget_tokens: options.BudgetTokens = None,
+    kv_budget_mb: options.BudgetMB = None,
     exact: options.Exact = False,
     checkpoint: options.Checkpoint = None,
     where: options.Where = None,
@@ -41,6 +43,7 @@ def chat(
     from kvkeep.models.loading import load
 
     recall = "verified" if exact else None
+    method, budget = options.kv_budget(kv_budget_tokens, kv_budget_mb, method, budget, exact)
     check_request(method, budget, checkpoint, where, recall)
     cache_options: dict[str, Any] = {
         "checkpoint": checkpoint,

@@ -18,6 +18,8 @@ def generate(
     model: options.Model = "smollm2",
     method: options.Method = None,
     budget: options.Budget = None,
+    kv_budget_tokens: options.BudgetTokens = None,
+    kv_budget_mb: options.BudgetMB = None,
     exact: options.Exact = False,
     checkpoint: options.Checkpoint = None,
     where: options.Where = None,
@@ -39,6 +41,7 @@ def generate(
     from kvkeep.models.loading import load
 
     recall = "verified" if exact else None
+    method, budget = options.kv_budget(kv_budget_tokens, kv_budget_mb, method, budget, exact)
     check_request(method, budget, checkpoint, where, recall)
     messages = question(read_text(file) if file else None, prompt)
     loaded = load(model, dtype=dtype, device=device, progress=note)

@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from kvkeep.errors import UsageError
+
 Model = Annotated[
     str, typer.Option("--model", "-m", help="An embedded model's name, a GGUF file, a folder, or a hub id.")
 ]
@@ -33,6 +35,16 @@ Budget = Annotated[
     typer.Option(
         "--budget", "-b", help="Entries per layer (512), bytes (64MB), a share of prompt and answer (25%), or 0."
     ),
+]
+BudgetTokens = Annotated[
+    int | None,
+    typer.Option(
+        "--kv-budget-tokens", min=0, help="The budget of method kv-lru in entries per layer; 0 is off. As in llama.cpp."
+    ),
+]
+BudgetMB = Annotated[
+    int | None,
+    typer.Option("--kv-budget-mb", min=0, help="The budget of method kv-lru in megabytes; 0 is off. As in llama.cpp."),
 ]
 Checkpoint = Annotated[
     str | None,
@@ -62,3 +74,19 @@ MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", min=1, help="The m
 Temperature = Annotated[float, typer.Option(min=0.0, help="0 is greedy; above, tokens are sampled.")]
 Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output, and nothing else.")]
+
+
+def kv_budget(
+    tokens: int | None, megabytes: int | None, method: str | None, budget: str | None, exact: bool
+) -> tuple[str | None, str | None]:
+    """Return the method and the budget that --kv-budget-tokens and --kv-budget-mb stand for; without them, or with 0,
+    those given. Raises UsageError where both are given."""
+    asked = [f"{tokens}" if tokens else "", f"{megabytes}MB" if megabytes else ""]
+    if not any(asked):
+        return method, budget
+    if method is not None or budget is not None or exact or all(asked):
+        raise UsageError(
+            "--kv-budget-tokens and --kv-budget-mb are method kv-lru with a budget; give one of them, "
+            "without --budget, --method and --exact."
+        )
+    return "kv-lru", "".join(asked)

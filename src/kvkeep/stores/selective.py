@@ -109,7 +109,7 @@ class SelectiveLayer(BackedLayer):
         if few:
             output, lse = self._chosen_pages(query, own, step)
         else:
-            output, lse = attend(query, chain(own, self._others(step.module, wide)), step.scaling)
+            output, lse = attend(query, chain(own, self._read(step.module, ~self.held(), wide)), step.scaling)
         if lost:
             self._note(1.0)  # nothing bounds what was lost
         self.observe(query, lse, step.scaling, held, new)
@@ -131,13 +131,10 @@ class SelectiveLayer(BackedLayer):
         taken = self.choice.choose(most - self._counted(lse)[..., None])
         recalled = 0
         if taken is not None:
-            slots = exchange.compact(away & taken.repeat_interleave(PAGE, 1))
-            if slots.shape[1]:
-                recalled = int((slots >= 0).sum())
-                keys, values = exchange.fetched(self, slots)
-                with self.meter.holding(keys, values):
-                    segment = Segment(keys[:, None], values[:, None], (slots >= 0)[:, None, None])
-                    output, lse = attend(query, [segment], step.scaling, (output, lse))
+            wanted = away & taken.repeat_interleave(PAGE, 1)
+            recalled = int(wanted.sum())
+            if recalled:
+                output, lse = attend(query, self._recall(step.module, wanted), step.scaling, (output, lse))
             most.masked_fill_(taken[:, None, None], float("-inf"))
         left = (most - self._counted(lse)[..., None]).logsumexp(-1)
         self._note(float(left.sigmoid().max()))  # S / (1 + S), by log S
@@ -166,18 +163,24 @@ class SelectiveLayer(BackedLayer):
             return None
         return torch.nn.functional.pad(away, (0, self.bounds.pages * PAGE - self.length))
 
-    def _others(self, module: Any, wide: Tensor | None) -> Iterator[Segment]:
-        """Yield all of the log that is not resident."""
-        slots = torch.arange(self.length, device=self.home_device).masked_fill(self.held(), -1)
+    def _recall(self, module: Any, wanted: Tensor) -> Iterator[Segment]:
+        """Yield what is ``wanted``, (lanes, slots) bool: gathered, or where some lane wants most of the log, read as it
+        lies and masked."""
+        if int(wanted.sum(1).max()) > self.length // 2:
+            yield from self._read(module, wanted[:, : self.length], None)
+            return
+        slots = exchange.compact(wanted)
+        keys, values = exchange.fetched(self, slots)
+        with self.meter.holding(keys, values):
+            yield Segment(keys[:, None], values[:, None], (slots >= 0)[:, None, None])
+
+    def _read(self, module: Any, wanted: Tensor, wide: Tensor | None) -> Iterator[Segment]:
+        """Yield the log, a piece at a time, masked by ``wanted`` (lanes, slots) bool and ``wide``."""
+        slots = torch.arange(self.length, device=wanted.device).masked_fill(~wanted, -1)
         for start, keys, values in self.log.recall(self.index, self.length):
             own = slots[:, start : start + keys.shape[-2]]
             rows = keys.flatten(0, 1)[:, None], values.flatten(0, 1)[:, None]
             yield Segment(*expanded(module, *rows), self.seen(own, True, wide))
-
-    @property
-    def home_device(self) -> torch.device:
-        """Where the resident entries are."""
-        return self.banks[0].slots.device
 
     def _note(self, bound: float) -> None:
         self.last = max(self.last, bound)
