@@ -16,6 +16,7 @@ def methods(json: options.Json = False) -> None:
     from kvkeep.cache import STOCK
     from kvkeep.policies.fates import FATES
     from kvkeep.policies.methods import METHODS
+    from kvkeep.policies.recalls import RECALLS
     from kvkeep.policies.selectors import SELECTORS
     from kvkeep.policies.specs import parameters
 
@@ -44,7 +45,7 @@ def methods(json: options.Json = False) -> None:
             "source": "transformers.DynamicCache",
         }
     )
-    kinds: dict[str, dict[str, Any]] = {"selectors": SELECTORS, "fates": FATES}
+    kinds: dict[str, dict[str, Any]] = {"selectors": SELECTORS, "fates": FATES, "recalls": RECALLS}
     parts = {kind: {name: parameters(made) for name, made in registry.items()} for kind, registry in kinds.items()}
     if json:
         defaults = {
@@ -59,7 +60,7 @@ def methods(json: options.Json = False) -> None:
     for row in rows:
         table.add_row(*(str(row[key]) for key in ("name", "class", "selector", "fate", "recall")))
     out.print(table)
-    out.print("\nAny SELECTOR+FATE is a method, too, and each may have parameters: snapkv:window=16+quantize:4")
+    out.print("\nAny SELECTOR+FATE+RECALL is a method, too, and each may have parameters: snapkv:window=16+pages:4")
     for kind, own in parts.items():
         listed = Table(box=None, header_style="bold")
         listed.add_column(kind)
