@@ -55,7 +55,7 @@ class KeepCache(Cache):
     default disk beside a CPU model, host beside an accelerator. capacity: entries the checkpoint may hold. folder:
     for disk. chunk: tokens of a prompt taken at a time. page: rows rebuilt at a time. batch: rows of the batch that
     share a budget given in bytes. recall: how what left comes back, as the last part of the method's name would say
-    ("verified"); without a method, that of "snapkv".
+    ("verified", "pages:8"); without a method, that of "snapkv".
 
     Raises UsageError, BudgetError, UnsupportedModelError or StoreError, each with one sentence.
     """

@@ -71,4 +71,4 @@ def test_bytes_are_those_of_its_tensors() -> None:
     bounds = Bounds()
     assert bounds.nbytes == 0 and bounds.state() == {}
     bounds.extend(keys(33, 0))
-    assert bounds.nbytes == 2 * 2 * 3 * 32 * 5 * 4  # low and high, rows, heads, a block of pages, channels, floats
+    assert bounds.nbytes == 2 * 2 * 3 * 8 * 5 * 4  # low and high, rows, heads, a block of pages, channels, floats

@@ -16,6 +16,9 @@ from kvkeep.stores.rows import Buffer
 PAGE = 32
 """Slots of a page."""
 
+BLOCK = 8
+"""Pages by which the bounds grow."""
+
 
 class Bounds:
     """Of one layer: page p is of slots 32 p .. 32 p + 31, the last of them perhaps of fewer. ``low`` and ``high`` are
@@ -23,7 +26,7 @@ class Bounds:
 
     def __init__(self) -> None:
         self.length = 0
-        self._low, self._high = Buffer(PAGE), Buffer(PAGE)
+        self._low, self._high = Buffer(BLOCK), Buffer(BLOCK)
 
     @property
     def pages(self) -> int:
