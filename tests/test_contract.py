@@ -38,6 +38,13 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     # Whatever drafts, the forward pass itself is exact; tests/decode/test_verified.py decodes in rounds.
     "snapkv+verified": ("snapkv:window=4,kernel=3+verified:5", {"budget": 17, "chunk": 9, "where": "host"}),
     "window+residual+verified": ("window+checkpoint:residual+verified:3", {"budget": 16, "where": "disk", "page": 6}),
+    "h2o+certified": ("h2o+certified:0", {"budget": 16, "checkpoint": "kv", "where": "host"}),
+    "snapkv+pages": (
+        "snapkv:window=4,kernel=3+checkpoint:residual+pages:all",
+        {"budget": 17, "chunk": 9, "where": "host", "page": 6},
+    ),
+    "duo-attention+pages": ("duo-attention:sinks=2+pages:all", {"budget": 16, "checkpoint": "kv", "where": "disk"}),
+    "lru, roomy": ("kv-lru", {"budget": 200, "capacity": 300}),
     "h2o, roomy": ("h2o", {"budget": 200}),
     "snapkv, roomy": ("snapkv", {"budget": 200, "chunk": 20}),
 }

@@ -18,6 +18,7 @@ from kvkeep.stores.whereabouts import Whereabouts
 
 PROMPT, NEW, BUDGET, CHUNK = 45, 12, 16, 16
 SELECTORS = [
+    "lru",
     "window",
     "streaming-llm:positions=absolute",
     "h2o",
@@ -27,6 +28,10 @@ SELECTORS = [
     "knorm",
     "random",
 ]
+# Methods whose recall is selective: what left is in checkpoints, and not all of it is attended.
+RECALLS = ["h2o+pages:1", "snapkv:window=6,kernel=3+certified:0.5", "kv-lru", "tova+checkpoint:residual+missed:3"]
+# Their pages are of slots, and "random" draws by slot: with padding they are compared with as much padding.
+BY_SLOT = ["random", *RECALLS]
 FAMILIES = ["llama", "gemma3", "gpt2", "deepseek_v3", "gemma4", "phi3"]
 EVERY = list(itertools.product(FAMILIES, SELECTORS))
 # Each selector on two families and each family with two selectors or more.
@@ -35,6 +40,8 @@ SOME = [
     for number, selector in enumerate(SELECTORS)
     for step in (0, 3)
 ]
+RECALLED = list(itertools.product(FAMILIES, RECALLS))
+ANY = [*SELECTORS, *RECALLS]
 
 
 # Where a norm follows the projection, all keys of a fresh model are as long, but for rounding: "knorm" is then a throw
@@ -167,7 +174,7 @@ def assert_close(ours: Any, theirs: Any, mine: slice = slice(None), yours: slice
 # -- the budget -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("family", "method"), EVERY)
+@pytest.mark.parametrize(("family", "method"), [*EVERY, *RECALLED])
 def test_the_budget_holds_after_every_chunk_and_token(family: str, method: str) -> None:
     cache = new_cache(family, method)
     lengths = watched(cache)
@@ -180,7 +187,7 @@ def test_the_budget_holds_after_every_chunk_and_token(family: str, method: str) 
     assert cache.memory().peak_cache_bytes >= cache.memory().resident_bytes
 
 
-@pytest.mark.parametrize(("family", "method"), SOME)
+@pytest.mark.parametrize(("family", "method"), [*SOME, *RECALLED])
 def test_several_turns_on_one_cache(family: str, method: str) -> None:
     cache = new_cache(family, method)
     watched(cache)
@@ -202,7 +209,7 @@ def test_peak_is_the_budget_and_one_chunk_of_one_layer(method: str) -> None:
     assert sum(cache.memory().checkpoint_bytes.values()) == cache.memory().compressed_bytes == 0
 
 
-@pytest.mark.parametrize("method", SELECTORS)
+@pytest.mark.parametrize("method", ANY)
 def test_a_budget_of_nothing_is_refused_or_works(method: str) -> None:
     """With nothing recalled, not even the token in hand would be attended."""
     try:
@@ -217,7 +224,7 @@ def test_a_budget_of_nothing_is_refused_or_works(method: str) -> None:
 # -- rows of a batch --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("family", "method"), [pair for pair in EVERY if pair not in NORMED])
+@pytest.mark.parametrize(("family", "method"), [pair for pair in [*EVERY, *RECALLED] if pair not in NORMED])
 def test_a_padded_row_is_what_it_is_alone(family: str, method: str) -> None:
     """Padded by whole chunks, so that each row's own tokens are taken in the same pieces as without padding."""
     lengths = [45 + NEW, 29 + NEW, 13 + NEW]
@@ -228,7 +235,7 @@ def test_a_padded_row_is_what_it_is_alone(family: str, method: str) -> None:
     for row, length in enumerate(lengths):
         own, start = slice(row, row + 1), lengths[0] - length
         # "random" draws by slot, and padding takes slots: it is compared with as much padding.
-        alone = (ids[own], mask[own]) if method == "random" else (ids[own, start:], None)
+        alone = (ids[own], mask[own]) if method in BY_SLOT else (ids[own, start:], None)
         torch.testing.assert_close(
             batch[own], forced(family, new_cache(family, method), *alone), atol=2e-4, rtol=2e-4, msg=f"row {row}"
         )
@@ -242,11 +249,11 @@ def test_a_padded_row_generates_what_it_does_alone(family: str, method: str) -> 
     batch = generate(family, new_cache(family, method, 48, chunk=48), ids, mask)
     for row, length in enumerate(lengths):
         own = slice(row, row + 1)
-        alone = (ids[own], mask[own]) if method == "random" else (ids[own, 45 - length :], None)
+        alone = (ids[own], mask[own]) if method in BY_SLOT else (ids[own, 45 - length :], None)
         assert_close(batch, generate(family, new_cache(family, method, 48, chunk=48), *alone), own)
 
 
-@pytest.mark.parametrize(("family", "method"), [pair for pair in SOME if pair not in NORMED])
+@pytest.mark.parametrize(("family", "method"), [pair for pair in [*SOME, *RECALLED] if pair not in NORMED])
 def test_rows_of_a_batch_do_not_see_each_other(family: str, method: str) -> None:
     ids = prompt(3, PROMPT + NEW)
     batch = forced(family, new_cache(family, method), ids)
@@ -254,7 +261,7 @@ def test_rows_of_a_batch_do_not_see_each_other(family: str, method: str) -> None
     torch.testing.assert_close(forced(family, new_cache(family, method), other)[:1], batch[2:], atol=2e-4, rtol=2e-4)
 
 
-@pytest.mark.parametrize(("family", "method"), [pair for pair in SOME if pair not in NORMED])
+@pytest.mark.parametrize(("family", "method"), [pair for pair in [*SOME, *RECALLED] if pair not in NORMED])
 def test_rows_in_another_order_are_the_same_rows(family: str, method: str) -> None:
     """Reordered before the prompt, or between two steps: with padding, the outputs are the same, permuted."""
     ids, mask = padded([40, 9, 33])
@@ -275,7 +282,7 @@ def test_rows_in_another_order_are_the_same_rows(family: str, method: str) -> No
         assert [set(slots) for slots in slots_of(mine)] == [set(slots) for slots in slots_of(yours)]
 
 
-@pytest.mark.parametrize(("family", "method"), [pair for pair in SOME if pair not in NORMED])
+@pytest.mark.parametrize(("family", "method"), [pair for pair in [*SOME, *RECALLED] if pair not in NORMED])
 def test_repeated_and_selected_rows_go_on_as_before(family: str, method: str) -> None:
     ids = prompt(3)
     cache, plain = new_cache(family, method), new_cache(family, method)
@@ -295,7 +302,7 @@ def test_repeated_and_selected_rows_go_on_as_before(family: str, method: str) ->
 # -- decoding in other ways -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("family", "method"), SOME)
+@pytest.mark.parametrize(("family", "method"), [*SOME, *RECALLED])
 def test_beams(family: str, method: str) -> None:
     ids, mask = padded([45, 30])
 
@@ -310,7 +317,7 @@ def test_beams(family: str, method: str) -> None:
     assert beams() == beams()
 
 
-@pytest.mark.parametrize(("family", "method"), SOME)
+@pytest.mark.parametrize(("family", "method"), [*SOME, *RECALLED])
 def test_sampling_with_a_seed(family: str, method: str) -> None:
     options = {"do_sample": True, "temperature": 0.7, "top_k": 0}
     cache = new_cache(family, method)
@@ -321,7 +328,7 @@ def test_sampling_with_a_seed(family: str, method: str) -> None:
     )
 
 
-@pytest.mark.parametrize(("family", "method"), SOME)
+@pytest.mark.parametrize(("family", "method"), [*SOME, *RECALLED])
 def test_assisted_decoding(family: str, method: str) -> None:
     """Drafts are taken in and cropped again: what they drove out is gone, the rest stays sound."""
     cache, crops = new_cache(family, method), []
@@ -340,7 +347,7 @@ def test_assisted_decoding(family: str, method: str) -> None:
     assert min(crops) < 0
 
 
-@pytest.mark.parametrize(("family", "method"), SOME)
+@pytest.mark.parametrize(("family", "method"), [*SOME, *RECALLED])
 @pytest.mark.parametrize("gone", [1, 9, 25])
 def test_crop_and_go_on(family: str, method: str, gone: int) -> None:
     """Cropped slots are forgotten, those dropped before stay away, and what comes next takes their places."""
@@ -370,7 +377,7 @@ def test_crop_and_go_on(family: str, method: str, gone: int) -> None:
     assert cache.get_seq_length() == 0 and cache.resident_bytes() == 0
 
 
-@pytest.mark.parametrize("method", SELECTORS)
+@pytest.mark.parametrize("method", ANY)
 def test_a_crop_that_undoes_an_append_undoes_it_wholly(method: str) -> None:
     """While nothing has left, what follows is what follows on a cache that never saw the rest (but for what an
     accumulating selector noted of its attention)."""
@@ -386,7 +393,7 @@ def test_a_crop_that_undoes_an_append_undoes_it_wholly(method: str) -> None:
         torch.testing.assert_close(step("llama", one, ids[:, low:high]), step("llama", other, ids[:, low:high]))
 
 
-@pytest.mark.parametrize(("family", "method"), SOME)
+@pytest.mark.parametrize(("family", "method"), [*SOME, *RECALLED])
 def test_reset_forgets_everything(family: str, method: str) -> None:
     cache = new_cache(family, method)
     fresh = generate(family, cache, prompt(2))
@@ -398,13 +405,13 @@ def test_reset_forgets_everything(family: str, method: str) -> None:
     assert_close(generate(family, cache, prompt(2)), fresh)
 
 
-@pytest.mark.parametrize(("family", "method"), SOME)
+@pytest.mark.parametrize(("family", "method"), [*SOME, *RECALLED])
 def test_two_runs_are_the_same_to_the_bit(family: str, method: str) -> None:
     one, other = (generate(family, new_cache(family, method), prompt(2)) for _ in range(2))
     assert all((mine == yours).all() for mine, yours in zip(one.logits, other.logits, strict=True))
 
 
-@pytest.mark.parametrize("method", SELECTORS)
+@pytest.mark.parametrize("method", ANY)
 def test_a_step_that_was_left_can_be_taken_again(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = new_cache("llama", method)
     ids = prompt(2)
@@ -472,7 +479,7 @@ def test_a_token_that_took_anothers_place_keeps_what_it_received(family: str) ->
 # -- a mask of the caller's own ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", SELECTORS)
+@pytest.mark.parametrize("method", ANY)
 def test_a_mask_of_ones_changes_nothing(method: str) -> None:
     one, other = new_cache("llama", method), new_cache("llama", method)
     ids = prompt(2)
@@ -483,7 +490,7 @@ def test_a_mask_of_ones_changes_nothing(method: str) -> None:
         )
 
 
-@pytest.mark.parametrize("method", SELECTORS)
+@pytest.mark.parametrize("method", ANY)
 def test_a_row_that_was_padded_attends_as_many_entries_as_one_that_was_not(method: str) -> None:
     """A decoded token takes its place before it attends, in padded batches too: the budget includes it."""
     cache = new_cache("llama", method)
@@ -528,7 +535,7 @@ def allocated(cache: KeepCache) -> int:
 _SHARED = ("Adapter", "Request")
 
 
-@pytest.mark.parametrize(("family", "method"), SOME)
+@pytest.mark.parametrize(("family", "method"), [*SOME, *RECALLED])
 def test_memory_is_what_is_allocated(family: str, method: str) -> None:
     cache = new_cache(family, method)
     generate(family, cache, prompt(2))
@@ -538,10 +545,11 @@ def test_memory_is_what_is_allocated(family: str, method: str) -> None:
         for layer, sliding in zip(cache.layers, cache.is_sliding, strict=True)
         if sliding
     )
-    assert memory.resident_bytes + memory.bookkeeping_bytes - windows == allocated(cache)
+    told = memory.resident_bytes + memory.bookkeeping_bytes + sum(memory.checkpoint_bytes.values())
+    assert told - windows == allocated(cache)
 
 
-@pytest.mark.parametrize("method", SELECTORS)
+@pytest.mark.parametrize("method", ANY)
 def test_rows_allocate_what_they_need(method: str) -> None:
     """Row by row, in blocks of 128 columns up to the budget: hand-computed for 300 tokens beside 20."""
     budget, ids, mask = 256, *padded([300, 20])
@@ -567,7 +575,7 @@ def test_rows_allocate_what_they_need(method: str) -> None:
         assert [len(slots) for slots in slots_of(layer)] == [min(own, 21)] * 2
 
 
-@pytest.mark.parametrize("method", SELECTORS)
+@pytest.mark.parametrize("method", ANY)
 @pytest.mark.parametrize("lengths", [[300, 172, 44], [300, 236, 172]])
 def test_ragged_rows_are_what_they_are_alone(method: str, lengths: list[int]) -> None:
     """Rows in banks of their own, that grow at different times, give what each gives without the others."""
@@ -580,7 +588,7 @@ def test_ragged_rows_are_what_they_are_alone(method: str, lengths: list[int]) ->
     batch = forced("llama", cache, inputs, mask)
     for row, length in enumerate(lengths):
         own = slice(row, row + 1)
-        alone = (inputs[own], mask[own]) if method == "random" else (inputs[own, 300 - length :], None)
+        alone = (inputs[own], mask[own]) if method in BY_SLOT else (inputs[own, 300 - length :], None)
         torch.testing.assert_close(
             batch[own],
             forced("llama", new_cache("llama", method, 256, chunk=64), *alone),
@@ -590,7 +598,7 @@ def test_ragged_rows_are_what_they_are_alone(method: str, lengths: list[int]) ->
         )
 
 
-@pytest.mark.parametrize("method", SELECTORS)
+@pytest.mark.parametrize("method", ANY)
 def test_memory_grows_with_the_text_up_to_the_budget(method: str) -> None:
     cache = new_cache("llama", method, 300, chunk=100)
     budgets, held = [own for (own,) in cache.budgets or ()], []
@@ -622,7 +630,7 @@ def test_pyramidkv_allocates_less_with_depth(family: str) -> None:
 # -- what it says of itself --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("family", "method"), SOME)
+@pytest.mark.parametrize(("family", "method"), [*SOME, *RECALLED])
 def test_whereabouts_are_those_of_the_layers(family: str, method: str) -> None:
     cache = new_cache(family, method)
     lengths = [45, 20]
@@ -637,9 +645,10 @@ def test_whereabouts_are_those_of_the_layers(family: str, method: str) -> None:
         assert codes.shape[1] == own.heads
         flat = codes.flatten(0, 1)
         assert ((flat == Whereabouts.RESIDENT) == own.held()).all()
-        assert (flat[~own.held()] == Whereabouts.DROPPED).all()
-        assert (codes[1, :, : PROMPT - 20] == Whereabouts.DROPPED).all()  # padding
-        assert (codes[..., -1] == Whereabouts.RESIDENT).all() or method in ("random", "knorm", "tova")
+        gone = Whereabouts.CHECKPOINTED if method in RECALLS else Whereabouts.DROPPED
+        assert (flat[~own.held()] == gone).all()
+        assert (codes[1, :, : PROMPT - 20] == gone).all()  # padding
+        assert (codes[..., -1] == Whereabouts.RESIDENT).all() or method.startswith(("random", "knorm", "tova"))
 
 
 @pytest.mark.parametrize(("family", "method"), SOME)

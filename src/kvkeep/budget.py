@@ -10,7 +10,7 @@ from typing import Literal, overload
 from kvkeep.errors import BudgetError, UnsupportedModelError
 from kvkeep.geometry import ModelGeometry
 
-DEFAULT_CHUNK = 256
+DEFAULT_CHUNK = 512
 """Tokens per prefill chunk when the budget has room for them."""
 
 MIN_CHUNK = 16

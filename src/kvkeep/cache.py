@@ -17,6 +17,7 @@ from kvkeep.errors import KvkeepError, UsageError, unknown
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.policies.methods import Method, resolve
 from kvkeep.policies.request import Exactness, Request
+from kvkeep.stores import exchange
 from kvkeep.stores.backed import BackedLayer, Phase
 from kvkeep.stores.checkpoints import CheckpointSpec
 from kvkeep.stores.ledger import Ledger
@@ -25,6 +26,7 @@ from kvkeep.stores.paged import BlockTable, PagedLayer
 from kvkeep.stores.places import PLACES
 from kvkeep.stores.rows import Rows
 from kvkeep.stores.selected import SelectedLayer
+from kvkeep.stores.selective import Certificate, SelectiveLayer
 from kvkeep.stores.streamed import OrderedLayer, Step, StreamedLayer
 from kvkeep.stores.whereabouts import Whereabouts
 
@@ -53,7 +55,7 @@ class KeepCache(Cache):
     default disk beside a CPU model, host beside an accelerator. capacity: entries the checkpoint may hold. folder:
     for disk. chunk: tokens of a prompt taken at a time. page: rows rebuilt at a time. batch: rows of the batch that
     share a budget given in bytes. recall: how what left comes back, as the last part of the method's name would say
-    ("verified"); without a method, that of "snapkv".
+    ("verified", "pages:8"); without a method, that of "snapkv".
 
     Raises UsageError, BudgetError, UnsupportedModelError or StoreError, each with one sentence.
     """
@@ -261,6 +263,49 @@ class KeepCache(Cache):
             layer.truncate(self._begun)
         self._forget_from(self._begun)
 
+    # -- entries that leave and come back ------------------------------------------------------------
+
+    @torch.no_grad()
+    def evict(self, count: int) -> None:
+        """Let the ``count`` lowest-ranked resident entries of every KV head leave now; they stay in the checkpoints,
+        and those that come next find room. Raises UsageError for a method that does not keep all entries there."""
+        if count < 0:
+            raise UsageError(f"A number of entries to evict is 0 or more, not {count}.")
+        for layer in self._exchanging():
+            exchange.evict(layer, count)
+
+    @torch.no_grad()
+    def recall(self, positions: Sequence[int], limit: int = 64) -> int:
+        """Bring the slots ``positions`` (places in the sequence, padding included) back from the checkpoints, in every
+        layer and KV head where they are not resident: the first ``limit`` of them, in place of the lowest-ranked.
+        Return how many entries came back, of all layers, rows and KV heads. Raises UsageError for a slot that there is
+        not, or a method that does not keep all entries in checkpoints of which single ones can be had."""
+        layers = self._exchanging()
+        length, slots = self.get_seq_length(), list(dict.fromkeys(positions))
+        if limit < 0 or any(not 0 <= slot < length for slot in slots):
+            raise UsageError(f"There are slots 0 to {length - 1} to recall, and a limit is 0 or more.")
+        if self.checkpoint is None or not self.checkpoint.picks:
+            raise UsageError(
+                f"Checkpoint kind '{self.spec}' cannot bring back single entries; 'kv' and 'residual' can."
+            )
+        chosen = torch.tensor(slots, dtype=torch.int64, device=self.request.device)
+        return sum(exchange.recall(layer, chosen, limit) for layer in layers)
+
+    def certificate(self) -> list[Certificate]:
+        """Return what each layer whose recall is selective can have left out; nothing for other methods."""
+        return [layer.certificate for layer in self.layers if isinstance(layer, SelectiveLayer)]
+
+    def _exchanging(self) -> list[BackedLayer]:
+        if self._open:
+            self._roll_back()
+        layers = list(self._backed())
+        if not layers or self.fate is None or not self.fate.forgets:
+            raise UsageError(
+                f"Method '{self.method.name}' does not keep all its entries in checkpoints, so none can leave and come "
+                "back by hand; 'kv-lru' does."
+            )
+        return layers
+
     def _backed(self) -> Iterator[BackedLayer]:
         return (layer for layer in self.layers if isinstance(layer, BackedLayer))
 
@@ -295,7 +340,7 @@ class KeepCache(Cache):
             self.positions.truncate(length)
         if self.fate is not None:
             self.fate.truncate(length)
-        if self.checkpoint is not None and (self.fate is None or self.round is not None):
+        if self.checkpoint is not None and (self.fate is None or any(True for _ in self._backed())):
             self.checkpoint.truncate(length, [getattr(layer, "evicted", 0) for layer in self.layers])
 
     def _streamed(self) -> Iterator[StreamedLayer]:

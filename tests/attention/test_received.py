@@ -68,6 +68,12 @@ def test_received_is_a_sum_over_the_weights(
     expected = asked.sum(2).mean(1).split([past, queries], 1)
     for segment, share in zip(segments, expected, strict=True):
         torch.testing.assert_close(received(query, segment, lse, SCALING, last).double(), share, atol=1e-5, rtol=1e-4)
+    most = asked.amax((1, 2)).split([past, queries], 1)
+    for segment, share in zip(segments, most, strict=True):
+        found = received(query, segment, lse, SCALING, last, most=True)
+        torch.testing.assert_close(found.double(), share, atol=1e-5, rtol=1e-4)
+    in_turn = attend(query, segments[1:], SCALING, attend(query, segments[:1], SCALING))
+    torch.testing.assert_close(in_turn, (output, lse), atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("last", [None, 1, BLOCK, BLOCK + 7])

@@ -53,6 +53,27 @@ def test_every_kind_and_place_writes_what_stock_writes(
     assert json.loads(out)["tokens"] == expected, err
 
 
+@pytest.mark.parametrize(
+    ("flags", "method", "held"),
+    [
+        (("--kv-budget-tokens", "32"), "kv-lru", True),
+        (("--kv-budget-mb", "1"), "kv-lru", True),
+        (("--kv-budget-tokens", "0"), "full", False),
+        (("--kv-budget-tokens", "0", "--kv-budget-mb", "0", "-b", "32"), "kv-direct", True),
+    ],
+)
+def test_the_flags_of_the_pull_request(
+    run: Run, model_folder: Path, text: str, flags: tuple[str, ...], method: str, held: bool
+) -> None:
+    """A budget makes it kv-lru, with checkpoints in host memory; 0 is as if the flag were not there."""
+    code, out, err = run("generate", "-m", str(model_folder), "-f", text, "-n", "5", "--json", *flags)
+    assert code == 0, err
+    answer = json.loads(out)
+    assert (answer["method"], len(answer["tokens"])) == (method, 5)
+    assert (sum(answer["memory"]["checkpoint_bytes"].values()) > 0) == held
+    assert (answer["memory"]["checkpoint_bytes"]["host"] > 0) == (method == "kv-lru")
+
+
 def test_standard_input_is_a_file_too(run: Run, model_folder: Path, words: str) -> None:
     code, out, _ = run("generate", "-m", str(model_folder), "-f", "-", "-n", "3", "--json", stdin=words)
     assert code == 0 and json.loads(out)["prompt_tokens"] > 190
@@ -75,6 +96,10 @@ def test_generate_streams_the_text(run: Run, model_folder: Path, text: str) -> N
         (("-p", "a", "-b", "32", "-w", "dsk"), "did you mean disk"),
         (("-p", "a", "-b", "32", "-w", "disk", "--folder", "/nowhere"), "no such file"),
         (("-p", "a", "-x", "stock", "-b", "32"), "takes no budget"),
+        (("-p", "a", "--kv-budget-tokens", "32", "-b", "32"), "without --budget"),
+        (("-p", "a", "--kv-budget-tokens", "32", "--kv-budget-mb", "1"), "one of them"),
+        (("-p", "a", "--kv-budget-mb", "1", "-x", "h2o"), "without --budget"),
+        (("-p", "a", "--kv-budget-mb", "1", "--exact"), "without --budget"),
         (("-f", "/nowhere/text"), "no such file"),
         ((), "nothing to answer"),
         (("-p", "the " * 600), "512 positions"),
@@ -107,6 +132,8 @@ def test_unknown_models(run: Run, name: str) -> None:
 def test_methods_and_models_as_json(run: Run) -> None:
     names = {row["name"]: row for row in json.loads(run("methods", "--json")[1])["methods"]}
     assert names["kv-direct"]["class"] == "exact" and "stock" in names
+    assert names["kv-lru"]["class"] == "reversible" and "capacity" in names["kv-lru"]["options"]
+    assert {"pages", "certified", "missed"} <= set(json.loads(run("methods", "--json")[1])["recalls"])
     models = json.loads(run("models", "--json")[1])["models"]
     assert {"smollm2", "gemma3-270m"} == {row["name"] for row in models}
     assert "kv-direct" in run("methods")[1] and "smollm2" in run("models")[1]

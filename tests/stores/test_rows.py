@@ -56,6 +56,9 @@ def test_equals_a_plain_tensor(name: str, place: str, operations: list[tuple[str
         assert (rows.first, rows.length) == (first, twin.shape[2])
         if first < twin.shape[2]:
             assert torch.equal(concatenated(rows, first, twin.shape[2]), twin[:, :, first:])
+            lane = torch.arange(twin.shape[2] - first) % twin.shape[0]
+            slot = torch.arange(first, twin.shape[2]).flip(0)
+            assert torch.equal(rows.pick(lane, slot), twin[lane, 0, slot])
         if isinstance(rows, Ring):
             assert rows.data is None or rows.data.shape[2] <= rows.capacity
             whole = rows.everything()

@@ -68,16 +68,18 @@ class Segment:
     rows: Tensor | None = None
 
 
-def attend(query: Tensor, segments: Iterable[Segment], scaling: float) -> tuple[Tensor, Tensor]:
+def attend(
+    query: Tensor, segments: Iterable[Segment], scaling: float, before: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
     """Return softmax attention of ``query`` over the union of ``segments``, and the log-sum-exp of its scores.
 
     query: (batch, heads, queries, key_dim), heads a multiple of each segment's kv_heads (grouped
     queries: consecutive heads share a kv head). Returns (batch, heads, queries, value_dim) in the
     query's dtype, and (batch, heads, queries) float32. Partial results are combined in float32; a query that sees
     nothing at all gets zeros and -inf. Segments are consumed one at a time, so a generator holds only one of them.
+    ``before``: output and log-sum-exp of further entries that were attended already.
     """
-    output: Tensor | None = None
-    lse: Tensor | None = None
+    output, lse = (None, None) if before is None else (before[0].float(), before[1])
     for segment in segments:
         if segment.key.shape[-2] == 0:
             continue
@@ -97,8 +99,9 @@ def attend(query: Tensor, segments: Iterable[Segment], scaling: float) -> tuple[
     return output.to(query.dtype), lse
 
 
-def weighed(query: Tensor, segment: Segment, scaling: float) -> tuple[Tensor, Tensor]:
-    """Return attention of a single query over one segment, and the weight of each entry, mean over heads.
+def weighed(query: Tensor, segment: Segment, scaling: float, most: bool = False) -> tuple[Tensor, Tensor]:
+    """Return attention of a single query over one segment, and the weight of each entry: the mean over heads, or the
+    ``most`` of any.
 
     query: (batch, heads, 1, key_dim). Returns (batch, heads, 1, value_dim) and (batch, entries) float32. Kernels report
     no weights; for one query plain products are as fast, and have them.
@@ -111,7 +114,8 @@ def weighed(query: Tensor, segment: Segment, scaling: float) -> tuple[Tensor, Te
         scores = (scores.view(batch, heads, 1, -1) + mask).view_as(scores)
     weights = torch.softmax(scores, -1)
     output = torch.bmm(weights.to(value.dtype), value).view(batch, heads, 1, -1)
-    return output, weights.view(batch, heads, -1).mean(1)
+    weights = weights.view(batch, heads, -1)
+    return output, weights.amax(1) if most else weights.mean(1)
 
 
 def _merge(a: Tensor, lse_a: Tensor, b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,8 +16,11 @@ BLOCK = 128
 """Queries whose weights stand in memory at once."""
 
 
-def received(query: Tensor, segment: Segment, lse: Tensor, scaling: float, last: int | None = None) -> Tensor:
-    """Return the weight each entry of ``segment`` got: summed over the ``last`` queries (None: all), mean over heads.
+def received(
+    query: Tensor, segment: Segment, lse: Tensor, scaling: float, last: int | None = None, most: bool = False
+) -> Tensor:
+    """Return the weight each entry of ``segment`` got: summed over the ``last`` queries (None: all), mean over heads;
+    or the ``most`` that any of these queries and heads gave it.
 
     query: (batch, heads, queries, key_dim) and lse: (batch, heads, queries) as :func:`attend` took and returned them,
     ``lse`` over everything that was attended; a query whose lse is inf counts nothing. Returns (batch, entries)
@@ -39,10 +42,11 @@ def received(query: Tensor, segment: Segment, lse: Tensor, scaling: float, last:
         if segment.causal or segment.mask is not None:
             scores = _masked(scores.view(batch, heads, high - low, -1), segment, low, high)
         weights = scores.exp_()
-        part = weights.view(batch, -1, weights.shape[-1]).sum(1)
-        total = part if total is None else total.add_(part)
+        rows = weights.view(batch, -1, weights.shape[-1])
+        part = rows.amax(1) if most else rows.sum(1)
+        total = part if total is None else torch.maximum(total, part) if most else total.add_(part)
     assert total is not None
-    return total.div_(heads)
+    return total if most else total.div_(heads)
 
 
 def _masked(scores: Tensor, segment: Segment, low: int, high: int) -> Tensor:

@@ -22,6 +22,8 @@ def chat(
     model: options.Model = "smollm2",
     method: options.Method = None,
     budget: options.Budget = None,
+    kv_budget_tokens: options.BudgetTokens = None,
+    kv_budget_mb: options.BudgetMB = None,
     exact: options.Exact = False,
     memory: options.Memory = None,
     checkpoint: options.Checkpoint = None,
@@ -42,6 +44,7 @@ def chat(
     from kvkeep.decode.chat import Conversation
     from kvkeep.models.loading import load
 
+    method, budget = options.kv_budget(kv_budget_tokens, kv_budget_mb, method, budget, exact)
     recall = "verified" if exact and budget != AUTO else None  # what the planner chooses is exact
     check_auto(method, budget, checkpoint, where, memory)
     check_request(method, None if budget == AUTO else budget, checkpoint, where, recall)

@@ -18,6 +18,7 @@ from kvkeep.errors import UsageError
 if TYPE_CHECKING:
     from kvkeep.decode.generate import Generation
 
+METHOD = "snapkv+verified"
 LONGEST = 3200  # prompt tokens of the text that the demonstration reads
 
 
@@ -38,7 +39,7 @@ def demo(
     from kvkeep.decode.prompt import question as ask
     from kvkeep.models.loading import load
 
-    check_request("kv-direct", budget, checkpoint, where)
+    check_request(METHOD, budget, checkpoint, where)
     text = read_text(doc) if doc else _own_docs()
     loaded = load(model, progress=note)
     text, count = shortened(loaded.tokenizer, text, LONGEST)
@@ -46,10 +47,13 @@ def demo(
     ids = encode(loaded.tokenizer, ask(text, question))
     note(f"{used} tokens of text. {question}")
     results = {}
-    settings = {"stock": {}, "kv-direct": {"budget": budget, "checkpoint": checkpoint, "where": where}}
+    settings: dict[str, dict[str, str | None]] = {
+        "stock": {},
+        METHOD: {"budget": budget, "checkpoint": checkpoint, "where": where},
+    }
     for method, chosen in settings.items():
         cache = new_cache(loaded.model, method, context=len(ids) + max_tokens, **chosen)
-        note(f"\nWith {'the full cache' if method == 'stock' else f'kv-direct at {budget}'}:")
+        note(f"\nWith {'the full cache' if method == 'stock' else f'{METHOD} at {budget}'}:")
         with reading(len(ids)) as advance:
             results[method] = generate(
                 loaded.model,
@@ -62,7 +66,7 @@ def demo(
             )
         if not json:
             write("\n")
-    full, kept = results["stock"], results["kv-direct"]
+    full, kept = results["stock"], results[METHOD]
     same = sum(a == b for a, b in zip(full.tokens, kept.tokens, strict=False))
     if json:
         print_json(
@@ -86,9 +90,9 @@ def _own_docs() -> str:
 
 def _table(results: dict[str, Generation], same: int) -> None:
     table = Table(header_style="bold")
-    for heading in ("", "full cache (stock)", "kv-direct"):
+    for heading in ("", "full cache (stock)", METHOD):
         table.add_column(heading, justify="left" if not heading else "right")
-    full, kept = results["stock"], results["kv-direct"]
+    full, kept = results["stock"], results[METHOD]
 
     def row(name: str, read: Callable[[Generation], str]) -> None:
         table.add_row(name, read(full), read(kept))

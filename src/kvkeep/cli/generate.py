@@ -19,6 +19,8 @@ def generate(
     model: options.Model = "smollm2",
     method: options.Method = None,
     budget: options.Budget = None,
+    kv_budget_tokens: options.BudgetTokens = None,
+    kv_budget_mb: options.BudgetMB = None,
     exact: options.Exact = False,
     memory: options.Memory = None,
     checkpoint: options.Checkpoint = None,
@@ -40,6 +42,7 @@ def generate(
     from kvkeep.decode.prompt import encode, question, read_text
     from kvkeep.models.loading import load
 
+    method, budget = options.kv_budget(kv_budget_tokens, kv_budget_mb, method, budget, exact)
     recall = "verified" if exact and budget != AUTO else None  # what the planner chooses is exact
     check_auto(method, budget, checkpoint, where, memory)
     check_request(method, None if budget == AUTO else budget, checkpoint, where, recall)

@@ -63,7 +63,7 @@ def methods(json: options.Json = False) -> None:
     out.print(
         "\nAny SELECTOR+FATE+RECALL is a method, too; a fate or a recall may be left out, and each may have parameters:"
     )
-    out.print("snapkv:window=16+quantize:4, h2o+verified, streaming-llm+quantize:2+verified:16")
+    out.print("snapkv:window=16+quantize:4, h2o+verified, snapkv+pages:4")
     for kind, own in parts.items():
         listed = Table(box=None, header_style="bold")
         listed.add_column(kind)

@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from kvkeep.errors import UsageError
+
 Model = Annotated[
     str, typer.Option("--model", "-m", help="An embedded model's name, a GGUF file, a folder, or a hub id.")
 ]
@@ -37,6 +39,16 @@ Budget = Annotated[
 Memory = Annotated[
     str | None, typer.Option(help="For --budget auto: bytes for the cache (64MB). [default: half of what is free]")
 ]
+BudgetTokens = Annotated[
+    int | None,
+    typer.Option(
+        "--kv-budget-tokens", min=0, help="The budget of method kv-lru in entries per layer; 0 is off. As in llama.cpp."
+    ),
+]
+BudgetMB = Annotated[
+    int | None,
+    typer.Option("--kv-budget-mb", min=0, help="The budget of method kv-lru in megabytes; 0 is off. As in llama.cpp."),
+]
 Checkpoint = Annotated[
     str | None,
     typer.Option(
@@ -59,9 +71,25 @@ Capacity = Annotated[
 ]
 Folder = Annotated[str | None, typer.Option(help="The folder for --where disk. [default: the user's cache folder]")]
 Chunk = Annotated[
-    int | None, typer.Option(help="Prompt tokens taken at a time. [default: 256, or the budget if smaller]")
+    int | None, typer.Option(help="Prompt tokens taken at a time. [default: 512, or the budget if smaller]")
 ]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", min=1, help="The most tokens to write.")]
 Temperature = Annotated[float, typer.Option(min=0.0, help="0 is greedy; above, tokens are sampled.")]
 Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output, and nothing else.")]
+
+
+def kv_budget(
+    tokens: int | None, megabytes: int | None, method: str | None, budget: str | None, exact: bool
+) -> tuple[str | None, str | None]:
+    """Return the method and the budget that --kv-budget-tokens and --kv-budget-mb stand for; without them, or with 0,
+    those given. Raises UsageError where both are given."""
+    asked = [f"{tokens}" if tokens else "", f"{megabytes}MB" if megabytes else ""]
+    if not any(asked):
+        return method, budget
+    if method is not None or budget is not None or exact or all(asked):
+        raise UsageError(
+            "--kv-budget-tokens and --kv-budget-mb are method kv-lru with a budget; give one of them, "
+            "without --budget, --method and --exact."
+        )
+    return "kv-lru", "".join(asked)

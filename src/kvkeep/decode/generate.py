@@ -127,12 +127,10 @@ def generate(
     )
     if ignore_eos:
         sampling["eos_token_id"] = None
-    if copies is not None:
-        sampling["prompt_lookup_num_tokens"] = copies
     if isinstance(cache, KeepCache) and cache.round is not None:
-        sampling |= {"custom_generate": verified, "listener": listener}
+        sampling |= {"custom_generate": verified, "listener": listener, "prompt_lookup_num_tokens": copies}
     else:
-        sampling["streamer"] = listener
+        sampling |= {"streamer": listener, "prompt_lookup_num_tokens": copies or None}
     start = time.perf_counter()
     try:
         output = model.generate(

@@ -23,14 +23,15 @@ from kvkeep.policies.fates.lowrank import LowRank
 from kvkeep.policies.fates.quantised import Quantised
 from kvkeep.policies.fates.segmented import Segmented
 from kvkeep.policies.recalls import RECALLS, Recall
+from kvkeep.policies.recalls.missed import Missed
 from kvkeep.policies.recalls.verified import Verified
 from kvkeep.policies.request import Exactness, Plan, Request
 from kvkeep.policies.selectors import SELECTORS, Selector
+from kvkeep.policies.selectors.lru import LRU
 from kvkeep.policies.selectors.snapkv import SnapKV
 from kvkeep.policies.selectors.streaming_llm import StreamingLLM
 from kvkeep.policies.selectors.window import Window
 from kvkeep.policies.specs import build
-from kvkeep.stores.backed import BackedLayer, Round
 from kvkeep.stores.bounded import BoundedLayer
 from kvkeep.stores.grown import GrownLayer
 from kvkeep.stores.incache import CachePositions
@@ -137,28 +138,29 @@ def combined(
     )
 
 
-def _backed(name: str, selector: Selector, fate: Fate, recall: Recall) -> Method:
+def _backed(name: str, selector: Selector, fate: Fate, recall: Recall, summary: str = "", source: str = "") -> Method:
     """Return the method whose entries are all in checkpoints too, so that any that left may come back."""
     kind = fate.kind if isinstance(fate, Checkpointed) else ""
     fate = Drop() if isinstance(fate, Checkpointed) else fate
 
     def plan(request: Request, ledger: Ledger, meter: Meter) -> Plan:
-        request.refuse(name, "capacity")
+        request.refuse(name, *sorted({"capacity"} - set(recall.options)))
         entries, chunk = request.bounded(name)
         bind(request.model)
-        spec, log = checkpoint_for(replace(request, checkpoint=kind or request.checkpoint), ledger, meter)
+        place = request.where or recall.place
+        spec, log = checkpoint_for(replace(request, checkpoint=kind or request.checkpoint, where=place), ledger, meter)
         live = fate.build(request, ledger, meter)
-        tail = recall.tail(entries)
+        recall.check(live, log)
+        round = recall.round(entries)
+        tail = 0 if round is None else round.tail
         held = fate.resident(request.geometry, entries) - tail
         if held < 1:
-            raise BudgetError(f"A budget of {entries} entries is too small for '{name}': {tail} are for drafts.")
+            raise BudgetError(f"A budget of {entries} entries leaves '{name}' nothing to attend to; give it more.")
         budgets = selector.budgets(request.model, request.geometry, held)
-        home, round = Device(request.device), Round(tail)
+        home, made = Device(request.device), recall.layers(log, round)
         layers = _stock_layers(
             request,
-            lambda layer: BackedLayer(
-                layer.index, budgets[layer.index], selector, live, home, ledger, meter, log, round
-            ),
+            lambda layer: made(layer.index, budgets[layer.index], selector, live, home, ledger, meter),
         )
         return Plan(layers, entries, chunk, True, spec, log, live, budgets, round=round)
 
@@ -168,9 +170,9 @@ def _backed(name: str, selector: Selector, fate: Fate, recall: Recall) -> Method
         "checkpointed" if isinstance(fate, Drop) else f"{fate.label} and checkpointed",
         recall.label,
         recall.exactness,
-        _first_line(recall),
-        selector.source,
-        ("budget", "checkpoint", "where", "folder", "chunk", "page"),
+        summary or _first_line(recall),
+        source or selector.source,
+        recall.options,
         plan,
     )
 
@@ -287,11 +289,21 @@ PRESETS: dict[str, _Preset] = {
     ),
 }
 
+_KV_LRU = _backed(
+    "kv-lru",
+    LRU(),
+    Checkpointed(),
+    Missed(),
+    "What was used least recently leaves; after a step, what it may have missed comes back, 64 entries at most.",
+    LRU.source,
+)
+
 METHODS: dict[str, Method] = {
     **{method.name: method for method in _KEPT},
     **{name: combined(name, selector(), Drop()) for name, selector in SELECTORS.items() if name != "kvpress"},
     **{name: preset.build(name) for name, preset in PRESETS.items()},
     "snapkv+verified": combined("snapkv+verified", SnapKV(), Drop(), recall=Verified()),
+    _KV_LRU.name: _KV_LRU,
 }
 """The methods by name. Any ``SELECTOR+FATE`` is one too: see :func:`resolve`."""
 

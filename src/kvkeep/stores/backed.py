@@ -202,13 +202,9 @@ class BackedLayer(SelectedLayer):
             slots = slots.masked_fill(~self.visible[:, 0, 0, : self.length], -1)
             received_by = received_by.masked_fill(slots < 0, 0.0)
         moves = [self._chosen(bank, bank.of(slots), bank.of(received_by), voters.query.shape[2]) for bank in self.banks]
-        for start, keys, values in self.log.recall(self.index, self.length):
-            keys, values = keys.flatten(0, 1), values.flatten(0, 1)
-            for bank, (lane, column, slot) in zip(self.banks, moves, strict=True):
-                here = ((slot >= start) & (slot < start + keys.shape[1])).nonzero().squeeze(1)
-                source = lane[here] if bank.lanes is None else bank.lanes[lane[here]]
-                bank.keys[lane[here], column[here]] = keys[source, slot[here] - start]
-                bank.values[lane[here], column[here]] = values[source, slot[here] - start]
+        for bank, (lane, column, slot) in zip(self.banks, moves, strict=True):
+            source = lane if bank.lanes is None else bank.lanes[lane]
+            bank.keys[lane, column], bank.values[lane, column] = self.log.pick(self.index, source, slot)
 
     def _votes(self, voters: _Voters) -> Tensor:
         """Return how much attention each slot got from the voters, (lanes, slots)."""
@@ -220,7 +216,7 @@ class BackedLayer(SelectedLayer):
                 mask = (torch.arange(start, stop, device=keys.device) <= rows[:, None])[None, None]
             keys, values = expanded(voters.module, keys, values)
             segment = Segment(self.by_lane(keys), self.by_lane(values), mask)
-            parts.append(received(voters.query, segment, voters.lse, voters.scaling))
+            parts.append(received(voters.query, segment, voters.lse, voters.scaling, most=self.selector.most))
         return torch.cat(parts, 1)
 
     def _chosen(self, bank: Bank, slots: Tensor, weights: Tensor, queries: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -229,7 +225,7 @@ class BackedLayer(SelectedLayer):
         held = bank.slots >= 0
         where = torch.where(held, bank.slots, self.length).long()  # empty columns: one place behind
         marks = torch.zeros(lanes, self.length + 1, device=device).scatter_(1, where, bank.noted())[:, :-1]
-        entries = self._candidates(bank, slots, marks, self.length, queries)
+        entries = self.candidates(bank, slots, marks, self.length, queries)
         marks = self.selector.observe(entries, weights, queries)
         rank = self.selector.rank(replace(entries, marks=marks)).float()
         rank = rank.masked_fill(slots < 0, float("-inf"))

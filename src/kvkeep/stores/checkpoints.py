@@ -90,6 +90,17 @@ class Checkpoint(Protocol):
         """Yield exact keys and values of slots below ``stop``, a piece at a time. ``unformed``: they may also come as
         pages that know their attention, one object for keys and values."""
 
+    def pick(self, layer: int, lane: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
+        """Return exact keys and values (n, dim) of single entries: KV head ``lane`` (n,) of all rows of the batch, and
+        ``slot`` (n,), none lost. Only where :attr:`picks`."""
+
+    @property
+    def picks(self) -> bool:
+        """Whether single entries come back without all those before them."""
+
+    def first(self, layer: int) -> int:
+        """Return the first slot that is still there; those before are lost."""
+
     def truncate(self, length: int, evicted: Sequence[int]) -> None:
         """Forget the slots from ``length`` on; ``evicted``: how many each layer no longer holds itself."""
 
@@ -115,6 +126,7 @@ class Entries:
     """Kind ``kv``: evicted keys and values of each layer, moved as they are."""
 
     copies = True
+    picks = True
 
     def __init__(
         self,
@@ -148,6 +160,15 @@ class Entries:
                 moved = key[..., window, :].to(self.device), value[..., window, :].to(self.device)
                 with self.meter.holding(*moved):
                     yield start + low, *moved
+
+    def pick(self, layer: int, lane: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
+        """Gather them."""
+        keys, values = (rows.pick(lane, slot).to(self.device) for rows in self._rows[layer])
+        return keys, values
+
+    def first(self, layer: int) -> int:
+        """Return the first slot that the ring has not overwritten."""
+        return self._rows[layer][0].first
 
     def truncate(self, length: int, evicted: Sequence[int]) -> None:
         """Keep what each layer has evicted, and nothing it still holds."""
@@ -215,6 +236,34 @@ class Residuals:
         """Open the store of layer 0, which is there only where embeddings came instead of ids."""
         if "residual.0" in names:
             self._rows[0] = _rows(self._home, self._spec)
+
+    @property
+    def picks(self) -> bool:
+        """Where every layer has its own residuals."""
+        return self.stride == 1
+
+    def pick(self, layer: int, lane: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
+        """Project the slots that any lane asks for, once for all of them, a page at a time; take each lane's own."""
+        union, place = slot.unique(return_inverse=True)
+        rows: Rows | None = self._rows.get(layer)
+        lanes = torch.arange(self.ledger.batch, device=slot.device).repeat_interleave(self.page)
+        parts: list[tuple[Tensor, Tensor]] = []
+        for low in range(0, len(union), self.page):
+            own = union[low : low + self.page]
+            ids, positions = (part.view()[:, own].squeeze(-1) for part in (self.ledger.ids, self.ledger.positions))
+            if rows is None:
+                hidden = self.adapter.embed(ids, positions)
+            else:
+                by_row = lanes.view(-1, self.page)[:, : len(own)].flatten()
+                hidden = rows.pick(by_row, own.repeat(self.ledger.batch)).unflatten(0, (-1, len(own))).to(slot.device)
+            parts.append(self.adapter.project(layer, hidden, positions))
+        keys, values = (torch.cat(part, 2).flatten(0, 1) for part in zip(*parts, strict=True))
+        with self.meter.holding(keys, values):
+            return keys[lane, place], values[lane, place]
+
+    def first(self, layer: int) -> int:
+        """Return the first slot that the ring has not overwritten."""
+        return self._rows[layer].first if layer in self._rows else 0
 
     def truncate(self, length: int, evicted: Sequence[int]) -> None:
         """Residuals are there for every slot."""
@@ -364,6 +413,11 @@ class _Scratch:
             seen = past_mask(first, queries, first, stop, visible=self.visible, window=self.window, device=query.device)
             segments.append(Segment(key, value, own if seen is None else own & seen))
         return attend(query, segments, scaling)[0]
+
+
+def latent(module: Any) -> bool:
+    """Tell whether the attention of ``module`` multiplies with something else than what it caches."""
+    return getattr(module, "expand_kv", None) is not None
 
 
 def expanded(module: Any, keys: Any, values: Any) -> tuple[Any, Any]:

@@ -89,12 +89,16 @@ class Ledger:
         self.length = min(self.length, length)
         for rows in (self.ids, self.positions):
             rows.truncate(length)
+        if self.visible is not None:
+            self._see(self.visible[:, :length])
 
     def select(self, index: Tensor) -> None:
         """Make the batch the rows of ``index``."""
         self.batch = len(index)
         for rows in (self.ids, self.positions):
             rows.select(index)
+        if self.visible is not None:
+            self._see(self.visible[index.to(self.visible.device)])
 
     def restore(self, ids: Tensor, positions: Tensor | None) -> None:
         """Take what was recorded before: ids (batch, slots) and positions (batch, slots, 1)."""

@@ -36,6 +36,9 @@ class Rows(Protocol):
     def read(self, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
         """Yield (slot, view) pieces that together are the rows ``start``..``stop``, in order."""
 
+    def pick(self, lane: Tensor, slot: Tensor) -> Tensor:
+        """Return copies of single rows, (n, width): ``lane`` (n,) counts all axes before the rows', ``slot`` (n,)."""
+
     def truncate(self, length: int) -> None:
         """Forget the rows from slot ``length`` on."""
 
@@ -53,6 +56,11 @@ def _select(data: Tensor, index: Tensor, target: Tensor | None = None) -> Tensor
     if target is not None and target.shape == picked.shape:
         return target.copy_(picked)
     return picked
+
+
+def _pick(data: Tensor, lane: Tensor, index: Tensor) -> Tensor:
+    """Gather rows of ``data`` (..., rows, width) by lane and place, on its own device."""
+    return data.flatten(0, -2).index_select(0, lane.to(data.device) * data.shape[-2] + index.to(data.device))
 
 
 class Buffer:
@@ -93,6 +101,11 @@ class Buffer:
         """Yield the rows in one piece."""
         if start < stop:
             yield start, self.view(start, stop)
+
+    def pick(self, lane: Tensor, slot: Tensor) -> Tensor:
+        """Return single rows."""
+        assert self.data is not None
+        return _pick(self.data, lane, slot)
 
     def truncate(self, length: int) -> None:
         """Forget the rows from slot ``length`` on; the memory stays for the next ones."""
@@ -172,6 +185,11 @@ class Ring:
             return self.data[..., low : low + self.length - self.first, :]
         return None
 
+    def pick(self, lane: Tensor, slot: Tensor) -> Tensor:
+        """Return single rows, of slots still held."""
+        assert self.data is not None
+        return _pick(self.data, lane, slot % self.capacity)
+
     def truncate(self, length: int) -> None:
         """Forget the rows from slot ``length`` on; those that left at the front do not come back."""
         self.length = min(self.length, length)
@@ -226,6 +244,17 @@ class Pages:
             low, high = max(start, origin), min(stop, origin + page.shape[-2])
             if low < high:
                 yield low, page[..., low - origin : high - origin, :]
+
+    def pick(self, lane: Tensor, slot: Tensor) -> Tensor:
+        """Return single rows, page by page."""
+        lane, slot = lane.to(self.pages[0].device), slot.to(self.pages[0].device)
+        if len(self.pages) == 1:
+            return _pick(self.pages[0], lane, slot)
+        picked = self.pages[0].new_empty(len(slot), self.pages[0].shape[-1])
+        for origin, page in zip(self.starts, self.pages, strict=True):
+            here = ((slot >= origin) & (slot < origin + page.shape[-2])).nonzero().squeeze(1)
+            picked.index_copy_(0, here, _pick(page, lane[here], slot[here] - origin))
+        return picked
 
     def truncate(self, length: int) -> None:
         """Forget the rows from slot ``length`` on, and free the pages that hold none."""

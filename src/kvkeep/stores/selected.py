@@ -68,6 +68,10 @@ class Selector(Protocol):
         """How many of the last queries' attention it needs to be told: 0 none, None all."""
 
     @property
+    def most(self) -> bool:
+        """Whether it is told the most that any query and head gave, not the sum over queries, mean over heads."""
+
+    @property
     def enters(self) -> bool:
         """Whether new entries get a mark of their own from :meth:`enter`; else it is 0."""
 
@@ -83,7 +87,7 @@ class Selector(Protocol):
         """Return the first marks of new entries, (lanes, entries); keys (lanes, entries, dim)."""
 
     def observe(self, entries: Candidates, weights: Tensor, queries: int) -> Tensor:
-        """Return marks after attention: ``weights`` (lanes, entries), summed over ``queries`` queries."""
+        """Return marks after attention: ``weights`` (lanes, entries), of ``queries`` queries."""
 
     def rank(self, entries: Candidates) -> Tensor:
         """Return (lanes, entries): the lowest leaves first."""
@@ -176,7 +180,7 @@ class SelectedLayer(StreamedLayer):
         )
         new = None if single else fresh(query, key, value, mask)
         if single and query.shape[2] == 1 and len(self.banks) == 1 and self.fate.forgets and self.selector.watches != 0:
-            output, weights = weighed(query, held[0], scaling)
+            output, weights = weighed(query, held[0], scaling, self.selector.most)
             self.learn(self.banks[0], weights, 1)
         else:
             output, lse = attend(query, chain(recalled, held, () if new is None else (new,)), scaling)
@@ -237,13 +241,13 @@ class SelectedLayer(StreamedLayer):
         for number, bank in enumerate(self.banks):
             parts = []
             if bank.used:
-                parts.append(received(query, next(segments), lse, scaling, watches))
+                parts.append(received(query, next(segments), lse, scaling, watches, self.selector.most))
             if fresh is None:
                 if parts:
                     self.learn(bank, parts[0], queries)
                 continue
             own = Segment(bank.of(fresh.key), fresh.value, _of(bank, fresh.mask), fresh.causal, bank.lanes)
-            parts.append(received(query, own, lse, scaling, watches))
+            parts.append(received(query, own, lse, scaling, watches, self.selector.most))
             # Layers that share entries are each told of; marks of the new ones wait for the last of them.
             entries = self._joined(bank, self._new_marks.get(number))
             marks = self.selector.observe(entries, torch.cat(parts, 1), queries)
@@ -253,7 +257,7 @@ class SelectedLayer(StreamedLayer):
     def learn(self, bank: Bank, weights: Tensor, queries: int) -> None:
         """Tell the selector what a bank's entries received: (its lanes, entries in use), of ``queries`` queries."""
         slots, marks = bank.slots[:, : bank.used], bank.noted()[:, : bank.used]
-        bank.note(self.selector.observe(self._candidates(bank, slots, marks, self.length), weights, queries))
+        bank.note(self.selector.observe(self.candidates(bank, slots, marks, self.length), weights, queries))
 
     def settle(self) -> None:
         """Let the entries in hand compete with those held, and hand what leaves to its fate."""
@@ -301,7 +305,7 @@ class SelectedLayer(StreamedLayer):
         self, bank: Bank, keys: Tensor, values: Tensor, marks: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor] | None:
         """Write a single new entry over the lowest-ranked one: the step of every decoded token."""
-        entries = self._candidates(bank, bank.slots, bank.marks, self.length + 1)
+        entries = self.candidates(bank, bank.slots, bank.marks, self.length + 1)
         if self.selector.reads:
             entries = replace(entries, keys=bank.keys[:, : bank.columns], values=bank.values[:, : bank.columns])
         rank = self.selector.rank(entries)
@@ -334,7 +338,7 @@ class SelectedLayer(StreamedLayer):
         both = torch.cat([bank.slots, slots], 1)
         fresh = self._entered(bank, keys) if marks is None else marks
         joined = None if fresh is None else torch.cat([bank.noted(), fresh], 1)
-        entries = self._candidates(bank, both, joined, self.length + count, count)
+        entries = self.candidates(bank, both, joined, self.length + count, count)
         if self.selector.reads:
             entries = replace(
                 entries,
@@ -387,7 +391,8 @@ class SelectedLayer(StreamedLayer):
 
     # -- marks --------------------------------------------------------------------------------------
 
-    def _candidates(self, bank: Bank, slots: Tensor, marks: Tensor | None, length: int, new: int = 0) -> Candidates:
+    def candidates(self, bank: Bank, slots: Tensor, marks: Tensor | None, length: int, new: int = 0) -> Candidates:
+        """Return entries of a bank as a selector is told of them, of ``length`` slots in all."""
         first = self.ledger.first
         by_lane: Tensor | int = 0 if first is None else bank.of(first.repeat_interleave(self.heads, 0))[:, None]
         return Candidates(slots, marks, by_lane, length, new, bank.columns, self.heads, self.index)
@@ -405,7 +410,7 @@ class SelectedLayer(StreamedLayer):
         if not self.selector.enters:
             return None
         count = keys.shape[1]
-        entries = self._candidates(bank, self._new_slots(bank, count), None, self.length + count, count)
+        entries = self.candidates(bank, self._new_slots(bank, count), None, self.length + count, count)
         return self.selector.enter(entries, keys)
 
     def _joined(self, bank: Bank, fresh: Tensor | None) -> Candidates:
@@ -418,7 +423,7 @@ class SelectedLayer(StreamedLayer):
             fresh = torch.zeros(slots.shape, device=slots.device)
         marks = torch.cat([bank.noted()[:, : bank.used], fresh], 1)
         slots = torch.cat([bank.slots[:, : bank.used], slots], 1)
-        entries = self._candidates(bank, slots, marks, self.length + keys.shape[1], keys.shape[1])
+        entries = self.candidates(bank, slots, marks, self.length + keys.shape[1], keys.shape[1])
         if not self.selector.reads:
             return entries
         held = (bank.keys[:, : bank.used], bank.values[:, : bank.used])

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvkeep.policies.request import Exactness
+from kvkeep.policies.request import Exactness, LiveFate
+from kvkeep.stores.backed import BackedLayer, Round
+from kvkeep.stores.checkpoints import Checkpoint
 
 
 @dataclass(frozen=True)
@@ -17,6 +20,18 @@ class Recall(ABC):
     label: ClassVar[str]
     exactness: ClassVar[Exactness]
 
+    options: ClassVar[tuple[str, ...]] = ("budget", "checkpoint", "where", "folder", "chunk", "page")
+    place: ClassVar[str | None] = None  # where its checkpoints are by default, None: as for every method
+
+    def check(self, fate: LiveFate, log: Checkpoint) -> None:
+        """Raise UsageError where it cannot work with what else was asked for."""
+        return
+
+    def round(self, entries: int) -> Round | None:
+        """Return the rounds of draft and verify that it decodes in, of a layer's budget of ``entries``; None: it does
+        not."""
+        return None
+
     @abstractmethod
-    def tail(self, entries: int) -> int:
-        """Return how many of a layer's budget of ``entries`` are for entries that are not settled."""
+    def layers(self, log: Checkpoint, round: Round | None) -> Callable[..., BackedLayer]:
+        """Return what makes a layer, given index, budgets, selector, fate, home, ledger and meter."""

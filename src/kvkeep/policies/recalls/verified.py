@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 from kvkeep.errors import BudgetError, UsageError
 from kvkeep.policies.recalls.base import Recall
 from kvkeep.policies.request import Exactness
+from kvkeep.stores.backed import BackedLayer, Round
+from kvkeep.stores.checkpoints import Checkpoint
 
 
 @dataclass(frozen=True)
@@ -33,3 +37,12 @@ class Verified(Recall):
                 "or use kv-direct."
             )
         return min(self.longest + 1, entries // 2)
+
+    def round(self, entries: int) -> Round:
+        """Return rounds with that much room."""
+        return Round(self.tail(entries))
+
+    def layers(self, log: Checkpoint, round: Round | None) -> Callable[..., BackedLayer]:
+        """Return layers that draft."""
+        assert round is not None
+        return partial(BackedLayer, log=log, round=round)

@@ -5,6 +5,7 @@ from kvkeep.policies.selectors.duo_attention import DuoAttention
 from kvkeep.policies.selectors.h2o import H2O
 from kvkeep.policies.selectors.knorm import KNorm
 from kvkeep.policies.selectors.kvpress import KVPress
+from kvkeep.policies.selectors.lru import LRU
 from kvkeep.policies.selectors.pyramidkv import PyramidKV
 from kvkeep.policies.selectors.random import Random
 from kvkeep.policies.selectors.snapkv import SnapKV
@@ -22,5 +23,6 @@ SELECTORS: dict[str, type[Selector]] = {
     "duo-attention": DuoAttention,
     "knorm": KNorm,
     "random": Random,
+    "lru": LRU,
     "kvpress": KVPress,
 }

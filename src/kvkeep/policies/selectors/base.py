@@ -33,6 +33,11 @@ class Selector(ABC):
         return 0
 
     @property
+    def most(self) -> bool:
+        """Whether :meth:`observe` is told the most that any query and head gave, instead of sum and mean."""
+        return False
+
+    @property
     def enters(self) -> bool:
         """Whether new entries get a first mark from :meth:`enter`; otherwise it is 0."""
         return False
@@ -57,12 +62,12 @@ class Selector(ABC):
         return None
 
     def enter(self, entries: Candidates, keys: Tensor) -> Tensor:
-        """Return the first marks of new entries; keys (lanes, entries, dim), as cached."""
+        """Return the first marks of new entries, and of those that come back; keys (lanes, entries, dim), as cached."""
         return torch.zeros(entries.slots.shape, device=keys.device)
 
     def observe(self, entries: Candidates, weights: Tensor, queries: int) -> Tensor:
         """Return the marks after a step: ``weights`` is the attention received from its last ``queries`` queries,
-        summed over them, mean over the query heads of the lane."""
+        summed over them, mean over the query heads of the lane; the most of any where :attr:`most`."""
         assert entries.marks is not None
         return entries.marks
 

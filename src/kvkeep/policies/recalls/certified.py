@@ -1,0 +1,35 @@
+"""``certified``: pages are recalled until what is left out is provably little."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvkeep.errors import UsageError
+from kvkeep.policies.recalls.selective import Selective
+
+
+@dataclass(frozen=True)
+class Certified(Selective):
+    """In each step every KV head recalls pages of 32 tokens until little is left out for certain.
+
+    Those that can add most come first, until the attention that any query of the head can give to the others is at most
+    ``share``, by the bounds of their keys."""
+
+    share: float = 0.01
+
+    label: ClassVar[str] = "pages, until little is left out for certain"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.share < 1:
+            raise UsageError(f"The share that may be left out is from 0 to below 1, not {self.share:g}.")
+
+    def choose(self, excess: Tensor) -> Tensor:
+        """From the highest on, until S / (1 + S) is small enough for every query."""
+        order = excess.amax((1, 2)).argsort(dim=1, descending=True)
+        mass = excess.exp().gather(3, order[:, None, None].expand_as(excess))
+        rest = mass.flip(3).cumsum(3).flip(3).amax((1, 2))  # of this page and all after it
+        return torch.zeros_like(order, dtype=torch.bool).scatter_(1, order, rest > self.share / (1 - self.share))

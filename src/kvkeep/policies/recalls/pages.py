@@ -1,0 +1,43 @@
+"""``pages``: every KV head recalls the few pages that can matter most."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvkeep.errors import UsageError
+from kvkeep.policies.recalls.selective import Selective
+
+ALL = 2**31
+"""More pages than there are."""
+
+
+@dataclass(frozen=True)
+class Pages(Selective):
+    """In each step every KV head recalls the ``count`` pages of 32 tokens that promise most.
+
+    What a page can add to the head's attention is known from the bounds of its keys; the query that it can add most to
+    decides. "all" leaves nothing out."""
+
+    count: int = 8
+
+    label: ClassVar[str] = "the most promising pages"
+
+    @classmethod
+    def from_spec(cls, text: str) -> Pages:
+        """Read what follows the name: a number, or "all"."""
+        value = text.removeprefix("count=")
+        if value not in ("", "all") and not value.isdigit():
+            raise UsageError(
+                f"'pages:{text}' is not understood: recall 'pages' takes a whole number of them, or 'all'."
+            )
+        return cls(ALL if value == "all" else int(value or cls.count))
+
+    def choose(self, excess: Tensor) -> Tensor:
+        """The highest."""
+        highest = excess.amax((1, 2))
+        best = highest.topk(min(self.count, highest.shape[1]), dim=1, sorted=False).indices
+        return torch.zeros(highest.shape, dtype=torch.bool, device=highest.device).scatter_(1, best, True)

@@ -1,0 +1,65 @@
+"""``lru``: what was used least recently leaves (llama.cpp pull request 21097)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvkeep.errors import UsageError
+from kvkeep.policies.selectors.base import Selector
+from kvkeep.stores.selected import Candidates
+
+
+@dataclass(frozen=True)
+class LRU(Selector):
+    """Those that a query gave ``threshold`` of its attention to most recently; to arrive is to be used.
+
+    The largest share of any query head counts; 0 stands for 1/T with T tokens so far. A step's queries are one time.
+    """
+
+    threshold: float = 0.0
+
+    leaves: ClassVar[str] = "least recently used"
+    source: ClassVar[str] = "llama.cpp pull request 21097"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.threshold <= 1:
+            raise UsageError(f"The share of attention that is use is from 0 to 1, not {self.threshold:g}.")
+
+    @property
+    def watches(self) -> None:
+        """Every query may use an entry."""
+        return None
+
+    @property
+    def most(self) -> bool:
+        """A single query of a single head is enough."""
+        return True
+
+    @property
+    def enters(self) -> bool:
+        """The mark is when it came."""
+        return True
+
+    @property
+    def ties(self) -> bool:
+        """All that one step used were used at the same time."""
+        return True
+
+    def enter(self, entries: Candidates, keys: Tensor) -> Tensor:
+        """Return the time: tokens so far, padding included."""
+        return torch.full(entries.slots.shape, float(entries.length), device=keys.device)
+
+    def observe(self, entries: Candidates, weights: Tensor, queries: int) -> Tensor:
+        """Note the time of what was used."""
+        assert entries.marks is not None
+        used = weights >= (self.threshold or 1 / (entries.length - entries.first))
+        return entries.marks.masked_fill(used, float(entries.length))
+
+    def rank(self, entries: Candidates) -> Tensor:
+        """By the time of the last use."""
+        assert entries.marks is not None
+        return entries.marks

@@ -1,0 +1,97 @@
+"""Bounds on scores: the least and the greatest of every key channel, for pages of slots.
+
+For any query q and any key k of a page, q·k = sum_i q_i k_i <= sum_i max(q_i min_i, q_i max_i), and that is
+q⁺·max + q⁻·min with q⁺ = max(q, 0) and q⁻ = min(q, 0): two small products bound every score of a page that is not
+there. It holds for real numbers; in floating point up to rounding.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvkeep.stores.meter import nbytes
+from kvkeep.stores.rows import Buffer
+
+PAGE = 32
+"""Slots of a page."""
+
+BLOCK = 8
+"""Pages by which the bounds grow."""
+
+
+class Bounds:
+    """Of one layer: page p is of slots 32 p .. 32 p + 31, the last of them perhaps of fewer. ``low`` and ``high`` are
+    (batch, kv_heads, pages, dim) in the keys' own dtype; padding counts like any other key."""
+
+    def __init__(self) -> None:
+        self.length = 0
+        self._low, self._high = Buffer(BLOCK), Buffer(BLOCK)
+
+    @property
+    def pages(self) -> int:
+        """How many pages there are, the one that is partly filled included."""
+        return self._low.length
+
+    @property
+    def low(self) -> Tensor:
+        """The least of every channel."""
+        return self._low.view()
+
+    @property
+    def high(self) -> Tensor:
+        """The greatest of every channel."""
+        return self._high.view()
+
+    def extend(self, keys: Tensor) -> None:
+        """Take the next keys, (batch, kv_heads, n, dim)."""
+        filled, count = self.length % PAGE, keys.shape[2]
+        head = min(PAGE - filled, count) if filled else 0
+        if head:
+            first, low, high = keys[:, :, :head], self.low[:, :, -1], self.high[:, :, -1]
+            torch.minimum(low, first.amin(2), out=low)
+            torch.maximum(high, first.amax(2), out=high)
+        if head < count:
+            rest = keys[:, :, head:]
+            if short := -rest.shape[2] % PAGE:
+                rest = torch.cat([rest, rest[:, :, -1:].expand(-1, -1, short, -1)], 2)
+            by_page = rest.unflatten(2, (-1, PAGE))
+            self._low.append(by_page.amin(3))
+            self._high.append(by_page.amax(3))
+        self.length += count
+
+    def upper(self, query: Tensor) -> Tensor:
+        """Return (lanes, heads, queries, pages) float32: no key of the page gives a higher score (not scaled) to
+        ``query`` (lanes, heads, queries, dim)."""
+        low, high = (part.flatten(0, 1).float().transpose(1, 2) for part in (self.low, self.high))
+        asked = query.flatten(1, 2).float()
+        bound = torch.baddbmm(asked.clamp(min=0) @ high, asked.clamp(max=0), low)
+        return bound.unflatten(1, query.shape[1:3])
+
+    def truncate(self, length: int) -> None:
+        """Forget the slots from ``length`` on. What they did to the bounds of a page that stays is left: too wide a
+        bound is still one."""
+        self.length = min(self.length, length)
+        for rows in (self._low, self._high):
+            rows.truncate(-(-self.length // PAGE))
+
+    def select(self, index: Tensor) -> None:
+        """Make the batch the rows of ``index``."""
+        for rows in (self._low, self._high):
+            rows.select(index)
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what must be saved."""
+        return {"bounds.low": self.low, "bounds.high": self.high} if self.pages else {}
+
+    def restore(self, state: dict[str, Tensor], length: int) -> None:
+        """Take what :meth:`state` gave, of ``length`` slots."""
+        if "bounds.low" in state:
+            self.length = length
+            self._low.append(state["bounds.low"])
+            self._high.append(state["bounds.high"])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        return nbytes(self._low.data, self._high.data)
