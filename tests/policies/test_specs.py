@@ -11,6 +11,7 @@ from families import tiny
 from kvkeep import KeepCache, UsageError
 from kvkeep.policies.fates import FATES
 from kvkeep.policies.methods import METHODS, resolve
+from kvkeep.policies.recalls import RECALLS
 from kvkeep.policies.request import Exactness
 from kvkeep.policies.selectors import SELECTORS
 from kvkeep.policies.selectors.h2o import H2O
@@ -141,7 +142,8 @@ def test_values_that_make_no_sense_are_refused(text: str) -> None:
 def test_names_are_unambiguous() -> None:
     """A selector alone is a method, and no name has a character that a spec gives a meaning to."""
     assert set(SELECTORS) - {"kvpress"} <= set(METHODS)
-    for name in [*METHODS, *SELECTORS, *FATES]:
+    parts = [part for name in METHODS for part in name.split("+")]  # a combination may be listed, too
+    for name in [*parts, *SELECTORS, *FATES, *RECALLS]:
         assert name == name.lower().strip() and not set(name) & set(":+,= ")
     assert all(method.name == name for name, method in METHODS.items())
 
