@@ -69,15 +69,15 @@ def verified(
             raise UsageError(f"'{wish}' is not available while decoding in rounds; leave out custom_generate.")
     if (generation_config.num_beams or 1) > 1:
         raise UsageError("Beams are not decoded in rounds; leave out custom_generate, and they are exact all the same.")
-    if streamer is not None and len(input_ids) > 1:
+    hearer = streamer if listener is None else listener
+    if hearer is not None and len(input_ids) > 1:
         raise UsageError("A streamer takes one text; give a batch without it.")
     if synced_gpus:
         raise UsageError("Decoding in rounds does not run in step with other processes (synced_gpus).")
-    if listener is not None:
-        streamer = listener
-        streamer.put(input_ids.cpu())
+    if listener is not None:  # generate() tells the prompt to its own streamer only
+        listener.put(input_ids.cpu())
     outputs = model._prefill(input_ids, generation_config, model_kwargs)
-    run = _Run(model, cache, input_ids, logits_processor, stopping_criteria, generation_config, streamer)
+    run = _Run(model, cache, input_ids, logits_processor, stopping_criteria, generation_config, hearer)
     run.start(outputs.logits[:, -1], model_kwargs.get("attention_mask"))
     del outputs
     try:
@@ -160,7 +160,7 @@ class _Run:
         agreed = all(count == drafts.shape[1] + 1 for count, live in zip(counts, active, strict=True) if live)
         self._commit(kept, agreed)
         end = time.perf_counter()
-        self._learn(drafts, copied, copies, right, active, drafted - begin, end - drafted)
+        self._learn(drafts, copied, copies, right, kept, active, drafted - begin, end - drafted)
 
     def _room(self) -> int:
         """Return how many tokens may be drafted: one less than any row may still take."""
@@ -256,6 +256,7 @@ class _Run:
         copied: Tensor | None,
         copies: bool,
         right: list[int],
+        kept: list[int],
         active: list[bool],
         drafting_s: float,
         verifying_s: float,
@@ -268,11 +269,11 @@ class _Run:
             self.pace.drafts.note(mean, count)
         if copied is not None:
             hits = [
-                _agreeing(copied[row].tolist(), self.tokens[row, : self.lengths[row]].tolist()[-right[row] - 1 :])
-                for row in range(self.rows)
+                _agreeing(copied[row].tolist(), self.tokens[row, length - kept[row] : length].tolist())
+                for row, length in enumerate(self.lengths)
                 if active[row]
             ]
-            judged = max(right[row] + 1 for row in range(self.rows) if active[row])
+            judged = max(kept)
             self.pace.copies.note(sum(hits) // len(hits), judged)
         done.rounds += 1
         done.drafted += 0 if copies else count * sum(active)

@@ -117,7 +117,7 @@ def _selected(
     sinks = selector.sinks_in_cache(fate is None and family.fate == "")
     if sinks is not None:
         exact -= (sinks + 1) // 2
-    tail = Verified().tail(budget) if family.fate == "verified" else 0
+    tail = Verified().round(budget).tail if family.fate == "verified" else 0
     exact -= tail
     budgets = selector.budgets(None, geometry, exact)
     resident, moving = sliding, 0
