@@ -18,9 +18,10 @@ from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.policies.methods import Method, resolve
 from kvkeep.policies.request import Exactness, Request
 from kvkeep.stores import exchange
-from kvkeep.stores.backed import BackedLayer, Phase
 from kvkeep.stores.checkpoints import CheckpointSpec
+from kvkeep.stores.drafting import DraftingLayer, Phase
 from kvkeep.stores.ledger import Ledger
+from kvkeep.stores.logged import LoggedLayer
 from kvkeep.stores.meter import Memory, Meter, nbytes
 from kvkeep.stores.paged import BlockTable, PagedLayer
 from kvkeep.stores.places import PLACES
@@ -124,7 +125,7 @@ class KeepCache(Cache):
                 "line up with them; call reset() and read all of it."
             )
         if self._drafting and not self._agreed:  # the round may do without drafts of the model's own; now it will not
-            for layer in self._backed():
+            for layer in self._drafters():
                 layer.choose()
             self._agreed = True
         self._open, self._known = True, self.ledger.length
@@ -243,7 +244,7 @@ class KeepCache(Cache):
         self._uneven = self._uneven or min(counts) < count
         surplus = self.ledger.length - self._begun - count
         self.ledger.keep(self._begun, list(counts))
-        for layer in self._backed():
+        for layer in self._drafters():
             layer.commit(count, agreed)
         for layer, *_, recorded in self._windows:
             layer.crop(-surplus)
@@ -259,7 +260,7 @@ class KeepCache(Cache):
         self._open, self.round.phase = False, Phase.EXACT
         for layer, keys, values, length, recorded in self._windows:
             layer.keys, layer.values, layer.cumulative_length, layer.record_past = keys, values, length, recorded
-        for layer in self._backed():
+        for layer in self._drafters():
             layer.truncate(self._begun)
         self._forget_from(self._begun)
 
@@ -295,10 +296,10 @@ class KeepCache(Cache):
         """Return what each layer whose recall is selective can have left out; nothing for other methods."""
         return [layer.certificate for layer in self.layers if isinstance(layer, SelectiveLayer)]
 
-    def _exchanging(self) -> list[BackedLayer]:
+    def _exchanging(self) -> list[LoggedLayer]:
         if self._open:
             self._roll_back()
-        layers = list(self._backed())
+        layers = list(self._logged())
         if not layers or self.fate is None or not self.fate.forgets:
             raise UsageError(
                 f"Method '{self.method.name}' does not keep all its entries in checkpoints, so none can leave and come "
@@ -306,8 +307,11 @@ class KeepCache(Cache):
             )
         return layers
 
-    def _backed(self) -> Iterator[BackedLayer]:
-        return (layer for layer in self.layers if isinstance(layer, BackedLayer))
+    def _logged(self) -> Iterator[LoggedLayer]:
+        return (layer for layer in self.layers if isinstance(layer, LoggedLayer))
+
+    def _drafters(self) -> Iterator[DraftingLayer]:
+        return (layer for layer in self.layers if isinstance(layer, DraftingLayer))
 
     # -- the cache contract -------------------------------------------------------------------------
 
@@ -340,7 +344,7 @@ class KeepCache(Cache):
             self.positions.truncate(length)
         if self.fate is not None:
             self.fate.truncate(length)
-        if self.checkpoint is not None and (self.fate is None or any(True for _ in self._backed())):
+        if self.checkpoint is not None and (self.fate is None or any(True for _ in self._logged())):
             self.checkpoint.truncate(length, [getattr(layer, "evicted", 0) for layer in self.layers])
 
     def _streamed(self) -> Iterator[StreamedLayer]:

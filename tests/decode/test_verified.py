@@ -20,7 +20,7 @@ from kvkeep import KeepCache, UsageError
 from kvkeep.decode.lookup import Lookup
 from kvkeep.decode.pace import Pace
 from kvkeep.errors import BudgetError
-from kvkeep.stores.backed import BackedLayer, Phase
+from kvkeep.stores.drafting import DraftingLayer, Phase
 
 DRAFTS: dict[str, tuple[str, dict[str, Any]]] = {
     "snapkv, kv": ("snapkv:window=4,kernel=3+verified:5", {"budget": 16, "checkpoint": "kv", "where": "disk"}),
@@ -175,7 +175,7 @@ def test_entries_return_to_which_attention_returns() -> None:
     finally:
         full.set_attn_implementation(kept)
     for layer, attention in zip(cache.layers, weights, strict=True):
-        assert isinstance(layer, BackedLayer)
+        assert isinstance(layer, DraftingLayer)
         last = attention[0, :, -1].mean(0)  # TOVA: the last query, mean over heads
         expected = set(last.topk(layer.banks[0].columns).indices.tolist())
         assert all(set(row.tolist()) == expected for row in layer.banks[0].slots)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvkeep import KeepCache, Session, UsageError, load, load_session, save_session
+from kvkeep.stores.logged import LoggedLayer
 from kvkeep.stores.selective import FEW, SelectiveLayer
 from kvkeep.stores.whereabouts import Whereabouts
 
@@ -252,7 +253,7 @@ def test_evict_and_recall_by_hand(family: str, method: str) -> None:
     model, ids = tiny(family), prompt(2, 80)
     cache = KeepCache(model, method, BUDGET, checkpoint="kv", where="host")
     step(model, cache, ids[:, :70])
-    backed = list(cache._backed())
+    backed = [layer for layer in cache.layers if isinstance(layer, LoggedLayer)]
     held = [layer.held().sum(1) for layer in backed]
     cache.evict(3)
     for layer, before in zip(backed, held, strict=True):

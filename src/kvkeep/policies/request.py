@@ -14,8 +14,8 @@ from kvkeep.budget import Budget
 from kvkeep.errors import UnsupportedModelError, UsageError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.stores import selected
-from kvkeep.stores.backed import Round
 from kvkeep.stores.checkpoints import Checkpoint, CheckpointSpec
+from kvkeep.stores.drafting import Round
 from kvkeep.stores.incache import CachePositions
 
 

@@ -1,4 +1,4 @@
-"""Entries of a backed layer that leave before they have to, and entries that come back from the log."""
+"""Entries of a logged layer that leave before they have to, and entries that come back from the log."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from kvkeep.stores.banks import Bank
 
 if TYPE_CHECKING:
-    from kvkeep.stores.backed import BackedLayer
+    from kvkeep.stores.logged import LoggedLayer
 
 
 def compact(wanted: Tensor) -> Tensor:
@@ -27,7 +27,7 @@ def compact(wanted: Tensor) -> Tensor:
     return slots
 
 
-def fetched(layer: BackedLayer, slots: Tensor) -> tuple[Tensor, Tensor]:
+def fetched(layer: LoggedLayer, slots: Tensor) -> tuple[Tensor, Tensor]:
     """Return keys and values (lanes, n, dim) of ``slots`` (lanes, n) from the log; zeros where a slot is -1."""
     there = slots >= 0
     lane, _ = there.nonzero(as_tuple=True)
@@ -40,7 +40,7 @@ def fetched(layer: BackedLayer, slots: Tensor) -> tuple[Tensor, Tensor]:
     return whole[0], whole[1]
 
 
-def away(layer: BackedLayer) -> Tensor:
+def away(layer: LoggedLayer) -> Tensor:
     """Return which slots can come back: in the log, not resident, not padding; (lanes, slots) bool."""
     flags = ~layer.held()
     if layer.visible is not None:
@@ -49,7 +49,7 @@ def away(layer: BackedLayer) -> Tensor:
     return flags
 
 
-def evict(layer: BackedLayer, count: int) -> None:
+def evict(layer: LoggedLayer, count: int) -> None:
     """Let the ``count`` lowest-ranked resident entries of every lane leave; they are in the log."""
     for bank in layer.banks:
         leaving = _order(layer, bank)
@@ -60,7 +60,7 @@ def evict(layer: BackedLayer, count: int) -> None:
         bank.vacant = int((bank.slots[:, : bank.used] < 0).sum(1).max())
 
 
-def recall(layer: BackedLayer, slots: Tensor, limit: int) -> int:
+def recall(layer: LoggedLayer, slots: Tensor, limit: int) -> int:
     """Make those of ``slots`` (n,) resident that can come back, the first ``limit`` of every lane; return how many that
     were in all."""
     if not layer.banks or not layer.length or not len(slots):
@@ -73,7 +73,7 @@ def recall(layer: BackedLayer, slots: Tensor, limit: int) -> int:
     return int(wanted.sum())
 
 
-def bring(layer: BackedLayer, slots: Tensor) -> None:
+def bring(layer: LoggedLayer, slots: Tensor) -> None:
     """Make ``slots`` resident, (lanes, n), none of which is, -1 behind a lane's last; n at most the budget. In each
     lane they take empty columns, then those of the entries that rank lowest."""
     keys, values = fetched(layer, slots)
@@ -95,7 +95,7 @@ def bring(layer: BackedLayer, slots: Tensor) -> None:
         bank.vacant = int((bank.slots[:, : bank.used] < 0).sum(1).max()) if bank.used else 0
 
 
-def _order(layer: BackedLayer, bank: Bank) -> Tensor:
+def _order(layer: LoggedLayer, bank: Bank) -> Tensor:
     """Return the columns of a bank, (lanes, columns): empty ones, then entries in the order in which they leave."""
     entries = layer.candidates(bank, bank.slots, bank.noted(), layer.length)
     if layer.selector.reads:

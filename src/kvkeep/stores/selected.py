@@ -164,33 +164,36 @@ class SelectedLayer(StreamedLayer):
     def attend(self, step: Step) -> Tensor:
         """Attend by lanes over what comes back, what is resident and what is new; tell the selector what each entry
         received."""
-        module, scaling = step.module, step.scaling
-        query, key, value = (self.by_lane(part) for part in (step.query, step.key, step.value))
-        mask = step.mask
-        mask = mask if mask is None or mask.shape[0] == 1 else mask.repeat_interleave(self.heads, 0)
-        wide = step.wide(self.length)
-        wide = wide if wide is None else mask
+        own = self.folded(step)
+        query, wide = own.query, own.wide(self.length)
         single = self.alone(step)
         if single:
             self.settle()
-        held = self.held_segments(module, wide)
+        held = self.held_segments(step.module, wide)
         recalled = (
-            Segment(*expanded(module, keys, values), self.seen(slots, holes, wide))
+            Segment(*expanded(step.module, keys, values), self.seen(slots, holes, wide))
             for slots, holes, keys, values in self.fate.recall(self, query)
         )
-        new = None if single else fresh(query, key, value, mask)
+        new = None if single else fresh(query, own.key, own.value, own.mask)
         if single and query.shape[2] == 1 and len(self.banks) == 1 and self.fate.forgets and self.selector.watches != 0:
-            output, weights = weighed(query, held[0], scaling, self.selector.most)
+            output, weights = weighed(query, held[0], step.scaling, self.selector.most)
             self.learn(self.banks[0], weights, 1)
         else:
-            output, lse = attend(query, chain(recalled, held, () if new is None else (new,)), scaling)
-            self.observe(query, lse, scaling, held, new)
+            output, lse = attend(query, chain(recalled, held, () if new is None else (new,)), step.scaling)
+            self.observe(query, lse, step.scaling, held, new)
         if step.last:
             self.settle()
         return output.reshape(*step.query.shape[:-1], output.shape[-1])
 
+    def folded(self, step: Step) -> Step:
+        """Return a step by lanes: its tensors as :meth:`by_lane` folds them, and a mask for each lane."""
+        query, key, value = (self.by_lane(part) for part in (step.query, step.key, step.value))
+        mask = step.mask
+        mask = mask if mask is None or mask.shape[0] == 1 else mask.repeat_interleave(self.heads, 0)
+        return replace(step, query=query, key=key, value=value, mask=mask)
+
     def by_lane(self, part: Tensor) -> Tensor:
-        """Fold (batch, heads, n, dim) to (lanes, heads of the group, n, dim)."""
+        """Fold (batch, heads, n, ...) to (lanes, heads of the group, n, ...)."""
         return part.reshape(-1, part.shape[1] // self.heads, *part.shape[2:])
 
     def held_segments(self, module: Any, wide: Tensor | None) -> list[Segment]:

@@ -22,15 +22,14 @@ from torch import Tensor
 
 from kvkeep.attention import Segment, attend
 from kvkeep.stores import exchange
-from kvkeep.stores.backed import BackedLayer, Round
 from kvkeep.stores.bounds import PAGE, Bounds
 from kvkeep.stores.checkpoints import Checkpoint, expanded, latent
 from kvkeep.stores.ledger import Ledger
+from kvkeep.stores.logged import LoggedLayer
 from kvkeep.stores.meter import Meter
 from kvkeep.stores.places import Place
 from kvkeep.stores.selected import Fate, Selector
 from kvkeep.stores.streamed import Step, fresh
-from kvkeep.stores.whereabouts import Whereabouts
 
 FEW = 8
 """Queries at most for which pages are chosen; a longer step recalls everything."""
@@ -57,8 +56,8 @@ class Certificate:
     away: float
 
 
-class SelectiveLayer(BackedLayer):
-    """A :class:`BackedLayer` that recalls what ``choice`` says, in steps of at most :data:`FEW` queries. In longer
+class SelectiveLayer(LoggedLayer):
+    """A :class:`LoggedLayer` that recalls what ``choice`` says, in steps of at most :data:`FEW` queries. In longer
     ones, where the caller masks by hand, and where attention is latent (bounds of what is cached say nothing about
     scores then), it recalls everything."""
 
@@ -74,7 +73,7 @@ class SelectiveLayer(BackedLayer):
         log: Checkpoint,
         choice: Choice,
     ) -> None:
-        super().__init__(index, budgets, selector, fate, home, ledger, meter, log, Round(0))
+        super().__init__(index, budgets, selector, fate, home, ledger, meter, log)
         self.choice, self.bounds = choice, Bounds()
         self.last = self.worst = 0.0
         self._recalled = self._away = 0.0
@@ -97,19 +96,18 @@ class SelectiveLayer(BackedLayer):
         lost = self.log.first(self.index) > 0
         if not few and not lost:
             return super().attend(step)
-        query, key, value = (self.by_lane(part) for part in (step.query, step.key, step.value))
-        mask = step.mask if step.mask is None or step.mask.shape[0] == 1 else self._by_row(step.mask)
+        own = self.folded(step)
+        query, wide = own.query, own.wide(self.length)
         single = few and self.alone(step)
         if single:
             self.settle()
-        wide = wide if wide is None else mask
         held = self.held_segments(step.module, wide)
-        new = None if single else fresh(query, key, value, mask)
-        own = held if new is None else [*held, new]
+        new = None if single else fresh(query, own.key, own.value, own.mask)
+        near = held if new is None else [*held, new]
         if few:
-            output, lse = self._chosen_pages(query, own, step)
+            output, lse = self._chosen_pages(query, near, step)
         else:
-            output, lse = attend(query, chain(own, self._read(step.module, ~self.held(), wide)), step.scaling)
+            output, lse = attend(query, chain(near, self._read(step.module, ~self.held(), wide)), step.scaling)
         if lost:
             self._note(1.0)  # nothing bounds what was lost
         self.observe(query, lse, step.scaling, held, new)
@@ -192,9 +190,6 @@ class SelectiveLayer(BackedLayer):
             self.bounds.extend(self.pending[0])
         super().settle()
 
-    def _remember(self, step: Step, query: Tensor, lse: Tensor) -> None:
-        """Nothing: the resident entries are not chosen anew."""
-
     # -- the cache contract -------------------------------------------------------------------------
 
     def truncate(self, length: int) -> None:
@@ -206,13 +201,6 @@ class SelectiveLayer(BackedLayer):
         """Make the batch the rows of ``index``."""
         super().select(index)
         self.bounds.select(index)
-
-    def whereabouts(self, length: int) -> Tensor:
-        """Return the codes of every slot: what the log has lost is gone."""
-        codes = super().whereabouts(length)
-        lost = codes[..., : self.log.first(self.index)]
-        lost.masked_fill_(lost == Whereabouts.CHECKPOINTED, Whereabouts.DROPPED)
-        return codes
 
     def state(self) -> dict[str, Tensor]:
         """Return what must be saved."""

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvkeep.policies.request import Exactness, LiveFate
-from kvkeep.stores.backed import BackedLayer, Round
 from kvkeep.stores.checkpoints import Checkpoint
+from kvkeep.stores.drafting import Round
+from kvkeep.stores.logged import LoggedLayer
 
 
 @dataclass(frozen=True)
@@ -33,5 +34,5 @@ class Recall(ABC):
         return None
 
     @abstractmethod
-    def layers(self, log: Checkpoint, round: Round | None) -> Callable[..., BackedLayer]:
+    def layers(self, log: Checkpoint, round: Round | None) -> Callable[..., LoggedLayer]:
         """Return what makes a layer, given index, budgets, selector, fate, home, ledger and meter."""

@@ -11,8 +11,9 @@ from torch import Tensor
 from kvkeep.errors import UsageError
 from kvkeep.policies.recalls.base import Recall
 from kvkeep.policies.request import Exactness, LiveFate
-from kvkeep.stores.backed import BackedLayer, Round
 from kvkeep.stores.checkpoints import Checkpoint
+from kvkeep.stores.drafting import Round
+from kvkeep.stores.logged import LoggedLayer
 from kvkeep.stores.selective import SelectiveLayer
 
 
@@ -32,7 +33,7 @@ class Selective(Recall):
                 "A recall of single entries takes no fate but 'checkpoint': what left is all in checkpoints."
             )
 
-    def layers(self, log: Checkpoint, round: Round | None) -> Callable[..., BackedLayer]:
+    def layers(self, log: Checkpoint, round: Round | None) -> Callable[..., LoggedLayer]:
         """Return layers that ask it which pages to recall."""
         return partial(SelectiveLayer, log=log, choice=self)
 

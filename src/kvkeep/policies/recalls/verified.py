@@ -10,8 +10,8 @@ from typing import ClassVar
 from kvkeep.errors import BudgetError, UsageError
 from kvkeep.policies.recalls.base import Recall
 from kvkeep.policies.request import Exactness
-from kvkeep.stores.backed import BackedLayer, Round
 from kvkeep.stores.checkpoints import Checkpoint
+from kvkeep.stores.drafting import DraftingLayer, Round
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Verified(Recall):
             )
         return Round(min(self.longest + 1, entries // 2))
 
-    def layers(self, log: Checkpoint, round: Round | None) -> Callable[..., BackedLayer]:
+    def layers(self, log: Checkpoint, round: Round | None) -> Callable[..., DraftingLayer]:
         """Return layers that draft."""
         assert round is not None
-        return partial(BackedLayer, log=log, round=round)
+        return partial(DraftingLayer, log=log, round=round)

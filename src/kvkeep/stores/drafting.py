@@ -1,16 +1,16 @@
-"""The layer of draft and verify: every entry in the log, exactly; what is resident is what drafts attend to.
+"""The layer of draft and verify: what is resident is what drafts attend to.
 
 In an exact pass attention runs over the log, page by page, and what is new. In a draft pass it runs over the resident
 entries and the drafted ones, which lie in the *tail*: columns behind the resident ones, part of the budget. A verifying
 pass is an exact one whose entries wait in the tail, over the drafted ones, until it is known how many of them stay.
 
-Nothing leaves the log, so an entry may be resident again when attention returns to it: after a draft went wrong, the
-resident ones are chosen anew from all, by the attention of the tokens that were verified.
+An entry may be resident again when attention returns to it: after a draft went wrong, the resident ones are chosen anew
+from all, by the attention of the tokens that were verified.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -22,11 +22,11 @@ from kvkeep.attention import Segment, attend, received
 from kvkeep.stores.banks import Bank
 from kvkeep.stores.checkpoints import Checkpoint, expanded
 from kvkeep.stores.ledger import Ledger
+from kvkeep.stores.logged import LoggedLayer
 from kvkeep.stores.meter import Meter, nbytes
 from kvkeep.stores.places import Place
-from kvkeep.stores.selected import Fate, SelectedLayer, Selector
-from kvkeep.stores.streamed import Step, StreamedLayer, fresh, seen
-from kvkeep.stores.whereabouts import Whereabouts
+from kvkeep.stores.selected import Fate, Selector
+from kvkeep.stores.streamed import Step, StreamedLayer, fresh
 
 VOTERS = 32
 """Queries at most that are remembered to choose the resident entries anew."""
@@ -59,8 +59,8 @@ class _Voters:
     first: int
 
 
-class BackedLayer(SelectedLayer):
-    """A :class:`SelectedLayer` whose entries are all in ``log`` too, in order."""
+class DraftingLayer(LoggedLayer):
+    """A :class:`LoggedLayer` that attends as ``round`` wants it."""
 
     def __init__(
         self,
@@ -74,8 +74,8 @@ class BackedLayer(SelectedLayer):
         log: Checkpoint,
         round: Round,
     ) -> None:
-        super().__init__(index, budgets, selector, fate, home, ledger, meter, round.tail)
-        self.log, self.round = log, round
+        super().__init__(index, budgets, selector, fate, home, ledger, meter, log, round.tail)
+        self.round = round
         self.waiting = 0  # entries in the tail
         self._voters: _Voters | None = None
 
@@ -83,11 +83,6 @@ class BackedLayer(SelectedLayer):
     def arrived(self) -> int:
         """Slots that came in, those in the tail included."""
         return self.length + self.waiting
-
-    @property
-    def evicted(self) -> int:
-        """Slots that the log holds: all that are settled."""
-        return self.length
 
     @property
     def chooses(self) -> bool:
@@ -107,31 +102,15 @@ class BackedLayer(SelectedLayer):
         """Attend as the round wants it."""
         if self.round.phase is Phase.DRAFT:
             return self._draft(step)
-        output, lse = attend(step.query, self._all(step), step.scaling)
-        query, lse = self.by_lane(step.query), lse.reshape(-1, lse.shape[1] // self.heads, lse.shape[2])
+        output, lse = attend(step.query, self.everything(step), step.scaling)
+        own, lse = self.folded(step), self.by_lane(lse)
         if self.selector.watches != 0:
-            self._remember(step, query, lse)
+            self._remember(own, lse)
         if self.round.phase is Phase.EXACT:
-            key, value = self.by_lane(step.key), self.by_lane(step.value)
-            mask = step.mask if step.mask is None or step.mask.shape[0] == 1 else self._by_row(step.mask)
-            wide = mask if step.wide(self.length) is not None else None
-            held = self.held_segments(step.module, wide)
-            self.observe(query, lse, step.scaling, held, fresh(query, key, value, mask))
-            if step.last:
-                self.settle()
+            self.attended(own, lse)
         elif step.last:
             self._stash()
         return output
-
-    def _by_row(self, mask: Tensor) -> Tensor:
-        return mask.repeat_interleave(self.heads, 0)
-
-    def _all(self, step: Step) -> Iterator[Segment]:
-        if self.length:
-            wide = step.wide(self.length)
-            for piece in self.log.recall(self.index, self.length, unformed=True):
-                yield seen(piece, step, wide, self.length)
-        yield fresh(step.query, step.key, step.value, step.mask)
 
     def _draft(self, step: Step) -> Tensor:
         """Attend one query a row over what is resident, what the fate keeps, and the tail."""
@@ -181,12 +160,6 @@ class BackedLayer(SelectedLayer):
                 for number, bank in enumerate(self.banks):
                     self._new_marks[number] = torch.zeros(len(bank.slots), count, device=keys.device)
         self.settle()
-
-    def settle(self) -> None:
-        """Write the entries in hand to the log, and let them compete with those that are resident."""
-        if self.pending is not None:
-            self.log.evict(self.index, *self.pending)
-        super().settle()
 
     def choose(self) -> None:
         """Choose the resident entries anew from all that there are, if their number is more than the budget."""
@@ -257,12 +230,13 @@ class BackedLayer(SelectedLayer):
             parts.append(whole.unflatten(0, (-1, self.heads)))
         return parts[0], parts[1]
 
-    def _remember(self, step: Step, query: Tensor, lse: Tensor) -> None:
-        last = query.shape[2]
+    def _remember(self, own: Step, lse: Tensor) -> None:
+        last = own.query.shape[2]
         if self.round.phase is Phase.EXACT:
             last = min(last, VOTERS, self.selector.watches or VOTERS)
-        first = self.length + step.new - last
-        self._voters = _Voters(step.module, query[:, :, -last:].clone(), lse[:, :, -last:].clone(), step.scaling, first)
+        first = self.length + own.new - last
+        query, lse = own.query[:, :, -last:].clone(), lse[:, :, -last:].clone()
+        self._voters = _Voters(own.module, query, lse, own.scaling, first)
 
     # -- the cache contract -------------------------------------------------------------------------
 
@@ -277,11 +251,6 @@ class BackedLayer(SelectedLayer):
         """Make the batch the rows of ``index``."""
         self._voters = None
         super().select(index)
-
-    def whereabouts(self, length: int) -> Tensor:
-        """Return the codes of every slot: what the drafts' fate dropped is in the log."""
-        codes = super().whereabouts(length)
-        return codes.masked_fill_(codes == Whereabouts.DROPPED, Whereabouts.CHECKPOINTED)
 
     @property
     def bookkeeping_bytes(self) -> int:
