@@ -33,7 +33,7 @@ def test_json_has_all_its_fields_and_nothing_else(run: Run, common: tuple[str, .
     for row in (report["reference"], *report["rows"]):
         assert set(row) == {
             "method", "budget", "exactness", "entries", "match", "differs_at", "kl_mean", "kl_max", "kl", "top1",
-            "perplexity", "memory", "prefill_s", "tokens_per_s", "tokens", "error",
+            "perplexity", "memory", "prefill_s", "tokens_per_s", "tokens", "away", "recalled", "left_out", "error",
         }  # fmt: skip
         assert set(row["memory"]["checkpoint_bytes"]) == {"device", "host", "disk"}
     rows = {(row["method"], row["budget"]): row for row in report["rows"]}

@@ -79,7 +79,7 @@ def attend(
     nothing at all gets zeros and -inf. Segments are consumed one at a time, so a generator holds only one of them.
     ``before``: output and log-sum-exp of further entries that were attended already.
     """
-    output, lse = (None, None) if before is None else (before[0].float(), before[1])
+    output, lse = (None, None) if before is None else (before[0].to(torch.float32, copy=True), before[1])
     for segment in segments:
         if segment.key.shape[-2] == 0:
             continue
@@ -119,12 +119,13 @@ def weighed(query: Tensor, segment: Segment, scaling: float, most: bool = False)
 
 
 def _merge(a: Tensor, lse_a: Tensor, b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Combine two partial results; outputs (batch, heads, queries, dim), lse without the last axis."""
+    """Combine two partial results, in the memory of the first; outputs (batch, heads, queries, dim) float32, lse
+    without the last axis."""
     lse = torch.logaddexp(lse_a, lse_b)
     # Where a query saw nothing in either part both are -inf and the difference is nan: weigh with 0.
     weight_a = torch.exp(lse_a - lse).nan_to_num_(0.0).unsqueeze(-1)
     weight_b = torch.exp(lse_b - lse).nan_to_num_(0.0).unsqueeze(-1)
-    return a * weight_a + b * weight_b, lse
+    return a.mul_(weight_a).addcmul_(b, weight_b), lse
 
 
 def partial(query: Tensor, segment: Segment, scaling: float) -> tuple[Tensor, Tensor]:

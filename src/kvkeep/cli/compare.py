@@ -154,6 +154,8 @@ Column = tuple[str, Callable[["Row"], str], Callable[["Row"], float | None] | No
 def show(comparison: Comparison) -> None:
     """Print the table, in two parts where the terminal is too narrow for it, and what was refused."""
     named, quality = _NAMED, _quality(comparison.reference)
+    if any(row.recalled is not None for row in comparison.measured):
+        quality = [*quality, *_RECALL]
     whole = _table(comparison, [*named, *quality, *_COST])
     needed = Measurement.get(out, out.options.update(width=1000), whole).maximum
     if needed <= out.width or not out.is_terminal:
@@ -195,6 +197,15 @@ def _quality(reference: Row) -> list[Column]:
         ("perplexity", lambda row: "-" if row.perplexity is None else f"{row.perplexity:#.4g}".rstrip("."), surprise),
     ]
 
+
+_RECALL: list[Column] = [
+    (
+        "recalled of\na head",
+        lambda row: "-" if row.recalled is None else f"{row.recalled:,.0f} of {row.away:,.0f}",
+        None,
+    ),
+    ("left out\nat most", lambda row: "-" if row.left_out is None else f"{row.left_out:.1%}", None),
+]
 
 _COST: list[Column] = [
     ("resident", lambda row: size(row.memory["resident_bytes"]), lambda row: row.memory["resident_bytes"]),

@@ -63,7 +63,9 @@ class Row:
     match: share of the positions at which the free run's token is the reference's; differs_at: the first at which it is
     not (from 0), or None. kl: nats at each position, with its mean and largest; top1: share of positions.
     perplexity: of the reference's continuation. tokens: the free run's. memory: bytes after the free run.
-    tokens_per_s: of decoding, None where only one token was written. error: why there is nothing else.
+    tokens_per_s: of decoding, None where only one token was written. away, recalled: where recall is selective, entries
+    of a KV head there were to recall and those that were, mean over steps and layers; left_out: the largest bound on
+    the attention that a query gave to the others. error: why there is nothing else.
     """
 
     method: str
@@ -81,6 +83,9 @@ class Row:
     prefill_s: float | None = None
     tokens_per_s: float | None = None
     tokens: list[int] = field(default_factory=list)
+    away: float | None = None
+    recalled: float | None = None
+    left_out: float | None = None
     error: str = ""
 
     @property
@@ -229,6 +234,7 @@ def _free(
 ) -> Row:
     """Return what a free run tells, bytes included."""
     same = [a == b for a, b in zip(tokens, expected, strict=True)]
+    told = cache.certificate() if isinstance(cache, KeepCache) else []
     decoding = sum(seconds[1:])
     return Row(
         method,
@@ -241,6 +247,9 @@ def _free(
         prefill_s=seconds[0],
         tokens_per_s=(len(seconds) - 1) / decoding if decoding else None,
         tokens=tokens,
+        away=fmean(layer.away for layer in told) if told else None,
+        recalled=fmean(layer.recalled for layer in told) if told else None,
+        left_out=max(layer.worst for layer in told) if told else None,
     )
 
 

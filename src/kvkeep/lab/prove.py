@@ -2,8 +2,8 @@
 
 Every prompt is answered greedily with the stock cache, ends of text ignored, and with the caches to be proved. Where a
 token differs, the model is asked how near the two tokens were: the *gap* between their logits at that position, and the
-*noise*, by how much the stock model differs from itself there when it reads the same tokens at once instead of with its
-cache. A gap of at most twice the noise is a tie that rounding decides; any other difference is an error.
+*noise*, the most by which the stock model's logits of that answer differ when it reads all of it at once instead of one
+token at a time. A gap of at most twice the noise is a tie that rounding decides; any other difference is an error.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Answer:
     """One case's answer to one prompt.
 
     same: leading tokens that are the stock cache's, of ``tokens``; differs_at: the first that is not. gap, noise: of
-    logits there. over: bytes of resident entries beyond the budget at their peak, the chunk in hand not counted.
+    logits, see above. over: bytes of resident entries beyond the budget at their peak, the chunk in hand not counted.
     """
 
     label: str
@@ -190,7 +190,7 @@ def _judged(model: Any, prompt: Prompt, case: Case, result: Generation, referenc
     differs_at = next((place for place, (ours, theirs) in enumerate(pairs) if ours != theirs), None)
     gap = noise = None
     if differs_at is not None:
-        gap, noise = _margin(model, [*prompt.ids, *reference.tokens[:differs_at]], *pairs[differs_at])
+        gap, noise = _margin(model, list(prompt.ids), list(reference.tokens), differs_at, pairs[differs_at][0])
     budget = None
     if isinstance(cache, KeepCache) and cache.entries is not None:
         budget = cache.entries * cache.geometry.kv_bytes_per_token
@@ -219,13 +219,13 @@ def _judged(model: Any, prompt: Prompt, case: Case, result: Generation, referenc
 
 
 @torch.no_grad()
-def _margin(model: Any, ids: list[int], ours: int, theirs: int) -> tuple[float, float]:
-    """Return by how much the stock model prefers ``theirs`` after ``ids``, and by how much its logits differ there when
-    it reads all at once."""
-    text = torch.tensor([ids], device=next(model.parameters()).device)
+def _margin(model: Any, prompt: list[int], answer: list[int], place: int, ours: int) -> tuple[float, float]:
+    """Return by how much the stock model prefers token ``place`` of its answer to ``ours``, and the most by which its
+    two largest logits differ, at any token of the answer, when it reads all at once."""
+    text = torch.tensor([[*prompt, *answer[:-1]]], device=next(model.parameters()).device)
     cache = DynamicCache(config=model.config)
-    model(text[:, :-1], past_key_values=cache, logits_to_keep=1)
-    step = model(text[:, -1:], past_key_values=cache).logits[0, -1].float()
-    whole = model(text, use_cache=False, logits_to_keep=1).logits[0, -1].float()
-    pair = [ours, theirs]
-    return abs(float(step[theirs] - step[ours])), float((step - whole)[pair].abs().max())
+    parts = text.split([len(prompt), *[1] * (len(answer) - 1)], 1)
+    steps = torch.stack([model(part, past_key_values=cache, logits_to_keep=1).logits[0, -1].float() for part in parts])
+    whole = model(text, use_cache=False, logits_to_keep=len(answer)).logits[0].float()
+    noise = (steps - whole).gather(1, steps.topk(2).indices).abs().max()
+    return float(steps[place, answer[place]] - steps[place, ours]), float(noise)

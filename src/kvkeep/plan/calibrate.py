@@ -20,16 +20,15 @@ from torch import Tensor
 
 from kvkeep.attention import Segment, attend
 from kvkeep.attention.received import received
-from kvkeep.cache import KeepCache
 from kvkeep.errors import UsageError
 from kvkeep.models.folders import cache_folder
-from kvkeep.models.quiet import quiet
 from kvkeep.plan.machine import Machine
+from kvkeep.plan.trial import with_overheads
 from kvkeep.stores.coded import CodedKeys, CodedValues, encode_keys, encode_values
 from kvkeep.stores.groups import GROUP
 from kvkeep.stores.places import Disk
 
-VERSION = 1
+VERSION = 2
 """Raised whenever what is measured changes, so that older calibrations are made anew."""
 
 COLD = 128 * 2**20
@@ -79,7 +78,7 @@ def calibrate(device: str = "cpu", dtype: torch.dtype = torch.float32) -> Machin
     lab = _Lab(device, dtype)
     read, copied = lab.memory()
     disk, cold, written = lab.disk()
-    return Machine(
+    machine = Machine(
         f"{_processor(device)}, {torch.get_num_threads()} threads, {str(dtype).removeprefix('torch.')}",
         "measured",
         device.partition(":")[0],
@@ -96,10 +95,11 @@ def calibrate(device: str = "cpu", dtype: torch.dtype = torch.float32) -> Machin
         written,
         lab.score(),
         {bits: lab.coded(bits) for bits in (8, 4, 2)},
-        _overheads(lab),
+        {},
         lab.memory_bytes(),
         _host_bytes(),
     )
+    return with_overheads(machine, device, dtype)
 
 
 class _Lab:
@@ -213,44 +213,3 @@ def _host_bytes() -> int:
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return 8 * 10**9
-
-
-def _overheads(lab: _Lab) -> dict[str, float]:
-    """Return the seconds of a layer-step that are not its matrices': those of a model too small to have any others."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    layers = 12
-    with quiet():
-        config = LlamaConfig(
-            vocab_size=64,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=layers,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            max_position_embeddings=4096,
-        )
-        model = LlamaForCausalLM(config).to(lab.device, lab.dtype).eval()
-
-    def step(method: str, length: int = 192, **options: Any) -> float:
-        cache = KeepCache(model, method, **options)
-        ids = torch.zeros(1, length, dtype=torch.long, device=lab.device)
-        model(ids, past_key_values=cache, logits_to_keep=1)
-        return lab.seconds(lambda: model(ids[:, :1], past_key_values=cache, logits_to_keep=1), rounds=25) / layers
-
-    # Checkpoints come in pages: 4 of entries (of 256 each), and 8 of 32 rows that are rebuilt.
-    recalled = {"budget": 64, "where": "device"}
-    direct = step("kv-direct", 1024 + 32, budget=2048)
-    pieces = (step("kv-direct", 1024 + 32, checkpoint="kv", **recalled) - direct) / 4
-    rebuilt = (step("kv-direct", 256 + 64, checkpoint="residual", page=32, **recalled) - direct) / 8
-    return {
-        "full": step("full"),
-        "paged": step("paged"),
-        "kv-direct": direct,
-        "piece": max(pieces, 0.0),
-        "rebuilt": max(rebuilt, 0.0),
-        "selected": step("window", budget=64),
-        "watched": step("snapkv", budget=64),
-        "coded": step("quantized:4", 768, budget=512),
-        "lowrank": step("lowrank:8", 768, budget=512),
-    }

@@ -156,7 +156,7 @@ class _Work:
     def simple(self, elements: float) -> float:
         """Seconds to read or write so many elements once."""
         size = elements * self.bytes
-        return size / at(self.machine.elementwise, size)
+        return self.machine.simple * size / at(self.machine.elementwise, size)
 
     def operations(self, layer: LayerGeometry, rows: float, entries: float, half: bool = False) -> float:
         """Operations of attention in one layer."""

@@ -1,0 +1,97 @@
+"""What counted parts do not explain: a made-up model is run, and what is left over becomes the machine's overheads.
+
+Matrices, attention and simple operations are counted and have rates of their own; launching them, waiting for threads,
+transposing and copying have not. So each kind of layer is run in a model whose parts are known, and its overhead is
+what makes the prediction for that model true. Nothing is fitted to the models that are planned.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from statistics import median
+
+import torch
+
+from kvkeep.cache import KeepCache
+from kvkeep.models.quiet import quiet
+from kvkeep.plan.candidates import FAMILIES, Candidate
+from kvkeep.plan.costs import Cost, cost
+from kvkeep.plan.machine import LAYERS, Machine
+from kvkeep.plan.shape import shape_of
+from kvkeep.plan.sizes import sizes
+
+PROMPT, BUDGET, STEPS = 1024, 256, 9
+
+TRIALS = (
+    ("full", "full", None, None),
+    ("paged", "paged", None, None),
+    ("kv-direct", "kv-direct", "kv", 2 * PROMPT),
+    ("piece", "kv-direct", "kv", BUDGET),
+    ("rebuilt", "kv-direct", "residual", BUDGET),
+    ("selected", "window", None, BUDGET),
+    ("watched", "snapkv", None, BUDGET),
+    ("coded", "quantized:4", None, BUDGET),
+    ("lowrank", "lowrank:32", None, BUDGET),
+)
+"""Overhead, and the method, checkpoint and budget whose step tells it once those above are known."""
+
+
+def with_overheads(machine: Machine, device: str, dtype: torch.dtype) -> Machine:
+    """Return ``machine`` with its overheads and the share of simple operations, found by running a made-up model."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    with quiet():
+        config = LlamaConfig(
+            vocab_size=256,
+            hidden_size=512,
+            intermediate_size=1408,
+            num_hidden_layers=8,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            max_position_embeddings=4 * PROMPT,
+        )
+        model = LlamaForCausalLM(config).to(device, dtype).eval()
+    shape = shape_of(config, dtype.itemsize)
+    machine = replace(machine, overhead=dict.fromkeys(LAYERS, 0.0), simple=1.0)
+    for name, method, checkpoint, budget in TRIALS:
+        family = next(family for family in FAMILIES if family.method == method)
+        candidate = Candidate(family, "", checkpoint, "device" if checkpoint else None)
+        held = sizes(shape.geometry, candidate, PROMPT, budget, STEPS, shared=machine.shared)
+        prompt_s, step_s = _run(model, candidate, budget)
+
+        def predicted(machine: Machine, candidate: Candidate = candidate, held: object = held) -> Cost:
+            return cost(shape, candidate, held, machine, 1.0)  # type: ignore[arg-type]
+
+        now = predicted(machine)
+        slope = predicted(_raised(machine, name, 1.0)).step - now.step
+        machine = _raised(machine, name, max(0.0, (step_s - now.step) / slope))
+        if name == "full":
+            now, twice = predicted(machine), predicted(replace(machine, simple=2.0))
+            more = (prompt_s - now.prefill) / (twice.prefill - now.prefill)
+            machine = replace(machine, simple=1.0 + max(0.0, more))
+    return machine
+
+
+def _raised(machine: Machine, name: str, seconds: float) -> Machine:
+    return replace(machine, overhead={**machine.overhead, name: machine.overhead[name] + seconds})
+
+
+@torch.inference_mode()
+def _run(model: torch.nn.Module, candidate: Candidate, budget: int | None) -> tuple[float, float]:
+    """Return the seconds of a prompt (the second of two) and of a step (the median)."""
+    given = {name: value for name, value in candidate.options(budget).items() if value is not None}
+    device = next(model.parameters()).device
+
+    def timed(ids: torch.Tensor, cache: KeepCache) -> float:
+        start = time.perf_counter()
+        model(ids, past_key_values=cache, logits_to_keep=1).logits[0, -1, 0].item()  # waits for the device
+        return time.perf_counter() - start
+
+    ids = torch.zeros(1, PROMPT, dtype=torch.long, device=device)
+    cache = KeepCache(model, candidate.method, **given)
+    timed(ids, cache)
+    cache.reset()
+    prompt = timed(ids, cache)
+    timed(ids[:, :1], cache)  # the first step warms up
+    return prompt, median(timed(ids[:, :1], cache) for _ in range(STEPS - 1))
