@@ -115,7 +115,22 @@ def test_weighed_is_attend_with_its_weights(masked: bool, heads: int) -> None:
     query, key, value = torch.randn(3, 4, 1, 8), torch.randn(3, heads, 9, 8), torch.randn(3, heads, 9, 5)
     mask = (torch.rand(3, 1, 1, 9) > 0.4).index_fill(3, torch.tensor([0]), True) if masked else None
     segment = Segment(key, value, mask)
-    output, weights = weighed(query, segment, 0.3)
+    output, (weights,) = weighed(query, [segment], 0.3)
     expected, lse = attend(query, [segment], 0.3)
     torch.testing.assert_close(output, expected)
     torch.testing.assert_close(weights, received(query, segment, lse, 0.3))
+    other = Segment(torch.randn(3, 1, 4, 8), torch.randn(3, 1, 4, 5), torch.rand(3, 1, 1, 4) > 0.5)
+    for most in (False, True):
+        output, shares = weighed(query, [segment, other], 0.3, most)
+        expected, lse = attend(query, [segment, other], 0.3)
+        torch.testing.assert_close(output, expected)
+        for share, part in zip(shares, (segment, other), strict=True):
+            torch.testing.assert_close(share, received(query, part, lse, 0.3, most=most))
+
+
+def test_a_query_that_sees_nothing_gives_nothing() -> None:
+    query, rows = torch.randn(2, 1, 1, 8), torch.randn(2, 1, 3, 8)
+    segment = Segment(rows, rows, torch.tensor([[False] * 3, [True] * 3])[:, None, None])
+    output, (weights,) = weighed(query, [segment], 1.0)
+    assert not output[0].any() and not weights[0].any()
+    torch.testing.assert_close(weights[1].sum(), torch.tensor(1.0))

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvkeep.attention import Segment, attend
+from kvkeep.attention import Segment, attend, received, weighed
 from kvkeep.stores.coded import (
     CodedKeys,
     CodedValues,
@@ -89,6 +89,22 @@ def test_attention_over_codes_and_numbers_together(queries: int) -> None:
     theirs = attend(query, [Segment(*dense, seen), Segment(own, own)], 0.1)
     for mine, yours in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, yours, atol=1e-3, rtol=1e-3)  # products of bytes lose three digits
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_codes_are_weighed_as_numbers_are(bits: int) -> None:
+    coded_keys, coded_values, *_ = coded(2, bits)
+    torch.manual_seed(bits)
+    query, own = torch.randn(3, 2, 1, 64), torch.randn(3, 1, 7, 64)
+    seen = torch.rand(3, 1, 1, 2 * GROUP) > 0.3
+    dense = coded_keys.dense(torch.float32)[:, None], coded_values.dense(torch.float32)[:, None]
+    plain = Segment(own, own)
+    ours = weighed(query, [plain, Segment(coded_keys, coded_values, seen)], 0.1)
+    theirs = weighed(query, [plain, Segment(*dense, seen)], 0.1)
+    torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-3)
+    lse = attend(query, [plain, Segment(*dense, seen)], 0.1)[1]
+    told = received(query, Segment(coded_keys, coded_values, seen), lse, 0.1)
+    torch.testing.assert_close(told, theirs[1][1], atol=1e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize("bits", BITS)

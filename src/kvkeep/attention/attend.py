@@ -11,7 +11,7 @@ can be rebuilt, used and thrown away, and the result is the attention over all o
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -99,23 +99,49 @@ def attend(
     return output.to(query.dtype), lse
 
 
-def weighed(query: Tensor, segment: Segment, scaling: float, most: bool = False) -> tuple[Tensor, Tensor]:
-    """Return attention of a single query over one segment, and the weight of each entry: the mean over heads, or the
-    ``most`` of any.
+def weighed(
+    query: Tensor, segments: Sequence[Segment], scaling: float, most: bool = False
+) -> tuple[Tensor, list[Tensor]]:
+    """Return attention of a single query over segments, and for each of them the weight of its entries: the mean over
+    heads, or the ``most`` of any.
 
-    query: (batch, heads, 1, key_dim). Returns (batch, heads, 1, value_dim) and (batch, entries) float32. Kernels report
-    no weights; for one query plain products are as fast, and have them.
+    query: (batch, heads, 1, key_dim). segments: of all rows, with numbers or codes in them. Returns (batch, heads, 1,
+    value_dim) and (batch, entries) float32 each. Kernels report no weights; for one query plain products are as fast,
+    and have them.
     """
+    scored = [_scored(query, segment, scaling) for segment in segments]
+    weights = torch.softmax(scored[0] if len(scored) == 1 else torch.cat(scored, -1), -1)
+    if any(segment.mask is not None for segment in segments):
+        weights.nan_to_num_(0.0)  # of a query that sees nothing
+    shares = weights.split([scores.shape[-1] for scores in scored], -1)
+    output = _mixed(shares[0], segments[0])
+    for share, segment in zip(shares[1:], segments[1:], strict=True):
+        output = output + _mixed(share, segment)
+    return output.to(query.dtype), [(share.amax(1) if most else share.mean(1)).squeeze(1) for share in shares]
+
+
+def _scored(query: Tensor, segment: Segment, scaling: float) -> Tensor:
+    """Return the scores of a single query, (batch, heads, 1, entries) float32, masked."""
     batch, heads, _, dim = query.shape
-    key, value = segment.key.flatten(0, 1), segment.value.flatten(0, 1)
-    scores = torch.bmm(query.reshape(len(key), -1, dim), key.transpose(1, 2)).float().mul_(scaling)
-    if segment.mask is not None:
-        mask = segment.mask if segment.mask.dtype != torch.bool else _bias(segment.mask, scores.dtype)
-        scores = (scores.view(batch, heads, 1, -1) + mask).view_as(scores)
-    weights = torch.softmax(scores, -1)
-    output = torch.bmm(weights.to(value.dtype), value).view(batch, heads, 1, -1)
-    weights = weights.view(batch, heads, -1)
-    return output, weights.amax(1) if most else weights.mean(1)
+    if isinstance(segment.key, Tensor):
+        key = segment.key.flatten(0, 1)
+        scores = torch.bmm(query.reshape(len(key), -1, dim), key.transpose(1, 2)).float()
+    else:
+        scores = segment.key.scores(query.squeeze(2))
+    scores = scores.mul_(scaling).view(batch, heads, 1, -1)
+    if segment.mask is None:
+        return scores
+    return scores + (segment.mask if segment.mask.dtype != torch.bool else _bias(segment.mask, scores.dtype))
+
+
+def _mixed(weights: Tensor, segment: Segment) -> Tensor:
+    """Return values mixed by ``weights`` (batch, heads, 1, entries): (batch, heads, 1, value_dim)."""
+    batch, heads = weights.shape[:2]
+    if not isinstance(segment.value, Tensor):
+        return segment.value.mix(weights.squeeze(2)).unsqueeze(2)
+    value = segment.value.flatten(0, 1)
+    own = weights.reshape(len(value), -1, weights.shape[-1]).to(value.dtype)
+    return torch.bmm(own, value).view(batch, heads, 1, -1)
 
 
 def _merge(a: Tensor, lse_a: Tensor, b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:

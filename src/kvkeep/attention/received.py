@@ -32,7 +32,8 @@ def received(
     groups = segment.key.shape[1]
     if segment.mask is not None:  # a query that saw nothing gave nothing
         lse = lse.masked_fill(lse == float("-inf"), float("inf"))
-    keys = segment.key.flatten(0, 1).float().transpose(-1, -2)
+    held = segment.key.flatten(0, 1) if isinstance(segment.key, Tensor) else segment.key.dense(torch.float32)
+    keys = held.float().transpose(-1, -2)
     total: Tensor | None = None
     for low in range(max(0, queries - last) if last is not None else 0, queries, BLOCK):
         high = min(low + BLOCK, queries)

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 SAVED = ("keys", "values", "slots", "marks", "sinks", "lanes")
+
+
+class Gone(NamedTuple):
+    """Entries that left their bank: keys, values (lanes, n, dim), slots (lanes, n), -1 for none, and marks (lanes, n)
+    float32 where the fate hears."""
+
+    keys: Tensor
+    values: Tensor
+    slots: Tensor
+    marks: Tensor | None
 
 
 @dataclass
@@ -47,6 +58,12 @@ class Bank:
         if self.marks is None:
             self.marks = torch.zeros(self.slots.shape, device=self.slots.device)
         return self.marks
+
+    def at(self, columns: Tensor, marked: bool) -> Gone:
+        """Return copies of what lies in ``columns`` (lanes, n); ``marked``: with marks."""
+        index = columns[..., None]
+        keys, values = (rows.gather(1, index.expand(-1, -1, rows.shape[2])) for rows in (self.keys, self.values))
+        return Gone(keys, values, self.slots.gather(1, columns), self.noted().gather(1, columns) if marked else None)
 
     def note(self, marks: Tensor) -> None:
         """Replace the marks of the columns in use."""

@@ -223,7 +223,7 @@ class DraftingLayer(LoggedLayer):
         bank = self.banks[0]
         parts = []
         for name in ("keys", "values"):
-            whole = getattr(bank, name).new_empty(self._lanes, count, getattr(bank, name).shape[2])
+            whole = getattr(bank, name).new_empty(self.lanes, count, getattr(bank, name).shape[2])
             for bank in self.banks:
                 rows = getattr(bank, name)[:, bank.used : bank.used + count]
                 whole[slice(None) if bank.lanes is None else bank.lanes] = rows

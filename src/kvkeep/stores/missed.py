@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.stores.bounds import PAGE
-from kvkeep.stores.exchange import bring, compact
+from kvkeep.stores.exchange import bring, compact, fetched
 from kvkeep.stores.selective import Choice, SelectiveLayer
 
 
@@ -53,11 +53,12 @@ class MissedLayer(SelectiveLayer):
         wanted &= wanted.cumsum(1) <= self._limits(slots.device)
         chosen = compact(wanted)
         if chosen.shape[1]:
-            bring(self, slots.gather(1, chosen.clamp(min=0)).masked_fill(chosen < 0, -1))
+            slots = slots.gather(1, chosen.clamp(min=0)).masked_fill(chosen < 0, -1)
+            bring(self, slots, *fetched(self, slots))
 
     def _limits(self, device: torch.device) -> Tensor:
         """Return how many entries may come back, (lanes, 1)."""
-        limits = torch.empty(self._lanes, 1, dtype=torch.int64, device=device)
+        limits = torch.empty(self.lanes, 1, dtype=torch.int64, device=device)
         for bank in self.banks:
             limits[slice(None) if bank.lanes is None else bank.lanes] = min(self.choice.limit, bank.columns // 2)
         return limits

@@ -11,16 +11,16 @@ entries of a chunk are attended first, and then compete with the resident ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from kvkeep.attention import Segment, attend, received, weighed
-from kvkeep.stores.banks import SAVED, Bank, move
+from kvkeep.stores.banks import SAVED, Bank, Gone, move
 from kvkeep.stores.checkpoints import expanded
 from kvkeep.stores.ledger import Ledger
 from kvkeep.stores.meter import Meter, nbytes
@@ -100,8 +100,9 @@ class Fate(Protocol):
     def forgets(self) -> bool:
         """Whether what leaves is not wanted at all."""
 
-    def take(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        """Take entries that leave: (batch, kv_heads, n, dim) and their slots (batch, kv_heads, n), -1 for none."""
+    def take(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor, marks: Tensor | None) -> None:
+        """Take entries that leave: (batch, kv_heads, n, dim), their slots (batch, kv_heads, n), -1 for none, and for a
+        fate that hears the marks they had, (batch, kv_heads, n) float32."""
 
     def whereabouts(self, layer: SelectedLayer, length: int) -> Tensor:
         """Return what became of the entries of each slot, had they left: (batch, kv_heads, ``length``) codes of
@@ -110,6 +111,20 @@ class Fate(Protocol):
     def recall(self, layer: SelectedLayer, query: Tensor) -> Iterator[tuple[Tensor, bool, Any, Any]]:
         """Yield what comes back for ``query`` (lanes, heads, queries, dim), piece by piece: slots (lanes, n), whether
         some are -1 for none, keys and values: (lanes, 1, n, dim) written out, or coded."""
+
+
+@runtime_checkable
+class Listener(Fate, Protocol):
+    """A fate that hears what attention its entries received, and may bring some of them back
+    (:func:`kvkeep.stores.exchange.bring`). What it yields in :meth:`recall` is held until it was heard."""
+
+    def hear(self, layer: SelectedLayer, weights: Sequence[Tensor], queries: int) -> None:
+        """Learn what each piece that :meth:`recall` just yielded received of a step: (lanes, n) float32 for each,
+        of ``queries`` queries, as the selector is told of those that are resident; where it asks for nothing, of all.
+        Called for each reader of the layer."""
+
+    def exchange(self, layer: SelectedLayer) -> None:
+        """Called when a step has settled, after the layer's last reader."""
 
 
 class SelectedLayer(StreamedLayer):
@@ -131,6 +146,7 @@ class SelectedLayer(StreamedLayer):
     ) -> None:
         super().__init__()
         self.index, self.budgets, self.selector, self.fate = index, tuple(budgets), selector, fate
+        self.listener = fate if isinstance(fate, Listener) else None
         self.home, self.ledger, self.meter, self.tail = home, ledger, meter, tail
         self.length = 0
         self.heads = 0
@@ -170,20 +186,47 @@ class SelectedLayer(StreamedLayer):
         if single:
             self.settle()
         held = self.held_segments(step.module, wide)
-        recalled = (
+        recalled: Iterable[Segment] = (
             Segment(*expanded(step.module, keys, values), self.seen(slots, holes, wide))
             for slots, holes, keys, values in self.fate.recall(self, query)
         )
+        if self.listener is not None:
+            recalled = list(recalled)
         new = None if single else fresh(query, own.key, own.value, own.mask)
-        if single and query.shape[2] == 1 and len(self.banks) == 1 and self.fate.forgets and self.selector.watches != 0:
-            output, weights = weighed(query, held[0], step.scaling, self.selector.most)
+        if single and query.shape[2] == 1 and self._told_at_once(held):
+            output, (weights, *heard) = weighed(query, [*held, *recalled], step.scaling, self.selector.most)
             self.learn(self.banks[0], weights, 1)
+            if self.listener is not None:
+                self.listener.hear(self, heard, 1)
         else:
             output, lse = attend(query, chain(recalled, held, () if new is None else (new,)), step.scaling)
             self.observe(query, lse, step.scaling, held, new)
+            if self.listener is not None:
+                self._tell(self.listener, query, lse, step.scaling, recalled)
         if step.last:
             self.settle()
+            if self.listener is not None:
+                self.listener.exchange(self)
         return output.reshape(*step.query.shape[:-1], output.shape[-1])
+
+    def _told_at_once(self, held: Sequence[Segment]) -> bool:
+        """Whether a single query's weights are wanted, and all there are can be had at once."""
+        wanted = self.selector.watches != 0 and (self.fate.forgets or self.listener is not None)
+        return wanted and len(self.banks) == len(held) == 1
+
+    def _tell(
+        self, listener: Listener, query: Tensor, lse: Tensor, scaling: float, recalled: Iterable[Segment]
+    ) -> None:
+        """Tell a fate what its entries received."""
+        watches, lse = self.selector.watches or None, self.unpadded(lse)
+        weights = [received(query, piece, lse, scaling, watches, self.selector.most) for piece in recalled]
+        listener.hear(self, weights, min(query.shape[2], watches or query.shape[2]))
+
+    def unpadded(self, lse: Tensor) -> Tensor:
+        """Return a log-sum-exp, (lanes, heads, queries), by which what padding attends to does not count."""
+        if self.visible is None:
+            return lse
+        return lse.masked_fill(~self.visible[..., -lse.shape[2] :].squeeze(1), float("inf"))
 
     def folded(self, step: Step) -> Step:
         """Return a step by lanes: its tensors as :meth:`by_lane` folds them, and a mask for each lane."""
@@ -237,10 +280,7 @@ class SelectedLayer(StreamedLayer):
         if watches == 0 or not max(bank.budget for bank in self.banks):
             return
         queries = query.shape[2] if watches is None else min(watches, query.shape[2])
-        if self.visible is not None:  # padding attends to something, too, and must not count
-            padding = ~self.visible[..., -query.shape[2] :].squeeze(1)
-            lse = lse.masked_fill(padding, float("inf"))
-        segments = iter(held)
+        segments, lse = iter(held), self.unpadded(lse)
         for number, bank in enumerate(self.banks):
             parts = []
             if bank.used:
@@ -262,6 +302,13 @@ class SelectedLayer(StreamedLayer):
         slots, marks = bank.slots[:, : bank.used], bank.noted()[:, : bank.used]
         bank.note(self.selector.observe(self.candidates(bank, slots, marks, self.length), weights, queries))
 
+    def noted(self, slots: Tensor, marks: Tensor, weights: Tensor, queries: int) -> Tensor:
+        """Return the marks of entries that are not in banks, (lanes, n), after a step that gave them ``weights``: for
+        fates that hear, as the selector notes what is resident."""
+        hand = 0 if self.pending is None else self.pending[0].shape[2]
+        entries = self.candidates(None, slots, marks, self.length + hand, queries)
+        return self.selector.observe(entries, weights, queries)
+
     def settle(self) -> None:
         """Let the entries in hand compete with those held, and hand what leaves to its fate."""
         if self.pending is None:
@@ -269,24 +316,25 @@ class SelectedLayer(StreamedLayer):
         (keys, values), self.pending = self.pending, None
         count = keys.shape[2]
         keys, values = keys.flatten(0, 1), values.flatten(0, 1)
-        left: list[tuple[Bank, Tensor, Tensor, Tensor]] = []
+        left: list[tuple[Bank, Gone]] = []
         whole = self.ledger.whole(count)
         for number, bank in enumerate(self.banks):
             gone = self._settle(bank, bank.of(keys), bank.of(values), self._new_marks.get(number), whole)
             if gone is not None:
-                left.append((bank, *gone))
+                left.append((bank, gone))
         self._new_marks = {}
         self.length += count
         if left:
-            self._hand_over(left, keys, values)
+            self.hand_over(left)
 
-    def _settle(
-        self, bank: Bank, keys: Tensor, values: Tensor, marks: Tensor | None, whole: bool
-    ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Write the new entries of one bank; return keys, values and slots of what left."""
+    def _settle(self, bank: Bank, keys: Tensor, values: Tensor, marks: Tensor | None, whole: bool) -> Gone | None:
+        """Write the new entries of one bank; return what left."""
         count = keys.shape[1]
         if not bank.columns:  # a budget of nothing
-            return None if self.fate.forgets else (keys, values, self._new_slots(bank, count))
+            if self.fate.forgets:
+                return None
+            marks = self._entered(bank, keys) if marks is None else marks
+            return Gone(keys, values, self._new_slots(bank, count), marks)
         if whole and bank.used + count <= bank.columns:
             self._append(bank, keys, values, marks)
             return None
@@ -304,9 +352,7 @@ class SelectedLayer(StreamedLayer):
         if marks is not None or bank.marks is not None:
             bank.noted()[:, span] = 0.0 if marks is None else marks
 
-    def _replace(
-        self, bank: Bank, keys: Tensor, values: Tensor, marks: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor] | None:
+    def _replace(self, bank: Bank, keys: Tensor, values: Tensor, marks: Tensor | None) -> Gone | None:
         """Write a single new entry over the lowest-ranked one: the step of every decoded token."""
         entries = self.candidates(bank, bank.slots, bank.marks, self.length + 1)
         if self.selector.reads:
@@ -318,10 +364,8 @@ class SelectedLayer(StreamedLayer):
         if self.selector.ties:
             rank = torch.where(rank == rank.amin(1, keepdim=True), bank.slots, 2**31 - 1)
         victim = rank.argmin(1, keepdim=True)
+        left = None if self.fate.forgets else bank.at(victim, self.listener is not None)
         of_keys, of_values = (victim[..., None].expand(-1, -1, rows.shape[2]) for rows in (keys, values))
-        left = None
-        if not self.fate.forgets:
-            left = bank.keys.gather(1, of_keys), bank.values.gather(1, of_values), bank.slots.gather(1, victim)
         bank.keys.scatter_(1, of_keys, keys)
         bank.values.scatter_(1, of_values, values)
         bank.slots.scatter_(1, victim, self.length)
@@ -332,9 +376,7 @@ class SelectedLayer(StreamedLayer):
             bank.marks.scatter_(1, victim, 0.0)
         return left
 
-    def _compete(
-        self, bank: Bank, keys: Tensor, values: Tensor, marks: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor] | None:
+    def _compete(self, bank: Bank, keys: Tensor, values: Tensor, marks: Tensor | None) -> Gone | None:
         """Rank what is held and what is new together; as many leave as came."""
         lanes, count, columns = keys.shape[0], keys.shape[1], bank.columns
         slots = self._new_slots(bank, count)
@@ -365,10 +407,11 @@ class SelectedLayer(StreamedLayer):
         left = None
         if not self.fate.forgets:
             own = leaving.clamp(max=columns - 1), (leaving - columns).clamp(min=0)
-            left = (
+            left = Gone(
                 _picked(bank.keys, keys, own, refused),
                 _picked(bank.values, values, own, refused),
                 both.gather(1, leaving),
+                None if self.listener is None else joined.gather(1, leaving),  # type: ignore[union-attr]
             )
         bank.keys[lane, target], bank.values[lane, target] = keys[lane, source], values[lane, source]
         bank.slots[lane, target] = slots[lane, source]
@@ -378,27 +421,36 @@ class SelectedLayer(StreamedLayer):
         bank.vacant = int((bank.slots < 0).sum(1).max())
         return left
 
-    def _hand_over(self, left: list[tuple[Bank, Tensor, Tensor, Tensor]], keys: Tensor, values: Tensor) -> None:
+    def hand_over(self, left: list[tuple[Bank, Gone]]) -> None:
         """Give the fate what left, all lanes together; lanes that gave less have empty places."""
-        bank, gone_keys, gone_values, gone_slots = left[0]
+        bank, gone = left[0]
         if bank.lanes is not None:
-            lanes, count = keys.shape[0], max(item[3].shape[1] for item in left)
-            gone_keys = keys.new_zeros(lanes, count, keys.shape[2])
-            gone_values = values.new_zeros(lanes, count, values.shape[2])
-            gone_slots = bank.slots.new_full((lanes, count), -1)
-            for bank, *parts in left:
-                for whole, part in zip((gone_keys, gone_values, gone_slots), parts, strict=True):
-                    whole[bank.lanes, : part.shape[1]] = part.to(whole.dtype)
-        by_head = [part.unflatten(0, (-1, self.heads)) for part in (gone_keys, gone_values, gone_slots)]
-        self.fate.take(self.index, *by_head)
+            shape = self.lanes, max(own.slots.shape[1] for _, own in left)
+            whole = [None if part is None else part.new_zeros(*shape, *part.shape[2:]) for part in gone]
+            whole[2] = gone.slots.new_full(shape, -1)
+            for bank, own in left:
+                for kept, part in zip(whole, own, strict=True):
+                    if kept is not None and part is not None:
+                        kept[bank.lanes, : part.shape[1]] = part
+            gone = Gone(*whole)  # type: ignore[arg-type]
+        keys, values, slots, marks = (None if part is None else part.unflatten(0, (-1, self.heads)) for part in gone)
+        assert keys is not None and values is not None and slots is not None
+        self.fate.take(self.index, keys, values, slots, marks)
 
     # -- marks --------------------------------------------------------------------------------------
 
-    def candidates(self, bank: Bank, slots: Tensor, marks: Tensor | None, length: int, new: int = 0) -> Candidates:
-        """Return entries of a bank as a selector is told of them, of ``length`` slots in all."""
+    def candidates(
+        self, bank: Bank | None, slots: Tensor, marks: Tensor | None, length: int, new: int = 0
+    ) -> Candidates:
+        """Return entries of a bank as a selector is told of them, of ``length`` slots in all; None: of all lanes, not
+        in banks."""
         first = self.ledger.first
-        by_lane: Tensor | int = 0 if first is None else bank.of(first.repeat_interleave(self.heads, 0))[:, None]
-        return Candidates(slots, marks, by_lane, length, new, bank.columns, self.heads, self.index)
+        by_lane: Tensor | int = 0
+        if first is not None:
+            every = first.repeat_interleave(self.heads, 0)
+            by_lane = (every if bank is None else bank.of(every))[:, None]
+        columns = max(bank.columns for bank in self.banks) if bank is None else bank.columns
+        return Candidates(slots, marks, by_lane, length, new, columns, self.heads, self.index)
 
     def _new_slots(self, bank: Bank, count: int) -> Tensor:
         """Return the slots of the entries in hand, (lanes, count), -1 for padding."""
@@ -409,9 +461,9 @@ class SelectedLayer(StreamedLayer):
         return slots
 
     def _entered(self, bank: Bank, keys: Tensor) -> Tensor | None:
-        """Return the marks that new entries come with, None where the selector gives none."""
+        """Return the marks that new entries come with, None where nobody asks for them."""
         if not self.selector.enters:
-            return None
+            return None if self.listener is None else torch.zeros(keys.shape[:2], device=keys.device)
         count = keys.shape[1]
         entries = self.candidates(bank, self._new_slots(bank, count), None, self.length + count, count)
         return self.selector.enter(entries, keys)
@@ -456,7 +508,7 @@ class SelectedLayer(StreamedLayer):
         together."""
         if all(bank.columns == bank.budget or bank.used + count <= bank.columns for bank in self.banks):
             return
-        count_all, homes, counts = self._lanes, self._homes(), self.ledger.counts
+        count_all, homes, counts = self.lanes, self._homes(), self.ledger.counts
         groups: dict[tuple[int, int], list[int]] = {}
         for lane, (bank, _) in homes.items():
             needed = self.length + count if counts is None else counts[lane // self.heads]
@@ -478,10 +530,11 @@ class SelectedLayer(StreamedLayer):
     @property
     def rows(self) -> int:
         """Rows of the batch held."""
-        return self._lanes // max(1, self.heads)
+        return self.lanes // max(1, self.heads)
 
     @property
-    def _lanes(self) -> int:
+    def lanes(self) -> int:
+        """KV heads of all rows held."""
         return sum(bank.slots.shape[0] for bank in self.banks)
 
     def _homes(self) -> dict[int, tuple[Bank, int]]:
@@ -489,7 +542,7 @@ class SelectedLayer(StreamedLayer):
         return {
             lane: (bank, number)
             for bank in self.banks
-            for number, lane in enumerate(range(self._lanes) if bank.lanes is None else bank.lanes.tolist())
+            for number, lane in enumerate(range(self.lanes) if bank.lanes is None else bank.lanes.tolist())
         }
 
     # -- the cache contract -------------------------------------------------------------------------
@@ -564,7 +617,7 @@ class SelectedLayer(StreamedLayer):
     def held(self) -> Tensor:
         """Return which slots are resident, (lanes, slots) bool."""
         device = self.banks[0].slots.device if self.banks else None
-        flags = torch.zeros(self._lanes, self.length + 1, dtype=torch.bool, device=device)
+        flags = torch.zeros(self.lanes, self.length + 1, dtype=torch.bool, device=device)
         for bank in self.banks:
             index = bank.slots.long()
             own = torch.zeros(index.shape[0], self.length + 1, dtype=torch.bool, device=device)

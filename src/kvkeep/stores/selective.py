@@ -147,10 +147,7 @@ class SelectiveLayer(LoggedLayer):
 
     def _counted(self, lse: Tensor) -> Tensor:
         """Return the log-sum-exp that pages are compared with: whatever padding asks for is of no interest."""
-        lse = lse.clamp(min=torch.finfo(lse.dtype).min)
-        if self.visible is None:
-            return lse
-        return lse.masked_fill(~self.visible[..., -lse.shape[2] :].squeeze(1), float("inf"))
+        return self.unpadded(lse.clamp(min=torch.finfo(lse.dtype).min))
 
     def away(self) -> Tensor | None:
         """Return which slots can come back, (lanes, slots of whole pages) bool; None where there are none."""

@@ -81,7 +81,7 @@ class _Checkpointed:
         self._slots: dict[int, Buffer | Ring] = {}
         self._left: set[int] = set()  # layers that something has left
 
-    def take(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+    def take(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor, marks: Tensor | None) -> None:
         self._left.add(layer)
         if not self.moves:
             return

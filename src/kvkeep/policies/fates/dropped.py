@@ -35,7 +35,7 @@ class _Dropped:
     compressed_bytes = 0
     bookkeeping_bytes = 0
 
-    def take(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+    def take(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor, marks: Tensor | None) -> None:
         """Not called: nothing is wanted."""
 
     def recall(self, layer: SelectedLayer, query: Tensor) -> Iterator[tuple[Tensor, bool, Tensor, Tensor]]:

@@ -34,7 +34,7 @@ class GroupedFate:
     def read(self, layer: SelectedLayer, query: Tensor, groups: Groups) -> Iterator[tuple[Tensor, bool, Any, Any]]:
         """Yield (slots, holes, keys, values) of what groups hold."""
 
-    def take(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+    def take(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor, marks: Tensor | None) -> None:
         """Take entries that leave."""
         self.groups[layer].take(keys, values, slots)
 
