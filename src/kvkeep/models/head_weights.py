@@ -1,8 +1,8 @@
 """W_Q, W_K and W_V of every head, whatever modules a family keeps them in.
 
-Weights lie apart (Llama), fused one after another (GPT-2, Phi-3), or fused head by head (GPT-NeoX). Which it is, is found
-by trying: a few tokens are run, and a layout is right if the values it reads out of a projection are those that attention
-was handed, up to the length of each (Gemma 4 normalises them).
+Weights lie apart (Llama), fused one after another (GPT-2, Phi-3), or fused head by head (GPT-NeoX). Which it is, is
+found by trying: a few tokens are run, and a layout is right if the values it reads out of a projection are those that
+attention was handed, up to the length of each (Gemma 4 normalises them).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ Split = Callable[[Tensor], list[Tensor]]
 class HeadWeights:
     """One layer's projections of x, what its attention reads (the normalised residual): y = W x, without any bias.
 
-    query: (heads, key_dim, hidden) float32. key: (kv_heads, key_dim, hidden), value: (kv_heads, value_dim, hidden); None
-    in a layer that reads another's. module: the one that is handed x (the query's, or the fused one).
+    query: (heads, key_dim, hidden) float32. key: (kv_heads, key_dim, hidden), value: (kv_heads, value_dim, hidden);
+    None in a layer that reads another's. module: the one that is handed x (the query's, or the fused one).
     """
 
     layer: int
@@ -52,14 +52,14 @@ class HeadWeights:
 
 @torch.no_grad()
 def head_weights(model: Any) -> list[HeadWeights]:
-    """Return the weights of every layer of ``model`` in order. Raises UnsupportedModelError, by name, for a family whose
-    heads have no such weights, or whose layout is not known."""
+    """Return the weights of every layer of ``model`` in order. Raises UnsupportedModelError, by name, for a family
+    whose heads have no such weights, or whose layout is not known."""
     adapter = bind(model)
     geometry = ModelGeometry.from_config(model.config)
     if getattr(model.config.get_text_config(decoder=True), "kv_lora_rank", None):
         raise UnsupportedModelError(
-            f"'{adapter.family}' has latent attention: its keys and values come out of one latent by way of a norm, so no "
-            "head has a W_K or W_V to look at; take a model with plain projections."
+            f"'{adapter.family}' has latent attention: its keys and values come out of one latent by way of a norm, so "
+            "no head has a W_K or W_V to look at; take a model with plain projections."
         )
     found = [_modules(adapter.family, index, layer) for index, layer in enumerate(adapter.layers)]
     shown: dict[int, Attended] = {}
@@ -114,8 +114,8 @@ def _trial(model: Any, geometry: ModelGeometry) -> Tensor:
 
 
 def _modules(family: str, index: int, layer: nn.Module) -> list[nn.Module]:
-    """Return a layer's projections: the fused one, or those of query, key and value (the query's alone where the layer
-    reads another's keys; no value's where values are keys)."""
+    """Return a layer's projections: the fused one, or those of query, key and value (the query's alone where the
+    layer reads another's keys; no value's where values are keys)."""
     attention = next((part for name in _ATTENTION if (part := getattr(layer, name, None)) is not None), None)
     while (inner := getattr(attention, "attention", None)) is not None:  # GPT-Neo's has one within
         attention = inner
@@ -128,8 +128,8 @@ def _modules(family: str, index: int, layer: nn.Module) -> list[nn.Module]:
     ]
     if apart[0] is None:
         raise UnsupportedModelError(
-            f"'{family}' keeps the weights of layer {index} in no module known here (q_proj, k_proj, v_proj, or a fused "
-            "one), so they cannot be told apart."
+            f"'{family}' keeps the weights of layer {index} in no module known here (q_proj, k_proj, v_proj, or a "
+            "fused one), so they cannot be told apart."
         )
     return [part for part in apart if part is not None]
 
@@ -154,8 +154,8 @@ def _read(
             query, key, value = split(torch.cat(matrices))
             return HeadWeights(attended.layer, modules[0], query, key, value)
     raise UnsupportedModelError(
-        f"'{family}' lays out the projections of layer {attended.layer} in a way that is not known here: what they give "
-        "is not what its attention is handed."
+        f"'{family}' lays out the projections of layer {attended.layer} in a way not known here: what they give is "
+        "not what its attention is handed."
     )
 
 

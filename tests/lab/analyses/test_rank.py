@@ -43,7 +43,7 @@ def test_ranks_are_the_papers_definition(family: str) -> None:
     found = ranks(tiny(family))
     weights = head_weights(tiny(family))
     assert [layer.layer for layer in found] == [0, 1, 2, 3]
-    assert (found[0].turned is None) == (family == "gpt2")
+    assert (found[0].turned is None) == (family in ("gpt2", "gemma4"))  # learned positions; rotates otherwise
     for layer, mine in zip(found, weights, strict=True):
         keys = mine.key if mine.key is not None else weights[layer.layer - 2].key
         assert keys is not None and len(layer.heads) == 4 and len(layer.groups) == len(keys)
@@ -51,6 +51,7 @@ def test_ranks_are_the_papers_definition(family: str) -> None:
             product = mine.query[head].T @ keys[head * len(keys) // 4]
             energy = numpy.cumsum(numpy.linalg.svd(product.numpy(), compute_uv=False) ** 2)
             assert got == 1 + int((energy < 0.9 * energy[-1]).sum())
+        assert max(layer.fourth) <= max(layer.heads) and layer.fourth_energy[0] >= layer.energy[0]
         assert layer.energy[-1] == pytest.approx(1) and layer.energy == sorted(layer.energy)
 
 

@@ -17,8 +17,8 @@ BINS = [(1, 16), (17, 32)]
 
 
 def by_hand() -> tuple[torch.Tensor, torch.Tensor]:
-    """One head, ten tokens of a prompt and four later queries. Tokens 0 and 1 are heavy in the prompt; later token 0 stays so,
-    token 5 is needed twice, token 7 once."""
+    """One head, ten tokens of a prompt and four later queries. Tokens 0 and 1 are heavy in the prompt; later token 0
+    stays so, token 5 is needed twice, token 7 once."""
     before, after = torch.zeros(1, 10, 14), torch.zeros(1, 4, 14)
     before[0, :, 0], before[0, :, 1] = 0.6, 0.4
     after[0, :, 0] = 0.7

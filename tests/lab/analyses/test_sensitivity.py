@@ -54,8 +54,8 @@ def test_norms_and_cosines_are_those_of_the_vectors(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_exact_weight_is_where_the_expansion_is_stationary(seed: int) -> None:
-    """The second-order loss of moving both keys to w k_m + (1 - w) k_m+1, as Eq. 2 takes it (without the gradient's own term),
-    has a slope of 0 there."""
+    """The second-order loss of moving both keys to w k_m + (1 - w) k_m+1, as Eq. 2 takes it (without the gradient's
+    own term), has a slope of 0 there."""
     query, keys, values, external = case(seed)
     weights, output = attended(query, keys, values)
     found = sensitivity(external[None], weights[None], values, output[None])

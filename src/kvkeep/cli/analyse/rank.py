@@ -27,7 +27,7 @@ def rank(
     ] = None,
     model: options.Model = "smollm2",
     limit: common.Limit = 512,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=1, help="Tokens to write and to compare.")] = 64,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=1, help="Tokens to write and to compare.")] = 32,
     ranks: Annotated[
         str | None, typer.Option(help="Ranks to truncate to, by commas. [default: 1/8 to all of a head's width]")
     ] = None,
@@ -123,9 +123,15 @@ def _nats(value: float | None) -> str:
 
 def _remarks(found: Ranks) -> list[str]:
     heads = [value for layer in found.layers for value in layer.heads]
+    fourth = [value for layer in found.layers for value in layer.fourth]
     low = sum(value <= 10 for value in heads)
+    half = found.layers[0].dim // 2
     remarks = [
-        f"{low} of {len(heads)} query heads have an effective rank of 10 or less; the least is {min(heads):.0f}. The paper's means: "
-        "21.2 of 64 (SmolLM2-135M), 20.0 of 64 (Qwen2.5-0.5B), 70.2 of 256 (Gemma 3 4B)."
+        f"{low} of {len(heads)} query heads have an effective rank of 10 or less; the least is {min(heads):.0f}. "
+        f"Rank {half} holds {common.percent(found.energy(half), 1)} % of the energy.",
+        f"Of fourth powers of the singular values: mean rank {found.mean('fourth'):.1f}, the least {min(fourth):.0f}; "
+        f"rank {half} holds {common.percent(found.energy(half, 'fourth_energy'), 1)} %.",
+        "The paper's means: 21.2 of 64 (SmolLM2-135M), 20.0 of 64 (Qwen2.5-0.5B), 70.2 of 256 (Gemma 3 4B); "
+        "rank 32 of 64 holds more than 95 %.",
     ]
     return remarks + sorted({f"{row.way}: {row.error}" for row in found.truncations if row.error})

@@ -99,6 +99,7 @@ def _by_distance(found: Reactivation) -> Table:
 
 def _remarks(found: Reactivation) -> list[str]:
     return [
-        f"Active: more than {100 * found.threshold:g} % of a query's attention, {found.threshold * found.prompt:.1f} times an even "
-        f"share of the prompt. A query makes {fmean(found.active.values()):.1f} of the prompt's {found.prompt:,} tokens active."
+        f"Active: more than {100 * found.threshold:g} % of a query's attention, {found.threshold * found.prompt:.1f} "
+        f"times an even share of the prompt. A query makes {fmean(found.active.values()):.1f} of the prompt's "
+        f"{found.prompt:,} tokens active."
     ]

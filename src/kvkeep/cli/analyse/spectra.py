@@ -41,7 +41,7 @@ def _table(found: Spectra) -> Table:
     from kvkeep.lab.analyses.spectra import PROJECTIONS
 
     table = common.new_table(
-        "Q, K and V of each layer: cosine of neighbours, of tokens far apart, of neighbours as attended; modes with 90 %",
+        "Q, K and V: cosine of neighbours, of tokens far apart, of neighbours as attended; modes with 90 % of energy",
         "layer",
         *(
             f"{measure}\n{name[0].upper()}"
@@ -81,6 +81,6 @@ def _table(found: Spectra) -> Table:
 def _remarks(found: Spectra) -> list[str]:
     told = ", ".join(f"{name} {common.number(value)}" for name, value in found.correlation.items())
     return [
-        f"Rank correlation, over heads, of the modes that hold 90 % of the energy with the cosine of neighbours: {told}. "
-        "If concentrated spectra made neighbours alike, it would be near -1."
+        f"Rank correlation over heads of the modes that hold 90 % of the energy with the cosine of neighbours: {told}."
+        " If concentrated spectra made neighbours alike, it would be near -1."
     ]

@@ -1,9 +1,11 @@
 """Whether E can be left out of merging: KVSlimmer's Fig. 3 and 10-14 (arXiv:2603.00907, Eqs. 31-33).
 
-E = dL/do is the gradient of the loss by a head's output, by backpropagation; L is the sum of the text's next-token losses. The
-paper's closed form (Eq. 33) needs cos(E, c_11) = cos(E, c_22) = -cos(E, c_12) (Eq. 32) and shows the means of a head's cosines
-over all pairs. The closed form is used for each pair, though, so here the relation is also looked at pair by pair: how the
-cosines correlate, whether their signs agree, and what becomes of the weight of the merged key.
+E = dL/do is the gradient of the loss by a head's output, by backpropagation; L is the sum of the text's next-token
+losses. The paper's closed form (Eq. 33) needs cos(E, c_11) = cos(E, c_22) = -cos(E, c_12) (Eq. 32), and its figure
+shows the means of a head's cosines over all pairs. Those say little: cos(E, c_22) of one pair is cos(E, c_11) of the
+next, so the two means are over the same numbers. The closed form is used for each pair, so here the relation is
+looked at pair by pair, too: how the cosines correlate, whether their signs agree, and what becomes of the weight of
+the merged key.
 """
 
 from __future__ import annotations
@@ -33,11 +35,13 @@ ALIKE = 0.25
 class Head:
     """One query head. Means and shares are over ``pairs``, all pairs of neighbours that a sampled query sees.
 
-    cos11, cos12, cos22: the mean of cos(E, c_ij), a point of the paper's figure. corr22, corr12: the correlation, over pairs, of
-    cos(E, c_11) with cos(E, c_22) and with -cos(E, c_12); 1 is what Eq. 32 says. agree: the share of pairs at which the signs
-    of all three are as in Eq. 32; agree_alike: of the quarter of pairs whose keys are most similar; by chance 0.25 for three
-    independent signs. convex, convex_closed: the share of pairs whose weight is within 0 and 1 by Eq. 30, and by Eq. 33. gap: the
-    mean difference of the two weights where both are; gap_half: of Eq. 30's and 1/2 there. None: there is no such figure.
+    cos11, cos12, cos22: the mean of cos(E, c_ij), a point of the paper's figure. size: the mean of |cos(E, c_11)|.
+    corr22, corr12: the correlation, over pairs, of cos(E, c_11) with cos(E, c_22) and with -cos(E, c_12); 1 is what
+    Eq. 32 says; of two independent residuals of one length it is 0 and 0.71. agree: the share of pairs at which the
+    signs of all three are as in Eq. 32; agree_alike: of the quarter of pairs whose keys are most similar. By chance
+    it is 0.5: c_12 lies between -c_11 and -c_22. convex, convex_closed: the share of pairs whose weight is within 0
+    and 1 by Eq. 30, and by Eq. 33. gap: the mean difference of the two weights where both are; gap_half: of Eq. 30's
+    and 1/2 there. None: there is no such figure.
     """
 
     layer: int
@@ -47,6 +51,7 @@ class Head:
     cos11: float
     cos12: float
     cos22: float
+    size: float
     corr22: float | None
     corr12: float | None
     agree: float
@@ -62,9 +67,12 @@ MEASURES = tuple(field.name for field in fields(Head))[4:]
 
 @dataclass(frozen=True)
 class Alignment:
-    """All heads whose output the loss depends on. queries: positions that were sampled. loss: mean of the next-token losses that depend on them, in nats.
-    spread: over all heads, the correlation of the means cos11 with cos22 and with -cos12, which is what the paper's scatter
-    plots show; None where there are fewer than three heads."""
+    """All heads whose output the loss depends on.
+
+    queries: positions that were sampled. loss: the mean, in nats, of the next-token losses from the first of them on.
+    spread: over all heads, the rank correlation of the means cos11 with cos22 and with -cos12, which is what the
+    paper's scatter plots show; None where there are fewer than three heads.
+    """
 
     tokens: int
     queries: list[int]
@@ -85,8 +93,8 @@ def alignment(
     queries: int = QUERIES,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Alignment:
-    """Compare E with the c_ij in every head of ``model``, for ``queries`` positions spread over the second half of ``ids`` (1,
-    tokens). One pass forward and one back. Raises UsageError for a text too short for that."""
+    """Compare E with the c_ij in every head of ``model``, for ``queries`` positions spread over the second half of
+    ``ids`` (1, tokens). One pass forward and one back. Raises UsageError for a text too short for that."""
     ids = ids.to(next(model.parameters()).device)
     tokens = ids.shape[1]
     if tokens < 8 or queries < 1:
@@ -154,6 +162,7 @@ def _layer(attended: Attended, gradient: Tensor, at: Tensor, kind: str) -> list[
                 cos11=float(a.mean()),
                 cos12=float(b.mean()),
                 cos22=float(c.mean()),
+                size=float(a.abs().mean()),
                 corr22=_correlation(a, c),
                 corr12=_correlation(a, -b),
                 agree=_share(agree),

@@ -1,15 +1,18 @@
-"""The effective rank of what scores attention, and what truncating it does: KV-Direct's Fig. 5 and 6 (arXiv:2603.19664,
-sections 3.3 and 5.7).
+"""The effective rank of what scores attention, and what truncating it does: KV-Direct's Fig. 5 and 6
+(arXiv:2603.19664, sections 3.3 and 5.7).
 
-Norms and rotation left aside, a head's score of residuals i and j is h_i M h_j^T / sqrt(d), M = W_q W_k^T (Eq. 18). Its effective
-rank at 90 % is the least r with (s_1^2 + ... + s_r^2) / sum_i s_i^2 >= 0.9 (Eqs. 19-20). M is never formed: with W_q = Q_q R_q
-and W_k = Q_k R_k its singular values are those of R_q R_k^T, which is d_head by d_head.
+Norms and rotation left aside, a head's score of residuals i and j is h_i M h_j^T / sqrt(d), M = W_q W_k^T (Eq. 18).
+Its effective rank at 90 % is the least r with (s_1^2 + ... + s_r^2) / sum_i s_i^2 >= 0.9 (Eqs. 19-20). M is never
+formed: with W_q = Q_q R_q and W_k = Q_k R_k its singular values are those of R_q R_k^T, which is d_head by d_head.
 
-Two caveats are measured beside it. Several query heads share a KV head: a key is asked by all of them, by M stacked over the group.
-And a score at distance D is h_i W_q R_D W_k^T h_j: rotation stands between the two, so the rank depends on the distance.
+Three things are measured beside it. Several query heads share a KV head: a key is asked by all of them, by M stacked
+over the group. And a score at distance D is h_i W_q R_D W_k^T h_j: rotation stands between the two, so the rank
+depends on the distance. And energies of s_i^4, as they come of squaring the eigenvalues of M M^T where those are
+taken for singular values: not what Eq. 19 says, but near what the paper prints for the model that is also ours.
 
-Truncation keeps, of each head's W_k and W_v, the part in its first r left singular vectors: of every token ("every entry", the
-weights themselves, as the paper's text says), or of those that left the newest 32 or so (method ``lowrank:r``).
+Truncation keeps, of each head's W_k and W_v, the part in its first r left singular vectors: of every token ("every
+entry", the weights themselves, as the paper's text says), or of those that left the newest 32 or so (method
+``lowrank:r``).
 """
 
 from __future__ import annotations
@@ -36,20 +39,22 @@ from kvkeep.models.head_weights import HeadWeights, head_weights
 ENERGY = 0.9
 DISTANCES = (1, 16, 256)
 EVERY, LEFT = "every entry", "lowrank"
-SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 3 / 4, 1)
+SHARES = (1 / 8, 1 / 4, 1 / 2, 3 / 4, 1)
 ROOM = 128
 """Entries of budget beside the text: none leaves the cache, all that are not among the newest are truncated."""
 
 
 PAPER = {1.0: ("100", "5e-4"), 0.5: ("5-15", "10.9"), 0.125: ("5-10", "> 11")}
-"""Token match in percent and KL by the share of d_head, as section 5.7 tells them of its models (below 15 of 64: one range)."""
+"""Token match in percent and KL by the share of d_head, as section 5.7 tells them of its models (below 15 of 64: one
+range)."""
 
 
 @dataclass(frozen=True)
 class LayerRank:
-    """One layer. dim: d_head. heads: the effective rank of each query head's M; groups: of each KV head's, stacked; turned:
-    the mean over query heads by distance, None where positions are not rotated. energy: E(r) of r = 1 ... dim, the mean over
-    query heads."""
+    """One layer. dim: d_head. heads: the effective rank of each query head's M; groups: of each KV head's, stacked;
+    turned: the mean over query heads by distance, None where positions are not rotated. energy: E(r) of r = 1 ...
+    dim, the mean over query heads. fourth, fourth_energy: as ``heads`` and ``energy``, of fourth powers of the
+    singular values."""
 
     layer: int
     kind: str
@@ -58,13 +63,15 @@ class LayerRank:
     groups: list[float]
     turned: dict[int, float] | None
     energy: list[float]
+    fourth: list[float]
+    fourth_energy: list[float]
 
 
 @dataclass(frozen=True)
 class Truncation:
     """One rank and one way to truncate. match: the share of greedy tokens that are the full cache's. kl, top1: of the
-    distributions given the full cache's text, mean in nats, and the share with the same largest. error: why there is nothing
-    else."""
+    distributions given the full cache's text, mean in nats, and the share with the same largest. error: why there is
+    nothing else."""
 
     way: str
     rank: int
@@ -84,19 +91,20 @@ class Ranks:
     truncations: tuple[Truncation, ...] = ()
 
     def mean(self, of: str = "heads") -> float:
-        """Return the mean rank over all "heads" or "groups"."""
+        """Return the mean rank over all "heads" or "groups", or that of fourth powers over all heads ("fourth")."""
         return fmean(value for layer in self.layers for value in getattr(layer, of))
 
-    def energy(self, rank: int) -> float:
-        """Return the share of M's energy that ``rank`` holds, the mean over all query heads."""
-        weighted = [(layer.energy[min(rank, layer.dim) - 1], len(layer.heads)) for layer in self.layers]
+    def energy(self, rank: int, of: str = "energy") -> float:
+        """Return the share of M's "energy" (or "fourth_energy") that ``rank`` holds, the mean over all query
+        heads."""
+        weighted = [(getattr(layer, of)[min(rank, layer.dim) - 1], len(layer.heads)) for layer in self.layers]
         return sum(share * count for share, count in weighted) / sum(count for _, count in weighted)
 
 
 @torch.no_grad()
 def ranks(model: Any, *, progress: Callable[[int, int], None] = lambda done, total: None) -> list[LayerRank]:
-    """Return every layer's effective ranks, from the weights alone. Raises UnsupportedModelError for a family whose heads have
-    no weights of their own."""
+    """Return every layer's effective ranks, from the weights alone. Raises UnsupportedModelError for a family whose
+    heads have no weights of their own."""
     adapter = bind(model)
     geometry = ModelGeometry.from_config(model.config)
     weights = head_weights(model)
@@ -141,13 +149,20 @@ def _layer(adapter: Adapter, layer: LayerGeometry, weights: HeadWeights, keys: T
         effective_rank(energies, ENERGY).tolist(),
         effective_rank(stacked.square(), ENERGY).tolist(),
         turned,
-        (energies.cumsum(-1) / energies.sum(-1, keepdim=True)).mean(0).tolist(),
+        _held(energies),
+        effective_rank(energies.square(), ENERGY).tolist(),
+        _held(energies.square()),
     )
 
 
+def _held(energies: Tensor) -> list[float]:
+    """Return E(r), the mean over heads."""
+    return (energies.cumsum(-1) / energies.sum(-1, keepdim=True)).mean(0).tolist()
+
+
 def product_singular_values(a: Tensor, b: Tensor) -> Tensor:
-    """Return the singular values of A B^T that can differ from 0, falling, for a (..., m, dim), b (..., n, dim) with m and n
-    at least dim: (..., dim) float64."""
+    """Return the singular values of A B^T that can differ from 0, falling, for a (..., m, dim), b (..., n, dim) with
+    m and n at least dim: (..., dim) float64."""
     triangles = [torch.linalg.qr(part.double(), mode="r").R for part in (a, b)]
     return torch.linalg.svdvals(triangles[0] @ triangles[1].transpose(-1, -2))
 
@@ -165,8 +180,8 @@ def truncations(
     new: int,
     progress: Callable[[str, float, float | None], None] = lambda text, done, total: None,
 ) -> list[Truncation]:
-    """Truncate to every rank of ``listed``, in both ways, and continue ``prompt`` (token ids) by ``new`` greedy tokens. Raises
-    UsageError for a rank out of 1 ... d_head."""
+    """Truncate to every rank of ``listed``, in both ways, and continue ``prompt`` (token ids) by ``new`` greedy
+    tokens. Raises UsageError for a rank out of 1 ... d_head."""
     bind(model)
     geometry = ModelGeometry.from_config(model.config)
     dim = max(max(layer.key_dim, layer.value_dim) for layer in geometry.layers)
@@ -220,8 +235,8 @@ def _every_entry(
 
 @contextmanager
 def truncated(model: Any, rank: int) -> Iterator[None]:
-    """Within the block, let each head's keys and values keep only their part in the first ``rank`` left singular vectors of
-    its W_k and W_v. Raises UnsupportedModelError where keys and values have no modules of their own."""
+    """Within the block, let each head's keys and values keep only their part in the first ``rank`` left singular
+    vectors of its W_k and W_v. Raises UnsupportedModelError where keys and values have no modules of their own."""
     adapter = bind(model)
     handles = []
     try:
@@ -242,7 +257,8 @@ def truncated(model: Any, rank: int) -> Iterator[None]:
 
 
 def _onto(weight: Tensor, rank: int) -> Any:
-    """Return the hook that projects an output (..., heads * dim) onto the first directions of weight (heads, dim, hidden)."""
+    """Return the hook that projects an output (..., heads * dim) onto the first directions of weight (heads, dim,
+    hidden)."""
     first = torch.linalg.svd(weight, full_matrices=False).U[..., :rank]
     projector = first @ first.transpose(-1, -2)  # (heads, dim, dim)
 

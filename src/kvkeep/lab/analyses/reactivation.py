@@ -1,9 +1,9 @@
-"""Tokens that were not heavy hitters and are needed after all: KVReviver's Fig. 2 (section "Rethinking Token Sparsity").
+"""Tokens that were not heavy hitters and are needed after all: KVReviver's Fig. 2, "Rethinking Token Sparsity".
 
-The text's first half is a prompt, after which each KV head keeps its heavy hitters, a share of the tokens; nothing else is kept
-for being recent, as in the paper. The second half's queries then read with the whole cache. A token is *active* for a query that
-pays it more than a threshold (the paper's 0.5 %) of its attention, the mean of the KV head's query heads, which is also what heavy
-hitters accumulate. Who the heavy hitters are:
+The text's first half is a prompt, after which each KV head has its heavy hitters, a share of the tokens; none is one
+for being recent, as in the paper. The second half's queries then read with the whole cache. A token is *active* for a
+query that pays it more than a threshold (the paper's 0.5 %) of its attention: the mean of the KV head's query heads,
+which is also what heavy hitters accumulate. Who the heavy hitters are:
 
     h2o         the most attention from all of the prompt's queries
     snapkv      the most from its last 32, each pooled with its 3 neighbours on either side (the largest)
@@ -38,11 +38,11 @@ WINDOW, KERNEL = 32, 7
 class Row:
     """One layer, one rule and one share of heavy hitters; means over KV heads.
 
-    others: tokens of the prompt that are not heavy hitters. reactivated: the share of them that some later query makes active.
-    activations: how many queries do, the mean over those others. missed: the share of all activations of the prompt's
-    tokens that are of others. mass: the share of its attention to the prompt that a query pays to others, mean. by_distance:
-    of pairs of a query and one of the others as far apart as :data:`Reactivation.distances` says, the share that is active;
-    None where there are no pairs.
+    others: tokens of the prompt that are not heavy hitters. reactivated: the share of them that some later query
+    makes active. activations: how many queries do, the mean over the others. missed: the share of all activations of
+    the prompt's tokens that are of others. mass: the share of its attention to the prompt that a query pays to
+    others, mean. by_distance: of pairs of a query and one of the others as far apart as
+    :data:`Reactivation.distances` says, the share that is active; None where there are no pairs.
     """
 
     layer: int
@@ -58,8 +58,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Reactivation:
-    """All rows. distances: the least and the most tokens from a query back to a token, by bin. active: by layer, how many
-    of the prompt's tokens a query makes active, mean."""
+    """All rows. distances: the least and the most tokens from a query back to a token, by bin. active: by layer, how
+    many of the prompt's tokens a query makes active, mean."""
 
     tokens: int
     prompt: int
@@ -88,16 +88,14 @@ def reactivation(
     ratios: Sequence[float] = RATIOS,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Reactivation:
-    """Read ``ids`` (1, tokens) once and look at every layer that sees all of it. Raises UsageError for a threshold or ratio
-    out of (0, 1) or a text that is too short, UnsupportedModelError for a model without such layers."""
+    """Read ``ids`` (1, tokens) once and look at every layer that sees all of it. Raises UsageError for a threshold or
+    ratio out of (0, 1) or a text that is too short, UnsupportedModelError for a model without such layers."""
     tokens = ids.shape[1]
     for name, value in (("threshold", threshold), *(("ratio", ratio) for ratio in ratios)):
         if not 0 < value < 1:
             raise UsageError(f"A {name} is a share between 0 and 1, not {value:g}.")
     if tokens < 16 or not ratios:
-        raise UsageError(
-            f"A text of {tokens} tokens is too short to see what becomes of its first half; give at least 16."
-        )
+        raise UsageError(f"A text of {tokens} tokens is too short to see what becomes of its half; give at least 16.")
     decoder = bind(model).decoder
     geometry = ModelGeometry.from_config(model.config)
     full = {layer.index for layer in geometry.layers if geometry.layers[layer.source].kind == "full"}
@@ -129,8 +127,8 @@ def reactivation(
 def measure(
     before: Tensor, after: Tensor, threshold: float, ratios: Sequence[float], bins: Sequence[tuple[int, int]]
 ) -> list[tuple[str, float, dict[str, Any]]]:
-    """Return what :class:`Row` holds, by rule and ratio, for the attention of the prompt's queries, ``before`` (kv_heads,
-    prompt, tokens), and of the later ones, ``after`` (kv_heads, later, tokens)."""
+    """Return what :class:`Row` holds, by rule and ratio, for the attention of the prompt's queries, ``before``
+    (kv_heads, prompt, tokens), and of the later ones, ``after`` (kv_heads, later, tokens)."""
     prompt, later = before.shape[1], after.shape[1]
     paid = after[..., :prompt]
     active = paid > threshold
@@ -174,7 +172,8 @@ def _scores(before: Tensor, after: Tensor) -> dict[str, Tensor]:
 
 
 def _by_kv_head(attended: Attended, queries: Tensor) -> Tensor:
-    """Return the attention that queries pay, mean over the query heads of each KV head: (kv_heads, queries, tokens)."""
+    """Return the attention that queries pay, mean over the query heads of each KV head: (kv_heads, queries,
+    tokens)."""
     weights = attended.weights(queries)[0]
     return weights.view(attended.key.shape[1], -1, *weights.shape[1:]).mean(1)
 

@@ -1,20 +1,19 @@
-"""The second derivatives of the loss by two neighbouring keys, as KVSlimmer has them (arXiv:2603.00907, sections 4.1-4.2).
+"""The second derivatives of the loss by two neighbouring keys: KVSlimmer (arXiv:2603.00907, sections 4.1-4.2).
 
-With a the attention of one query, o = sum_i a_i v_i its output, and r_i = v_i - o, the Hessian's blocks of keys m and m + 1 are
-h_ij = (E . c_ij) q q^T / d_k (Eq. 26), where E = dL/do comes from outside the head and
+With a the attention of one query, o = sum_i a_i v_i its output, and r_i = v_i - o, the Hessian's blocks of keys m and
+m + 1 are h_ij = (E . c_ij) q q^T / d_k (Eq. 26), where E = dL/do comes from outside the head and
 
     c_11 = a_m (1 - 2 a_m) r_m,   c_22 = a_m+1 (1 - 2 a_m+1) r_m+1,   c_12 = -a_m a_m+1 (r_m + r_m+1)     (Eqs. 23-25)
 
-do not. Everything here is the head's own pairs at once: values (..., tokens, dim), attention (..., queries, tokens), outputs and
-E (..., queries, dim); results are (..., queries, tokens - 1), one for each pair. No c_ij is written out: their norms and their
-products with E are made of products of values, outputs and E.
+do not. Everything here is about all pairs at once: values (..., tokens, dim), attention (..., queries, tokens),
+outputs and E (..., queries, dim); results are (..., queries, tokens - 1), one for each pair. No c_ij is written out:
+their norms and their products with E are made of products of values, outputs and E.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 
@@ -51,7 +50,7 @@ class Sensitivity:
 
 
 def sensitivity(external: Tensor, attention: Tensor, values: Tensor, outputs: Tensor) -> Sensitivity:
-    """Return the sensitivities of every query and neighbouring pair, in float64: attention is small, and c_12 its square."""
+    """Return the sensitivities of every query and pair, in float64: attention is small, and c_12 has its square."""
     external, attention, values, outputs = (part.double() for part in (external, attention, values, outputs))
     first, second = attention[..., :-1], attention[..., 1:]
     alone, pair = _gram(values, outputs)

@@ -1,12 +1,12 @@
 """Why keys would be alike and values not: KVSlimmer's Fig. 2 (arXiv:2603.00907, section 3.2).
 
-With y_t = x_t W of one head, W = U S V^T and l_i = s_i^2 the eigenvalues of W W^T in falling order, the cosine of adjacent
-tokens is a sum over modes (Eqs. 7-8)
+With y_t = x_t W of one head, W = U S V^T and l_i = s_i^2 the eigenvalues of W W^T in falling order, the cosine of
+adjacent tokens is a sum over modes (Eqs. 7-8)
 
     cos(y_t, y_t+1) = sum_i c_i,    c_i = l_i p_t,i p_t+1,i / (|y_t| |y_t+1|),    p_t,i = x_t u_i
 
-x is what the projection is handed (the normalised residual), so y has neither bias nor norm nor rotation. As s_i p_t,i is the
-i-th coordinate of y_t in V, modes cost one product of y with V, and U is never formed.
+x is what the projection is handed (the normalised residual), so y has neither bias nor norm nor rotation. As s_i p_t,i
+is the i-th coordinate of y_t in V, modes cost one product of y with V, and U is never formed.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ ENERGY = 0.9
 class Projection:
     """One projection of one layer; means are over its heads, and over pairs of tokens.
 
-    cosine: of adjacent tokens (Eq. 5), the sum of ``contributions``. apart: the same of tokens half the text apart, which
-    no adjacency makes alike. attended: of adjacent tokens as attention is handed them, with bias, norms and rotation.
-    modes: the share of all modes that it takes to hold 90 % of the energy sum_i l_i. eigenvalues: l_i over their sum,
-    contributions: c_i, falling in l. head_cosines, head_modes: the two by head.
+    cosine: of adjacent tokens (Eq. 5), the sum of ``contributions``. apart: of tokens half the text apart, alike for
+    other reasons than being neighbours. attended: of adjacent tokens as attention is handed them, with bias, norms
+    and rotation. modes: the share of all modes that it takes to hold 90 % of the energy sum_i l_i. eigenvalues: l_i
+    over their sum, contributions: c_i, falling in l. head_cosines, head_modes: the two by head.
     """
 
     layer: int
@@ -112,9 +112,9 @@ def _layer(weights: HeadWeights, kind: str, x: Tensor, attended: Attended) -> li
 
 
 def modes(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the eigenvalues of M = W W^T (the paper's W maps rows to rows) of heads ``weight`` (heads, dim, hidden) that
-    can differ from 0, falling, (heads, dim), and the right singular vectors in whose order they are, as columns of
-    (heads, dim, dim). Both are of W^T W, dim by dim, in float64, and returned in float32."""
+    """Return the eigenvalues of M = W W^T that can differ from 0, falling, (heads, dim), and V, whose columns are in
+    that order, (heads, dim, dim), of ``weight`` (heads, dim, hidden), the paper's W transposed. They are those of W^T
+    W, which is dim by dim; taken in float64, returned in float32."""
     wide = weight.double()
     values, vectors = torch.linalg.eigh(wide @ wide.transpose(-1, -2))
     return values.flip(-1).clamp(min=0).float(), vectors.flip(-1).float()
