@@ -6,6 +6,7 @@ import sys
 
 import typer
 
+from kvkeep.cli.analyse import analyse
 from kvkeep.cli.bench import bench
 from kvkeep.cli.chat import chat
 from kvkeep.cli.compare import compare
@@ -34,6 +35,7 @@ COMMANDS = (
 )
 for command in COMMANDS:
     app.command()(command)
+app.add_typer(analyse, name="analyse")
 
 
 def main() -> None:

@@ -1,0 +1,82 @@
+"""The second derivatives of the loss by two neighbouring keys: KVSlimmer (arXiv:2603.00907, sections 4.1-4.2).
+
+With a the attention of one query, o = sum_i a_i v_i its output, and r_i = v_i - o, the Hessian's blocks of keys m and
+m + 1 are h_ij = (E . c_ij) q q^T / d_k (Eq. 26), where E = dL/do comes from outside the head and
+
+    c_11 = a_m (1 - 2 a_m) r_m,   c_22 = a_m+1 (1 - 2 a_m+1) r_m+1,   c_12 = -a_m a_m+1 (r_m + r_m+1)     (Eqs. 23-25)
+
+do not. Everything here is about all pairs at once: values (..., tokens, dim), attention (..., queries, tokens),
+outputs and E (..., queries, dim); results are (..., queries, tokens - 1), one for each pair. No c_ij is written out:
+their norms and their products with E are made of products of values, outputs and E.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Sensitivity:
+    """Of every query and pair: g_ij = E . c_ij, and the norms of the c_ij. external: |E|, (..., queries, 1)."""
+
+    g11: Tensor
+    g12: Tensor
+    g22: Tensor
+    norm11: Tensor
+    norm12: Tensor
+    norm22: Tensor
+    external: Tensor
+
+    @property
+    def cosines(self) -> tuple[Tensor, Tensor, Tensor]:
+        """cos(E, c_11), cos(E, c_12), cos(E, c_22) (Eq. 31); nan where one of the two is 0."""
+        return (
+            self.g11 / (self.external * self.norm11),
+            self.g12 / (self.external * self.norm12),
+            self.g22 / (self.external * self.norm22),
+        )
+
+    @property
+    def exact_weight(self) -> Tensor:
+        """The weight of key m in the merged key (Eq. 30); that of key m + 1 is 1 minus it."""
+        return (self.g11 + self.g12) / (self.g11 + 2 * self.g12 + self.g22)
+
+    @property
+    def closed_weight(self) -> Tensor:
+        """The same without E, as if Eq. 32 held (Eq. 33)."""
+        return (self.norm11 - self.norm12) / (self.norm11 - 2 * self.norm12 + self.norm22)
+
+
+def sensitivity(external: Tensor, attention: Tensor, values: Tensor, outputs: Tensor) -> Sensitivity:
+    """Return the sensitivities of every query and pair, in float64: attention is small, and c_12 has its square."""
+    external, attention, values, outputs = (part.double() for part in (external, attention, values, outputs))
+    first, second = attention[..., :-1], attention[..., 1:]
+    alone, pair = _gram(values, outputs)
+    toward = external @ values.transpose(-1, -2) - (external * outputs).sum(-1, keepdim=True)  # E . r_i
+    both = toward[..., :-1] + toward[..., 1:]
+    length = alone.clamp(min=0).sqrt()  # |r_i|
+    length_both = (alone[..., :-1] + 2 * pair + alone[..., 1:]).clamp(min=0).sqrt()  # |r_m + r_m+1|
+    here, next_ = first * (1 - 2 * first), second * (1 - 2 * second)
+    return Sensitivity(
+        here * toward[..., :-1],
+        -first * second * both,
+        next_ * toward[..., 1:],
+        here.abs() * length[..., :-1],
+        first * second * length_both,
+        next_.abs() * length[..., 1:],
+        external.norm(dim=-1, keepdim=True),
+    )
+
+
+def _gram(values: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor]:
+    """Return r_i . r_i, (..., queries, tokens), and r_m . r_m+1, (..., queries, tokens - 1)."""
+    shift = values.mean(-2, keepdim=True)  # residuals do not change, and less cancels
+    values, outputs = values - shift, outputs - shift
+    own = outputs.square().sum(-1, keepdim=True)
+    met = outputs @ values.transpose(-1, -2)
+    neighbours = (values[..., :-1, :] * values[..., 1:, :]).sum(-1)
+    alone = values.square().sum(-1).unsqueeze(-2) - 2 * met + own
+    pair = neighbours.unsqueeze(-2) - met[..., :-1] - met[..., 1:] + own
+    return alone, pair

@@ -1,0 +1,79 @@
+"""What attention is handed, seen in a plain forward pass: every family makes its queries, keys and values itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kvkeep.models.forward import attending, probing
+
+
+@dataclass(frozen=True, slots=True)
+class Attended:
+    """One layer's attention over a whole text.
+
+    query: (batch, heads, n, key_dim). key: (batch, kv_heads, n, key_dim), value: (batch, kv_heads, n, value_dim); all
+    with norms and rotation. mask: broadcastable to (batch, 1, n, n), True or 0 where seen; None is causal. output:
+    (batch, heads, n, value_dim), in the graph of the pass.
+    """
+
+    layer: int
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    scaling: float
+    output: Tensor
+
+    def visible(self, queries: Tensor) -> Tensor:
+        """Return what the queries (positions, int64) see: (batch or 1, 1, queries, n) bool."""
+        if self.mask is None:
+            return (torch.arange(self.key.shape[2], device=queries.device) <= queries[:, None])[None, None]
+        rows = self.mask[..., queries, :]
+        return rows if rows.dtype == torch.bool else rows >= 0
+
+    def weights(self, queries: Tensor) -> Tensor:
+        """Return the attention that the queries (positions, int64) pay: (batch, heads, queries, n) float32."""
+        keys = grouped(self.key, self.query.shape[1]).float()
+        scores = self.query[:, :, queries].float() @ keys.transpose(-1, -2) * self.scaling
+        return scores.masked_fill_(~self.visible(queries), float("-inf")).softmax(-1)
+
+
+def grouped(entries: Tensor, heads: int) -> Tensor:
+    """Return keys or values (batch, kv_heads, n, dim) for every query head: (batch, heads, n, dim)."""
+    return entries.repeat_interleave(heads // entries.shape[1], 1)
+
+
+class _Watcher:
+    """Answers all attention as stock attention would, and shows it."""
+
+    def __init__(self, see: Callable[[Attended], None]) -> None:
+        self.see = see
+
+    def attends(self, layer_idx: int) -> bool:
+        return True
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float
+    ) -> Tensor:
+        heads = query.shape[1]
+        output = F.scaled_dot_product_attention(
+            query, grouped(key, heads), grouped(value, heads), mask, is_causal=mask is None, scale=scaling
+        )
+        layer: Any = module.layer_idx
+        self.see(Attended(layer, query, key, value, mask, scaling, output))
+        return output
+
+
+@contextmanager
+def watching(see: Callable[[Attended], None]) -> Iterator[None]:
+    """Within the block, let ``see`` be shown the attention of every layer of a bound model that is run without a cache,
+    in order, before the layer goes on."""
+    with attending(_Watcher(see)), probing(lambda *_: None):
+        yield
