@@ -14,9 +14,14 @@ FIELDS = {
     "spectra": {"tokens", "rows", "correlation"},
     "alignment": {"tokens", "queries", "loss", "rows", "spread"},
     "reactivation": {"tokens", "prompt", "threshold", "ratios", "distances", "active", "rows"},
+    "bounds": {"tokens", "queries", "share", "rows"},
     "rank": {"layers", "prompt_tokens", "new_tokens", "truncations"},
 }
-OPTIONS = {"alignment": ("--queries", "5"), "rank": ("--ranks", "2,8", "-n", "4")}
+OPTIONS = {
+    "alignment": ("--queries", "5"),
+    "rank": ("--ranks", "2,8", "-n", "4"),
+    "bounds": ("--pages", "2,4,8", "--queries", "20"),
+}
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from statistics import fmean
 from typing import Any
 
 from kvkeep.lab.analyses.alignment import Alignment
+from kvkeep.lab.analyses.bounds import Looseness
 from kvkeep.lab.analyses.rank import EVERY, LEFT, Ranks
 from kvkeep.lab.analyses.reactivation import Reactivation
 from kvkeep.lab.analyses.spectra import PROJECTIONS, Spectra
@@ -131,6 +132,29 @@ def draw_reactivation(found: Reactivation, path: Path, *, title: str) -> None:
     for axes in (left, middle):
         axes.set_ylim(0, None)
     figure.suptitle(f"{title}; active: above {100 * found.threshold:g} % of a query's attention", fontsize=11)
+    save(figure, path)
+
+
+def draw_bounds(found: Looseness, path: Path, *, title: str) -> None:
+    """Draw how far bounds are above the truth, and the pages they cannot rule out, by size of pages (thin: each layer;
+    bold: the mean). Raises StoreError if the file cannot be written."""
+    figure, (left, right) = _panels(2, 4.2)
+    for layer in sorted({row.layer for row in found.rows}):
+        rows = [row for row in found.rows if row.layer == layer]
+        left.plot([row.page for row in rows], [row.excess for row in rows], color=COLOURS[0], alpha=0.15, linewidth=0.8)
+    left.plot(found.pages, [found.mean(page, "excess") for page in found.pages], color=COLOURS[0], marker=MARKERS[0])
+    for number, (measure, label) in enumerate((("may", "by the bound may have"), ("have", "have"))):
+        shares = [100 * found.mean(page, measure) for page in found.pages]
+        right.plot(found.pages, shares, color=COLOURS[number], marker=MARKERS[number], label=label)
+    left.set_title("bound above the largest true score", loc="left", fontsize=10)
+    right.set_title(f"pages with more than {100 * found.share:g} % of the attention, %", loc="left", fontsize=10)
+    right.legend(frameon=False, fontsize=8)
+    for axes in (left, right):
+        axes.set_xscale("log", base=2)
+        axes.set_xlabel("slots of a page")
+        axes.set_ylim(0, None)
+        plain(axes, "both")
+    figure.suptitle(title, fontsize=11)
     save(figure, path)
 
 
