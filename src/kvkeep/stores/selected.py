@@ -175,7 +175,7 @@ class SelectedLayer(StreamedLayer):
             for slots, holes, keys, values in self.fate.recall(self, query)
         )
         new = None if single else fresh(query, own.key, own.value, own.mask)
-        if single and query.shape[2] == 1 and len(self.banks) == 1 and self.fate.forgets and self.selector.watches != 0:
+        if single and query.shape[2] == 1 and len(self.banks) == 1 and self.complete and self.selector.watches != 0:
             output, weights = weighed(query, held[0], step.scaling, self.selector.most)
             self.learn(self.banks[0], weights, 1)
         else:
@@ -184,6 +184,11 @@ class SelectedLayer(StreamedLayer):
         if step.last:
             self.settle()
         return output.reshape(*step.query.shape[:-1], output.shape[-1])
+
+    @property
+    def complete(self) -> bool:
+        """Whether what is resident is all there is to attend to."""
+        return self.fate.forgets
 
     def folded(self, step: Step) -> Step:
         """Return a step by lanes: its tensors as :meth:`by_lane` folds them, and a mask for each lane."""
@@ -530,8 +535,8 @@ class SelectedLayer(StreamedLayer):
 
     @property
     def bookkeeping_bytes(self) -> int:
-        """Bytes allocated for slots and marks."""
-        return sum(nbytes(bank.slots, bank.marks, bank.lanes) for bank in self.banks)
+        """Bytes allocated for slots, marks and counts."""
+        return sum(nbytes(*bank.tensors()) for bank in self.banks) - self.resident_bytes
 
     def state(self) -> dict[str, Tensor]:
         """Return what must be saved, by bank."""

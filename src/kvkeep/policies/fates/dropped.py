@@ -27,10 +27,12 @@ class Drop(Fate):
 
     def build(self, request: Request, ledger: Ledger, meter: Meter) -> LiveFate:
         """Return the one that forgets."""
-        return _Dropped()
+        return Forgetting()
 
 
-class _Dropped:
+class Forgetting:
+    """A fate at work that holds nothing."""
+
     forgets = True
     compressed_bytes = 0
     bookkeeping_bytes = 0
