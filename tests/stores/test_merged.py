@@ -1,7 +1,8 @@
-"""Merged neighbours: held against a cache in plain loops, with unrotated keys; and what must hold whatever is merged."""
+"""Merged neighbours: held against a cache in plain loops, with unrotated keys; and what always holds."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,7 +131,7 @@ class Reference:
             while excess:
                 cost = [
                     INF if a.slot < self.sinks or end <= max(b.slot, self.since) else weights[id(a)] + weights[id(b)]
-                    for a, b in zip(entries, entries[1:], strict=False)
+                    for a, b in itertools.pairwise(entries)
                 ]
                 pairs = greedy(cost, excess)
                 excess -= len(pairs)

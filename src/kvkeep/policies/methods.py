@@ -189,6 +189,7 @@ def merging(name: str, how: Merging) -> Method:
         request.refuse(name, "checkpoint", "where", "capacity", "folder")
         entries, chunk = request.bounded(name)
         how.check(name, entries)
+        chunk = chunk if request.chunk is not None else how.chunk(entries, chunk)
         adapter = bind(request.model)
         full = [layer.index for layer in request.geometry.full_layers]
         adapter.require("turn", full, "merging, which turns keys to new positions", "use h2o+merge")

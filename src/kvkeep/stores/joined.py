@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,9 +14,9 @@ from kvkeep.stores.counted import CountedLayer
 
 @dataclass(frozen=True)
 class Leaving:
-    """Entries that leave a bank's lanes. keys, values: (lanes, n, dim). slots: (lanes, n), -1 for none. counts: float32,
-    for how many tokens each stands, 0 for none. newest: the last slot among those. marks: what the selector noted, None
-    where it notes nothing."""
+    """Entries that leave a bank's lanes. keys, values: (lanes, n, dim). slots: (lanes, n), -1 for none. counts:
+    float32, for how many tokens each stands, 0 for none. newest: the last slot among those. marks: what the selector
+    noted, None where it notes nothing."""
 
     keys: Tensor
     values: Tensor
@@ -30,8 +30,8 @@ class Joining(Protocol):
     """A fate that lets what leaves join what stays."""
 
     def join(self, layer: int, heads: int, bank: Bank, left: Leaving) -> None:
-        """Put what ``left`` into resident entries of its lanes. ``bank.others`` and ``bank.newest`` are there, and to be
-        kept: the last slot whose value an entry has in it."""
+        """Put what ``left`` into resident entries of its lanes. ``bank.others`` and ``bank.newest`` are there, and are
+        to be kept up: the latter is the last slot whose value an entry has in it."""
 
 
 class JoinedLayer(CountedLayer):
@@ -47,7 +47,7 @@ class JoinedLayer(CountedLayer):
         slots = bank.slots.clone()
         noted = None if bank.marks is None else bank.marks.clone()
         gone = super()._settle(bank, keys, values, marks, whole)
-        if gone is None:
+        if gone is None or not bank.columns:  # a row of padding so far
             return
         if bank.others is None or bank.newest is None:
             bank.others = torch.zeros(slots.shape, device=slots.device)
@@ -65,7 +65,8 @@ class JoinedLayer(CountedLayer):
         bank.others.masked_fill_(written, 0.0)
         bank.newest.masked_fill_(written, 0)
         counts = (1 + others) * (left >= 0)
-        self.fate.join(self.index, self.heads, bank, Leaving(gone[0], gone[1], left, counts, newest, noted))  # type: ignore[attr-defined]
+        fate: Any = self.fate
+        fate.join(self.index, self.heads, bank, Leaving(gone[0], gone[1], left, counts, newest, noted))
 
     def truncate(self, length: int) -> None:
         """Forget the slots from ``length`` on. An entry that one of them has joined goes, too, with all that joined it:

@@ -30,7 +30,6 @@ from kvkeep.stores.selected import Candidates, Fate
 from kvkeep.stores.streamed import Step
 from kvkeep.stores.whereabouts import Whereabouts
 
-
 QUERIES = 32
 """Queries kept while decoding, for methods that ask anew what they attend to."""
 
@@ -39,10 +38,10 @@ QUERIES = 32
 class Pairs:
     """Neighbours to be merged, the first and the second of each. Tensors are (lanes, pairs, ...).
 
-    keys: as at the position of the first, float32. values: means. attention: the weight of each, its count included, as
-    :meth:`MergedLayer.attention` says. output: (lanes, 1, value_dim), the layer's, averaged in the same way; clues: what
-    :meth:`Merging.clues` made of each entry; each None where the method is not told of it. real: (lanes, pairs), which
-    are pairs at all.
+    keys: as at the position of the first, float32. values: means. attention: the weight of each, its count included,
+    as :meth:`MergedLayer.attention` says. output: (lanes, 1, value_dim), the layer's, averaged in the same way; clues:
+    what :meth:`Merging.clues` made of each entry; each None where the method is not told of it. real: (lanes, pairs),
+    which are pairs at all.
     """
 
     keys: tuple[Tensor, Tensor]
@@ -55,11 +54,11 @@ class Pairs:
 
 @dataclass(frozen=True)
 class Asked:
-    """The last queries of a layer and all its entries, float32, outside of inference mode, nothing requiring a gradient.
+    """The last queries of a layer and all its entries, float32, ready for a gradient.
 
-    query: (lanes, queries, dim), all heads of the group. keys, values: (lanes, entries, dim). bias: what is added to the
-    scores, (lanes, queries, entries): the logarithm of the counts, and very little where a query comes before the entry.
-    real: (lanes, queries, 1), 0 for padding.
+    query: (lanes, queries, dim), all heads of the group. keys, values: (lanes, entries, dim). bias: what is added to
+    the scores, (lanes, queries, entries): the logarithm of the counts, and a very large negative number where a query
+    comes before the entry. real: (lanes, queries, 1), 0 for padding.
     """
 
     query: Tensor
@@ -82,21 +81,22 @@ class Asked:
 class Merging(Protocol):
     """What a layer asks of its method; :mod:`kvkeep.policies.merging` has them.
 
-    sinks: first entries of a row that are never merged. cap: the largest count, 0 for none. slack: pairs merged at once
-    while decoding, as a share of the budget, or (from 1 on) their number. asks: whether it works by :meth:`clues`, from
-    the queries themselves; else it is told the mean output.
+    asks: whether it works by :meth:`clues`, from the queries themselves; else it is told the mean output.
     """
 
     asks: ClassVar[bool]
 
     @property
-    def sinks(self) -> int: ...
+    def sinks(self) -> int:
+        """First entries of a row that are never merged."""
 
     @property
-    def cap(self) -> int: ...
+    def cap(self) -> int:
+        """The largest count, 0 for none."""
 
     @property
-    def slack(self) -> float: ...
+    def slack(self) -> float:
+        """Pairs merged at once while decoding, as a share of the budget, or (from 1 on) their number."""
 
     def share(self, pairs: Pairs) -> Tensor:
         """Return the first key's share of the merged one, (lanes, pairs, 1 or dim); the second's is the rest. What is
@@ -123,7 +123,8 @@ class Entries:
 
     def at(self, index: Tensor) -> Entries:
         """Return the entries at ``index`` (lanes, n)."""
-        return Entries(*(_gathered(getattr(self, field.name), index) for field in fields(self)))
+        parts: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        return Entries(**{name: part if part is None else _gathered(part, index) for name, part in parts.items()})
 
     def after(self, at: Tensor, real: Tensor, **merged: Tensor) -> Entries:
         """Return the entries with some fields written anew at ``at`` (lanes, n), where ``real``."""
@@ -150,8 +151,8 @@ class _Heard:
 class MergedLayer(CountedLayer):
     """Holds ``budget`` entries in each KV head at most, those of the first ``sinks`` tokens as they came.
 
-    An entry goes by the last slot it stands for. ``readers``: layers that read these entries. ``tally``: pairs merged so
-    far, and shares that had to be clamped (float64, on the device).
+    An entry goes by the last slot it stands for. ``readers``: layers that read these entries. ``tally``: pairs merged
+    so far, and shares that had to be clamped (float64, on the device).
     """
 
     def __init__(
@@ -304,8 +305,8 @@ class MergedLayer(CountedLayer):
         real = torch.ones(len(query), len(asking), 1, device=query.device)
         if self.visible is not None:
             real *= bank.of(self.visible)[:, 0, 0, asking][..., None]
-        rows = (part.float().clone() for part in (query.flatten(1, 2), entries.keys, entries.values))
-        return self.merging.clues(Asked(*rows, bias, real, self.scaling))
+        query, keys, values = (part.float().clone() for part in (query.flatten(1, 2), entries.keys, entries.values))
+        return self.merging.clues(Asked(query, keys, values, bias, real, self.scaling))
 
     def _pass(self, bank: Bank, entries: Entries, chosen: Tensor, pairs: int) -> Entries:
         """Merge the ``chosen`` pairs, ``pairs`` in a lane at most, and close the gaps."""
@@ -463,12 +464,8 @@ def _from_end(counts: Tensor) -> Tensor:
     return counts.flip(1).cumsum(1).flip(1)
 
 
-def _gathered(rows: Tensor | None, index: Tensor) -> Tensor | None:
-    return (
-        rows
-        if rows is None
-        else rows.gather(1, index if rows.ndim == 2 else index[..., None].expand(-1, -1, rows.shape[2]))
-    )
+def _gathered(rows: Tensor, index: Tensor) -> Tensor:
+    return rows.gather(1, index if rows.ndim == 2 else index[..., None].expand(-1, -1, rows.shape[2]))
 
 
 def _written(rows: Tensor, index: Tensor, new: Tensor, real: Tensor) -> Tensor:

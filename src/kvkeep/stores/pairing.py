@@ -12,10 +12,10 @@ ROUNDS = 12
 def cheapest_pairs(cost: Tensor, wanted: Tensor) -> Tensor:
     """Return which pairs to take: (lanes, n) bool, pair i being entries i and i + 1.
 
-    cost: (lanes, n), inf for pairs that must not be. wanted: (lanes, 1), how many at most. No two of the chosen share an
-    entry, and they are those that a greedy choice by cost would take, first come first served where costs tie: a pair
-    that is cheaper than both its neighbours is greedy's, so all such are taken at once, their neighbours struck, and so
-    on.
+    cost: (lanes, n), inf for pairs that must not be. wanted: (lanes, 1), how many at most. No two of the chosen share
+    an entry, and they are those that a greedy choice by cost would take, first come first served where costs tie: a
+    pair that is cheaper than both its neighbours is greedy's, so all such are taken at once, their neighbours struck,
+    and so on.
     """
     chosen = torch.zeros(cost.shape, dtype=torch.bool, device=cost.device)
     left = cost.clone()

@@ -31,6 +31,7 @@ class Fate(ABC):
 
     def check(self, name: str, selector: Selector) -> None:
         """Raise UsageError where it cannot be the fate of what ``selector`` lets go."""
+        return
 
     def resident(self, geometry: ModelGeometry, entries: int) -> int:
         """Return how many of the budget's ``entries`` are for resident ones."""

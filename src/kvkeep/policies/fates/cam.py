@@ -23,8 +23,8 @@ from kvkeep.stores.selected import SelectedLayer
 @dataclass(frozen=True)
 class Cam(Fate):
     """An entry's value is spread evenly over the ``into`` next entries that stay, with probability clamp(A / mean of
-    their A, 0, 1), A being what the selector has noted of attention; keys are left as they are. The chance is drawn from
-    ``seed``, layer, head and slot alone."""
+    their A, 0, 1), A being what the selector has noted of attention; keys are left as they are. The chance is drawn
+    from ``seed``, layer, head and slot alone."""
 
     into: int = 32
     seed: int = 0

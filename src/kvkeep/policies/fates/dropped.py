@@ -41,9 +41,11 @@ class Forgetting:
         """Not called: nothing is wanted."""
 
     def recall(self, layer: SelectedLayer, query: Tensor) -> Iterator[tuple[Tensor, bool, Tensor, Tensor]]:
+        """Yield nothing."""
         return iter(())
 
     def whereabouts(self, layer: SelectedLayer, length: int) -> Tensor:
+        """All that left is gone."""
         return torch.full((layer.rows, layer.heads, length), Whereabouts.DROPPED)
 
     def truncate(self, length: int) -> None:
@@ -53,6 +55,7 @@ class Forgetting:
         """Nothing is held."""
 
     def state(self) -> dict[str, Tensor]:
+        """Nothing is held."""
         return {}
 
     def restore(self, state: dict[str, Tensor]) -> None:

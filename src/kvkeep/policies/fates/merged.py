@@ -23,8 +23,8 @@ from kvkeep.stores.selected import SelectedLayer
 @dataclass(frozen=True)
 class Merge(Fate):
     """What leaves joins a resident entry of its lane, which from then on counts for both: keys and values are means of
-    all tokens that an entry stands for. ``by``: "key", the one with the most similar key (cosine, as cached), or "slot",
-    the nearest in the text."""
+    all tokens that an entry stands for. ``by``: "key", the one with the most similar key (cosine, as cached), or
+    "slot", the nearest in the text."""
 
     by: str = "key"
 
