@@ -248,12 +248,12 @@ def test_equal_neighbours_merge_without_a_trace() -> None:
     from kvkeep.stores.merged import Entries
 
     layer._turned = lambda keys, by: keys  # type: ignore[method-assign]
-    layer.heads, layer.outputs = 1, torch.randn(1, 9)
+    layer.heads, layer.outputs, layer.since = 1, torch.randn(1, 8), torch.zeros(1, 1, dtype=torch.int32)
     layer.update(key.expand(-1, -1, 4, -1), value.expand(-1, -1, 4, -1))
     many = torch.arange(4, dtype=torch.int32)[None]
     ones = torch.ones(1, 4)
     entries = Entries(key[0].expand(-1, 4, -1), value[0].expand(-1, 4, -1), many, ones, ones / 4, ones > 0)
-    result = layer._merged(layer.banks[0], entries, torch.tensor([[2]]))
+    result = layer._merged(layer.banks[0], entries, torch.tensor([[2]]), 4)
     assert result.slots.tolist() == [[-1, -1, 1, 3]] and result.counts.tolist() == [[0, 0, 2, 2]]
     torch.testing.assert_close(result.keys[:, 2:], key[0].expand(-1, 2, -1))
     torch.testing.assert_close(result.values[:, 2:], value[0].expand(-1, 2, -1))

@@ -63,7 +63,8 @@ class Row:
     match: share of the positions at which the free run's token is the reference's; differs_at: the first at which it is
     not (from 0), or None. kl: nats at each position, with its mean and largest; top1: share of positions.
     perplexity: of the reference's continuation. tokens: the free run's. memory: bytes after the free run.
-    tokens_per_s: of decoding, None where only one token was written. error: why there is nothing else.
+    tokens_per_s: of decoding, None where only one token was written. merges: pairs that the free run merged, and shares
+    of keys that had to be clamped. error: why there is nothing else.
     """
 
     method: str
@@ -81,6 +82,7 @@ class Row:
     prefill_s: float | None = None
     tokens_per_s: float | None = None
     tokens: list[int] = field(default_factory=list)
+    merges: tuple[int, int] = (0, 0)
     error: str = ""
 
     @property
@@ -241,6 +243,7 @@ def _free(
         prefill_s=seconds[0],
         tokens_per_s=(len(seconds) - 1) / decoding if decoding else None,
         tokens=tokens,
+        merges=cache.merges() if isinstance(cache, KeepCache) else (0, 0),
     )
 
 

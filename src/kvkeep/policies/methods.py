@@ -17,6 +17,7 @@ from kvkeep.errors import BudgetError, UsageError, unknown
 from kvkeep.geometry import LayerGeometry
 from kvkeep.models.binding import bind
 from kvkeep.policies.fates import FATES, Fate
+from kvkeep.policies.fates.cam import Cam
 from kvkeep.policies.fates.checkpointed import Checkpointed, checkpoint_for
 from kvkeep.policies.fates.dropped import Drop
 from kvkeep.policies.fates.lowrank import LowRank
@@ -28,6 +29,7 @@ from kvkeep.policies.recalls.missed import Missed
 from kvkeep.policies.recalls.verified import Verified
 from kvkeep.policies.request import Exactness, Plan, Request
 from kvkeep.policies.selectors import SELECTORS, Selector
+from kvkeep.policies.selectors.h2o import H2O
 from kvkeep.policies.selectors.lru import LRU
 from kvkeep.policies.selectors.snapkv import SnapKV
 from kvkeep.policies.selectors.streaming_llm import StreamingLLM
@@ -327,6 +329,13 @@ PRESETS: dict[str, _Preset] = {
         {},
         "Sinks, the newest, and for each query the most promising segments of all others: bounded work, not memory.",
         "LongCache (Liu et al., 2024)",
+    ),
+    "cam": _Preset(
+        H2O(),
+        Cam,
+        {},
+        "Heavy hitters and the newest; values of what leaves go into the next that stay, with chance.",
+        "CaM (Zhang et al., ICML 2024)",
     ),
 }
 

@@ -33,6 +33,12 @@ from kvkeep.stores.whereabouts import Whereabouts
 QUERIES = 32
 """Queries kept while decoding, for methods that ask anew what they attend to."""
 
+BLOCK = 128
+"""Queries (of one head) whose weights stand in memory at once."""
+
+GRADIENTS = 4
+"""Matrices of that size that a method with gradients holds at once: scores, weights, and the gradients of both."""
+
 
 @dataclass(frozen=True)
 class Pairs:
@@ -72,9 +78,9 @@ class Asked:
         """Return the weights of attention with ``keys``, (lanes, queries, entries)."""
         return torch.baddbmm(self.bias, self.query, keys.transpose(1, 2), alpha=self.scaling).softmax(-1)
 
-    def blocks(self, size: int = 128) -> Iterator[Asked]:
-        """Yield the same, ``size`` queries at a time."""
-        parts = zip(*(part.split(size, 1) for part in (self.query, self.bias, self.real)), strict=True)
+    def blocks(self) -> Iterator[Asked]:
+        """Yield the same, :data:`BLOCK` queries at a time."""
+        parts = zip(*(part.split(BLOCK, 1) for part in (self.query, self.bias, self.real)), strict=True)
         return (Asked(query, self.keys, self.values, bias, real, self.scaling) for query, bias, real in parts)
 
 
@@ -175,15 +181,16 @@ class MergedLayer(CountedLayer):
         self.due: Tensor | None = (
             None  # (lanes, 1) int32: what that will be when more is heard, 0 where nothing changes
         )
-        self.outputs: Tensor | None = None  # (lanes, value_dim + 1): outputs added up since then, and of how many
+        self.outputs: Tensor | None = None  # (lanes, value_dim): outputs of all heads and queries added up since
         self.asked: Tensor | None = None  # (lanes, heads of the group, n, dim): the queries of the last n slots
-        self.scaling = 1.0
+        self.scaling, self.group = 1.0, 1  # of scores; heads of a group
         self.lost: Tensor | None = None  # (lanes, 2 n) int32: slots from..to that a rollback took with others
 
     # -- what is heard ------------------------------------------------------------------------------
 
     def attend(self, step: Step) -> Tensor:
         """Attend by lanes, and note what the merging will have to know of it."""
+        self.group = step.query.shape[1] // self.heads
         if step.own and not self.alone(step):
             self._forget()
         output = super().attend(replace(step, last=False))
@@ -227,15 +234,10 @@ class MergedLayer(CountedLayer):
 
     def _hear(self, output: Tensor) -> None:
         by_head = self.by_lane(output).float()  # (lanes, heads of the group, queries, value_dim)
-        queries: Tensor | float = float(by_head.shape[2])
         if (visible := self.visible) is not None:
-            real = visible[..., -by_head.shape[2] :].transpose(2, 3).to(by_head.dtype)
-            by_head, queries = by_head * real, real.sum(2).flatten(1)
-        heard = by_head.mean(1).sum(1)
-        if self.outputs is None:
-            self.outputs = heard.new_zeros(len(heard), heard.shape[1] + 1)
-        self.outputs[:, :-1] += heard
-        self.outputs[:, -1:] += queries
+            by_head = by_head * visible[..., -by_head.shape[2] :].transpose(2, 3)
+        heard = by_head.sum((1, 2))
+        self.outputs = heard if self.outputs is None else self.outputs.add_(heard)
 
     def attention(self, slots: Tensor, marks: Tensor, since: Tensor, end: int) -> tuple[Tensor, Tensor]:
         """Return each entry's weight, and which entries have one yet.
@@ -273,13 +275,12 @@ class MergedLayer(CountedLayer):
             entries.clues = self._clues(bank, entries, end)
         held = (entries.slots >= 0).sum(1, keepdim=True)
         excess = torch.where(held > bank.columns, (held - bank.columns).clamp(min=self.slack), 0)
-        with self.meter.holding(*both):
-            self._write(bank, self._merged(bank, entries, excess), excess > 0, end)
+        with self.meter.holding(*both, *both):  # what is merged, and what it is merged into
+            self._write(bank, self._merged(bank, entries, excess, end), excess > 0, end)
 
-    def _merged(self, bank: Bank, entries: Entries, excess: Tensor) -> Entries:
+    def _merged(self, bank: Bank, entries: Entries, excess: Tensor, end: int) -> Entries:
         """Return entries of which ``excess`` (lanes, 1) pairs were merged; one pass halves them at most."""
-        first = self.ledger.first
-        start = 0 if first is None else bank.of(first.repeat_interleave(self.heads, 0))[:, None]
+        start = self._first(bank)
         while int(excess.max()) > 0:
             may = entries.known & (entries.slots >= start + self.merging.sinks)
             cost = (entries.attention + entries.attention.roll(-1, 1)).masked_fill(~(may & may.roll(-1, 1)), torch.inf)
@@ -288,9 +289,14 @@ class MergedLayer(CountedLayer):
             made = chosen.sum(1, keepdim=True)
             if not int(made.sum()):
                 raise AssertionError("there is nothing to merge")  # budgets leave room for it
-            entries = self._pass(bank, entries, chosen, int(made.max()))
+            entries = self._pass(bank, entries, chosen, int(made.max()), end)
             excess = excess - made
         return entries
+
+    def _first(self, bank: Bank) -> Tensor | int:
+        """Return the first slot of each lane's row that is no padding, (lanes, 1)."""
+        first = self.ledger.first
+        return 0 if first is None else bank.of(first.repeat_interleave(self.heads, 0))[:, None]
 
     @torch.inference_mode(False)
     def _clues(self, bank: Bank, entries: Entries, end: int) -> Tensor:
@@ -306,9 +312,15 @@ class MergedLayer(CountedLayer):
         if self.visible is not None:
             real *= bank.of(self.visible)[:, 0, 0, asking][..., None]
         query, keys, values = (part.float().clone() for part in (query.flatten(1, 2), entries.keys, entries.values))
-        return self.merging.clues(Asked(query, keys, values, bias, real, self.scaling))
+        asked = Asked(query, keys, values, bias, real, self.scaling)
+        weights = 4 * GRADIENTS * len(query) * min(BLOCK, len(asking)) * slots.shape[2]
+        self.meter.hold(weights)
+        with self.meter.holding(query, keys, values, bias, real):
+            clues = self.merging.clues(asked)
+        self.meter.hold(-weights)
+        return clues
 
-    def _pass(self, bank: Bank, entries: Entries, chosen: Tensor, pairs: int) -> Entries:
+    def _pass(self, bank: Bank, entries: Entries, chosen: Tensor, pairs: int, end: int) -> Entries:
         """Merge the ``chosen`` pairs, ``pairs`` in a lane at most, and close the gaps."""
         at = (~chosen).int().argsort(dim=1, stable=True)[:, :pairs]
         real = chosen.gather(1, at)
@@ -316,8 +328,9 @@ class MergedLayer(CountedLayer):
         dtype, keys = entries.keys.dtype, one.keys.float()
         second = self._turned(two.keys.float(), -one.counts)
         mean, clues, values = None, None, (one.values.float(), two.values.float())
-        if self.outputs is not None:
-            mean = bank.of(self.outputs[:, :-1] / self.outputs[:, -1:].clamp(min=1))[:, None]
+        if self.outputs is not None and self.since is not None:
+            queries = (end - torch.maximum(bank.of(self.since), torch.as_tensor(self._first(bank)))).clamp(min=1)
+            mean = (bank.of(self.outputs) / (queries * self.group * self.readers))[:, None]
         if one.clues is not None and two.clues is not None:
             clues = one.clues, two.clues
         share = self.merging.share(Pairs((keys, second), values, (one.attention, two.attention), mean, clues, real))
