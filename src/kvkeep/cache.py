@@ -22,6 +22,7 @@ from kvkeep.stores.checkpoints import CheckpointSpec
 from kvkeep.stores.drafting import DraftingLayer, Phase
 from kvkeep.stores.ledger import Ledger
 from kvkeep.stores.logged import LoggedLayer
+from kvkeep.stores.merged import MergedLayer
 from kvkeep.stores.meter import Memory, Meter, nbytes
 from kvkeep.stores.paged import BlockTable, PagedLayer
 from kvkeep.stores.places import PLACES
@@ -295,6 +296,12 @@ class KeepCache(Cache):
     def certificate(self) -> list[Certificate]:
         """Return what each layer whose recall is selective can have left out; nothing for other methods."""
         return [layer.certificate for layer in self.layers if isinstance(layer, SelectiveLayer)]
+
+    def merges(self) -> tuple[int, int]:
+        """Return how many pairs of neighbours were merged so far, of all layers and heads, and for how many of them the
+        formula of the key's weights left [0, 1] or had no value, so that they were clamped. Zeros for other methods."""
+        tallies = [layer.tally.tolist() for layer in self.layers if isinstance(layer, MergedLayer)]
+        return int(sum(pairs for pairs, _ in tallies)), int(sum(clamped for _, clamped in tallies))
 
     def _exchanging(self) -> list[LoggedLayer]:
         if self._open:

@@ -166,12 +166,19 @@ def show(comparison: Comparison) -> None:
         out.print(_table(comparison, [*named, *_COST]))
     for row in comparison.rows:
         if row.error:
-            out.print(f"{row.method}{f' at {row.budget}' if row.budget else ''}: {row.error}", style="yellow")
+            out.print(f"{_label(row)}: {row.error}", style="yellow")
+    for row in comparison.measured:
+        if (pairs := row.merges[0]) > 0:
+            out.print(f"{_label(row)}: {pairs:,} pairs merged, {row.merges[1]:,} shares of keys clamped.", style="dim")
     out.print(
         f"{comparison.prompt_tokens:,} tokens read, {comparison.new_tokens} written; stock is the reference. "
         "KL in nats, the best of each budget in bold.",
         style="dim",
     )
+
+
+def _label(row: Row) -> str:
+    return f"{row.method} at {row.budget}" if row.budget else row.method
 
 
 _NAMED: list[Column] = [

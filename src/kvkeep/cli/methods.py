@@ -15,6 +15,7 @@ def methods(json: options.Json = False) -> None:
     """List the methods: who leaves, what becomes of it, how it comes back, and the promise."""
     from kvkeep.cache import STOCK
     from kvkeep.policies.fates import FATES
+    from kvkeep.policies.merging import MERGING
     from kvkeep.policies.methods import METHODS
     from kvkeep.policies.recalls import RECALLS
     from kvkeep.policies.selectors import SELECTORS
@@ -45,7 +46,12 @@ def methods(json: options.Json = False) -> None:
             "source": "transformers.DynamicCache",
         }
     )
-    kinds: dict[str, dict[str, Any]] = {"selectors": SELECTORS, "fates": FATES, "recalls": RECALLS}
+    kinds: dict[str, dict[str, Any]] = {
+        "selectors": SELECTORS,
+        "fates": FATES,
+        "recalls": RECALLS,
+        "merging": MERGING,
+    }
     parts = {kind: {name: parameters(made) for name, made in registry.items()} for kind, registry in kinds.items()}
     if json:
         defaults = {

@@ -19,6 +19,7 @@ from kvkeep.budget import Budget
 from kvkeep.cache import STOCK, memory_of, new_cache
 from kvkeep.errors import KvkeepError
 from kvkeep.geometry import ModelGeometry
+from kvkeep.policies.merging import MERGING
 from kvkeep.policies.methods import METHODS
 from kvkeep.policies.selectors import SELECTORS
 from kvkeep.stores.meter import Memory
@@ -44,14 +45,16 @@ class Case:
 @dataclass(frozen=True)
 class Row:
     """What one case measured. Seconds are medians; ratios are to the rival of the same context (below 1 is faster);
-    ``held_ratio``: of the step, to a stock cache that holds the budget's entries only. ``memory``: the cache's own
-    account; on a GPU also ``device_peak_bytes``, the most its allocator had given out during the case beyond what it
-    had before, the model's activations included."""
+    ``held_ratio``: of the step, to a stock cache that holds the budget's entries only. ``slowest_ms``: the slowest
+    step, for methods that do their work once for many. ``memory``: the cache's own account; on a GPU also
+    ``device_peak_bytes``, the most its allocator had given out during the case beyond what it had before, the model's
+    activations included."""
 
     label: str
     context: int
     prefill_s: float | None
     step_ms: float | None
+    slowest_ms: float | None
     prefill_ratio: float | None
     step_ratio: float | None
     held_ratio: float | None
@@ -63,8 +66,9 @@ class Row:
 SHRINKING = (
     *(name for name in METHODS if name in SELECTORS),
     *("quantized:8", "quantized:4", "quantized:2", "lowrank:32", "longcache", "h2o+quantize:4"),
+    *(*MERGING, "h2o+merge", "cam"),
 )
-"""Methods that drop entries or keep them smaller."""
+"""Methods that drop entries, keep them smaller or merge them."""
 
 
 def cases(model: Any, contexts: Sequence[int], budget: str, steps: int, *, slow: bool = True) -> list[Case]:
@@ -156,6 +160,7 @@ def _rows(
             case.length,
             prefill,
             None if step is None else 1e3 * step,
+            1e3 * max(times[number]) if times[number] else None,
             None if rival is None else ratio(prefill, middle(prefills[rival])),
             None if rival is None else ratio(step, middle(times[rival])),
             None if held is None else ratio(step, middle(times[held])),

@@ -65,7 +65,8 @@ class Row:
     perplexity: of the reference's continuation. tokens: the free run's. memory: bytes after the free run.
     tokens_per_s: of decoding, None where only one token was written. away, recalled: where recall is selective, entries
     of a KV head there were to recall and those that were, mean over steps and layers; left_out: the largest bound on
-    the attention that a query gave to the others. error: why there is nothing else.
+    the attention that a query gave to the others. merges: pairs that the free run merged, and shares of keys that had
+    to be clamped. error: why there is nothing else.
     """
 
     method: str
@@ -86,6 +87,7 @@ class Row:
     away: float | None = None
     recalled: float | None = None
     left_out: float | None = None
+    merges: tuple[int, int] = (0, 0)
     error: str = ""
 
     @property
@@ -250,6 +252,7 @@ def _free(
         away=fmean(layer.away for layer in told) if told else None,
         recalled=fmean(layer.recalled for layer in told) if told else None,
         left_out=max(layer.worst for layer in told) if told else None,
+        merges=cache.merges() if isinstance(cache, KeepCache) else (0, 0),
     )
 
 

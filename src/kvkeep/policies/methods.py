@@ -17,16 +17,19 @@ from kvkeep.errors import BudgetError, UsageError, unknown
 from kvkeep.geometry import LayerGeometry
 from kvkeep.models.binding import bind
 from kvkeep.policies.fates import FATES, Fate
+from kvkeep.policies.fates.cam import Cam
 from kvkeep.policies.fates.checkpointed import Checkpointed, checkpoint_for
 from kvkeep.policies.fates.dropped import Drop
 from kvkeep.policies.fates.lowrank import LowRank
 from kvkeep.policies.fates.quantised import Quantised
 from kvkeep.policies.fates.segmented import Segmented
+from kvkeep.policies.merging import MERGING, Merging
 from kvkeep.policies.recalls import RECALLS, Recall
 from kvkeep.policies.recalls.missed import Missed
 from kvkeep.policies.recalls.verified import Verified
 from kvkeep.policies.request import Exactness, Plan, Request
 from kvkeep.policies.selectors import SELECTORS, Selector
+from kvkeep.policies.selectors.h2o import H2O
 from kvkeep.policies.selectors.lru import LRU
 from kvkeep.policies.selectors.snapkv import SnapKV
 from kvkeep.policies.selectors.streaming_llm import StreamingLLM
@@ -36,6 +39,7 @@ from kvkeep.stores.bounded import BoundedLayer
 from kvkeep.stores.grown import GrownLayer
 from kvkeep.stores.incache import CachePositions
 from kvkeep.stores.ledger import Ledger
+from kvkeep.stores.merged import MergedLayer
 from kvkeep.stores.meter import Meter
 from kvkeep.stores.paged import BlockPool, BlockTable, PagedLayer
 from kvkeep.stores.places import Device
@@ -106,6 +110,7 @@ def combined(
     def plan(request: Request, ledger: Ledger, meter: Meter) -> Plan:
         given = {"checkpoint", "where", "capacity", "folder"} - set(fate.options)
         request.refuse(name, *sorted(given))
+        fate.check(name, selector)
         entries, chunk = request.bounded(name)
         if not entries and fate.exactness is not Exactness.EXACT:
             raise BudgetError(f"A budget of 0 leaves '{name}' nothing to attend to; only with checkpoints it would.")
@@ -120,7 +125,7 @@ def combined(
         home = Device(request.device)
         layers = _stock_layers(
             request,
-            lambda layer: SelectedLayer(layer.index, budgets[layer.index], selector, live, home, ledger, meter),
+            lambda layer: fate.layers(layer.index, budgets[layer.index], selector, live, home, ledger, meter),
         )
         return Plan(layers, entries, chunk, True, *fate.checkpoint(live), live, budgets, positions)
 
@@ -140,6 +145,8 @@ def combined(
 
 def _backed(name: str, selector: Selector, fate: Fate, recall: Recall, summary: str = "", source: str = "") -> Method:
     """Return the method whose entries are all in checkpoints too, so that any that left may come back."""
+    if fate.layers is not SelectedLayer:
+        raise UsageError(f"'{name}' is not understood: what is {fate.label} stays so, and takes no recall.")
     kind = fate.kind if isinstance(fate, Checkpointed) else ""
     fate = Drop() if isinstance(fate, Checkpointed) else fate
 
@@ -174,6 +181,42 @@ def _backed(name: str, selector: Selector, fate: Fate, recall: Recall, summary: 
         source or selector.source,
         recall.options,
         plan,
+    )
+
+
+def merging(name: str, how: Merging) -> Method:
+    """Return the method whose least attended neighbours become one entry, ``how`` says with which key."""
+
+    def plan(request: Request, ledger: Ledger, meter: Meter) -> Plan:
+        request.refuse(name, "checkpoint", "where", "capacity", "folder")
+        entries, chunk = request.bounded(name)
+        how.check(name, entries)
+        chunk = chunk if request.chunk is not None else how.chunk(entries, chunk)
+        adapter = bind(request.model)
+        full = [layer.index for layer in request.geometry.full_layers]
+        adapter.require("turn", full, "merging, which turns keys to new positions", "use h2o+merge")
+        live = Drop().build(request, ledger, meter)
+        home = Device(request.device)
+        sources = [layer.source for layer in request.geometry.layers]
+
+        def layer(own: LayerGeometry) -> MergedLayer:
+            readers = sources.count(own.index)
+            return MergedLayer(own.index, (entries,), how, live, home, ledger, meter, adapter, readers)
+
+        budgets = [(entries,)] * len(sources)
+        return Plan(_stock_layers(request, layer), entries, chunk, True, fate=live, budgets=budgets)
+
+    return Method(
+        name,
+        "the least attended neighbours",
+        "merged",
+        "never",
+        Exactness.LOSSY,
+        _first_line(how),
+        how.source,
+        ("budget", "chunk"),
+        plan,
+        False,
     )
 
 
@@ -287,6 +330,13 @@ PRESETS: dict[str, _Preset] = {
         "Sinks, the newest, and for each query the most promising segments of all others: bounded work, not memory.",
         "LongCache (Liu et al., 2024)",
     ),
+    "cam": _Preset(
+        H2O(),
+        Cam,
+        {},
+        "Heavy hitters and the newest; values of what leaves go into the next that stay, with chance.",
+        "CaM (Zhang et al., ICML 2024)",
+    ),
 }
 
 _KV_LRU = _backed(
@@ -302,6 +352,7 @@ METHODS: dict[str, Method] = {
     **{method.name: method for method in _KEPT},
     **{name: combined(name, selector(), Drop()) for name, selector in SELECTORS.items() if name != "kvpress"},
     **{name: preset.build(name) for name, preset in PRESETS.items()},
+    **{name: merging(name, how()) for name, how in MERGING.items()},
     "snapkv+verified": combined("snapkv+verified", SnapKV(), Drop(), recall=Verified()),
     _KV_LRU.name: _KV_LRU,
 }
@@ -318,13 +369,14 @@ def resolve(spec: str) -> Method:
     name = first.partition(":")[0]
     recalls = bool(rest) and rest[-1].partition(":")[0] in RECALLS
     recall = build("recall", rest.pop(), RECALLS) if recalls else None
+    if name in MERGING and not rest and recall is None:
+        return merging(spec, build("method", first, MERGING))
     if name in PRESETS and not rest:
         return PRESETS[name].build(spec, recall)
     if name not in SELECTORS:
         if name in METHODS:
-            raise UsageError(
-                f"'{spec}' is not understood: '{name}' is a method of its own, without parameters or a fate."
-            )
+            without = "a fate or a recall" if name in MERGING else "parameters or a fate"
+            raise UsageError(f"'{spec}' is not understood: '{name}' is a method of its own, without {without}.")
         raise unknown("method", name, [*METHODS, "stock"])
     selector = build("selector", first, SELECTORS)
     fate = build("fate", "+".join(rest) if rest else "drop", FATES)

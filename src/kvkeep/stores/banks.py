@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-SAVED = ("keys", "values", "slots", "marks", "sinks", "lanes")
+SAVED = ("keys", "values", "slots", "marks", "others", "newest", "sinks", "lanes")
+MOVED = ("keys", "values", "slots", "marks", "others", "newest")
 
 
 class Gone(NamedTuple):
@@ -26,7 +27,9 @@ class Bank:
     """Lanes whose entries lie in one tensor.
 
     lanes: which, None for all of them. used: columns that may hold something; vacant: the most columns among them that
-    are empty in any lane. sinks: the first keys as they came, where positions are within the cache.
+    are empty in any lane. sinks: the first keys as they came, where positions are within the cache. Where entries stand
+    for several tokens: others, how many besides their own (float32, 0 in empty columns), and newest, the last slot in
+    them where that is not their own.
     """
 
     lanes: Tensor | None
@@ -35,6 +38,8 @@ class Bank:
     values: Tensor
     slots: Tensor
     marks: Tensor | None = None
+    others: Tensor | None = None
+    newest: Tensor | None = None
     sinks: Tensor | None = None
     used: int = 0
     vacant: int = 0
@@ -50,8 +55,7 @@ class Bank:
 
     def tensors(self) -> list[Tensor]:
         """Return what is allocated."""
-        held = [self.keys, self.values, self.slots, self.marks, self.sinks, self.lanes]
-        return [tensor for tensor in held if tensor is not None]
+        return [tensor for name in SAVED if (tensor := getattr(self, name)) is not None]
 
     def noted(self) -> Tensor:
         """Return the marks, zeros where there were none yet."""
@@ -84,7 +88,7 @@ def move(homes: dict[int, tuple[Bank, int]], own: list[int], fresh: Bank) -> Non
     fresh.used = min(fresh.columns, max(bank.used for bank, _, _ in sources.values()))
     for bank, places, numbers in sources.values():
         used = min(fresh.columns, bank.used)
-        for name in ("keys", "values", "slots", "marks"):
+        for name in MOVED:
             rows = getattr(bank, name)
             if rows is None:
                 continue

@@ -209,9 +209,14 @@ class SelectedLayer(StreamedLayer):
                 self.listener.exchange(self)
         return output.reshape(*step.query.shape[:-1], output.shape[-1])
 
+    @property
+    def complete(self) -> bool:
+        """Whether what is resident is all there is to attend to."""
+        return self.fate.forgets
+
     def _told_at_once(self, held: Sequence[Segment]) -> bool:
         """Whether a single query's weights are wanted, and all there are can be had at once."""
-        wanted = self.selector.watches != 0 and (self.fate.forgets or self.listener is not None)
+        wanted = self.selector.watches != 0 and (self.complete or self.listener is not None)
         return wanted and len(self.banks) == len(held) == 1
 
     def _tell(
@@ -583,8 +588,8 @@ class SelectedLayer(StreamedLayer):
 
     @property
     def bookkeeping_bytes(self) -> int:
-        """Bytes allocated for slots and marks."""
-        return sum(nbytes(bank.slots, bank.marks, bank.lanes) for bank in self.banks)
+        """Bytes allocated for slots, marks and counts."""
+        return sum(nbytes(*bank.tensors()) for bank in self.banks) - self.resident_bytes
 
     def state(self) -> dict[str, Tensor]:
         """Return what must be saved, by bank."""

@@ -1,9 +1,11 @@
 """What becomes of entries that leave: one file for each fate, and their names."""
 
 from kvkeep.policies.fates.base import Fate
+from kvkeep.policies.fates.cam import Cam
 from kvkeep.policies.fates.checkpointed import Checkpointed
 from kvkeep.policies.fates.dropped import Drop
 from kvkeep.policies.fates.lowrank import LowRank
+from kvkeep.policies.fates.merged import Merge
 from kvkeep.policies.fates.quantised import Quantised
 from kvkeep.policies.fates.segmented import Segmented
 
@@ -13,4 +15,6 @@ FATES: dict[str, type[Fate]] = {
     "quantize": Quantised,
     "lowrank": LowRank,
     "segments": Segmented,
+    "merge": Merge,
+    "cam": Cam,
 }

@@ -10,10 +10,12 @@ from typing import ClassVar
 from kvkeep.errors import BudgetError, UsageError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.policies.request import Exactness, LiveFate, Request
+from kvkeep.policies.selectors.base import Selector
 from kvkeep.stores.checkpoints import Checkpoint, CheckpointSpec
 from kvkeep.stores.groups import GROUP
 from kvkeep.stores.ledger import Ledger
 from kvkeep.stores.meter import Meter
+from kvkeep.stores.selected import SelectedLayer
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,11 @@ class Fate(ABC):
     exactness: ClassVar[Exactness]
     options: ClassVar[tuple[str, ...]] = ()  # of the cache, that it has a use for
     records: ClassVar[bool] = False  # whether ids and positions of all tokens are needed
+    layers: ClassVar[type[SelectedLayer]] = SelectedLayer  # what its entries leave from
+
+    def check(self, name: str, selector: Selector) -> None:
+        """Raise UsageError where it cannot be the fate of what ``selector`` lets go."""
+        return
 
     def resident(self, geometry: ModelGeometry, entries: int) -> int:
         """Return how many of the budget's ``entries`` are for resident ones."""

@@ -27,10 +27,12 @@ class Drop(Fate):
 
     def build(self, request: Request, ledger: Ledger, meter: Meter) -> LiveFate:
         """Return the one that forgets."""
-        return _Dropped()
+        return Forgetting()
 
 
-class _Dropped:
+class Forgetting:
+    """A fate at work that holds nothing."""
+
     forgets = True
     compressed_bytes = 0
     bookkeeping_bytes = 0
@@ -39,9 +41,11 @@ class _Dropped:
         """Not called: nothing is wanted."""
 
     def recall(self, layer: SelectedLayer, query: Tensor) -> Iterator[tuple[Tensor, bool, Tensor, Tensor]]:
+        """Yield nothing."""
         return iter(())
 
     def whereabouts(self, layer: SelectedLayer, length: int) -> Tensor:
+        """All that left is gone."""
         return torch.full((layer.rows, layer.heads, length), Whereabouts.DROPPED)
 
     def truncate(self, length: int) -> None:
@@ -51,6 +55,7 @@ class _Dropped:
         """Nothing is held."""
 
     def state(self) -> dict[str, Tensor]:
+        """Nothing is held."""
         return {}
 
     def restore(self, state: dict[str, Tensor]) -> None:

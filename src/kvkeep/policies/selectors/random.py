@@ -29,13 +29,18 @@ class Random(Selector):
 
     def enter(self, entries: Candidates, keys: Tensor) -> Tensor:
         """Hash (seed, layer, head, slot) to a number in [0, 1)."""
-        lanes = torch.arange(entries.slots.shape[0], device=keys.device)[:, None] % entries.heads
-        mixed = entries.slots.long() + (lanes << 24) + (entries.layer << 32) + (self.seed << 40)
-        for multiplier in (0x2545F4914F6CDD1D, 0x369DEA0F31A53F85):
-            mixed = (mixed ^ (mixed >> 29)) * multiplier
-        return ((mixed >> 33) & 0xFFFFFF).float() / 2**24
+        return drawn(entries.slots, entries.heads, entries.layer, self.seed)
 
     def rank(self, entries: Candidates) -> Tensor:
         """By the mark."""
         assert entries.marks is not None
         return entries.marks
+
+
+def drawn(slots: Tensor, heads: int, layer: int, seed: int) -> Tensor:
+    """Return a number in [0, 1) for each of ``slots`` (lanes, entries), ``heads`` lanes to a row."""
+    lanes = torch.arange(slots.shape[0], device=slots.device)[:, None] % heads
+    mixed = slots.long() + (lanes << 24) + (layer << 32) + (seed << 40)
+    for multiplier in (0x2545F4914F6CDD1D, 0x369DEA0F31A53F85):
+        mixed = (mixed ^ (mixed >> 29)) * multiplier
+    return ((mixed >> 33) & 0xFFFFFF).float() / 2**24
