@@ -63,6 +63,7 @@ class Row:
 SHRINKING = (
     *(name for name in METHODS if name in SELECTORS),
     *("quantized:8", "quantized:4", "quantized:2", "lowrank:32", "longcache", "h2o+quantize:4"),
+    *("kvreviver", "kvreviver:estimate=shrunk,by=mean"),
 )
 """Methods that drop entries or keep them smaller."""
 

@@ -22,11 +22,13 @@ from kvkeep.policies.fates.dropped import Drop
 from kvkeep.policies.fates.lowrank import LowRank
 from kvkeep.policies.fates.quantised import Quantised
 from kvkeep.policies.fates.segmented import Segmented
+from kvkeep.policies.fates.sketched import Sketched
 from kvkeep.policies.recalls import RECALLS, Recall
 from kvkeep.policies.recalls.missed import Missed
 from kvkeep.policies.recalls.verified import Verified
 from kvkeep.policies.request import Exactness, Plan, Request
 from kvkeep.policies.selectors import SELECTORS, Selector
+from kvkeep.policies.selectors.h2o import H2O
 from kvkeep.policies.selectors.lru import LRU
 from kvkeep.policies.selectors.snapkv import SnapKV
 from kvkeep.policies.selectors.streaming_llm import StreamingLLM
@@ -286,6 +288,13 @@ PRESETS: dict[str, _Preset] = {
         {},
         "Sinks, the newest, and for each query the most promising segments of all others: bounded work, not memory.",
         "LongCache (Liu et al., 2024)",
+    ),
+    "kvreviver": _Preset(
+        H2O(),
+        Sketched,
+        {"swap": 1.1},
+        "Recent entries and heavy hitters exactly, all others in a count sketch; they may come back, as estimates.",
+        "KVReviver, Algorithms 1 to 4",
     ),
 }
 

@@ -6,6 +6,7 @@ from kvkeep.policies.fates.dropped import Drop
 from kvkeep.policies.fates.lowrank import LowRank
 from kvkeep.policies.fates.quantised import Quantised
 from kvkeep.policies.fates.segmented import Segmented
+from kvkeep.policies.fates.sketched import Sketched
 
 FATES: dict[str, type[Fate]] = {
     "drop": Drop,
@@ -13,4 +14,5 @@ FATES: dict[str, type[Fate]] = {
     "quantize": Quantised,
     "lowrank": LowRank,
     "segments": Segmented,
+    "sketch": Sketched,
 }

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.policies.selectors.base import Selector
+from kvkeep.stores.hashes import scattered
 from kvkeep.stores.selected import Candidates
 
 
@@ -30,10 +31,8 @@ class Random(Selector):
     def enter(self, entries: Candidates, keys: Tensor) -> Tensor:
         """Hash (seed, layer, head, slot) to a number in [0, 1)."""
         lanes = torch.arange(entries.slots.shape[0], device=keys.device)[:, None] % entries.heads
-        mixed = entries.slots.long() + (lanes << 24) + (entries.layer << 32) + (self.seed << 40)
-        for multiplier in (0x2545F4914F6CDD1D, 0x369DEA0F31A53F85):
-            mixed = (mixed ^ (mixed >> 29)) * multiplier
-        return ((mixed >> 33) & 0xFFFFFF).float() / 2**24
+        numbers = entries.slots.long() + (lanes << 24) + (entries.layer << 32) + (self.seed << 40)
+        return (scattered(numbers) & 0xFFFFFF).float() / 2**24
 
     def rank(self, entries: Candidates) -> Tensor:
         """By the mark."""
