@@ -346,11 +346,11 @@ class KeepCache(Cache):
         return super().get_mask_sizes(query_length, layer_idx)
 
     def _forget_from(self, length: int) -> None:
+        if self.fate is not None:
+            self.fate.truncate(length)  # while the ledger knows the positions of what is forgotten
         self.ledger.truncate(length)
         if self.positions is not None:
             self.positions.truncate(length)
-        if self.fate is not None:
-            self.fate.truncate(length)
         if self.checkpoint is not None and (self.fate is None or any(True for _ in self._logged())):
             self.checkpoint.truncate(length, [getattr(layer, "evicted", 0) for layer in self.layers])
 

@@ -67,6 +67,7 @@ SHRINKING = (
     *(name for name in METHODS if name in SELECTORS),
     *("quantized:8", "quantized:4", "quantized:2", "lowrank:32", "longcache", "h2o+quantize:4"),
     *(*MERGING, "h2o+merge", "cam"),
+    *("kvreviver", "kvreviver:estimate=shrunk,by=mean"),
 )
 """Methods that drop entries, keep them smaller or merge them."""
 

@@ -23,6 +23,7 @@ from kvkeep.policies.fates.dropped import Drop
 from kvkeep.policies.fates.lowrank import LowRank
 from kvkeep.policies.fates.quantised import Quantised
 from kvkeep.policies.fates.segmented import Segmented
+from kvkeep.policies.fates.sketched import Sketched
 from kvkeep.policies.merging import MERGING, Merging
 from kvkeep.policies.recalls import RECALLS, Recall
 from kvkeep.policies.recalls.missed import Missed
@@ -336,6 +337,13 @@ PRESETS: dict[str, _Preset] = {
         {},
         "Heavy hitters and the newest; values of what leaves go into the next that stay, with chance.",
         "CaM (Zhang et al., ICML 2024)",
+    ),
+    "kvreviver": _Preset(
+        H2O(),
+        Sketched,
+        {"swap": 1.1},
+        "Recent entries and heavy hitters exactly, all others in a count sketch; they may come back, as estimates.",
+        "KVReviver, Algorithms 1 to 4",
     ),
 }
 

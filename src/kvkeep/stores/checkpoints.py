@@ -25,7 +25,6 @@ from kvkeep.attention.visibility import new_mask, past_mask
 from kvkeep.errors import UsageError, unknown
 from kvkeep.geometry import ModelGeometry
 from kvkeep.models.adapter import Adapter
-from kvkeep.stores.coded import CodedKeys
 from kvkeep.stores.ledger import Ledger
 from kvkeep.stores.meter import Meter
 from kvkeep.stores.places import Place
@@ -426,7 +425,7 @@ def expanded(module: Any, keys: Any, values: Any) -> tuple[Any, Any]:
     expand: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = getattr(module, "expand_kv", None)
     if expand is None:
         return keys, values
-    if isinstance(keys, CodedKeys):
+    if not isinstance(keys, Tensor):
         dtype = next(module.parameters()).dtype
         keys, values = keys.dense(dtype)[:, None], values.dense(dtype)[:, None]
     return expand(keys, values)

@@ -8,6 +8,7 @@ from kvkeep.policies.fates.lowrank import LowRank
 from kvkeep.policies.fates.merged import Merge
 from kvkeep.policies.fates.quantised import Quantised
 from kvkeep.policies.fates.segmented import Segmented
+from kvkeep.policies.fates.sketched import Sketched
 
 FATES: dict[str, type[Fate]] = {
     "drop": Drop,
@@ -17,4 +18,5 @@ FATES: dict[str, type[Fate]] = {
     "segments": Segmented,
     "merge": Merge,
     "cam": Cam,
+    "sketch": Sketched,
 }

@@ -3,6 +3,7 @@
 from kvkeep.policies.selectors.base import Selector
 from kvkeep.policies.selectors.duo_attention import DuoAttention
 from kvkeep.policies.selectors.h2o import H2O
+from kvkeep.policies.selectors.h2o_fisher import H2OFisher
 from kvkeep.policies.selectors.knorm import KNorm
 from kvkeep.policies.selectors.kvpress import KVPress
 from kvkeep.policies.selectors.lru import LRU
@@ -17,6 +18,7 @@ SELECTORS: dict[str, type[Selector]] = {
     "window": Window,
     "streaming-llm": StreamingLLM,
     "h2o": H2O,
+    "h2o-fisher": H2OFisher,
     "snapkv": SnapKV,
     "tova": Tova,
     "pyramidkv": PyramidKV,

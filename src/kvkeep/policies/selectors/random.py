@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.policies.selectors.base import Selector
+from kvkeep.stores.hashes import scattered
 from kvkeep.stores.selected import Candidates
 
 
@@ -40,7 +41,5 @@ class Random(Selector):
 def drawn(slots: Tensor, heads: int, layer: int, seed: int) -> Tensor:
     """Return a number in [0, 1) for each of ``slots`` (lanes, entries), ``heads`` lanes to a row."""
     lanes = torch.arange(slots.shape[0], device=slots.device)[:, None] % heads
-    mixed = slots.long() + (lanes << 24) + (layer << 32) + (seed << 40)
-    for multiplier in (0x2545F4914F6CDD1D, 0x369DEA0F31A53F85):
-        mixed = (mixed ^ (mixed >> 29)) * multiplier
-    return ((mixed >> 33) & 0xFFFFFF).float() / 2**24
+    numbers = slots.long() + (lanes << 24) + (layer << 32) + (seed << 40)
+    return (scattered(numbers) & 0xFFFFFF).float() / 2**24

@@ -1,0 +1,53 @@
+"""``h2o-fisher``: as H2O, with more entries for layers whose keys and values matter more (KVReviver, appendix D)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy
+import torch
+from torch import Tensor
+
+from kvkeep.errors import UsageError
+from kvkeep.geometry import ModelGeometry
+from kvkeep.policies.fisher import information
+from kvkeep.policies.selectors.h2o import H2O
+
+
+@dataclass(frozen=True)
+class H2OFisher(H2O):
+    """As h2o; the layers share the budget by the Fisher information of their W_k and W_v: each has a share ``least`` of
+    the mean, and what is left in proportion. ``scores``: a file of numbers, one a layer; measured if empty."""
+
+    leaves: ClassVar[str] = "as h2o; layers that matter less keep fewer"
+    source: ClassVar[str] = "KVReviver, appendix D"
+
+    least: float = 0.25
+    scores: str = ""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.least <= 1:
+            raise UsageError(f"A layer has at least a share above 0 and up to 1 of the mean, not {self.least:g}.")
+
+    def budgets(self, model: Any, geometry: ModelGeometry, entries: int) -> list[Sequence[int]]:
+        """Return ``least`` of the mean and a part of the rest, by information; rounded down."""
+        layers = geometry.full_layers
+        scores = self._read(len(layers)) if self.scores else information(model, geometry)
+        shares = scores * len(layers) / scores.sum()
+        budgets: list[Sequence[int]] = [(entries,)] * len(geometry.layers)
+        for layer, share in zip(layers, shares.tolist(), strict=True):
+            budgets[layer.index] = (int(entries * (self.least + (1 - self.least) * share)),)
+        return budgets
+
+    def _read(self, layers: int) -> Tensor:
+        try:
+            scores = torch.from_numpy(numpy.loadtxt(Path(self.scores), ndmin=1)).double()
+        except (OSError, ValueError) as error:
+            raise UsageError(f"Layer scores cannot be read from '{self.scores}': {error}.") from None
+        if scores.shape != (layers,) or not (scores >= 0).all() or not scores.sum() > 0:
+            raise UsageError(f"'{self.scores}' must have a number from 0 on for each of this model's {layers} layers.")
+        return scores

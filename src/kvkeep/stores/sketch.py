@@ -1,0 +1,195 @@
+"""A count sketch of vectors: many are added up in few cells, and each can be estimated from them.
+
+r rows of b slots. An id has one slot in each row, by a hash, and there its vector is added, times a hashed sign of ±1
+where the sketch is signed (Charikar, Chen and Farach-Colton, 2002; KVReviver's Algorithms 1 and 2, which call the rows
+buckets). Of n ids, n / b share a slot: the *load*. An estimate is the median of the r slots, element by element, or
+their mean. The mean is linear: products with estimates are then those with the cells, and no estimate is written out.
+
+Centred estimates look at deviations from the mean of all vectors that were added, which a sketch knows exactly. Shrunk
+ones multiply the deviation by 1 / (1 + c load), the best factor where vectors scatter alike: c times the load is an
+estimate's variance in units of theirs, :data:`MEDIAN` of r rows for the median, 1 / r for the mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from kvkeep.stores.hashes import scattered
+from kvkeep.stores.meter import Meter, nbytes
+
+MEDIAN = {1: 1.0, 3: 0.4487, 5: 0.2868}
+"""The variance of the median of so many normal variables of variance 1 (KVReviver, appendix E, Eq. 2)."""
+
+PAGE = 512
+"""Estimates of a lane that are written out at once."""
+
+
+def places(ids: Tensor, rows: int, slots: int, seed: int = 0) -> Tensor:
+    """Return where ``ids`` (...) are added, (rows, ...) int64: the number of the cell, and ``rows * slots`` more where
+    the sign is -1."""
+    row = torch.arange(rows, device=ids.device).view(-1, *[1] * ids.ndim)
+    number = scattered(ids.long() + (row << 32) + (seed << 40))
+    return (((number >> 1) * slots) >> 30) + row * slots + (number & 1) * (rows * slots)
+
+
+class CountSketch:
+    """Cells of some lanes. ``tallies``: what centred estimates need is kept, too.
+
+    Places are (rows, lanes, n), as :func:`places` gives them, -1 where there is no vector; vectors (lanes, n, dim).
+    """
+
+    def __init__(
+        self, lanes: int, rows: int, slots: int, dim: int, signed: bool, tallies: bool = False, *, like: Tensor
+    ) -> None:
+        self.rows, self.slots, self.signed = rows, slots, signed
+        self.cells = like.new_zeros(lanes, rows * slots, dim)
+        self.total: Tensor | None = None  # the sum of all vectors, (lanes, 1, dim) float32
+        self.counts: Tensor | None = None  # the sum of signs in each cell, (lanes, cells, 1) float32
+        if tallies:
+            self.total = like.new_zeros(lanes, 1, dim, dtype=torch.float32)
+            self.counts = like.new_zeros(lanes, rows * slots, 1, dtype=torch.float32)
+
+    def insert(self, at: Tensor, vectors: Tensor) -> None:
+        """Add vectors."""
+        self._add(at, vectors, 1)
+
+    def delete(self, at: Tensor, vectors: Tensor) -> None:
+        """Subtract vectors: those that were added, or what they are estimated to be."""
+        self._add(at, vectors, -1)
+
+    def _add(self, at: Tensor, vectors: Tensor, times: int) -> None:
+        lanes, size, dim = self.cells.shape
+        there = (at[0] >= 0).to(vectors.dtype) * times
+        lane = torch.arange(lanes, device=at.device)[:, None] * size
+        index = (at.clamp(min=0) % size + lane).flatten(1)
+        for row in range(self.rows):
+            factor = torch.where(at[row] >= size, -there, there) if self.signed else there
+            added = (vectors * factor[..., None]).view(-1, dim)
+            self.cells.view(-1, dim).index_add_(0, index[row], added.to(self.cells.dtype))
+            if self.counts is not None:
+                self.counts.view(-1).index_add_(0, index[row], factor.reshape(-1).float())
+        if self.total is not None:
+            self.total += (vectors * there[..., None]).sum(1, keepdim=True, dtype=torch.float32)
+
+    def query(self, at: Tensor) -> Tensor:
+        """Return the medians, (lanes, n, dim); anything where there is no vector."""
+        return self.estimates(at, "median").dense(self.cells.dtype)
+
+    def estimates(
+        self, at: Tensor, by: str, held: Tensor | None = None, shrink: bool = False, meter: Meter | None = None
+    ) -> Estimates:
+        """Return what vectors are estimated to be: ``by`` "median" or "mean" of their slots. ``held``: how many are in
+        the sketch, (lanes,), for centred estimates; ``shrink``: and shrunk ones."""
+        cells, mean = self.cells, None
+        if held is not None:
+            assert self.counts is not None and self.total is not None
+            mean = self.total / held.clamp(min=1)[:, None, None]
+            deviation = cells - self.counts * mean
+            if shrink:
+                spread = MEDIAN[self.rows] if by == "median" else 1 / self.rows
+                deviation /= 1 + spread / self.slots * held[:, None, None]
+            cells = deviation.to(cells.dtype)
+        if self.signed:
+            cells = torch.cat([cells, -cells], 1)
+        own = at.clamp(min=0) if self.signed else at.clamp(min=0) % self.cells.shape[1]
+        lane = torch.arange(cells.shape[0], device=at.device)[:, None] * cells.shape[1]
+        return Estimates(cells, own + lane, mean, by, meter or Meter())
+
+    def select(self, lanes: Tensor) -> None:
+        """Make the lanes those of an index."""
+        self.restore([part.index_select(0, lanes) for part in self.state()])
+
+    def state(self) -> list[Tensor]:
+        """Return all tensors."""
+        return [part for part in (self.cells, self.total, self.counts) if part is not None]
+
+    def restore(self, state: list[Tensor]) -> None:
+        """Take what :meth:`state` gave."""
+        self.cells, *tallies = state
+        if tallies:
+            self.total, self.counts = tallies
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        return nbytes(*self.state())
+
+
+@dataclass(frozen=True)
+class Estimates:
+    """Estimated keys or values that know their products (:class:`~kvkeep.attention.attend.Coded`).
+
+    cells: (lanes, cells, dim), the negative ones too where signs matter. index: (rows, lanes, n) into the cells of all
+    lanes. mean: (lanes, 1, dim), what the cells are deviations from, if they are. by: "median" or "mean".
+    """
+
+    cells: Tensor
+    index: Tensor
+    mean: Tensor | None
+    by: str
+    meter: Meter
+
+    def part(self, start: int, stop: int) -> Estimates:
+        """Return some of them."""
+        return replace(self, index=self.index[:, :, start:stop])
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(lanes, 1, entries, dim), as if they were written out."""
+        return self.cells.shape[0], 1, self.index.shape[2], self.cells.shape[2]
+
+    def scores(self, query: Tensor) -> Tensor:
+        """Return the products with ``query`` (lanes, rows, dim): (lanes, rows, entries) float32."""
+        lanes, rows, _ = query.shape
+        query = query.to(self.cells.dtype)
+        if self.by == "mean":
+            # Of each cell with each query, and then of each entry: the mean of its cells'.
+            products = (self.cells @ query.transpose(1, 2)).float().view(-1, rows)
+            picked = products.index_select(0, self.index.flatten()).view(len(self.index), lanes, -1, rows)
+            scores = picked.mean(0).transpose(1, 2)
+        else:
+            scores = torch.cat([query @ page.transpose(1, 2) for _, page in self._pages()], 2).float()
+        return scores if self.mean is None else scores + query.float() @ self.mean.transpose(1, 2)
+
+    def mix(self, weights: Tensor) -> Tensor:
+        """Return the sums weighted by ``weights`` (lanes, rows, entries): (lanes, rows, dim) float32."""
+        lanes, rows, _ = weights.shape
+        if self.by == "mean":
+            gathered = weights.new_zeros(lanes * self.cells.shape[1], rows)
+            given = weights.transpose(1, 2).reshape(-1, rows) / len(self.index)
+            for own in self.index:
+                gathered.index_add_(0, own.flatten(), given)
+            mixed = gathered.view(lanes, -1, rows).transpose(1, 2) @ self.cells.float()
+        else:
+            mixed = weights.new_zeros(lanes, rows, self.cells.shape[2])
+            for start, page in self._pages():
+                mixed += weights[:, :, start : start + page.shape[1]].to(page.dtype) @ page
+        return mixed if self.mean is None else mixed + weights.sum(2, keepdim=True) * self.mean
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """Write them out: (lanes, entries, dim)."""
+        written = self._written(self.index)
+        return (written if self.mean is None else written + self.mean).to(dtype)
+
+    def _pages(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield estimates a page at a time, with the number of the first, without the mean."""
+        for start in range(0, self.index.shape[2], PAGE):
+            yield start, self._written(self.index[:, :, start : start + PAGE])
+
+    def _written(self, index: Tensor) -> Tensor:
+        """Return the medians or means of cells, (lanes, n, dim)."""
+        rows, lanes, count = index.shape
+        picked = self.cells.view(-1, self.cells.shape[2]).index_select(0, index.flatten())
+        with self.meter.holding(picked):
+            parts = picked.view(rows, lanes, count, -1)
+            if self.by == "mean":
+                return parts.mean(0)
+            if rows != 3:
+                return parts.median(0).values
+            one, two, three = parts
+            low, high = torch.minimum(one, two), torch.maximum(one, two)
+            return torch.maximum(low, torch.minimum(high, three, out=high), out=low)
