@@ -24,6 +24,8 @@ budgets = ["64"]
 depth = [50]
 """
 
+PAPER = '[paper]\ntitle = "T"\nwhere = "W"\nsetting = "S"\n[[paper.values]]\nmetric = "bleu"\nvalue = 1\n'
+
 
 def written(tmp_path: Path, text: str) -> Experiment:
     (tmp_path / "small.toml").write_text(text)
@@ -84,16 +86,13 @@ def test_the_digest_is_of_names_and_contents(tmp_path: Path) -> None:
         ({"title": "titel"}, r"wrong at '(title': it is missing|titel': there is no such setting) \(and 1 more\)\."),
         ({'"64"]\n[task]': '"64 parsecs"]\n[task]'}, r"wrong at 'budgets': Budget '64 parsecs' cannot be read"),
         ({"50]\n[smoke]": "500]\n[smoke]"}, r"wrong at 'task.depth.1': input should be less than or equal to 100\."),
-        ({"depth = [50]": "depht = [50]"}, r"\[smoke\] of experiment 'small' is wrong at 'task.depht': there is no such"),
+        ({"depth = [50]": "depht = [50]"}, r"\[smoke\] of experiment 'small' is wrong at 'task.depht': there is no"),
         ({'"needle"': '"noodle"'}, r"wrong at 'task': Unknown task 'noodle': did you mean needle"),
         ({'name = "needle"\n': ""}, r"wrong at 'task': it needs a name: match, needle, summary\."),
         ({"length": 'form = "haystack"\nlength'}, r"wrong at 'task.form': Unknown needle 'haystack'"),
         ({"[task]": "[task"}, r"small.toml' is not TOML: "),
         ({"methods": "seeds = []\nmethods"}, r"wrong at 'seeds': tuple should have at least 1 item"),
-        (
-            {"[smoke]": '[paper]\ntitle = "T"\nwhere = "W"\nsetting = "S"\n[[paper.values]]\nmetric = "bleu"\nvalue = 1\n[smoke]'},
-            r"Unknown metric 'bleu'",
-        ),
+        ({"[smoke]": f"{PAPER}[smoke]"}, r"Unknown metric 'bleu'"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_one_sentence(tmp_path: Path, changes: dict[str, str], sentence: str) -> None:

@@ -152,7 +152,8 @@ class Experiment(BaseModel):
             for seed in self.seeds:
                 for point in self.task.points():
                     for method, budget in self.ways():
-                        own = {"model": model, "method": method, "budget": budget, "seed": seed, "point": point}
+                        own: dict[str, Any] = {"model": model, "method": method, "budget": budget}
+                        own |= {"seed": seed, "point": point}
                         listed.append(Cell(hashed({**common, **own}), setting, **own))
         return listed
 

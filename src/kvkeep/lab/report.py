@@ -21,10 +21,10 @@ from kvkeep.lab.tasks.base import Metric, Point
 class Line:
     """One method at one budget, over all points, seeds and samples.
 
-    scores: by metric. beside: the difference from the baseline, sample by sample. held_bytes: mean over the cells of the
-    bytes of entries that attention reads. prefill_s, token_s: means of seconds of a prompt, and of each token after
-    the first. cells: how many were measured, of how many. at: each point's mean of each metric. error: why there is
-    nothing.
+    scores: by metric. beside: the difference from the baseline, sample by sample. held_bytes: mean over the cells of
+    the bytes of entries that attention reads. prefill_s, token_s: means of seconds of a prompt, and of each token
+    after the first. cells: how many were measured, of how many. at: each point's mean of each metric. error: why a cell
+    is missing.
     """
 
     method: str
@@ -50,7 +50,10 @@ class Line:
 
 @dataclass(frozen=True)
 class Section:
-    """An experiment of one setting (sizes, data, dtype) on one model. ``versions``, ``machines``: all that took part."""
+    """An experiment of one setting (sizes, data, dtype) on one model.
+
+    versions, machines: all that took part. prompts: tokens of the shortest and of the longest.
+    """
 
     experiment: Experiment
     setting: str
@@ -58,7 +61,7 @@ class Section:
     lines: tuple[Line, ...]
     versions: tuple[dict[str, str], ...]
     machines: tuple[dict[str, Any], ...]
-    prompts: tuple[int, int]  # tokens of the shortest and of the longest
+    prompts: tuple[int, int]
     started: str
 
     @property
@@ -194,11 +197,11 @@ def markdown(found: Sequence[Section], figures: dict[str, list[str]] | None = No
     """Return the report; ``figures``: names of picture files by section name."""
     parts = ["# Results of the lab"]
     for section in found:
-        parts += list(_told(section, (figures or {}).get(section.name, [])))
+        parts += list(_part(section, (figures or {}).get(section.name, [])))
     return "\n\n".join(parts) + "\n"
 
 
-def _told(section: Section, figures: Sequence[str]) -> Iterator[str]:
+def _part(section: Section, figures: Sequence[str]) -> Iterator[str]:
     experiment = section.experiment
     yield f"## {experiment.title}"
     yield _ours(section)
@@ -298,7 +301,8 @@ def _notes(section: Section) -> Iterator[str]:
     for line in section.lines:
         if line.cells < line.of:
             reason = f": {line.error}" if line.error else "."
-            yield f"`{line.method}`{f' at {line.budget}' if line.budget else ''}: {line.cells} of {line.of} cells{reason}"
+            where = f" at {line.budget}" if line.budget else ""
+            yield f"`{line.method}`{where}: {line.cells} of {line.of} cells{reason}"
     if len(section.versions) > 1 or len(section.machines) > 1:
         yield "The rows are of different versions or machines, named above: times are not to be compared."
 
@@ -306,18 +310,21 @@ def _notes(section: Section) -> Iterator[str]:
 def _papers(section: Section) -> Iterator[str]:
     paper, metrics = section.experiment.paper, section.experiment.task.metrics
     assert paper is not None
-    machine = section.machines[-1]
-    yield f"Beside {paper.title}, {paper.where}. Theirs: {paper.setting}. Ours: {section.model}, {machine.get('dtype')}."
+    ours = f"{section.model}, {section.machines[-1].get('dtype')}"
+    yield f"Beside {paper.title}, {paper.where}. Theirs: {paper.setting}. Ours: {ours}."
     yield ""
     yield from (f"* The paper says: {claim}" for claim in paper.claims)
     for value in paper.values:
         who = " at ".join(part for part in (value.method, value.budget) if part)
-        yield f"* The paper's number: {who + ': ' if who else ''}{_paper_value(metrics, value)}{f' ({value.note})' if value.note else ''}."
+        number = f"{who}: {_paper_value(metrics, value)}" if who else _paper_value(metrics, value)
+        yield f"* The paper's number: {number}{f' ({value.note})' if value.note else ''}."
 
 
 def write(found: Sequence[Section], folder: Path) -> list[Path]:
-    """Write ``report.md`` and the figures, each as PNG and SVG, into ``folder``, and return the files. Raises UsageError
-    where matplotlib is missing, StoreError where they cannot be written."""
+    """Write ``report.md`` and the figures, each as PNG and SVG, into ``folder``, and return the files.
+
+    Raises UsageError where matplotlib is missing, StoreError where they cannot be written.
+    """
     from kvkeep.lab.figures import check_figure
     from kvkeep.lab.report_figures import draw_maps, draw_quality
 
