@@ -134,7 +134,7 @@ def test_an_interrupt_of_the_reference_leaves_nothing(
     def interrupted(*arguments: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(lab, "_reference", interrupted)
+    monkeypatch.setattr(lab.Reference, "of", interrupted)
     code, out, err = run(*common, "-x", "full")
     assert code == 1 and out == "" and "nothing to compare" in err
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -86,7 +87,7 @@ def test_wrong_requests_are_one_sentence(run: Run, arguments: tuple[str, ...], s
 
 
 def test_missing_packages_are_one_sentence(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvkeep.cli.lab.find_spec", lambda name: None)
+    monkeypatch.setattr(import_module("kvkeep.cli.lab"), "find_spec", lambda name: None)
     code, _, err = run("lab", "list")
     assert code == 2 and "pip install 'kvkeep[lab]'" in err
 
