@@ -93,7 +93,7 @@ def test_a_section_by_hand(tmp_path: Path) -> None:
     line = lines["h2o", "25%"]
     assert line.scores is not None and line.beside is not None
     assert (line.scores["found"].mean, line.scores["found"].n, line.beside["found"].mean) == (0.5, 8, -0.5)
-    assert (line.cells, line.of, line.prefill_s, line.token_s, line.entries) == (4, 4, 1.5, 0.05, 64)
+    assert (line.cells, line.of, line.prefill_s, line.token_s, line.entries) == (4, 4, 1.5, 0.05, (64, 64))
     assert line.held_bytes == pytest.approx(2.1e6) and [value.value for value in line.paper] == [0.75]
     assert len(line.at) == 4 and line.at[0][1]["found"] == 0.5
     assert lines["full", None].beside == {} and lines["quantized", "10%"].scores is None

@@ -165,8 +165,12 @@ def test_articles_are_read_and_drawn(tmp_path: Path) -> None:
     assert "###" not in tokenizer().decode(first[0].ids)
     drawn = task.prepare(tokenizer(), [path], {}, 5)
     assert drawn == task.prepare(tokenizer(), [path], {}, 5) != first
-    with pytest.raises(UsageError, match="has 6 articles, and 7 are wanted"):
+    with pytest.raises(UsageError, match="has 6 articles of 0 tokens or more, and 7"):
         Summary(samples=7).prepare(tokenizer(), [path], {}, 0)
+    long = Summary(samples=1, least=len(first[0].ids)).prepare(tokenizer(), [path], {}, 0)
+    assert len(long[0].ids) >= len(first[0].ids)
+    with pytest.raises(UsageError, match="has 0 articles of 900 tokens"):
+        Summary(samples=1, least=900).prepare(tokenizer(), [path], {}, 0)
     path.write_text('{"article": "a", "summary_gt": "b"}\n{"text": "c"}')
     with pytest.raises(UsageError, match="Line 2 of"):
         articles(path)

@@ -23,8 +23,8 @@ class Line:
 
     scores: by metric. beside: the difference from the baseline, sample by sample. held_bytes: mean over the cells of
     the bytes of entries that attention reads. prefill_s, token_s: means of seconds of a prompt, and of each token
-    after the first. cells: how many were measured, of how many. at: each point's mean of each metric. error: why a cell
-    is missing.
+    after the first. entries: the fewest and the most of a full layer. cells: how many were measured, of how many.
+    at: each point's mean of each metric. error: why a cell is missing.
     """
 
     method: str
@@ -32,7 +32,7 @@ class Line:
     cells: int
     of: int
     exactness: str = ""
-    entries: int | None = None
+    entries: tuple[int, int] | None = None
     scores: dict[str, Estimate] | None = None
     beside: dict[str, Estimate] | None = None
     held_bytes: float = 0.0
@@ -151,14 +151,14 @@ def _line(
         if pairs and method != experiment.baseline:
             beside[metric.name] = estimate(pairs)
     steps = [value for row in done for value in row.token_s if value is not None]
-    entries = {row.entries for row in done}
+    entries = [row.entries for row in done if row.entries is not None]
     return Line(
         method,
         budget,
         len(done),
         expected,
         exactness=done[-1].exactness,
-        entries=entries.pop() if len(entries) == 1 else None,
+        entries=(min(entries), max(entries)) if entries else None,
         scores=scores,
         beside=beside,
         held_bytes=fmean(row.held_bytes for row in done),
@@ -243,13 +243,13 @@ def _table(section: Section) -> str:
     paper = any(line.paper for line in section.lines)
     headings = ["method", "budget", "entries"]
     for metric in metrics:
-        headings.append(_heading(metric))
+        headings.append(titled(metric))
         headings += [f"vs {section.experiment.baseline}"] if metric in relative else []
     headings += [*(["paper"] if paper else []), "held", "prefill", "token"]
     rows = ["| " + " | ".join(headings) + " |", "| --- | --- |" + " ---: |" * (len(headings) - 2)]
     for line in section.measured:
         assert line.scores is not None and line.beside is not None
-        cells = [f"`{line.method}`", line.budget or "-", "all" if line.entries is None else f"{line.entries:,}"]
+        cells = [f"`{line.method}`", line.budget or "-", _entries(line)]
         for metric in metrics:
             cells.append(told(metric, line.scores[metric.name]))
             if metric in relative:
@@ -262,7 +262,14 @@ def _table(section: Section) -> str:
     return "\n".join(rows)
 
 
-def _heading(metric: Metric) -> str:
+def _entries(line: Line) -> str:
+    if line.entries is None:
+        return "all"
+    return "-".join(f"{count:,}" for count in dict.fromkeys(line.entries))
+
+
+def titled(metric: Metric) -> str:
+    """Return what stands over a column of a metric, or over its figure."""
     return f"{metric.label} (%)" if metric.kind == "share" else metric.label
 
 

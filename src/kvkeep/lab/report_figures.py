@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvkeep.lab.figures import COLOURS, DPI, MARKERS, WIDTH_PX, plain, save
-from kvkeep.lab.report import Line, Section, shown
+from kvkeep.lab.report import Line, Section, shown, titled
 from kvkeep.lab.tasks.base import Metric
 
 _PANELS = 4
@@ -16,12 +16,38 @@ _PANELS = 4
 
 
 def draw_quality(section: Section, path: str | os.PathLike[str]) -> None:
-    """Draw the task's first metric against the bytes held, a line for each method, with 95 % intervals; the baseline
-    across. Raises StoreError if the file cannot be written."""
+    """Draw quality and memory, with 95 % intervals: the task's first metric against the bytes held, a line for each
+    method and the baseline across; of one budget alone, bars of the metrics that are told relative to the baseline.
+    Raises StoreError if the file cannot be written."""
     from matplotlib.figure import Figure
 
+    alone = len({line.budget for line in section.measured if line.budget is not None}) < 2
+    height = 1.2 + 0.3 * len(section.measured) if alone else 5.2
+    figure = Figure(figsize=(WIDTH_PX / DPI, height), dpi=DPI, layout="constrained")
+    (_bars if alone else _lines)(figure, section)
+    figure.suptitle(f"{section.experiment.title}: {section.model}", fontsize=11)
+    save(figure, path)
+
+
+def _bars(figure: Any, section: Section) -> None:
+    task, lines = section.experiment.task, section.measured
+    metrics = [metric for metric in task.metrics if metric.name in task.relative] or [task.metrics[0]]
+    grid: Any = figure.subplots(1, len(metrics), sharey=True, squeeze=False)
+    places = list(range(len(lines)))
+    colours = ["0.6" if line.method != section.experiment.baseline else COLOURS[0] for line in lines]
+    for axes, metric in zip(grid[0], metrics, strict=True):
+        means, below, above = zip(*(_bar(metric, line) for line in lines), strict=True)
+        axes.barh(places, means, xerr=[below, above], color=colours, height=0.65, error_kw={"elinewidth": 0.8})
+        axes.set_title(titled(metric), loc="left", fontsize=10)
+        if metric.kind == "share":
+            axes.set_xlim(0, 100)
+        plain(axes, "x")
+    grid[0][0].set_yticks(places, [f"{line.label}, {line.held_bytes / 1e6:.1f} MB" for line in lines], fontsize=9)
+    grid[0][0].invert_yaxis()  # shared: the first line on top
+
+
+def _lines(figure: Any, section: Section) -> None:
     metric = section.experiment.task.metrics[0]
-    figure = Figure(figsize=(WIDTH_PX / DPI, 5.2), dpi=DPI, layout="constrained")
     axes: Any = figure.subplots()
     methods = list(dict.fromkeys(line.method for line in section.measured))
     for number, method in enumerate(methods):
@@ -36,27 +62,25 @@ def draw_quality(section: Section, path: str | os.PathLike[str]) -> None:
             color=colour,
             marker=MARKERS[number % len(MARKERS)],
             linestyle="-" if number < len(COLOURS) else "--",
-            elinewidth=0.8,
+            elinewidth=0.6,
             capsize=2,
             clip_on=False,
         )
         if method == section.experiment.baseline:
             axes.axhline(means[-1], color=colour, linewidth=0.8, linestyle=":")
     axes.set_xscale("log")
-    ticks = _ticks(section)
     axes.minorticks_off()
+    ticks = _ticks(section)
     axes.set_xticks(list(ticks), [f"{held:.3g} MB\n{label}" for held, label in ticks.items()])
     axes.set_xlabel("keys and values held, for the budget asked")
-    axes.set_title(_titled(metric), loc="left", fontsize=10)
+    axes.set_title(titled(metric), loc="left", fontsize=10)
     if metric.kind == "share":
         axes.set_ylim(bottom=0)
     elif metric.better == "lower" and all(_bar(metric, line)[0] >= 0 for line in section.measured):
-        axes.set_yscale("symlog", linthresh=_smallest(metric, section.measured))
+        axes.set_yscale("symlog", linthresh=_smallest(metric, section.measured))  # exact methods are at 0, or near
         axes.set_ylim(bottom=0)
     plain(axes, "both")
     figure.legend(loc="outside lower center", ncols=math.ceil(len(methods) / 2), frameon=False, fontsize=9)
-    figure.suptitle(f"{section.experiment.title}: {section.model}", fontsize=11)
-    save(figure, path)
 
 
 def draw_maps(section: Section, path: str | os.PathLike[str]) -> None:
@@ -80,7 +104,7 @@ def draw_maps(section: Section, path: str | os.PathLike[str]) -> None:
         for panel in panels:
             axes = next(places)
             image = _map(axes, lines, metric, (across, panel), along, (low, high))
-            axes.set_title(f"{_titled(metric)}, {across} {panel:g}", loc="left", fontsize=10)
+            axes.set_title(f"{titled(metric)}, {across} {panel:g}", loc="left", fontsize=10)
         for _ in range(-len(panels) % columns):
             next(places).set_visible(False)
         figure.colorbar(image, ax=axes, pad=0.01)
@@ -116,10 +140,6 @@ def _map(
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
     return image
-
-
-def _titled(metric: Metric) -> str:
-    return f"{metric.label} (%)" if metric.kind == "share" else metric.label
 
 
 def _bar(metric: Metric, line: Line) -> tuple[float, float, float]:

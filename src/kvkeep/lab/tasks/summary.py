@@ -38,6 +38,7 @@ class Summary(Task):
 
     file: str = Field("xsum_0shot_first200.jsonl", description="the file in the data folder")
     samples: int = Field(8, ge=1, description="articles of each cell")
+    least: int = Field(0, ge=0, description="tokens of a prompt; articles with fewer are passed over")
     new: int = Field(64, ge=1, description="the most tokens of a summary")
 
     def sources(self, data: Path | None) -> list[Path]:
@@ -51,19 +52,24 @@ class Summary(Task):
 
     def prepare(self, tokenizer: Any, sources: Sequence[Path], point: Point, seed: int) -> list[Sample]:
         """Take articles from the file; seed 0 takes the first ones, any other draws."""
-        rows = articles(sources[0])
-        if len(rows) < self.samples:
-            raise UsageError(f"'{sources[0]}' has {len(rows)} articles, and {self.samples} are wanted.")
-        chosen = rows[: self.samples] if seed == 0 else random.Random(seed).sample(rows, self.samples)
-        return [
-            Sample(encode(tokenizer, question(article.removeprefix("###").strip(), None)), {"summary": summary})
-            for article, summary in chosen
+        rows = [
+            Sample(ids, {"summary": summary})
+            for article, summary in articles(sources[0])
+            if len(ids := _prompt(tokenizer, article)) >= self.least
         ]
+        if len(rows) < self.samples:
+            count = f"{len(rows)} articles of {self.least} tokens or more"
+            raise UsageError(f"'{sources[0]}' has {count}, and {self.samples} are wanted.")
+        return rows[: self.samples] if seed == 0 else random.Random(seed).sample(rows, self.samples)
 
     def measure(self, subject: Subject, sample: Sample) -> Outcome:
         """Let the summary be written, and compare it."""
         answer = subject.write(sample.ids, self.new)
         return Outcome(rouge(sample.facts["summary"], answer.text), answer.cost)
+
+
+def _prompt(tokenizer: Any, article: str) -> list[int]:
+    return encode(tokenizer, question(article.removeprefix("###").strip(), None))
 
 
 def articles(path: Path) -> list[tuple[str, str]]:
