@@ -52,3 +52,9 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> UsageError:
 
 class Interrupted(KvkeepError):
     """A person stopped it."""
+
+
+class Stopped(Interrupted):
+    """A person stopped work that goes on from there when it is started again; the code is a shell's for Ctrl-C."""
+
+    exit_code = 130

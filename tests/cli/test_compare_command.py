@@ -112,7 +112,7 @@ def test_nothing_measured_is_a_failure(run: Run, common: tuple[str, ...]) -> Non
 def test_an_interrupt_prints_what_was_measured(
     run: Run, common: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    honest, calls = lab._Run.measure, []
+    honest, calls = lab.Reference.measure, []
 
     def second_time_interrupted(*arguments: Any) -> lab.Row:
         calls.append(arguments)
@@ -120,7 +120,7 @@ def test_an_interrupt_prints_what_was_measured(
             raise KeyboardInterrupt
         return honest(*arguments)
 
-    monkeypatch.setattr(lab._Run, "measure", second_time_interrupted)
+    monkeypatch.setattr(lab.Reference, "measure", second_time_interrupted)
     code, out, err = run(*common, "-x", "kv-direct", "-b", "16,32", "--json")
     assert code == 1 and "Interrupted; the figures above" in err
     assert [row["error"] for row in json.loads(out)["rows"]] == ["", lab.INTERRUPTED]
@@ -134,7 +134,7 @@ def test_an_interrupt_of_the_reference_leaves_nothing(
     def interrupted(*arguments: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(lab, "_reference", interrupted)
+    monkeypatch.setattr(lab.Reference, "of", interrupted)
     code, out, err = run(*common, "-x", "full")
     assert code == 1 and out == "" and "nothing to compare" in err
 

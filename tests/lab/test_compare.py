@@ -14,6 +14,7 @@ from families import FAMILIES, tiny
 from kvkeep.cache import KeepCache
 from kvkeep.errors import KvkeepError, StoreError, UsageError
 from kvkeep.lab import compare as lab
+from kvkeep.lab import reading
 from kvkeep.lab.compare import Case, Comparison, Row, cases, compare, judge
 from kvkeep.lab.figures import check_figure, draw_comparison
 
@@ -98,7 +99,7 @@ def test_figures_of_a_row_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
         made.append(_Counting(0 if method == "stock" else 1))
         return made[-1]
 
-    monkeypatch.setattr(lab, "new_cache", counting)
+    monkeypatch.setattr(reading, "new_cache", counting)
     monkeypatch.setattr(lab, "ModelGeometry", type("Any", (), {"from_config": lambda config: _Counting}))
     monkeypatch.setattr(_Counting, "max_positions", None, raising=False)
     found = compare(_Scripted({2: a, 3: a, 4: b, 5: c}), [1, 2, 3], [Case("full")], new=3)
@@ -116,13 +117,13 @@ def test_figures_of_a_row_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_ran_as_the_reference_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
-    honest = lab.new_cache
+    honest = reading.new_cache
 
     def noted(model: Any, method: str, **options: Any) -> Any:
         made.append(method)
         return honest(model, method, **options)
 
-    monkeypatch.setattr(lab, "new_cache", noted)
+    monkeypatch.setattr(reading, "new_cache", noted)
     compare(tiny("llama"), PROMPT, [Case("kv-direct", "16")], new=4)
     assert made == ["stock", "kv-direct"]
 
@@ -167,7 +168,7 @@ def test_progress_reaches_its_total() -> None:
 
 
 def test_an_interrupt_keeps_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest, calls = lab._Run.measure, []
+    honest, calls = lab.Reference.measure, []
 
     def second_time_interrupted(*arguments: Any) -> Row:
         calls.append(arguments)
@@ -175,7 +176,7 @@ def test_an_interrupt_keeps_what_was_measured(monkeypatch: pytest.MonkeyPatch) -
             raise KeyboardInterrupt
         return honest(*arguments)
 
-    monkeypatch.setattr(lab._Run, "measure", second_time_interrupted)
+    monkeypatch.setattr(lab.Reference, "measure", second_time_interrupted)
     found = compare(tiny("llama"), PROMPT, cases(["kv-direct"], ["16", "32", "64"]), new=3)
     assert [row.error for row in found.rows] == ["", lab.INTERRUPTED, lab.INTERRUPTED]
     assert found.rows[0].match == 1.0

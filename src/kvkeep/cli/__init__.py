@@ -13,6 +13,7 @@ from kvkeep.cli.compare import compare
 from kvkeep.cli.demo import demo
 from kvkeep.cli.generate import generate
 from kvkeep.cli.inspect import inspect
+from kvkeep.cli.lab import app as lab
 from kvkeep.cli.longchat import longchat
 from kvkeep.cli.methods import methods
 from kvkeep.cli.models import models
@@ -36,6 +37,7 @@ COMMANDS = (
 for command in COMMANDS:
     app.command()(command)
 app.add_typer(analyse, name="analyse")
+app.add_typer(lab, name="lab")
 
 
 def main() -> None:

@@ -20,8 +20,7 @@ them in float64, so that a KL of 0 means the same logits and 1e-11 is a figure r
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean
 from typing import Any
@@ -29,10 +28,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvkeep.cache import STOCK, KeepCache, memory_of, new_cache
+from kvkeep.cache import STOCK, KeepCache, memory_of
 from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.geometry import ModelGeometry
-from kvkeep.policies.methods import Exactness, resolve
+from kvkeep.lab.reading import cache_for, read, takes
+from kvkeep.policies.methods import Exactness
 from kvkeep.stores.meter import Memory
 
 INTERRUPTED = "interrupted before it was measured"
@@ -138,13 +138,9 @@ class Position:
 def cases(methods: Sequence[str], budgets: Sequence[str]) -> list[Case]:
     """Return every method at every budget; those that take none come first, once. Raises UsageError for a name nobody
     knows."""
-    bounded = [method for method in methods if "budget" in _options(method)]
+    bounded = [method for method in methods if "budget" in takes(method)]
     free = [Case(method) for method in methods if method not in bounded]
     return free + [Case(method, budget) for budget in budgets for method in bounded]
-
-
-def _options(method: str) -> tuple[str, ...]:
-    return () if method == STOCK else resolve(method).options
 
 
 def compare(
@@ -162,13 +158,10 @@ def compare(
     has its sentence in its row. An interrupt ends the run, and what was measured until then is returned; one before the
     reference is complete is raised on. Raises UsageError for a prompt that the model has no positions for.
     """
-    _fits(model, len(prompt), new)
-    ids = torch.tensor([list(prompt)], device=next(model.parameters()).device)
     progress("the reference", 0.0, None)
-    logits, reference, step_s = _reference(model, ids, new)
-    run = _Run(model, ids, logits, reference, step_s, chunk)
+    reference = Reference.of(model, prompt, new, chunk)
     rows: list[Row] = []
-    total = 2 * len(listed) * run.work(ids.shape[1], new - 1)
+    total = 2 * len(listed) * reference.work(len(prompt), new - 1)
     for number, case in enumerate(listed):
         before = total * number / len(listed)
 
@@ -177,13 +170,13 @@ def compare(
 
         tell(0.0)
         try:
-            rows.append(run.measure(case, tell))
+            rows.append(reference.measure(case, tell))
         except KvkeepError as error:
             rows.append(Row(case.method, case.budget, error=str(error)))
         except KeyboardInterrupt:
             rows += [Row(missing.method, missing.budget, error=INTERRUPTED) for missing in listed[number:]]
             break
-    return Comparison(ids.shape[1], new, reference, rows)
+    return Comparison(len(prompt), new, reference.row, rows)
 
 
 def judge(expected: Tensor, got: Tensor, token: int) -> Position:
@@ -202,33 +195,6 @@ def _fits(model: Any, prompt_tokens: int, new: int) -> None:
             f"The prompt has {prompt_tokens} tokens, which with {new} more is beyond the model's {positions} "
             f"positions, where the full cache is no reference; shorten the text (--limit {max(positions - new, 1)})."
         )
-
-
-@torch.no_grad()
-def _read(
-    model: Any, ids: Tensor, cache: Any, new: int, forced: Sequence[int] | None = None
-) -> Iterator[tuple[Tensor, float]]:
-    """Yield logits (vocabulary,) in float32 and seconds for each of ``new`` positions after ``ids`` (1, tokens): the
-    first pays for the prompt. What is given next is ``forced``, or else the token with the largest logit."""
-    given = ids
-    for position in range(new):
-        start = time.perf_counter()
-        output = model(given, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        logits = output.logits[0, -1].float().cpu()  # waits for the device
-        yield logits, time.perf_counter() - start
-        given = ids.new_tensor([[int(logits.argmax()) if forced is None else forced[position]]])
-
-
-def _reference(model: Any, ids: Tensor, new: int) -> tuple[list[Tensor], Row, float]:
-    """Return the reference's logits at each position, its row, and the seconds of one decoding step."""
-    with torch.no_grad():
-        model(ids[:, :16], use_cache=False)  # warms up
-    cache = new_cache(model, STOCK)
-    logits, seconds = zip(*_read(model, ids, cache, new), strict=True)
-    tokens = [int(one.argmax()) for one in logits]
-    judged = [judge(one, one, token) for one, token in zip(logits, tokens, strict=True)]
-    row = _forced(_free(STOCK, None, tokens, tokens, seconds, cache), judged)
-    return list(logits), row, fmean(seconds[1:]) if new > 1 else seconds[0]
 
 
 def _free(
@@ -270,22 +236,42 @@ def _forced(row: Row, judged: Sequence[Position]) -> Row:
 
 
 @dataclass(frozen=True)
-class _Run:
-    """What all cases are measured against. logits: the reference's, one (vocabulary,) a position."""
+class Reference:
+    """What the unbounded cache writes after one prompt: what all cases are measured against.
+
+    ids: the prompt (1, tokens). logits: one (vocabulary,) a position, in float32 on the CPU. step_s: seconds of a
+    decoding step. chunk: tokens of the prompt that a case takes at a time.
+    """
 
     model: Any
     ids: Tensor
     logits: list[Tensor]
-    reference: Row
+    row: Row
     step_s: float
     chunk: int | None
 
-    def work(self, read: int, steps: int) -> float:
-        """Return the seconds that the reference took for so many tokens of the prompt and steps after it."""
-        return (self.reference.prefill_s or 0.0) * read / self.ids.shape[1] + self.step_s * steps
+    @classmethod
+    def of(cls, model: Any, prompt: Sequence[int], new: int, chunk: int | None = None) -> Reference:
+        """Read ``prompt`` (token ids) and write ``new`` tokens; raises UsageError where the model has no positions for
+        them."""
+        _fits(model, len(prompt), new)
+        ids = torch.tensor([list(prompt)], device=next(model.parameters()).device)
+        with torch.no_grad():
+            model(ids[:, :16], use_cache=False)  # warms up
+        cache = cache_for(model, STOCK, None, len(prompt) + new)
+        logits, seconds = zip(*read(model, ids, cache, new), strict=True)
+        tokens = [int(one.argmax()) for one in logits]
+        judged = [judge(one, one, token) for one, token in zip(logits, tokens, strict=True)]
+        row = _forced(_free(STOCK, None, tokens, tokens, seconds, cache), judged)
+        return cls(model, ids, list(logits), row, fmean(seconds[1:]) if new > 1 else seconds[0], chunk)
 
-    def measure(self, case: Case, tell: Callable[[float], None]) -> Row:
-        """Run one case freely, and then forced unless the free run was given the same text anyway."""
+    def work(self, tokens: int, steps: int) -> float:
+        """Return the seconds that the reference took for so many tokens of the prompt and steps after it."""
+        return (self.row.prefill_s or 0.0) * tokens / self.ids.shape[1] + self.step_s * steps
+
+    def measure(self, case: Case, tell: Callable[[float], None] = lambda done: None) -> Row:
+        """Run one case freely, and then forced unless the free run was given the same text anyway. ``tell`` gets the
+        work done, in seconds of the reference's own speed."""
         row, judged = self._run_freely(case, tell)
         if len(judged) < len(self.logits):
             one_pass = self.work(self.ids.shape[1], len(self.logits) - 1)
@@ -293,12 +279,12 @@ class _Run:
         return _forced(row, judged)
 
     def _run_freely(self, case: Case, tell: Callable[[float], None]) -> tuple[Row, list[Position]]:
-        expected = self.reference.tokens
+        expected = self.row.tokens
         cache = self._cache(case, tell)
         tokens: list[int] = []
         seconds: list[float] = []
         judged: list[Position] = []
-        for step, (logits, took) in enumerate(_read(self.model, self.ids, cache, len(expected))):
+        for step, (logits, took) in enumerate(read(self.model, self.ids, cache, len(expected))):
             if tokens == expected[:step]:  # it has been given the reference's text so far
                 judged.append(judge(self.logits[step], logits, expected[step]))
             tokens.append(int(logits.argmax()))
@@ -307,20 +293,18 @@ class _Run:
         return _free(case.method, case.budget, tokens, expected, seconds, cache), judged
 
     def _run_forced(self, case: Case, tell: Callable[[float], None]) -> list[Position]:
-        expected = self.reference.tokens
+        expected = self.row.tokens
         judged: list[Position] = []
-        passed = _read(self.model, self.ids, self._cache(case, tell), len(expected), expected)
+        passed = read(self.model, self.ids, self._cache(case, tell), len(expected), expected)
         for step, (logits, _) in enumerate(passed):
             judged.append(judge(self.logits[step], logits, expected[step]))
             tell(self.work(self.ids.shape[1], step))
         return judged
 
     def _cache(self, case: Case, tell: Callable[[float], None]) -> Any:
-        options: dict[str, Any] = {"budget": case.budget, "context": self.ids.shape[1] + len(self.reference.tokens)}
-        if self.chunk is not None and "chunk" in _options(case.method):
-            options["chunk"] = self.chunk
-        cache = new_cache(self.model, case.method, **options)
+        context = self.ids.shape[1] + len(self.row.tokens)
+        cache = cache_for(self.model, case.method, case.budget, context, self.chunk)
         if isinstance(cache, KeepCache):
             prompt = self.ids.shape[1]
-            cache.on_progress = lambda read: tell(self.work(read, 0)) if read < prompt else None
+            cache.on_progress = lambda done: tell(self.work(done, 0)) if done < prompt else None
         return cache

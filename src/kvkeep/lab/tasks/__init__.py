@@ -1,0 +1,11 @@
+"""What is asked of a model under a cache: one file each."""
+
+from __future__ import annotations
+
+from kvkeep.lab.tasks.base import Task
+from kvkeep.lab.tasks.match import Match
+from kvkeep.lab.tasks.needle import Needle
+from kvkeep.lab.tasks.summary import Summary
+
+TASKS: dict[str, type[Task]] = {task.name: task for task in (Match, Needle, Summary)}
+"""The tasks by name."""

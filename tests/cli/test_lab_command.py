@@ -1,0 +1,118 @@
+"""``kvkeep lab`` as a person and a program meet it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from kvkeep.lab.experiment import load_experiment, packaged
+from kvkeep.lab.runner import Desk
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def data(tmp_path: Path, words: str) -> Path:
+    folder = tmp_path / "data"
+    (folder / "haystack").mkdir(parents=True)
+    (folder / "haystack" / "text.txt").write_text(". ".join([words] * 5))
+    rows = [{"article": f"###\nArticle: {words}", "summary_gt": words[: 20 + number]} for number in range(8)]
+    (folder / "xsum_0shot_first200.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    return folder
+
+
+def test_the_list_names_experiments_and_tasks(run: Run) -> None:
+    code, out, err = run("lab", "list")
+    assert code == 0, err
+    assert all(name in out for name in ("match-by-budget", "needle-25", "xsum", "KVReviver", "Fig. 5", "samples"))
+    code, out, _ = run("lab", "list", "--json")
+    found = json.loads(out)
+    assert [one["name"] for one in found["experiments"]] == packaged() and "depth" in found["tasks"]["needle"]["sizes"]
+
+
+@pytest.mark.parametrize("name", packaged())
+def test_the_smoke_version_of_every_experiment(
+    run: Run, name: str, data: Path, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packages = load_experiment(name).task.packages
+    if any(find_spec(package) is None for package in packages):
+        pytest.skip(f"{', '.join(packages.values())} is not installed")
+    monkeypatch.chdir(tmp_path)
+    command = ("lab", "run", name, "--smoke", "-m", str(model_folder), "--data", str(data), "--json")
+    code, out, err = run(*command)
+    assert code == 0, err
+    tally = json.loads(out)
+    assert tally["done"] > 1 and tally["failed"] == [] and tally["store"] == f"kvkeep-lab/{name}-smoke.jsonl"
+    code, out, err = run(*command)
+    assert (json.loads(out)["done"], json.loads(out)["found"]) == (0, tally["done"])
+    code, out, err = run("lab", "report", tally["store"])
+    assert code == 0 and out.startswith("# Results of the lab") and "| `full` | - | all |" in out
+    code, out, err = run("lab", "report", tally["store"], "--json")
+    assert len(json.loads(out)["sections"]) == 1
+
+
+def test_only_some_methods_a_report_in_a_folder_and_torn_lines(
+    run: Run, data: Path, model_folder: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    store = tmp_path / "r.jsonl"
+    common = ("lab", "run", "needle-25", "--smoke", "-m", str(model_folder), "--data", str(data), "--store", str(store))
+    code, out, err = run(*common, "--only", "kv-direct")
+    assert code == 0 and "2 cells measured, 0 were there, 0 failed" in " ".join(err.split())
+    with store.open("a") as file:
+        file.write('{"kind": "cell", "ce')
+    code, out, err = run("lab", "report", str(store), "-o", str(tmp_path / "out"))
+    assert code == 0 and out == "" and "1 line of" in err and (tmp_path / "out" / "report.md").is_file()
+    code, out, err = run(*common, "--only", "h2o")
+    assert code == 2 and "Unknown method of experiment 'needle-25' 'h2o'" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("run", "needle25"), "Unknown experiment 'needle25': did you mean needle-25"),
+        (("run", "needle-25"), "give --data FOLDER"),
+        (("run", "needle-25", "--data", "nowhere"), "There are no .txt files in 'nowhere/haystack'"),
+        (("report", "nowhere.jsonl"), "There are no results at 'nowhere.jsonl'"),
+    ],
+)
+def test_wrong_requests_are_one_sentence(run: Run, arguments: tuple[str, ...], sentence: str) -> None:
+    code, out, err = run("lab", *arguments)
+    assert (code, out) == (2, "") and err.count("\n") == 1 and sentence in err
+
+
+def test_missing_packages_are_one_sentence(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(import_module("kvkeep.cli.lab"), "find_spec", lambda name: None)
+    code, _, err = run("lab", "list")
+    assert code == 2 and "pip install 'kvkeep[lab]'" in err
+
+
+def test_ctrl_c_ends_with_a_sentence_and_130(
+    run: Run, data: Path, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Desk, "measure", interrupted)
+    store = str(tmp_path / "r.jsonl")
+    code, out, err = run("lab", "run", "needle-25", "--smoke", "--data", str(data), "--store", store)
+    assert (code, out) == (130, "") and "the same command goes on from there" in err
+
+
+def test_a_run_in_which_everything_fails_says_so(run: Run, data: Path, model_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "small.toml").write_text(
+        f'title = "t"\nmodels = ["{model_folder}"]\nmethods = ["full"]\nbudgets = ["64"]\n'
+        '[task]\nname = "match"\nlength = [600]\n'
+    )
+    store = tmp_path / "r.jsonl"
+    code, _, err = run("lab", "run", str(tmp_path / "small.toml"), "--data", str(data), "--store", str(store))
+    assert (
+        code == 1
+        and "No cell of 'small' could be measured" in err
+        and "beyond the model's 512 positions" in " ".join(err.split())
+    )

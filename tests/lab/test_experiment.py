@@ -1,0 +1,126 @@
+"""Experiments: what is packaged loads, what is wrong is told in a sentence, and hashes change with the numbers only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvkeep.errors import UsageError
+from kvkeep.lab.experiment import Experiment, digest, load_experiment, packaged
+
+SMALL = """
+title = "Small"
+methods = ["h2o", "full", "kv-direct"]
+budgets = ["25%", "64"]
+[task]
+name = "needle"
+length = [128]
+depth = [0, 50]
+[smoke]
+budgets = ["64"]
+[smoke.task]
+depth = [50]
+"""
+
+PAPER = '[paper]\ntitle = "T"\nwhere = "W"\nsetting = "S"\n[[paper.values]]\nmetric = "bleu"\nvalue = 1\n'
+
+
+def written(tmp_path: Path, text: str) -> Experiment:
+    (tmp_path / "small.toml").write_text(text)
+    return load_experiment(str(tmp_path / "small.toml"))
+
+
+def test_packaged_experiments_load() -> None:
+    assert {"match-by-budget", "needle-25", "xsum"} <= set(packaged())
+    for name in packaged():
+        experiment = load_experiment(name)
+        assert experiment.name == name and experiment.paper is not None
+        whole, smoke = len(experiment.cells("")), len(experiment.smoked().cells(""))
+        assert 1 < smoke < whole
+
+
+def test_cells_are_every_combination_and_the_baseline(tmp_path: Path) -> None:
+    experiment = written(tmp_path, SMALL)
+    cells = experiment.cells("data")
+    ways = [("full", None), ("h2o", "25%"), ("kv-direct", "25%"), ("h2o", "64"), ("kv-direct", "64")]
+    assert [(cell.method, cell.budget, cell.point["depth"]) for cell in cells] == [
+        (*way, depth) for depth in (0, 50) for way in ways
+    ]
+    assert len({cell.key for cell in cells}) == 10 and len({cell.setting for cell in cells}) == 1
+    assert cells[1].label == "h2o 25% (length 128, depth 0)"
+    smoke = experiment.smoked()
+    assert (smoke.budgets, len(smoke.cells("data"))) == (("64",), 3)
+    assert {cell.key for cell in smoke.cells("data")} < {cell.key for cell in cells}  # axes and methods: the same cells
+
+
+def test_keys_change_with_what_changes_numbers(tmp_path: Path) -> None:
+    experiment = written(tmp_path, SMALL)
+
+    def keys(other: Experiment, data: str = "data") -> set[str]:
+        return {cell.key for cell in other.cells(data)}
+
+    task = experiment.model_dump(mode="json")["task"]
+    for same in ({"title": "Other"}, {"budgets": ["25%"]}, {"methods": ["h2o"]}, {"task": {**task, "depth": [50]}}):
+        assert keys(experiment.with_(**same)) <= keys(experiment)
+    for other in ({"dtype": "bfloat16"}, {"chunk": 32}, {"seeds": [1]}, {"task": {**task, "samples": 7}}):
+        assert not keys(experiment.with_(**other)) & keys(experiment)
+    assert not keys(experiment, "other data") & keys(experiment)
+
+
+def test_the_digest_is_of_names_and_contents(tmp_path: Path) -> None:
+    first, second = tmp_path / "a.txt", tmp_path / "b.txt"
+    first.write_text("one")
+    second.write_text("two")
+    before = digest([first, second])
+    assert before == digest([first, second]) != digest([first]) != digest([second])
+    second.write_text("three")
+    assert digest([first, second]) != before
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({'"h2o"': '"h20"'}, r"wrong at 'methods': Unknown method 'h20': did you mean h2o"),
+        ({"title": "titel"}, r"wrong at '(title': it is missing|titel': there is no such setting) \(and 1 more\)\."),
+        ({'"64"]\n[task]': '"64 parsecs"]\n[task]'}, r"wrong at 'budgets': Budget '64 parsecs' cannot be read"),
+        ({"50]\n[smoke]": "500]\n[smoke]"}, r"wrong at 'task.depth.1': input should be less than or equal to 100\."),
+        ({"depth = [50]": "depht = [50]"}, r"\[smoke\] of experiment 'small' is wrong at 'task.depht': there is no"),
+        ({'"needle"': '"noodle"'}, r"wrong at 'task': Unknown task 'noodle': did you mean needle"),
+        ({'name = "needle"\n': ""}, r"wrong at 'task': it needs a name: match, needle, summary\."),
+        ({"length": 'form = "haystack"\nlength'}, r"wrong at 'task.form': Unknown needle 'haystack'"),
+        ({"[task]": "[task"}, r"small.toml' is not TOML: "),
+        ({"methods": "seeds = []\nmethods"}, r"wrong at 'seeds': tuple should have at least 1 item"),
+        ({"[smoke]": f"{PAPER}[smoke]"}, r"Unknown metric 'bleu'"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_one_sentence(tmp_path: Path, changes: dict[str, str], sentence: str) -> None:
+    text = SMALL
+    for old, new in changes.items():
+        assert old in text
+        text = text.replace(old, new, 1)
+    with pytest.raises(UsageError, match=sentence) as error:
+        written(tmp_path, text)
+    assert "\n" not in str(error.value) and str(error.value).endswith(".")
+
+
+def test_experiments_that_are_not_there() -> None:
+    with pytest.raises(UsageError, match="did you mean needle-25"):
+        load_experiment("needle25")
+    with pytest.raises(UsageError, match="cannot be read: no such file"):
+        load_experiment("nowhere.toml")
+
+
+def test_missing_packages_and_data_are_told_before_anything_runs(tmp_path: Path, monkeypatch: Any) -> None:
+    needle, summary = load_experiment("needle-25"), load_experiment("xsum")
+    with pytest.raises(UsageError, match="give --data FOLDER, with .txt files in haystack/"):
+        needle.sources(None)
+    with pytest.raises(UsageError, match=r"There are no .txt files in"):
+        needle.sources(tmp_path)
+    monkeypatch.setattr("kvkeep.lab.experiment.find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r"needs the package 'rouge-score'.*pip install 'kvkeep\[lab\]'"):
+        summary.sources(tmp_path)
+    monkeypatch.setattr("kvkeep.lab.experiment.find_spec", lambda name: True)
+    with pytest.raises(UsageError, match=r"There is no file .*xsum_0shot_first200.jsonl"):
+        summary.sources(tmp_path)

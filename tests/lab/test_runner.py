@@ -1,0 +1,185 @@
+"""Running: only what is missing, nothing twice, nothing lost but the cell in hand."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvkeep.errors import BudgetError, ModelError
+from kvkeep.lab.experiment import Cell, Experiment, load_experiment
+from kvkeep.lab.runner import Desk, run
+from kvkeep.lab.store import Row, Store
+
+FORK = multiprocessing.get_context("fork")
+
+
+@pytest.fixture
+def data(tmp_path: Path, words: str) -> Path:
+    (tmp_path / "haystack").mkdir()
+    (tmp_path / "haystack" / "text.txt").write_text(". ".join([words] * 3))
+    return tmp_path
+
+
+@pytest.fixture
+def experiment(tmp_path: Path, model_folder: Path) -> Experiment:
+    (tmp_path / "small.toml").write_text(
+        f"""
+        title = "Small"
+        models = ["{model_folder}"]
+        methods = ["h2o", "kv-direct", "static"]
+        budgets = ["25%", "24"]
+        [task]
+        name = "match"
+        length = [76]
+        new = 4
+        samples = 2
+        """
+    )
+    return load_experiment(str(tmp_path / "small.toml"))
+
+
+def read(path: Path) -> Store:
+    store = Store(path)
+    store.refresh()
+    return store
+
+
+def test_rows_hold_everything(experiment: Experiment, data: Path, tmp_path: Path) -> None:
+    told: list[tuple[str, int, int]] = []
+    tally = run(experiment, Store(tmp_path / "r.jsonl"), data, progress=lambda *given: told.append(given))
+    assert (tally.done, tally.found, tally.elsewhere, len(tally.failed)) == (5, 0, 0, 2)
+    store = read(tmp_path / "r.jsonl")
+    rows = {(row.method, row.budget): row for row in store.rows}
+    assert list(rows) == [
+        ("full", None), ("h2o", "25%"), ("kv-direct", "25%"), ("static", "25%"),
+        ("h2o", "24"), ("kv-direct", "24"), ("static", "24"),
+    ]  # fmt: skip
+    row = rows["kv-direct", "24"]
+    assert row.scores["match"] == [1.0, 1.0] and len(row.prefill_s) == len(row.token_s) == 2
+    assert (row.entries, row.exactness, row.prompt_tokens) == (24, "exact", [76, 76])
+    assert row.held_bytes > 0 and row.memory["checkpoint_bytes"]["disk"] > 0 and row.seconds > 0
+    assert set(row.versions) == {"kvkeep", "torch", "transformers", "python"} and row.machine["dtype"] == "float32"
+    assert row.started.endswith("+00:00") and row.point == {"length": 76} and row.seed == 0
+    failed = rows["static", "25%"]
+    assert failed.status == "failed" and failed.error.endswith(".") and not failed.scores
+    assert store.definitions[0].experiment == experiment.model_dump(mode="json")
+    assert told[0][1:] == (0, 14) and told[-1] == ("static 24 (length 76)", 12, 14)
+
+
+def test_a_second_run_does_only_what_is_missing_and_what_failed(
+    experiment: Experiment, data: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "r.jsonl"
+    first = run(experiment.with_(methods=["h2o"]), Store(path), data, only=["h2o"])
+    assert (first.done, first.found) == (2, 0)
+    second = run(experiment, Store(path), data)
+    assert (second.done, second.found, len(second.failed)) == (3, 2, 2)
+    third = run(experiment, Store(path), data)
+    assert (third.done, third.found, len(third.failed)) == (0, 5, 2)
+    fresh = run(experiment, Store(path), data, only=["h2o"], fresh=True)
+    assert (fresh.done, fresh.found) == (2, 0)
+    again = [(row.method, row.scores) for row in read(path).rows if row.method == "h2o"]
+    assert again[:2] == again[2:]  # the same numbers again
+
+
+def test_other_data_are_other_cells(experiment: Experiment, data: Path, tmp_path: Path, words: str) -> None:
+    path = tmp_path / "r.jsonl"
+    run(experiment, Store(path), data, only=["full"])
+    (data / "haystack" / "more.txt").write_text(words)
+    assert run(experiment, Store(path), data, only=["full"]).done == 1
+
+
+def test_what_goes_wrong_is_the_cells_sentence_and_the_others_go_on(
+    experiment: Experiment, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = type(experiment.task).measure
+
+    def faulty(task: Any, subject: Any, sample: Any) -> Any:
+        if subject.method == "h2o":
+            raise BudgetError("Too small.") if subject.budget == "24" else ZeroDivisionError("by\nzero")
+        found = honest(task, subject, sample)
+        if subject.method == "kv-direct":
+            found.scores["kl"] = float("nan")
+        return found
+
+    monkeypatch.setattr(type(experiment.task), "measure", faulty)
+    tally = run(experiment.with_(methods=["h2o", "kv-direct"]), Store(tmp_path / "r.jsonl"), data)
+    assert tally.done == 1
+    assert [row.error for row in tally.failed] == [
+        "ZeroDivisionError: by",
+        "The model gave nan for kl, which is no number to go by.",
+        "Too small.",
+        "The model gave nan for kl, which is no number to go by.",
+    ]
+
+
+def test_a_model_that_is_not_there_is_told_at_once(experiment: Experiment, data: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no model at"):
+        run(experiment.with_(models=["./nowhere"]), Store(tmp_path / "r.jsonl"), data)
+    assert read(tmp_path / "r.jsonl").rows == []
+
+
+def made_up(desk: Desk, cell: Cell, step: Any) -> Row:
+    common = {"setting": cell.setting, "experiment": "small", "model": cell.model, "method": cell.method}
+    return Row(cell=cell.key, **common, budget=cell.budget, seed=0, point=cell.point, status="done")
+
+
+def test_a_killed_run_loses_at_most_the_cell_in_hand(
+    experiment: Experiment, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, (here, there) = tmp_path / "r.jsonl", FORK.Pipe()
+
+    def stuck_at_the_third(desk: Desk, cell: Cell, step: Any) -> Row:
+        if cell.method == "kv-direct":
+            there.send("now")
+            time.sleep(60)
+        return made_up(desk, cell, step)
+
+    monkeypatch.setattr(Desk, "measure", stuck_at_the_third)
+    killed = FORK.Process(target=run, args=(experiment, Store(path), data))
+    killed.start()
+    assert here.recv() == "now"
+    killed.kill()
+    killed.join()
+    assert [row.method for row in read(path).rows] == ["full", "h2o"]
+    monkeypatch.setattr(Desk, "measure", made_up)
+    tally = run(experiment, Store(path), data)
+    assert (tally.done, tally.found, tally.elsewhere) == (5, 2, 0)
+
+
+def test_two_runs_at_once_do_each_cell_once(
+    experiment: Experiment, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(desk: Desk, cell: Cell, step: Any) -> Row:
+        time.sleep(0.05)
+        return made_up(desk, cell, step)
+
+    monkeypatch.setattr(Desk, "measure", slow)
+    path, larger = tmp_path / "r.jsonl", experiment.with_(seeds=[0, 1, 2])
+    both = [FORK.Process(target=run, args=(larger, Store(path), data)) for _ in range(2)]
+    for one in both:
+        one.start()
+    for one in both:
+        one.join()
+        assert one.exitcode == 0
+    found = read(path)
+    assert len(found.rows) == len(found.done()) == 21 and found.torn == 0
+
+
+def test_an_interrupt_is_raised_on_and_keeps_what_was_measured(
+    experiment: Experiment, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(desk: Desk, cell: Cell, step: Any) -> Row:
+        if cell.method == "kv-direct":
+            raise KeyboardInterrupt
+        return made_up(desk, cell, step)
+
+    monkeypatch.setattr(Desk, "measure", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(experiment, Store(tmp_path / "r.jsonl"), data)
+    assert len(read(tmp_path / "r.jsonl").rows) == 2
+    assert not list(tmp_path.glob("*.*.lock")) or [path.name for path in tmp_path.glob("*.lock")] == ["r.jsonl.lock"]

@@ -1,0 +1,176 @@
+"""Tasks: prompts are what they should be, and metrics agree with a hand."""
+
+from __future__ import annotations
+
+import json
+import random
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from conftest import WORDS, tokenizer
+from families import tiny
+
+from kvkeep.errors import UsageError
+from kvkeep.lab.compare import cases, compare
+from kvkeep.lab.subject import Subject
+from kvkeep.lab.tasks import TASKS
+from kvkeep.lab.tasks.match import Match
+from kvkeep.lab.tasks.needle import FORMS, Needle, contains, hidden, share
+from kvkeep.lab.tasks.summary import Summary, articles, rouge
+from kvkeep.lab.tasks.texts import joined, passage, text_files
+from kvkeep.models.loading import Loaded
+
+
+@pytest.fixture
+def haystack(tmp_path: Path) -> Path:
+    folder = tmp_path / "haystack"
+    folder.mkdir()
+    for name in "ab":
+        draw = random.Random(name)
+        (folder / f"{name}.txt").write_text(". ".join(" ".join(draw.choices(WORDS, k=9)) for _ in range(60)))
+    return tmp_path
+
+
+def subject(method: str = "full", budget: str | None = None) -> Subject:
+    return Subject(Loaded(tiny("llama"), tokenizer(), "tiny", ""), method, budget)
+
+
+@pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
+def test_tasks_say_what_they_are(task: type) -> None:
+    names = [metric.name for metric in task.metrics]
+    assert len(set(names)) == len(names) and {*task.relative, *task.mapped} <= set(names)
+    assert task.about and task.protocol.endswith(".")
+    assert all(isinstance(task.model_fields[axis].get_default(call_default_factory=True), list) for axis in task.axes)
+    assert not task.mapped or len(task.axes) == 2
+
+
+def test_texts_are_found_in_their_folder_or_in_a_folder_of_them(haystack: Path) -> None:
+    assert text_files(haystack) == text_files(haystack / "haystack") == sorted((haystack / "haystack").iterdir())
+    text = joined(text_files(haystack))
+    drawn = [passage(tokenizer(), text, 50, random.Random(seed)) for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2] and [len(ids) for ids in drawn] == [50] * 3
+    with pytest.raises(UsageError, match="too few words for a prompt of 5,000 tokens"):
+        passage(tokenizer(), text, 5000, random.Random(0))
+
+
+HAY = "One two three. Four five six! Seven (eight.) Nine ten?  Eleven."
+
+
+@pytest.mark.parametrize(
+    ("depth", "expected"),
+    [
+        (0, "X. One two three. Four five six! Seven (eight.) Nine ten?  Eleven."),
+        (26, "One two three. X. Four five six! Seven (eight.) Nine ten?  Eleven."),
+        (50, "One two three. Four five six! X. Seven (eight.) Nine ten?  Eleven."),
+        (72, "One two three. Four five six! Seven (eight.) X. Nine ten?  Eleven."),
+        (100, "One two three. Four five six! Seven (eight.) Nine ten?  Eleven. X."),
+    ],
+)
+def test_the_needle_goes_between_sentences(depth: float, expected: str) -> None:
+    assert hidden(HAY, "X.", depth) == expected
+
+
+def test_needles_have_the_length_and_place_asked(haystack: Path) -> None:
+    task = Needle(length=[128], depth=[0, 100], samples=3)
+    assert task.points() == [{"length": 128, "depth": 0}, {"length": 128, "depth": 100}]
+    near, far = (task.prepare(tokenizer(), text_files(haystack), point, 0) for point in task.points())
+    assert near == task.prepare(tokenizer(), text_files(haystack), task.points()[0], 0)
+    assert near != task.prepare(tokenizer(), text_files(haystack), task.points()[0], 1)
+    for one, other in zip(near, far, strict=True):
+        assert len(one.ids) == len(other.ids) == 128 and one.facts == other.facts and one.ids != other.ids
+        assert sorted(one.ids) == sorted(other.ids)  # the same haystack, and the same needle in it
+    assert len({sample.facts["value"] for sample in near}) == 3
+    with pytest.raises(UsageError, match="no room for the question"):
+        Needle(length=[64], form="san-francisco").prepare(
+            tokenizer(), text_files(haystack), {"length": 10, "depth": 0}, 0
+        )
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_forms_ask_for_what_the_needle_says(name: str) -> None:
+    form = FORMS[name].filled(random.Random(0))
+    assert form.value in form.needle and f"{form.lead} {form.value}" in form.needle
+    assert "{" not in form.needle + form.question + form.lead + form.value
+
+
+def test_finding_by_hand() -> None:
+    assert contains("It is  Dolores\nPark, I think.", "dolores park") and contains("48213", "48213")
+    assert not contains("148213", "48213") and not contains("Dolores", "Dolores Park")
+    assert share("a sandwich in a PARK", "eat a sandwich in Dolores Park") == pytest.approx(4 / 6)
+
+
+def test_a_needle_is_measured_as_it_would_be_by_hand(haystack: Path) -> None:
+    task = Needle(length=[128], depth=[50], samples=1, new=4)
+    (sample,) = task.prepare(tokenizer(), text_files(haystack), task.points()[0], 0)
+    full = task.measure(subject(), sample)
+    assert task.measure(subject("kv-direct", "16"), sample).scores["loglik"] == pytest.approx(full.scores["loglik"])
+    assert task.measure(subject("window", "16"), sample).scores["loglik"] != pytest.approx(
+        full.scores["loglik"], abs=1e-3
+    )
+    assert set(full.scores) == {metric.name for metric in task.metrics}
+    assert full.cost.prompt_tokens == 128 and full.cost.prefill_s > 0 and full.cost.memory["resident_bytes"] > 0
+    said = subject().write(sample.ids, 4).text
+    sample.facts["value"] = said
+    assert task.measure(subject(), sample).scores["found"] == 1.0
+
+
+def test_the_log_likelihood_is_the_models_own(haystack: Path) -> None:
+    import torch
+
+    ids, more = [5, 9, 11, 40], [7, 8, 60]
+    logits = tiny("llama")(torch.tensor([ids + more])).logits[0].detach().double().log_softmax(-1)
+    expected = [float(logits[place, token]) for place, token in zip((3, 4, 5), more, strict=True)]
+    for one in (subject(), subject("kv-direct", "16")):
+        found = one.examine(ids, more, 5)
+        assert found.logs == pytest.approx(expected, abs=1e-5)
+        assert found.text == one.write(ids, 5).text  # not the right one, so it was written
+        right = one.write(ids, 3).tokens
+        assert one.examine(ids, right, 3).text == tokenizer().decode(right)
+
+
+def test_match_is_what_compare_computes(haystack: Path) -> None:
+    task = Match(length=[60], new=8, samples=2)
+    first, second = task.prepare(tokenizer(), text_files(haystack), {"length": 60}, 0)
+    assert first.ids != second.ids and len(first.ids) == 60
+    one = subject("h2o", "25%")
+    found = task.measure(one, first)
+    row = compare(tiny("llama"), first.ids, cases(["h2o"], ["25%"]), new=8).rows[0]
+    assert (found.scores["kl"], found.scores["match"], found.scores["top1"]) == (row.kl_mean, row.match, row.top1)
+    assert found.cost.entries == row.entries == 17 and found.cost.exactness == "lossy"
+    other = Subject(one.loaded, "kv-direct", "25%", None, one.references)
+    assert task.measure(other, first).scores["match"] == 1.0 and len(one.references) == 1  # was made once
+    task.measure(other, second)
+    assert len(one.references) == 2
+
+
+@pytest.mark.skipif(find_spec("rouge_score") is None, reason="rouge-score is not installed")
+def test_rouge_by_hand() -> None:
+    found = rouge("the cat sat on the mat", "the cats sat there")
+    precision, recall = 3 / 4, 3 / 6  # the, cat(s), sat
+    assert found["rouge1"] == pytest.approx(2 * precision * recall / (precision + recall))
+    assert found["rouge2"] == pytest.approx(2 * (2 / 3) * (2 / 5) / (2 / 3 + 2 / 5))  # the cat, cat sat
+    assert found["rougeL"] == pytest.approx(found["rouge1"])
+    assert rouge("a b", "") == {"rouge1": 0.0, "rouge2": 0.0, "rougeL": 0.0}
+
+
+def test_articles_are_read_and_drawn(tmp_path: Path) -> None:
+    path = tmp_path / "xsum.jsonl"
+    rows = [{"article": f"###\nArticle: the {word} of\n", "summary_gt": word} for word in WORDS[:6]]
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    task = Summary(file="xsum.jsonl", samples=3)
+    assert task.sources(tmp_path) == task.sources(path) == [path]
+    first = task.prepare(tokenizer(), [path], {}, 0)
+    assert [sample.facts["summary"] for sample in first] == WORDS[:3]
+    assert "###" not in tokenizer().decode(first[0].ids)
+    drawn = task.prepare(tokenizer(), [path], {}, 5)
+    assert drawn == task.prepare(tokenizer(), [path], {}, 5) != first
+    with pytest.raises(UsageError, match="has 6 articles of 0 tokens or more, and 7"):
+        Summary(samples=7).prepare(tokenizer(), [path], {}, 0)
+    long = Summary(samples=1, least=len(first[0].ids)).prepare(tokenizer(), [path], {}, 0)
+    assert len(long[0].ids) >= len(first[0].ids)
+    with pytest.raises(UsageError, match="has 0 articles of 900 tokens"):
+        Summary(samples=1, least=900).prepare(tokenizer(), [path], {}, 0)
+    path.write_text('{"article": "a", "summary_gt": "b"}\n{"text": "c"}')
+    with pytest.raises(UsageError, match="Line 2 of"):
+        articles(path)
