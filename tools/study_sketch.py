@@ -2,6 +2,7 @@
 
     python tools/study_sketch.py --file TEXT --tokens 2048 --new 64 [--heads 9] [--only shares] [--json FILE]
     python tools/study_sketch.py --file TEXT --needle
+    python tools/study_sketch.py --speed 1 4 --tokens 4096
 
 The prompt is read once, with full attention; then every method takes its entries, with the attention they received,
 in one piece, and is given the full cache's continuation token by token. So no estimate reaches the prompt itself, which
@@ -9,8 +10,10 @@ is the kindest way to measure (``kvkeep compare`` reads the prompt through each 
 full cache's predictions in nats, the share of positions at which the largest agrees, and the load: entries that share a
 slot.
 
-With ``--needle`` a code is planted in the text and asked for at its end: the log-probability of its tokens.
-``--heads`` makes the model one with so many KV heads, by copies of those it has: the full cache's output is the same.
+With ``--needle`` a code is planted in the text and asked for at its end: the log-probability of its tokens. ``--speed``
+tells the processor time of a decoding step after ``--tokens`` random entries, median of 8 interleaved ones, for batches
+of so many rows: the stock cache's, and the methods' at 25 %. ``--heads`` makes the model one with so many KV heads, by
+copies of those it has: the full cache's output is the same.
 """
 
 from __future__ import annotations
@@ -23,14 +26,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 import kvkeep
 from kvkeep import KeepCache
+from kvkeep.geometry import ModelGeometry
 from kvkeep.lab.compare import Position, judge
 from kvkeep.policies.fates import sketched
 from kvkeep.stores.selected import SelectedLayer
@@ -38,6 +43,7 @@ from kvkeep.stores.selected import SelectedLayer
 Read = list[tuple[Tensor, Tensor, Tensor]]  # by layer: keys, values (1, heads, tokens, dim), marks (lanes, tokens)
 
 QUARTER = "25%"
+NEVER = 1e30  # times the lowest rank: attention is noted, and nothing comes back
 STUDIES: dict[str, list[tuple[str, str]]] = {
     "fates": [
         ("h2o", QUARTER),
@@ -63,7 +69,11 @@ STUDIES: dict[str, list[tuple[str, str]]] = {
         for budget in ("50%", "75%", "90%", "97%")
         for method in ("h2o", "h2o+sketch", "h2o+sketch:estimate=shrunk,by=mean")
     ],
-    "seen": [(f"kvreviver seen {seen}", QUARTER) for seen in (1, 4, 16, 64, 256)],
+    "seen": [
+        (f"{method} seen {seen}", QUARTER)
+        for method in ("kvreviver", f"h2o+sketch:swap={NEVER}")
+        for seen in (1, 4, 16, 64, 10_000)
+    ],
 }
 
 
@@ -193,10 +203,43 @@ def with_heads(model: Any, heads: int) -> None:
     config.num_key_value_heads = heads
 
 
+def speed(model: Any, tokens: int, batches: list[int]) -> None:
+    """Print the processor time of decoding steps."""
+    geometry = ModelGeometry.from_config(model.config)
+    methods = ("stock", "h2o", "h2o+quantize:4", "kvreviver", "h2o+sketch:by=mean", "kvreviver:estimate=shrunk,by=mean")
+    for batch in batches:
+        caches: dict[str, Any] = {}
+        for method in methods:
+            random = []
+            for layer in geometry.layers:
+                shape = batch, layer.kv_heads, tokens
+                keys, values = (torch.randn(*shape, dim) / 4 for dim in (layer.key_dim, layer.value_dim))
+                random.append((keys, values, torch.rand(batch * layer.kv_heads, tokens)))
+            ids = torch.zeros(batch, tokens, dtype=torch.int64)
+            if method == "stock":
+                caches[method] = DynamicCache(config=model.config)
+                for index, (keys, values, _) in enumerate(random):
+                    caches[method].update(keys, values, index)
+            else:
+                caches[method] = handed(Given(model, ids, random, [0], []), method, QUARTER)
+        times: dict[str, list[float]] = {method: [] for method in methods}
+        for _ in range(8):
+            for method, cache in caches.items():
+                start = time.process_time()
+                with torch.no_grad():
+                    model(ids[:, :1] + 5, past_key_values=cache, position_ids=torch.full((batch, 1), tokens))
+                times[method].append(time.process_time() - start)
+        for method, own in times.items():
+            took, stock = median(own), median(times["stock"])
+            tokens_per_s = f"{batch / took:5.1f} tokens/s, {stock / took:.2f} x stock"
+            print(f"batch {batch:2} {method:36} {1e3 * took:6.0f} ms a step, {tokens_per_s}", flush=True)
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--file", type=Path, required=True)
+    parser.add_argument("--file", type=Path)
+    parser.add_argument("--speed", type=int, nargs="+", help="rows of a batch")
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--new", type=int, default=64)
     parser.add_argument("--heads", type=int, help="KV heads, copies of those there are")
@@ -208,6 +251,9 @@ def main() -> None:
     loaded = kvkeep.load("smollm2")
     if options.heads:
         with_heads(loaded.model, options.heads)
+    if options.speed:
+        speed(loaded.model, options.tokens, options.speed)
+        return
     text = loaded.tokenizer(options.file.read_text(encoding="utf-8")).input_ids
     answer = None
     if options.needle:
@@ -218,7 +264,12 @@ def main() -> None:
         options.tokens, options.new = len(text), len(code)
     ids = torch.tensor([text[: options.tokens]])
     given = read(loaded.model, ids, options.new, answer)
-    print(f"{ids.shape[1]} tokens, then {loaded.tokenizer.decode(given.tokens)!r}", flush=True)
+    judged = [judge(logits, logits, token) for logits, token in zip(given.logits, given.tokens, strict=True)]
+    print(
+        f"{ids.shape[1]} tokens, then {loaded.tokenizer.decode(given.tokens)!r}; the full cache: "
+        f"top-1 {fmean(one.agrees for one in judged[1:]):4.0%}  log p {-sum(one.nll for one in judged[1:]):7.2f}",
+        flush=True,
+    )
     rows = []
     for study in options.only.split(","):
         for method, budget in STUDIES[study]:

@@ -39,7 +39,8 @@ def places(ids: Tensor, rows: int, slots: int, seed: int = 0) -> Tensor:
 class CountSketch:
     """Cells of some lanes. ``tallies``: what centred estimates need is kept, too.
 
-    Places are (rows, lanes, n), as :func:`places` gives them, -1 where there is no vector; vectors (lanes, n, dim).
+    Places ``at`` are (rows, lanes, n), as :func:`places` gives them, int32 or int64; vectors (lanes, n, dim); ``there``
+    (lanes, n) bool: which of them there are, None for all.
     """
 
     def __init__(
@@ -53,30 +54,28 @@ class CountSketch:
             self.total = like.new_zeros(lanes, 1, dim, dtype=torch.float32)
             self.counts = like.new_zeros(lanes, rows * slots, 1, dtype=torch.float32)
 
-    def insert(self, at: Tensor, vectors: Tensor) -> None:
+    def insert(self, at: Tensor, vectors: Tensor, there: Tensor | None = None) -> None:
         """Add vectors."""
-        self._add(at, vectors, 1)
+        self._add(at, vectors, there, 1)
 
-    def delete(self, at: Tensor, vectors: Tensor) -> None:
+    def delete(self, at: Tensor, vectors: Tensor, there: Tensor | None = None) -> None:
         """Subtract vectors: those that were added, or what they are estimated to be."""
-        self._add(at, vectors, -1)
+        self._add(at, vectors, there, -1)
 
-    def _add(self, at: Tensor, vectors: Tensor, times: int) -> None:
+    def _add(self, at: Tensor, vectors: Tensor, there: Tensor | None, times: int) -> None:
         lanes, size, dim = self.cells.shape
-        there = (at[0] >= 0).to(vectors.dtype) * times
-        lane = torch.arange(lanes, device=at.device)[:, None] * size
-        index = (at.clamp(min=0) % size + lane).flatten(1)
-        for row in range(self.rows):
-            factor = torch.where(at[row] >= size, -there, there) if self.signed else there
-            added = (vectors * factor[..., None]).view(-1, dim)
-            self.cells.view(-1, dim).index_add_(0, index[row], added.to(self.cells.dtype))
-            if self.counts is not None:
-                self.counts.view(-1).index_add_(0, index[row], factor.reshape(-1).float())
-        if self.total is not None:
-            self.total += (vectors * there[..., None]).sum(1, keepdim=True, dtype=torch.float32)
+        factor = torch.where(at >= size, -times, times) if self.signed else torch.full_like(at, times)
+        factor = (factor if there is None else factor * there).to(vectors.dtype)
+        lane = torch.arange(lanes, dtype=at.dtype, device=at.device)[:, None] * size
+        index = (at % size + lane).flatten()
+        self.cells.view(-1, dim).index_add_(0, index, (vectors * factor[..., None]).view(-1, dim))
+        if self.counts is not None and self.total is not None:
+            self.counts.view(-1).index_add_(0, index, factor.flatten().float())
+            own = vectors if there is None else vectors * there[..., None]
+            self.total.add_(own.sum(1, keepdim=True, dtype=torch.float32), alpha=times)
 
     def query(self, at: Tensor) -> Tensor:
-        """Return the medians, (lanes, n, dim); anything where there is no vector."""
+        """Return the medians, (lanes, n, dim)."""
         return self.estimates(at, "median").dense(self.cells.dtype)
 
     def estimates(
@@ -93,11 +92,9 @@ class CountSketch:
                 spread = MEDIAN[self.rows] if by == "median" else 1 / self.rows
                 deviation /= 1 + spread / self.slots * held[:, None, None]
             cells = deviation.to(cells.dtype)
-        if self.signed:
-            cells = torch.cat([cells, -cells], 1)
-        own = at.clamp(min=0) if self.signed else at.clamp(min=0) % self.cells.shape[1]
-        lane = torch.arange(cells.shape[0], device=at.device)[:, None] * cells.shape[1]
-        return Estimates(cells, own + lane, mean, by, meter or Meter())
+        cells = torch.cat([cells, -cells if self.signed else cells], 1)  # by places: signs are looked up, too
+        lane = torch.arange(cells.shape[0], dtype=at.dtype, device=at.device)[:, None] * cells.shape[1]
+        return Estimates(cells, at + lane, mean, by, meter or Meter())
 
     def select(self, lanes: Tensor) -> None:
         """Make the lanes those of an index."""
@@ -123,8 +120,8 @@ class CountSketch:
 class Estimates:
     """Estimated keys or values that know their products (:class:`~kvkeep.attention.attend.Coded`).
 
-    cells: (lanes, cells, dim), the negative ones too where signs matter. index: (rows, lanes, n) into the cells of all
-    lanes. mean: (lanes, 1, dim), what the cells are deviations from, if they are. by: "median" or "mean".
+    cells: (lanes, 2 cells, dim), by place. index: (rows, lanes, n) into those of all lanes. mean: (lanes, 1, dim), what
+    the cells are deviations from, if they are. by: "median" or "mean".
     """
 
     cells: Tensor
@@ -161,7 +158,7 @@ class Estimates:
         if self.by == "mean":
             gathered = weights.new_zeros(lanes * self.cells.shape[1], rows)
             given = weights.transpose(1, 2).reshape(-1, rows) / len(self.index)
-            for own in self.index:
+            for own in self.index.long():  # with int32 index_add_ is eight times as slow on a CPU
                 gathered.index_add_(0, own.flatten(), given)
             mixed = gathered.view(lanes, -1, rows).transpose(1, 2) @ self.cells.float()
         else:

@@ -21,7 +21,7 @@ from kvkeep.stores.selected import SelectedLayer
 from kvkeep.stores.sketch import MEDIAN, PAGE, CountSketch, Estimates, places
 from kvkeep.stores.whereabouts import Whereabouts
 
-SWAPS = 64
+SWAPS = 8
 """Entries of a lane that are compared at a time."""
 
 _CHOICES = {"estimate": ("plain", "centred", "shrunk"), "by": ("median", "mean"), "keys": ("unsigned", "signed")}
@@ -104,9 +104,9 @@ class _Sketch:
         keys, values, slots = keys.flatten(0, 1), values.flatten(0, 1), slots.flatten(0, 1)
         if layer not in self.sketches:
             self._found(layer, heads, [keys, values])
-        at = self._places(layer, slots)
+        at, there = self._places(layer, slots), slots >= 0
         for sketch, vectors in zip(self.sketches[layer], (keys, values), strict=True):
-            sketch.insert(at, vectors)
+            sketch.insert(at, vectors, there)
         self.inside[layer] = _put(self.inside.get(layer), slots, True)
 
     def recall(self, layer: SelectedLayer, query: Tensor) -> Iterator[tuple[Tensor, bool, Any, Any]]:
@@ -207,23 +207,22 @@ class _Sketch:
 
     def _delete(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Take the entries at ``slots`` (lanes, n) out of the sketch and return what they were estimated to be."""
-        at, found = self._places(layer, slots), []
+        at, there, found = self._places(layer, slots), slots >= 0, []
         for sketch, estimates in zip(self.sketches[layer], self._estimates(layer, slots), strict=True):
             found.append(estimates.dense(sketch.cells.dtype))
-            sketch.delete(at, found[-1])
+            sketch.delete(at, found[-1], there)
         self.inside[layer] = _put(self.inside[layer], slots, False)
         return found[0], found[1]
 
     def _places(self, layer: int, slots: Tensor) -> Tensor:
-        """Return where the entries at ``slots`` (lanes, n) are, (rows, lanes, n), -1 for none."""
+        """Return where the entries at ``slots`` (lanes, n) are, (rows, lanes, n) int32; anywhere for -1."""
         size, length = self.slots[layer], self.ledger.length
         known = self._hashed.get(size)
         if known is None or known.shape[2] != length:
             positions = self.ledger.positions.view().squeeze(-1)
             known = self._hashed[size] = places(positions, self.how.rows, size).int()
-        lanes = known.repeat_interleave(slots.shape[0] // known.shape[1], 1)
-        at = lanes.gather(2, slots.clamp(min=0).long().expand(len(known), -1, -1)).long()
-        return at.masked_fill_(slots < 0, -1)
+        row = torch.arange(slots.shape[0], device=slots.device)[:, None] // self.heads[layer] * length
+        return known.flatten(1).index_select(1, (slots.clamp(min=0) + row).flatten()).view(-1, *slots.shape)
 
 
 class _Reviving(_Sketch):
