@@ -129,8 +129,8 @@ class Entries:
 
     def at(self, index: Tensor) -> Entries:
         """Return the entries at ``index`` (lanes, n)."""
-        parts: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        return Entries(**{name: part if part is None else _gathered(part, index) for name, part in parts.items()})
+        held = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return Entries(**{name: _gathered(part, index) for name, part in held if part is not None})
 
     def after(self, at: Tensor, real: Tensor, **merged: Tensor) -> Entries:
         """Return the entries with some fields written anew at ``at`` (lanes, n), where ``real``."""
