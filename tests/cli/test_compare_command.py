@@ -33,7 +33,8 @@ def test_json_has_all_its_fields_and_nothing_else(run: Run, common: tuple[str, .
     for row in (report["reference"], *report["rows"]):
         assert set(row) == {
             "method", "budget", "exactness", "entries", "match", "differs_at", "kl_mean", "kl_max", "kl", "top1",
-            "perplexity", "memory", "prefill_s", "tokens_per_s", "tokens", "away", "recalled", "left_out", "error",
+            "perplexity", "memory", "prefill_s", "tokens_per_s", "tokens", "away", "recalled", "left_out",
+            "merges", "error",
         }  # fmt: skip
         assert set(row["memory"]["checkpoint_bytes"]) == {"device", "host", "disk"}
     rows = {(row["method"], row["budget"]): row for row in report["rows"]}
@@ -142,3 +143,9 @@ def test_an_interrupt_of_the_reference_leaves_nothing(
 def test_help(run: Run) -> None:
     code, out, _ = run("compare", "--help")
     assert code == 0 and "--json" in out and "--limit" in out
+
+
+def test_what_was_merged_is_told(run: Run, common: tuple[str, ...]) -> None:
+    code, out, err = run(*common, "-x", "kvslimmer:sinks=4,h2o", "-b", "32")
+    assert code == 0, err
+    assert "pairs merged, 0 shares of keys clamped." in " ".join(out.split()) and out.count("pairs merged") == 1

@@ -16,7 +16,7 @@ def test_every_case_is_measured_against_stock() -> None:
     rows = {row.label: row for row in run(tiny("llama"), listed, rounds=2, steps=3)}
     assert len(rows) == len(listed)
     for row in rows.values():
-        assert row.error == "" or "no room" in row.error
+        assert row.error == "" or "no room" in row.error or "too few to merge" in row.error
         if row.error:
             continue
         assert row.held_ratio is not None and row.held_ratio > 0

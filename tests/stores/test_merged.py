@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from transformers import DynamicCache
 
 from kvkeep import KeepCache, UnsupportedModelError, UsageError
+from kvkeep.decode.session import Session, load_session, save_session
 from kvkeep.errors import BudgetError
 from kvkeep.policies.fates.dropped import Drop
 from kvkeep.policies.merging import MERGING
@@ -319,6 +321,33 @@ def test_padding_is_never_merged(name: str) -> None:
         assert (codes[0] != Whereabouts.DROPPED).all()
         for bank in layer.banks:
             assert bank.used <= 20 and ((bank.slots >= 0).sum(1) <= 20).all()
+
+
+@pytest.mark.parametrize("method", [*(f"{name}:sinks=2,slack=3" for name in MERGING), "h2o+merge", "cam"])
+def test_a_saved_session_goes_on_as_it_would_have(method: str, tmp_path: Path) -> None:
+    ids = tokens(2, 90)
+    cache = KeepCache(tiny("llama"), method, 24, chunk=20)
+    step(cache, ids[:, :60])
+    for at in range(60, 66):
+        step(cache, ids[:, at : at + 1])
+    save_session(tmp_path / "session", Session(cache, ids[:, :66].tolist()))
+    other = load_session(tmp_path / "session", tiny("llama")).cache
+    for low, high in (*((at, at + 1) for at in range(66, 80)), (80, 90)):
+        one, two = step(cache, ids[:, low:high]), step(other, ids[:, low:high])
+        torch.testing.assert_close(one, two, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", MERGING)
+def test_inference_mode_changes_nothing(name: str) -> None:
+    """Gradients are taken in it, too."""
+    ids, found = tokens(1, 70), []
+    for mode in (torch.no_grad, torch.inference_mode):
+        cache = KeepCache(tiny("llama"), f"{name}:sinks=2,slack=3", 24, chunk=20)
+        with mode():
+            for low, high in ((0, 60), *((at, at + 1) for at in range(60, 70))):
+                logits = tiny("llama")(ids[:, low:high], past_key_values=cache, logits_to_keep=1).logits
+        found.append(logits.clone())
+    torch.testing.assert_close(*found)
 
 
 def test_what_was_clamped_is_told() -> None:

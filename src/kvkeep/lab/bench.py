@@ -45,8 +45,8 @@ class Case:
 @dataclass(frozen=True)
 class Row:
     """What one case measured. Seconds are medians; ratios are to the rival of the same context (below 1 is faster);
-    ``held_ratio``: of the step, to a stock cache that holds the budget's entries only. ``slowest_ms``: the slowest
-    step, for methods that do their work once for many. ``memory``: the cache's own account; on a GPU also
+    ``held_ratio``: of the step, to a stock cache with the budget's entries only. ``slowest_ms``: the slowest step,
+    for methods that do their work once for many. ``memory``: the cache's own account; on a GPU also
     ``device_peak_bytes``, the most its allocator had given out during the case beyond what it had before, the model's
     activations included."""
 

@@ -129,9 +129,8 @@ class Entries:
 
     def at(self, index: Tensor) -> Entries:
         """Return the entries at ``index`` (lanes, n)."""
-        parts: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        taken: dict[str, Any] = {name: _gathered(part, index) for name, part in parts.items() if part is not None}
-        return Entries(**taken)
+        held = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return Entries(**{name: _gathered(part, index) for name, part in held if part is not None})
 
     def after(self, at: Tensor, real: Tensor, **merged: Tensor) -> Entries:
         """Return the entries with some fields written anew at ``at`` (lanes, n), where ``real``."""
@@ -179,9 +178,7 @@ class MergedLayer(CountedLayer):
         self.slack = slack_of(merging, min(budgets))
         self.tally = torch.zeros(2, dtype=torch.float64)
         self.since: Tensor | None = None  # (lanes, 1) int32: the slots there were when attention was last forgotten
-        self.due: Tensor | None = (
-            None  # (lanes, 1) int32: what that will be when more is heard, 0 where nothing changes
-        )
+        self.due: Tensor | None = None  # (lanes, 1) int32: what that is once more is heard, 0 where it stays
         self.outputs: Tensor | None = None  # (lanes, value_dim): outputs of all heads and queries added up since
         self.asked: Tensor | None = None  # (lanes, heads of the group, n, dim): the queries of the last n slots
         self.scaling, self.group = 1.0, 1  # of scores; heads of a group
@@ -191,7 +188,7 @@ class MergedLayer(CountedLayer):
 
     def attend(self, step: Step) -> Tensor:
         """Attend by lanes, and note what the merging will have to know of it."""
-        self.group = step.query.shape[1] // self.heads
+        self.scaling, self.group = step.scaling, step.query.shape[1] // self.heads
         if step.own and not self.alone(step):
             self._forget()
         output = super().attend(replace(step, last=False))
@@ -227,7 +224,7 @@ class MergedLayer(CountedLayer):
 
     def _ask(self, step: Step) -> None:
         """Keep a step's queries: a chunk's until its entries have been merged, then the last few."""
-        query, self.scaling = self.by_lane(step.query), step.scaling
+        query = self.by_lane(step.query)
         if self.asked is None or query.shape[2] >= QUERIES or not step.own:
             self.asked = query
         else:
@@ -272,10 +269,10 @@ class MergedLayer(CountedLayer):
         entries = Entries(*both, slots, counts * (slots >= 0), heard, known)
         if not whole or bank.vacant:
             entries = entries.at(entries.slots.argsort(dim=1, stable=True))
-        if self.asked is not None:
-            entries.clues = self._clues(bank, entries, end)
         held = (entries.slots >= 0).sum(1, keepdim=True)
         excess = torch.where(held > bank.columns, (held - bank.columns).clamp(min=self.slack), 0)
+        if self.asked is not None and bool(excess.any()):
+            entries.clues = self._clues(bank, entries, end)
         with self.meter.holding(*both, *both):  # what is merged, and what it is merged into
             self._write(bank, self._merged(bank, entries, excess, end), excess > 0, end)
 
