@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import pytest
 
@@ -45,6 +46,9 @@ def filled(path: Path, experiment: Experiment = EXPERIMENT, missing: str = "") -
             store.define(cell.setting, experiment.model_dump(mode="json"))
         found = {"full": [1.0, 1.0], "h2o": [1.0, 0.0], "window": [0.0, 0.0], "quantized": [1.0, 1.0]}[cell.method]
         refused = cell.method == "quantized" and cell.budget == "10%"
+        scores = {metric.name: found for metric in experiment.task.metrics} | {
+            "loglik": [-draw.random(), -draw.random()]
+        }
         share = {None: 1.0, "10%": 0.1, "25%": 0.25}[cell.budget]
         if cell.method == missing and cell.point == {"length": 256, "depth": 50}:
             continue
@@ -53,7 +57,7 @@ def filled(path: Path, experiment: Experiment = EXPERIMENT, missing: str = "") -
                 cell=cell.key, setting=cell.setting, experiment="small", model=cell.model, method=cell.method,
                 budget=cell.budget, seed=cell.seed, point=cell.point, status="failed" if refused else "done",
                 error="The budget is too small." if refused else "",
-                scores={} if refused else {"found": found, "words": found, "loglik": [-draw.random(), -draw.random()]},
+                scores={} if refused else scores,
                 prompt_tokens=[127, 256], prefill_s=[1.0, 2.0], token_s=[0.05, None],
                 memory={"resident_bytes": int(8e6 * share), "compressed_bytes": int(1e5)}, exactness="lossy",
                 entries=None if cell.budget is None else 64, versions={"kvkeep": "0"}, machine={"dtype": "float32"},
@@ -149,12 +153,21 @@ def test_nothing_to_report_is_said(tmp_path: Path) -> None:
         sections([store])
 
 
-def test_files_are_a_page_and_pictures(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"budgets": ["25%"]},
+        {"task": {"name": "match", "length": [60], "samples": 2}, "paper": None},
+        {"task": {"name": "needle", "length": [64, 65, 66, 67, 68], "depth": [0], "samples": 2}},
+    ],
+)
+def test_files_are_a_page_and_pictures(tmp_path: Path, changes: dict[str, Any]) -> None:
     pytest.importorskip("matplotlib")
-    found = sections([filled(tmp_path / "r.jsonl")])
+    found = sections([filled(tmp_path / "r.jsonl", EXPERIMENT.with_(**changes))])
     page, *pictures = write(found, tmp_path / "out" / "report")
     text = page.read_text()
-    assert [path.suffix for path in pictures] == [".png", ".svg"] * 2
+    assert [path.suffix for path in pictures] == [".png", ".svg"] * (1 if changes.get("paper", 1) is None else 2)
     for path in pictures:
         data = path.read_bytes()
         assert len(data) > 10_000 and (data.startswith(b"\x89PNG") or b"<svg" in data)
