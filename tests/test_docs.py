@@ -53,12 +53,11 @@ def test_command_examples_are_understood(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(commands) >= 7
     group: Any = get_command(app)
     for command in commands:
-        name, *arguments = command
-        found = group.commands[name]
-        while hasattr(found, "commands"):  # a command of commands
-            name, *arguments = arguments
-            found = found.commands[name]
-        found.make_context(name, arguments)
+        within = group
+        while hasattr(within, "commands"):  # a group of commands
+            name, *command = command
+            within = within.commands[name]
+        within.make_context(name, command)
 
 
 def test_links_lead_somewhere() -> None:

@@ -100,20 +100,19 @@ def _layers(found: Ranks) -> Table:
 def _truncated(found: Ranks) -> Table:
     from kvkeep.lab.analyses.rank import EVERY, LEFT, PAPER
 
+    ways = [*EVERY, LEFT]
     table = common.new_table(
         f"Truncated to a rank: {found.prompt_tokens:,} tokens read, {found.new_tokens} written",
-        *("rank", "energy %", "every entry:\nmatch %", "\nKL", "\ntop-1 %", "lowrank:r:\nmatch %", "\nKL", "\ntop-1 %"),
-        *("the paper's\nmatch %", "\nKL"),
+        *("rank", "energy %"),
+        *(heading for way in ways for heading in (f"{way}:\nmatch %", "\nKL")),
+        *("the paper's:\nmatch %", "\nKL"),
     )
     by_rank = {(row.way, row.rank): row for row in found.truncations}
     dim = found.layers[0].dim
     for each in dict.fromkeys(row.rank for row in found.truncations):
-        cells = []
-        for way in (EVERY, LEFT):
-            row = by_rank[way, each]
-            cells += [common.percent(row.match), _nats(row.kl), common.percent(row.top1)]
-        paper = PAPER.get(each / dim, ("", ""))
-        table.add_row(f"{each}", common.percent(found.energy(each), 1), *cells, *paper)
+        rows = [by_rank[way, each] for way in ways]
+        cells = [cell for row in rows for cell in (common.percent(row.match), _nats(row.kl))]
+        table.add_row(f"{each}", common.percent(found.energy(each), 1), *cells, *PAPER.get(each / dim, ("", "")))
     return table
 
 
@@ -134,4 +133,6 @@ def _remarks(found: Ranks) -> list[str]:
         "The paper's means: 21.2 of 64 (SmolLM2-135M), 20.0 of 64 (Qwen2.5-0.5B), 70.2 of 256 (Gemma 3 4B); "
         "rank 32 of 64 holds more than 95 %.",
     ]
-    return remarks + sorted({f"{row.way}: {row.error}" for row in found.truncations if row.error})
+    if found.truncations:
+        remarks.append("'lowrank' leaves the newest 32 entries or so as they are; the others truncate every entry.")
+    return remarks + sorted({row.error for row in found.truncations if row.error})

@@ -34,7 +34,7 @@ def draw_spectra(found: Spectra, path: Path, *, title: str) -> None:
                 )
             lines = [getattr(row, attribute) for row in rows if row.dim == rows[0].dim]
             mean = [fmean(values) for values in zip(*lines, strict=True)]
-            axes.plot(_shares(mean), mean, color=colour, linewidth=2, label=name)
+            axes.plot(_shares(mean), mean, color=colour, linewidth=2)
     left.set_xlabel("layer")
     left.set_title("cosine of neighbours", loc="left", fontsize=10)
     middle.set_title("eigenvalue, share of the sum", loc="left", fontsize=10)
@@ -46,7 +46,8 @@ def draw_spectra(found: Spectra, path: Path, *, title: str) -> None:
         axes.set_xlabel("mode, % of all, largest first")
     for axes in (left, middle, right):
         plain(axes, "both")
-        axes.legend(frameon=False, fontsize=8)
+    handles, labels = left.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=6, frameon=False, fontsize=8)
     figure.suptitle(title, fontsize=11)
     save(figure, path)
 
@@ -76,20 +77,19 @@ def draw_alignment(found: Alignment, path: Path, *, title: str) -> None:
         (below[0], "corr12", "correlation of cos(E, c11), -cos(E, c12)", 1),
         (below[1], "agree", "signs as in Eq. 32", 100),
         (below[1], "agree_alike", "the same, quarter with the most similar keys", 100),
-        (below[1], "convex", "weight of Eq. 30 within 0 and 1", 100),
     )
     for number, (axes, measure, label, scale) in enumerate(lines):
         values = [scale * found.mean(measure, layer) for layer in order]
         axes.plot(order, values, color=COLOURS[number], marker=MARKERS[number], markersize=3.5, label=label)
     below[0].axhline(1, color="0.5", linewidth=0.8, linestyle="--")
-    below[0].set_ylim(None, 1.05)
+    below[0].set_ylim(min(0, *below[0].get_ylim()), 1.05)
     below[0].set_title("pair by pair: 1 is what Eq. 32 says", loc="left", fontsize=10)
     below[1].axhline(50, color="0.5", linewidth=0.8, linestyle=":")
     below[1].set_ylim(0, 100)
     below[1].set_title("share of pairs, % (dotted: by chance)", loc="left", fontsize=10)
     for axes in below:
         axes.set_xlabel("layer")
-        axes.legend(frameon=False, fontsize=8)
+        axes.legend(frameon=False, fontsize=8, loc="lower right")
         plain(axes, "both")
     figure.suptitle(title, fontsize=11)
     save(figure, path)
@@ -177,7 +177,7 @@ def draw_rank(found: Ranks, path: Path, *, title: str) -> None:
 def _dots(axes: Any, found: Ranks) -> None:
     dots = [(layer.layer, head, rank / layer.dim) for layer in found.layers for head, rank in enumerate(layer.heads)]
     across, up, shares = zip(*dots, strict=True)
-    drawn = axes.scatter(across, up, c=shares, s=[160 * share for share in shares], cmap="coolwarm", vmin=0, vmax=0.6)
+    drawn = axes.scatter(across, up, c=shares, s=[160 * share for share in shares], cmap="coolwarm", vmin=0, vmax=0.8)
     axes.figure.colorbar(drawn, ax=axes, label="rank / d_head", pad=0.01, extend="max")
     axes.set_xlabel("layer")
     axes.set_ylabel("query head")
@@ -190,20 +190,21 @@ def _dots(axes: Any, found: Ranks) -> None:
 def _truncations(panels: Any, found: Ranks) -> None:
     match, divergence = panels
     dim = found.layers[0].dim
-    for number, way in enumerate((EVERY, LEFT)):
+    for number, way in enumerate((*EVERY, LEFT)):
         rows = [row for row in found.truncations if row.way == way and row.match is not None]
         if not rows:
             continue
-        label = way if way == EVERY else "all but the newest (lowrank:r)"
+        label = "all but the newest (lowrank:r)" if way == LEFT else f"{way} of every entry"
         style: dict[str, Any] = {"color": COLOURS[number], "marker": MARKERS[number], "label": label}
         match.plot([row.rank for row in rows], [100 * (row.match or 0) for row in rows], **style)
-        divergence.plot([row.rank for row in rows], [max(row.kl or 0, 1e-9) for row in rows], **style)
+        divergence.plot([row.rank for row in rows], [row.kl for row in rows], **style)
     paper = {"color": "black", "alpha": 0.5, "linewidth": 5, "label": "the paper's"}
     match.plot([dim / 2, dim / 2], [5, 15], **paper)
     divergence.plot([dim / 2 - 1.5, dim / 2 + 1.5], [10.9, 10.9], **paper)
     match.set_ylim(0, 104)
     match.set_title("tokens that are the full cache's, %", loc="left", fontsize=10)
     divergence.set_yscale("log")
+    divergence.set_ylim(1e-3, 30)  # what all of a head leaves is rounding, and below
     divergence.set_title("mean KL, nats", loc="left", fontsize=10)
     for axes in panels:
         axes.set_xlabel("rank r")

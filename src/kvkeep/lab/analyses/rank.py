@@ -10,9 +10,9 @@ over the group. And a score at distance D is h_i W_q R_D W_k^T h_j: rotation sta
 depends on the distance. And energies of s_i^4, as they come of squaring the eigenvalues of M M^T where those are
 taken for singular values: not what Eq. 19 says, but near what the paper prints for the model that is also ours.
 
-Truncation keeps, of each head's W_k and W_v, the part in its first r left singular vectors: of every token ("every
-entry", the weights themselves, as the paper's text says), or of those that left the newest 32 or so (method
-``lowrank:r``).
+Truncation keeps, of each head's W_k and W_v, the part in its first r left singular vectors: of every token (the
+weights themselves, as the paper's text says; and of keys or values alone, and of all but the first token), or of
+those that left the newest 32 or so (method ``lowrank:r``).
 """
 
 from __future__ import annotations
@@ -38,7 +38,15 @@ from kvkeep.models.head_weights import HeadWeights, head_weights
 
 ENERGY = 0.9
 DISTANCES = (1, 16, 256)
-EVERY, LEFT = "every entry", "lowrank"
+EVERY: dict[str, tuple[tuple[str, ...], int]] = {
+    "keys and values": (("key", "value"), 0),
+    "keys": (("key",), 0),
+    "values": (("value",), 0),
+    "but the first": (("key", "value"), 1),
+}
+"""Ways to truncate every entry: what of it, and how many of the text's first tokens are left as they are."""
+
+LEFT = "lowrank"
 SHARES = (1 / 8, 1 / 4, 1 / 2, 3 / 4, 1)
 ROOM = 128
 """Entries of budget beside the text: none leaves the cache, all that are not among the newest are truncated."""
@@ -189,7 +197,7 @@ def truncations(
         if not 1 <= rank <= dim:
             raise UsageError(f"A rank is from 1 to the width of a head, here {dim}, not {rank}.")
     ids = torch.tensor([list(prompt)], device=next(model.parameters()).device)
-    found = _every_entry(model, ids, listed, new, lambda done: progress("truncated weights", done, len(listed)))
+    found = _every_entry(model, ids, listed, new, lambda done, total: progress("truncated weights", done, total))
     methods = [f"lowrank:{rank}" for rank in listed]
     budget = str(len(prompt) + new + ROOM)
     comparison = compare(model, prompt, cases(methods, [budget]), new=new, progress=progress)
@@ -200,7 +208,7 @@ def truncations(
 
 @torch.no_grad()
 def _every_entry(
-    model: Any, ids: Tensor, listed: Sequence[int], new: int, tell: Callable[[int], None]
+    model: Any, ids: Tensor, listed: Sequence[int], new: int, tell: Callable[[int, int], None]
 ) -> list[Truncation]:
     def continued() -> list[int]:
         return greedy(model, ids, new, past_key_values=DynamicCache(config=model.config))[0]
@@ -209,54 +217,56 @@ def _every_entry(
         given = torch.cat([ids, ids.new_tensor([list(tokens[:-1])])], dim=1)
         return model(given, use_cache=False, logits_to_keep=new).logits[0].float().cpu()
 
-    tell(0)
+    wanted = [(way, rank) for way in EVERY for rank in listed]
+    tell(0, len(wanted))
     expected = continued()
     full = distributions(expected)
     found: list[Truncation] = []
-    for rank in listed:
+    for way, rank in wanted:
         try:
-            with truncated(model, rank):
+            with truncated(model, rank, *EVERY[way]):
                 got, logits = continued(), distributions(expected)
         except UnsupportedModelError as error:
-            return [Truncation(EVERY, rank, error=str(error)) for rank in listed]
+            return [Truncation(way, rank, error=str(error)) for way, rank in wanted]
         judged = [judge(*both) for both in zip(full, logits, expected, strict=True)]
         found.append(
             Truncation(
-                EVERY,
+                way,
                 rank,
                 fmean(a == b for a, b in zip(got, expected, strict=True)),
                 fmean(position.kl for position in judged),
                 fmean(position.agrees for position in judged),
             )
         )
-        tell(len(found))
+        tell(len(found), len(wanted))
     return found
 
 
 @contextmanager
-def truncated(model: Any, rank: int) -> Iterator[None]:
-    """Within the block, let each head's keys and values keep only their part in the first ``rank`` left singular
-    vectors of its W_k and W_v. Raises UnsupportedModelError where keys and values have no modules of their own."""
+def truncated(model: Any, rank: int, parts: Sequence[str] = ("key", "value"), spared: int = 0) -> Iterator[None]:
+    """Within the block, let each head's ``parts`` keep only what lies in the first ``rank`` left singular vectors of
+    its W_k, or W_v. The first ``spared`` tokens of a text are left as they are. Raises UnsupportedModelError where
+    keys and values have no modules of their own."""
     adapter = bind(model)
     handles = []
     try:
         for weights in head_weights(model):
             attention = getattr(adapter.layers[weights.layer], "self_attn", None)
-            for name, weight in (("k_proj", weights.key), ("v_proj", weights.value)):
-                if weight is None:
+            for part in parts:
+                if (weight := weights.parts.get(part)) is None:
                     continue
-                if (module := getattr(attention, name, None)) is None:
+                if (module := getattr(attention, f"{part[0]}_proj", None)) is None:
                     raise UnsupportedModelError(
                         f"'{adapter.family}' has no key and value projections of their own to truncate."
                     )
-                handles.append(module.register_forward_hook(_onto(weight, rank)))
+                handles.append(module.register_forward_hook(_onto(weight, rank, spared)))
         yield
     finally:
         for handle in handles:
             handle.remove()
 
 
-def _onto(weight: Tensor, rank: int) -> Any:
+def _onto(weight: Tensor, rank: int, spared: int) -> Any:
     """Return the hook that projects an output (..., heads * dim) onto the first directions of weight (heads, dim,
     hidden)."""
     first = torch.linalg.svd(weight, full_matrices=False).U[..., :rank]
@@ -265,6 +275,9 @@ def _onto(weight: Tensor, rank: int) -> Any:
     def hook(module: Any, args: Any, output: Tensor) -> Tensor:
         bias = 0 if module.bias is None else module.bias  # not a part of W
         rows = (output - bias).unflatten(-1, projector.shape[:2]).unsqueeze(-2)
-        return (rows @ projector.to(output.dtype)).flatten(-3) + bias
+        kept = (rows @ projector.to(output.dtype)).flatten(-3) + bias
+        if spared and output.shape[-2] > 1:  # a whole text; single tokens come later
+            kept[..., :spared, :] = output[..., :spared, :]
+        return kept
 
     return hook
