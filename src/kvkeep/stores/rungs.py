@@ -153,7 +153,7 @@ class Rung:
         if self.bits == 16:
             return tuple(part.flatten(1, 2)[:, None].to(dtype) for part in parts[:2])  # type: ignore[return-value]
         rows = (part.flatten(1, 2) for part in parts[3:6])
-        return CodedKeys(*parts[:3], self.bits), CodedValues(*rows, self.bits, mean, deviation)  # type: ignore[call-arg, arg-type, misc]
+        return CodedKeys(*parts[:3], self.bits), CodedValues(*rows, self.bits, mean, deviation)  # type: ignore[call-arg, arg-type]
 
 
 class Ladder:

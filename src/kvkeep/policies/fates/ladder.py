@@ -114,8 +114,8 @@ class _OnLadder:
         for key in sorted(state):  # fewer than ten of each name, so they are in order
             _, layer, name, _ = key.split(".")
             named.setdefault(int(layer), {}).setdefault(name, []).append(state[key])
-        for layer, stores in named.items():
-            self.ladders[layer].put(stores)
+        for index, stores in named.items():
+            self.ladders[index].put(stores)
 
     @property
     def compressed_bytes(self) -> int:
