@@ -78,14 +78,18 @@ def test_products_are_those_of_what_they_stand_for(bits: int, dim: int) -> None:
 
 
 @pytest.mark.parametrize("queries", [1, 4, 30])
-def test_attention_over_codes_and_numbers_together(queries: int) -> None:
+@pytest.mark.parametrize("groups", [1, 2])
+def test_attention_over_codes_and_numbers_together(queries: int, groups: int) -> None:
     """Few queries multiply codes, many have them written out; with holes, beside a plain segment."""
-    coded_keys, coded_values, *_ = coded(2, 4)
+    coded_keys, coded_values, *_ = coded(groups, 4)
     torch.manual_seed(queries)
     query, own = torch.randn(3, 2, queries, 64), torch.randn(3, 1, 7, 64)
-    seen = torch.rand(3, 1, 1, 2 * GROUP) > 0.3
+    seen = torch.rand(3, 1, 1, groups * GROUP) > 0.3
     ours = attend(query, [Segment(coded_keys, coded_values, seen), Segment(own, own)], 0.1)
-    dense = coded_keys.dense(torch.float32)[:, None], coded_values.dense(torch.float32)[:, None]
+    dense = [
+        part.dense(torch.float32)[:, None].clone(memory_format=torch.contiguous_format)
+        for part in (coded_keys, coded_values)
+    ]
     theirs = attend(query, [Segment(*dense, seen), Segment(own, own)], 0.1)
     for mine, yours in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, yours, atol=1e-3, rtol=1e-3)  # products of bytes lose three digits

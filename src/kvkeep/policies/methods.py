@@ -20,6 +20,7 @@ from kvkeep.policies.fates import FATES, Fate
 from kvkeep.policies.fates.cam import Cam
 from kvkeep.policies.fates.checkpointed import Checkpointed, checkpoint_for
 from kvkeep.policies.fates.dropped import Drop
+from kvkeep.policies.fates.ladder import OnLadder
 from kvkeep.policies.fates.lowrank import LowRank
 from kvkeep.policies.fates.quantised import Quantised
 from kvkeep.policies.fates.segmented import Segmented
@@ -323,6 +324,13 @@ PRESETS: dict[str, _Preset] = {
         {"exact": 1},
         "Entries truncated to a rank of each head's projections; here to show that it fails.",
         "arXiv:2603.19664, section 5.7",
+    ),
+    "revive": _Preset(
+        H2O(halflife=256),
+        OnLadder,
+        {},
+        "Newest and heavy entries exactly, all others at 16, 8, 4 or 2 bits by the attention they get now.",
+        "kvkeep; codes after arXiv:2402.02750",
     ),
     "longcache": _Preset(
         StreamingLLM(),

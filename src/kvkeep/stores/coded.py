@@ -7,6 +7,7 @@ offset are folded into the query (keys) or into the weights (values), and the co
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -46,13 +47,28 @@ def multiplied(left: Tensor, packed: Tensor, bits: int) -> Tensor:
     return torch.cat(products, -1) if len(products) > 1 else products[0]
 
 
-def encode(rows: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantise along the last axis: packed codes, scale and offset (float16, last axis of 1)."""
+def encode(rows: Tensor, bits: int, clips: Sequence[float] = (1.0,)) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantise along the last axis: packed codes, scale and offset (float16, last axis of 1). ``clips``: shares of the
+    range around its middle that codes may cover, all of it first; each row takes that whose squared error is least."""
     rows = rows.float()
-    offset = rows.amin(-1, keepdim=True).half()
-    scale = ((rows.amax(-1, keepdim=True) - offset.float()) / (2**bits - 1)).clamp(min=1e-6).half()
-    codes = ((rows - offset.float()) / scale.float()).round_().clamp_(0, 2**bits - 1)
+    low, high = rows.amin(-1, keepdim=True), rows.amax(-1, keepdim=True)
+    best, least = _fitted(rows, low, high, bits)
+    for clip in clips[1:]:
+        cut = (high - low) * ((1 - clip) / 2)
+        made, error = _fitted(rows, low + cut, high - cut, bits)
+        best = [torch.where(error < least, new, old) for new, old in zip(made, best, strict=True)]
+        least = torch.minimum(error, least)
+    codes, scale, offset = best
     return pack(codes.to(torch.uint8), bits), scale, offset
+
+
+def _fitted(rows: Tensor, low: Tensor, high: Tensor, bits: int) -> tuple[list[Tensor], Tensor]:
+    """Return codes (not packed), scale and offset of ``rows`` between bounds, and each row's squared error."""
+    offset = low.half()
+    scale = ((high - offset.float()) / (2**bits - 1)).clamp(min=1e-6).half()
+    codes = ((rows - offset.float()) / scale.float()).round_().clamp_(0, 2**bits - 1)
+    error = torch.addcmul(offset.float() - rows, codes, scale.float()).square_().sum(-1, keepdim=True)
+    return [codes, scale, offset], error
 
 
 @dataclass(frozen=True)
@@ -88,7 +104,8 @@ class CodedKeys(_Coded):
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """Write them out: (lanes, entries, dim)."""
-        return self._numbers().transpose(2, 3).flatten(1, 2).to(dtype)
+        # One group is a view of what is transposed, which the attention kernel would misread.
+        return self._numbers().transpose(2, 3).flatten(1, 2).contiguous().to(dtype)
 
 
 @dataclass(frozen=True)

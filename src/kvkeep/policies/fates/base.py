@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -57,16 +57,20 @@ def exact_entries(exact: float, entries: int) -> int:
 def rooms(request: Request, fate: Fate, size: Callable[[LayerGeometry], int]) -> dict[int, int]:
     """Return how many groups of ``size`` bytes each layer has room for, beside its exact entries and the group that
     waits. Raises BudgetError where there is none."""
+    return {layer.index: room // size(layer) for layer, room in spare(request, fate, size)}
+
+
+def spare(request: Request, fate: Fate, size: Callable[[LayerGeometry], int]) -> Iterator[tuple[LayerGeometry, int]]:
+    """Yield each full layer and the bytes of a KV head that its exact entries and the group that waits leave over.
+    Raises BudgetError where these are no group of ``size`` bytes."""
     geometry = request.geometry
     entries, _ = request.bounded(fate.label)
-    room = {}
     for layer in geometry.full_layers:
         entry = (layer.key_dim + layer.value_dim) * geometry.dtype_bytes
-        left = (entries - fate.resident(geometry, entries) - GROUP) * entry
-        room[layer.index] = max(0, left) // size(layer)
-        if not room[layer.index]:
+        room = (entries - fate.resident(geometry, entries) - GROUP) * entry
+        if room < size(layer):
             raise BudgetError(
                 f"A budget of {entries} entries has no room for {GROUP} that are {fate.label} beside the exact ones; "
                 f"give it at least {4 * GROUP}."
             )
-    return room
+        yield layer, room

@@ -14,14 +14,18 @@ from kvkeep.stores.selected import Candidates
 
 @dataclass(frozen=True)
 class H2O(Selector):
-    """Those with the most attention so far, from all queries, beside a share ``recent`` of the newest."""
+    """Those with the most attention so far, from all queries, beside a share ``recent`` of the newest. ``halflife``:
+    after how many queries attention counts half; 0: never less, as in the paper."""
 
     leaves: ClassVar[str] = "all but heavy hitters and newest"
     source: ClassVar[str] = "arXiv:2306.14048, Algorithm 1"
 
     recent: float = 0.5
+    halflife: int = 0
 
     def __post_init__(self) -> None:
+        if self.halflife < 0:
+            raise UsageError(f"Attention counts half after a number of queries, or always (0), not {self.halflife}.")
         if not 0 <= self.recent <= 1:
             raise UsageError(f"H2O's 'recent' is a share from 0 to 1, not {self.recent:g}.")
 
@@ -33,7 +37,8 @@ class H2O(Selector):
     def observe(self, entries: Candidates, weights: Tensor, queries: int) -> Tensor:
         """Add up."""
         assert entries.marks is not None
-        return entries.marks + weights
+        marks = entries.marks if not self.halflife else entries.marks * 0.5 ** (queries / self.halflife)
+        return marks + weights
 
     def rank(self, entries: Candidates) -> Tensor:
         """By accumulated attention; the newest stay."""

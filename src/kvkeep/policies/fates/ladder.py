@@ -1,0 +1,126 @@
+"""``ladder``: what leaves is kept in fewer and fewer bits, the less attention it gets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from kvkeep.errors import UnsupportedModelError
+from kvkeep.geometry import ModelGeometry
+from kvkeep.policies.fates.base import Fate, exact_entries, spare
+from kvkeep.policies.request import Exactness, LiveFate, Request
+from kvkeep.stores.ledger import Ledger
+from kvkeep.stores.meter import Meter
+from kvkeep.stores.rungs import RUNGS, Ladder, group_bytes
+from kvkeep.stores.selected import SelectedLayer
+from kvkeep.stores.whereabouts import Whereabouts
+
+
+@dataclass(frozen=True)
+class OnLadder(Fate):
+    """Entries that leave are kept at 16, 8, 4 or 2 bits, in what the budget's exact entries leave over. As the text
+    grows, groups of 32 that get least attention fall a rung, and from the last one they are gone; attention that
+    returns to a group keeps it where it is. ``exact``: as for 'quantize'."""
+
+    exact: float = 32
+
+    label: ClassVar[str] = "quantised by attention"
+    recall: ClassVar[str] = "approximately, from its codes"
+    exactness: ClassVar[Exactness] = Exactness.LOSSY
+
+    def resident(self, geometry: ModelGeometry, entries: int) -> int:
+        """Return the exact ones; the group that waits for its last entry comes on top."""
+        return exact_entries(self.exact, entries)
+
+    def build(self, request: Request, ledger: Ledger, meter: Meter) -> LiveFate:
+        """Return a ladder for each layer. Raises UnsupportedModelError where codes do not divide into bytes."""
+        ladders = {}
+        smallest = RUNGS[-1]
+        for layer, room in spare(request, self, lambda own: group_bytes(own.key_dim, own.value_dim, smallest)):
+            if layer.value_dim % (8 // smallest):
+                raise UnsupportedModelError(
+                    f"Heads of '{request.geometry.model_type}' are {layer.value_dim} wide, which does not divide into "
+                    f"bytes at {smallest} bits; use quantize:8."
+                )
+            ladders[layer.index] = Ladder(room, layer.key_dim, layer.value_dim, meter)
+        return _OnLadder(ladders, meter)
+
+
+class _OnLadder:
+    """It listens: marks of what left go on, so that a group ranks by the attention it gets now."""
+
+    forgets = False
+
+    def __init__(self, ladders: dict[int, Ladder], meter: Meter) -> None:
+        self.ladders, self.meter = ladders, meter
+
+    def take(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor, marks: Tensor | None) -> None:
+        assert marks is not None
+        ladder = self.ladders[layer]
+        ladder.heads = keys.shape[1]
+        ladder.take(*(part.flatten(0, 1) for part in (keys, values, slots, marks)))
+
+    def recall(self, layer: SelectedLayer, query: Tensor) -> Iterator[tuple[Tensor, bool, Any, Any]]:
+        ladder = self.ladders[layer.index]
+        for rung, slots, _ in ladder.pieces():
+            if rung is None:
+                assert ladder.waiting is not None
+                keys, values = (part[:, :, : ladder.count] for part in (ladder.waiting.keys, ladder.waiting.values))
+                yield slots, True, keys, values
+                continue
+            keys, values = rung.read(ladder.mean, ladder.deviation, query.dtype)
+            # What attention writes out of them for a moment: codes as numbers.
+            size = 4 * slots.numel() * max(keys.shape[3], values.shape[3])
+            self.meter.hold(size)
+            yield slots, ladder.holes, keys, values
+            self.meter.hold(-size)
+
+    def hear(self, layer: SelectedLayer, weights: Sequence[Tensor], queries: int) -> None:
+        for (_, slots, marks), own in zip(self.ladders[layer.index].pieces(), weights, strict=True):
+            marks.copy_(layer.noted(slots, marks, own, queries))
+
+    def exchange(self, layer: SelectedLayer) -> None:
+        """Nothing comes back to be resident: bits that are lost stay lost, and an exact entry would lose its own."""
+
+    def whereabouts(self, layer: SelectedLayer, length: int) -> Tensor:
+        codes = torch.full((layer.lanes, length + 1), Whereabouts.DROPPED)
+        for rung, slots, _ in self.ladders[layer.index].pieces():
+            index = slots.long().masked_fill(slots < 0, length).cpu()
+            codes.scatter_(1, index, Whereabouts.RESIDENT if rung is None else Whereabouts.QUANTISED)
+        return codes[:, :length].unflatten(0, (layer.rows, layer.heads))
+
+    def truncate(self, length: int) -> None:
+        for ladder in self.ladders.values():
+            ladder.truncate(length)
+
+    def select(self, index: Tensor) -> None:
+        for ladder in self.ladders.values():
+            ladder.select(index)
+
+    def state(self) -> dict[str, Tensor]:
+        return {
+            f"fate.{layer}.{name}.{number}": tensor
+            for layer, ladder in self.ladders.items()
+            for name, tensors in ladder.stores().items()
+            for number, tensor in enumerate(tensors)
+        }
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        named: dict[int, dict[str, list[Tensor]]] = {}
+        for key in sorted(state):  # fewer than ten of each name, so they are in order
+            _, layer, name, _ = key.split(".")
+            named.setdefault(int(layer), {}).setdefault(name, []).append(state[key])
+        for index, stores in named.items():
+            self.ladders[index].put(stores)
+
+    @property
+    def compressed_bytes(self) -> int:
+        return sum(ladder.nbytes for ladder in self.ladders.values())
+
+    @property
+    def bookkeeping_bytes(self) -> int:
+        return sum(ladder.bookkeeping_bytes for ladder in self.ladders.values())
