@@ -29,7 +29,8 @@ def rank(
     limit: common.Limit = 512,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=1, help="Tokens to write and to compare.")] = 32,
     ranks: Annotated[
-        str | None, typer.Option(help="Ranks to truncate to, by commas. [default: 1/8 to all of a head's width]")
+        str | None,
+        typer.Option(help="Ranks to truncate to, by commas. [default: the quarters of a head's width, and all of it]"),
     ] = None,
     output: common.Output = None,
     dtype: options.Dtype = "float32",

@@ -194,11 +194,11 @@ def _truncations(panels: Any, found: Ranks) -> None:
         rows = [row for row in found.truncations if row.way == way and row.match is not None]
         if not rows:
             continue
-        label = "all but the newest (lowrank:r)" if way == LEFT else f"{way} of every entry"
+        label = "all but the newest (lowrank:r)" if way == LEFT else way
         style: dict[str, Any] = {"color": COLOURS[number], "marker": MARKERS[number], "label": label}
         match.plot([row.rank for row in rows], [100 * (row.match or 0) for row in rows], **style)
         divergence.plot([row.rank for row in rows], [row.kl for row in rows], **style)
-    paper = {"color": "black", "alpha": 0.5, "linewidth": 5, "label": "the paper's"}
+    paper: dict[str, Any] = {"color": "black", "alpha": 0.5, "linewidth": 5, "label": "the paper's"}
     match.plot([dim / 2, dim / 2], [5, 15], **paper)
     divergence.plot([dim / 2 - 1.5, dim / 2 + 1.5], [10.9, 10.9], **paper)
     match.set_ylim(0, 104)

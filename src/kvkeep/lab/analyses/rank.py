@@ -42,12 +42,12 @@ EVERY: dict[str, tuple[tuple[str, ...], int]] = {
     "keys and values": (("key", "value"), 0),
     "keys": (("key",), 0),
     "values": (("value",), 0),
-    "but the first": (("key", "value"), 1),
+    "all but the first": (("key", "value"), 1),
 }
 """Ways to truncate every entry: what of it, and how many of the text's first tokens are left as they are."""
 
 LEFT = "lowrank"
-SHARES = (1 / 8, 1 / 4, 1 / 2, 3 / 4, 1)
+SHARES = (1 / 4, 1 / 2, 3 / 4, 1)
 ROOM = 128
 """Entries of budget beside the text: none leaves the cache, all that are not among the newest are truncated."""
 
@@ -176,7 +176,7 @@ def product_singular_values(a: Tensor, b: Tensor) -> Tensor:
 
 
 def default_ranks(dim: int) -> list[int]:
-    """Return the ranks that are tried unasked: eighths, quarters, ... of d_head, and all of it."""
+    """Return the ranks that are tried unasked: the quarters of d_head, and all of it."""
     return sorted({max(1, round(share * dim)) for share in SHARES})
 
 
