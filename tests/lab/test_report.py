@@ -123,11 +123,17 @@ def test_markdown_says_what_there_is_to_know(tmp_path: Path) -> None:
     assert "50.0 [" in row and "-50.0 [" in row and "found 75.0" in row and "2.1 MB" in row and "50 ms" in row
     assert "N = 8 a row (2 samples, 4 points, 1 seeds)" in text and "prompts of 127 to 256 tokens" in text
     assert "* `quantized` at 10%: 0 of 4 cells: The budget is too small." in text
-    assert "* `window` at 25%: 3 of 4 cells." in text
+    assert "* `window` at 25%: 3 of 4 cells." in text and "Not measured yet" not in text
     assert "Beside A Paper, Fig. 7. Theirs: a large model, 16 bits. Ours: smollm2, float32." in text
     assert "* The paper says: It always finds." in text
     assert "* The paper's number: h2o at 25%: found 75.0 (read off)." in text
     assert "* The paper's number: unheard-of: found 50.0." in text
+
+
+def test_what_was_not_measured_is_named(tmp_path: Path) -> None:
+    store = filled(tmp_path / "r.jsonl")
+    store.rows = [row for row in store.rows if row.method != "h2o"]
+    assert "* Not measured yet: `h2o` at 10%, `h2o` at 25%." in markdown(sections([store]))
 
 
 def test_settings_and_models_are_apart(tmp_path: Path) -> None:

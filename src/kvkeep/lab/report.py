@@ -310,6 +310,10 @@ def _notes(section: Section) -> Iterator[str]:
             reason = f": {line.error}" if line.error else "."
             where = f" at {line.budget}" if line.budget else ""
             yield f"`{line.method}`{where}: {line.cells} of {line.of} cells{reason}"
+    ways = {(line.method, line.budget) for line in section.lines}
+    if missing := [way for way in section.experiment.ways() if way not in ways]:
+        names = ", ".join(f"`{method}`{f' at {budget}' if budget else ''}" for method, budget in missing)
+        yield f"Not measured yet: {names}."
     if len(section.versions) > 1 or len(section.machines) > 1:
         yield "The rows are of different versions or machines, named above: times are not to be compared."
 
