@@ -26,7 +26,7 @@ class OnLadder(Fate):
     grows, groups of 32 that get least attention fall a rung, and from the last one they are gone; attention that
     returns to a group keeps it where it is. ``exact``: as for 'quantize'."""
 
-    exact: float = 32
+    exact: float = 16
 
     label: ClassVar[str] = "quantised by attention"
     recall: ClassVar[str] = "approximately, from its codes"
