@@ -34,6 +34,7 @@ def information(model: Any, geometry: ModelGeometry, ids: Tensor | None = None) 
     return known
 
 
+@torch.inference_mode(False)
 def _measured(model: Any, geometry: ModelGeometry, ids: Tensor) -> Tensor:
     weights: list[Tensor] = []
     for layer in geometry.full_layers:
@@ -51,7 +52,7 @@ def _measured(model: Any, geometry: ModelGeometry, ids: Tensor) -> Tensor:
         for weight in weights:
             weight.requires_grad_(True)
         with torch.enable_grad():
-            for row in ids.to(weights[0].device).split(1):
+            for row in ids.to(weights[0].device).clone().split(1):  # a clone, should it come from inference mode
                 loss = model(input_ids=row, labels=row, use_cache=False).loss * (row.shape[1] - 1)
                 gradients = torch.autograd.grad(loss, weights)
                 total += torch.stack([gradient.double().square().sum() for gradient in gradients]).cpu()
