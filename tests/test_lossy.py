@@ -31,7 +31,7 @@ SELECTORS = [
 # Methods whose recall is selective: what left is in checkpoints, and not all of it is attended.
 RECALLS = ["h2o+pages:1", "snapkv:window=6,kernel=3+certified:0.5", "kv-lru", "tova+checkpoint:residual+missed:3"]
 # Methods that keep what leaves in a count sketch, which attention sees the estimates of.
-SKETCHES = ["h2o+sketch", "kvreviver", "tova+sketch:vague=0.4,swap=1,estimate=shrunk,by=mean,keys=signed"]
+SKETCHES = ["h2o+sketch", "kvreviver", "h2o:recent=0.2+sketch:vague=0.4,swap=1,estimate=shrunk,by=mean,keys=signed"]
 # Their pages are of slots, and "random" draws by slot: with padding they are compared with as much padding.
 BY_SLOT = ["random", *RECALLS]
 FAMILIES = ["llama", "gemma3", "gpt2", "deepseek_v3", "gemma4", "phi3"]
