@@ -35,7 +35,7 @@ JOINED = ["h2o+merge", "snapkv:window=6,kernel=3+merge:slot", "tova+merge", "h2o
 # Methods that merge neighbours, in families whose keys can be turned.
 MERGED = ["kvslimmer:sinks=2,slack=3", "asymkv:sinks=1,cap=0", "kvslimmer-exact:sinks=2,cap=3"]
 # Methods that keep what leaves in a count sketch, which attention sees the estimates of.
-SKETCHES = ["h2o+sketch", "kvreviver", "tova+sketch:vague=0.4,swap=1,estimate=shrunk,by=mean,keys=signed"]
+SKETCHES = ["h2o+sketch", "kvreviver", "h2o:recent=0.2+sketch:vague=0.4,swap=1,estimate=shrunk,by=mean,keys=signed"]
 # Their pages are of slots, and "random" draws by slot: with padding they are compared with as much padding.
 BY_SLOT = ["random", *RECALLS, "h2o+cam:2"]
 FAMILIES = ["llama", "gemma3", "gpt2", "deepseek_v3", "gemma4", "phi3"]

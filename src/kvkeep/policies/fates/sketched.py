@@ -222,7 +222,7 @@ class _Sketch:
             positions = self.ledger.positions.view().squeeze(-1)
             known = self._hashed[size] = places(positions, self.how.rows, size).int()
         row = torch.arange(slots.shape[0], device=slots.device)[:, None] // self.heads[layer] * length
-        return known.flatten(1).index_select(1, (slots.clamp(min=0) + row).flatten()).view(-1, *slots.shape)
+        return known.flatten(1).index_select(1, (slots.clamp(min=0) + row).flatten()).view(self.how.rows, *slots.shape)
 
 
 class _Reviving(_Sketch):
@@ -267,7 +267,11 @@ class _Reviving(_Sketch):
             slots = torch.arange(inside.shape[1], dtype=torch.int32, device=inside.device)
             slots = slots.masked_fill(~inside, -1)
             ranks = layer.selector.rank(layer.candidates(None, slots, marks, layer.length)).float()
-            ranks, best = ranks.masked_fill(~inside, float("-inf")).topk(count, dim=1)
+            ranks = ranks.masked_fill(~inside, float("-inf"))
+            if layer.selector.ties:  # of those that rank the same, the older comes back first
+                ranks, best = (one[:, :count] for one in ranks.sort(dim=1, descending=True, stable=True))
+            else:
+                ranks, best = ranks.topk(count, dim=1)
             chosen = (lowest(layer, count) * self.how.swap < ranks) & (ranks > float("-inf"))
             if not chosen.any():
                 return
