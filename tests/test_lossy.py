@@ -49,7 +49,7 @@ SOME = [
 ROTARY = ["llama", "gemma3", "phi3"]
 RECALLED = [
     *itertools.product(FAMILIES, RECALLS),
-    *((FAMILIES[(number + step) % len(FAMILIES)], method) for number, method in enumerate(JOINED) for step in (0, 3)),
+    *((FAMILIES[number], method) for number, method in enumerate(JOINED)),
     *((ROTARY[(number + step) % len(ROTARY)], method) for number, method in enumerate(MERGED) for step in (0, 1)),
     *((FAMILIES[(number + step) % 6], sketch) for number, sketch in enumerate(SKETCHES) for step in (0, 2, 4)),
 ]
