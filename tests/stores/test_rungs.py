@@ -103,7 +103,7 @@ def test_what_attention_reads_is_near_to_what_was_taken() -> None:
     for rung, slots, _ in ladder.pieces():
         if rung is None:
             continue
-        own = rung.read(ladder.mean, ladder.deviation, torch.float32)
+        own = rung.read(ladder.channels, torch.float32)
         assert own[0].shape == own[1].shape == (LANES, 1, slots.shape[1], DIM)
         dense = [part if isinstance(part, Tensor) else part.dense(torch.float32)[:, None] for part in own]
         errors.append(float((dense[1][:, 0] - values[lane, slots.long()]).square().mean()))

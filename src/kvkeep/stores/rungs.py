@@ -2,7 +2,8 @@
 
 Entries come in groups of 32, and a group falls as a whole: keys have a scale for each channel and group (KIVI,
 arXiv:2402.02750), which is far better than one for each entry, values one for each entry, of channels brought to mean 0
-and deviation 1. The bounds of a code may lie within those of the numbers where that is nearer to them (clipping).
+and deviation 1. The bounds of a code may lie within those of the numbers where that is nearer to them (clipping). Half
+precision keeps what numbers of 32 bits differ from their channel's mean by: keys lie far from 0, and near each other.
 
 **How many groups a rung holds** follows from how many there are and from the bytes alone, so all KV heads have the same
 tensors; which groups these are is each head's own. If attention by rank falls like 1/rank, the sum of squared errors
@@ -83,6 +84,30 @@ class CodedValues:
         return numbers.mul_(self.deviation).add_(self.mean).to(dtype)
 
 
+@dataclass(frozen=True)
+class Channels:
+    """What numbers are brought nearer to 0 by before they are coded: means of keys (lanes, 1, key_dim), means and
+    deviations of values (lanes, 1, value_dim), float32."""
+
+    keys: Tensor
+    values: Tensor
+    deviation: Tensor
+
+    def tensors(self) -> list[Tensor]:
+        """Return all there is."""
+        return [self.keys, self.values, self.deviation]
+
+    @classmethod
+    def of(cls, entries: Entries) -> Channels:
+        """Return those of some entries, empty places left out."""
+        there = (entries.slots.flatten(1) >= 0)[..., None]
+        number = there.sum(1, keepdim=True).clamp(min=1)
+        keys, values = (rows.flatten(1, 2).float() for rows in (entries.keys, entries.values))
+        mean, middle = ((rows * there).sum(1, keepdim=True) / number for rows in (values, keys))
+        deviation = (((values - mean) * there).square().sum(1, keepdim=True) / number).sqrt().clamp(min=1e-3)
+        return cls(middle, mean, torch.where(there.any(1, keepdim=True), deviation, 1.0))
+
+
 class Rung:
     """The groups that one layer holds at ``bits`` bits: parts, slots and marks of (lanes, groups, ...) each."""
 
@@ -105,12 +130,12 @@ class Rung:
         """Replace everything."""
         *self.parts, self.slots, self.marks = tensors
 
-    def settle(self, coming: Entries, count: int, mean: Tensor, deviation: Tensor, meter: Meter) -> Entries:
+    def settle(self, coming: Entries, count: int, channels: Channels, meter: Meter) -> Entries:
         """Keep the ``count`` most attended groups of those held and those ``coming``; return the others."""
         held, total = self.groups, self.groups + coming.groups
         if not held and not count:
             return coming
-        own = [*self.encode(coming.keys, coming.values, mean, deviation), coming.slots, coming.marks]
+        own = [*self.encode(coming.keys, coming.values, channels), coming.slots, coming.marks]
         if held:
             own = [torch.cat(pair, 1) for pair in zip(self.tensors(), own, strict=True)]
         if total <= count:
@@ -119,7 +144,7 @@ class Rung:
         with meter.holding(*own):
             order = own[-1].masked_fill(own[-2] < 0, 0.0).sum(2).argsort(dim=1, descending=True, stable=True)
             falling = order[:, count:]
-            keys, values = self._written(picked(own, falling), mean, deviation, coming.keys.dtype)
+            keys, values = self._written(picked(own, falling), channels, coming.keys.dtype)
             if coming.groups:  # what passes by falls from what it was
                 new = (falling - held).clamp(min=0)
                 passes = (falling >= held)[..., None, None]
@@ -129,31 +154,34 @@ class Rung:
             self.hold(picked(own, order[:, :count]))
         return left
 
-    def encode(self, keys: Tensor, values: Tensor, mean: Tensor, deviation: Tensor) -> list[Tensor]:
+    def encode(self, keys: Tensor, values: Tensor, channels: Channels) -> list[Tensor]:
         """Return the parts of groups of keys and values (lanes, groups, GROUP, dim)."""
+        if self.bits == 16 and keys.dtype.itemsize == 2:
+            return [keys, values]
+        even = values.float() - channels.values[:, None]
         if self.bits == 16:
-            return [keys.to(half(keys.dtype)), values.to(half(values.dtype))]
-        clips = CLIPS[self.bits]
-        even = (values.float() - mean[:, None]) / deviation[:, None]
+            return [(keys - channels.keys[:, None]).half(), even.half()]
+        even, clips = even / channels.deviation[:, None], CLIPS[self.bits]
         return [*encode(keys.transpose(2, 3), self.bits, clips), *encode(even, self.bits, clips)]
 
-    def _written(
-        self, parts: list[Tensor], mean: Tensor, deviation: Tensor, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
-        keys, values = self._read(parts, mean, deviation, dtype)
+    def _written(self, parts: list[Tensor], channels: Channels, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        keys, values = self._read(parts, channels, dtype)
         if self.bits != 16:
             keys, values = keys.dense(dtype), values.dense(dtype)
         return keys.reshape(*parts[-1].shape, -1), values.reshape(*parts[-1].shape, -1)
 
-    def read(self, mean: Tensor, deviation: Tensor, dtype: torch.dtype) -> tuple[Any, Any]:
+    def read(self, channels: Channels, dtype: torch.dtype) -> tuple[Any, Any]:
         """Return keys and values for attention, (lanes, 1, entries, dim) or coded."""
-        return self._read(self.tensors(), mean, deviation, dtype)
+        return self._read(self.tensors(), channels, dtype)
 
-    def _read(self, parts: list[Tensor], mean: Tensor, deviation: Tensor, dtype: torch.dtype) -> tuple[Any, Any]:
+    def _read(self, parts: list[Tensor], channels: Channels, dtype: torch.dtype) -> tuple[Any, Any]:
         if self.bits == 16:
-            return tuple(part.flatten(1, 2)[:, None].to(dtype) for part in parts[:2])  # type: ignore[return-value]
+            keys, values = (part.flatten(1, 2) for part in parts[:2])
+            if dtype.itemsize != 2:
+                keys, values = channels.keys + keys, channels.values + values
+            return keys[:, None], values[:, None]
         rows = (part.flatten(1, 2) for part in parts[3:6])
-        return CodedKeys(*parts[:3], self.bits), CodedValues(*rows, self.bits, mean, deviation)  # type: ignore[call-arg, arg-type]
+        return CodedKeys(*parts[:3], self.bits), CodedValues(*rows, self.bits, channels.values, channels.deviation)  # type: ignore[call-arg, arg-type]
 
 
 class Ladder:
@@ -162,12 +190,12 @@ class Ladder:
     def __init__(self, room: int, key_dim: int, value_dim: int, meter: Meter) -> None:
         self.meter = meter
         self.prices = [group_bytes(key_dim, value_dim, bits) for bits in RUNGS]
-        self.room = room - 2 * 4 * value_dim  # mean and deviation
+        self.room = room - 4 * (key_dim + 2 * value_dim)  # channels
         self.rungs = [Rung(bits) for bits in RUNGS]
         self.waiting: Entries | None = None  # one group
         self.count = 0  # of its entries
         self.heads = 1  # lanes of a row
-        self.mean = self.deviation = torch.empty(0)  # of values, (lanes, 1, value_dim) float32
+        self.channels: Channels | None = None
         self.holes = False  # whether some slots are -1
 
     def take(self, keys: Tensor, values: Tensor, slots: Tensor, marks: Tensor) -> None:
@@ -191,18 +219,14 @@ class Ladder:
         self.count = count
 
     def _fall(self, coming: Entries) -> None:
-        if not self.mean.numel():
-            values, there = coming.values.flatten(1, 2).float(), (coming.slots.flatten(1) >= 0)[..., None]
-            number = there.sum(1, keepdim=True).clamp(min=1)
-            self.mean = (values * there).sum(1, keepdim=True) / number
-            variance = ((values - self.mean) * there).square().sum(1, keepdim=True) / number
-            self.deviation = torch.where(there.any(1, keepdim=True), variance.sqrt().clamp(min=1e-3), 1.0)
+        if self.channels is None:
+            self.channels = Channels.of(coming)
         self.holes = self.holes or bool((coming.slots < 0).any())
         room = 0  # of rungs above, where less is held than could be: what has fallen does not come up
         for rung, count in zip(self.rungs, self.counts(coming.groups + self.groups), strict=True):
             room += count
             if coming.groups or rung.groups > room:
-                coming = rung.settle(coming, room, self.mean, self.deviation, self.meter)
+                coming = rung.settle(coming, room, self.channels, self.meter)
             room -= rung.groups
 
     @property
@@ -242,8 +266,8 @@ class Ladder:
         if self.waiting is not None:
             named["counts"] = [torch.tensor([self.heads, self.count, self.holes])]
             named["waiting"] = self.waiting.tensors()
-        if self.mean.numel():
-            named["channels"] = [self.mean, self.deviation]
+        if self.channels is not None:
+            named["channels"] = self.channels.tensors()
         return named
 
     def put(self, named: dict[str, list[Tensor]]) -> None:
@@ -257,7 +281,7 @@ class Ladder:
             self.heads, self.count, holes = named["counts"][0].tolist()
             self.holes = bool(holes)
         if "channels" in named:
-            self.mean, self.deviation = named["channels"]
+            self.channels = Channels(*named["channels"])
 
     def truncate(self, length: int) -> None:
         """Leave holes where slots are forgotten."""
@@ -278,7 +302,8 @@ class Ladder:
     @property
     def nbytes(self) -> int:
         """Bytes allocated for entries."""
-        held = sum(nbytes(*rung.parts) for rung in self.rungs) + nbytes(self.mean, self.deviation)
+        held = sum(nbytes(*rung.parts) for rung in self.rungs)
+        held += 0 if self.channels is None else nbytes(*self.channels.tensors())
         return held + (0 if self.waiting is None else nbytes(self.waiting.keys, self.waiting.values))
 
     @property
@@ -293,11 +318,6 @@ def group_bytes(key_dim: int, value_dim: int, bits: int) -> int:
     if bits == 16:
         return 2 * GROUP * (key_dim + value_dim)
     return key_dim * (GROUP * bits // 8 + 4) + GROUP * (value_dim * bits // 8 + 4)
-
-
-def half(dtype: torch.dtype) -> torch.dtype:
-    """Return the numbers of 16 bits that stand for ``dtype``."""
-    return dtype if dtype.itemsize == 2 else torch.float16
 
 
 def picked(tensors: list[Tensor], index: Tensor) -> list[Tensor]:

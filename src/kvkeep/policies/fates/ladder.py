@@ -72,7 +72,8 @@ class _OnLadder:
                 keys, values = (part[:, :, : ladder.count] for part in (ladder.waiting.keys, ladder.waiting.values))
                 yield slots, True, keys, values
                 continue
-            keys, values = rung.read(ladder.mean, ladder.deviation, query.dtype)
+            assert ladder.channels is not None
+            keys, values = rung.read(ladder.channels, query.dtype)
             # What attention writes out of them for a moment: codes as numbers.
             size = 4 * slots.numel() * max(keys.shape[3], values.shape[3])
             self.meter.hold(size)
