@@ -49,6 +49,13 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "snapkv, roomy": ("snapkv", {"budget": 200, "chunk": 20}),
 }
 EVERY = [(family, method) for family in FAMILIES for method in METHODS]
+# Each method on a third of the families and each family with a third of the methods, where one property is like another.
+SOME = [
+    (family, method)
+    for row, family in enumerate(FAMILIES)
+    for column, method in enumerate(METHODS)
+    if (row + column) % 3 == 0
+]
 
 
 def new_cache(family: str, method: str) -> KeepCache:
@@ -144,21 +151,21 @@ def test_left_padded_batch_equals_stock(family: str, method: str) -> None:
     held_within_budget(cache)
 
 
-@pytest.mark.parametrize(("family", "method"), EVERY)
+@pytest.mark.parametrize(("family", "method"), SOME)
 def test_beams_equal_stock(family: str, method: str) -> None:
     options = (("num_beams", 3), ("num_return_sequences", 2))
     ours = generate(family, new_cache(family, method), *padded(2), **dict(options))
     assert ours.sequences.tolist() == stock(family, 2, *options).sequences.tolist()
 
 
-@pytest.mark.parametrize(("family", "method"), EVERY)
+@pytest.mark.parametrize(("family", "method"), SOME)
 def test_sampling_equals_stock(family: str, method: str) -> None:
     options = (("do_sample", True), ("temperature", 0.7), ("top_k", 0))
     ours = generate(family, new_cache(family, method), *padded(2), **dict(options))
     assert ours.sequences.tolist() == stock(family, 2, *options).sequences.tolist()
 
 
-@pytest.mark.parametrize(("family", "method"), EVERY)
+@pytest.mark.parametrize(("family", "method"), SOME)
 def test_assisted_decoding_equals_stock(family: str, method: str) -> None:
     """Prompt lookup drafts tokens, most are rejected, and the cache is rolled back."""
     skip_where_stock_errs(family, method)
@@ -167,7 +174,7 @@ def test_assisted_decoding_equals_stock(family: str, method: str) -> None:
     assert ours.sequences.tolist() == theirs.sequences.tolist()
 
 
-@pytest.mark.parametrize(("family", "method"), EVERY)
+@pytest.mark.parametrize(("family", "method"), SOME)
 def test_several_turns_on_one_cache(family: str, method: str) -> None:
     ours, theirs = new_cache(family, method), DynamicCache(config=tiny(family).config)
     conversation = prompt()
@@ -179,7 +186,7 @@ def test_several_turns_on_one_cache(family: str, method: str) -> None:
     held_within_budget(ours)
 
 
-@pytest.mark.parametrize(("family", "method"), EVERY)
+@pytest.mark.parametrize(("family", "method"), SOME)
 def test_every_logit_of_a_long_input(family: str, method: str) -> None:
     """A prompt taken in chunks still returns the outputs of all its positions."""
     skip_where_stock_errs(family, method)
@@ -224,7 +231,7 @@ def test_crop_select_repeat_reset(family: str, method: str) -> None:
     torch.testing.assert_close(step(cache, ids[:1, :5]), expected(ids[:1, :5]), atol=2e-4, rtol=2e-4)
 
 
-@pytest.mark.parametrize(("family", "method"), EVERY)
+@pytest.mark.parametrize(("family", "method"), SOME)
 def test_rows_of_a_batch_do_not_see_each_other(family: str, method: str) -> None:
     ids = prompt(2)
     other = torch.cat([ids[:1], prompt(3)[2:]])
