@@ -49,7 +49,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "snapkv, roomy": ("snapkv", {"budget": 200, "chunk": 20}),
 }
 EVERY = [(family, method) for family in FAMILIES for method in METHODS]
-# Each method on a third of the families and each family with a third of the methods, where one property is like another.
+# Where one property is like another: each method on a third of the families, each family with a third of the methods.
 SOME = [
     (family, method)
     for row, family in enumerate(FAMILIES)
