@@ -11,7 +11,7 @@ from kvkeep.lab.figures import COLOURS, DPI, MARKERS, WIDTH_PX, plain, save
 from kvkeep.lab.report import Line, Section, shown, titled
 from kvkeep.lab.tasks.base import Metric
 
-_PANELS = 4
+_PANELS, _COLUMNS = 4, 6
 """Maps beside each other."""
 
 
@@ -80,7 +80,9 @@ def _lines(figure: Any, section: Section) -> None:
         axes.set_yscale("symlog", linthresh=_smallest(metric, section.measured))  # exact methods are at 0, or near
         axes.set_ylim(bottom=0)
     plain(axes, "both")
-    figure.legend(loc="outside lower center", ncols=math.ceil(len(methods) / 2), frameon=False, fontsize=9)
+    columns = min(_COLUMNS, math.ceil(len(methods) / 2))
+    figure.set_figheight(figure.get_figheight() + 0.2 * max(0, math.ceil(len(methods) / columns) - 2))
+    figure.legend(loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
 
 
 def draw_maps(section: Section, path: str | os.PathLike[str]) -> None:

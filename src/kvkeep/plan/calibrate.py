@@ -28,7 +28,7 @@ from kvkeep.stores.coded import CodedKeys, CodedValues, encode_keys, encode_valu
 from kvkeep.stores.groups import GROUP
 from kvkeep.stores.places import Disk
 
-VERSION = 2
+VERSION = 3
 """Raised whenever what is measured changes, so that older calibrations are made anew."""
 
 COLD = 128 * 2**20

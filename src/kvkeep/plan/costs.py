@@ -122,6 +122,7 @@ class _Work:
         resident = min(past, held.exact)
         own = sum(self.operations(layer, rows, rows, half=True) for layer in self.full) / at(self.machine.causal, rows)
         base = self.matrices(rows) + self.around(rows, self.overhead) + own + self.attended(rows, resident)
+        base += self.layers * self.machine.overhead["chunk"]
         if family.fate == "verified":
             return base + self.recalled(rows, past - resident) + self.written(rows) + self.chosen(resident, rows)
         base += self.recalled(rows, past - resident if held.away else 0)

@@ -14,8 +14,9 @@ from typing import Any
 from kvkeep.errors import KvkeepError, UsageError
 
 SHEET = "from the data sheet, not measured"
-LAYERS = ("full", "paged", "kv-direct", "piece", "rebuilt", "selected", "watched", "coded", "lowrank")
-"""What overheads are told of: a layer-step of each kind of layer, and one more piece or page of what is recalled."""
+LAYERS = ("full", "paged", "kv-direct", "piece", "rebuilt", "selected", "watched", "chunk", "coded", "lowrank")
+"""What overheads are told of: a layer-step of each kind of layer, one more piece or page of what is recalled, and what
+a chunk of a prompt takes in a layer beyond its parts."""
 
 Curve = tuple[tuple[float, float], ...]
 """Points (x, y), x rising; between them logarithms are interpolated, beyond them the last y holds."""
@@ -154,7 +155,7 @@ class Machine:
             disk,
             16 / memory,
             {bits: (number, number, 4 * number) for bits in (8, 4, 2)},
-            {kind: layer_step / (3 if kind in ("piece", "rebuilt") else 1) for kind in LAYERS},
+            {kind: layer_step / (3 if kind in ("piece", "rebuilt", "chunk") else 1) for kind in LAYERS},
             int(memory_bytes),
             int(host_bytes),
         )

@@ -64,13 +64,16 @@ def with_overheads(machine: Machine, device: str, dtype: torch.dtype) -> Machine
         def predicted(machine: Machine, candidate: Candidate = candidate, held: object = held) -> Cost:
             return cost(shape, candidate, held, machine, 1.0)  # type: ignore[arg-type]
 
+        now, more = predicted(machine), predicted(_raised(machine, name, 1.0))
+        machine = _raised(machine, name, max(0.0, (step_s - now.step) / (more.step - now.step)))
         now = predicted(machine)
-        slope = predicted(_raised(machine, name, 1.0)).step - now.step
-        machine = _raised(machine, name, max(0.0, (step_s - now.step) / slope))
         if name == "full":
-            now, twice = predicted(machine), predicted(replace(machine, simple=2.0))
-            more = (prompt_s - now.prefill) / (twice.prefill - now.prefill)
-            machine = replace(machine, simple=1.0 + max(0.0, more))
+            twice = predicted(replace(machine, simple=2.0))
+            machine = replace(machine, simple=1.0 + max(0.0, (prompt_s - now.prefill) / (twice.prefill - now.prefill)))
+        if name == "watched":
+            more = predicted(_raised(machine, "chunk", 1.0))
+            chunk_s = max(0.0, (prompt_s - now.prefill) / (more.prefill - now.prefill))
+            machine = _raised(machine, "chunk", chunk_s)
     return machine
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import count
 from typing import ClassVar
 
 from kvkeep.errors import BudgetError, UsageError
@@ -69,8 +70,11 @@ def spare(request: Request, fate: Fate, size: Callable[[LayerGeometry], int]) ->
         entry = (layer.key_dim + layer.value_dim) * geometry.dtype_bytes
         room = (entries - fate.resident(geometry, entries) - GROUP) * entry
         if room < size(layer):
+            least = next(
+                n for n in count(entries + 1) if (n - fate.resident(geometry, n) - GROUP) * entry >= size(layer)
+            )
             raise BudgetError(
                 f"A budget of {entries} entries has no room for {GROUP} that are {fate.label} beside the exact ones; "
-                f"give it at least {4 * GROUP}."
+                f"give it at least {least}."
             )
         yield layer, room
