@@ -20,6 +20,7 @@ from kvkeep.errors import BudgetError
 from kvkeep.policies.fates.dropped import Drop
 from kvkeep.policies.merging import MERGING
 from kvkeep.policies.merging.kvslimmer import KVSlimmer
+from kvkeep.policies.selectors.h2o import H2O
 from kvkeep.stores.ledger import Ledger
 from kvkeep.stores.merged import MergedLayer, slack_of
 from kvkeep.stores.meter import Meter
@@ -164,7 +165,7 @@ def layer_of(merging: Any, budget: int) -> tuple[MergedLayer, Any]:
     adapter, ledger, meter = bind(tiny("llama")), Ledger(False), Meter()
     live = Drop().build(None, ledger, meter)  # type: ignore[arg-type]
     home = Device(torch.device("cpu"))
-    return MergedLayer(0, (budget,), merging, live, home, ledger, meter, adapter), adapter
+    return MergedLayer(0, (budget,), H2O(), merging, live, home, ledger, meter, adapter), adapter
 
 
 @pytest.mark.parametrize("cap", [0, 3])

@@ -203,7 +203,7 @@ def merging(name: str, how: Merging) -> Method:
 
         def layer(own: LayerGeometry) -> MergedLayer:
             readers = sources.count(own.index)
-            return MergedLayer(own.index, (entries,), how, live, home, ledger, meter, adapter, readers)
+            return MergedLayer(own.index, (entries,), H2O(), how, live, home, ledger, meter, adapter, readers)
 
         budgets = [(entries,)] * len(sources)
         return Plan(_stock_layers(request, layer), entries, chunk, True, fate=live, budgets=budgets)

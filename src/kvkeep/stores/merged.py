@@ -26,7 +26,7 @@ from kvkeep.stores.ledger import Ledger
 from kvkeep.stores.meter import Meter, nbytes
 from kvkeep.stores.pairing import cheapest_pairs
 from kvkeep.stores.places import Place
-from kvkeep.stores.selected import Candidates, Fate
+from kvkeep.stores.selected import Fate, Selector
 from kvkeep.stores.streamed import Step
 from kvkeep.stores.whereabouts import Whereabouts
 
@@ -137,25 +137,10 @@ class Entries:
         return replace(self, **{name: _written(getattr(self, name), at, new, real) for name, new in merged.items()})
 
 
-class _Heard:
-    """The selector of merged layers: attention is added up, and nobody is ranked."""
-
-    watches = None
-    most = enters = reads = ties = False
-
-    def observe(self, entries: Candidates, weights: Tensor, queries: int) -> Tensor:
-        assert entries.marks is not None
-        return entries.marks + weights
-
-    def enter(self, entries: Candidates, keys: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def rank(self, entries: Candidates) -> Tensor:
-        raise NotImplementedError
-
-
 class MergedLayer(CountedLayer):
     """Holds ``budget`` entries in each KV head at most, those of the first ``sinks`` tokens as they came.
+
+    ``selector``: one that adds up all attention, as H2O's does; it is not asked to rank.
 
     An entry goes by the last slot it stands for. ``readers``: layers that read these entries. ``tally``: pairs merged
     so far, and shares that had to be clamped (float64, on the device).
@@ -165,6 +150,7 @@ class MergedLayer(CountedLayer):
         self,
         index: int,
         budgets: Sequence[int],
+        selector: Selector,
         merging: Merging,
         fate: Fate,
         home: Place,
@@ -173,7 +159,7 @@ class MergedLayer(CountedLayer):
         adapter: Adapter,
         readers: int = 1,
     ) -> None:
-        super().__init__(index, budgets, _Heard(), fate, home, ledger, meter)
+        super().__init__(index, budgets, selector, fate, home, ledger, meter)
         self.merging, self.adapter, self.readers = merging, adapter, readers
         self.slack = slack_of(merging, min(budgets))
         self.tally = torch.zeros(2, dtype=torch.float64)

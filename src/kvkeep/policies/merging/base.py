@@ -54,5 +54,5 @@ class Merging(ABC):
         """Return the first key's share of the merged one, (lanes, pairs, 1 or dim); the second's is the rest."""
 
     def clues(self, asked: Asked) -> Tensor:
-        """Return what it has to know of each entry, (lanes, entries, any)."""
-        raise NotImplementedError
+        """Return what it has to know of each entry, (lanes, entries, any): nothing, unless it ``asks``."""
+        return asked.keys[..., :0]
