@@ -108,3 +108,30 @@ def tiny(family: str) -> Any:
             if parameter.ndim > 1:
                 parameter.mul_(6.0)
     return model
+
+
+def padded(lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random ids of rows of these lengths, padded at the left, and their mask."""
+    ids = torch.randint(2, VOCABULARY, (len(lengths), max(lengths)), generator=torch.Generator().manual_seed(3))
+    mask = torch.ones_like(ids)
+    for row, length in enumerate(lengths):
+        ids[row, : max(lengths) - length] = mask[row, : max(lengths) - length] = 0
+    return ids, mask
+
+
+def read(family: str, cache: Any, ids: torch.Tensor, mask: torch.Tensor, single: int) -> torch.Tensor:
+    """Read all but the last ``single`` tokens at once and those one by one; return their logits."""
+    length, logits = ids.shape[1], []
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    starts = [0, *range(length - single, length)]
+    for low, high in zip(starts, [*starts[1:], length], strict=True):
+        with torch.no_grad():
+            out = tiny(family)(
+                ids[:, low:high],
+                attention_mask=mask[:, :high],
+                position_ids=positions[:, low:high],
+                past_key_values=cache,
+                logits_to_keep=1,
+            )
+        logits.append(out.logits)
+    return torch.cat(logits, 1)

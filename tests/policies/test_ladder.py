@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from families import VOCABULARY, tiny
-from torch import Tensor
+from families import padded, read, tiny
 from transformers import DynamicCache
 
 from kvkeep import KeepCache, Session, load_session, save_session
@@ -22,32 +20,6 @@ FAMILIES = ["llama", "gemma3", "gpt2", "deepseek_v3", "gemma4", "phi3"]
 
 def new_cache(family: str, method: str = "revive", budget: int = BUDGET) -> KeepCache:
     return KeepCache(tiny(family), method, budget, chunk=CHUNK)
-
-
-def padded(lengths: list[int]) -> tuple[Tensor, Tensor]:
-    ids = torch.randint(2, VOCABULARY, (len(lengths), max(lengths)), generator=torch.Generator().manual_seed(1))
-    mask = torch.ones_like(ids)
-    for row, length in enumerate(lengths):
-        ids[row, : max(lengths) - length] = mask[row, : max(lengths) - length] = 0
-    return ids, mask
-
-
-def read(family: str, cache: Any, ids: Tensor, mask: Tensor, single: int) -> Tensor:
-    """Read all but the last ``single`` tokens at once and those one by one; return their logits."""
-    length, logits = ids.shape[1], []
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    starts = [0, *range(length - single, length)]
-    for low, high in zip(starts, [*starts[1:], length], strict=True):
-        with torch.no_grad():
-            out = tiny(family)(
-                ids[:, low:high],
-                attention_mask=mask[:, :high],
-                position_ids=positions[:, low:high],
-                past_key_values=cache,
-                logits_to_keep=1,
-            )
-        logits.append(out.logits)
-    return torch.cat(logits, 1)
 
 
 def budget_bytes(cache: KeepCache, rows: int, budget: int) -> int:

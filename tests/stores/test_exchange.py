@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from families import FAMILIES, VOCABULARY, tiny
+from families import FAMILIES, padded, read, tiny
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -95,32 +95,6 @@ class Hoarding:
 @pytest.fixture(autouse=True)
 def _hoard(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(FATES, "hoard", Hoard)
-
-
-def padded(lengths: list[int]) -> tuple[Tensor, Tensor]:
-    ids = torch.randint(2, VOCABULARY, (len(lengths), max(lengths)), generator=torch.Generator().manual_seed(3))
-    mask = torch.ones_like(ids)
-    for row, length in enumerate(lengths):
-        ids[row, : max(lengths) - length] = mask[row, : max(lengths) - length] = 0
-    return ids, mask
-
-
-def read(family: str, cache: Any, ids: Tensor, mask: Tensor, single: int) -> Tensor:
-    """Read all but the last ``single`` tokens at once and those one by one; return their logits."""
-    length, logits = ids.shape[1], []
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    starts = [0, *range(length - single, length)]
-    for low, high in zip(starts, [*starts[1:], length], strict=True):
-        with torch.no_grad():
-            out = tiny(family)(
-                ids[:, low:high],
-                attention_mask=mask[:, :high],
-                position_ids=positions[:, low:high],
-                past_key_values=cache,
-                logits_to_keep=1,
-            )
-        logits.append(out.logits)
-    return torch.cat(logits, 1)
 
 
 def selected(cache: KeepCache) -> list[SelectedLayer]:
