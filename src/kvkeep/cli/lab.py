@@ -18,7 +18,7 @@ from kvkeep.cli.output import err, note, print_json, show
 from kvkeep.errors import KvkeepError, Stopped, UsageError
 
 if TYPE_CHECKING:
-    from kvkeep.lab.experiment import Experiment
+    from kvkeep.lab.experiment import Outline
     from kvkeep.lab.store import Store
 
 FOLDER = Path("kvkeep-lab")
@@ -38,30 +38,40 @@ def _lab() -> None:
 
 @app.command("list")
 def list_(json: options.Json = False) -> None:
-    """List the experiments that come with the library, and the tasks they are made of."""
+    """List the experiments that come with the library, and the tasks and studies they are made of."""
     from kvkeep.lab.experiment import load_experiment, packaged
+    from kvkeep.lab.studies import STUDIES
     from kvkeep.lab.tasks import TASKS
 
     found = [load_experiment(name) for name in packaged()]
+    kinds = {"tasks": TASKS, "studies": STUDIES}
     if json:
         about = {
-            name: {"about": task.about, "sizes": task.model_json_schema()["properties"]} for name, task in TASKS.items()
+            title: {
+                name: {"about": kind.about, "sizes": kind.model_json_schema().get("properties", {})}
+                for name, kind in known.items()
+            }
+            for title, known in kinds.items()
         }
-        print_json({"experiments": [one.model_dump(mode="json") for one in found], "tasks": about})
+        print_json({"experiments": [one.model_dump(mode="json") for one in found], **about})
         return
-    table = Table(box=None, header_style="bold", title="Experiments", title_justify="left", title_style="bold")
-    for heading in ("name", "title", "task", "beside", "cells"):
-        table.add_column(heading, overflow="fold")
+    table = _table("Experiments", "name", "title", "task or study", "beside", "cells")
     for one in found:
         beside = "-" if one.paper is None else f"{one.paper.title.partition(':')[0]}, {one.paper.where}"
-        table.add_row(one.name, one.title, one.task.name, beside, str(len(one.cells(""))))
+        table.add_row(one.name, one.title, one.subject.name, beside, str(len(one.cells(""))))
     show(table)
-    tasks = Table(box=None, header_style="bold", title="\nTasks", title_justify="left", title_style="bold")
-    for heading in ("name", "about", "sizes"):
-        tasks.add_column(heading, overflow="fold")
-    for name, task in TASKS.items():
-        tasks.add_row(name, task.about, ", ".join(task.model_fields))
-    show(tasks)
+    for title, known in kinds.items():
+        table = _table(f"\n{title.capitalize()}", "name", "about", "sizes")
+        for name, kind in known.items():
+            table.add_row(name, kind.about, ", ".join(kind.model_fields))
+        show(table)
+
+
+def _table(title: str, *headings: str) -> Table:
+    table = Table(box=None, header_style="bold", title=title, title_justify="left", title_style="bold")
+    for heading in headings:
+        table.add_column(heading, overflow="fold")
+    return table
 
 
 @app.command()
@@ -118,12 +128,11 @@ def run(
     results.refresh()
     _tell_torn(results)
     if json:
-        failed = [
-            {"method": row.method, "budget": row.budget, "point": row.point, "error": row.error} for row in tally.failed
-        ]
+        told = {"model", "method", "budget", "point", "seed", "error"}
+        failed = [record.model_dump(mode="json", include=told) for record in tally.failed]
         print_json({"experiment": chosen.name, "store": str(results.path), **asdict(tally), "failed": failed})
     else:
-        for sentence in dict.fromkeys(_failure(row.method, row.budget, row.error) for row in tally.failed):
+        for sentence in dict.fromkeys(f"{record.label} failed: {record.error}" for record in tally.failed):
             note(sentence)
         note(
             f"{tally.done} cells measured, {tally.found} were there, {len(tally.failed)} failed, {tally.elsewhere} are "
@@ -161,17 +170,13 @@ def report(
         note(f"Written: {path}")
 
 
-def _check_only(experiment: Experiment, only: list[str]) -> None:
+def _check_only(experiment: Outline, only: list[str]) -> None:
     from kvkeep.errors import unknown
 
-    methods = (experiment.baseline, *experiment.methods)
+    methods = list(dict.fromkeys(cell.method for cell in experiment.cells("")))
     for name in only:
         if name not in methods:
             raise unknown(f"method of experiment '{experiment.name}'", name, methods)
-
-
-def _failure(method: str, budget: str | None, error: str) -> str:
-    return f"{method}{f' at {budget}' if budget else ''} failed: {error}"
 
 
 def _tell_torn(store: Store) -> None:
