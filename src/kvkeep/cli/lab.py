@@ -151,7 +151,7 @@ def report(
     json: options.Json = False,
 ) -> None:
     """Report what stores hold: a table for each experiment and model, as Markdown, the paper's numbers beside."""
-    from kvkeep.lab.report import markdown, sections, write
+    from kvkeep.lab.report import chapters, markdown, sections, write
     from kvkeep.lab.store import Store
 
     read = [Store(path) for path in stores]
@@ -161,11 +161,12 @@ def report(
         one.refresh()
         _tell_torn(one)
     found = sections(read)
-    files = write(found, output) if output is not None else []
+    told = chapters(found)
+    files = write(told, output) if output is not None else []
     if json:
         print_json({"sections": [section.as_dict() for section in found], "files": [str(path) for path in files]})
     elif output is None:
-        print(markdown(found), end="")
+        print(markdown(told), end="")
     for path in files:
         note(f"Written: {path}")
 

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvkeep.lab.figures import COLOURS, DPI, MARKERS, WIDTH_PX, plain, save
-from kvkeep.lab.report import Line, Section, shown, titled
+from kvkeep.lab.report.sections import Line, Section
+from kvkeep.lab.report.telling import shown, titled
 from kvkeep.lab.tasks.base import Metric
 
 _PANELS, _COLUMNS = 4, 6
