@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.util import find_spec
@@ -20,6 +20,8 @@ from kvkeep.errors import KvkeepError, Stopped, UsageError
 if TYPE_CHECKING:
     from kvkeep.lab.experiment import Outline
     from kvkeep.lab.store import Store
+    from kvkeep.lab.studies import Study
+    from kvkeep.lab.tasks import Task
 
 FOLDER = Path("kvkeep-lab")
 
@@ -44,7 +46,7 @@ def list_(json: options.Json = False) -> None:
     from kvkeep.lab.tasks import TASKS
 
     found = [load_experiment(name) for name in packaged()]
-    kinds = {"tasks": TASKS, "studies": STUDIES}
+    kinds: dict[str, Mapping[str, type[Task] | type[Study]]] = {"tasks": TASKS, "studies": STUDIES}
     if json:
         about = {
             title: {
@@ -151,7 +153,7 @@ def report(
     json: options.Json = False,
 ) -> None:
     """Report what stores hold: a table for each experiment and model, as Markdown, the paper's numbers beside."""
-    from kvkeep.lab.report import chapters, markdown, sections, write
+    from kvkeep.lab.report import chapters, markdown, sections, studied, study_chapters, write
     from kvkeep.lab.store import Store
 
     read = [Store(path) for path in stores]
@@ -160,11 +162,17 @@ def report(
             raise UsageError(f"There are no results at '{one.path}'; 'kvkeep lab run' writes them.")
         one.refresh()
         _tell_torn(one)
-    found = sections(read)
-    told = chapters(found)
+    found, studies = sections(read), studied(read)
+    told = [*chapters(found), *study_chapters(studies)]
     files = write(told, output) if output is not None else []
     if json:
-        print_json({"sections": [section.as_dict() for section in found], "files": [str(path) for path in files]})
+        print_json(
+            {
+                "sections": [section.as_dict() for section in found],
+                "studies": [one.as_dict() for one in studies],
+                "files": [str(path) for path in files],
+            }
+        )
     elif output is None:
         print(markdown(told), end="")
     for path in files:

@@ -259,8 +259,9 @@ def packaged() -> list[str]:
 
 
 def load_experiment(name: str) -> Experiment | Inquiry:
-    """Return a packaged experiment by its name, or a file by its path: one with a ``[task]`` or with a ``[study]``. Raises UsageError with one sentence that says
-    what is wrong with it; its smoke version is checked, too."""
+    """Return a packaged experiment by its name, or a file by its path: one with a ``[task]`` or with a ``[study]``.
+
+    Raises UsageError with one sentence that says what is wrong with it; its smoke version is checked, too."""
     path = Path(name)
     if name in packaged():
         text, where = resources.files("kvkeep.lab").joinpath(f"experiments/{name}.toml").read_text("utf-8"), name

@@ -26,7 +26,8 @@ class Table:
 
 
 def _row(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cell.replace('|', '\\|') for cell in cells)} |"
+    plain = (cell.replace("|", "\\|") for cell in cells)
+    return f"| {' | '.join(plain)} |"
 
 
 def number(value: float | None, digits: int = 3) -> str:

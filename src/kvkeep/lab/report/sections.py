@@ -110,7 +110,7 @@ class Section:
 
 def sections(stores: Sequence[Store]) -> list[Section]:
     """Return what ``stores`` hold (already read), the latest of each experiment first. Raises UsageError if that is
-    nothing, or of an experiment that this version cannot read."""
+    nothing (nor any study), or of an experiment that this version cannot read."""
     definitions = {one.setting: one.experiment for store in stores for one in store.definitions}
     groups: dict[tuple[str, str], dict[str, Row]] = {}
     for row in (row for store in stores for row in store.rows):
@@ -122,7 +122,7 @@ def sections(stores: Sequence[Store]) -> list[Section]:
         for (setting, model), cells in groups.items()
         if setting in definitions
     ]
-    if not made:
+    if not made and not any(store.findings for store in stores):
         raise UsageError("There is nothing to report: no cell of an experiment is in these results.")
     made.sort(key=lambda section: section.started, reverse=True)
     return sorted(made, key=lambda section: section.experiment.name)
@@ -158,9 +158,7 @@ def _section(experiment: Experiment, setting: str, model: str, rows: Sequence[Ro
     )
 
 
-def _line(
-    experiment: Experiment, method: str, budget: str | None, rows: Sequence[Row], baseline: Samples
-) -> Line:
+def _line(experiment: Experiment, method: str, budget: str | None, rows: Sequence[Row], baseline: Samples) -> Line:
     done = [row for row in rows if row.status == "done"]
     expected = max(len(rows), len(experiment.task.points()) * len(experiment.seeds))
     values = () if experiment.paper is None else experiment.paper.values

@@ -60,8 +60,8 @@ class Rebuilt(Study):
         steps = len(self.dtypes) * len(self.lengths) + bool(beyond)
         ids = text_ids(tokenizer, max(self.lengths))
         rows: list[Reconstruction] = []
-        for number, name in enumerate(self.dtypes):
-            progress(name, number * len(self.lengths), steps)
+        for place, name in enumerate(self.dtypes):
+            progress(name, place * len(self.lengths), steps)
             kind = DTYPES[name]
             assert isinstance(kind, torch.dtype)
             rows += [replace(row, layers=()) for row in reconstruction(model, ids, self.lengths, kind)]
@@ -100,10 +100,10 @@ class Rebuilt(Study):
         lines = list(dict.fromkeys((row.dtype, row.kind) for row in found.rows))
         parts = (("same", "same shapes"), ("pages", "by pages"), ("rows", "by single rows"))
         for axes, (part, words) in zip(grid, parts, strict=True):
-            for number, (dtype, kind) in enumerate(lines):
+            for place, (dtype, kind) in enumerate(lines):
                 mine = [row for row in found.rows if (row.dtype, row.kind) == (dtype, kind)]
                 sizes = [max(getattr(row, part).keys, getattr(row, part).values) for row in mine]
-                style = {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)]}
+                style = {"color": COLOURS[place % len(COLOURS)], "marker": MARKERS[place % len(MARKERS)]}
                 axes.plot([row.length for row in mine], sizes, label=f"{dtype}, {kind} layers", clip_on=False, **style)
             axes.set_xscale("log", base=2)
             axes.set_yscale("symlog", linthresh=1e-8)

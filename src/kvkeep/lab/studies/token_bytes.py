@@ -151,15 +151,16 @@ class TokenBytes(Study):
         """Draw bars of bytes a token, by model and kind."""
         from matplotlib.figure import Figure
 
-        kinds = {"keys and values": lambda row: row.entries, "one residual (the paper's)": lambda row: row.residual}
+        kinds = {"keys and values": [row.entries for row in found.rows]}
+        kinds["one residual (the paper's)"] = [row.residual for row in found.rows]
         for kind in list(found.rows[0].checkpoints)[1:]:
-            kinds[f"checkpoint {kind}"] = lambda row, kind=kind: row.checkpoints[kind]
+            kinds[f"checkpoint {kind}"] = [row.checkpoints[kind] for row in found.rows]
         figure = Figure(figsize=(WIDTH_PX / DPI, 4.6), dpi=DPI, layout="constrained")
         axes: Any = figure.subplots()
         width = 0.8 / len(kinds)
-        for place, (label, size) in enumerate(kinds.items()):
+        for place, (label, sizes) in enumerate(kinds.items()):
             across = [number + (place - len(kinds) / 2 + 0.5) * width for number in range(len(found.rows))]
-            axes.bar(across, [size(row) / 1024 for row in found.rows], width, color=COLOURS[place], label=label)
+            axes.bar(across, [size / 1024 for size in sizes], width, color=COLOURS[place], label=label)
         axes.set_yscale("log")
         axes.set_xticks(range(len(found.rows)), [row.model for row in found.rows], fontsize=8)
         axes.set_title("KB a token", loc="left", fontsize=10)
