@@ -142,7 +142,7 @@ def report(
     json: options.Json = False,
 ) -> None:
     """Report what stores hold: a table for each experiment and model, as Markdown, the paper's numbers beside."""
-    from kvkeep.lab.report import chapters, markdown, sections, write
+    from kvkeep.lab.report import chapters, markdown, sections, unmeasured, write
     from kvkeep.lab.store import Store
 
     read = [Store(path) for path in stores]
@@ -152,7 +152,7 @@ def report(
         one.refresh()
         _tell_torn(one)
     found = sections(read)
-    told = chapters(found)
+    told = chapters(found) + unmeasured({section.experiment.name for section in found})
     files = write(told, output) if output is not None else []
     if json:
         print_json({"sections": [section.as_dict() for section in found], "files": [str(path) for path in files]})

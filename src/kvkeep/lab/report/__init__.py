@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kvkeep.lab.report.experiments import chapters
+from kvkeep.lab.report.experiments import chapters, unmeasured
 from kvkeep.lab.report.files import write
 from kvkeep.lab.report.markdown import markdown
 from kvkeep.lab.report.sections import sections
 
-__all__ = ["chapters", "markdown", "sections", "write"]
+__all__ = ["chapters", "markdown", "sections", "unmeasured", "write"]
