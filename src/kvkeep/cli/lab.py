@@ -153,7 +153,7 @@ def report(
     json: options.Json = False,
 ) -> None:
     """Report what stores hold: a table for each experiment and model, as Markdown, the paper's numbers beside."""
-    from kvkeep.lab.report import chapters, markdown, sections, studied, study_chapters, write
+    from kvkeep.lab.report import chapters, markdown, sections, studied, study_chapters, unmeasured, write
     from kvkeep.lab.store import Store
 
     read = [Store(path) for path in stores]
@@ -163,7 +163,8 @@ def report(
         one.refresh()
         _tell_torn(one)
     found, studies = sections(read), studied(read)
-    told = [*chapters(found), *study_chapters(studies)]
+    names = {*(section.experiment.name for section in found), *(one.inquiry.name for one in studies)}
+    told = [*chapters(found), *study_chapters(studies), *unmeasured(names)]
     files = write(told, output) if output is not None else []
     if json:
         print_json(

@@ -29,7 +29,7 @@ _Outline = TypeVar("_Outline", bound="Outline")
 
 class PaperValue(BaseModel):
     """One of the paper's numbers: ``metric`` and ``value`` as the task tells them (shares from 0 to 1). method, budget:
-    as here, where there is such a row; note: what else is to be known."""
+    as here, where there is such a row (no budget: at every budget); note: what else is to be known."""
 
     model_config = _STRICT
 
@@ -40,17 +40,63 @@ class PaperValue(BaseModel):
     note: str = ""
 
 
+class Claim(BaseModel):
+    """What the paper says, and which of our numbers decide it; a sentence alone is one that no number here decides.
+
+    says: the sentence. metric: whose mean is asked for. methods: each of them is meant, at each of ``budgets`` (none:
+    at every budget of the experiment). at_least, at_most: the limits, as the task tells the metric; where ``than``
+    names other methods, limits of the difference from each of them at the same budget.
+    """
+
+    model_config = _STRICT
+
+    says: Text
+    metric: Text | None = None
+    methods: tuple[Text, ...] = ()
+    budgets: tuple[Text, ...] = ()
+    than: tuple[Text, ...] = ()
+    at_least: float | None = None
+    at_most: float | None = None
+
+    @field_validator("methods", "than")
+    @classmethod
+    def _methods(cls, given: tuple[str, ...]) -> tuple[str, ...]:
+        return _known(given)
+
+    @field_validator("budgets")
+    @classmethod
+    def _budgets(cls, given: tuple[str, ...]) -> tuple[str, ...]:
+        return _readable(given)
+
+    @model_validator(mode="after")
+    def _decidable(self) -> Claim:
+        limits = [limit for limit in (self.at_least, self.at_most) if limit is not None]
+        if (self.metric is None) == bool(limits):
+            raise UsageError("what decides it is a metric, and at_least or at_most")
+        if self.metric is None and (self.methods or self.budgets or self.than):
+            raise UsageError("methods and budgets say nothing without a metric")
+        if limits != sorted(limits):
+            raise UsageError(f"no number is at least {self.at_least:g} and at most {self.at_most:g}")
+        return self
+
+
 class Paper(BaseModel):
     """What an experiment stands beside. where: the figure or table. setting: their model, precision and machine.
-    claims: what the paper says of it, in a sentence each."""
+    claims: what the paper says of it."""
 
     model_config = _STRICT
 
     title: Text
     where: Text
     setting: Text
-    claims: tuple[Text, ...] = ()
+    claims: tuple[Claim, ...] = ()
     values: tuple[PaperValue, ...] = ()
+
+    @field_validator("claims", mode="before")
+    @classmethod
+    def _claims(cls, given: Any) -> Any:
+        listed = isinstance(given, list | tuple)
+        return [{"says": claim} if isinstance(claim, str) else claim for claim in given] if listed else given
 
 
 @dataclass(frozen=True)
@@ -107,10 +153,15 @@ class Outline(BaseModel, ABC):
     @model_validator(mode="after")
     def _metrics(self) -> Self:
         known = [metric.name for metric in self.subject.metrics]
-        for value in self.paper.values if self.paper is not None else ():
-            if value.metric not in known:
-                raise unknown("metric", value.metric, known)
+        for told in (*self.paper.values, *self.claims) if self.paper is not None else ():
+            if told.metric is not None and told.metric not in known:
+                raise unknown("metric", told.metric, known)
         return self
+
+    @property
+    def claims(self) -> tuple[Claim, ...]:
+        """The paper's."""
+        return () if self.paper is None else self.paper.claims
 
     def with_(self, **changes: Any) -> Self:
         """Return the experiment with some fields changed; raises UsageError as reading it does."""
@@ -155,16 +206,20 @@ class Experiment(Outline):
     @field_validator("methods", "baseline")
     @classmethod
     def _methods(cls, given: Any) -> Any:
-        for method in (given,) if isinstance(given, str) else given:
-            takes(method)
+        _known((given,) if isinstance(given, str) else given)
         return given
 
     @field_validator("budgets")
     @classmethod
     def _budgets(cls, given: tuple[str, ...]) -> tuple[str, ...]:
-        for budget in given:
-            Budget.parse(budget)
-        return given
+        return _readable(given)
+
+    @model_validator(mode="after")
+    def _decidable(self) -> Self:
+        for claim in self.claims:
+            if claim.metric is not None and not claim.methods:
+                raise UsageError(f"the claim '{claim.says}' does not name the methods that its metric is asked of")
+        return self
 
     @property
     def subject(self) -> Task:
@@ -210,6 +265,13 @@ class Inquiry(Outline):
     @classmethod
     def _study(cls, given: Any) -> Any:
         return _chosen("study", given, STUDIES)
+
+    @model_validator(mode="after")
+    def _decidable(self) -> Self:
+        for claim in self.claims:
+            if claim.methods:
+                raise UsageError(f"the claim '{claim.says}' names methods, and a study's numbers are of none")
+        return self
 
     @field_serializer("study")
     def _dump_study(self, study: Study) -> dict[str, Any]:
@@ -287,6 +349,18 @@ def load_experiment(name: str) -> Experiment | Inquiry:
 def read_experiment(given: dict[str, Any], where: str) -> Experiment | Inquiry:
     """Return the experiment that plain types describe; raises UsageError, naming it as ``where``."""
     return _validated(Inquiry, given, where) if "study" in given else _validated(Experiment, given, where)
+
+
+def _known(methods: tuple[str, ...]) -> tuple[str, ...]:
+    for method in methods:
+        takes(method)
+    return methods
+
+
+def _readable(budgets: tuple[str, ...]) -> tuple[str, ...]:
+    for budget in budgets:
+        Budget.parse(budget)
+    return budgets
 
 
 def digest(sources: Sequence[Path]) -> str:

@@ -1,13 +1,9 @@
-"""The second derivatives of the loss by two neighbouring keys: KVSlimmer (arXiv:2603.00907, sections 4.1-4.2).
+"""The second derivatives of the loss by all pairs of neighbouring keys at once (KVSlimmer, sections 4.1-4.2; the formulas
+stand in :mod:`kvkeep.policies.merging.hessian`).
 
-With a the attention of one query, o = sum_i a_i v_i its output, and r_i = v_i - o, the Hessian's blocks of keys m and
-m + 1 are h_ij = (E . c_ij) q q^T / d_k (Eq. 26), where E = dL/do comes from outside the head and
-
-    c_11 = a_m (1 - 2 a_m) r_m,   c_22 = a_m+1 (1 - 2 a_m+1) r_m+1,   c_12 = -a_m a_m+1 (r_m + r_m+1)     (Eqs. 23-25)
-
-do not. Everything here is about all pairs at once: values (..., tokens, dim), attention (..., queries, tokens),
-outputs and E (..., queries, dim); results are (..., queries, tokens - 1), one for each pair. No c_ij is written out:
-their norms and their products with E are made of products of values, outputs and E.
+Values are (..., tokens, dim), attention (..., queries, tokens), outputs and E (..., queries, dim); results are (...,
+queries, tokens - 1), one for each pair. No c_ij is written out: their norms and their products with E are made of
+products of values, outputs and E.
 """
 
 from __future__ import annotations
@@ -15,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch import Tensor
+
+from kvkeep.policies.merging.hessian import alone, best_share, together
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +39,12 @@ class Sensitivity:
     @property
     def exact_weight(self) -> Tensor:
         """The weight of key m in the merged key (Eq. 30); that of key m + 1 is 1 minus it."""
-        return (self.g11 + self.g12) / (self.g11 + 2 * self.g12 + self.g22)
+        return best_share(self.g11, self.g12, self.g22)
 
     @property
     def closed_weight(self) -> Tensor:
         """The same without E, as if Eq. 32 held (Eq. 33)."""
-        return (self.norm11 - self.norm12) / (self.norm11 - 2 * self.norm12 + self.norm22)
+        return best_share(self.norm11, -self.norm12, self.norm22)
 
 
 def sensitivity(external: Tensor, attention: Tensor, values: Tensor, outputs: Tensor) -> Sensitivity:
@@ -58,13 +56,13 @@ def sensitivity(external: Tensor, attention: Tensor, values: Tensor, outputs: Te
     both = toward[..., :-1] + toward[..., 1:]
     length = alone.clamp(min=0).sqrt()  # |r_i|
     length_both = (alone[..., :-1] + 2 * pair + alone[..., 1:]).clamp(min=0).sqrt()  # |r_m + r_m+1|
-    here, next_ = first * (1 - 2 * first), second * (1 - 2 * second)
+    here, next_, shared = alone(first), alone(second), together(first, second)
     return Sensitivity(
         here * toward[..., :-1],
-        -first * second * both,
+        shared * both,
         next_ * toward[..., 1:],
         here.abs() * length[..., :-1],
-        first * second * length_both,
+        shared.abs() * length_both,
         next_.abs() * length[..., 1:],
         external.norm(dim=-1, keepdim=True),
     )

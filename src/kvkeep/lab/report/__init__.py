@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from kvkeep.lab.report.experiments import chapters
+from kvkeep.lab.report.experiments import chapters, unmeasured
 from kvkeep.lab.report.files import write
 from kvkeep.lab.report.markdown import markdown
 from kvkeep.lab.report.sections import sections
 from kvkeep.lab.report.studies import studied, study_chapters
 
-__all__ = ["chapters", "markdown", "sections", "studied", "study_chapters", "write"]
+__all__ = ["chapters", "markdown", "sections", "studied", "study_chapters", "unmeasured", "write"]

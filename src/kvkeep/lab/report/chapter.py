@@ -21,14 +21,22 @@ class Outcome(StrEnum):
 class Verdict:
     """What was found of one of a paper's claims, or of its numbers.
 
-    says: the claim as the paper's sentence. ours: what was measured, with N and interval, in Markdown; it ends without
-    a full stop. reading: how the sentence was read as numbers.
+    says: the paper's sentence. ours: what was measured, with intervals, in sentences of Markdown. samples: the fewest
+    that it goes by. reading: how the sentence was read as numbers, in Markdown.
     """
 
     says: str
     outcome: Outcome
-    ours: str
+    ours: tuple[str, ...] = ()
+    samples: int = 0
     reading: str = ""
+
+    @property
+    def finding(self) -> str:
+        """The outcome as a person reads it."""
+        if self.outcome is not Outcome.OPEN:
+            return str(self.outcome)
+        return f"{self.outcome} from {self.samples} sample{'' if self.samples == 1 else 's'}"
 
 
 @dataclass(frozen=True)
@@ -47,7 +55,8 @@ class Chapter:
 
     beside: the paper and its figure or table. theirs, ours: model, precision and sizes, so that differences can be
     seen. verdicts: of the paper's claims and numbers, in its order. missing: what could not be run or was not, and why,
-    a sentence each. blocks: Markdown (headings from the third level on) and pictures, in their order.
+    a sentence each. blocks: Markdown (headings from the third level on) and pictures, in their order; a chapter without
+    any is only told of in the report's beginning.
     """
 
     title: str

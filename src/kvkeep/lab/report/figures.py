@@ -1,41 +1,95 @@
-"""A report's figures: quality against memory, and maps of a task's two axes."""
+"""A report's figures: the frontiers of quality, each method by itself, and maps of a task's two axes."""
 
 from __future__ import annotations
 
 import math
 import os
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
-from kvkeep.lab.figures import COLOURS, DPI, MARKERS, WIDTH_PX, plain, save
+from kvkeep.lab.figures import COLOURS, DPI, WIDTH_PX, plain, save
+from kvkeep.lab.report.frontier import NOISE, Axis, frontier
+from kvkeep.lab.report.labels import Label, place
 from kvkeep.lab.report.sections import Line, Section
 from kvkeep.lab.report.telling import shown, titled
 from kvkeep.lab.tasks.base import Metric
 
-_PANELS, _COLUMNS = 4, 6
-"""Maps beside each other."""
+_BLUE = COLOURS[0]
+_PANELS = 4
+"""Maps, or methods, beside each other."""
+
+
+def draw_frontier(section: Section, axis: Axis, path: str | os.PathLike[str]) -> None:
+    """Draw the task's first metric against ``axis``: every row a point, the points of a method joined in grey, those on
+    the frontier and the line through them in colour. Raises StoreError if the file cannot be written."""
+    from matplotlib.figure import Figure
+
+    metric = section.experiment.task.metrics[0]
+    points = {line: cost for line in section.measured if (cost := axis.cost(line)) is not None}
+    best = frontier(list(points), metric, axis)
+    figure = Figure(figsize=(WIDTH_PX / DPI, 5.6), dpi=DPI, layout="constrained")
+    axes: Any = figure.subplots()
+    for method in dict.fromkeys(line.method for line in points):
+        mine = sorted((line for line in points if line.method == method), key=points.__getitem__)
+        costs, means = [points[line] for line in mine], [_mean(metric, line) for line in mine]
+        axes.plot(costs, means, color="0.82", linewidth=1)
+        axes.plot(costs, means, "o", color="0.65", markersize=4, clip_on=False)
+    axes.step(
+        [points[line] for line in best],
+        [_mean(metric, line) for line in best],
+        where="post",
+        color=_BLUE,
+        linewidth=1.5,
+        marker="o",
+        markersize=6.5,
+        zorder=3,
+        clip_on=False,
+    )
+    axes.set_xscale("log")
+    axes.set_xlim(right=1.15 * max(points.values()))  # room for words
+    _plain_numbers(axes.xaxis, points.values())
+    axes.set_xlabel(f"{axis.of} ({axis.unit})")
+    axes.set_title(f"{titled(metric)}: {metric.better} is better", loc="left", fontsize=10)
+    _quality_axis(axes, metric, section.measured)
+    plain(axes, "both")
+    figure.suptitle(f"{section.experiment.title}: {section.model}", fontsize=11)
+    at = {line: (cost, _mean(metric, line)) for line, cost in points.items()}
+    style = (("fontsize", 9), ("color", _BLUE), ("zorder", 5))
+    labels = [Label(line.label, *at[line], True, style) for line in best]
+    others = [line for line in points if line.method not in {one.method for one in best}]
+    for method in dict.fromkeys(line.method for line in others):
+        last = max((line for line in others if line.method == method), key=points.__getitem__)
+        labels.append(Label(method, *at[last], False, (("fontsize", 8), ("color", "0.35"))))
+    corners = [
+        (first, second)
+        for one, other in pairwise(best)
+        for first, second in pairwise((at[one], (at[other][0], at[one][1]), at[other]))
+    ]
+    place(axes, labels, list(at.values()), corners)
+    save(figure, path)
 
 
 def draw_quality(section: Section, path: str | os.PathLike[str]) -> None:
-    """Draw quality and memory, with 95 % intervals: the task's first metric against the bytes held, a line for each
-    method and the baseline across; of one budget alone, bars of the metrics that are told relative to the baseline.
-    Raises StoreError if the file cannot be written."""
+    """Draw quality and memory, with 95 % intervals: a panel for each method with the task's first metric against the
+    bytes held, the other methods in grey and the baseline across; of one budget alone, bars of the metrics that are told
+    relative to the baseline. Raises StoreError if the file cannot be written."""
     from matplotlib.figure import Figure
 
-    alone = len({line.budget for line in section.measured if line.budget is not None}) < 2
-    height = 1.2 + 0.3 * len(section.measured) if alone else 5.2
-    figure = Figure(figsize=(WIDTH_PX / DPI, height), dpi=DPI, layout="constrained")
-    (_bars if alone else _lines)(figure, section)
+    budgets = {line.budget for line in section.measured if line.budget is not None}
+    figure = Figure(dpi=DPI, layout="constrained")
+    (_bars if len(budgets) < 2 else _methods)(figure, section)
     figure.suptitle(f"{section.experiment.title}: {section.model}", fontsize=11)
     save(figure, path)
 
 
 def _bars(figure: Any, section: Section) -> None:
     task, lines = section.experiment.task, section.measured
+    figure.set_size_inches(WIDTH_PX / DPI, 1.2 + 0.3 * len(lines))
     metrics = [metric for metric in task.metrics if metric.name in task.relative] or [task.metrics[0]]
     grid: Any = figure.subplots(1, len(metrics), sharey=True, squeeze=False)
     places = list(range(len(lines)))
-    colours = ["0.6" if line.method != section.experiment.baseline else COLOURS[0] for line in lines]
+    colours = ["0.6" if line.method != section.experiment.baseline else _BLUE for line in lines]
     for axes, metric in zip(grid[0], metrics, strict=True):
         means, below, above = zip(*(_bar(metric, line) for line in lines), strict=True)
         axes.barh(places, means, xerr=[below, above], color=colours, height=0.65, error_kw={"elinewidth": 0.8})
@@ -47,43 +101,62 @@ def _bars(figure: Any, section: Section) -> None:
     grid[0][0].invert_yaxis()  # shared: the first line on top
 
 
-def _lines(figure: Any, section: Section) -> None:
-    metric = section.experiment.task.metrics[0]
-    axes: Any = figure.subplots()
-    methods = list(dict.fromkeys(line.method for line in section.measured))
-    for number, method in enumerate(methods):
-        mine = sorted((line for line in section.measured if line.method == method), key=lambda line: line.held_bytes)
-        means, below, above = zip(*(_bar(metric, line) for line in mine), strict=True)
-        colour = COLOURS[number % len(COLOURS)]
-        axes.errorbar(
-            [line.held_bytes / 1e6 for line in mine],
-            means,
-            yerr=[below, above],
-            label=method,
-            color=colour,
-            marker=MARKERS[number % len(MARKERS)],
-            linestyle="-" if number < len(COLOURS) else "--",
-            elinewidth=0.6,
-            capsize=2,
-            clip_on=False,
-        )
-        if method == section.experiment.baseline:
-            axes.axhline(means[-1], color=colour, linewidth=0.8, linestyle=":")
-    axes.set_xscale("log")
-    axes.minorticks_off()
-    ticks = _ticks(section)
-    axes.set_xticks(list(ticks), [f"{held:.3g} MB\n{label}" for held, label in ticks.items()])
-    axes.set_xlabel("keys and values held, for the budget asked")
-    axes.set_title(titled(metric), loc="left", fontsize=10)
+def _methods(figure: Any, section: Section) -> None:
+    metric, baseline = section.experiment.task.metrics[0], section.experiment.baseline
+    of: dict[str, list[Line]] = {}
+    for line in sorted(section.measured, key=lambda line: line.held_bytes):
+        of.setdefault(line.method, []).append(line)
+    across = [_mean(metric, line) for line in of.get(baseline, ())]
+    names = [name for name in dict.fromkeys(line.method for line in section.measured) if name != baseline]
+    rows = math.ceil(len(names) / _PANELS)
+    figure.set_size_inches(WIDTH_PX / DPI, 0.9 + 1.75 * rows)
+    grid: Any = figure.subplots(rows, _PANELS, sharex=True, sharey=True, squeeze=False)
+    for axes, name in zip(grid.flat, names, strict=False):
+        for other in names:
+            held = [line.held_bytes / 1e6 for line in of[other]]
+            axes.plot(held, [_mean(metric, line) for line in of[other]], color="0.87", linewidth=0.8, zorder=1)
+        for mean in across:
+            axes.axhline(mean, color="0.3", linewidth=0.8, linestyle=":")
+        means, below, above = zip(*(_bar(metric, line) for line in of[name]), strict=True)
+        held = [line.held_bytes / 1e6 for line in of[name]]
+        style: dict[str, Any] = {"color": _BLUE, "marker": "o", "markersize": 4, "elinewidth": 0.8, "capsize": 2}
+        axes.errorbar(held, means, yerr=[below, above], zorder=3, clip_on=False, **style)
+        axes.set_title(name, loc="left", fontsize=9)
+        axes.tick_params(labelsize=8)
+        plain(axes, "both")
+    for axes in list(grid.flat)[len(names) :]:
+        axes.set_visible(False)
+    first: Any = grid[0][0]
+    first.set_xscale("log")
+    _plain_numbers(first.xaxis, [line.held_bytes / 1e6 for line in section.measured])
+    _quality_axis(first, metric, section.measured)
+    for axes in list(grid.flat)[max(0, len(names) - _PANELS) : len(names)]:
+        axes.tick_params(labelbottom=True)
+    figure.supxlabel("keys and values held (MB); dotted: the baseline; grey: the other methods", fontsize=9)
+    figure.supylabel(titled(metric), fontsize=9)
+
+
+def _quality_axis(axes: Any, metric: Metric, lines: Sequence[Line]) -> None:
+    """Scale the axis of a metric: from 0 on where that is a number of it, by decades where less is better."""
     if metric.kind == "share":
         axes.set_ylim(bottom=0)
-    elif metric.better == "lower" and all(_bar(metric, line)[0] >= 0 for line in section.measured):
-        axes.set_yscale("symlog", linthresh=_smallest(metric, section.measured))  # exact methods are at 0, or near
-        axes.set_ylim(bottom=0)
-    plain(axes, "both")
-    columns = min(_COLUMNS, math.ceil(len(methods) / 2))
-    figure.set_figheight(figure.get_figheight() + 0.2 * max(0, math.ceil(len(methods) / columns) - 2))
-    figure.legend(loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
+    elif metric.better == "lower" and all(_mean(metric, line) >= 0 for line in lines):
+        axes.set_yscale("symlog", linthresh=_smallest(metric, lines))  # exact methods are at 0, or near
+        axes.set_ylim(0, 2 * max(_mean(metric, line) for line in lines) or None)
+
+
+def _plain_numbers(axis: Any, values: Any) -> None:
+    """Mark a logarithmic axis at a few round numbers within ``values``."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+    low, high = min(values), max(values)
+    decades = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 1)
+    wide = high / low
+    steps = (1, 1.5, 2, 3, 4, 5, 7) if wide < 8 else (1, 2, 3, 5) if wide < 40 else (1, 2, 5) if wide < 400 else (1,)
+    ticks = [step * 10.0**decade for decade in decades for step in steps]
+    axis.set_major_locator(FixedLocator([tick for tick in ticks if 0.7 * low <= tick <= 1.4 * high]))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
 def draw_maps(section: Section, path: str | os.PathLike[str]) -> None:
@@ -153,18 +226,13 @@ def _bar(metric: Metric, line: Line) -> tuple[float, float, float]:
     return mean, max(mean - low, 0.0), max(high - mean, 0.0)
 
 
+def _mean(metric: Metric, line: Line) -> float:
+    assert line.scores is not None
+    return shown(metric, line.scores[metric.name].mean)
+
+
 def _smallest(metric: Metric, lines: Sequence[Line]) -> float:
     """Return the decade of the smallest mean that is more than rounding: below it the axis is linear."""
     return 10.0 ** math.floor(
-        math.log10(min((m for line in lines if (m := _bar(metric, line)[0]) > 1e-6), default=1e-6))
+        math.log10(min((mean for line in lines if (mean := _mean(metric, line)) > NOISE), default=NOISE))
     )
-
-
-def _ticks(section: Section) -> dict[float, str]:
-    """Return where the bytes axis is marked, in MB: each budget at its median, and the baseline where there is room."""
-    marks: dict[float, str] = {}
-    for budget in (*section.experiment.budgets, None):
-        held = sorted(line.held_bytes / 1e6 for line in section.measured if line.budget == budget)
-        if held and all(abs(math.log(held[len(held) // 2] / other)) > 0.2 for other in marks):
-            marks[held[len(held) // 2]] = budget or "no budget"
-    return marks

@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from kvkeep.errors import UsageError
-from kvkeep.lab.experiment import Experiment, PaperValue
+from kvkeep.lab.experiment import Experiment, PaperValue, load_experiment, packaged
 from kvkeep.lab.intervals import Estimate, estimate
 from kvkeep.lab.store import Row, Store
 from kvkeep.lab.tasks.base import Point
@@ -22,7 +22,7 @@ Samples = dict[Place, dict[str, list[float]]]
 """Each metric's numbers, in the samples' order, by place."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Line:
     """One method at one budget, over all points, seeds and samples.
 
@@ -54,6 +54,11 @@ class Line:
     def label(self) -> str:
         """Method and budget as a person reads them."""
         return self.method if self.budget is None else f"{self.method} at {self.budget}"
+
+    @property
+    def total_bytes(self) -> float:
+        """Bytes of entries and of checkpoints."""
+        return self.held_bytes + self.checkpoint_bytes
 
     def values(self, metric: str) -> list[float]:
         """Return all numbers of a metric."""
@@ -129,13 +134,19 @@ def sections(stores: Sequence[Store]) -> list[Section]:
 
 
 def _experiment(given: dict[str, Any]) -> Experiment:
+    """Return an experiment as it was, but for what the paper says: of one that comes with the library, and still stands
+    beside the same figure, that is as it is read today."""
     try:
-        return Experiment.model_validate(given)
+        experiment = Experiment.model_validate(given)
     except ValueError as error:
         name = given.get("name", "")
         raise UsageError(
             f"The results of experiment '{name}' are of a version of kvkeep whose words are gone."
         ) from error
+    paper = load_experiment(experiment.name).paper if experiment.name in packaged() else None
+    if paper is None or experiment.paper is None or paper.where != experiment.paper.where:
+        return experiment
+    return experiment.model_copy(update={"paper": paper})
 
 
 def _section(experiment: Experiment, setting: str, model: str, rows: Sequence[Row]) -> Section:
@@ -162,7 +173,7 @@ def _line(experiment: Experiment, method: str, budget: str | None, rows: Sequenc
     done = [row for row in rows if row.status == "done"]
     expected = max(len(rows), len(experiment.task.points()) * len(experiment.seeds))
     values = () if experiment.paper is None else experiment.paper.values
-    paper = tuple(value for value in values if (value.method, value.budget) == (method, budget))
+    paper = tuple(value for value in values if value.method == method and value.budget in (None, budget))
     error = next((row.error for row in rows if row.status == "failed"), "")
     bare = Line(
         method,

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from kvkeep.errors import UsageError
-from kvkeep.lab.experiment import Inquiry, read_experiment
-from kvkeep.lab.intervals import Estimate, estimate
-from kvkeep.lab.report.chapter import Chapter, Picture
-from kvkeep.lab.report.telling import number, titled, told
+from kvkeep.lab.experiment import Claim, Inquiry, read_experiment
+from kvkeep.lab.intervals import Estimate, student
+from kvkeep.lab.report.chapter import Chapter, Outcome, Picture, Verdict
+from kvkeep.lab.report.telling import limit, listed, number, titled, told
+from kvkeep.lab.report.verdicts import judge
 from kvkeep.lab.store import Finding, Store
 from kvkeep.lab.tables import Table
 
@@ -44,12 +45,12 @@ class Studied:
             ) from error
 
     @cached_property
-    def scores(self) -> dict[str, Estimate]:
-        """The study's numbers over all seeds, by metric."""
+    def values(self) -> dict[str, list[float]]:
+        """The study's numbers by metric, one for each seed."""
         each = [self.inquiry.study.scores(found) for found in self.found]
         names = [metric.name for metric in self.inquiry.study.metrics]
         values = {name: [scores[name] for scores in each if name in scores] for name in names}
-        return {name: estimate(numbers) for name, numbers in values.items() if numbers}
+        return {name: numbers for name, numbers in values.items() if numbers}
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as plain types."""
@@ -57,7 +58,7 @@ class Studied:
             "experiment": self.inquiry.model_dump(mode="json"),
             "setting": self.setting,
             "model": self.model,
-            "scores": {name: found.__dict__ for name, found in self.scores.items()},
+            "values": self.values,
             "records": [record.model_dump(mode="json") for record in self.records],
         }
 
@@ -88,29 +89,38 @@ def study_chapters(found: Sequence[Studied]) -> list[Chapter]:
 
 def _chapter(one: Studied) -> Chapter:
     study, paper = one.inquiry.study, one.inquiry.paper
-    missing = tuple(_missing(one))
+    title = f"{one.inquiry.title}: {one.model}"
     blocks: list[str | Picture] = [_setting(one), study.protocol]
-    if missing:
-        blocks.append("\n".join(f"* {sentence}" for sentence in missing))
-    if one.scores:
+    if one.values:
         blocks.append(_numbers(one).markdown())
     if one.found:
         first = one.found[0]
         blocks += [table.markdown() for table in study.tables(first)]
-        title = f"{one.inquiry.title}: {one.model}"
         if study.drawn:
             blocks.append(Picture(one.name, title, partial(study.draw, first, title=title)))
-    if paper is not None:
-        theirs = f"Beside {paper.title}, {paper.where}. Theirs: {paper.setting}."
-        blocks.append("\n".join([theirs, "", *(f"* The paper says: {claim}" for claim in paper.claims)]))
+    if unjudged := [claim.says for claim in one.inquiry.claims if claim.metric is None]:
+        lines = [f"* The paper says: {says}" for says in unjudged]
+        blocks.append("\n".join(["What no number here decides:", "", *lines]))
     return Chapter(
-        one.inquiry.title,
+        title,
         tuple(blocks),
         beside="" if paper is None else f"{paper.title}, {paper.where}",
         theirs="" if paper is None else paper.setting,
-        ours=f"{one.model}, {one.records[-1].machine.get('dtype')}",
-        missing=missing,
+        ours=_brief(one),
+        verdicts=tuple(_verdict(one, claim) for claim in one.inquiry.claims if claim.metric is not None),
+        missing=tuple(_missing(one)),
     )
+
+
+def _brief(one: Studied) -> str:
+    dtypes = " and ".join(sorted({str(record.machine.get("dtype")) for record in one.records}))
+    sizes = (f"{name} {_told(value)}" for name, value in one.inquiry.study.model_dump(mode="json").items())
+    seeds = listed(str(record.seed) for record in one.records)
+    return "; ".join([f"{one.model}, {dtypes}", *sizes, f"seed{'s' if len(one.records) > 1 else ''} {seeds}"])
+
+
+def _told(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _setting(one: Studied) -> str:
@@ -121,24 +131,16 @@ def _setting(one: Studied) -> str:
     versions = dict.fromkeys(
         ", ".join(f"{name} {version}" for name, version in record.versions.items()) for record in one.records
     )
-    seeds = ", ".join(f"{record.seed}" for record in one.records if record.status == "done")
-    sizes = ", ".join(f"{name} {_told(value)}" for name, value in one.inquiry.study.model_dump(mode="json").items())
-    text = f"`{one.inquiry.name}`: {one.model}, {one.records[-1].machine.get('dtype')}"
-    text = f"{text}; {sizes}." if sizes else f"{text}."
-    text = f"{text} {'; '.join(machines)}. {'; '.join(versions)}."
+    text = f"`{one.inquiry.name}`: {_brief(one)}. {'; '.join(machines)}. {'; '.join(versions)}."
     if len(one.found) > 1:
-        text = f"{text} Seeds {seeds}; tables and figure are of the first, in brackets stand 95 % intervals over seeds."
+        text = f"{text} In brackets: Student's 95 % over seeds. Tables and figure are of the first."
     return text
-
-
-def _told(value: Any) -> str:
-    return "-".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _missing(one: Studied) -> Iterator[str]:
     yield from (f"Seed {record.seed}: {record.error}" for record in one.records if record.status == "failed")
     if seeds := [seed for seed in one.inquiry.seeds if seed not in {record.seed for record in one.records}]:
-        yield f"Not measured yet: seeds {', '.join(map(str, seeds))}."
+        yield f"Not measured yet: seed{'s' if len(seeds) > 1 else ''} {listed(map(str, seeds))}."
 
 
 def _numbers(one: Studied) -> Table:
@@ -147,8 +149,26 @@ def _numbers(one: Studied) -> Table:
     table = Table("The numbers that say most", ["", "ours", "the paper's"])
     for metric in one.inquiry.study.metrics:
         theirs = [value for value in ([] if paper is None else paper.values) if value.metric == metric.name]
-        if metric.name in one.scores or theirs:
-            ours = told(metric, one.scores[metric.name]) if metric.name in one.scores else "-"
+        if metric.name in one.values or theirs:
+            ours = told(metric, student(one.values[metric.name])) if metric.name in one.values else "-"
             printed = (f"{number(metric, v.value)}{f' ({v.note})' if v.note else ''}" for v in theirs)
             table.rows.append([titled(metric), ours, "; ".join(printed)])
     return table
+
+
+def _verdict(one: Studied, claim: Claim) -> Verdict:
+    """Return what became of a claim: over seeds, or by the number itself where no seed and no run changes it."""
+    study = one.inquiry.study
+    metric = next(metric for metric in study.metrics if metric.name == claim.metric)
+    bounds = (("at least", claim.at_least), ("at most", claim.at_most))
+    said = listed(f"{word} {limit(metric, bound, False)}" for word, bound in bounds if bound is not None)
+    reading = f"{titled(metric)}, {said}"
+    if not (values := one.values.get(metric.name, [])):
+        return Verdict(claim.says, Outcome.UNMEASURED, reading=reading)
+    if metric.name in study.certain:
+        low, high = (value if value is not None else values[0] for value in (claim.at_least, claim.at_most))
+        outcome = Outcome.HOLDS if all(low <= value <= high for value in values) else Outcome.DIFFERS
+        found = Estimate(values[0], values[0], values[0], 1)
+    else:
+        outcome, found = judge(values, claim.at_least, claim.at_most, scale=metric.scale)
+    return Verdict(claim.says, outcome, (f"{titled(metric)}: {told(metric, found)}.",), found.n, reading)

@@ -32,7 +32,7 @@ class Study(BaseModel, ABC):
 
     name: what experiments call it. about: one line. protocol: how its numbers come about, for the report. found: the
     dataclass that :meth:`measure` returns. metrics: of the few numbers that say most, which a paper's stand beside;
-    :meth:`scores` has them. drawn: whether there is a figure. packages: what must be installed, by module and by the
+    :meth:`scores` has them. certain: those that neither a seed nor another run changes, so that one is enough. drawn: whether there is a figure. packages: what must be installed, by module and by the
     name that pip knows.
     """
 
@@ -43,6 +43,7 @@ class Study(BaseModel, ABC):
     protocol: ClassVar[str]
     found: ClassVar[type]
     metrics: ClassVar[tuple[Metric, ...]] = ()
+    certain: ClassVar[tuple[str, ...]] = ()
     drawn: ClassVar[bool] = True
     packages: ClassVar[dict[str, str]] = {}
 

@@ -92,6 +92,7 @@ class Decoding(Study):
     metrics: ClassVar[tuple[Metric, ...]] = (
         Metric("naive_growth", "ms of the last naive step, by those of the first", "lower", "number"),
         Metric("cached_growth", "ms of the last cached step, by those of the first", "lower", "number"),
+        Metric("growth", "of these two, the second by the first", "lower", "number"),
         Metric("total", "seconds in all, naive by cached", "lower", "number"),
         Metric("phases", "tokens a second, prefill by decode, at the longest prompt", "higher", "number"),
         Metric("append", "ms to append a token, copying by preallocated, at the longest", "lower", "number"),
@@ -185,13 +186,15 @@ class Decoding(Study):
 
     def scores(self, found: Decoded) -> dict[str, float]:
         """Return how steps grow, what the cache saves, and what copying costs."""
-        naive, stock, last = found.run(NAIVE), found.run(STOCK), found.phases[-1]
+        naive, stock, longest = found.run(NAIVE), found.run(STOCK), found.phases[-1]
         appends = {one.way: one.microseconds for one in found.appends if one.length == self.lengths[-1]}
+        bare, cached = (last / first for first, last in (_ends(naive), _ends(stock)))
         return {
-            "naive_growth": _ends(naive)[1] / _ends(naive)[0],
-            "cached_growth": _ends(stock)[1] / _ends(stock)[0],
+            "naive_growth": bare,
+            "cached_growth": cached,
+            "growth": cached / bare,
             "total": naive.total_s / stock.total_s,
-            "phases": last.length / last.prefill_s * last.step_ms / 1e3,
+            "phases": longest.length / longest.prefill_s * longest.step_ms / 1e3,
             "append": appends[STOCK] / appends["static"],
         }
 

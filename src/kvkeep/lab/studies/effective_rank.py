@@ -39,6 +39,7 @@ class EffectiveRank(Study):
         Metric("half_kl", "KL at half of the width (nats)", "lower", "number"),
         Metric("whole_match", "tokens that are the same at all of the width"),
     )
+    certain = ("rank", "share", "half_energy", "half_match", "half_kl", "whole_match")
 
     shares: list[Annotated[float, Field(gt=0, le=1)]] = Field(
         [0.125, 0.25, 0.5, 0.75, 0.9375, 1.0], description="of a head's width, ranks that are truncated to"

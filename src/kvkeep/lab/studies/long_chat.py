@@ -55,6 +55,7 @@ class LongChat(Study):
         Metric("ratio", "seconds of a turn, second by first, median", "lower", "number"),
         Metric("same", "answers that are the first's, of the second"),
     )
+    certain = ("grown", "held", "kept", "same")
 
     methods: list[str] = Field(list(METHODS), min_length=1, description="the first is whom others are compared with")
     budget: str = Field("256", description="of those that have one")

@@ -77,7 +77,10 @@ class MergingCost(Study):
         Metric("step", "a decoding step, kvslimmer less than asymkv, mean over lengths"),
         Metric("peak_first", "peak memory, kvslimmer less than asymkv, smallest chunk"),
         Metric("peak_last", "the same, largest chunk"),
+        Metric("peak_gap", "the second of these less the first", "higher", "number"),
+        Metric("beside", "a decoding step, kvslimmer by streaming-llm, mean over lengths", "lower", "number"),
     )
+    certain = ("peak_first", "peak_last", "peak_gap")
 
     methods: list[str] = Field(
         [OURS, RIVAL, "kvslimmer-exact", "streaming-llm", "longcache", "full"], min_length=1, description="by length"
@@ -150,6 +153,11 @@ class MergingCost(Study):
             mine, rival = (found.of(method, self.middle, chunk) for method in (OURS, RIVAL))
             if mine is not None and rival is not None:
                 scores[name] = 1 - mine.peak_bytes / rival.peak_bytes
+        if "peak_first" in scores and "peak_last" in scores:
+            scores["peak_gap"] = scores["peak_last"] - scores["peak_first"]
+        others = [(found.of(OURS, length), found.of("streaming-llm", length)) for length in self.lengths]
+        if beside := [a.mean_ms / b.mean_ms for a, b in others if a and b and a.mean_ms and b.mean_ms]:
+            scores["beside"] = fmean(beside)
         return scores
 
     def tables(self, found: Costs) -> list[Table]:

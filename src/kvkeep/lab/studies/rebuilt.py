@@ -46,6 +46,7 @@ class Rebuilt(Study):
         Metric("values", "max |ΔV|, same shapes", "lower", "number"),
         Metric("window", "max |ΔK| in what a window holds", "lower", "number"),
     )
+    certain = ("keys", "values", "window")
 
     lengths: list[int] = Field([16, 32, 64, 128, 256], min_length=1, description="tokens")
     dtypes: list[Literal["float32", "bfloat16", "float16"]] = Field(

@@ -47,6 +47,7 @@ class SameTokens(Study):
         Metric("direct", "tokens that are the same with kv-direct, the least"),
         Metric("ratio", "seconds without a cache, by those with one", "lower", "number"),
     )
+    certain = ("recomputed", "direct")
 
     prompt: int = Field(96, ge=2, description="tokens read")
     new: int = Field(30, ge=2, description="tokens written")

@@ -32,7 +32,8 @@ class Spectra(TextStudy):
         *(Metric(f"cosine_{name}", f"cosine of neighbours, {name}", "higher", "number") for name in PROJECTIONS),
         *(Metric(f"apart_{name}", f"cosine far apart, {name}", "higher", "number") for name in PROJECTIONS),
         *(Metric(f"modes_{name}", f"modes with 90 % of the energy, {name}", "lower") for name in PROJECTIONS),
-        Metric("explained", "rank correlation over heads of modes and cosine", "lower", "number"),
+        Metric("explained", "rank correlation over all heads of modes and cosine", "lower", "number"),
+        Metric("within", "the same within queries, keys and values, mean", "lower", "number"),
     )
 
     def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int, progress: Progress) -> Found:
@@ -47,8 +48,10 @@ class Spectra(TextStudy):
             for name in PROJECTIONS
             for short, measure in (("cosine", "cosine"), ("apart", "apart"), ("modes", "modes"))
         }
-        explained = found.correlation["all"]
-        return scores if explained is None else scores | {"explained": explained}
+        within = [value for name in PROJECTIONS if (value := found.correlation[name]) is not None]
+        every = found.correlation["all"]
+        scores |= {} if every is None else {"explained": every}
+        return scores | ({"within": fmean(within)} if within else {})
 
     def tables(self, found: Found) -> list[Table]:
         """Return the means by projection."""

@@ -77,6 +77,7 @@ class TokenBytes(Study):
         Metric("residual", "bytes of one residual, by an element's", "lower", "number"),
         Metric("held", "bytes that transformers' cache held, by those predicted", "lower", "number"),
     )
+    certain = ("rho", "entries", "residual", "held")
 
     shapes: list[str] = Field(list(SHAPES), description=f"published models: {', '.join(SHAPES)}")
     dtype_bytes: int = Field(2, ge=1, description="bytes of an element, for those")
