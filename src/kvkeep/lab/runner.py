@@ -57,21 +57,14 @@ class Desk:
         except Exception as error:  # a fault of a method or a model must not end hours of work
             said = str(error).strip().splitlines()
             found = {"status": "failed", "error": f"{type(error).__name__}: {said[0] if said else 'no reason given'}"}
-        common: dict[str, Any] = {
-            "cell": cell.key,
-            "setting": cell.setting,
-            "experiment": self.experiment.name,
-            "model": cell.model,
-            "seed": cell.seed,
-            "versions": _versions(),
-            "machine": _machine(loaded),
-            "started": begun.isoformat(timespec="seconds"),
-            "seconds": _compact(time.perf_counter() - start),
+        return _record(
+            self.experiment,
+            cell,
+            machine=_machine(loaded),
+            started=begun.isoformat(timespec="seconds"),
+            seconds=_compact(time.perf_counter() - start),
             **found,
-        }
-        if isinstance(self.experiment, Inquiry):
-            return Finding(**common)
-        return Row(method=cell.method, budget=cell.budget, point=cell.point, **common)
+        )
 
     def _found(self, loaded: Loaded, cell: Cell, step: Callable[[int], None]) -> dict[str, Any]:
         """Return what is a record's own: of a study its data, of a task the figures of its samples."""
@@ -159,6 +152,22 @@ def run(
         done += row.status == "done"
         failed += [row] if row.status == "failed" else []
     return Tally(done, len(cells) - len(todo), elsewhere, tuple(failed))
+
+
+def _record(experiment: Experiment | Inquiry, cell: Cell, **found: Any) -> Row | Finding:
+    """Return what the store keeps of a cell."""
+    common: dict[str, Any] = {
+        "cell": cell.key,
+        "setting": cell.setting,
+        "experiment": experiment.name,
+        "model": cell.model,
+        "seed": cell.seed,
+        "versions": _versions(),
+        **found,
+    }
+    if isinstance(experiment, Inquiry):
+        return Finding(**common)
+    return Row(method=cell.method, budget=cell.budget, point=cell.point, **common)
 
 
 def _finite(outcome: Outcome) -> Outcome:
