@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from kvkeep.lab.tasks import Task
 
 FOLDER = Path("kvkeep-lab")
+_MEMORY = 3600.0  # seconds that the time left is told by: a cell may take minutes
 
 app = typer.Typer(
     help="Experiments that stand beside the papers': list them, run them, report what they found.",
@@ -93,6 +94,17 @@ def run(
         Path | None, typer.Option("--store", help=f"The file of results. [default: {FOLDER}/NAME.jsonl]")
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure again what was measured before.")] = False,
+    workers: Annotated[
+        int | None,
+        typer.Option(min=1, help="Processes that measure side by side. [default: 1; on Ray one a GPU, or a machine]"),
+    ] = None,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Measure on a Ray cluster: its address, auto (this machine's), or local (started here).",
+        ),
+    ] = None,
     device: options.Device = None,
     json: options.Json = False,
 ) -> None:
@@ -115,6 +127,7 @@ def run(
             console=err,
             transient=True,
             disable=not err.is_terminal,
+            speed_estimate_period=_MEMORY,
         ) as bar:
             line = bar.add_task("", total=None)
             tally = measure(
@@ -124,6 +137,8 @@ def run(
                 only=only or [],
                 fresh=fresh,
                 device=device,
+                workers=workers,
+                ray=ray,
                 progress=lambda label, done, total: bar.update(line, description=label, completed=done, total=total),
                 tell=note,
             )

@@ -1,4 +1,4 @@
-"""Running an experiment: only what is missing, one line of the store for each cell."""
+"""Running an experiment: only what is missing, one line of the store for each cell, written by one process."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import math
 import os
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from kvkeep.lab.experiment import Cell, Experiment, Inquiry, digest
 from kvkeep.lab.store import Finding, Record, Row, Store
 from kvkeep.lab.subject import Subject
 from kvkeep.lab.tasks.base import Metric, Outcome, Sample, Task
+from kvkeep.lab.workers import ATTEMPTS, Here, Worker, local_workers, measured
 from kvkeep.models.loading import Loaded, load
 
 Progress = Callable[[str, int, int], None]
@@ -33,12 +36,14 @@ class Desk:
     """Where cells are measured: the model, the samples and the references that the last one needed stay for the next.
 
     sources: the files that prompts are made of. device: None is the loader's choice. tell: gets what takes long.
+    workers: how many measure at the same time, with this one; each row says so.
     """
 
     experiment: Experiment | Inquiry
     sources: Sequence[Path]
     device: str | None = None
     tell: Callable[[str], None] = lambda text: None
+    workers: int = 1
     _loaded: Loaded | None = None
     _asked: object = None  # what the samples and references are of
     _samples: list[Sample] = field(default_factory=list)
@@ -60,7 +65,7 @@ class Desk:
         return _record(
             self.experiment,
             cell,
-            machine=_machine(loaded),
+            machine=_machine(loaded) | {"workers": self.workers},
             started=begun.isoformat(timespec="seconds"),
             seconds=_compact(time.perf_counter() - start),
             **found,
@@ -117,14 +122,18 @@ def run(
     only: Sequence[str] = (),
     fresh: bool = False,
     device: str | None = None,
+    workers: int | None = None,
+    ray: str | None = None,
     progress: Progress = lambda label, done, total: None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Tally:
     """Measure the cells that ``store`` does not have, those that failed earlier among them.
 
     only: measure these methods of a task (and nothing else). fresh: what was measured before counts for nothing; a
-    report takes the newest. An interrupt is raised on: what was measured until then is in the store. Raises UsageError
-    for data that is missing, StoreError where nothing can be written.
+    report takes the newest. workers: processes that measure side by side; None is one, this one. ray: the address of a
+    Ray cluster, ``auto`` or ``local``: workers run there, None being as many as it has GPUs or, without any, machines.
+    An interrupt is raised on: what was measured until then is in the store. Raises UsageError for data that is missing,
+    StoreError where nothing can be written.
     """
     sources = experiment.sources(data)
     cells = [cell for cell in experiment.cells(digest(sources)) if not only or cell.method in only]
@@ -133,24 +142,30 @@ def run(
         store.define(cells[0].setting, experiment.model_dump(mode="json"))
     before = store.done()
     todo = [cell for cell in cells if fresh or cell.key not in before]
-    desk, steps = Desk(experiment, sources, device, tell), experiment.steps
-    done, elsewhere = 0, 0
+    steps, finished, done, elsewhere = experiment.steps, 0, 0, 0
     failed: list[Record] = []
-    for number, cell in enumerate(todo):
 
-        def step(count: int, label: str = cell.label, first: int = number * steps) -> None:
-            progress(label, first + count, len(todo) * steps)
+    def step(cell: Cell, count: int = 0) -> None:
+        progress(cell.label, finished * steps + count, len(todo) * steps)
 
-        step(0)
+    @contextmanager
+    def claim(cell: Cell) -> Iterator[bool]:
+        step(cell)
         with store.claim(cell) as ours:
             store.refresh()
-            if not ours or (not fresh and cell.key in store.done()):  # by a process that runs beside this one
+            yield ours and (fresh or cell.key not in store.done())
+
+    crew = _workers(Desk(experiment, sources, device, tell), workers, ray, step) if todo else nullcontext([])
+    with crew as hired, closing(measured(hired, todo, claim, partial(_lost, experiment))) as results:
+        for cell, row in results:
+            finished += 1
+            step(cell)
+            if row is None:  # by a process that runs beside this one
                 elsewhere += 1
                 continue
-            row = desk.measure(cell, step)
             store.append(row)
-        done += row.status == "done"
-        failed += [row] if row.status == "failed" else []
+            done += row.status == "done"
+            failed += [row] if row.status == "failed" else []
     return Tally(done, len(cells) - len(todo), elsewhere, tuple(failed))
 
 
@@ -168,6 +183,29 @@ def _record(experiment: Experiment | Inquiry, cell: Cell, **found: Any) -> Row |
     if isinstance(experiment, Inquiry):
         return Finding(**common)
     return Row(method=cell.method, budget=cell.budget, point=cell.point, **common)
+
+
+def _workers(
+    desk: Desk, count: int | None, ray: str | None, step: Callable[[Cell, int], None]
+) -> AbstractContextManager[Sequence[Worker]]:
+    if ray is not None:
+        from kvkeep.lab.ray_workers import ray_workers
+
+        return ray_workers(partial(Desk, desk.experiment), desk.sources, desk.device, ray, count)
+    if count is not None and count > 1:
+        return local_workers(partial(Desk, desk.experiment, desk.sources), desk.device, count)
+    return nullcontext([Here(desk, step)])
+
+
+def _lost(experiment: Experiment | Inquiry, cell: Cell) -> Row | Finding:
+    """Return the record of a cell that workers die of."""
+    return _record(
+        experiment,
+        cell,
+        status="failed",
+        error=f"{ATTEMPTS} workers died while they measured it; it may need more memory than they have.",
+        started=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
 
 
 def _finite(outcome: Outcome) -> Outcome:
