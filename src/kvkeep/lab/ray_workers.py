@@ -24,7 +24,7 @@ from kvkeep.models.scratch import scratch
 
 if TYPE_CHECKING:
     from kvkeep.lab.experiment import Cell
-    from kvkeep.lab.store import Finding, Row
+    from kvkeep.lab.store import Record
 
 Files = dict[str, bytes]
 """Contents by path, within the folder that all of them lie in."""
@@ -40,7 +40,7 @@ class Station:
         folder = _laid(files)
         self._desk: Desk = unpacked(order)([folder / name for name in files])
 
-    def measure(self, cell: Cell) -> Row | Finding:
+    def measure(self, cell: Cell) -> Record:
         """Measure a cell."""
         return self._desk.measure(cell)
 

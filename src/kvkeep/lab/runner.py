@@ -49,7 +49,7 @@ class Desk:
     _samples: list[Sample] = field(default_factory=list)
     _references: dict[tuple[int, ...], Reference] = field(default_factory=dict)
 
-    def measure(self, cell: Cell, step: Callable[[int], None] = lambda done: None) -> Row | Finding:
+    def measure(self, cell: Cell, step: Callable[[int], None] = lambda done: None) -> Record:
         """Measure one cell; ``step`` gets the steps done. What goes wrong in it is the record's sentence. Raises as
         loading a model does, and KeyboardInterrupt."""
         loaded = self._model(cell.model)
@@ -169,7 +169,7 @@ def run(
     return Tally(done, len(cells) - len(todo), elsewhere, tuple(failed))
 
 
-def _record(experiment: Experiment | Inquiry, cell: Cell, **found: Any) -> Row | Finding:
+def _record(experiment: Experiment | Inquiry, cell: Cell, **found: Any) -> Record:
     """Return what the store keeps of a cell."""
     common: dict[str, Any] = {
         "cell": cell.key,
@@ -197,7 +197,7 @@ def _workers(
     return nullcontext([Here(desk, step)])
 
 
-def _lost(experiment: Experiment | Inquiry, cell: Cell) -> Row | Finding:
+def _lost(experiment: Experiment | Inquiry, cell: Cell) -> Record:
     """Return the record of a cell that workers die of."""
     return _record(
         experiment,

@@ -25,7 +25,7 @@ from kvkeep.errors import KvkeepError, UsageError
 
 if TYPE_CHECKING:
     from kvkeep.lab.experiment import Cell
-    from kvkeep.lab.store import Finding, Row
+    from kvkeep.lab.store import Record
 
 ATTEMPTS = 3
 """How many workers may die of a cell before it counts as failed."""
@@ -40,7 +40,7 @@ class Died(Exception):
 class Desk(Protocol):
     """Where a worker measures."""
 
-    def measure(self, cell: Cell, step: Callable[[int], None] = ..., /) -> Row | Finding:
+    def measure(self, cell: Cell, step: Callable[[int], None] = ..., /) -> Record:
         """Measure one cell; ``step`` gets the samples done."""
 
 
@@ -183,8 +183,8 @@ def measured(
     workers: Sequence[Worker],
     cells: Sequence[Cell],
     claim: Callable[[Cell], AbstractContextManager[bool]],
-    lost: Callable[[Cell], Row | Finding],
-) -> Iterator[tuple[Cell, Row | Finding | None]]:
+    lost: Callable[[Cell], Record],
+) -> Iterator[tuple[Cell, Record | None]]:
     """Yield every cell with its row as it comes, and with None where it is not ours to measure.
 
     claim: entered before a cell is given out, tells whether it is ours, and is left when the caller goes on after it.
@@ -254,7 +254,7 @@ def _open(order: bytes, threads: int | None) -> int:
     return os.getpid()
 
 
-def _measure(cell: Cell) -> Row | Finding:
+def _measure(cell: Cell) -> Record:
     return _desk.measure(cell)
 
 

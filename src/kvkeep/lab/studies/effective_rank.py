@@ -53,13 +53,12 @@ class EffectiveRank(Study):
         dim = found.layers[0].dim
         listed = sorted({max(1, round(share * dim)) for share in self.shares})
         ids = encode(loaded.tokenizer, question(None, self.prompt))
-        rows = truncations(
-            loaded.model,
-            ids,
-            listed,
-            new=self.new,
-            progress=lambda text, done, total: progress(text, done, total or 1),
-        )
+
+        def tell(text: str, done: float, total: float | None) -> None:
+            begun = text != "truncated weights"  # the first of two halves
+            progress(text, begun + (done / total if total else 0), 2)
+
+        rows = truncations(loaded.model, ids, listed, new=self.new, progress=tell)
         return replace(found, prompt_tokens=len(ids), new_tokens=self.new, truncations=tuple(rows))
 
     def scores(self, found: Ranks) -> dict[str, float]:
