@@ -153,9 +153,11 @@ class Outline(BaseModel, ABC):
     @model_validator(mode="after")
     def _metrics(self) -> Self:
         known = [metric.name for metric in self.subject.metrics]
-        for told in (*self.paper.values, *self.claims) if self.paper is not None else ():
-            if told.metric is not None and told.metric not in known:
-                raise unknown("metric", told.metric, known)
+        named = [claim.metric for claim in self.claims]
+        named += [] if self.paper is None else [value.metric for value in self.paper.values]
+        for metric in named:
+            if metric is not None and metric not in known:
+                raise unknown("metric", metric, known)
         return self
 
     @property

@@ -104,9 +104,8 @@ def test_what_was_found_can_be_kept_told_and_drawn(
         assert len({line.count(" | ") for line in lines}) == 1
     if study.drawn:
         pytest.importorskip("matplotlib")
-        for suffix in (".png", ".svg"):
-            study.draw(again, tmp_path / f"figure{suffix}", title="tiny")
-            assert (tmp_path / f"figure{suffix}").stat().st_size > 5_000
+        study.draw(again, tmp_path / "figure.png", title="tiny")
+        assert (tmp_path / "figure.png").stat().st_size > 10_000
 
 
 def test_numbers_that_are_none_are_refused() -> None:

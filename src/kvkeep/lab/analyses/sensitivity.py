@@ -1,5 +1,6 @@
-"""The second derivatives of the loss by all pairs of neighbouring keys at once (KVSlimmer, sections 4.1-4.2; the formulas
-stand in :mod:`kvkeep.policies.merging.hessian`).
+"""The second derivatives of the loss by all pairs of neighbouring keys at once (KVSlimmer, sections 4.1-4.2).
+
+The formulas stand in :mod:`kvkeep.policies.merging.hessian`.
 
 Values are (..., tokens, dim), attention (..., queries, tokens), outputs and E (..., queries, dim); results are (...,
 queries, tokens - 1), one for each pair. No c_ij is written out: their norms and their products with E are made of
@@ -51,11 +52,11 @@ def sensitivity(external: Tensor, attention: Tensor, values: Tensor, outputs: Te
     """Return the sensitivities of every query and pair, in float64: attention is small, and c_12 has its square."""
     external, attention, values, outputs = (part.double() for part in (external, attention, values, outputs))
     first, second = attention[..., :-1], attention[..., 1:]
-    alone, pair = _gram(values, outputs)
+    square, pair = _gram(values, outputs)
     toward = external @ values.transpose(-1, -2) - (external * outputs).sum(-1, keepdim=True)  # E . r_i
     both = toward[..., :-1] + toward[..., 1:]
-    length = alone.clamp(min=0).sqrt()  # |r_i|
-    length_both = (alone[..., :-1] + 2 * pair + alone[..., 1:]).clamp(min=0).sqrt()  # |r_m + r_m+1|
+    length = square.clamp(min=0).sqrt()  # |r_i|
+    length_both = (square[..., :-1] + 2 * pair + square[..., 1:]).clamp(min=0).sqrt()  # |r_m + r_m+1|
     here, next_, shared = alone(first), alone(second), together(first, second)
     return Sensitivity(
         here * toward[..., :-1],
@@ -75,6 +76,6 @@ def _gram(values: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor]:
     own = outputs.square().sum(-1, keepdim=True)
     met = outputs @ values.transpose(-1, -2)
     neighbours = (values[..., :-1, :] * values[..., 1:, :]).sum(-1)
-    alone = values.square().sum(-1).unsqueeze(-2) - 2 * met + own
+    square = values.square().sum(-1).unsqueeze(-2) - 2 * met + own
     pair = neighbours.unsqueeze(-2) - met[..., :-1] - met[..., 1:] + own
-    return alone, pair
+    return square, pair

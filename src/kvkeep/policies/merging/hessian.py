@@ -24,6 +24,6 @@ def together(first: Tensor, second: Tensor) -> Tensor:
 
 
 def best_share(own: Tensor, both: Tensor, other: Tensor) -> Tensor:
-    """Return the first key's share of the merged one from g_11, g_12 and g_22, g_ij = E . c_ij (Eq. 30); the closed form
-    has |c_11|, -|c_12| and |c_22| in their place (Eq. 33)."""
+    """Return the first key's share of the merged one from g_11, g_12 and g_22, g_ij = E . c_ij (Eq. 30); the closed
+    form has |c_11|, -|c_12| and |c_22| in their place (Eq. 33)."""
     return (own + both) / (own + 2 * both + other)
