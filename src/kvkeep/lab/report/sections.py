@@ -108,7 +108,10 @@ class Section:
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything but the single samples as plain types."""
-        lines = [{key: value for key, value in asdict(line).items() if key != "samples"} for line in self.lines]
+        lines: list[dict[str, Any]] = []
+        for line in self.lines:
+            plain = {key: value for key, value in asdict(line).items() if key != "samples"}
+            lines.append({**plain, "paper": [value.model_dump(mode="json") for value in line.paper]})
         own = {one.name: getattr(self, one.name) for one in fields(self)}
         return {**own, "lines": lines, "experiment": self.experiment.model_dump(mode="json")}
 
