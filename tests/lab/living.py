@@ -8,6 +8,11 @@ from contextlib import suppress
 from pathlib import Path
 
 
+def living() -> set[int]:
+    """Return all processes."""
+    return {process for process, _, _ in _living()}
+
+
 def in_group(group: int) -> set[int]:
     """Return the processes of a process group."""
     return {process for process, _, its in _living() if its == group}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from living import descendants, until
+from living import descendants, living, until
 
 from kvkeep.errors import UsageError
 from kvkeep.lab.experiment import Experiment
@@ -55,18 +55,18 @@ def test_two_workers_of_which_one_is_killed(
         }
     )
     told: list[tuple[int, int]] = []
-    processes: set[int] = set()
+    before, processes = descendants(os.getpid()), set[int]()
 
     def progress(label: str, done: int, total: int) -> None:
         told.append((done, total))
-        processes.update(descendants(os.getpid()))
+        processes.update(descendants(os.getpid()) - before)
 
     tally = run(experiment, Store(tmp_path / "ray.jsonl"), tmp_path, workers=2, ray="local", progress=progress)
     assert (tally.done, tally.found, tally.elsewhere, len(tally.failed)) == (6, 0, 0, 2)
     assert (tmp_path / "killed").exists() and told[-1] == (8, 8)
     assert [path.name for path in (Path(os.environ["KVKEEP_CACHE"]) / "lab-data").glob("*/*")] == ["text.txt"]
     assert not ray.is_initialized() and len(processes) > 3
-    until(lambda: not processes & descendants(1))
+    until(lambda: not processes & living())
 
     here = run(experiment, Store(tmp_path / "here.jsonl"), tmp_path)
     assert (here.done, len(here.failed)) == (6, 2)

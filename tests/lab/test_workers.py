@@ -123,11 +123,11 @@ def test_a_cell_that_workers_die_of_is_given_out_again_and_counts_as_failed_afte
 
 def test_a_claim_is_held_until_the_row_has_been_dealt_with() -> None:
     claims = Claims()
-    for cell, _ in measured([Fragile(Counter())], of_groups(3), claims, dict):  # type: ignore[list-item, arg-type]
+    for cell, _ in measured([Fragile(Counter())], of_groups(3), claims, dict):
         assert claims.held[cell.key] == 1
-    results = measured([Fragile(Counter()), Fragile(Counter())], of_groups(3), claims, dict)  # type: ignore[list-item, arg-type]
+    results = measured([Fragile(Counter()), Fragile(Counter())], of_groups(3), claims, dict)
     next(results)
-    results.close()  # type: ignore[attr-defined]
+    results.close()
     assert claims.held.total() == 0
 
 

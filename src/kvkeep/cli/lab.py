@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
@@ -120,7 +121,7 @@ def run(
         _check_only(chosen, only or [])
         results = Store(store or FOLDER / f"{chosen.name}{'-smoke' if smoke else ''}.jsonl")
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(
+        progress = Progress(
             *columns,
             TextColumn("left"),
             TimeRemainingColumn(),
@@ -128,7 +129,8 @@ def run(
             transient=True,
             disable=not err.is_terminal,
             speed_estimate_period=_MEMORY,
-        ) as bar:
+        )
+        with progress as bar, redirect_stdout(sys.stderr):  # Ray prints, too
             line = bar.add_task("", total=None)
             tally = measure(
                 chosen,

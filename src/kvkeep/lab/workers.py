@@ -11,7 +11,7 @@ import os
 import pickle
 import signal
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -184,7 +184,7 @@ def measured(
     cells: Sequence[Cell],
     claim: Callable[[Cell], AbstractContextManager[bool]],
     lost: Callable[[Cell], Record],
-) -> Iterator[tuple[Cell, Record | None]]:
+) -> Generator[tuple[Cell, Record | None], None, None]:
     """Yield every cell with its row as it comes, and with None where it is not ours to measure.
 
     claim: entered before a cell is given out, tells whether it is ours, and is left when the caller goes on after it.
