@@ -12,7 +12,8 @@ import pytest
 from kvkeep.errors import UsageError
 from kvkeep.lab.experiment import Experiment
 from kvkeep.lab.intervals import Estimate, estimate
-from kvkeep.lab.report import markdown, sections, told, write
+from kvkeep.lab.report import chapters, markdown, sections, write
+from kvkeep.lab.report.telling import told
 from kvkeep.lab.store import Row, Store
 from kvkeep.lab.tasks.base import Metric
 
@@ -116,7 +117,7 @@ def test_the_newest_measurement_counts_and_a_failure_does_not_undo_one(tmp_path:
 
 
 def test_markdown_says_what_there_is_to_know(tmp_path: Path) -> None:
-    text = markdown(sections([filled(tmp_path / "r.jsonl", missing="window")]))
+    text = markdown(chapters(sections([filled(tmp_path / "r.jsonl", missing="window")])))
     table = [line for line in text.splitlines() if line.startswith("|")]
     assert len({line.count("|") for line in table}) == 1 and len(table) == 8
     (row,) = (line for line in table if line.startswith("| `h2o` | 25% |"))
@@ -133,7 +134,7 @@ def test_markdown_says_what_there_is_to_know(tmp_path: Path) -> None:
 def test_what_was_not_measured_is_named(tmp_path: Path) -> None:
     store = filled(tmp_path / "r.jsonl")
     store.rows = [row for row in store.rows if row.method != "h2o"]
-    assert "* Not measured yet: `h2o` at 10%, `h2o` at 25%." in markdown(sections([store]))
+    assert "* Not measured yet: `h2o` at 10%, `h2o` at 25%." in markdown(chapters(sections([store])))
 
 
 def test_settings_and_models_are_apart(tmp_path: Path) -> None:
@@ -171,7 +172,7 @@ def test_nothing_to_report_is_said(tmp_path: Path) -> None:
 def test_files_are_a_page_and_pictures(tmp_path: Path, changes: dict[str, Any]) -> None:
     pytest.importorskip("matplotlib")
     found = sections([filled(tmp_path / "r.jsonl", EXPERIMENT.with_(**changes))])
-    page, *pictures = write(found, tmp_path / "out" / "report")
+    page, *pictures = write(chapters(found), tmp_path / "out" / "report")
     text = page.read_text()
     assert [path.suffix for path in pictures] == [".png", ".svg"] * (1 if changes.get("paper", 1) is None else 2)
     for path in pictures:

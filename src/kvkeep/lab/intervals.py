@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean, stdev
 
 import torch
 
@@ -31,3 +33,46 @@ def estimate(values: Sequence[float]) -> Estimate:
     drawn = given[torch.randint(len(given), (RESAMPLES, len(given)), generator=generator)].mean(dim=1)
     low, high = torch.quantile(drawn, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     return Estimate(float(given.mean()), low, high, len(given))
+
+
+def student(
+    values: Sequence[float], share: float = 0.95, scale: tuple[float, float] = (-math.inf, math.inf)
+) -> Estimate:
+    """Return the mean of ``values`` (one at least) and Student's interval that covers ``share``: of few numbers it is
+    as wide as it has to be, where a bootstrap interval is too narrow (of two numbers it covers their mean half the
+    time).
+
+    scale: the least and the greatest that a number can be. The interval does not leave it; and where both are finite
+    and all numbers are the same, which says little of so few, it is as if there were one more at either end. Of one
+    number the interval is the scale.
+    """
+    count, mean, (least, greatest) = len(values), fmean(values), scale
+    if count == 1:
+        return Estimate(mean, least, greatest, 1)
+    same = min(values) == max(values) and math.isfinite(greatest - least)
+    given = [*values, least, greatest] if same else list(values)
+    reach = _quantile(share, len(given) - 1) * stdev(given) / math.sqrt(len(given))
+    centre = fmean(given)
+    return Estimate(mean, max(centre - reach, least), min(centre + reach, greatest), count)
+
+
+def _quantile(share: float, freedom: int) -> float:
+    """Return t for which Student's distribution of ``freedom`` degrees lies between -t and t with ``share``."""
+    low, high = 0.0, 1.0
+    while _within(high, freedom) < share:
+        high *= 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _within(middle, freedom) < share else (low, middle)
+    return high
+
+
+def _within(t: float, freedom: int) -> float:
+    """Return the probability of -t to t (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
+    angle = math.atan2(t, math.sqrt(freedom))
+    cosine, odd = math.cos(angle), freedom % 2
+    total, term = 0.0, cosine if odd else 1.0
+    for number in range(2 + odd, freedom + 1, 2):
+        total += term
+        term *= cosine * cosine * (number - 1) / number
+    return 2 / math.pi * (angle + math.sin(angle) * total) if odd else math.sin(angle) * total

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,13 +23,19 @@ class Metric:
     """A number that a task gives each sample.
 
     better: which way is better. kind: "share" (0 to 1, told in percent), "number", or "perplexity" (nats a token, whose
-    mean is told as its exponential).
+    mean is told as its exponential). least: what no number is below.
     """
 
     name: str
     label: str
     better: Literal["higher", "lower"] = "higher"
     kind: Literal["share", "number", "perplexity"] = "share"
+    least: float = -math.inf
+
+    @property
+    def scale(self) -> tuple[float, float]:
+        """The least and the greatest that a number can be."""
+        return (0.0, 1.0) if self.kind == "share" else (self.least, math.inf)
 
 
 @dataclass(frozen=True)

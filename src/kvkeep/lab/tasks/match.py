@@ -25,10 +25,10 @@ class Match(Task):
         "writes, too, by itself. KL, top-1 and perplexity: given the unbounded cache's tokens one by one."
     )
     metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric("kl", "KL (nats)", "lower", "number"),
+        Metric("kl", "KL (nats)", "lower", "number", least=0.0),
         Metric("match", "match"),
         Metric("top1", "top-1"),
-        Metric("nll", "perplexity", "lower", "perplexity"),
+        Metric("nll", "perplexity", "lower", "perplexity", least=0.0),
     )
     axes = ("length",)
 

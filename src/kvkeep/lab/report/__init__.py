@@ -1,0 +1,11 @@
+"""Reports: what stores hold, as Markdown, as a page, and as figures, beside what the papers say."""
+
+from __future__ import annotations
+
+from kvkeep.lab.report.experiments import chapters, unmeasured
+from kvkeep.lab.report.files import write
+from kvkeep.lab.report.markdown import markdown
+from kvkeep.lab.report.sections import sections
+from kvkeep.lab.report.studies import studied, study_chapters
+
+__all__ = ["chapters", "markdown", "sections", "studied", "study_chapters", "unmeasured", "write"]

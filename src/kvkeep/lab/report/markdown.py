@@ -1,0 +1,109 @@
+"""The report as Markdown, the one source of everything it says: what differs from the papers comes first."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+
+from kvkeep.lab.report.chapter import Chapter, Outcome, Picture, Verdict
+from kvkeep.lab.report.telling import escaped, listed
+
+TITLE = "Results of the lab"
+
+_FRONT = {
+    Outcome.DIFFERS: (
+        "Where ours differ from the papers",
+        "Nothing measured here differs for certain from a paper's claim.",
+    ),
+    Outcome.HOLDS: ("Where ours agree", "No claim of a paper is confirmed here."),
+    Outcome.OPEN: ("What cannot be told yet", "Every claim that was measured is decided."),
+    Outcome.UNMEASURED: ("Claims that were not measured", "Every claim that numbers can decide was measured."),
+}
+"""A section for each outcome, and what stands there if there is none."""
+
+_INTERVALS = (
+    "A verdict goes by Student's interval, in brackets: 95 % for all cases of a claim together, so it is wider than the "
+    "bootstrap interval of the tables, which of few samples is too narrow. N is the number of samples."
+)
+
+
+def markdown(chapters: Sequence[Chapter], *, pictures: str | None = None) -> str:
+    """Return the report. pictures: the suffix of the picture files beside it, such as ".png"; None leaves them out."""
+    whole = [chapter for chapter in chapters if chapter.blocks]
+    anchors = _anchors([TITLE, *(title for title, _ in _FRONT.values()), _MISSING, *(one.title for one in whole)])
+    links = dict(zip(map(id, whole), anchors[-len(whole) :], strict=True)) if whole else {}
+
+    def title(chapter: Chapter) -> str:
+        name = escaped(chapter.title)
+        return f"[{name}](#{links[id(chapter)]})" if id(chapter) in links else name
+
+    parts = [f"# {TITLE}", *_front(chapters, title)]
+    for chapter in whole:
+        parts += list(_part(chapter, pictures))
+    return "\n\n".join(parts) + "\n"
+
+
+_MISSING = "What could not be run here"
+
+
+def slug(title: str) -> str:
+    """Return the anchor that a heading has on GitHub, and on the page."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
+def _anchors(titles: Sequence[str]) -> list[str]:
+    """Return the anchors of headings that follow each other; what is said again gets a number."""
+    said: Counter[str] = Counter()
+    made = []
+    for anchor in map(slug, titles):
+        made.append(f"{anchor}-{said[anchor]}" if said[anchor] else anchor)
+        said[anchor] += 1
+    return made
+
+
+def _front(chapters: Sequence[Chapter], title: Callable[[Chapter], str]) -> Iterator[str]:
+    counted = Counter(verdict.outcome for chapter in chapters for verdict in chapter.verdicts)
+    if counted:
+        counts = listed(f"{outcome}: {counted[outcome]}" for outcome in Outcome)
+        yield f"{counted.total()} claims and numbers of the papers are held against numbers measured here. {counts.capitalize()}."
+        yield _INTERVALS
+        for outcome, (heading, none) in _FRONT.items():
+            yield f"## {heading}"
+            yield from list(_judged(chapters, outcome, title)) or [none]
+    yield f"## {_MISSING}"
+    lists = [
+        f"**{title(chapter)}**\n\n" + "\n".join(f"* {sentence}" for sentence in chapter.missing)
+        for chapter in chapters
+        if chapter.missing
+    ]
+    yield from lists or ["Everything was run."]
+
+
+def _judged(chapters: Sequence[Chapter], outcome: Outcome, title: Callable[[Chapter], str]) -> Iterator[str]:
+    for chapter in chapters:
+        if found := [verdict for verdict in chapter.verdicts if verdict.outcome is outcome]:
+            heading = f"**{title(chapter)}**, beside {chapter.beside}."
+            if outcome is Outcome.DIFFERS:
+                heading += f" Theirs: {chapter.theirs}. Ours: {chapter.ours}."
+            yield heading
+            yield "\n".join(line for verdict in found for line in _claim(verdict))
+
+
+def _claim(verdict: Verdict) -> Iterator[str]:
+    finding = "" if verdict.outcome is Outcome.UNMEASURED else f" **{verdict.finding.capitalize()}.**"
+    yield f'* "{escaped(verdict.says)}"{finding}'
+    yield from (f"  * {sentence}" for sentence in verdict.ours if verdict.outcome is not Outcome.UNMEASURED)
+    if verdict.reading:
+        yield f"  * Read as: {verdict.reading}."
+
+
+def _part(chapter: Chapter, pictures: str | None) -> Iterator[str]:
+    yield f"## {escaped(chapter.title)}"
+    if chapter.beside:
+        yield f"Beside {chapter.beside}. Theirs: {chapter.theirs}. Ours: {chapter.ours}."
+    for block in chapter.blocks:
+        if not isinstance(block, Picture):
+            yield block
+        elif pictures is not None:
+            yield f"![{escaped(block.title)}]({block.name}{pictures})"

@@ -1,0 +1,223 @@
+"""What stores hold of an experiment: a line for each method and budget, with means and intervals."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from kvkeep.errors import UsageError
+from kvkeep.lab.experiment import Experiment, PaperValue, load_experiment, packaged
+from kvkeep.lab.intervals import Estimate, estimate
+from kvkeep.lab.store import Row, Store
+from kvkeep.lab.tasks.base import Point
+
+Place = tuple[str, int]
+"""A point, as JSON, and a seed: methods share its prompts."""
+
+Samples = dict[Place, dict[str, list[float]]]
+"""Each metric's numbers, in the samples' order, by place."""
+
+
+@dataclass(frozen=True, eq=False)
+class Line:
+    """One method at one budget, over all points, seeds and samples.
+
+    scores: by metric. beside: the difference from the baseline, sample by sample. held_bytes: mean over the cells of
+    the bytes of entries that attention reads; checkpoint_bytes: of checkpoints, wherever they are. prefill_s, token_s:
+    means of seconds of a prompt, and of each token after the first. entries: the fewest and the most of a full layer.
+    cells: how many were measured, of how many. at: each point's mean of each metric. error: why a cell is missing.
+    samples: the numbers themselves.
+    """
+
+    method: str
+    budget: str | None
+    cells: int
+    of: int
+    exactness: str = ""
+    entries: tuple[int, int] | None = None
+    scores: dict[str, Estimate] | None = None
+    beside: dict[str, Estimate] | None = None
+    held_bytes: float = 0.0
+    checkpoint_bytes: float = 0.0
+    prefill_s: float = 0.0
+    token_s: float | None = None
+    at: tuple[tuple[Point, dict[str, float]], ...] = ()
+    paper: tuple[PaperValue, ...] = ()
+    error: str = ""
+    samples: Samples = field(default_factory=dict, repr=False)
+
+    @property
+    def label(self) -> str:
+        """Method and budget as a person reads them."""
+        return self.method if self.budget is None else f"{self.method} at {self.budget}"
+
+    @property
+    def total_bytes(self) -> float:
+        """Bytes of entries and of checkpoints."""
+        return self.held_bytes + self.checkpoint_bytes
+
+    def values(self, metric: str) -> list[float]:
+        """Return all numbers of a metric."""
+        return [value for scores in self.samples.values() for value in scores[metric]]
+
+    def minus(self, other: Samples, metric: str) -> list[float]:
+        """Return the differences from another's samples, one by one, wherever both were measured."""
+        return [
+            mine - theirs
+            for place, scores in self.samples.items()
+            if place in other
+            for mine, theirs in zip(scores[metric], other[place][metric], strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class Section:
+    """An experiment of one setting (sizes, data, dtype) on one model.
+
+    versions, machines: all that took part. prompts: tokens of the shortest and of the longest.
+    """
+
+    experiment: Experiment
+    setting: str
+    model: str
+    lines: tuple[Line, ...]
+    versions: tuple[dict[str, str], ...]
+    machines: tuple[dict[str, Any], ...]
+    prompts: tuple[int, int]
+    started: str
+
+    @property
+    def measured(self) -> list[Line]:
+        """The lines that have numbers."""
+        return [line for line in self.lines if line.scores]
+
+    @property
+    def name(self) -> str:
+        """What files about it are called."""
+        model = Path(self.model).name.removesuffix(".gguf")
+        return f"{self.experiment.name}-{model}-{self.setting[:6]}"
+
+    @property
+    def comparable(self) -> bool:
+        """Whether all of it was measured by one version on one machine, so that seconds may be compared."""
+        return len(self.versions) == 1 and len(self.machines) == 1
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything but the single samples as plain types."""
+        lines: list[dict[str, Any]] = []
+        for line in self.lines:
+            plain = {key: value for key, value in asdict(line).items() if key != "samples"}
+            lines.append({**plain, "paper": [value.model_dump(mode="json") for value in line.paper]})
+        own = {one.name: getattr(self, one.name) for one in fields(self)}
+        return {**own, "lines": lines, "experiment": self.experiment.model_dump(mode="json")}
+
+
+def sections(stores: Sequence[Store]) -> list[Section]:
+    """Return what ``stores`` hold (already read), the latest of each experiment first. Raises UsageError if that is
+    nothing (nor any study), or of an experiment that this version cannot read."""
+    definitions = {one.setting: one.experiment for store in stores for one in store.definitions}
+    groups: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in (row for store in stores for row in store.rows):
+        cells = groups.setdefault((row.setting, row.model), {})
+        if row.status == "done" or cells.get(row.cell, row).status == "failed":
+            cells[row.cell] = row
+    made = [
+        _section(_experiment(definitions[setting]), setting, model, list(cells.values()))
+        for (setting, model), cells in groups.items()
+        if setting in definitions
+    ]
+    if not made and not any(store.findings for store in stores):
+        raise UsageError("There is nothing to report: no cell of an experiment is in these results.")
+    made.sort(key=lambda section: section.started, reverse=True)
+    return sorted(made, key=lambda section: section.experiment.name)
+
+
+def _experiment(given: dict[str, Any]) -> Experiment:
+    """Return an experiment as it was, but for what the paper says: of one that comes with the library, and still stands
+    beside the same figure, that is as it is read today."""
+    try:
+        experiment = Experiment.model_validate(given)
+    except ValueError as error:
+        name = given.get("name", "")
+        raise UsageError(
+            f"The results of experiment '{name}' are of a version of kvkeep whose words are gone."
+        ) from error
+    paper = load_experiment(experiment.name).paper if experiment.name in packaged() else None
+    if paper is None or experiment.paper is None or paper.where != experiment.paper.where:
+        return experiment
+    return experiment.model_copy(update={"paper": paper})
+
+
+def _section(experiment: Experiment, setting: str, model: str, rows: Sequence[Row]) -> Section:
+    ways: dict[tuple[str, str | None], list[Row]] = {way: [] for way in experiment.ways()}
+    for row in rows:
+        ways.setdefault((row.method, row.budget), []).append(row)
+    first = next((mine for (method, _), mine in ways.items() if method == experiment.baseline and mine), [])
+    baseline = {_place(row): row.scores for row in first if row.status == "done"}
+    lines = tuple(_line(experiment, *way, mine, baseline) for way, mine in ways.items() if mine)
+    tokens = [count for row in rows for count in row.prompt_tokens] or [0]
+    return Section(
+        experiment,
+        setting,
+        model,
+        lines,
+        _different(row.versions for row in rows),
+        _different(row.machine for row in rows),
+        (min(tokens), max(tokens)),
+        max(row.started for row in rows),
+    )
+
+
+def _line(experiment: Experiment, method: str, budget: str | None, rows: Sequence[Row], baseline: Samples) -> Line:
+    done = [row for row in rows if row.status == "done"]
+    expected = max(len(rows), len(experiment.task.points()) * len(experiment.seeds))
+    values = () if experiment.paper is None else experiment.paper.values
+    paper = tuple(value for value in values if value.method == method and value.budget in (None, budget))
+    error = next((row.error for row in rows if row.status == "failed"), "")
+    bare = Line(
+        method,
+        budget,
+        len(done),
+        expected,
+        paper=paper,
+        error=error,
+        samples={_place(row): row.scores for row in done},
+    )
+    if not done:
+        return bare
+    metrics = [metric.name for metric in experiment.task.metrics]
+    pairs = {} if method == experiment.baseline else {name: bare.minus(baseline, name) for name in metrics}
+    steps = [value for row in done for value in row.token_s if value is not None]
+    entries = [row.entries for row in done if row.entries is not None]
+    return replace(
+        bare,
+        exactness=done[-1].exactness,
+        entries=(min(entries), max(entries)) if entries else None,
+        scores={name: estimate(bare.values(name)) for name in metrics},
+        beside={name: estimate(values) for name, values in pairs.items() if values},
+        held_bytes=fmean(row.held_bytes for row in done),
+        checkpoint_bytes=fmean(sum(row.memory.get("checkpoint_bytes", {}).values()) for row in done),
+        prefill_s=fmean(value for row in done for value in row.prefill_s),
+        token_s=fmean(steps) if steps else None,
+        at=tuple(_at(done)),
+    )
+
+
+def _at(done: Sequence[Row]) -> Iterator[tuple[Point, dict[str, float]]]:
+    points: dict[str, tuple[Point, list[Row]]] = {}
+    for row in done:
+        points.setdefault(json.dumps(row.point, sort_keys=True), (row.point, []))[1].append(row)
+    for point, rows in points.values():
+        yield point, {name: fmean(value for row in rows for value in row.scores[name]) for name in rows[0].scores}
+
+
+def _place(row: Row) -> Place:
+    return json.dumps(row.point, sort_keys=True), row.seed
+
+
+def _different(found: Any) -> tuple[dict[str, Any], ...]:
+    return tuple({json.dumps(one, sort_keys=True): one for one in found}.values())
