@@ -168,9 +168,10 @@ class Experiment(BaseModel):
     @model_validator(mode="after")
     def _metrics(self) -> Experiment:
         known = [metric.name for metric in self.task.metrics]
-        for told in (*self.paper.values, *self.paper.claims) if self.paper is not None else ():
-            if told.metric is not None and told.metric not in known:
-                raise unknown("metric", told.metric, known)
+        paper = self.paper or Paper(title="-", where="-", setting="-")
+        for metric in [told.metric for told in paper.values] + [told.metric for told in paper.claims]:
+            if metric is not None and metric not in known:
+                raise unknown("metric", metric, known)
         return self
 
     @model_validator(mode="after")
