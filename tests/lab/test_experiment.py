@@ -26,6 +26,8 @@ depth = [50]
 
 PAPER = '[paper]\ntitle = "T"\nwhere = "W"\nsetting = "S"\n[[paper.values]]\nmetric = "bleu"\nvalue = 1\n'
 
+CLAIMED = PAPER.replace('[[paper.values]]\nmetric = "bleu"\nvalue = 1\n', "[[paper.claims]]\nsays = 'So.'\n")
+
 
 def written(tmp_path: Path, text: str) -> Experiment:
     (tmp_path / "small.toml").write_text(text)
@@ -92,7 +94,21 @@ def test_the_digest_is_of_names_and_contents(tmp_path: Path) -> None:
         ({"length": 'form = "haystack"\nlength'}, r"wrong at 'task.form': Unknown needle 'haystack'"),
         ({"[task]": "[task"}, r"small.toml' is not TOML: "),
         ({"methods": "seeds = []\nmethods"}, r"wrong at 'seeds': tuple should have at least 1 item"),
-        ({"[smoke]": f"{PAPER}[smoke]"}, r"Unknown metric 'bleu'"),
+        ({"[smoke]\nbudgets": f"{PAPER}[smoke]\nbudgets"}, r"Unknown metric 'bleu'"),
+        *(
+            ({"[smoke]\nbudgets": f"{CLAIMED}{claim}\n[smoke]\nbudgets"}, sentence)
+            for claim, sentence in (
+                ('metric = "founds"\nmethods = ["h2o"]\nat_least = 1', r"Unknown metric 'founds': did you mean found"),
+                ('metric = "found"\nmethods = ["h20"]\nat_least = 1', r"paper.claims.0.methods': Unknown method 'h20'"),
+                ('metric = "found"\nmethods = ["h2o"]\nthan = ["ful"]\nat_least = 1', r"claims.0.than': Unknown"),
+                ('metric = "found"\nmethods = ["h2o"]\nbudgets = ["x"]\nat_least = 1', r"budgets': Budget 'x' cannot"),
+                ('metric = "found"\nmethods = ["h2o"]', r"claims.0': what decides it is a metric, and at_least or"),
+                ('methods = ["h2o"]\nat_most = 1', r"claims.0': what decides it is a metric, and at_least or"),
+                ('methods = ["h2o"]', r"claims.0': methods and budgets say nothing without a metric"),
+                ('metric = "found"\nat_least = 1', r"the claim 'So.' does not name the methods"),
+                ('metric = "found"\nmethods = ["h2o"]\nat_least = 1\nat_most = 0.5', r"at least 1 and at most 0.5"),
+            )
+        ),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_one_sentence(tmp_path: Path, changes: dict[str, str], sentence: str) -> None:
@@ -103,6 +119,18 @@ def test_what_is_wrong_is_one_sentence(tmp_path: Path, changes: dict[str, str], 
     with pytest.raises(UsageError, match=sentence) as error:
         written(tmp_path, text)
     assert "\n" not in str(error.value) and str(error.value).endswith(".")
+
+
+def test_claims_are_sentences_or_more(tmp_path: Path) -> None:
+    text = SMALL.replace("[smoke]\nbudgets", f"{PAPER.split('[[')[0]}claims = ['So it is.']\n[smoke]\nbudgets")
+    plain = written(tmp_path, text)
+    assert plain.paper is not None and [claim.says for claim in plain.paper.claims] == ["So it is."]
+    assert plain.paper.claims[0].metric is None
+    decided = 'metric = "found"\nmethods = ["h2o"]\nthan = ["full"]\nbudgets = ["64"]\nat_least = -0.1\n'
+    judged = written(tmp_path, SMALL.replace("[smoke]\nbudgets", f"{CLAIMED}{decided}[smoke]\nbudgets"))
+    assert judged.paper is not None and judged.paper.claims[0].at_least == -0.1
+    assert judged.with_() == judged and plain.with_() == plain  # as a store keeps them
+    assert {cell.key for cell in judged.cells("")} == {cell.key for cell in plain.cells("")}
 
 
 def test_experiments_that_are_not_there() -> None:

@@ -31,7 +31,7 @@ def draw_frontier(section: Section, axis: Axis, path: str | os.PathLike[str]) ->
     figure = Figure(figsize=(WIDTH_PX / DPI, 5.6), dpi=DPI, layout="constrained")
     axes: Any = figure.subplots()
     for method in dict.fromkeys(line.method for line in points):
-        mine = sorted((line for line in points if line.method == method), key=points.__getitem__)
+        mine = [line for line in points if line.method == method]  # by budget
         costs, means = [points[line] for line in mine], [_mean(metric, line) for line in mine]
         axes.plot(costs, means, color="0.82", linewidth=1)
         axes.plot(costs, means, "o", color="0.65", markersize=4, clip_on=False)
@@ -55,12 +55,11 @@ def draw_frontier(section: Section, axis: Axis, path: str | os.PathLike[str]) ->
     plain(axes, "both")
     figure.suptitle(f"{section.experiment.title}: {section.model}", fontsize=11)
     at = {line: (cost, _mean(metric, line)) for line, cost in points.items()}
-    style = (("fontsize", 9), ("color", _BLUE), ("zorder", 5))
-    labels = [Label(line.label, *at[line], True, style) for line in best]
+    labels = [Label(line.label, at[line], {"fontsize": 9, "color": _BLUE, "zorder": 5}) for line in best]
     others = [line for line in points if line.method not in {one.method for one in best}]
     for method in dict.fromkeys(line.method for line in others):
         last = max((line for line in others if line.method == method), key=points.__getitem__)
-        labels.append(Label(method, *at[last], False, (("fontsize", 8), ("color", "0.35"))))
+        labels.append(Label(method, at[last], {"fontsize": 8, "color": "0.35"}))
     corners = [
         (first, second)
         for one, other in pairwise(best)
@@ -72,8 +71,8 @@ def draw_frontier(section: Section, axis: Axis, path: str | os.PathLike[str]) ->
 
 def draw_quality(section: Section, path: str | os.PathLike[str]) -> None:
     """Draw quality and memory, with 95 % intervals: a panel for each method with the task's first metric against the
-    bytes held, the other methods in grey and the baseline across; of one budget alone, bars of the metrics that are told
-    relative to the baseline. Raises StoreError if the file cannot be written."""
+    bytes held, the other methods in grey and the baseline across; of one budget alone, bars of the metrics that are
+    told relative to the baseline. Raises StoreError if the file cannot be written."""
     from matplotlib.figure import Figure
 
     budgets = {line.budget for line in section.measured if line.budget is not None}

@@ -1,4 +1,4 @@
-"""A report as files: the Markdown, and its figures."""
+"""A report as files: the page, the Markdown that it is made of, and the figures."""
 
 from __future__ import annotations
 
@@ -7,28 +7,34 @@ from pathlib import Path
 
 from kvkeep.errors import StoreError
 from kvkeep.lab.figures import check_figure
+from kvkeep.lab.page import write_page
 from kvkeep.lab.report.chapter import Chapter
+from kvkeep.lab.report.html import check_page, page
 from kvkeep.lab.report.markdown import markdown
+
+SUFFIXES = (".png", ".svg")
 
 
 def write(chapters: Sequence[Chapter], folder: Path) -> list[Path]:
-    """Write ``report.md`` and the figures, each as PNG and SVG, into ``folder``, and return the files.
+    """Write ``report.html``, ``report.md`` and the figures, each as PNG and SVG, into ``folder``, and return the files.
+    The page needs no other file; the Markdown shows the PNG files.
 
-    Raises UsageError where matplotlib is missing, StoreError where they cannot be written.
+    Raises UsageError where matplotlib or markdown-it-py is missing, StoreError where files cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise StoreError(f"The folder '{folder}' cannot be made: {(error.strerror or str(error)).lower()}.") from error
     check_figure(folder / "report.png")
+    check_page()
     files: list[Path] = []
     for picture in (picture for chapter in chapters for picture in chapter.pictures):
-        for suffix in (".png", ".svg"):
+        for suffix in SUFFIXES:
             files.append(folder / f"{picture.name}{suffix}")
             picture.draw(files[-1])
-    page = folder / "report.md"
-    try:
-        page.write_text(markdown(chapters, pictures=".png"), encoding="utf-8")
-    except OSError as error:
-        raise StoreError(f"The report '{page}' cannot be written: {(error.strerror or str(error)).lower()}.") from error
-    return [page, *files]
+    text = markdown(chapters, pictures=SUFFIXES[0])
+    drawn = {file.with_suffix(SUFFIXES[0]).name: file for file in files if file.suffix == ".svg"}
+    pages = {"report.html": page(text, drawn), "report.md": text}
+    for name, content in pages.items():
+        write_page(folder / name, content)
+    return [*(folder / name for name in pages), *files]

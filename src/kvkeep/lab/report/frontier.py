@@ -25,7 +25,7 @@ class Axis:
 
 
 AXES = (
-    Axis("memory", "memory", "MB", lambda line: line.total_bytes / 1e6),
+    Axis("memory", "memory", "MB", lambda line: line.total_bytes / 1e6 or None),
     Axis(
         "speed",
         "time a token",
@@ -38,8 +38,8 @@ AXES = (
 
 
 def frontier(lines: Sequence[Line], metric: Metric, axis: Axis) -> list[Line]:
-    """Return the Pareto-optimal lines of those with numbers, the cheapest first: each is better than all that cost less,
-    by its mean and by more than :data:`NOISE`."""
+    """Return the Pareto-optimal lines of those with numbers, the cheapest first: each is better than all that cost
+    less, by its mean and by more than :data:`NOISE`."""
     found: list[Line] = []
     best = float("-inf")
     priced = [(cost, _goodness(line, metric), line) for line in lines if (cost := axis.cost(line)) is not None]

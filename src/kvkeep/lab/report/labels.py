@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 _ROUND = [
     (distance * across, distance * up)
-    for distance in (6, 13, 22, 34)
+    for distance in (6, 13, 22, 34, 48, 64)
     for across, up in ((1, 0), (1, 1), (1, -1), (0, 1.2), (0, -1.2), (-1, 1), (-1, -1), (-1, 0))
 ]
 """Where a label may be put, in points from what it names, the nearest first."""
-_LINED = 20
+_LINED = 12
 """Points from which on a line leads to the label."""
 
 
 @dataclass(frozen=True)
 class Label:
-    """A text beside a point, in the axes' own units. needed: it is drawn even where it lies over something."""
+    """A text beside a point, in the axes' own units."""
 
     text: str
-    x: float
-    y: float
-    needed: bool = False
-    style: tuple[tuple[str, Any], ...] = ()
+    point: tuple[float, float]
+    style: dict[str, Any] = field(default_factory=dict)
 
 
 def place(
@@ -32,10 +30,10 @@ def place(
     labels: Sequence[Label],
     points: Sequence[tuple[float, float]],
     lines: Sequence[tuple[tuple[float, float], tuple[float, float]]] = (),
-) -> int:
+) -> None:
     """Draw labels, the first with the first choice, where they lie over no other, no point, no line (upright or level,
-    from one end to the other) and not beyond the axes; return how many found no such place and are left out. The
-    figure's layout is settled by this."""
+    from one end to the other) and not beyond the axes, or over as few as can be. The figure's layout is settled by
+    this."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.patheffects import withStroke
     from matplotlib.transforms import Bbox
@@ -53,49 +51,37 @@ def place(
     ]
     frame = axes.get_window_extent(renderer)
     room = Bbox.from_extents(frame.x0, frame.y0, figure.bbox.x1 - 4, frame.y1 + 12)
-    halo = [withStroke(linewidth=2.5, foreground="white")]
-    left_out = 0
     for label in labels:
-        best = None
-        for across, up in _ROUND:
-            text = axes.annotate(
-                label.text,
-                (label.x, label.y),
-                (across, up),
-                textcoords="offset points",
-                ha="left" if across > 0 else "right" if across < 0 else "center",
-                va="center_baseline" if up == 0 else "bottom" if up > 0 else "top",
-                arrowprops=dict(arrowstyle="-", color="0.6", linewidth=0.6, shrinkA=0, shrinkB=3)
-                if max(abs(across), abs(up)) > _LINED
-                else None,
-                annotation_clip=False,
-                path_effects=halo,
-                **dict(label.style),
-            )
-            box = _words(text, renderer)
-            within = room.x0 <= box.x0 and box.x1 <= room.x1 and room.y0 <= box.y0 and box.y1 <= room.y1
-            over = sum(box.overlaps(other) for other in taken) + 100 * (not within)
-            if best is None or over < best[0]:
-                if best is not None:
-                    best[1].remove()
-                best = (over, text, box)
-            else:
-                text.remove()
-            if not over:
+        text = axes.annotate(
+            label.text,
+            label.point,
+            (0, 0),
+            textcoords="offset points",
+            arrowprops={"arrowstyle": "-", "color": "0.6", "linewidth": 0.6, "shrinkA": 0, "shrinkB": 3},
+            annotation_clip=False,
+            path_effects=[withStroke(linewidth=2.5, foreground="white")],
+            **label.style,
+        )
+        tried = []
+        for number, where in enumerate(_ROUND):
+            box = _put(text, where, renderer)
+            beyond = box.x0 < room.x0 or box.x1 > room.x1 or box.y0 < room.y0 or box.y1 > room.y1
+            tried.append((sum(box.overlaps(other) for other in taken) + len(taken) * beyond, number))
+            if not tried[-1][0]:
                 break
-        assert best is not None
-        over, text, box = best
-        if over and not label.needed:
-            text.remove()
-            left_out += 1
-        else:
-            taken.append(box)
-    return left_out
+        taken.append(_put(text, _ROUND[min(tried)[1]], renderer))
 
 
-def _words(annotation: Any, renderer: Any) -> Any:
-    """Return the box of an annotation's words, without its line."""
+def _put(annotation: Any, where: tuple[float, float], renderer: Any) -> Any:
+    """Move an annotation, and return the box of its words."""
     from matplotlib.text import Text
 
+    across, up = where
+    annotation.xyann = where
+    annotation.set(
+        ha="left" if across > 0 else "right" if across < 0 else "center",
+        va="bottom" if up > 0 else "top" if up < 0 else "center_baseline",
+    )
+    annotation.arrow_patch.set_visible(max(abs(across), abs(up)) > _LINED)
     annotation.update_positions(renderer)
     return Text.get_window_extent(annotation, renderer).padded(1.5)

@@ -4,47 +4,49 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from kvkeep.lab.report.chapter import Chapter, Outcome, Picture, Verdict
 from kvkeep.lab.report.telling import escaped, listed
 
 TITLE = "Results of the lab"
 
-_FRONT = {
-    Outcome.DIFFERS: (
-        "Where ours differ from the papers",
-        "Nothing measured here differs for certain from a paper's claim.",
-    ),
+_JUDGED = {
+    Outcome.DIFFERS: ("Where ours differ from the papers", "Nothing here differs for certain from what a paper says."),
     Outcome.HOLDS: ("Where ours agree", "No claim of a paper is confirmed here."),
     Outcome.OPEN: ("What cannot be told yet", "Every claim that was measured is decided."),
     Outcome.UNMEASURED: ("Claims that were not measured", "Every claim that numbers can decide was measured."),
 }
 """A section for each outcome, and what stands there if there is none."""
 
+_MISSING = "What could not be run here"
+
+FRONT = (*(title for title, _ in _JUDGED.values()), _MISSING)
+"""The sections that come before the chapters."""
+
 _INTERVALS = (
-    "A verdict goes by Student's interval, in brackets: 95 % for all cases of a claim together, so it is wider than the "
-    "bootstrap interval of the tables, which of few samples is too narrow. N is the number of samples."
+    "A verdict goes by Student's interval, in brackets, of 95 % for all cases of a claim together. It is wider than "
+    "the bootstrap interval of the tables, which of few samples is too narrow. N is the number of samples."
 )
 
 
 def markdown(chapters: Sequence[Chapter], *, pictures: str | None = None) -> str:
     """Return the report. pictures: the suffix of the picture files beside it, such as ".png"; None leaves them out."""
     whole = [chapter for chapter in chapters if chapter.blocks]
-    anchors = _anchors([TITLE, *(title for title, _ in _FRONT.values()), _MISSING, *(one.title for one in whole)])
-    links = dict(zip(map(id, whole), anchors[-len(whole) :], strict=True)) if whole else {}
-
-    def title(chapter: Chapter) -> str:
-        name = escaped(chapter.title)
-        return f"[{name}](#{links[id(chapter)]})" if id(chapter) in links else name
-
-    parts = [f"# {TITLE}", *_front(chapters, title)]
-    for chapter in whole:
-        parts += list(_part(chapter, pictures))
+    bodies = [list(_part(chapter, pictures)) for chapter in whole]
+    front = _headings(_front(chapters, {}))
+    made = iter(
+        anchors([TITLE, *front, *(heading for body in bodies for heading in _headings(body))])[1 + len(front) :]
+    )
+    links = {}
+    for chapter, body in zip(whole, bodies, strict=True):
+        links[id(chapter)], *_ = [next(made) for _ in _headings(body)]
+    parts = [f"# {TITLE}", *_front(chapters, links), *(part for body in bodies for part in body)]
     return "\n\n".join(parts) + "\n"
 
 
-_MISSING = "What could not be run here"
+def _headings(parts: Iterable[str]) -> list[str]:
+    return [line.lstrip("# ") for part in parts for line in part.splitlines() if re.match("#+ ", line)]
 
 
 def slug(title: str) -> str:
@@ -52,7 +54,7 @@ def slug(title: str) -> str:
     return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
 
 
-def _anchors(titles: Sequence[str]) -> list[str]:
+def anchors(titles: Sequence[str]) -> list[str]:
     """Return the anchors of headings that follow each other; what is said again gets a number."""
     said: Counter[str] = Counter()
     made = []
@@ -62,32 +64,38 @@ def _anchors(titles: Sequence[str]) -> list[str]:
     return made
 
 
-def _front(chapters: Sequence[Chapter], title: Callable[[Chapter], str]) -> Iterator[str]:
+def _front(chapters: Sequence[Chapter], links: Mapping[int, str]) -> Iterator[str]:
+    """Yield what comes before the chapters; ``links``: the anchors of those that come, by identity."""
     counted = Counter(verdict.outcome for chapter in chapters for verdict in chapter.verdicts)
     if counted:
         counts = listed(f"{outcome}: {counted[outcome]}" for outcome in Outcome)
-        yield f"{counted.total()} claims and numbers of the papers are held against numbers measured here. {counts.capitalize()}."
+        yield f"{counted.total()} claims and numbers of the papers are held against ours. {counts.capitalize()}."
         yield _INTERVALS
-        for outcome, (heading, none) in _FRONT.items():
+        for outcome, (heading, none) in _JUDGED.items():
             yield f"## {heading}"
-            yield from list(_judged(chapters, outcome, title)) or [none]
+            yield from list(_judged(chapters, outcome, links)) or [none]
     yield f"## {_MISSING}"
     lists = [
-        f"**{title(chapter)}**\n\n" + "\n".join(f"* {sentence}" for sentence in chapter.missing)
+        f"{_title(chapter, links)}:\n\n" + "\n".join(f"* {sentence}" for sentence in chapter.missing)
         for chapter in chapters
         if chapter.missing
     ]
     yield from lists or ["Everything was run."]
 
 
-def _judged(chapters: Sequence[Chapter], outcome: Outcome, title: Callable[[Chapter], str]) -> Iterator[str]:
+def _judged(chapters: Sequence[Chapter], outcome: Outcome, links: Mapping[int, str]) -> Iterator[str]:
     for chapter in chapters:
         if found := [verdict for verdict in chapter.verdicts if verdict.outcome is outcome]:
-            heading = f"**{title(chapter)}**, beside {chapter.beside}."
+            heading = f"{_title(chapter, links)}, beside {chapter.beside}."
             if outcome is Outcome.DIFFERS:
                 heading += f" Theirs: {chapter.theirs}. Ours: {chapter.ours}."
             yield heading
             yield "\n".join(line for verdict in found for line in _claim(verdict))
+
+
+def _title(chapter: Chapter, links: Mapping[int, str]) -> str:
+    name = escaped(chapter.title)
+    return f"**[{name}](#{links[id(chapter)]})**" if id(chapter) in links else f"**{name}**"
 
 
 def _claim(verdict: Verdict) -> Iterator[str]:

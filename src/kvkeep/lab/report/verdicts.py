@@ -31,8 +31,8 @@ def judge(
     that covers ``share``.
 
     It holds if the interval lies within the limits, or if all values lie on a limit, and then there is no interval. It
-    does not hold if the interval lies beyond a limit, or if the limit is an end of ``scale`` (the least and the greatest
-    that a value can be) and any value is short of it. Otherwise it cannot be told.
+    does not hold if the interval lies beyond a limit, or if the limit is an end of ``scale`` (the least and the
+    greatest that a value can be) and any value is short of it. Otherwise it cannot be told.
     """
     low, high = -math.inf if at_least is None else at_least, math.inf if at_most is None else at_most
     if min(values) == max(values) and values[0] in (low, high):

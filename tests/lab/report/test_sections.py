@@ -1,0 +1,78 @@
+"""Sections: means by hand, what is newest counts, and what a paper says is as it is read today."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from results import EXPERIMENT, filled
+
+from kvkeep.errors import UsageError
+from kvkeep.lab.experiment import load_experiment
+from kvkeep.lab.report.sections import sections
+from kvkeep.lab.store import Store
+
+
+def test_a_section_by_hand(tmp_path: Path) -> None:
+    (section,) = sections([filled(tmp_path / "r.jsonl")])
+    lines = {(line.method, line.budget): line for line in section.lines}
+    assert list(lines) == [
+        ("full", None), ("h2o", "10%"), ("window", "10%"), ("quantized", "10%"),
+        ("h2o", "25%"), ("window", "25%"), ("quantized", "25%"),
+    ]  # fmt: skip
+    line = lines["h2o", "25%"]
+    assert line.scores is not None and line.beside is not None
+    assert (line.scores["found"].mean, line.scores["found"].n, line.beside["found"].mean) == (0.5, 8, -0.5)
+    assert (line.cells, line.of, line.prefill_s, line.token_s, line.entries) == (4, 4, 1.5, 0.05, (64, 64))
+    assert line.held_bytes == pytest.approx(2.1e6) and [value.value for value in line.paper] == [0.75]
+    assert len(line.at) == 4 and line.at[0][1]["found"] == 0.5
+    assert line.values("found") == [1.0, 0.0] * 4
+    assert line.minus(lines["window", "25%"].samples, "found") == [1.0, 0.0] * 4
+    assert lines["full", None].beside == {} and lines["quantized", "10%"].scores is None
+    assert section.prompts == (127, 256) and section.name.startswith("small-smollm2-")
+    assert section.comparable and "samples" not in section.as_dict()["lines"][0]
+
+
+def test_the_newest_measurement_counts_and_a_failure_does_not_undo_one(tmp_path: Path) -> None:
+    store = filled(tmp_path / "r.jsonl")
+    first = next(row for row in store.rows if row.method == "window")
+    store.append(first.model_copy(update={"scores": {"found": [1.0, 1.0], "words": [1.0, 1.0], "loglik": [0.0, 0.0]}}))
+    store.append(first.model_copy(update={"status": "failed", "scores": {}, "error": "no"}))
+    store.refresh()
+    (section,) = sections([store])
+    line = next(line for line in section.lines if (line.method, line.budget) == ("window", first.budget))
+    assert line.cells == 4 and line.scores is not None and line.scores["found"].mean == 0.25
+
+
+def test_settings_and_models_are_apart(tmp_path: Path) -> None:
+    other = EXPERIMENT.with_(task={**EXPERIMENT.model_dump(mode="json")["task"], "samples": 2, "new": 5})
+    filled(tmp_path / "r.jsonl")
+    store = filled(tmp_path / "r.jsonl", other)
+    twins = filled(tmp_path / "s.jsonl", EXPERIMENT.with_(models=["gemma3-270m"]))
+    found = sections([store, twins])
+    assert len(found) == 3 and len({section.name for section in found}) == 3
+    assert {section.model for section in found} == {"smollm2", "gemma3-270m"}
+
+
+def test_nothing_to_report_is_said(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="nothing to report"):
+        sections([Store(tmp_path / "r.jsonl")])
+    store = Store(tmp_path / "r.jsonl")
+    gone = {**EXPERIMENT.model_dump(mode="json"), "methods": ["no-longer"]}
+    cell = EXPERIMENT.cells("data")[0]
+    store.define(cell.setting, gone)
+    store.append(filled(tmp_path / "s.jsonl").rows[0])
+    store.refresh()
+    with pytest.raises(UsageError, match="experiment 'small' are of a version"):
+        sections([store])
+
+
+def test_what_a_paper_says_is_as_it_is_read_today(tmp_path: Path) -> None:
+    today = load_experiment("needle-25")
+    assert today.paper is not None
+    old = {"title": today.paper.title, "where": today.paper.where, "setting": "?", "claims": ["As it once was."]}
+    (section,) = sections([filled(tmp_path / "a.jsonl", EXPERIMENT.with_(name="needle-25", paper=old))])
+    assert section.experiment.paper == today.paper and section.experiment.budgets == EXPERIMENT.budgets
+    other = {**old, "where": "Fig. 1000"}
+    (section,) = sections([filled(tmp_path / "b.jsonl", EXPERIMENT.with_(name="needle-25", paper=other))])
+    assert section.experiment.paper is not None and section.experiment.paper.setting == "?"

@@ -1,0 +1,159 @@
+"""Verdicts: what an interval within, across or beyond limits means, for one case and for many."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from results import EXPERIMENT, PAPER, filled
+
+from kvkeep.lab.experiment import Claim
+from kvkeep.lab.intervals import student
+from kvkeep.lab.report.chapter import Outcome, Verdict
+from kvkeep.lab.report.sections import Section, sections
+from kvkeep.lab.report.verdicts import cases, judge, verdicts
+
+SHARE = (0.0, 1.0)
+HOLDS, DIFFERS, OPEN, UNMEASURED = Outcome.HOLDS, Outcome.DIFFERS, Outcome.OPEN, Outcome.UNMEASURED
+
+
+@pytest.mark.parametrize(
+    ("values", "limits", "scale", "outcome"),
+    [
+        ([0.50, 0.51, 0.52], {"at_least": 0.4}, SHARE, HOLDS),
+        ([0.50, 0.51, 0.52], {"at_least": 0.4, "at_most": 0.6}, SHARE, HOLDS),
+        ([0.50, 0.51, 0.52], {"at_most": 0.4}, SHARE, DIFFERS),
+        ([0.50, 0.51, 0.52], {"at_least": 0.6}, SHARE, DIFFERS),
+        ([0.50, 0.51, 0.52], {"at_least": 0.505}, SHARE, OPEN),
+        ([0.50, 0.51, 0.52], {"at_least": 0.51, "at_most": 0.51}, SHARE, OPEN),  # a number of the paper, met
+        ([0.50, 0.51, 0.52], {"at_least": 0.9, "at_most": 0.9}, SHARE, DIFFERS),  # and not met
+        ([0.5], {"at_least": 0.1}, SHARE, OPEN),  # of one sample there is no interval
+        ([5.0], {"at_most": 0.1}, None, OPEN),
+        ([0.1, 0.9], {"at_least": 0.05}, SHARE, OPEN),  # the bootstrap interval would be within
+        ([0.0] * 5, {"at_most": 0.3}, SHARE, OPEN),  # five that agree are few
+        ([0.0] * 50, {"at_most": 0.3}, SHARE, HOLDS),
+        ([0.0] * 5, {"at_least": 0.6}, SHARE, DIFFERS),
+        ([1.0, 1.0], {"at_least": 1.0}, SHARE, HOLDS),  # all there is of "always"
+        ([1.0], {"at_least": 1.0}, SHARE, HOLDS),
+        ([1.0, 0.99], {"at_least": 1.0}, SHARE, DIFFERS),  # and one is enough against it
+        ([0.99], {"at_least": 1.0}, SHARE, DIFFERS),
+        ([0.0, 0.01], {"at_most": 0.0}, SHARE, DIFFERS),
+        ([0.0, 0.0], {"at_least": 0.0}, (-1.0, 1.0), HOLDS),  # no difference at all
+        ([0.1, -0.1], {"at_least": 0.0}, (-1.0, 1.0), OPEN),
+        ([3.0, 3.1], {"at_most": 7.0}, None, HOLDS),
+        ([3.0, 3.1], {"at_least": 7.0, "at_most": 14.0}, None, DIFFERS),
+        ([1.0, 5.0], {"at_least": 7.0, "at_most": 14.0}, None, OPEN),
+    ],
+)
+def test_judgements(values: list[float], limits: dict[str, float], scale: Any, outcome: Outcome) -> None:
+    found, interval = judge(values, **limits, scale=scale or (-math.inf, math.inf))
+    assert found is outcome and interval.n == len(values)
+    assert interval.low <= interval.mean <= interval.high
+
+
+def test_limits_belong_to_what_is_within() -> None:
+    interval = student([1.0, 2.0, 4.0])
+    assert judge([1.0, 2.0, 4.0], interval.low, interval.high)[0] is HOLDS
+    assert judge([1.0, 2.0, 4.0], interval.low + 1e-9, interval.high)[0] is OPEN
+    assert judge([1.0, 2.0, 4.0], interval.high)[0] is OPEN
+    assert judge([1.0, 2.0, 4.0], interval.high + 1e-9)[0] is DIFFERS
+    assert judge([1.0, 2.0, 4.0], at_most=interval.low - 1e-9)[0] is DIFFERS
+
+
+def section_of(path: Path, **claim: Any) -> Section:
+    paper = {**PAPER, "claims": [{"says": "So it is.", "metric": "found", **claim}], "values": []}
+    (section,) = sections([filled(path / "r.jsonl", EXPERIMENT.with_(paper=paper))])
+    return section
+
+
+def verdict_of(path: Path, **claim: Any) -> Verdict:
+    section = section_of(path, **claim)
+    (verdict,) = verdicts(section.experiment, section.lines)
+    return verdict
+
+
+def outcomes(path: Path, **claim: Any) -> dict[tuple[str, str | None, str | None], Outcome]:
+    section = section_of(path, **claim)
+    assert section.experiment.paper is not None
+    found = cases(section.experiment, section.lines, section.experiment.paper.claims[0])
+    return {(case.method, case.budget, case.than): case.outcome for case in found}
+
+
+def test_cases_are_methods_at_budgets_against_others(tmp_path: Path) -> None:
+    assert outcomes(tmp_path / "a", methods=["window", "h2o+merge"], at_least=0.9) == {
+        ("window", "10%", None): DIFFERS, ("window", "25%", None): DIFFERS,
+        ("h2o+merge", "10%", None): UNMEASURED, ("h2o+merge", "25%", None): UNMEASURED,
+    }  # fmt: skip
+    assert outcomes(tmp_path / "b", methods=["quantized", "full"], budgets=["10%"], at_least=1.0) == {
+        ("quantized", "10%", None): UNMEASURED, ("full", None, None): HOLDS,
+    }  # fmt: skip
+    # The baseline takes no budget and stands beside every one; h2o finds 4 of 8, full 8.
+    assert outcomes(tmp_path / "c", methods=["h2o"], than=["full", "window", "quantized"], at_most=0.0) == {
+        ("h2o", "10%", "full"): OPEN, ("h2o", "10%", "window"): OPEN, ("h2o", "10%", "quantized"): UNMEASURED,
+        ("h2o", "25%", "full"): OPEN, ("h2o", "25%", "window"): OPEN, ("h2o", "25%", "quantized"): OPEN,
+    }  # fmt: skip
+
+
+def test_many_cases_are_judged_together(tmp_path: Path) -> None:
+    alone = cases_of(tmp_path / "a", methods=["h2o"], budgets=["25%"], at_least=0.9)
+    beside = cases_of(tmp_path / "b", methods=["h2o", "window"], at_least=0.9)
+    assert alone[0].found.low > beside[1].found.low and alone[0].found.mean == beside[1].found.mean == 0.5
+    assert (beside[1].method, beside[1].budget) == ("h2o", "25%")
+
+
+def cases_of(path: Path, **claim: Any) -> list[Any]:
+    section = section_of(path, **claim)
+    return cases(section.experiment, section.lines, Claim(says="So it is.", metric="found", **claim))
+
+
+def test_one_case_against_a_claim_is_enough_and_all_are_told(tmp_path: Path) -> None:
+    verdict = verdict_of(tmp_path, methods=["full", "window", "h2o", "quantized"], at_least=0.5)
+    assert (verdict.outcome, verdict.finding, verdict.samples) == (DIFFERS, "does not hold here", 8)
+    against, for_it, open_, missing = verdict.ours
+    assert against.startswith("Not so: `window` at 10% and 25%: 0.0 [0.0, ") and against.endswith("] (N = 8) each.")
+    assert for_it.startswith("So: `full`; `quantized` at 25%: 100.0 [") and for_it.endswith("] (N = 8) each.")
+    assert (
+        open_.startswith("Cannot be told: `h2o` at 10% and 25%: 50.0 [")
+        and missing == "Not measured: `quantized` at 10%."
+    )
+    assert verdict.reading == ("found (%) of `full`, `window`, `h2o` and `quantized` at every budget, at least 50 %")
+
+
+def test_a_claim_holds_if_all_that_was_measured_does(tmp_path: Path) -> None:
+    verdict = verdict_of(tmp_path, methods=["quantized"], at_least=1.0)
+    assert verdict.outcome is HOLDS
+    assert verdict.ours == (
+        "So: `quantized` at 25%: 100.0 [100.0, 100.0] (N = 8).",
+        "Not measured: `quantized` at 10%.",
+    )
+
+
+def test_open_and_unmeasured_claims(tmp_path: Path) -> None:
+    verdict = verdict_of(tmp_path / "a", methods=["h2o"], than=["full"], at_least=-0.1)
+    assert verdict.finding == "cannot be told from 8 samples"
+    assert verdict.ours[0].startswith("Cannot be told: `h2o` less `full` at 10% and 25%: -50.0 [")
+    assert verdict.reading == "found (%) of `h2o` less that of `full` at every budget, at least -10 points"
+    verdict = verdict_of(tmp_path / "b", methods=["h2o+merge"], budgets=["25%"], at_most=0.5)
+    assert (verdict.outcome, verdict.samples, verdict.ours) == (UNMEASURED, 0, ("Not measured: `h2o+merge` at 25%.",))
+
+
+def test_numbers_of_the_paper_are_judged_and_the_difference_told(tmp_path: Path) -> None:
+    values = [
+        {"metric": "found", "value": value, "method": method, "budget": "25%"}
+        for value, method in ((0.75, "h2o"), (0.75, "window"), (0.0, "window"), (0.5, "unheard-of"))
+    ]
+    (section,) = sections(
+        [filled(tmp_path / "r.jsonl", EXPERIMENT.with_(paper={**PAPER, "claims": [], "values": values}))]
+    )
+    near, far, met = verdicts(section.experiment, section.lines)
+    assert (near.outcome, far.outcome, met.outcome) == (OPEN, DIFFERS, HOLDS)
+    assert near.says == "found (%) of h2o at 25%: 75.0" and near.reading == ""
+    assert near.ours[0].startswith("Cannot be told: `h2o` at 25%: 50.0 [") and ", -25.0 [" in near.ours[0]
+    assert ", -75.0 [" in far.ours[0] and "from theirs (N = 8)" in far.ours[0]
+
+
+def test_without_a_paper_there_is_nothing_to_judge() -> None:
+    assert verdicts(EXPERIMENT.with_(paper=None), ()) == []
+    assert {verdict.outcome for verdict in verdicts(EXPERIMENT, ())} == {UNMEASURED}

@@ -1,0 +1,54 @@
+"""Intervals: by hand, by tables, and by how often they cover the mean."""
+
+from __future__ import annotations
+
+import math
+import random
+from statistics import fmean
+
+import pytest
+
+from kvkeep.lab.intervals import Estimate, estimate, student
+
+
+def test_bootstrap_intervals_by_hand() -> None:
+    assert estimate([0.5]) == Estimate(0.5, 0.5, 0.5, 1)
+    assert estimate([2.0] * 5) == Estimate(2.0, 2.0, 2.0, 5)
+    draw = random.Random(0)
+    values = [draw.gauss(3, 1) for _ in range(400)]
+    found = estimate(values)
+    assert found.mean == pytest.approx(fmean(values)) and found == estimate(values)
+    assert found.high - found.mean == pytest.approx(1.96 / 20, rel=0.15)  # the normal interval, for so many
+    assert found.mean - found.low == pytest.approx(1.96 / 20, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("count", "share", "quantile"),
+    [(2, 0.95, 12.706), (3, 0.95, 4.303), (4, 0.95, 3.182), (5, 0.99, 4.604), (6, 0.95, 2.571), (31, 0.95, 2.042)],
+)
+def test_student_intervals_by_tables(count: int, share: float, quantile: float) -> None:
+    values = [float(number) for number in range(count)]
+    deviation = math.sqrt(sum((value - fmean(values)) ** 2 for value in values) / (count - 1))
+    found = student(values, share)
+    assert found.high - found.mean == pytest.approx(quantile * deviation / math.sqrt(count), rel=1e-3)
+    assert found.mean - found.low == pytest.approx(found.high - found.mean) and found.n == count
+
+
+def test_student_keeps_to_the_scale_and_does_not_trust_few_that_agree() -> None:
+    assert student([0.3]) == Estimate(0.3, -math.inf, math.inf, 1)
+    assert student([0.3], scale=(0.0, 1.0)) == Estimate(0.3, 0.0, 1.0, 1)
+    assert student([0.0, 1.0], scale=(0.0, 1.0)) == Estimate(0.5, 0.0, 1.0, 2)
+    assert student([2.0] * 4) == Estimate(2.0, 2.0, 2.0, 4)  # no scale to go by
+    few, many = (student([0.0] * count, scale=(0.0, 1.0)) for count in (5, 50))
+    assert few.mean == 0.0 and few.low == 0.0 and 0.4 < few.high < 0.6  # Clopper and Pearson: 0.52
+    assert 0.04 < many.high < 0.1  # and 0.07
+
+
+def test_student_covers_the_mean_of_few_where_bootstrap_does_not() -> None:
+    draw = random.Random(0)
+    samples = [[draw.gauss(0, 1) for _ in range(3)] for _ in range(300)]
+    covered = {
+        name: fmean(found.low <= 0 <= found.high for found in map(of, samples))
+        for name, of in (("student", student), ("bootstrap", estimate))
+    }
+    assert 0.92 < covered["student"] < 0.98 and covered["bootstrap"] < 0.85
