@@ -18,7 +18,7 @@ from kvkeep.budget import Budget
 from kvkeep.errors import UsageError, unknown
 from kvkeep.lab.reading import takes
 from kvkeep.lab.tasks import TASKS, Task
-from kvkeep.lab.tasks.base import Point
+from kvkeep.lab.tasks.base import Point, named
 
 Text = Annotated[str, Field(min_length=1)]
 _STRICT = ConfigDict(extra="forbid", frozen=True)
@@ -65,7 +65,7 @@ class Cell:
     @property
     def label(self) -> str:
         """The cell as a person reads it."""
-        place = ", ".join(f"{name} {value:g}" for name, value in self.point.items())
+        place = ", ".join(f"{name} {named(value)}" for name, value in self.point.items())
         return " ".join(part for part in (self.method, self.budget, f"({place})" if place else "") if part)
 
 

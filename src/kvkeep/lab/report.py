@@ -14,7 +14,7 @@ from kvkeep.errors import StoreError, UsageError
 from kvkeep.lab.experiment import Experiment, PaperValue
 from kvkeep.lab.intervals import RESAMPLES, Estimate, estimate
 from kvkeep.lab.store import Row, Store
-from kvkeep.lab.tasks.base import Metric, Point
+from kvkeep.lab.tasks.base import Metric, Point, named
 
 
 @dataclass(frozen=True)
@@ -207,6 +207,7 @@ def _part(section: Section, figures: Sequence[str]) -> Iterator[str]:
     yield _ours(section)
     yield experiment.task.protocol
     yield _table(section)
+    yield from _by_name(section)
     if notes := list(_notes(section)):
         yield "\n".join(f"* {note}" for note in notes)
     if experiment.paper is not None:
@@ -260,6 +261,37 @@ def _table(section: Section) -> str:
             "| " + " | ".join([*cells, f"{line.held_bytes / 1e6:.1f} MB", f"{line.prefill_s:.2f} s", step]) + " |"
         )
     return "\n".join(rows)
+
+
+def places(section: Section, axis: str) -> list[float | str]:
+    """Return the values of an axis that were measured: sizes in order, names as the task lists them."""
+    found = {point[axis] for line in section.measured for point, _ in line.at}
+    listed = getattr(section.experiment.task, axis)
+    names = sorted(
+        (value for value in found if isinstance(value, str)),
+        key=lambda name: (listed.index(name) if name in listed else len(listed), name),
+    )
+    return [*sorted(value for value in found if not isinstance(value, str)), *names]
+
+
+def _by_name(section: Section) -> Iterator[str]:
+    """Yield a table of the first metric for each axis of names: a column for each, the other axes' mean."""
+    metric = section.experiment.task.metrics[0]
+    for axis in section.experiment.task.axes:
+        columns = places(section, axis)
+        if not any(isinstance(value, str) for value in columns):
+            continue
+        rows = [
+            f"| {titled(metric)} | budget | " + " | ".join(f"`{named(value)}`" for value in columns) + " |",
+            "| --- | --- |" + " ---: |" * len(columns),
+        ]
+        for line in section.measured:
+            cells = []
+            for value in columns:
+                means = [scores[metric.name] for point, scores in line.at if point[axis] == value]
+                cells.append(_number(metric, fmean(means)) if means else "-")
+            rows.append(f"| `{line.method}` | {line.budget or '-'} | " + " | ".join(cells) + " |")
+        yield "\n".join(rows)
 
 
 def _entries(line: Line) -> str:

@@ -13,8 +13,13 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from kvkeep.lab.subject import Cost, Subject
 
-Point = dict[str, int | float]
-"""One value for each of a task's axes."""
+Point = dict[str, int | float | str]
+"""One value for each of a task's axes: a size, or a name."""
+
+
+def named(value: float | str) -> str:
+    """Return a value of an axis as a person reads it."""
+    return value if isinstance(value, str) else f"{value:g}"
 
 
 @dataclass(frozen=True)
