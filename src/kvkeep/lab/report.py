@@ -141,7 +141,9 @@ def _line(
         return Line(method, budget, 0, expected, paper=paper, error=error)
     scores, beside = {}, {}
     for metric in experiment.task.metrics:
-        scores[metric.name] = estimate([value for row in done for value in row.scores[metric.name]])
+        if not (values := [value for row in done for value in row.scores[metric.name]]):
+            continue  # no sample is about it
+        scores[metric.name] = estimate(values)
         pairs = [
             mine - theirs
             for row in done
@@ -175,7 +177,8 @@ def _at(done: Sequence[Row]) -> Iterator[tuple[Point, dict[str, float]]]:
     for row in done:
         points.setdefault(json.dumps(row.point, sort_keys=True), (row.point, []))[1].append(row)
     for point, rows in points.values():
-        yield point, {name: fmean(value for row in rows for value in row.scores[name]) for name in rows[0].scores}
+        found = {name: [value for row in rows for value in row.scores[name]] for name in rows[0].scores}
+        yield point, {name: fmean(values) for name, values in found.items() if values}
 
 
 def _where(row: Row) -> tuple[str, int]:
@@ -252,7 +255,7 @@ def _table(section: Section) -> str:
         assert line.scores is not None and line.beside is not None
         cells = [f"`{line.method}`", line.budget or "-", _entries(line)]
         for metric in metrics:
-            cells.append(told(metric, line.scores[metric.name]))
+            cells.append(told(metric, line.scores[metric.name]) if metric.name in line.scores else "-")
             if metric in relative:
                 cells.append(_difference(metric, line.beside[metric.name]) if metric.name in line.beside else "-")
         cells += [", ".join(_paper_value(metrics, value) for value in line.paper) or "-"] if paper else []

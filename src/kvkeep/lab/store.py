@@ -32,9 +32,10 @@ class Definition(BaseModel):
 class Row(BaseModel):
     """One cell, measured or failed.
 
-    scores: each metric's number for every sample, in the samples' order. prompt_tokens, prefill_s, token_s (seconds of
-    a token after the first): by sample, too. memory: bytes, of the sample that held most. entries: the budget of a full
-    layer. started: UTC. seconds: of the whole cell, with everything. error: the sentence of a cell that failed.
+    scores: each metric's number for every sample that it is about, in the samples' order. prompt_tokens, prefill_s,
+    token_s (seconds of a token after the first): by sample, too. memory: bytes, of the sample that held most. entries:
+    the budget of a full layer. started: UTC. seconds: of the whole cell, with everything. error: the sentence of a cell
+    that failed.
     """
 
     kind: Literal["cell"] = "cell"

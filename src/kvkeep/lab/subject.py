@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
@@ -67,11 +67,11 @@ class Subject:
         """The model's own."""
         return self.loaded.tokenizer
 
-    def write(self, ids: Sequence[int], new: int) -> Answer:
-        """Read a prompt and answer greedily by up to ``new`` tokens, an end of text ending it; methods that draft do so
-        in rounds."""
+    def write(self, ids: Sequence[int], new: int, ended: Callable[[str], bool] | None = None) -> Answer:
+        """Read a prompt and answer greedily by up to ``new`` tokens. An end of text ends it, and so does ``ended``,
+        which is asked of the text so far. Methods that draft do so in rounds."""
         cache = self._cache(len(ids) + new)
-        made = generate(self.loaded.model, self.tokenizer, ids, cache, max_new_tokens=new)
+        made = generate(self.loaded.model, self.tokenizer, ids, cache, max_new_tokens=new, ended=ended)
         steps, timing = len(made.tokens) - 1, made.timing
         cost = Cost(
             len(ids),

@@ -24,7 +24,7 @@ def named(value: float | str) -> str:
 
 @dataclass(frozen=True)
 class Metric:
-    """A number that a task gives each sample.
+    """A number that a task gives each sample, or each that it is about.
 
     better: which way is better. kind: "share" (0 to 1, told in percent), "number", or "perplexity" (nats a token, whose
     mean is told as its exponential).
@@ -46,7 +46,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One sample's numbers, one for each of the task's metrics, and what they cost."""
+    """One sample's numbers, for each of the task's metrics that is about it (the first always is), and their cost."""
 
     scores: dict[str, float]
     cost: Cost
