@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from statistics import fmean
@@ -12,7 +13,7 @@ import pytest
 from kvkeep.errors import UsageError
 from kvkeep.lab.experiment import Experiment
 from kvkeep.lab.intervals import Estimate, estimate
-from kvkeep.lab.report import markdown, sections, told, write
+from kvkeep.lab.report import markdown, places, sections, told, write
 from kvkeep.lab.store import Row, Store
 from kvkeep.lab.tasks.base import Metric
 
@@ -35,6 +36,11 @@ EXPERIMENT = Experiment.model_validate(
         "budgets": ["10%", "25%"],
         "paper": PAPER,
     }
+)
+
+
+NAMES = EXPERIMENT.with_(
+    task={"name": "ruler", "length": [512, 300], "family": ["vt", "niah_single_1"], "samples": 2}, paper=None
 )
 
 
@@ -102,6 +108,8 @@ def test_a_section_by_hand(tmp_path: Path) -> None:
     assert len(line.at) == 4 and line.at[0][1]["found"] == 0.5
     assert lines["full", None].beside == {} and lines["quantized", "10%"].scores is None
     assert section.prompts == (127, 256) and section.name.startswith("small-smollm2-")
+    told = json.loads(json.dumps(section.as_dict()))
+    assert [line["paper"] for line in told["lines"] if line["paper"]] == [[PAPER["values"][0]]]
 
 
 def test_the_newest_measurement_counts_and_a_failure_does_not_undo_one(tmp_path: Path) -> None:
@@ -128,6 +136,18 @@ def test_markdown_says_what_there_is_to_know(tmp_path: Path) -> None:
     assert "* The paper says: It always finds." in text
     assert "* The paper's number: h2o at 25%: found 75.0 (read off)." in text
     assert "* The paper's number: unheard-of: found 50.0." in text
+
+
+def test_axes_of_names_have_a_table_of_their_own_and_a_map(tmp_path: Path) -> None:
+    store = filled(tmp_path / "r.jsonl", NAMES)
+    (section,) = sections([store])
+    assert places(section, "length") == [300, 512] and places(section, "family") == ["vt", "niah_single_1"]
+    assert NAMES.cells("data")[0].label == "full (length 512, family vt)"
+    table = markdown([section]).split("| string match (%) | budget | `vt` | `niah_single_1` |\n")[1].split("\n\n")[0]
+    assert "| `full` | - | 100.0 | 100.0 |" in table and "| `h2o` | 25% | 50.0 | 50.0 |" in table
+    assert "`quantized` | 10%" not in table
+    pytest.importorskip("matplotlib")
+    assert any("map" in path.name and path.stat().st_size > 10_000 for path in write([section], tmp_path / "out"))
 
 
 def test_what_was_not_measured_is_named(tmp_path: Path) -> None:

@@ -172,5 +172,8 @@ def test_articles_are_read_and_drawn(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="has 0 articles of 900 tokens"):
         Summary(samples=1, least=900).prepare(tokenizer(), [path], {}, 0)
     path.write_text('{"article": "a", "summary_gt": "b"}\n{"text": "c"}')
-    with pytest.raises(UsageError, match="Line 2 of"):
+    with pytest.raises(
+        UsageError,
+        match="Row 2 of .* is not an article with a summary; such have 'article' and",
+    ):
         articles(path)

@@ -39,3 +39,22 @@ def read(
         logits = output.logits[0, -1].float().cpu()  # waits for the device
         yield logits, time.perf_counter() - start
         given = ids.new_tensor([[int(logits.argmax()) if forced is None else forced[position]]])
+
+
+@torch.no_grad()
+def scores(model: Any, ids: Tensor, cache: Any, first: int, step: int) -> Iterator[tuple[list[float], float]]:
+    """Yield ln p of the tokens of ``ids`` (1, tokens) from number ``first`` on (1 or more), and seconds.
+
+    All before ``first`` is read at once, as a prompt, and yields that token's; then ``step`` tokens are read at a time,
+    and yield those of the tokens after each of them.
+    """
+    last = ids.shape[1] - 1  # is only predicted
+    place = 0
+    for stop in dict.fromkeys([*range(first, last, step), last]):
+        start = time.perf_counter()
+        count = stop - place if place else 1
+        output = model(ids[:, place:stop], past_key_values=cache, use_cache=True, logits_to_keep=count)
+        logs = output.logits[0].double().log_softmax(-1)
+        found = logs.gather(1, ids[0, stop - count + 1 : stop + 1].unsqueeze(1)).flatten().tolist()
+        yield found, time.perf_counter() - start
+        place = stop

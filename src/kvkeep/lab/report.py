@@ -77,7 +77,8 @@ class Section:
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as plain types."""
-        return {**asdict(self), "experiment": self.experiment.model_dump(mode="json")}
+        lines = [{**asdict(line), "paper": [value.model_dump() for value in line.paper]} for line in self.lines]
+        return {**asdict(self), "experiment": self.experiment.model_dump(mode="json"), "lines": lines}
 
 
 def sections(stores: Sequence[Store]) -> list[Section]:

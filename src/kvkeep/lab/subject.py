@@ -12,7 +12,7 @@ import torch
 from kvkeep.cache import memory_of
 from kvkeep.decode.generate import generate
 from kvkeep.lab.compare import Case, Reference, Row
-from kvkeep.lab.reading import cache_for, read
+from kvkeep.lab.reading import cache_for, read, scores
 from kvkeep.models.loading import Loaded
 from kvkeep.policies.request import Exactness
 
@@ -44,6 +44,14 @@ class Examination:
     """What was written, greedily; ln p of each token of the right answer; and the cost."""
 
     text: str
+    logs: list[float]
+    cost: Cost
+
+
+@dataclass(frozen=True)
+class Scores:
+    """ln p of each token of a given text, and the cost."""
+
     logs: list[float]
     cost: Cost
 
@@ -98,16 +106,20 @@ class Subject:
             logs.append(float(logits.double().log_softmax(-1)[token]))
             seconds.append(took)
             agrees = agrees and int(logits.argmax()) == token
-        cost = Cost(
-            len(ids),
-            seconds[0],
-            fmean(seconds[1:]) if len(seconds) > 1 else None,
-            memory_of(cache).as_dict(),
-            str(getattr(cache, "exactness", Exactness.EXACT)),
-            getattr(cache, "entries", None),
-        )
+        cost = _cost(cache, len(ids), seconds[0], fmean(seconds[1:]) if len(seconds) > 1 else None)
         text = self.tokenizer.decode(list(right)) if agrees else self.write(ids, new).text
         return Examination(text, logs, cost)
+
+    def score(self, ids: Sequence[int], first: int, step: int = 1) -> Scores:
+        """Return ln p of each token from number ``first`` on: those before it are read as a prompt, the others ``step``
+        at a time, as decoding would. Each attends to what the cache holds of earlier steps, and to its own step."""
+        cache = self._cache(len(ids))
+        given = torch.tensor([list(ids)], device=self.loaded.model.device)
+        passed = list(scores(self.loaded.model, given, cache, first, step))
+        logs = [log for found, _ in passed for log in found]
+        stepwise = sum(seconds for _, seconds in passed[1:])
+        token_s = stepwise / (len(logs) - 1) if len(logs) > 1 else None
+        return Scores(logs, _cost(cache, len(ids), passed[0][1], token_s))
 
     def compare(self, ids: Sequence[int], new: int) -> Row:
         """Return how far ``new`` tokens after the prompt are from the unbounded cache's."""
@@ -118,3 +130,14 @@ class Subject:
 
     def _cache(self, context: int) -> Any:
         return cache_for(self.loaded.model, self.method, self.budget, context, self.chunk)
+
+
+def _cost(cache: Any, prompt_tokens: int, prefill_s: float, token_s: float | None) -> Cost:
+    return Cost(
+        prompt_tokens,
+        prefill_s,
+        token_s,
+        memory_of(cache).as_dict(),
+        str(getattr(cache, "exactness", Exactness.EXACT)),
+        getattr(cache, "entries", None),
+    )
