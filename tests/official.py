@@ -53,12 +53,42 @@ def longbench_v2_rows(words: str, count: int = 3) -> list[dict[str, Any]]:
     ]
 
 
+def hellaswag_rows(words: str, count: int = 4) -> list[dict[str, Any]]:
+    """Rows of HellaSwag's validation split."""
+    some = words.split()
+    return [
+        {
+            "ind": number,
+            "activity_label": some[number],
+            "ctx_a": " ".join(some[number : number + 12]) + ".",
+            "ctx_b": "he",
+            "ctx": " ".join(some[number : number + 12]) + ". he",
+            "endings": [" ".join(some[number + place : number + place + 3 + place]) for place in range(4)],
+            "source_id": f"activitynet~{number}",
+            "split": "val",
+            "split_type": "indomain",
+            "label": str(number % 4),
+        }
+        for number in range(count)
+    ]
+
+
+def hellaswag_text_rows(words: str, count: int = 4) -> list[dict[str, Any]]:
+    """The same, contexts put together, as in ``hellaswag_val_first500.jsonl``."""
+    return [
+        {"ctx": f"{row['activity_label']}: {row['ctx']}", "label": int(row["label"]), "endings": row["endings"]}
+        for row in hellaswag_rows(words, count)
+    ]
+
+
 def write_official(folder: Path, words: str) -> None:
     """Write a file of every data set into ``folder``, as the releases call them."""
     for name in SETTINGS:
-        _write_lines(folder / f"{name}.jsonl", longbench_rows(name, words))
+        write_lines(folder / f"{name}.jsonl", longbench_rows(name, words))
+    write_lines(folder / "hellaswag_val_first500.jsonl", hellaswag_text_rows(words))
     (folder / "data.json").write_text(json.dumps(longbench_v2_rows(words), indent=2))
 
 
-def _write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
+def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Write rows as JSON lines."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

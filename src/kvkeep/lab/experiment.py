@@ -170,7 +170,7 @@ class Experiment(BaseModel):
             if find_spec(module) is None:
                 raise UsageError(
                     f"Task '{self.task.name}' needs the package '{package}', which is missing: "
-                    "pip install 'kvkeep[lab]'."
+                    f"pip install 'kvkeep[{self.task.extra}]'."
                 )
         return self.task.sources(data)
 

@@ -12,6 +12,9 @@ from torch import Tensor
 from kvkeep.cache import STOCK, new_cache
 from kvkeep.policies.methods import resolve
 
+_AT_ONCE = 128
+"""Positions whose logits are held together."""
+
 
 def takes(method: str) -> tuple[str, ...]:
     """Return the options that a method takes; raises UsageError for a name nobody knows."""
@@ -39,6 +42,33 @@ def read(
         logits = output.logits[0, -1].float().cpu()  # waits for the device
         yield logits, time.perf_counter() - start
         given = ids.new_tensor([[int(logits.argmax()) if forced is None else forced[position]]])
+
+
+@torch.no_grad()
+def continued(
+    model: Any, ids: Tensor, cache: Any, continuations: Sequence[Sequence[int]], at_once: bool
+) -> Iterator[tuple[Tensor, float]]:
+    """Yield logits (continuations, vocabulary) in float32, and seconds, for each position after ``ids`` (1, tokens) up
+    to the longest continuation's; the first is the same for all and pays for the prompt, which is read once.
+
+    From then on the continuations are rows of a batch: token by token as decoding would, or many ``at_once``, which
+    comes to the same where the cache is exact. Logits of a row beyond its end mean nothing.
+    """
+    start = time.perf_counter()
+    output = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    rows, longest = len(continuations), max(map(len, continuations))
+    logits = output.logits[:, -1].float().cpu()
+    yield logits.expand(rows, -1), time.perf_counter() - start
+    if longest == 1:
+        return
+    if rows > 1:
+        cache.batch_repeat_interleave(rows)
+    given = ids.new_tensor([[*row, *[row[-1]] * (longest - len(row))] for row in continuations])[:, :-1]
+    for part in given.split(_AT_ONCE if at_once else 1, dim=1):
+        start = time.perf_counter()
+        logits = model(part, past_key_values=cache, use_cache=True).logits.float().cpu()  # (rows, part, vocabulary)
+        took = (time.perf_counter() - start) / part.shape[1]
+        yield from ((logits[:, position], took) for position in range(part.shape[1]))
 
 
 @torch.no_grad()

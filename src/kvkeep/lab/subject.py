@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from kvkeep.cache import memory_of
 from kvkeep.decode.generate import generate
 from kvkeep.lab.compare import Case, Reference, Row
-from kvkeep.lab.reading import cache_for, read, scores
+from kvkeep.lab.reading import cache_for, continued, read, scores
 from kvkeep.models.loading import Loaded
 from kvkeep.policies.request import Exactness
 
@@ -54,6 +54,14 @@ class Scores:
 
     logs: list[float]
     cost: Cost
+
+
+@dataclass(frozen=True)
+class Likelihood:
+    """What a continuation is to a model: ln p of each of its tokens, and whether each is the likeliest."""
+
+    logs: list[float]
+    greedy: bool
 
 
 @dataclass
@@ -120,6 +128,30 @@ class Subject:
         stepwise = sum(seconds for _, seconds in passed[1:])
         token_s = stepwise / (len(logs) - 1) if len(logs) > 1 else None
         return Scores(logs, _cost(cache, len(ids), passed[0][1], token_s))
+
+    def weigh(self, ids: Sequence[int], continuations: Sequence[Sequence[int]]) -> tuple[list[Likelihood], Cost]:
+        """Read a prompt once, and tell how likely each of several ``continuations`` (a token each at least) is.
+
+        They are given token by token, as decoding would, side by side; where the cache is exact many at once, and the
+        cost has no seconds of a token. A budget in percent is of the prompt and the longest of them. The cost's bytes
+        are those of the prompt, before the cache is repeated for each.
+        """
+        cache = self._cache(len(ids) + max(map(len, continuations)))
+        exact = getattr(cache, "exactness", Exactness.EXACT) == Exactness.EXACT
+        prompt = torch.tensor([list(ids)], device=self.loaded.model.device)
+        logs: list[list[float]] = [[] for _ in continuations]
+        greedy, seconds, cost = [True] * len(continuations), [], None
+        for position, (logits, took) in enumerate(continued(self.loaded.model, prompt, cache, continuations, exact)):
+            cost = cost or _cost(cache, len(ids), took, None)
+            seconds.append(took)
+            told, best = logits.double().log_softmax(-1), logits.argmax(-1).tolist()
+            for row, tokens in enumerate(continuations):
+                if position < len(tokens):
+                    logs[row].append(float(told[row, tokens[position]]))
+                    greedy[row] = greedy[row] and best[row] == tokens[position]
+        assert cost is not None
+        token_s = None if exact or len(seconds) < 2 else fmean(seconds[1:])
+        return [Likelihood(*found) for found in zip(logs, greedy, strict=True)], replace(cost, token_s=token_s)
 
     def compare(self, ids: Sequence[int], new: int) -> Row:
         """Return how far ``new`` tokens after the prompt are from the unbounded cache's."""
