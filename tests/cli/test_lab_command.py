@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from official import write_official
 
 from kvkeep.lab.experiment import Inquiry, load_experiment, packaged
 from kvkeep.lab.runner import Desk
@@ -24,6 +25,10 @@ def data(tmp_path: Path, words: str) -> Path:
     (folder / "haystack" / "text.txt").write_text(". ".join([words] * 5))
     rows = [{"article": f"###\nArticle: {words}", "summary_gt": words[: 20 + number]} for number in range(8)]
     (folder / "xsum_0shot_first200.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    rows = [{"article": words, "highlights": words[: 20 + number]} for number in range(8)]
+    (folder / "cnn_dm.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    (folder / "wikitext2_test.txt").write_text(words)
+    write_official(folder, words)
     return folder
 
 

@@ -219,7 +219,12 @@ def _figures(metrics: Sequence[Metric], outcomes: Sequence[Outcome]) -> dict[str
     costs = [outcome.cost for outcome in outcomes]
     largest = max(costs, key=lambda cost: cost.memory["resident_bytes"] + cost.memory["compressed_bytes"])
     return {
-        "scores": {metric.name: [_compact(outcome.scores[metric.name]) for outcome in outcomes] for metric in metrics},
+        "scores": {
+            metric.name: [
+                _compact(outcome.scores[metric.name]) for outcome in outcomes if metric.name in outcome.scores
+            ]
+            for metric in metrics
+        },
         "prompt_tokens": [cost.prompt_tokens for cost in costs],
         "prefill_s": [_compact(cost.prefill_s) for cost in costs],
         "token_s": [None if cost.token_s is None else _compact(cost.token_s) for cost in costs],
