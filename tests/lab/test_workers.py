@@ -133,7 +133,7 @@ def test_a_claim_is_held_until_the_row_has_been_dealt_with() -> None:
 
 def test_who_cannot_start_is_done_without_and_nobody_at_all_is_an_error() -> None:
     assert len(found([Fragile(Counter(), starts=0), Fragile(Counter())], of_groups(4))) == 4
-    with pytest.raises(KvkeepError, match=r"No worker could be started: no room; a script"):
+    with pytest.raises(KvkeepError, match=r"No worker could be started: no room\. Workers import the script"):
         found([Fragile(Counter(), starts=0) for _ in range(2)], of_groups(4))
     with pytest.raises(KvkeepError, match=r"No worker could be started"):
         found([Fragile(Counter({"0.1": 1}), starts=1)], of_groups(4))
