@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from kvkeep.lab.experiment import load_experiment, packaged
+from kvkeep.lab.experiment import Inquiry, load_experiment, packaged
 from kvkeep.lab.runner import Desk
+from kvkeep.lab.studies import STUDIES
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -35,11 +36,13 @@ def test_the_list_names_experiments_and_tasks(run: Run) -> None:
     assert [one["name"] for one in found["experiments"]] == packaged() and "depth" in found["tasks"]["needle"]["sizes"]
 
 
-@pytest.mark.parametrize("name", packaged())
+# Of the studies one here: tests/lab/studies/test_studies.py runs the smoke version of each.
+@pytest.mark.parametrize("name", [*(name for name in packaged() if name not in STUDIES), "patching"])
 def test_the_smoke_version_of_every_experiment(
     run: Run, name: str, data: Path, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    packages = load_experiment(name).task.packages
+    experiment = load_experiment(name)
+    packages = experiment.subject.packages
     if any(find_spec(package) is None for package in packages):
         pytest.skip(f"{', '.join(packages.values())} is not installed")
     monkeypatch.chdir(tmp_path)
@@ -47,13 +50,16 @@ def test_the_smoke_version_of_every_experiment(
     code, out, err = run(*command)
     assert code == 0, err
     tally = json.loads(out)
-    assert tally["done"] > 1 and tally["failed"] == [] and tally["store"] == f"kvkeep-lab/{name}-smoke.jsonl"
+    cells = experiment.smoked().with_(models=["m"]).cells("")
+    assert (tally["done"], tally["failed"], tally["store"]) == (len(cells), [], f"kvkeep-lab/{name}-smoke.jsonl")
     code, out, err = run(*command)
     assert (json.loads(out)["done"], json.loads(out)["found"]) == (0, tally["done"])
     code, out, err = run("lab", "report", tally["store"])
-    assert code == 0 and out.startswith("# Results of the lab") and "| `full` | - | all |" in out
+    study = isinstance(experiment, Inquiry)
+    assert code == 0 and out.startswith("# Results of the lab") and (study or "| `full` | - | all |" in out)
     code, out, err = run("lab", "report", tally["store"], "--json")
-    assert len(json.loads(out)["sections"]) == 1
+    found = json.loads(out)
+    assert (len(found["sections"]), len(found["studies"])) == ((0, 1) if study else (1, 0))
 
 
 def test_only_some_methods_a_report_in_a_folder_and_torn_lines(

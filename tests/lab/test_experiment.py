@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvkeep.errors import UsageError
-from kvkeep.lab.experiment import Experiment, digest, load_experiment, packaged
+from kvkeep.lab.experiment import Experiment, Inquiry, digest, load_experiment, packaged, read_experiment
 
 SMALL = """
 title = "Small"
@@ -40,7 +40,7 @@ def test_packaged_experiments_load() -> None:
         experiment = load_experiment(name)
         assert experiment.name == name and experiment.paper is not None
         whole, smoke = len(experiment.cells("")), len(experiment.smoked().cells(""))
-        assert 1 < smoke < whole
+        assert 0 < smoke <= whole and (isinstance(experiment, Inquiry) or 1 < smoke < whole)
 
 
 def test_cells_are_every_combination_and_the_baseline(tmp_path: Path) -> None:
@@ -152,3 +152,62 @@ def test_missing_packages_and_data_are_told_before_anything_runs(tmp_path: Path,
     monkeypatch.setattr("kvkeep.lab.experiment.find_spec", lambda name: True)
     with pytest.raises(UsageError, match=r"There is no file .*xsum_0shot_first200.jsonl"):
         summary.sources(tmp_path)
+
+
+CLAIM = """
+[paper]
+title = "T"
+where = "W"
+setting = "S"
+[[paper.claims]]
+says = "C"
+metric = "within"
+methods = ["h2o"]
+at_most = 0.0
+"""
+STUDY = """
+title = "Small"
+models = ["smollm2", "gemma3-270m"]
+seeds = [0, 1]
+[study]
+name = "spectra"
+tokens = 64
+[smoke]
+seeds = [0]
+"""
+
+
+def test_a_study_has_a_cell_for_each_model_and_seed(tmp_path: Path) -> None:
+    (tmp_path / "small.toml").write_text(STUDY)
+    inquiry = load_experiment(str(tmp_path / "small.toml"))
+    assert isinstance(inquiry, Inquiry) and inquiry.study.name == "spectra"
+    cells = inquiry.cells("data")
+    models = ("smollm2", "gemma3-270m")
+    assert [(cell.model, cell.seed) for cell in cells] == [(model, seed) for model in models for seed in (0, 1)]
+    assert len({cell.key for cell in cells}) == 4 and len({cell.setting for cell in cells}) == 1
+    assert {cell.key for cell in inquiry.smoked().cells("data")} < {cell.key for cell in cells}
+    for other in ({"dtype": "bfloat16"}, {"study": {"name": "spectra", "tokens": 65}}, {"name": "other"}):
+        assert not {cell.key for cell in inquiry.with_(**other).cells("data")} & {cell.key for cell in cells}
+    again = read_experiment(inquiry.model_dump(mode="json"), "it")
+    assert again == inquiry
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({'"spectra"': '"spectre"'}, r"wrong at 'study': Unknown study 'spectre': did you mean spectra"),
+        ({"tokens": "token"}, r"wrong at 'study.token': there is no such setting"),
+        ({"64": "4"}, r"wrong at 'study.tokens': input should be greater than or equal to 16"),
+        ({"[study]": '[task]\nname = "match"\n[study]'}, r"has a \[task\] and a \[study\]"),
+        ({'"spectra"\ntokens': '"long-chat"\nmethods = ["h20"]\nturns'}, r"Unknown method 'h20'"),
+        ({"[smoke]": CLAIM + "[smoke]"}, r"the claim 'C' names methods"),
+    ],
+)
+def test_what_is_wrong_with_a_study_is_one_sentence(tmp_path: Path, changes: dict[str, str], sentence: str) -> None:
+    text = STUDY
+    for old, new in changes.items():
+        assert old in text
+        text = text.replace(old, new, 1)
+    (tmp_path / "small.toml").write_text(text)
+    with pytest.raises(UsageError, match=sentence):
+        load_experiment(str(tmp_path / "small.toml"))

@@ -67,7 +67,7 @@ def test_rows_hold_everything(experiment: Experiment, data: Path, tmp_path: Path
     failed = rows["static", "25%"]
     assert failed.status == "failed" and failed.error.endswith(".") and not failed.scores
     assert store.definitions[0].experiment == experiment.model_dump(mode="json")
-    assert told[0][1:] == (0, 14) and told[-1] == ("static 24 (length 76)", 12, 14)
+    assert told[0][1:] == (0, 14) and told[-1] == ("static 24 (length 76)", 14, 14)
 
 
 def test_a_second_run_does_only_what_is_missing_and_what_failed(
@@ -84,6 +84,22 @@ def test_a_second_run_does_only_what_is_missing_and_what_failed(
     assert (fresh.done, fresh.found) == (2, 0)
     again = [(row.method, row.scores) for row in read(path).rows if row.method == "h2o"]
     assert again[:2] == again[2:]  # the same numbers again
+
+
+@pytest.mark.slow
+def test_two_workers_measure_what_one_does(experiment: Experiment, data: Path, tmp_path: Path) -> None:
+    told: list[tuple[str, int, int]] = []
+    both = run(experiment, Store(tmp_path / "two.jsonl"), data, workers=2, progress=lambda *given: told.append(given))
+    assert run(experiment, Store(tmp_path / "one.jsonl"), data).done == both.done == 5
+    assert (told[0][1:], told[-1][1:]) == ((0, 14), (14, 14)) and [one[1] for one in told] == sorted(
+        one[1] for one in told
+    )
+    one, two = read(tmp_path / "one.jsonl"), read(tmp_path / "two.jsonl")
+    assert {row.cell: (row.scores, row.error) for row in one.rows} == {
+        row.cell: (row.scores, row.error) for row in two.rows
+    }
+    assert len(one.rows) == len(two.rows) == 7
+    assert {row.machine["workers"] for row in two.rows} == {2} and {row.machine["workers"] for row in one.rows} == {1}
 
 
 def test_other_data_are_other_cells(experiment: Experiment, data: Path, tmp_path: Path, words: str) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,10 +19,13 @@ from kvkeep.cli.output import err, note, print_json, show
 from kvkeep.errors import KvkeepError, Stopped, UsageError
 
 if TYPE_CHECKING:
-    from kvkeep.lab.experiment import Experiment
+    from kvkeep.lab.experiment import Outline
     from kvkeep.lab.store import Store
+    from kvkeep.lab.studies import Study
+    from kvkeep.lab.tasks import Task
 
 FOLDER = Path("kvkeep-lab")
+_MEMORY = 3600.0  # seconds that the time left is told by: a cell may take minutes
 
 app = typer.Typer(
     help="Experiments that stand beside the papers': list them, run them, report what they found.",
@@ -38,30 +42,40 @@ def _lab() -> None:
 
 @app.command("list")
 def list_(json: options.Json = False) -> None:
-    """List the experiments that come with the library, and the tasks they are made of."""
+    """List the experiments that come with the library, and the tasks and studies they are made of."""
     from kvkeep.lab.experiment import load_experiment, packaged
+    from kvkeep.lab.studies import STUDIES
     from kvkeep.lab.tasks import TASKS
 
     found = [load_experiment(name) for name in packaged()]
+    kinds: dict[str, Mapping[str, type[Task] | type[Study]]] = {"tasks": TASKS, "studies": STUDIES}
     if json:
         about = {
-            name: {"about": task.about, "sizes": task.model_json_schema()["properties"]} for name, task in TASKS.items()
+            title: {
+                name: {"about": kind.about, "sizes": kind.model_json_schema().get("properties", {})}
+                for name, kind in known.items()
+            }
+            for title, known in kinds.items()
         }
-        print_json({"experiments": [one.model_dump(mode="json") for one in found], "tasks": about})
+        print_json({"experiments": [one.model_dump(mode="json") for one in found], **about})
         return
-    table = Table(box=None, header_style="bold", title="Experiments", title_justify="left", title_style="bold")
-    for heading in ("name", "title", "task", "beside", "cells"):
-        table.add_column(heading, overflow="fold")
+    table = _table("Experiments", "name", "title", "task or study", "beside", "cells")
     for one in found:
         beside = "-" if one.paper is None else f"{one.paper.title.partition(':')[0]}, {one.paper.where}"
-        table.add_row(one.name, one.title, one.task.name, beside, str(len(one.cells(""))))
+        table.add_row(one.name, one.title, one.subject.name, beside, str(len(one.cells(""))))
     show(table)
-    tasks = Table(box=None, header_style="bold", title="\nTasks", title_justify="left", title_style="bold")
-    for heading in ("name", "about", "sizes"):
-        tasks.add_column(heading, overflow="fold")
-    for name, task in TASKS.items():
-        tasks.add_row(name, task.about, ", ".join(task.model_fields))
-    show(tasks)
+    for title, known in kinds.items():
+        table = _table(f"\n{title.capitalize()}", "name", "about", "sizes")
+        for name, kind in known.items():
+            table.add_row(name, kind.about, ", ".join(kind.model_fields))
+        show(table)
+
+
+def _table(title: str, *headings: str) -> Table:
+    table = Table(box=None, header_style="bold", title=title, title_justify="left", title_style="bold")
+    for heading in headings:
+        table.add_column(heading, overflow="fold")
+    return table
 
 
 @app.command()
@@ -81,6 +95,17 @@ def run(
         Path | None, typer.Option("--store", help=f"The file of results. [default: {FOLDER}/NAME.jsonl]")
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure again what was measured before.")] = False,
+    workers: Annotated[
+        int | None,
+        typer.Option(min=1, help="Processes that measure side by side. [default: 1; on Ray one a GPU, or a machine]"),
+    ] = None,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Measure on a Ray cluster: its address, auto (this machine's), or local (started here).",
+        ),
+    ] = None,
     device: options.Device = None,
     json: options.Json = False,
 ) -> None:
@@ -96,14 +121,16 @@ def run(
         _check_only(chosen, only or [])
         results = Store(store or FOLDER / f"{chosen.name}{'-smoke' if smoke else ''}.jsonl")
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(
+        progress = Progress(
             *columns,
             TextColumn("left"),
             TimeRemainingColumn(),
             console=err,
             transient=True,
             disable=not err.is_terminal,
-        ) as bar:
+            speed_estimate_period=_MEMORY,
+        )
+        with progress as bar, redirect_stdout(sys.stderr):  # Ray prints, too
             line = bar.add_task("", total=None)
             tally = measure(
                 chosen,
@@ -112,18 +139,19 @@ def run(
                 only=only or [],
                 fresh=fresh,
                 device=device,
+                workers=workers,
+                ray=ray,
                 progress=lambda label, done, total: bar.update(line, description=label, completed=done, total=total),
                 tell=note,
             )
     results.refresh()
     _tell_torn(results)
     if json:
-        failed = [
-            {"method": row.method, "budget": row.budget, "point": row.point, "error": row.error} for row in tally.failed
-        ]
+        told = {"model", "method", "budget", "point", "seed", "error"}
+        failed = [record.model_dump(mode="json", include=told) for record in tally.failed]
         print_json({"experiment": chosen.name, "store": str(results.path), **asdict(tally), "failed": failed})
     else:
-        for sentence in dict.fromkeys(_failure(row.method, row.budget, row.error) for row in tally.failed):
+        for sentence in dict.fromkeys(f"{record.label} failed: {record.error}" for record in tally.failed):
             note(sentence)
         note(
             f"{tally.done} cells measured, {tally.found} were there, {len(tally.failed)} failed, {tally.elsewhere} are "
@@ -143,7 +171,7 @@ def report(
     json: options.Json = False,
 ) -> None:
     """Report what stores hold, as Markdown or as a page: first where it differs from the papers, then all tables."""
-    from kvkeep.lab.report import chapters, markdown, sections, unmeasured, write
+    from kvkeep.lab.report import chapters, markdown, sections, studied, study_chapters, unmeasured, write
     from kvkeep.lab.store import Store
 
     read = [Store(path) for path in stores]
@@ -152,30 +180,33 @@ def report(
             raise UsageError(f"There are no results at '{one.path}'; 'kvkeep lab run' writes them.")
         one.refresh()
         _tell_torn(one)
-    found = sections(read)
-    told = chapters(found) + unmeasured({section.experiment.name for section in found})
+    found, studies = sections(read), studied(read)
+    names = {*(section.experiment.name for section in found), *(one.inquiry.name for one in studies)}
+    told = [*chapters(found), *study_chapters(studies), *unmeasured(names)]
     files = write(told, output) if output is not None else []
     if json:
         judged = [{"title": chapter.title, **asdict(verdict)} for chapter in told for verdict in chapter.verdicts]
-        plain = [section.as_dict() for section in found]
-        print_json({"sections": plain, "verdicts": judged, "files": [str(path) for path in files]})
+        print_json(
+            {
+                "sections": [section.as_dict() for section in found],
+                "studies": [one.as_dict() for one in studies],
+                "verdicts": judged,
+                "files": [str(path) for path in files],
+            }
+        )
     elif output is None:
         print(markdown(told), end="")
     for path in files:
         note(f"Written: {path}")
 
 
-def _check_only(experiment: Experiment, only: list[str]) -> None:
+def _check_only(experiment: Outline, only: list[str]) -> None:
     from kvkeep.errors import unknown
 
-    methods = (experiment.baseline, *experiment.methods)
+    methods = list(dict.fromkeys(cell.method for cell in experiment.cells("")))
     for name in only:
         if name not in methods:
             raise unknown(f"method of experiment '{experiment.name}'", name, methods)
-
-
-def _failure(method: str, budget: str | None, error: str) -> str:
-    return f"{method}{f' at {budget}' if budget else ''} failed: {error}"
 
 
 def _tell_torn(store: Store) -> None:

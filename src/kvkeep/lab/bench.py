@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ INTERRUPTED = "interrupted before it was measured"
 @dataclass(frozen=True)
 class Case:
     """One cache at one context: ``length`` prompt tokens, then single steps. ``rival``: whom it is compared with.
-    ``reads``: prompt tokens where these are not ``length``: a stock cache of a budget's entries."""
+    ``reads``: prompt tokens where these are not ``length``: a stock cache of a budget's entries. ``batch``: rows."""
 
     label: str
     length: int
@@ -40,21 +40,23 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     rival: str = STOCK
     reads: int | None = None
+    batch: int = 1
 
 
 @dataclass(frozen=True)
 class Row:
     """What one case measured. Seconds are medians; ratios are to the rival of the same context (below 1 is faster);
-    ``held_ratio``: of the step, to a stock cache with the budget's entries only. ``slowest_ms``: the slowest step,
-    for methods that do their work once for many. ``memory``: the cache's own account; on a GPU also
-    ``device_peak_bytes``, the most its allocator had given out during the case beyond what it had before, the model's
-    activations included."""
+    ``held_ratio``: of the step, to a stock cache with the budget's entries only. ``slowest_ms``, ``mean_ms``: the
+    slowest step, and the mean of all, for methods that do their work once for many. ``memory``: the cache's own
+    account; on a GPU also ``device_peak_bytes``, the most its allocator had given out during the case beyond what it
+    had before, the model's activations included."""
 
     label: str
     context: int
     prefill_s: float | None
     step_ms: float | None
     slowest_ms: float | None
+    mean_ms: float | None
     prefill_ratio: float | None
     step_ratio: float | None
     held_ratio: float | None
@@ -162,6 +164,7 @@ def _rows(
             prefill,
             None if step is None else 1e3 * step,
             1e3 * max(times[number]) if times[number] else None,
+            1e3 * fmean(times[number]) if times[number] else None,
             None if rival is None else ratio(prefill, middle(prefills[rival])),
             None if rival is None else ratio(step, middle(times[rival])),
             None if held is None else ratio(step, middle(times[held])),
@@ -176,14 +179,15 @@ def _measure(model: Any, case: Case, steps: int, patience_s: float) -> tuple[lis
     device = next(model.parameters()).device
     peak = _peak_from_here(device)
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, model.config.vocab_size, (1, case.length + steps), generator=generator).to(device)
+    shape = case.batch, case.length + steps
+    ids = torch.randint(0, model.config.vocab_size, shape, generator=generator).to(device)
     if case.method == NAIVE:
-        took = _until(steps, patience_s, lambda step: _timed(model, ids[:, : case.length + step], None))
+        took = _until(steps, patience_s, lambda step: timed(model, ids[:, : case.length + step], None))
         return [], took, asdict(Memory()) | peak()
     cache = new_cache(model, case.method, **case.options)
-    prefill = _timed(model, ids[:, : case.reads or case.length], cache)
-    _timed(model, ids[:, :1], cache)  # the first step warms up
-    took = _until(steps - 1, patience_s, lambda step: _timed(model, ids[:, step : step + 1], cache))
+    prefill = timed(model, ids[:, : case.reads or case.length], cache)
+    timed(model, ids[:, :1], cache)  # the first step warms up
+    took = _until(steps - 1, patience_s, lambda step: timed(model, ids[:, step : step + 1], cache))
     return [prefill], took, asdict(memory_of(cache)) | peak()
 
 
@@ -206,7 +210,8 @@ def _peak_from_here(device: torch.device) -> Callable[[], dict[str, int]]:
     return lambda: {"device_peak_bytes": torch.cuda.max_memory_allocated(device) - before}
 
 
-def _timed(model: Any, ids: Tensor, cache: Any) -> float:
+def timed(model: Any, ids: Tensor, cache: Any) -> float:
+    """Return the seconds that a pass over ``ids`` (batch, tokens) takes, until its last logits are there."""
     if ids.device.type == "cuda":
         torch.cuda.synchronize(ids.device)  # what earlier steps left running is not this one's
     start = time.perf_counter()

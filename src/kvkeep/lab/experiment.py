@@ -5,23 +5,26 @@ from __future__ import annotations
 import hashlib
 import json
 import tomllib
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_serializer, field_validator, model_validator
 
 from kvkeep.budget import Budget
 from kvkeep.errors import UsageError, unknown
 from kvkeep.lab.reading import takes
+from kvkeep.lab.studies import STUDIES, Study
 from kvkeep.lab.tasks import TASKS, Task
 from kvkeep.lab.tasks.base import Point
 
 Text = Annotated[str, Field(min_length=1)]
 _STRICT = ConfigDict(extra="forbid", frozen=True)
+_Outline = TypeVar("_Outline", bound="Outline")
 
 
 class PaperValue(BaseModel):
@@ -98,7 +101,7 @@ class Paper(BaseModel):
 
 @dataclass(frozen=True)
 class Cell:
-    """What is measured in one go. ``setting`` and ``key``: see :meth:`Experiment.cells`."""
+    """What is measured in one go. ``setting`` and ``key``: see :meth:`Outline.cells`. method: of a study, its name."""
 
     key: str
     setting: str
@@ -115,40 +118,88 @@ class Cell:
         return " ".join(part for part in (self.method, self.budget, f"({place})" if place else "") if part)
 
 
-class Experiment(BaseModel):
-    """Every method at every budget, for every model, seed and point of the task's axes.
-
-    baseline: the method that others are told relative to; measured first, whether ``methods`` names it or not. smoke:
-    what is other in a run that only shows that everything works, in the shape of this file.
-    """
+class Outline(BaseModel, ABC):
+    """What every experiment says. It is measured for each of ``models`` and ``seeds``. smoke: what is other in a run
+    that only shows that everything works, in the shape of the file."""
 
     model_config = _STRICT
 
     name: Text
     title: Text
-    task: Task
     models: Annotated[tuple[Text, ...], Field(min_length=1)] = ("smollm2",)
-    methods: Annotated[tuple[Text, ...], Field(min_length=1)]
-    budgets: Annotated[tuple[Text, ...], Field(min_length=1)]
     seeds: Annotated[tuple[int, ...], Field(min_length=1)] = (0,)
-    baseline: Text = "full"
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = "float32"
-    chunk: Annotated[int, Field(ge=1)] | None = None
     paper: Paper | None = None
     smoke: dict[str, Any] = {}
+
+    @property
+    @abstractmethod
+    def subject(self) -> Task | Study:
+        """What is measured."""
+
+    @property
+    @abstractmethod
+    def steps(self) -> int:
+        """Into how many steps the work of a cell is divided."""
+
+    @abstractmethod
+    def cells(self, digest: str) -> list[Cell]:
+        """Return all cells; ``digest``: of the files that are read.
+
+        A cell's *setting* is what it has to share with another to be compared with it, its *key* is the setting with
+        all that is its own: both are hashes, of what changes numbers and of nothing else.
+        """
+
+    @model_validator(mode="after")
+    def _metrics(self) -> Self:
+        known = [metric.name for metric in self.subject.metrics]
+        named = [claim.metric for claim in self.claims]
+        named += [] if self.paper is None else [value.metric for value in self.paper.values]
+        for metric in named:
+            if metric is not None and metric not in known:
+                raise unknown("metric", metric, known)
+        return self
+
+    @property
+    def claims(self) -> tuple[Claim, ...]:
+        """The paper's."""
+        return () if self.paper is None else self.paper.claims
+
+    def with_(self, **changes: Any) -> Self:
+        """Return the experiment with some fields changed; raises UsageError as reading it does."""
+        return _validated(type(self), {**self.model_dump(mode="json"), **changes}, f"experiment '{self.name}'")
+
+    def smoked(self) -> Self:
+        """Return the smoke version."""
+        changed = _merged(self.model_dump(mode="json"), self.smoke)
+        return _validated(type(self), changed, f"[smoke] of experiment '{self.name}'")
+
+    def sources(self, data: Path | None) -> list[Path]:
+        """Return the files that are read; raises UsageError where they, or packages, are missing."""
+        for module, package in self.subject.packages.items():
+            if find_spec(module) is None:
+                raise UsageError(
+                    f"'{self.subject.name}' needs the package '{package}', which is missing: pip install 'kvkeep[lab]'."
+                )
+        return self.subject.sources(data)
+
+
+class Experiment(Outline):
+    """A task: every method at every budget, for every model, seed and point of the task's axes.
+
+    baseline: the method that others are told relative to; measured first, whether ``methods`` names it or not.
+    """
+
+    task: Task
+    methods: Annotated[tuple[Text, ...], Field(min_length=1)]
+    budgets: Annotated[tuple[Text, ...], Field(min_length=1)]
+    baseline: Text = "full"
+    chunk: Annotated[int, Field(ge=1)] | None = None
 
     @field_validator("task", mode="before")
     @classmethod
     def _task(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        sizes = dict(given)
-        name = sizes.pop("name", None)
-        if name is None:
-            raise UsageError(f"it needs a name: {', '.join(TASKS)}")
-        if name not in TASKS:
-            raise unknown("task", str(name), TASKS)
-        return TASKS[name].model_validate(sizes)
+        return _chosen("task", given, TASKS)
 
     @field_serializer("task")
     def _dump_task(self, task: Task) -> dict[str, Any]:
@@ -166,36 +217,25 @@ class Experiment(BaseModel):
         return _readable(given)
 
     @model_validator(mode="after")
-    def _metrics(self) -> Experiment:
-        known = [metric.name for metric in self.task.metrics]
-        paper = self.paper or Paper(title="-", where="-", setting="-")
-        for metric in [told.metric for told in paper.values] + [told.metric for told in paper.claims]:
-            if metric is not None and metric not in known:
-                raise unknown("metric", metric, known)
-        return self
-
-    @model_validator(mode="after")
-    def _decidable(self) -> Experiment:
-        for claim in self.paper.claims if self.paper is not None else ():
+    def _decidable(self) -> Self:
+        for claim in self.claims:
             if claim.metric is not None and not claim.methods:
                 raise UsageError(f"the claim '{claim.says}' does not name the methods that its metric is asked of")
         return self
 
-    def with_(self, **changes: Any) -> Experiment:
-        """Return the experiment with some fields changed; raises UsageError as reading it does."""
-        return _validated({**self.model_dump(mode="json"), **changes}, f"experiment '{self.name}'")
+    @property
+    def subject(self) -> Task:
+        """The task."""
+        return self.task
 
-    def smoked(self) -> Experiment:
-        """Return the smoke version."""
-        return _validated(_merged(self.model_dump(mode="json"), self.smoke), f"[smoke] of experiment '{self.name}'")
+    @property
+    def steps(self) -> int:
+        """The samples."""
+        return self.task.samples
 
     def cells(self, digest: str) -> list[Cell]:
-        """Return all cells, those that share a prompt side by side; ``digest``: of the files prompts are made of.
-
-        A cell's *setting* is what it has to share with another to be compared with it, its *key* is the setting with
-        model, method, budget, seed and point: both are hashes, of the experiment's name, the task's sizes, dtype, chunk
-        and data, and of nothing that does not change a number.
-        """
+        """Return all cells, those that share a prompt side by side. The setting is of the experiment's name, the task's
+        sizes, dtype, chunk and data; a cell's own are model, method, budget, seed and point."""
         task = {"name": self.task.name, **self.task.setting()}
         common = {"experiment": self.name, "task": task, "dtype": self.dtype, "chunk": self.chunk, "data": digest}
         setting, listed = hashed(common), []
@@ -215,15 +255,65 @@ class Experiment(BaseModel):
         for budget in self.budgets:
             yield from ((method, budget) for method in methods if "budget" in takes(method))
 
-    def sources(self, data: Path | None) -> list[Path]:
-        """Return the files that prompts are made of; raises UsageError where they, or packages, are missing."""
-        for module, package in self.task.packages.items():
-            if find_spec(module) is None:
-                raise UsageError(
-                    f"Task '{self.task.name}' needs the package '{package}', which is missing: "
-                    "pip install 'kvkeep[lab]'."
-                )
-        return self.task.sources(data)
+
+class Inquiry(Outline):
+    """A study, for every model and seed."""
+
+    STEPS: ClassVar[int] = 100
+
+    study: Study
+
+    @field_validator("study", mode="before")
+    @classmethod
+    def _study(cls, given: Any) -> Any:
+        return _chosen("study", given, STUDIES)
+
+    @model_validator(mode="after")
+    def _decidable(self) -> Self:
+        for claim in self.claims:
+            if claim.methods:
+                raise UsageError(f"the claim '{claim.says}' names methods, and a study's numbers are of none")
+        return self
+
+    @field_serializer("study")
+    def _dump_study(self, study: Study) -> dict[str, Any]:
+        return {"name": study.name, **study.model_dump(mode="json")}
+
+    @property
+    def subject(self) -> Study:
+        """The study."""
+        return self.study
+
+    @property
+    def steps(self) -> int:
+        """Percent."""
+        return self.STEPS
+
+    def cells(self, digest: str) -> list[Cell]:
+        """Return one cell for each model and seed. The setting is of the experiment's name, the study's sizes, dtype
+        and data."""
+        study = {"name": self.study.name, **self.study.model_dump(mode="json")}
+        common = {"experiment": self.name, "study": study, "dtype": self.dtype, "data": digest}
+        listed = []
+        for model in self.models:
+            for seed in self.seeds:
+                own: dict[str, Any] = {"model": model, "seed": seed}
+                key = hashed({**common, **own})
+                listed.append(Cell(key, hashed(common), model, self.study.name, None, {}, seed))
+        return listed
+
+
+def _chosen(what: str, given: Any, known: Mapping[str, type[BaseModel]]) -> Any:
+    """Return the task or study that ``given`` names, with the sizes it has."""
+    if not isinstance(given, dict):
+        return given
+    sizes = dict(given)
+    name = sizes.pop("name", None)
+    if name is None:
+        raise UsageError(f"it needs a name: {', '.join(known)}")
+    if name not in known:
+        raise unknown(what, str(name), known)
+    return known[name].model_validate(sizes)
 
 
 def packaged() -> list[str]:
@@ -232,9 +322,10 @@ def packaged() -> list[str]:
     return sorted(file.name.removesuffix(".toml") for file in folder.iterdir() if file.name.endswith(".toml"))
 
 
-def load_experiment(name: str) -> Experiment:
-    """Return a packaged experiment by its name, or a file by its path. Raises UsageError with one sentence that says
-    what is wrong with it; its smoke version is checked, too."""
+def load_experiment(name: str) -> Experiment | Inquiry:
+    """Return a packaged experiment by its name, or a file by its path: one with a ``[task]`` or with a ``[study]``.
+
+    Raises UsageError with one sentence that says what is wrong with it; its smoke version is checked, too."""
     path = Path(name)
     if name in packaged():
         text, where = resources.files("kvkeep.lab").joinpath(f"experiments/{name}.toml").read_text("utf-8"), name
@@ -250,9 +341,16 @@ def load_experiment(name: str) -> Experiment:
         given = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"Experiment '{where}' is not TOML: {str(error)[:1].lower()}{str(error)[1:]}.") from error
-    experiment = _validated({"name": path.stem, **given}, f"experiment '{where}'")
+    if "task" in given and "study" in given:
+        raise UsageError(f"Experiment '{where}' has a [task] and a [study]; it can have one of them.")
+    experiment = read_experiment({"name": path.stem, **given}, f"experiment '{where}'")
     experiment.smoked()
     return experiment
+
+
+def read_experiment(given: dict[str, Any], where: str) -> Experiment | Inquiry:
+    """Return the experiment that plain types describe; raises UsageError, naming it as ``where``."""
+    return _validated(Inquiry, given, where) if "study" in given else _validated(Experiment, given, where)
 
 
 def _known(methods: tuple[str, ...]) -> tuple[str, ...]:
@@ -290,9 +388,9 @@ def _merged(given: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _validated(given: dict[str, Any], where: str) -> Experiment:
+def _validated(kind: type[_Outline], given: dict[str, Any], where: str) -> _Outline:
     try:
-        return Experiment.model_validate(given)
+        return kind.model_validate(given)
     except ValidationError as error:
         raise UsageError(_sentence(error, where)) from error
 

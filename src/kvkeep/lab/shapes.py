@@ -1,44 +1,52 @@
-"""Layers of the shapes of published models, with random weights: how long a product takes does not depend on them."""
+"""The shapes of published models: from their configs alone, or as layers with random weights, since how long a product
+takes does not depend on them."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Qwen2Config, Qwen3Config
 
 from kvkeep.errors import unknown
 
-_SIZES: dict[str, tuple[Any, dict[str, int]]] = {
-    "qwen2.5-0.5b": (
-        Qwen2Config,
-        {"hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14, "num_key_value_heads": 2},
-    ),
-    "qwen2.5-1.5b": (
-        Qwen2Config,
-        {"hidden_size": 1536, "intermediate_size": 8960, "num_attention_heads": 12, "num_key_value_heads": 2},
-    ),
-    "qwen3-0.6b": (
-        Qwen3Config,
-        {
-            "hidden_size": 1024,
-            "intermediate_size": 3072,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-        },
-    ),
+
+def _sizes(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, **more: int) -> dict[str, int]:
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        **more,
+    }
+
+
+_SHAPES: dict[str, tuple[Any, dict[str, int]]] = {
+    "smollm2-135m": (LlamaConfig, _sizes(576, 1536, 30, 9, 3)),
+    "qwen2.5-0.5b": (Qwen2Config, _sizes(896, 4864, 24, 14, 2)),
+    "qwen3-0.6b": (Qwen3Config, _sizes(1024, 3072, 28, 16, 8, head_dim=128)),
+    "r1-distill-qwen-1.5b": (Qwen2Config, _sizes(1536, 8960, 28, 12, 2)),
+    "qwen2.5-1.5b": (Qwen2Config, _sizes(1536, 8960, 28, 12, 2)),
+    "gemma3-4b": (Gemma3TextConfig, _sizes(2560, 10240, 34, 8, 4, head_dim=256, sliding_window=1024)),
 }
 
-SHAPES = tuple(_SIZES)
-"""Of KV-Direct's Fig. 7 (DeepSeek-R1-Distill-Qwen-1.5B has the shape of Qwen2.5-1.5B), beside SmolLM2."""
+SHAPES = tuple(_SHAPES)
+"""The models of KV-Direct's Table 1."""
+
+
+def config_of(name: str, layers: int | None = None) -> Any:
+    """Return the config of the shape called ``name``, with all its layers or so many; raises UsageError for other
+    names. Its vocabulary is a small one, which no entry depends on."""
+    if name not in _SHAPES:
+        raise unknown("shape", name, SHAPES)
+    kind, sizes = _SHAPES[name]
+    given = sizes if layers is None else {**sizes, "num_hidden_layers": layers}
+    config = kind(**given, vocab_size=256, max_position_embeddings=32768)
+    config.bos_token_id = config.eos_token_id = config.pad_token_id = None
+    return config
 
 
 def shaped(name: str, dtype: torch.dtype, device: torch.device, layers: int = 3) -> Any:
     """Return a model of ``layers`` random layers of the shape called ``name``; raises UsageError for other names."""
-    if name not in _SIZES:
-        raise unknown("shape", name, SHAPES)
-    kind, sizes = _SIZES[name]
-    config = kind(**sizes, num_hidden_layers=layers, vocab_size=256, max_position_embeddings=32768)
-    config.bos_token_id = config.eos_token_id = config.pad_token_id = None
-    return AutoModelForCausalLM.from_config(config, dtype=dtype).to(device).eval()
+    return AutoModelForCausalLM.from_config(config_of(name, layers), dtype=dtype).to(device).eval()

@@ -29,25 +29,40 @@ class Definition(BaseModel):
     experiment: dict[str, Any]
 
 
-class Row(BaseModel):
-    """One cell, measured or failed.
+class Record(BaseModel):
+    """One cell, measured or failed. error: the sentence of one that failed. started: UTC. seconds: of the whole cell,
+    with everything."""
 
-    scores: each metric's number for every sample, in the samples' order. prompt_tokens, prefill_s, token_s (seconds of
-    a token after the first): by sample, too. memory: bytes, of the sample that held most. entries: the budget of a full
-    layer. started: UTC. seconds: of the whole cell, with everything. error: the sentence of a cell that failed.
-    """
-
-    kind: Literal["cell"] = "cell"
     cell: str
     setting: str
     experiment: str
     model: str
-    method: str
-    budget: str | None
     seed: int
-    point: Point
     status: Literal["done", "failed"]
     error: str = ""
+    versions: dict[str, str] = {}
+    machine: dict[str, Any] = {}
+    started: str = ""
+    seconds: float = 0.0
+
+    @property
+    def label(self) -> str:
+        """What was measured, as a person reads it."""
+        return self.model
+
+
+class Row(Record):
+    """One cell of a task.
+
+    scores: each metric's number for every sample, in the samples' order. prompt_tokens, prefill_s, token_s (seconds of
+    a token after the first): by sample, too. memory: bytes, of the sample that held most. entries: the budget of a full
+    layer.
+    """
+
+    kind: Literal["cell"] = "cell"
+    method: str
+    budget: str | None
+    point: Point
     scores: dict[str, list[float]] = {}
     prompt_tokens: list[int] = []
     prefill_s: list[float] = []
@@ -55,18 +70,28 @@ class Row(BaseModel):
     memory: dict[str, Any] = {}
     exactness: str = ""
     entries: int | None = None
-    versions: dict[str, str] = {}
-    machine: dict[str, Any] = {}
-    started: str = ""
-    seconds: float = 0.0
 
     @property
     def held_bytes(self) -> int:
         """Bytes of entries that attention reads, in full or in a smaller form."""
         return int(self.memory.get("resident_bytes", 0)) + int(self.memory.get("compressed_bytes", 0))
 
+    @property
+    def label(self) -> str:
+        """Method and budget."""
+        return f"{self.method} at {self.budget}" if self.budget else self.method
 
-_RECORD: TypeAdapter[Definition | Row] = TypeAdapter(Annotated[Definition | Row, Field(discriminator="kind")])
+
+class Finding(Record):
+    """One cell of a study. data: what it found, as :meth:`~kvkeep.lab.studies.base.Study.plain` gives it."""
+
+    kind: Literal["study"] = "study"
+    data: Any = None
+
+
+_RECORD: TypeAdapter[Definition | Row | Finding] = TypeAdapter(
+    Annotated[Definition | Row | Finding, Field(discriminator="kind")]
+)
 
 
 class Store:
@@ -75,6 +100,7 @@ class Store:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self.rows: list[Row] = []
+        self.findings: list[Finding] = []
         self.definitions: list[Definition] = []
         self.torn = 0
         self._read = 0  # bytes
@@ -97,10 +123,13 @@ class Store:
             except ValidationError:
                 self.torn += bool(line.strip())
                 continue
-            if isinstance(record, Row):
-                self.rows.append(record)
-            else:
-                self.definitions.append(record)
+            match record:
+                case Row():
+                    self.rows.append(record)
+                case Finding():
+                    self.findings.append(record)
+                case Definition():
+                    self.definitions.append(record)
 
     @property
     def unfinished(self) -> bool:
@@ -109,9 +138,9 @@ class Store:
 
     def done(self) -> set[str]:
         """Return the keys of the cells that were measured, as far as was read."""
-        return {row.cell for row in self.rows if row.status == "done"}
+        return {record.cell for record in (*self.rows, *self.findings) if record.status == "done"}
 
-    def append(self, record: Row | Definition) -> None:
+    def append(self, record: Record | Definition) -> None:
         """Add one line, whole or not at all for whoever reads; raises StoreError where there is no room for it."""
         line = record.model_dump_json().encode() + b"\n"
         try:

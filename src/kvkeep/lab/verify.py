@@ -101,7 +101,7 @@ def verify(
     dtype = next(model.parameters()).dtype
     geometry = ModelGeometry.from_config(model.config, dtype.itemsize)
     tell("what the model can be asked for")
-    kinds, refused = _kinds(model)
+    kinds, refused = checkpoint_kinds(model)
     ids = text_ids(tokenizer, _limited(geometry, max(LENGTHS)))
     short = tuple(kind for kind in kinds if kind != "tokens") if quick else kinds
     lengths, dtypes = (LENGTHS[-1:], (dtype,)) if quick else (LENGTHS, DTYPES)
@@ -147,8 +147,9 @@ def _limited(geometry: ModelGeometry, count: int) -> int:
     return count if geometry.max_positions is None else min(count, geometry.max_positions)
 
 
-def _kinds(model: Any) -> tuple[tuple[CheckpointKind, ...], dict[str, str]]:
-    """Return the checkpoint kinds that the model's family can be used with, and the sentences of those refused."""
+def checkpoint_kinds(model: Any) -> tuple[tuple[CheckpointKind, ...], dict[str, str]]:
+    """Return the checkpoint kinds that the model's family can be used with, and the sentences of those refused. Raises
+    UnsupportedModelError where there are none."""
     kinds: list[CheckpointKind] = []
     refused: dict[str, str] = {}
     for kind in reversed(get_args(CheckpointKind)):

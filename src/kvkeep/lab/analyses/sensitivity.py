@@ -1,13 +1,10 @@
-"""The second derivatives of the loss by two neighbouring keys: KVSlimmer (arXiv:2603.00907, sections 4.1-4.2).
+"""The second derivatives of the loss by all pairs of neighbouring keys at once (KVSlimmer, sections 4.1-4.2).
 
-With a the attention of one query, o = sum_i a_i v_i its output, and r_i = v_i - o, the Hessian's blocks of keys m and
-m + 1 are h_ij = (E . c_ij) q q^T / d_k (Eq. 26), where E = dL/do comes from outside the head and
+The formulas stand in :mod:`kvkeep.policies.merging.hessian`.
 
-    c_11 = a_m (1 - 2 a_m) r_m,   c_22 = a_m+1 (1 - 2 a_m+1) r_m+1,   c_12 = -a_m a_m+1 (r_m + r_m+1)     (Eqs. 23-25)
-
-do not. Everything here is about all pairs at once: values (..., tokens, dim), attention (..., queries, tokens),
-outputs and E (..., queries, dim); results are (..., queries, tokens - 1), one for each pair. No c_ij is written out:
-their norms and their products with E are made of products of values, outputs and E.
+Values are (..., tokens, dim), attention (..., queries, tokens), outputs and E (..., queries, dim); results are (...,
+queries, tokens - 1), one for each pair. No c_ij is written out: their norms and their products with E are made of
+products of values, outputs and E.
 """
 
 from __future__ import annotations
@@ -15,6 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch import Tensor
+
+from kvkeep.policies.merging.hessian import alone, best_share, together
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,30 +40,30 @@ class Sensitivity:
     @property
     def exact_weight(self) -> Tensor:
         """The weight of key m in the merged key (Eq. 30); that of key m + 1 is 1 minus it."""
-        return (self.g11 + self.g12) / (self.g11 + 2 * self.g12 + self.g22)
+        return best_share(self.g11, self.g12, self.g22)
 
     @property
     def closed_weight(self) -> Tensor:
         """The same without E, as if Eq. 32 held (Eq. 33)."""
-        return (self.norm11 - self.norm12) / (self.norm11 - 2 * self.norm12 + self.norm22)
+        return best_share(self.norm11, -self.norm12, self.norm22)
 
 
 def sensitivity(external: Tensor, attention: Tensor, values: Tensor, outputs: Tensor) -> Sensitivity:
     """Return the sensitivities of every query and pair, in float64: attention is small, and c_12 has its square."""
     external, attention, values, outputs = (part.double() for part in (external, attention, values, outputs))
     first, second = attention[..., :-1], attention[..., 1:]
-    alone, pair = _gram(values, outputs)
+    square, pair = _gram(values, outputs)
     toward = external @ values.transpose(-1, -2) - (external * outputs).sum(-1, keepdim=True)  # E . r_i
     both = toward[..., :-1] + toward[..., 1:]
-    length = alone.clamp(min=0).sqrt()  # |r_i|
-    length_both = (alone[..., :-1] + 2 * pair + alone[..., 1:]).clamp(min=0).sqrt()  # |r_m + r_m+1|
-    here, next_ = first * (1 - 2 * first), second * (1 - 2 * second)
+    length = square.clamp(min=0).sqrt()  # |r_i|
+    length_both = (square[..., :-1] + 2 * pair + square[..., 1:]).clamp(min=0).sqrt()  # |r_m + r_m+1|
+    here, next_, shared = alone(first), alone(second), together(first, second)
     return Sensitivity(
         here * toward[..., :-1],
-        -first * second * both,
+        shared * both,
         next_ * toward[..., 1:],
         here.abs() * length[..., :-1],
-        first * second * length_both,
+        shared.abs() * length_both,
         next_.abs() * length[..., 1:],
         external.norm(dim=-1, keepdim=True),
     )
@@ -77,6 +76,6 @@ def _gram(values: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor]:
     own = outputs.square().sum(-1, keepdim=True)
     met = outputs @ values.transpose(-1, -2)
     neighbours = (values[..., :-1, :] * values[..., 1:, :]).sum(-1)
-    alone = values.square().sum(-1).unsqueeze(-2) - 2 * met + own
+    square = values.square().sum(-1).unsqueeze(-2) - 2 * met + own
     pair = neighbours.unsqueeze(-2) - met[..., :-1] - met[..., 1:] + own
-    return alone, pair
+    return square, pair

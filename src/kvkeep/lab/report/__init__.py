@@ -6,5 +6,6 @@ from kvkeep.lab.report.experiments import chapters, unmeasured
 from kvkeep.lab.report.files import write
 from kvkeep.lab.report.markdown import markdown
 from kvkeep.lab.report.sections import sections
+from kvkeep.lab.report.studies import studied, study_chapters
 
-__all__ = ["chapters", "markdown", "sections", "unmeasured", "write"]
+__all__ = ["chapters", "markdown", "sections", "studied", "study_chapters", "unmeasured", "write"]

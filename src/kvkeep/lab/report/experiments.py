@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 
-from kvkeep.lab.experiment import Experiment, PaperValue, load_experiment, packaged
+from kvkeep.lab.experiment import Experiment, Outline, PaperValue, load_experiment, packaged
 from kvkeep.lab.intervals import RESAMPLES
 from kvkeep.lab.report.chapter import Chapter, Outcome, Picture, Verdict
 from kvkeep.lab.report.figures import draw_frontier, draw_maps, draw_quality
@@ -64,7 +64,7 @@ def _chapter(section: Section) -> Chapter:
     )
 
 
-def _unmeasured(experiment: Experiment) -> Chapter:
+def _unmeasured(experiment: Outline) -> Chapter:
     missing = (f"No row of it is in these results: `kvkeep lab run {experiment.name}`.",)
     paper = experiment.paper
     if paper is None:

@@ -108,14 +108,17 @@ class Section:
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything but the single samples as plain types."""
-        lines = [{key: value for key, value in asdict(line).items() if key != "samples"} for line in self.lines]
+        lines: list[dict[str, Any]] = []
+        for line in self.lines:
+            plain = {key: value for key, value in asdict(line).items() if key != "samples"}
+            lines.append({**plain, "paper": [value.model_dump(mode="json") for value in line.paper]})
         own = {one.name: getattr(self, one.name) for one in fields(self)}
         return {**own, "lines": lines, "experiment": self.experiment.model_dump(mode="json")}
 
 
 def sections(stores: Sequence[Store]) -> list[Section]:
     """Return what ``stores`` hold (already read), the latest of each experiment first. Raises UsageError if that is
-    nothing, or of an experiment that this version cannot read."""
+    nothing (nor any study), or of an experiment that this version cannot read."""
     definitions = {one.setting: one.experiment for store in stores for one in store.definitions}
     groups: dict[tuple[str, str], dict[str, Row]] = {}
     for row in (row for store in stores for row in store.rows):
@@ -127,7 +130,7 @@ def sections(stores: Sequence[Store]) -> list[Section]:
         for (setting, model), cells in groups.items()
         if setting in definitions
     ]
-    if not made:
+    if not made and not any(store.findings for store in stores):
         raise UsageError("There is nothing to report: no cell of an experiment is in these results.")
     made.sort(key=lambda section: section.started, reverse=True)
     return sorted(made, key=lambda section: section.experiment.name)

@@ -17,7 +17,13 @@ def titled(metric: Metric) -> str:
 
 def shown(metric: Metric, value: float) -> float:
     """Return a mean as it is told: percent of a share, the perplexity of nats."""
-    return {"share": 100 * value, "number": value, "perplexity": math.exp(value)}[metric.kind]
+    match metric.kind:
+        case "share":
+            return 100 * value
+        case "number":
+            return value
+        case "perplexity":
+            return math.exp(value)
 
 
 def number(metric: Metric, value: float) -> str:

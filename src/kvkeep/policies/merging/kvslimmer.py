@@ -8,6 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvkeep.policies.merging.base import Merging
+from kvkeep.policies.merging.hessian import alone, best_share, together
 from kvkeep.stores.merged import Pairs
 
 
@@ -20,7 +21,7 @@ class KVSlimmer(Merging):
     def share(self, pairs: Pairs) -> Tensor:
         """Return (|c11| - |c12|) / (|c11| - 2 |c12| + |c22|)."""
         own, other, both = (c.norm(dim=-1, keepdim=True) for c in curvatures(pairs))
-        return (own - both) / (own - 2 * both + other)
+        return best_share(own, -both, other)
 
 
 def curvatures(pairs: Pairs) -> tuple[Tensor, Tensor, Tensor]:
@@ -29,4 +30,4 @@ def curvatures(pairs: Pairs) -> tuple[Tensor, Tensor, Tensor]:
     assert pairs.output is not None
     (first, second), (one, two) = (weight[..., None] for weight in pairs.attention), pairs.values
     one, two = one - pairs.output, two - pairs.output
-    return first * (1 - 2 * first) * one, second * (1 - 2 * second) * two, -first * second * (one + two)
+    return alone(first) * one, alone(second) * two, together(first, second) * (one + two)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvkeep.policies.merging.asymkv import energy
 from kvkeep.policies.merging.base import Merging
+from kvkeep.policies.merging.hessian import alone, best_share, together
 from kvkeep.stores.merged import Asked, Pairs
 
 
@@ -31,9 +32,9 @@ class KVSlimmerExact(Merging):
                 own = output.detach().requires_grad_()
                 gradient = torch.autograd.grad(energy(own * block.real), own)[0]
             residual = gradient @ block.values.transpose(1, 2) - (gradient * output).sum(-1, keepdim=True)
-            found[..., 0] += (weights * (1 - 2 * weights) * residual).sum(1)
-            one, two = weights[..., :-1], weights[..., 1:]
-            found[:, :-1, 1] -= (one * two * (residual[..., :-1] + residual[..., 1:])).sum(1)
+            found[..., 0] += (alone(weights) * residual).sum(1)
+            both = residual[..., :-1] + residual[..., 1:]
+            found[:, :-1, 1] += (together(weights[..., :-1], weights[..., 1:]) * both).sum(1)
         return found
 
     def share(self, pairs: Pairs) -> Tensor:
@@ -41,4 +42,4 @@ class KVSlimmerExact(Merging):
         not its own."""
         assert pairs.clues is not None
         (own, both), other = pairs.clues[0].split(1, 2), pairs.clues[1][..., :1]
-        return (own + both) / (own + 2 * both + other)
+        return best_share(own, both, other)

@@ -1,0 +1,174 @@
+"""What stores hold of studies, and the chapters about them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+from kvkeep.errors import UsageError
+from kvkeep.lab.experiment import Claim, Inquiry, read_experiment
+from kvkeep.lab.intervals import Estimate, student
+from kvkeep.lab.report.chapter import Chapter, Outcome, Picture, Verdict
+from kvkeep.lab.report.telling import limit, listed, number, titled, told
+from kvkeep.lab.report.verdicts import judge
+from kvkeep.lab.store import Finding, Store
+from kvkeep.lab.tables import Table
+
+
+@dataclass(frozen=True)
+class Studied:
+    """A study of one setting (sizes, data, dtype) on one model. records: the newest of each seed, seeds rising; where
+    one was measured, a later failure counts for nothing."""
+
+    inquiry: Inquiry
+    setting: str
+    model: str
+    records: tuple[Finding, ...]
+
+    @property
+    def name(self) -> str:
+        """What files about it are called."""
+        model = Path(self.model).name.removesuffix(".gguf")
+        return f"{self.inquiry.name}-{model}-{self.setting[:6]}"
+
+    @cached_property
+    def found(self) -> list[Any]:
+        """What was found, by seed. Raises UsageError where this version cannot read it."""
+        try:
+            return [self.inquiry.study.restored(one.data) for one in self.records if one.status == "done"]
+        except ValueError as error:
+            raise UsageError(
+                f"The results of study '{self.inquiry.name}' are of a version of kvkeep whose words are gone."
+            ) from error
+
+    @cached_property
+    def values(self) -> dict[str, list[float]]:
+        """The study's numbers by metric, one for each seed."""
+        each = [self.inquiry.study.scores(found) for found in self.found]
+        names = [metric.name for metric in self.inquiry.study.metrics]
+        values = {name: [scores[name] for scores in each if name in scores] for name in names}
+        return {name: numbers for name, numbers in values.items() if numbers}
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything as plain types."""
+        return {
+            "experiment": self.inquiry.model_dump(mode="json"),
+            "setting": self.setting,
+            "model": self.model,
+            "values": self.values,
+            "records": [record.model_dump(mode="json") for record in self.records],
+        }
+
+
+def studied(stores: Sequence[Store]) -> list[Studied]:
+    """Return what ``stores`` hold of studies (already read), by name, the latest first. Raises UsageError for one that
+    this version cannot read."""
+    definitions = {one.setting: one.experiment for store in stores for one in store.definitions}
+    groups: dict[tuple[str, str], dict[int, Finding]] = {}
+    for record in (record for store in stores for record in store.findings):
+        seeds = groups.setdefault((record.setting, record.model), {})
+        if record.status == "done" or seeds.get(record.seed, record).status == "failed":
+            seeds[record.seed] = record
+    made = []
+    for (setting, model), seeds in groups.items():
+        if setting in definitions:
+            inquiry = read_experiment(definitions[setting], f"a study in the results, of setting {setting},")
+            assert isinstance(inquiry, Inquiry)
+            made.append(Studied(inquiry, setting, model, tuple(seeds[seed] for seed in sorted(seeds))))
+    made.sort(key=lambda one: max(record.started for record in one.records), reverse=True)
+    return sorted(made, key=lambda one: one.inquiry.name)
+
+
+def study_chapters(found: Sequence[Studied]) -> list[Chapter]:
+    """Return a chapter for each."""
+    return [_chapter(one) for one in found]
+
+
+def _chapter(one: Studied) -> Chapter:
+    study, paper = one.inquiry.study, one.inquiry.paper
+    title = f"{one.inquiry.title}: {one.model}"
+    blocks: list[str | Picture] = [_setting(one), study.protocol]
+    if one.values:
+        blocks.append(_numbers(one).markdown())
+    if one.found:
+        first = one.found[0]
+        blocks += [table.markdown() for table in study.tables(first)]
+        if study.drawn:
+            blocks.append(Picture(one.name, title, partial(study.draw, first, title=title)))
+    if unjudged := [claim.says for claim in one.inquiry.claims if claim.metric is None]:
+        lines = [f"* The paper says: {says}" for says in unjudged]
+        blocks.append("\n".join(["What no number here decides:", "", *lines]))
+    return Chapter(
+        title,
+        tuple(blocks),
+        beside="" if paper is None else f"{paper.title}, {paper.where}",
+        theirs="" if paper is None else paper.setting,
+        ours=_brief(one),
+        verdicts=tuple(_verdict(one, claim) for claim in one.inquiry.claims if claim.metric is not None),
+        missing=tuple(_missing(one)),
+    )
+
+
+def _brief(one: Studied) -> str:
+    dtypes = " and ".join(sorted({str(record.machine.get("dtype")) for record in one.records}))
+    sizes = (f"{name} {_told(value)}" for name, value in one.inquiry.study.model_dump(mode="json").items())
+    seeds = listed(str(record.seed) for record in one.records)
+    return "; ".join([f"{one.model}, {dtypes}", *sizes, f"seed{'s' if len(one.records) > 1 else ''} {seeds}"])
+
+
+def _told(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _setting(one: Studied) -> str:
+    machines = dict.fromkeys(
+        f"{record.machine.get('device')}, {record.machine.get('platform')}, threads {record.machine.get('threads')}"
+        for record in one.records
+    )
+    versions = dict.fromkeys(
+        ", ".join(f"{name} {version}" for name, version in record.versions.items()) for record in one.records
+    )
+    text = f"Experiment `{one.inquiry.name}`: {'; '.join(machines)}. {'; '.join(versions)}."
+    if len(one.found) > 1:
+        text = f"{text} In brackets: Student's 95 % over seeds. Tables and figure are of the first."
+    return text
+
+
+def _missing(one: Studied) -> Iterator[str]:
+    yield from (f"Seed {record.seed}: {record.error}" for record in one.records if record.status == "failed")
+    if seeds := [seed for seed in one.inquiry.seeds if seed not in {record.seed for record in one.records}]:
+        yield f"Not measured yet: seed{'s' if len(seeds) > 1 else ''} {listed(map(str, seeds))}."
+
+
+def _numbers(one: Studied) -> Table:
+    """Return ours beside the paper's."""
+    paper = one.inquiry.paper
+    table = Table("The numbers that say most", ["", "ours", "the paper's"])
+    for metric in one.inquiry.study.metrics:
+        theirs = [value for value in ([] if paper is None else paper.values) if value.metric == metric.name]
+        if metric.name in one.values or theirs:
+            ours = told(metric, student(one.values[metric.name])) if metric.name in one.values else "-"
+            printed = (f"{number(metric, v.value)}{f' ({v.note})' if v.note else ''}" for v in theirs)
+            table.rows.append([titled(metric), ours, "; ".join(printed)])
+    return table
+
+
+def _verdict(one: Studied, claim: Claim) -> Verdict:
+    """Return what became of a claim: over seeds, or by the number itself where no seed and no run changes it."""
+    study = one.inquiry.study
+    metric = next(metric for metric in study.metrics if metric.name == claim.metric)
+    bounds = (("at least", claim.at_least), ("at most", claim.at_most))
+    said = listed(f"{word} {limit(metric, bound, False)}" for word, bound in bounds if bound is not None)
+    reading = f"{titled(metric)}, {said}"
+    if not (values := one.values.get(metric.name, [])):
+        return Verdict(claim.says, Outcome.UNMEASURED, reading=reading)
+    if metric.name in study.certain:
+        low, high = (value if value is not None else values[0] for value in (claim.at_least, claim.at_most))
+        outcome = Outcome.HOLDS if all(low <= value <= high for value in values) else Outcome.DIFFERS
+        found = Estimate(values[0], values[0], values[0], 1)
+    else:
+        outcome, found = judge(values, claim.at_least, claim.at_most, scale=metric.scale)
+    return Verdict(claim.says, outcome, (f"{titled(metric)}: {told(metric, found)}.",), found.n, reading)

@@ -1,0 +1,111 @@
+"""What a study is: a measurement of a model or a machine with tables and a figure of its own."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from torch import Tensor
+
+from kvkeep.errors import KvkeepError
+from kvkeep.lab.tables import Table
+from kvkeep.lab.tasks.base import Metric
+from kvkeep.lab.tasks.texts import joined, passage, text_files
+from kvkeep.models.loading import Loaded
+
+Progress = Callable[[str, float, float], None]
+"""Gets what is being done, how much is done, and of how much."""
+
+DIGITS = 5
+"""Digits that count of every number that is kept."""
+
+
+class Study(BaseModel, ABC):
+    """A study and its sizes: the fields are what an experiment's ``[study]`` may set.
+
+    name: what experiments call it. about: one line. protocol: how its numbers come about, for the report. found: the
+    dataclass that :meth:`measure` returns. metrics: of the few numbers that say most, which a paper's stand beside;
+    :meth:`scores` has them. certain: those that neither a seed nor another run changes, so that one is enough. drawn:
+    whether there is a figure. packages: what must be installed, by module and by the name that pip knows.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: ClassVar[str]
+    about: ClassVar[str]
+    protocol: ClassVar[str]
+    found: ClassVar[type]
+    metrics: ClassVar[tuple[Metric, ...]] = ()
+    certain: ClassVar[tuple[str, ...]] = ()
+    drawn: ClassVar[bool] = True
+    packages: ClassVar[dict[str, str]] = {}
+
+    def sources(self, data: Path | None) -> list[Path]:
+        """Return the files that are read; raises UsageError, saying what ``data`` has to hold."""
+        return []
+
+    @abstractmethod
+    def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int, progress: Progress) -> Any:
+        """Measure, and return a ``found``."""
+
+    @abstractmethod
+    def tables(self, found: Any) -> list[Table]:
+        """Return what was found, the paper's numbers beside it where it prints some."""
+
+    def scores(self, found: Any) -> dict[str, float]:
+        """Return the numbers of ``metrics``, those that there are."""
+        return {}
+
+    def draw(self, found: Any, path: str | os.PathLike[str], *, title: str) -> None:
+        """Draw the figure; raises StoreError if the file cannot be written."""
+        raise NotImplementedError
+
+    def plain(self, found: Any) -> Any:
+        """Return what was found as plain types, numbers with :data:`DIGITS` digits. Raises KvkeepError for one that is
+        not finite."""
+        return _compact(TypeAdapter(self.found).dump_python(found, mode="json"))
+
+    def restored(self, data: Any) -> Any:
+        """Return what :meth:`plain` was given; raises ValueError for data of another kind."""
+        return TypeAdapter(self.found).validate_python(data)
+
+
+class TextStudy(Study):
+    """A study that reads a passage of a text, another one for every seed."""
+
+    tokens: int = Field(512, ge=16, description="tokens of the passage")
+
+    def sources(self, data: Path | None) -> list[Path]:
+        """Return the texts."""
+        return text_files(data)
+
+    def passage(self, loaded: Loaded, sources: Sequence[Path], seed: int) -> Tensor:
+        """Return the passage's ids, (1, tokens)."""
+        ids = passage(loaded.tokenizer, joined(sources), self.tokens, random.Random(seed))
+        return torch.tensor([ids], device=loaded.model.device)
+
+
+def counted(progress: Progress, what: str) -> Callable[[int, int], None]:
+    """Return what tells ``progress`` of done and total, of one thing."""
+    return lambda done, total: progress(what, done, total)
+
+
+def _compact(value: Any) -> Any:
+    match value:
+        case float():
+            if not math.isfinite(value):
+                raise KvkeepError(f"The model gave {value}, which is no number to go by.")
+            return float(f"{value:.{DIGITS}g}")
+        case dict():
+            return {key: _compact(part) for key, part in value.items()}
+        case list():
+            return [_compact(part) for part in value]
+        case _:
+            return value

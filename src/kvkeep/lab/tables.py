@@ -1,0 +1,57 @@
+"""Tables of text, and the numbers in them as a person reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Table:
+    """A table: headings, and rows as long. notes: what is to be said below it, a sentence each."""
+
+    title: str
+    headings: Sequence[str]
+    rows: list[Sequence[str]] = field(default_factory=list)
+    notes: Sequence[str] = ()
+
+    def markdown(self) -> str:
+        """Return it as Markdown: the title as a heading of the third level, the first column to the left."""
+        lines = [f"### {self.title}", ""]
+        lines += [_row(self.headings), _row(["---", *["---:"] * (len(self.headings) - 1)])]
+        lines += [_row(row) for row in self.rows]
+        if self.notes:
+            lines += ["", " ".join(self.notes)]
+        return "\n".join(lines)
+
+
+def _row(cells: Iterable[str]) -> str:
+    plain = (cell.replace("|", "\\|") for cell in cells)
+    return f"| {' | '.join(plain)} |"
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """Return a number with so many digits that count; "-" where there is none."""
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if abs(value) >= 10**digits else f"{value:.{digits}g}"
+
+
+def percent(value: float | None, digits: int = 1) -> str:
+    """Return a share in percent."""
+    return "-" if value is None else f"{100 * value:.{digits}f} %"
+
+
+def times(value: float | None) -> str:
+    """Return a ratio."""
+    return "-" if value is None else f"{value:.2f} ×"
+
+
+def megabytes(value: float | None) -> str:
+    """Return bytes in MB."""
+    return "-" if value is None else f"{value / 1e6:,.2f} MB"
+
+
+def milliseconds(value: float | None) -> str:
+    """Return seconds in ms."""
+    return "-" if value is None else f"{number(1e3 * value)} ms"

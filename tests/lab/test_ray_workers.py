@@ -1,0 +1,113 @@
+"""Workers on Ray: a cluster of this one machine, started and ended by the test."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from living import descendants, living, until
+
+from kvkeep.errors import UsageError
+from kvkeep.lab.experiment import Experiment
+from kvkeep.lab.ray_workers import _contents, _cores, _laid
+from kvkeep.lab.runner import run
+from kvkeep.lab.store import Store
+from kvkeep.lab.subject import Subject
+from kvkeep.lab.tasks import TASKS
+from kvkeep.lab.tasks.base import Outcome, Sample
+from kvkeep.lab.tasks.match import Match
+
+
+class Killed(Match):
+    """Passages of which the first that h2o is given ends the process."""
+
+    name = "killed"
+    mark: str
+
+    def measure(self, subject: Subject, sample: Sample) -> Outcome:
+        if subject.method == "h2o" and not Path(self.mark).exists():
+            Path(self.mark).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().measure(subject, sample)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
+def test_two_workers_of_which_one_is_killed(
+    tmp_path: Path, model_folder: Path, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray = pytest.importorskip("ray")
+    monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setitem(TASKS, "killed", Killed)
+    (tmp_path / "text.txt").write_text(". ".join([words] * 3))
+    experiment = Experiment.model_validate(
+        {
+            "name": "small",
+            "title": "Small",
+            "models": [str(model_folder)],
+            "methods": ["h2o", "kv-direct", "static"],
+            "budgets": ["25%"],
+            "seeds": [0, 1],
+            "task": {"name": "killed", "length": [76], "new": 4, "samples": 1, "mark": str(tmp_path / "killed")},
+        }
+    )
+    told: list[tuple[int, int]] = []
+    before, processes = descendants(os.getpid()), set[int]()
+
+    def progress(label: str, done: int, total: int) -> None:
+        told.append((done, total))
+        processes.update(descendants(os.getpid()) - before)
+
+    tally = run(experiment, Store(tmp_path / "ray.jsonl"), tmp_path, workers=2, ray="local", progress=progress)
+    assert (tally.done, tally.found, tally.elsewhere, len(tally.failed)) == (6, 0, 0, 2)
+    assert (tmp_path / "killed").exists() and told[-1] == (8, 8)
+    assert [path.name for path in (Path(os.environ["KVKEEP_CACHE"]) / "lab-data").glob("*/*")] == ["text.txt"]
+    assert not ray.is_initialized() and len(processes) > 3
+    until(lambda: not processes & living())
+
+    here = run(experiment, Store(tmp_path / "here.jsonl"), tmp_path)
+    assert (here.done, len(here.failed)) == (6, 2)
+    assert scores(tmp_path / "ray.jsonl") == scores(tmp_path / "here.jsonl")
+
+
+def scores(path: Path) -> dict[str, Any]:
+    store = Store(path)
+    store.refresh()
+    found = {row.cell: (row.status, row.error, row.scores) for row in store.rows}
+    assert len(found) == len(store.rows) == 8
+    return found
+
+
+def test_without_ray_it_is_a_sentence(tmp_path: Path, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "ray", None)
+    (tmp_path / "text.txt").write_text(words)
+    experiment = Experiment.model_validate(
+        {"name": "small", "title": "S", "methods": ["full"], "budgets": ["9"], "task": {"name": "match"}}
+    )
+    with pytest.raises(UsageError, match=r"needs the package 'ray'.*pip install 'kvkeep\[ray\]'"):
+        run(experiment, Store(tmp_path / "r.jsonl"), tmp_path, ray="auto")
+
+
+def test_files_are_laid_as_they_lay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("data/a.txt", "data/inner/a.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    files = _contents([tmp_path / "data/inner/a.txt", tmp_path / "data/a.txt"])
+    assert list(files) == ["inner/a.txt", "a.txt"]
+    folder = _laid(files)
+    assert _laid(files) == folder and [(folder / name).read_text() for name in files] == [
+        "data/inner/a.txt",
+        "data/a.txt",
+    ]
+    assert _laid({**files, "a.txt": b"other"}) != folder
+    assert _contents([]) == {} and _laid({}).is_dir()
+
+
+def test_cores_are_shared_as_machines_allow() -> None:
+    assert _cores([8], 1) == 8 and _cores([8], 3) == 2 and _cores([8, 8], 2) == 8 and _cores([3, 5], 2) == 3
+    assert _cores([16, 2, 0], 3) == 5
+    with pytest.raises(UsageError, match="has 4 cores, too few for 5 workers"):
+        _cores([2, 2], 5)
