@@ -78,7 +78,7 @@ def test_only_some_methods_a_report_in_a_folder_and_torn_lines(
     with store.open("a") as file:
         file.write('{"kind": "cell", "ce')
     code, out, err = run("lab", "report", str(store), "-o", str(tmp_path / "out"))
-    assert code == 0 and out == "" and "1 line of" in err and (tmp_path / "out" / "report.md").is_file()
+    assert code == 0 and out == "" and "1 line of" in err and (tmp_path / "out" / "report.html").is_file()
     code, out, err = run(*common, "--only", "h2o")
     assert code == 2 and "Unknown method of experiment 'needle-25' 'h2o'" in err
 

@@ -165,11 +165,12 @@ def run(
 def report(
     stores: Annotated[list[Path], typer.Argument(help="Files of results that 'kvkeep lab run' wrote.")],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="A folder for report.md and its figures (PNG and SVG).")
+        Path | None,
+        typer.Option("--output", "-o", help="A folder for report.html, report.md and figures (PNG and SVG)."),
     ] = None,
     json: options.Json = False,
 ) -> None:
-    """Report what stores hold: a table for each experiment and model, as Markdown, the paper's numbers beside."""
+    """Report what stores hold, as Markdown or as a page: first where it differs from the papers, then all tables."""
     from kvkeep.lab.report import chapters, markdown, sections, studied, study_chapters, unmeasured, write
     from kvkeep.lab.store import Store
 
@@ -184,10 +185,12 @@ def report(
     told = [*chapters(found), *study_chapters(studies), *unmeasured(names)]
     files = write(told, output) if output is not None else []
     if json:
+        judged = [{"title": chapter.title, **asdict(verdict)} for chapter in told for verdict in chapter.verdicts]
         print_json(
             {
                 "sections": [section.as_dict() for section in found],
                 "studies": [one.as_dict() for one in studies],
+                "verdicts": judged,
                 "files": [str(path) for path in files],
             }
         )

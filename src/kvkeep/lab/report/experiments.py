@@ -93,11 +93,12 @@ def _brief(section: Section) -> str:
 def _setting(section: Section) -> str:
     experiment = section.experiment
     machines = "; ".join(
-        f"{one.get('device')}, {one.get('platform')}, threads {one.get('threads')}" for one in section.machines
+        f"{one.get('device')}, {one.get('dtype')}, {one.get('platform')}, threads {one.get('threads')}"
+        for one in section.machines
     )
     versions = "; ".join(", ".join(f"{name} {version}" for name, version in one.items()) for one in section.versions)
     lines = [
-        f"`{experiment.name}`: {_brief(section)}. {machines}. {versions}.",
+        f"Experiment `{experiment.name}`: {machines}. {versions}.",
         f"In brackets: 95 % of {RESAMPLES:,} bootstrap means over samples.",
     ]
     if _relative(section):

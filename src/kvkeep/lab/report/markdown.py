@@ -108,8 +108,8 @@ def _claim(verdict: Verdict) -> Iterator[str]:
 
 def _part(chapter: Chapter, pictures: str | None) -> Iterator[str]:
     yield f"## {escaped(chapter.title)}"
-    if chapter.beside:
-        yield f"Beside {chapter.beside}. Theirs: {chapter.theirs}. Ours: {chapter.ours}."
+    theirs = f"Beside {chapter.beside}. Theirs: {chapter.theirs}. " if chapter.beside else ""
+    yield f"{theirs}Ours: {chapter.ours}."
     for block in chapter.blocks:
         if not isinstance(block, Picture):
             yield block

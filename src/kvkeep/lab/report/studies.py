@@ -131,7 +131,7 @@ def _setting(one: Studied) -> str:
     versions = dict.fromkeys(
         ", ".join(f"{name} {version}" for name, version in record.versions.items()) for record in one.records
     )
-    text = f"`{one.inquiry.name}`: {_brief(one)}. {'; '.join(machines)}. {'; '.join(versions)}."
+    text = f"Experiment `{one.inquiry.name}`: {'; '.join(machines)}. {'; '.join(versions)}."
     if len(one.found) > 1:
         text = f"{text} In brackets: Student's 95 % over seeds. Tables and figure are of the first."
     return text

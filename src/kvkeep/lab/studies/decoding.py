@@ -92,7 +92,7 @@ class Decoding(Study):
     metrics: ClassVar[tuple[Metric, ...]] = (
         Metric("naive_growth", "ms of the last naive step, by those of the first", "lower", "number"),
         Metric("cached_growth", "ms of the last cached step, by those of the first", "lower", "number"),
-        Metric("growth", "of these two, the second by the first", "lower", "number"),
+        Metric("growth", "growth of a cached step by that of a naive one", "lower", "number"),
         Metric("total", "seconds in all, naive by cached", "lower", "number"),
         Metric("phases", "tokens a second, prefill by decode, at the longest prompt", "higher", "number"),
         Metric("append", "ms to append a token, copying by preallocated, at the longest", "lower", "number"),

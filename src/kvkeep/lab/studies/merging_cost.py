@@ -73,11 +73,11 @@ class MergingCost(Study):
     found = Costs
     metrics: ClassVar[tuple[Metric, ...]] = (
         Metric("seconds", "seconds of a request, kvslimmer less than asymkv, mean over lengths"),
-        Metric("seconds_most", "the same, the most"),
+        Metric("seconds_most", "seconds of a request, kvslimmer less than asymkv, the most"),
         Metric("step", "a decoding step, kvslimmer less than asymkv, mean over lengths"),
         Metric("peak_first", "peak memory, kvslimmer less than asymkv, smallest chunk"),
-        Metric("peak_last", "the same, largest chunk"),
-        Metric("peak_gap", "the second of these less the first", "higher", "number"),
+        Metric("peak_last", "peak memory, kvslimmer less than asymkv, largest chunk"),
+        Metric("peak_gap", "growth of that share from the smallest chunk to the largest", "higher", "number"),
         Metric("beside", "a decoding step, kvslimmer by streaming-llm, mean over lengths", "lower", "number"),
     )
     certain = ("peak_first", "peak_last", "peak_gap")
