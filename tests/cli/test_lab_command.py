@@ -33,6 +33,7 @@ def test_the_list_names_experiments_and_tasks(run: Run) -> None:
     code, out, _ = run("lab", "list", "--json")
     found = json.loads(out)
     assert [one["name"] for one in found["experiments"]] == packaged() and "depth" in found["tasks"]["needle"]["sizes"]
+    assert "kvpress" in found["peers"]["peer-kvpress"]["needs"]
 
 
 @pytest.mark.parametrize("name", packaged())
@@ -47,7 +48,8 @@ def test_the_smoke_version_of_every_experiment(
     code, out, err = run(*command)
     assert code == 0, err
     tally = json.loads(out)
-    assert tally["done"] > 1 and tally["failed"] == [] and tally["store"] == f"kvkeep-lab/{name}-smoke.jsonl"
+    assert tally["done"] > 1 and tally["store"] == f"kvkeep-lab/{name}-smoke.jsonl"
+    assert all(cell["method"].startswith("peer-") for cell in tally["failed"])  # what is not installed here
     code, out, err = run(*command)
     assert (json.loads(out)["done"], json.loads(out)["found"]) == (0, tally["done"])
     code, out, err = run("lab", "report", tally["store"])

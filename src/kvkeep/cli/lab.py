@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -38,8 +39,9 @@ def _lab() -> None:
 
 @app.command("list")
 def list_(json: options.Json = False) -> None:
-    """List the experiments that come with the library, and the tasks they are made of."""
+    """List the experiments that come with the library, the tasks they are made of, and whom else they may ask."""
     from kvkeep.lab.experiment import load_experiment, packaged
+    from kvkeep.lab.peers import PEERS
     from kvkeep.lab.tasks import TASKS
 
     found = [load_experiment(name) for name in packaged()]
@@ -47,7 +49,8 @@ def list_(json: options.Json = False) -> None:
         about = {
             name: {"about": task.about, "sizes": task.model_json_schema()["properties"]} for name, task in TASKS.items()
         }
-        print_json({"experiments": [one.model_dump(mode="json") for one in found], "tasks": about})
+        peers = {name: {"about": peer.about, "needs": peer.needs} for name, peer in PEERS.items()}
+        print_json({"experiments": [one.model_dump(mode="json") for one in found], "tasks": about, "peers": peers})
         return
     table = Table(box=None, header_style="bold", title="Experiments", title_justify="left", title_style="bold")
     for heading in ("name", "title", "task", "beside", "cells"):
@@ -62,6 +65,12 @@ def list_(json: options.Json = False) -> None:
     for name, task in TASKS.items():
         tasks.add_row(name, task.about, ", ".join(task.model_fields))
     show(tasks)
+    others = Table(box=None, header_style="bold", title="\nPeers", title_justify="left", title_style="bold")
+    for heading in ("name", "about", "needs"):
+        others.add_column(heading, overflow="fold")
+    for name, peer in PEERS.items():
+        others.add_row(name, peer.about, peer.needs or "-")
+    show(others)
 
 
 @app.command()
@@ -81,15 +90,24 @@ def run(
         Path | None, typer.Option("--store", help=f"The file of results. [default: {FOLDER}/NAME.jsonl]")
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure again what was measured before.")] = False,
+    kvpress: Annotated[
+        str | None,
+        typer.Option(
+            "--kvpress", metavar="PYTHON", help="The interpreter that has kvpress. [default: $KVKEEP_KVPRESS_PYTHON]"
+        ),
+    ] = None,
     device: options.Device = None,
     json: options.Json = False,
 ) -> None:
     """Run an experiment. Only missing cells are measured, so it may be stopped, and gone on with, at any time."""
     with _stoppable():
         from kvkeep.lab.experiment import load_experiment
+        from kvkeep.lab.peers.kvpress import PYTHON
         from kvkeep.lab.runner import run as measure
         from kvkeep.lab.store import Store
 
+        if kvpress is not None:
+            os.environ[PYTHON] = kvpress  # for processes that this one may start, too
         chosen = load_experiment(experiment)
         chosen = chosen.smoked() if smoke else chosen
         chosen = chosen.with_(models=model) if model else chosen

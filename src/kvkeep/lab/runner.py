@@ -51,8 +51,8 @@ class Desk:
         begun, start = datetime.now(UTC), time.perf_counter()
         found: dict[str, Any] = {"status": "done"}
         outcomes: list[Outcome] = []
+        subject = Subject(loaded, cell.method, cell.budget, self.experiment.chunk, self._references)
         try:
-            subject = Subject(loaded, cell.method, cell.budget, self.experiment.chunk, self._references)
             for sample in self._prepared(loaded, cell):
                 outcomes.append(_finite(self.experiment.task.measure(subject, sample)))
                 step(len(outcomes))
@@ -71,7 +71,7 @@ class Desk:
             budget=cell.budget,
             seed=cell.seed,
             point=cell.point,
-            versions=_versions(),
+            versions=_versions() | subject.versions,
             machine=_machine(loaded),
             started=begun.isoformat(timespec="seconds"),
             seconds=_compact(time.perf_counter() - start),

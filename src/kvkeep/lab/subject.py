@@ -12,6 +12,7 @@ import torch
 from kvkeep.cache import memory_of
 from kvkeep.decode.generate import generate
 from kvkeep.lab.compare import Case, Reference, Row
+from kvkeep.lab.peers import Reader, peer_of
 from kvkeep.lab.reading import cache_for, read
 from kvkeep.models.loading import Loaded
 from kvkeep.policies.request import Exactness
@@ -50,7 +51,7 @@ class Examination:
 
 @dataclass
 class Subject:
-    """One model with one way of caching.
+    """One model with one way of caching, kvkeep's or a peer's.
 
     budget: in the user's words, a share being of prompt and answer together; None where the method takes none. chunk:
     tokens of a prompt taken at a time. references: what the unbounded cache wrote, kept for the subjects that follow.
@@ -67,10 +68,18 @@ class Subject:
         """The model's own."""
         return self.loaded.tokenizer
 
+    @property
+    def versions(self) -> dict[str, str]:
+        """What took part beside kvkeep's own, by name: a peer's."""
+        peer = peer_of(self.method)
+        return {} if peer is None else peer.versions
+
     def write(self, ids: Sequence[int], new: int) -> Answer:
         """Read a prompt and answer greedily by up to ``new`` tokens, an end of text ending it; methods that draft do so
         in rounds."""
         cache = self._cache(len(ids) + new)
+        if isinstance(cache, Reader):
+            return self._written(cache, ids, new)
         made = generate(self.loaded.model, self.tokenizer, ids, cache, max_new_tokens=new)
         steps, timing = len(made.tokens) - 1, made.timing
         cost = Cost(
@@ -98,14 +107,7 @@ class Subject:
             logs.append(float(logits.double().log_softmax(-1)[token]))
             seconds.append(took)
             agrees = agrees and int(logits.argmax()) == token
-        cost = Cost(
-            len(ids),
-            seconds[0],
-            fmean(seconds[1:]) if len(seconds) > 1 else None,
-            memory_of(cache).as_dict(),
-            str(getattr(cache, "exactness", Exactness.EXACT)),
-            getattr(cache, "entries", None),
-        )
+        cost = _cost(cache, len(ids), seconds)
         text = self.tokenizer.decode(list(right)) if agrees else self.write(ids, new).text
         return Examination(text, logs, cost)
 
@@ -118,3 +120,29 @@ class Subject:
 
     def _cache(self, context: int) -> Any:
         return cache_for(self.loaded.model, self.method, self.budget, context, self.chunk)
+
+    def _written(self, reader: Reader, ids: Sequence[int], new: int) -> Answer:
+        """Write greedily with what does the reading itself."""
+        model = self.loaded.model
+        stated = model.generation_config.eos_token_id
+        ends = stated if isinstance(stated, list) else [stated]
+        tokens: list[int] = []
+        seconds: list[float] = []
+        for logits, took in read(model, torch.tensor([list(ids)], device=model.device), reader, new):
+            tokens.append(int(logits.argmax()))
+            seconds.append(took)
+            if tokens[-1] in ends:
+                break
+        text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        return Answer(text, tokens, _cost(reader, len(ids), seconds))
+
+
+def _cost(cache: Any, prompt_tokens: int, seconds: Sequence[float]) -> Cost:
+    return Cost(
+        prompt_tokens,
+        seconds[0],
+        fmean(seconds[1:]) if len(seconds) > 1 else None,
+        memory_of(cache).as_dict(),
+        str(getattr(cache, "exactness", Exactness.EXACT)),
+        getattr(cache, "entries", None),
+    )
