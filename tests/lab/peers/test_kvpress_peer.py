@@ -184,6 +184,31 @@ def test_budgets_that_cannot_be(subjects: Any) -> None:
         subjects("peer-kvpress:ends,unseen=60", "64").write(IDS, 2)
 
 
+def test_cells_of_peers_stand_beside_ours(
+    subjects: Any, model_folder: Path, tmp_path: Path, words: str, environment: str
+) -> None:
+    (tmp_path / "text.txt").write_text(". ".join([words] * 3))
+    experiment = Experiment.model_validate(
+        {
+            "name": "beside",
+            "title": "Beside",
+            "models": [str(model_folder)],
+            "task": {"name": "match", "length": [60], "new": 4, "samples": 1},
+            "methods": ["streaming-llm:sinks=2", "peer-kvpress:full", "peer-kvpress:ends", "peer-kvpress:nobody"],
+            "budgets": ["24"],
+        }
+    )
+    store = Store(tmp_path / "r.jsonl")
+    tally = run_lab(experiment, store, tmp_path)
+    assert (tally.done, [row.method for row in tally.failed]) == (4, ["peer-kvpress:nobody"])
+    store.refresh()
+    rows = {row.method: row for row in store.rows}
+    assert rows["peer-kvpress:full"].scores["match"] == [1.0] and rows["peer-kvpress:full"].scores["kl"][0] < 1e-9
+    assert rows["peer-kvpress:ends"].entries == rows["streaming-llm:sinks=2"].entries == 24
+    assert rows["peer-kvpress:ends"].versions["kvpress"] == "made up" and "kvpress" not in rows["full"].versions
+    assert os.environ[PYTHON] == environment
+
+
 def test_an_interpreter_that_is_missing_or_dies_is_told(
     subjects: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,28 +261,3 @@ def test_a_process_that_speaks_the_protocol_is_all_it_takes(
 
 def iter_reader(peer: Subject) -> Any:
     return peer._cache(64)
-
-
-def test_cells_of_peers_stand_beside_ours(
-    subjects: Any, model_folder: Path, tmp_path: Path, words: str, environment: str
-) -> None:
-    (tmp_path / "text.txt").write_text(". ".join([words] * 3))
-    experiment = Experiment.model_validate(
-        {
-            "name": "beside",
-            "title": "Beside",
-            "models": [str(model_folder)],
-            "task": {"name": "match", "length": [60], "new": 4, "samples": 1},
-            "methods": ["streaming-llm:sinks=2", "peer-kvpress:full", "peer-kvpress:ends", "peer-kvpress:nobody"],
-            "budgets": ["24"],
-        }
-    )
-    store = Store(tmp_path / "r.jsonl")
-    tally = run_lab(experiment, store, tmp_path)
-    assert (tally.done, [row.method for row in tally.failed]) == (4, ["peer-kvpress:nobody"])
-    store.refresh()
-    rows = {row.method: row for row in store.rows}
-    assert rows["peer-kvpress:full"].scores["match"] == [1.0] and rows["peer-kvpress:full"].scores["kl"][0] < 1e-9
-    assert rows["peer-kvpress:ends"].entries == rows["streaming-llm:sinks=2"].entries == 24
-    assert rows["peer-kvpress:ends"].versions["kvpress"] == "made up" and "kvpress" not in rows["full"].versions
-    assert os.environ[PYTHON] == environment

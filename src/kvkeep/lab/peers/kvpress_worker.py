@@ -125,7 +125,7 @@ def _press(name: str, options: str, keep: int, tokens: int) -> Any:
     }
     if _short(name) not in known:
         raise Wrong(f"kvpress has no press '{name}', but {', '.join(sorted(known))}")
-    made = known[_short(name)]
+    made: Any = known[_short(name)]
     defaults = {field.name: field.default for field in dataclasses.fields(made) if field.init}
     if "compression_ratio" not in defaults:
         raise Wrong(f"{made.__name__} is not told which share of the entries to prune, which is what a budget says")

@@ -73,10 +73,13 @@ class _Compressed(Reader):
     @torch.no_grad()
     def step(self, ids: Tensor) -> tuple[Tensor, float]:
         """Compress and read the prompt, and then one token at a time."""
+        spent = 0.0
+        if not self._cache.get_seq_length():
+            short, spent = self._shortened(ids[0].tolist())
+            ids = ids.new_tensor([short])
         start = time.perf_counter()
-        given = ids if self._cache.get_seq_length() else ids.new_tensor([self._shortened(ids[0].tolist())])
-        output = self.model(given, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
-        return output.logits[0, -1].float().cpu(), time.perf_counter() - start
+        output = self.model(ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
+        return output.logits[0, -1].float().cpu(), spent + time.perf_counter() - start
 
     def memory(self) -> Memory:
         """Return the bytes of the short prompt's cache; the most was while the whole prompt was looked at."""
@@ -84,25 +87,25 @@ class _Compressed(Reader):
         peak = max(held.peak_cache_bytes, self._most)
         return Memory(held.resident_bytes, peak_cache_bytes=peak, peak_workspace_bytes=held.peak_workspace_bytes)
 
-    def _shortened(self, ids: list[int]) -> list[int]:
-        """Return at most so many tokens as there are entries. The package aims at a number of tokens and may miss it:
-        where it leaves more, it is asked again for fewer."""
+    def _shortened(self, ids: list[int]) -> tuple[list[int], float]:
+        """Return at most so many tokens as there are entries, and the seconds it took to compress once. The package
+        aims at a number of tokens and may miss it: where it leaves more, it is asked again for fewer by as many."""
         assert self.entries is not None
         if len(ids) <= self.entries:
-            return ids
-        wanted = self.entries - 2 * self.edge
-        first, middle, last = ids[: self.edge], ids[self.edge : -self.edge], ids[len(ids) - self.edge :]
-        model, target = _Model(self.model), float(wanted)
+            return ids, 0.0
+        wanted, end = self.entries - 2 * self.edge, len(ids) - self.edge
+        model, target = _Model(self.model), wanted
         for _ in range(_TRIES):
-            kept = _compressed(model, middle, target)
-            self._most = model.most
+            start = time.perf_counter()
+            kept = _compressed(model, ids[self.edge : end], target)
+            seconds, self._most = time.perf_counter() - start, model.most
             if len(kept) <= wanted:
-                return [*first, *kept, *last]
-            target *= wanted / len(kept)
-        raise KvkeepError(f"LLMLingua left {len(kept)} tokens where {wanted} were asked for, {_TRIES} times over.")
+                return [*ids[: self.edge], *kept, *ids[end:]], seconds
+            target = max(1, target - len(kept) + wanted)
+        raise KvkeepError(f"LLMLingua leaves {len(kept)} tokens where {wanted} are the budget; give a larger one.")
 
 
-def _compressed(model: _Model, ids: list[int], target: float) -> list[int]:
+def _compressed(model: _Model, ids: list[int], target: int) -> list[int]:
     """Return the tokens that LLMLingua keeps; about ``target`` of them."""
     from llmlingua import PromptCompressor
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any, ClassVar
 
 from torch import Tensor
 from transformers import Cache, DynamicCache, QuantizedCache, StaticCache
+from transformers.utils import is_optimum_quanto_available
 
 from kvkeep.cache import held_by, stock_memory
-from kvkeep.errors import UnsupportedModelError, UsageError, unknown
+from kvkeep.errors import UnsupportedModelError, UsageError
 from kvkeep.lab.peers.base import Peer, installed
 from kvkeep.policies.request import Exactness
 from kvkeep.stores.meter import Memory, nbytes
@@ -96,63 +96,35 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 class Quantised(Peer):
     """``QuantizedCache``: everything in few bits, of each layer the newest in full until there are 128 of them.
 
-    bits: 2 or 4, with the backend hqq 1, 3 and 8 as well; or fp8, which needs no backend. backend: quanto or hqq, by
-    default the one that is installed. Both group 64 neighbouring values, as transformers' defaults have it.
+    bits: 2 or 4, by quanto, a scale for 64 neighbouring values (transformers' defaults); or fp8, which needs nothing
+    installed and has a scale for a layer.
     """
 
     about: ClassVar[str] = "transformers' QuantizedCache: all entries in 2 or 4 bits, or fp8"
-    needs: ClassVar[str] = "optimum-quanto or hqq, but for fp8"
+    needs: ClassVar[str] = "optimum-quanto, but for fp8"
 
     bits: str = "4"
-    backend: str = ""
 
     @property
     def versions(self) -> dict[str, str]:
-        """The backend's."""
-        if self.bits == "fp8":
-            return {}
-        try:
-            return installed(_PACKAGES[self._backend()][1])
-        except UsageError:
-            return {}
+        """quanto's."""
+        return {} if self.bits == "fp8" else installed("optimum-quanto")
 
     def open(self, model: Any, budget: str | None, context: int) -> Cache:
-        """Return an empty cache. Raises UnsupportedModelError for models with sliding windows, which transformers does
-        not quantise."""
+        """Return an empty cache. Raises UsageError for other bits, or where quanto is missing; UnsupportedModelError for
+        models with sliding windows, which transformers does not quantise."""
+        if self.bits not in ("2", "4", "fp8"):
+            raise UsageError(f"'stock-quantized' takes 2 or 4 bits, or fp8, not '{self.bits}'.")
+        if self.bits != "fp8" and not is_optimum_quanto_available():
+            raise UsageError(
+                f"'stock-quantized:{self.bits}' needs the package optimum-quanto, which is missing: pip install "
+                "optimum-quanto, or take 'stock-quantized:fp8', which needs none."
+            )
         try:
             if self.bits == "fp8":
                 return _Quantised("fp8", model.config)
-            if not self.bits.isdigit():
-                raise UsageError(f"'stock-quantized' takes a number of bits or fp8, not '{self.bits}'.")
-            backend = self._backend()
-            axis = 1 if backend == "hqq" else 0  # along the entry, for either
-            return _Quantised(backend, model.config, nbits=int(self.bits), axis_key=axis, axis_value=axis)
-        except UsageError:
-            raise
-        except (ValueError, ImportError) as error:
-            said = str(error).strip().splitlines()[0].rstrip(".")
-            raise UnsupportedModelError(f"transformers' quantised cache cannot be made: {said}.") from error
-
-    def _backend(self) -> str:
-        names = (self.backend,) if self.backend else tuple(_PACKAGES)
-        if names[0] not in _PACKAGES:
-            raise unknown("backend of transformers' quantised cache", names[0], _PACKAGES)
-        for name in names:
-            if _found(_PACKAGES[name][0]):
-                return name
-        packages = " or ".join(_PACKAGES[name][1] for name in names)
-        raise UsageError(
-            f"'stock-quantized:{self.bits}' needs the package {packages}, which is missing: pip install "
-            f"{_PACKAGES[names[0]][1]}, or take 'stock-quantized:fp8', which needs none."
-        )
-
-
-_PACKAGES = {"quanto": ("optimum.quanto", "optimum-quanto"), "hqq": ("hqq", "hqq")}
-"""Backends: the module, and the name that pip knows."""
-
-
-def _found(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:  # not even what it lies in
-        return False
+            return _Quantised("quanto", model.config, nbits=int(self.bits))
+        except ValueError as error:
+            raise UnsupportedModelError(
+                f"transformers cannot quantise this cache: {str(error).rstrip('.')}."
+            ) from error
