@@ -6,6 +6,7 @@ loaded: nothing is fetched, and nothing read twice.
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -24,6 +25,7 @@ from kvkeep.lab.peers.base import Peer, Reader, installed
 from kvkeep.stores.meter import Memory, nbytes
 
 _TRIES = 6
+_SIZE = 200
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,10 @@ def _compressed(model: _Model, ids: list[int], target: int) -> list[int]:
     compressor = PromptCompressor.__new__(PromptCompressor)
     compressor.model, compressor.tokenizer, compressor.device = model, _Tokenized(ids), model.device
     compressor.max_position_embeddings, compressor.cache_bos_num = model.positions, 10
-    kept, _ = compressor.iterative_compress_prompt([""], target, dynamic_ratio=[0.0])
+    # It takes 200 tokens at a time, and leaves those as they are that do not make up a whole time at the end; so about as
+    # many that all of them do.
+    size = len(ids) // math.ceil(len(ids) / _SIZE)
+    kept, _ = compressor.iterative_compress_prompt([""], target, iterative_size=size, dynamic_ratio=[0.0])
     return [int(token) for token in kept[0]]
 
 

@@ -111,8 +111,8 @@ class Quantised(Peer):
         return {} if self.bits == "fp8" else installed("optimum-quanto")
 
     def open(self, model: Any, budget: str | None, context: int) -> Cache:
-        """Return an empty cache. Raises UsageError for other bits, or where quanto is missing; UnsupportedModelError for
-        models with sliding windows, which transformers does not quantise."""
+        """Return an empty cache. Raises UsageError for other bits, or where quanto is missing, and UnsupportedModelError
+        for models with sliding windows, which transformers does not quantise."""
         if self.bits not in ("2", "4", "fp8"):
             raise UsageError(f"'stock-quantized' takes 2 or 4 bits, or fp8, not '{self.bits}'.")
         if self.bits != "fp8" and not is_optimum_quanto_available():
@@ -125,6 +125,5 @@ class Quantised(Peer):
                 return _Quantised("fp8", model.config)
             return _Quantised("quanto", model.config, nbits=int(self.bits))
         except ValueError as error:
-            raise UnsupportedModelError(
-                f"transformers cannot quantise this cache: {str(error).rstrip('.')}."
-            ) from error
+            said = " ".join(str(error).split()).rstrip(".")
+            raise UnsupportedModelError(f"transformers cannot quantise this cache: {said}.") from error
