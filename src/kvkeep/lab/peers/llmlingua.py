@@ -115,8 +115,8 @@ def _compressed(model: _Model, ids: list[int], target: int) -> list[int]:
     compressor = PromptCompressor.__new__(PromptCompressor)
     compressor.model, compressor.tokenizer, compressor.device = model, _Tokenized(ids), model.device
     compressor.max_position_embeddings, compressor.cache_bos_num = model.positions, 10
-    # It takes 200 tokens at a time, and leaves those as they are that do not make up a whole time at the end; so about as
-    # many that all of them do.
+    # It takes 200 tokens at a time, and leaves as they are those at the end that do not make up a whole piece: so as many,
+    # or somewhat fewer, as make whole pieces of all.
     size = len(ids) // math.ceil(len(ids) / _SIZE)
     kept, _ = compressor.iterative_compress_prompt([""], target, iterative_size=size, dynamic_ratio=[0.0])
     return [int(token) for token in kept[0]]

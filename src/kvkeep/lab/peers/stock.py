@@ -111,7 +111,7 @@ class Quantised(Peer):
         return {} if self.bits == "fp8" else installed("optimum-quanto")
 
     def open(self, model: Any, budget: str | None, context: int) -> Cache:
-        """Return an empty cache. Raises UsageError for other bits, or where quanto is missing, and UnsupportedModelError
+        """Return an empty cache. Raises UsageError for other bits or without quanto, and UnsupportedModelError
         for models with sliding windows, which transformers does not quantise."""
         if self.bits not in ("2", "4", "fp8"):
             raise UsageError(f"'stock-quantized' takes 2 or 4 bits, or fp8, not '{self.bits}'.")
