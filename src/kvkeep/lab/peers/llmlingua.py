@@ -115,7 +115,7 @@ def _compressed(model: _Model, ids: list[int], target: int) -> list[int]:
     compressor = PromptCompressor.__new__(PromptCompressor)
     compressor.model, compressor.tokenizer, compressor.device = model, _Tokenized(ids), model.device
     compressor.max_position_embeddings, compressor.cache_bos_num = model.positions, 10
-    # It takes 200 tokens at a time, and leaves as they are those at the end that do not make up a whole piece: so as many,
+    # It takes 200 tokens at a time, and leaves as they are those at the end that make up no whole piece: so as many,
     # or somewhat fewer, as make whole pieces of all.
     size = len(ids) // math.ceil(len(ids) / _SIZE)
     kept, _ = compressor.iterative_compress_prompt([""], target, iterative_size=size, dynamic_ratio=[0.0])
