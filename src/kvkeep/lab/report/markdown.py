@@ -91,13 +91,14 @@ def _judged(chapters: Sequence[Chapter], outcome: Outcome, links: Mapping[int, s
         if found := [verdict for verdict in chapter.verdicts if verdict.outcome is outcome]:
             heading = _beside(chapter, links)
             if outcome is Outcome.DIFFERS:
-                heading += f" Theirs: {chapter.theirs}. Ours: {chapter.ours}."
+                heading += f" Theirs: {escaped(chapter.theirs)}. Ours: {escaped(chapter.ours)}."
             yield heading
             yield "\n".join(line for verdict in found for line in _claim(verdict))
 
 
 def _beside(chapter: Chapter, links: Mapping[int, str]) -> str:
-    return f"{_title(chapter, links)}, beside {chapter.beside}." if chapter.beside else f"{_title(chapter, links)}."
+    paper = f", beside {escaped(chapter.beside)}" if chapter.beside else ""
+    return f"{_title(chapter, links)}{paper}."
 
 
 def _title(chapter: Chapter, links: Mapping[int, str]) -> str:
@@ -115,8 +116,8 @@ def _claim(verdict: Verdict) -> Iterator[str]:
 
 def _part(chapter: Chapter, pictures: str | None) -> Iterator[str]:
     yield f"## {escaped(chapter.title)}"
-    theirs = f"Beside {chapter.beside}. Theirs: {chapter.theirs}. " if chapter.beside else ""
-    yield f"{theirs}Ours: {chapter.ours}."
+    theirs = f"Beside {escaped(chapter.beside)}. Theirs: {escaped(chapter.theirs)}. " if chapter.beside else ""
+    yield f"{theirs}Ours: {escaped(chapter.ours)}."
     for block in chapter.blocks:
         if not isinstance(block, Picture):
             yield block
