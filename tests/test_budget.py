@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvkeep.budget import DEFAULT_CHUNK, MIN_CHUNK, Budget
+from kvkeep.budget import DEFAULT_CHUNK, MIN_CHUNK, SPARE, Budget
 from kvkeep.errors import BudgetError, UnsupportedModelError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 
@@ -212,3 +212,11 @@ def test_chunks_fit_the_budget(entries: int, chunk: int | None) -> None:
     chosen = Budget.parse(entries).chunk_for(entries, chunk)
     assert entries == 0 or chosen <= entries
     assert chosen == (chunk or (min(DEFAULT_CHUNK, entries) if entries else DEFAULT_CHUNK))
+
+
+@given(entries=st.integers(MIN_CHUNK, 2000), chunk=st.none() | st.integers(1, 600), layers=st.integers(1, 80))
+def test_chunks_of_exact_caches_take_a_share_of_all_layers(entries: int, chunk: int | None, layers: int) -> None:
+    chosen = Budget.parse(entries).chunk_for(entries, chunk, layers)
+    least = chunk or Budget.parse(entries).chunk_for(entries)
+    assert chosen == chunk or least <= chosen <= DEFAULT_CHUNK
+    assert chosen == least or SPARE * chosen <= entries * layers

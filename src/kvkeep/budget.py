@@ -16,6 +16,9 @@ DEFAULT_CHUNK = 512
 MIN_CHUNK = 16
 """The smallest chunk chosen unasked: below it prefill runs almost token by token."""
 
+SPARE = 8
+"""Where no number depends on it, a chunk may be larger than the budget: up to 1/SPARE of the entries of all layers."""
+
 _BYTES = {"b": 1} | {
     f"{letter}{suffix}": base**power
     for power, letter in enumerate("kmgt", start=1)
@@ -110,22 +113,28 @@ class Budget:
             raise self._too_small(entries, geometry, context, batch, chunk or MIN_CHUNK)
         return entries
 
-    def chunk_for(self, entries: int, chunk: int | None = None) -> int:
+    def chunk_for(self, entries: int, chunk: int | None = None, layers: int = 0) -> int:
         """Return the prefill chunk, in tokens, for the ``entries`` that :meth:`entries` returned.
 
         The chunk asked for, or :data:`DEFAULT_CHUNK` shrunk to the budget. With no entries at all nothing
         is kept between chunks, so their size is free.
 
+        Args:
+            entries: of each full layer.
+            chunk: the one asked for.
+            layers: full layers of a cache that recalls everything, whose numbers no chunk changes; 0 for any other.
+                One layer's chunk is in hand at a time, so it may be larger than one layer's budget (see :data:`SPARE`).
+
         Raises:
-            BudgetError: ``entries`` is not zero and less than one chunk.
+            BudgetError: ``entries`` is not zero and less than one chunk of a cache that does not recall everything.
         """
         _positive("chunk", chunk)
-        if entries == 0:
+        if entries == 0 or (layers and chunk):
             return chunk or DEFAULT_CHUNK
         least = chunk or MIN_CHUNK
         if entries < least:
             raise BudgetError(f"Budget '{self}' holds {entries} entries, below one chunk of {least}.")
-        return chunk or min(DEFAULT_CHUNK, entries)
+        return chunk or min(DEFAULT_CHUNK, max(entries, entries * layers // SPARE))
 
     def _context(self, geometry: ModelGeometry, context: int | None) -> int:
         known = context if context is not None else geometry.max_positions

@@ -38,7 +38,7 @@ def test_packaged_experiments_load() -> None:
     assert {"match-by-budget", "needle-25", "xsum"} <= set(packaged())
     for name in packaged():
         experiment = load_experiment(name)
-        assert experiment.name == name and experiment.paper is not None
+        assert experiment.name == name and (experiment.paper is None) == (name == "peers")
         whole, smoke = len(experiment.cells("")), len(experiment.smoked().cells(""))
         assert 0 < smoke <= whole and (isinstance(experiment, Inquiry) or 1 < smoke < whole)
 
@@ -90,7 +90,7 @@ def test_the_digest_is_of_names_and_contents(tmp_path: Path) -> None:
         ({"50]\n[smoke]": "500]\n[smoke]"}, r"wrong at 'task.depth.1': input should be less than or equal to 100\."),
         ({"depth = [50]": "depht = [50]"}, r"\[smoke\] of experiment 'small' is wrong at 'task.depht': there is no"),
         ({'"needle"': '"noodle"'}, r"wrong at 'task': Unknown task 'noodle': did you mean needle"),
-        ({'name = "needle"\n': ""}, r"wrong at 'task': it needs a name: match, needle, summary\."),
+        ({'name = "needle"\n': ""}, r"wrong at 'task': it needs a name: .*match, needle, "),
         ({"length": 'form = "haystack"\nlength'}, r"wrong at 'task.form': Unknown needle 'haystack'"),
         ({"[task]": "[task"}, r"small.toml' is not TOML: "),
         ({"methods": "seeds = []\nmethods"}, r"wrong at 'seeds': tuple should have at least 1 item"),

@@ -18,7 +18,7 @@ from kvkeep.policies.selectors.h2o import H2O
 from kvkeep.stores.ledger import Ledger
 from kvkeep.stores.meter import Meter
 from kvkeep.stores.places import Device
-from kvkeep.stores.selected import SelectedLayer
+from kvkeep.stores.selected import Parts, SelectedLayer
 from kvkeep.stores.sketch import places
 from kvkeep.stores.streamed import Step
 from kvkeep.stores.whereabouts import Whereabouts
@@ -85,7 +85,7 @@ def test_it_does_what_the_pseudocode_does(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     ledger, meter = Ledger(), Meter()
     fate = _Reviving(Sketched(swap=SWAP), {0: SLOTS}, ledger, meter)
-    layer = SelectedLayer(0, (EXACT,), H2O(), fate, Device(torch.device("cpu")), ledger, meter)
+    layer = SelectedLayer(Parts(0, (EXACT,), H2O(), fate, Device(torch.device("cpu")), ledger, meter))
     lanes = [Reviver() for _ in range(HEADS)]
     for slot in range(60):
         query = 2 * torch.randn(1, HEADS * GROUP, 1, DIM, generator=generator)

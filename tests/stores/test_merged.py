@@ -26,6 +26,7 @@ from kvkeep.stores.merged import MergedLayer, slack_of
 from kvkeep.stores.meter import Meter
 from kvkeep.stores.pairing import cheapest_pairs
 from kvkeep.stores.places import Device
+from kvkeep.stores.selected import Parts
 from kvkeep.stores.streamed import Step
 from kvkeep.stores.whereabouts import Whereabouts
 
@@ -165,7 +166,7 @@ def layer_of(merging: Any, budget: int) -> tuple[MergedLayer, Any]:
     adapter, ledger, meter = bind(tiny("llama")), Ledger(False), Meter()
     live = Drop().build(None, ledger, meter)  # type: ignore[arg-type]
     home = Device(torch.device("cpu"))
-    return MergedLayer(0, (budget,), H2O(), merging, live, home, ledger, meter, adapter), adapter
+    return MergedLayer(Parts(0, (budget,), H2O(), live, home, ledger, meter), merging, adapter), adapter
 
 
 @pytest.mark.parametrize("cap", [0, 3])

@@ -16,6 +16,7 @@ from kvkeep.cache import STOCK, KeepCache, memory_of
 from kvkeep.decode.verified import Rounds, verified
 from kvkeep.errors import UsageError
 from kvkeep.geometry import ModelGeometry
+from kvkeep.policies.request import Exactness
 from kvkeep.stores.meter import Memory
 
 
@@ -34,7 +35,7 @@ class Timing:
 @dataclass(frozen=True)
 class Generation:
     """One answer and what it cost. ``tokens``: the new token ids; ``stopped``: "eos", "length", "positions" (the model
-    has no more) or "interrupted". ``rounds``: of draft and verify, where it was decoded so."""
+    has no more), "ended" (as asked for) or "interrupted". ``rounds``: of draft and verify, where it was decoded so."""
 
     text: str
     tokens: list[int]
@@ -80,6 +81,20 @@ class _Listener(BaseStreamer):
         """Nothing more to do."""
 
 
+class _Ended(StoppingCriteria):
+    """Stops a row as soon as ``ended`` says so of its new text."""
+
+    def __init__(self, tokenizer: Any, prompt_tokens: int, ended: Callable[[str], bool]) -> None:
+        self.tokenizer, self.prompt_tokens, self.ended = tokenizer, prompt_tokens, ended
+        self.met = False
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        new = [row[self.prompt_tokens :] for row in input_ids.tolist()]
+        found = [self.ended(self.tokenizer.decode(row, skip_special_tokens=True)) for row in new]
+        self.met = any(found)
+        return torch.tensor(found, device=input_ids.device)
+
+
 class _Stop(StoppingCriteria):
     def __init__(self, wanted: Callable[[], bool]) -> None:
         self.wanted = wanted
@@ -98,6 +113,7 @@ def generate(
     on_text: Callable[[str], None] | None = None,
     on_progress: Callable[[int], None] | None = None,
     interrupted: Callable[[], bool] | None = None,
+    ended: Callable[[str], bool] | None = None,
     ignore_eos: bool = False,
     temperature: float = 0.0,
     seed: int | None = None,
@@ -108,8 +124,8 @@ def generate(
     Greedy at ``temperature`` 0, else sampled (``seed`` for repeatable samples). ``copies``: tokens found in the text
     that are tried as drafts at a time; None: what the cache does by itself, 0: none. ``on_text`` gets pieces of text as
     they come, ``on_progress`` the prompt tokens read so far. ``interrupted`` is asked between tokens and between
-    chunks. Raises UsageError for a prompt that the model has no positions for, KeyboardInterrupt if interrupted in the
-    prompt.
+    chunks; ``ended`` is asked of the text so far after each token. Raises UsageError for a prompt that the model has no
+    positions for, KeyboardInterrupt if interrupted in the prompt.
     """
     endless = isinstance(cache, KeepCache) and cache.positions is not None
     room = _room(model, len(prompt), endless)
@@ -118,6 +134,9 @@ def generate(
     ids = torch.tensor([list(prompt)], device=device)
     listener = _Listener(tokenizer, on_text)
     criteria = StoppingCriteriaList([_Stop(interrupted)] if interrupted else [])
+    ending = _Ended(tokenizer, len(prompt), ended) if ended else None
+    if ending is not None:
+        criteria.append(ending)
     if isinstance(cache, KeepCache):
         cache.on_progress = _between_chunks(len(prompt), on_progress, interrupted)
     if seed is not None:
@@ -155,7 +174,7 @@ def generate(
         start,
         listener.times,
         max_new_tokens,
-        interrupted() if interrupted else False,
+        "interrupted" if interrupted and interrupted() else "ended" if ending is not None and ending.met else None,
         ignore_eos,
     )
 
@@ -201,7 +220,7 @@ def _report(
     start: float,
     times: list[float],
     wanted: int,
-    interrupted: bool,
+    stopped_by: str | None,
     ignore_eos: bool,
 ) -> Generation:
     tokens = sequence[prompt_tokens:]
@@ -209,8 +228,8 @@ def _report(
     ends = ends if isinstance(ends, list) else [ends]
     if tokens and tokens[-1] in ends and not ignore_eos:
         stopped = "eos"
-    elif interrupted:
-        stopped = "interrupted"
+    elif stopped_by is not None:
+        stopped = stopped_by
     else:
         stopped = "length" if len(tokens) >= wanted else "positions"
     prefill = times[0] - start if times else 0.0
@@ -222,7 +241,7 @@ def _report(
         prompt_tokens=prompt_tokens,
         stopped=stopped,
         method=cache.method.name if own else STOCK,
-        exactness=str(cache.exactness) if own else "exact",
+        exactness=str(getattr(cache, "exactness", Exactness.EXACT)),
         memory=memory_of(cache),
         timing=Timing(
             prompt_tokens - known,

@@ -20,7 +20,7 @@ from kvkeep.errors import UsageError, unknown
 from kvkeep.lab.reading import takes
 from kvkeep.lab.studies import STUDIES, Study
 from kvkeep.lab.tasks import TASKS, Task
-from kvkeep.lab.tasks.base import Point
+from kvkeep.lab.tasks.base import Point, named
 
 Text = Annotated[str, Field(min_length=1)]
 _STRICT = ConfigDict(extra="forbid", frozen=True)
@@ -114,7 +114,7 @@ class Cell:
     @property
     def label(self) -> str:
         """The cell as a person reads it."""
-        place = ", ".join(f"{name} {value:g}" for name, value in self.point.items())
+        place = ", ".join(f"{name} {named(value)}" for name, value in self.point.items())
         return " ".join(part for part in (self.method, self.budget, f"({place})" if place else "") if part)
 
 
@@ -179,7 +179,8 @@ class Outline(BaseModel, ABC):
         for module, package in self.subject.packages.items():
             if find_spec(module) is None:
                 raise UsageError(
-                    f"'{self.subject.name}' needs the package '{package}', which is missing: pip install 'kvkeep[lab]'."
+                    f"'{self.subject.name}' needs the package '{package}', which is missing: "
+                    f"pip install 'kvkeep[{self.subject.extra}]'."
                 )
         return self.subject.sources(data)
 

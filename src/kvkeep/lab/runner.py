@@ -85,7 +85,7 @@ class Desk:
         for sample in self._prepared(loaded, self.experiment.task, cell):
             outcomes.append(_finite(self.experiment.task.measure(subject, sample)))
             step(len(outcomes))
-        return _figures(self.experiment.task.metrics, outcomes)
+        return {"versions": _versions() | subject.versions, **_figures(self.experiment.task.metrics, outcomes)}
 
     def _model(self, name: str) -> Loaded:
         if self._loaded is None or self._loaded.name != name:
@@ -219,7 +219,12 @@ def _figures(metrics: Sequence[Metric], outcomes: Sequence[Outcome]) -> dict[str
     costs = [outcome.cost for outcome in outcomes]
     largest = max(costs, key=lambda cost: cost.memory["resident_bytes"] + cost.memory["compressed_bytes"])
     return {
-        "scores": {metric.name: [_compact(outcome.scores[metric.name]) for outcome in outcomes] for metric in metrics},
+        "scores": {
+            metric.name: [
+                _compact(outcome.scores[metric.name]) for outcome in outcomes if metric.name in outcome.scores
+            ]
+            for metric in metrics
+        },
         "prompt_tokens": [cost.prompt_tokens for cost in costs],
         "prefill_s": [_compact(cost.prefill_s) for cost in costs],
         "token_s": [None if cost.token_s is None else _compact(cost.token_s) for cost in costs],

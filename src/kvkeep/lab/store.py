@@ -54,9 +54,9 @@ class Record(BaseModel):
 class Row(Record):
     """One cell of a task.
 
-    scores: each metric's number for every sample, in the samples' order. prompt_tokens, prefill_s, token_s (seconds of
-    a token after the first): by sample, too. memory: bytes, of the sample that held most. entries: the budget of a full
-    layer.
+    scores: each metric's number for every sample that it is about, in the samples' order. prompt_tokens, prefill_s,
+    token_s (seconds of a token after the first): by sample, too. memory: bytes, of the sample that held most. entries:
+    the budget of a full layer.
     """
 
     kind: Literal["cell"] = "cell"

@@ -12,6 +12,7 @@ from kvkeep.policies.fates.lowrank import LowRank
 from kvkeep.policies.fates.quantised import Quantised
 from kvkeep.policies.methods import PRESETS
 from kvkeep.policies.recalls.verified import Verified
+from kvkeep.policies.request import Exactness
 from kvkeep.policies.selectors import SELECTORS
 from kvkeep.policies.selectors.streaming_llm import StreamingLLM
 from kvkeep.stores.coded import group_bytes, width
@@ -87,7 +88,8 @@ def sizes(
         hand = prompt * largest if family.layer == "paged" else 0
         return Sizes(tokens, limit, tokens, tokens, 0, tokens, sliding + rows * full, hand=hand)
     assert budget is not None
-    chunk = Budget.parse(budget).chunk_for(budget)
+    exact = candidate.exactness == Exactness.EXACT
+    chunk = Budget.parse(budget).chunk_for(budget, layers=len(geometry.full_layers) if exact else 0)
     hand = min(chunk, prompt) * largest
     if family.layer == "kv-direct":
         away = max(0, tokens - budget)

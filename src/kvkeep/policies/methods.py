@@ -45,7 +45,7 @@ from kvkeep.stores.merged import MergedLayer
 from kvkeep.stores.meter import Meter
 from kvkeep.stores.paged import BlockPool, BlockTable, PagedLayer
 from kvkeep.stores.places import Device
-from kvkeep.stores.selected import SelectedLayer
+from kvkeep.stores.selected import Parts, SelectedLayer
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def _paged(request: Request, ledger: Ledger, meter: Meter) -> Plan:
 
 
 def _kv_direct(request: Request, ledger: Ledger, meter: Meter) -> Plan:
-    entries, chunk = request.bounded("kv-direct")
+    entries, chunk = request.bounded("kv-direct", Exactness.EXACT)
     spec, checkpoint = checkpoint_for(request, ledger, meter)
     resident = Device(request.device)
     layers = _stock_layers(request, lambda layer: BoundedLayer(layer.index, entries, resident, checkpoint))
@@ -113,7 +113,7 @@ def combined(
         given = {"checkpoint", "where", "capacity", "folder"} - set(fate.options)
         request.refuse(name, *sorted(given))
         fate.check(name, selector)
-        entries, chunk = request.bounded(name)
+        entries, chunk = request.bounded(name, fate.exactness)
         if not entries and fate.exactness is not Exactness.EXACT:
             raise BudgetError(f"A budget of 0 leaves '{name}' nothing to attend to; only with checkpoints it would.")
         bind(request.model)
@@ -127,7 +127,7 @@ def combined(
         home = Device(request.device)
         layers = _stock_layers(
             request,
-            lambda layer: fate.layers(layer.index, budgets[layer.index], selector, live, home, ledger, meter),
+            lambda layer: fate.layers(Parts(layer.index, budgets[layer.index], selector, live, home, ledger, meter)),
         )
         return Plan(layers, entries, chunk, True, *fate.checkpoint(live), live, budgets, positions)
 
@@ -154,7 +154,7 @@ def _backed(name: str, selector: Selector, fate: Fate, recall: Recall, summary: 
 
     def plan(request: Request, ledger: Ledger, meter: Meter) -> Plan:
         request.refuse(name, *sorted({"capacity"} - set(recall.options)))
-        entries, chunk = request.bounded(name)
+        entries, chunk = request.bounded(name, recall.exactness)
         bind(request.model)
         place = request.where or recall.place
         spec, log = checkpoint_for(replace(request, checkpoint=kind or request.checkpoint, where=place), ledger, meter)
@@ -169,7 +169,7 @@ def _backed(name: str, selector: Selector, fate: Fate, recall: Recall, summary: 
         home, made = Device(request.device), recall.layers(log, round)
         layers = _stock_layers(
             request,
-            lambda layer: made(layer.index, budgets[layer.index], selector, live, home, ledger, meter),
+            lambda layer: made(Parts(layer.index, budgets[layer.index], selector, live, home, ledger, meter)),
         )
         return Plan(layers, entries, chunk, True, spec, log, live, budgets, round=round)
 
@@ -203,7 +203,7 @@ def merging(name: str, how: Merging) -> Method:
 
         def layer(own: LayerGeometry) -> MergedLayer:
             readers = sources.count(own.index)
-            return MergedLayer(own.index, (entries,), H2O(), how, live, home, ledger, meter, adapter, readers)
+            return MergedLayer(Parts(own.index, (entries,), H2O(), live, home, ledger, meter), how, adapter, readers)
 
         budgets = [(entries,)] * len(sources)
         return Plan(_stock_layers(request, layer), entries, chunk, True, fate=live, budgets=budgets)

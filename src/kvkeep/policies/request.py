@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kvkeep.budget import Budget
+from kvkeep.budget import MIN_CHUNK, Budget
 from kvkeep.errors import UnsupportedModelError, UsageError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.stores import selected
@@ -54,9 +54,10 @@ class Request:
             if getattr(self, option) is not None:
                 raise UsageError(f"Method '{method}' takes no {option}; 'kv-direct' does.")
 
-    def bounded(self, method: str) -> tuple[int, int]:
-        """Return the entries of each full layer and the chunk. Raises UsageError without a budget, and
-        UnsupportedModelError where a layer holds something else than keys and values."""
+    def bounded(self, method: str, exactness: Exactness | None = None) -> tuple[int, int]:
+        """Return the entries of each full layer and the chunk, which an exact method is free to choose. Raises
+        UsageError without a budget, and UnsupportedModelError where a layer holds something else than keys and values.
+        """
         if self.budget is None:
             raise UsageError(f"Method '{method}' needs a budget: entries (512), bytes (64MB), or a share (25%).")
         for layer in self.geometry.layers:
@@ -65,8 +66,11 @@ class Request:
                     f"'{self.geometry.model_type}' has a '{layer.kind}' layer (layer {layer.index}), whose state is "
                     "not keys and values that could be rebuilt; use method 'full'."
                 )
-        entries = self.budget.entries(self.geometry, context=self.context, batch=self.batch, chunk=self.chunk)
-        return entries, self.budget.chunk_for(entries, self.chunk)
+        exact = exactness is Exactness.EXACT
+        least = min(self.chunk, MIN_CHUNK) if exact and self.chunk else self.chunk
+        entries = self.budget.entries(self.geometry, context=self.context, batch=self.batch, chunk=least)
+        layers = len(self.geometry.full_layers) if exact else 0
+        return entries, self.budget.chunk_for(entries, self.chunk, layers)
 
 
 class LiveFate(selected.Fate, Protocol):

@@ -10,7 +10,6 @@ from all, by the attention of the tokens that were verified.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -21,11 +20,9 @@ from torch import Tensor
 from kvkeep.attention import Segment, attend, received
 from kvkeep.stores.banks import Bank
 from kvkeep.stores.checkpoints import Checkpoint, expanded
-from kvkeep.stores.ledger import Ledger
 from kvkeep.stores.logged import LoggedLayer
-from kvkeep.stores.meter import Meter, nbytes
-from kvkeep.stores.places import Place
-from kvkeep.stores.selected import Fate, Selector
+from kvkeep.stores.meter import nbytes
+from kvkeep.stores.selected import Parts
 from kvkeep.stores.streamed import Step, StreamedLayer, fresh
 
 VOTERS = 32
@@ -62,19 +59,8 @@ class _Voters:
 class DraftingLayer(LoggedLayer):
     """A :class:`LoggedLayer` that attends as ``round`` wants it."""
 
-    def __init__(
-        self,
-        index: int,
-        budgets: Sequence[int],
-        selector: Selector,
-        fate: Fate,
-        home: Place,
-        ledger: Ledger,
-        meter: Meter,
-        log: Checkpoint,
-        round: Round,
-    ) -> None:
-        super().__init__(index, budgets, selector, fate, home, ledger, meter, log, round.tail)
+    def __init__(self, parts: Parts, log: Checkpoint, round: Round) -> None:
+        super().__init__(parts, log, round.tail)
         self.round = round
         self.waiting = 0  # entries in the tail
         self._voters: _Voters | None = None

@@ -6,16 +6,13 @@ and what is resident is only told what attention it got.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from torch import Tensor
 
 from kvkeep.attention import Segment, attend
 from kvkeep.stores.checkpoints import Checkpoint
-from kvkeep.stores.ledger import Ledger
-from kvkeep.stores.meter import Meter
-from kvkeep.stores.places import Place
-from kvkeep.stores.selected import Fate, SelectedLayer, Selector
+from kvkeep.stores.selected import Parts, SelectedLayer
 from kvkeep.stores.streamed import Step, fresh, seen
 from kvkeep.stores.whereabouts import Whereabouts
 
@@ -23,19 +20,8 @@ from kvkeep.stores.whereabouts import Whereabouts
 class LoggedLayer(SelectedLayer):
     """A :class:`SelectedLayer` whose entries are all in ``log`` too, in order; it attends to all of them."""
 
-    def __init__(
-        self,
-        index: int,
-        budgets: Sequence[int],
-        selector: Selector,
-        fate: Fate,
-        home: Place,
-        ledger: Ledger,
-        meter: Meter,
-        log: Checkpoint,
-        tail: int = 0,
-    ) -> None:
-        super().__init__(index, budgets, selector, fate, home, ledger, meter, tail)
+    def __init__(self, parts: Parts, log: Checkpoint, tail: int = 0) -> None:
+        super().__init__(parts, tail)
         self.log = log
 
     @property

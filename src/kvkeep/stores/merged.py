@@ -12,7 +12,7 @@ and a key is turned only when it is merged, or when a capped count brings it nea
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Protocol
 
@@ -22,11 +22,9 @@ from torch import Tensor
 from kvkeep.models.adapter import Adapter
 from kvkeep.stores.banks import Bank
 from kvkeep.stores.counted import CountedLayer
-from kvkeep.stores.ledger import Ledger
-from kvkeep.stores.meter import Meter, nbytes
+from kvkeep.stores.meter import nbytes
 from kvkeep.stores.pairing import cheapest_pairs
-from kvkeep.stores.places import Place
-from kvkeep.stores.selected import Fate, Selector
+from kvkeep.stores.selected import Parts
 from kvkeep.stores.streamed import Step
 from kvkeep.stores.whereabouts import Whereabouts
 
@@ -138,30 +136,18 @@ class Entries:
 
 
 class MergedLayer(CountedLayer):
-    """Holds ``budget`` entries in each KV head at most, those of the first ``sinks`` tokens as they came.
+    """Holds its budget of entries in each KV head at most, those of the first ``sinks`` tokens as they came.
 
-    ``selector``: one that adds up all attention, as H2O's does; it is not asked to rank.
+    Its selector is one that adds up all attention, as H2O's does; it is not asked to rank.
 
     An entry goes by the last slot it stands for. ``readers``: layers that read these entries. ``tally``: pairs merged
     so far, and shares that had to be clamped (float64, on the device).
     """
 
-    def __init__(
-        self,
-        index: int,
-        budgets: Sequence[int],
-        selector: Selector,
-        merging: Merging,
-        fate: Fate,
-        home: Place,
-        ledger: Ledger,
-        meter: Meter,
-        adapter: Adapter,
-        readers: int = 1,
-    ) -> None:
-        super().__init__(index, budgets, selector, fate, home, ledger, meter)
+    def __init__(self, parts: Parts, merging: Merging, adapter: Adapter, readers: int = 1) -> None:
+        super().__init__(parts)
         self.merging, self.adapter, self.readers = merging, adapter, readers
-        self.slack = slack_of(merging, min(budgets))
+        self.slack = slack_of(merging, min(self.budgets))
         self.tally = torch.zeros(2, dtype=torch.float64)
         self.since: Tensor | None = None  # (lanes, 1) int32: the slots there were when attention was last forgotten
         self.due: Tensor | None = None  # (lanes, 1) int32: what that is once more is heard, 0 where it stays

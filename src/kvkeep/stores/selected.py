@@ -127,27 +127,35 @@ class Listener(Fate, Protocol):
         """Called when a step has settled, after the layer's last reader."""
 
 
+@dataclass(frozen=True)
+class Parts:
+    """What a layer is made of: who chooses what stays in it, how much that is, and what becomes of the rest.
+
+    index: of the layer in the model. budgets: entries of each KV head; one number: of each of them. home: where entries
+    lie that stay.
+    """
+
+    index: int
+    budgets: Sequence[int]
+    selector: Selector
+    fate: Fate
+    home: Place
+    ledger: Ledger
+    meter: Meter
+
+
 class SelectedLayer(StreamedLayer):
-    """Holds the entries that ``selector`` ranks highest, ``budgets`` of them in each KV head (one number: in all).
+    """Holds the entries that its selector ranks highest, up to its budgets.
 
     ``tail``: columns behind those, for entries that are not settled.
     """
 
-    def __init__(
-        self,
-        index: int,
-        budgets: Sequence[int],
-        selector: Selector,
-        fate: Fate,
-        home: Place,
-        ledger: Ledger,
-        meter: Meter,
-        tail: int = 0,
-    ) -> None:
+    def __init__(self, parts: Parts, tail: int = 0) -> None:
         super().__init__()
-        self.index, self.budgets, self.selector, self.fate = index, tuple(budgets), selector, fate
-        self.listener = fate if isinstance(fate, Listener) else None
-        self.home, self.ledger, self.meter, self.tail = home, ledger, meter, tail
+        self.index, self.budgets = parts.index, tuple(parts.budgets)
+        self.selector, self.fate = parts.selector, parts.fate
+        self.listener = parts.fate if isinstance(parts.fate, Listener) else None
+        self.home, self.ledger, self.meter, self.tail = parts.home, parts.ledger, parts.meter, tail
         self.length = 0
         self.heads = 0
         self.banks: list[Bank] = []

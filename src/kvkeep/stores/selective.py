@@ -12,7 +12,7 @@ with n the page's entries that are not resident and ``lse`` of everything attend
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Protocol
@@ -24,11 +24,8 @@ from kvkeep.attention import Segment, attend
 from kvkeep.stores import exchange
 from kvkeep.stores.bounds import PAGE, Bounds
 from kvkeep.stores.checkpoints import Checkpoint, expanded, latent
-from kvkeep.stores.ledger import Ledger
 from kvkeep.stores.logged import LoggedLayer
-from kvkeep.stores.meter import Meter
-from kvkeep.stores.places import Place
-from kvkeep.stores.selected import Fate, Selector
+from kvkeep.stores.selected import Parts
 from kvkeep.stores.streamed import Step, fresh
 
 FEW = 8
@@ -61,19 +58,8 @@ class SelectiveLayer(LoggedLayer):
     ones, where the caller masks by hand, and where attention is latent (bounds of what is cached say nothing about
     scores then), it recalls everything."""
 
-    def __init__(
-        self,
-        index: int,
-        budgets: Sequence[int],
-        selector: Selector,
-        fate: Fate,
-        home: Place,
-        ledger: Ledger,
-        meter: Meter,
-        log: Checkpoint,
-        choice: Choice,
-    ) -> None:
-        super().__init__(index, budgets, selector, fate, home, ledger, meter, log)
+    def __init__(self, parts: Parts, log: Checkpoint, choice: Choice) -> None:
+        super().__init__(parts, log)
         self.choice, self.bounds = choice, Bounds()
         self.last = self.worst = 0.0
         self._recalled = self._away = 0.0

@@ -10,6 +10,7 @@ from results import EXPERIMENT, filled
 
 from kvkeep.errors import StoreError
 from kvkeep.lab.report import chapters, sections, write
+from kvkeep.lab.report.sections import places
 
 pytest.importorskip("matplotlib")
 
@@ -46,3 +47,18 @@ def test_a_folder_that_cannot_be_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match=r"The folder '.*file' cannot be made: file exists\."):
         write([], tmp_path / "file")
+
+
+def test_axes_of_names_have_a_table_of_their_own_and_a_map(tmp_path: Path) -> None:
+    """The task is RULER, whose families are an axis."""
+    families = {"name": "ruler", "length": [512, 300], "family": ["vt", "niah_single_1"], "samples": 2}
+    experiment = EXPERIMENT.with_(task=families, paper=None)
+    (section,) = sections([filled(tmp_path / "r.jsonl", experiment)])
+    assert places(section, "length") == [300, 512] and places(section, "family") == ["vt", "niah_single_1"]
+    assert experiment.cells("data")[0].label == "full (length 512, family vt)"
+    files = write(chapters([section]), tmp_path / "out" / "report")
+    text = next(path for path in files if path.suffix == ".md").read_text()
+    table = text.split("| string match (%) | budget | `vt` | `niah_single_1` |\n")[1].split("\n\n")[0]
+    assert "| `full` | - | 100.0 | 100.0 |" in table and "| `h2o` | 25% | 50.0 | 50.0 |" in table
+    assert "`quantized` | 10%" not in table
+    assert any("map" in path.name and path.stat().st_size > 10_000 for path in files)

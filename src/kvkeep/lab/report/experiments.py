@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Sequence
 from functools import partial
+from statistics import fmean
 
 from kvkeep.lab.experiment import Experiment, PaperValue, load_experiment, packaged
 from kvkeep.lab.intervals import RESAMPLES
 from kvkeep.lab.report.chapter import Chapter, Picture
 from kvkeep.lab.report.figures import draw_frontier, draw_maps, draw_quality
 from kvkeep.lab.report.frontier import AXES, frontier
-from kvkeep.lab.report.sections import Line, Section
+from kvkeep.lab.report.sections import Line, Section, places
 from kvkeep.lab.report.telling import (
     code,
     differing,
@@ -25,7 +26,7 @@ from kvkeep.lab.report.telling import (
     ways,
 )
 from kvkeep.lab.report.verdicts import is_ours, verdicts
-from kvkeep.lab.tasks.base import Metric
+from kvkeep.lab.tasks.base import Metric, named
 
 
 def chapters(found: Sequence[Section]) -> list[Chapter]:
@@ -52,7 +53,7 @@ def _chapter(section: Section) -> Chapter:
     title = f"{experiment.title}: {section.model}"
     blocks: list[str | Picture] = [_setting(section), experiment.task.protocol]
     if section.measured:
-        blocks.append(_table(section))
+        blocks += [_table(section), *_by_name(section)]
     if not section.comparable:
         blocks.append("The rows are of different versions or machines, named above: times are not to be compared.")
     if section.measured:
@@ -117,7 +118,7 @@ def _table(section: Section) -> str:
         assert line.scores is not None and line.beside is not None
         cells = [f"`{line.method}`", line.budget or "-", _entries(line)]
         for metric in metrics:
-            cells.append(told(metric, line.scores[metric.name]))
+            cells.append(told(metric, line.scores[metric.name]) if metric.name in line.scores else "-")
             if metric in relative:
                 cells.append(differing(metric, line.beside[metric.name]) if metric.name in line.beside else "-")
         cells += [", ".join(_paper_value(metrics, value) for value in line.paper) or "-"] if paper else []
@@ -126,6 +127,26 @@ def _table(section: Section) -> str:
         cells += [f"{line.prefill_s:.2f} s", milliseconds(line.token_s)]
         rows.append("| " + " | ".join(cells) + " |")
     return "\n".join(rows)
+
+
+def _by_name(section: Section) -> Iterator[str]:
+    """Yield a table of the first metric for each axis of names: a column for each, the other axes' mean."""
+    metric = section.experiment.task.metrics[0]
+    for axis in section.experiment.task.axes:
+        columns = places(section, axis)
+        if not any(isinstance(value, str) for value in columns):
+            continue
+        rows = [
+            f"| {titled(metric)} | budget | " + " | ".join(code(named(value)) for value in columns) + " |",
+            "| --- | --- |" + " ---: |" * len(columns),
+        ]
+        for line in section.measured:
+            cells = []
+            for value in columns:
+                means = [scores[metric.name] for point, scores in line.at if point[axis] == value]
+                cells.append(number(metric, fmean(means)) if means else "-")
+            rows.append(f"| {code(line.method)} | {line.budget or '-'} | " + " | ".join(cells) + " |")
+        yield "\n".join(rows)
 
 
 def _frontiers(section: Section, title: str) -> Iterator[str | Picture]:

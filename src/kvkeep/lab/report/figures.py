@@ -11,9 +11,9 @@ from typing import Any
 from kvkeep.lab.figures import COLOURS, DPI, WIDTH_PX, plain, save
 from kvkeep.lab.report.frontier import NOISE, Axis, frontier
 from kvkeep.lab.report.labels import Label, place
-from kvkeep.lab.report.sections import Line, Section
+from kvkeep.lab.report.sections import Line, Section, places
 from kvkeep.lab.report.telling import shown, titled
-from kvkeep.lab.tasks.base import Metric
+from kvkeep.lab.tasks.base import Metric, named
 
 _BLUE = COLOURS[0]
 _PANELS = 4
@@ -166,22 +166,22 @@ def draw_maps(section: Section, path: str | os.PathLike[str]) -> None:
     task = section.experiment.task
     metrics = [metric for metric in task.metrics if metric.name in task.mapped]
     across, along = task.axes
-    panels = sorted({point[across] for line in section.measured for point, _ in line.at})
+    panels, ticks = places(section, across), places(section, along)
     columns, lines = min(len(panels), _PANELS), section.measured
     rows = len(metrics) * math.ceil(len(panels) / columns)
     size = (WIDTH_PX / DPI, rows * (1.1 + 0.27 * len(lines)))
     figure = Figure(figsize=size, dpi=DPI, layout="constrained")
     grid: Any = figure.subplots(rows, columns, sharey=True, squeeze=False)
-    places = iter(grid.flat)
+    free = iter(grid.flat)
     for metric in metrics:
         values = [shown(metric, scores[metric.name]) for line in lines for _, scores in line.at]
         low, high = (0.0, 100.0) if metric.kind == "share" else (min(values), max(values))
         for panel in panels:
-            axes = next(places)
-            image = _map(axes, lines, metric, (across, panel), along, (low, high))
-            axes.set_title(f"{titled(metric)}, {across} {panel:g}", loc="left", fontsize=10)
+            axes = next(free)
+            image = _map(axes, lines, metric, (across, panel), (along, ticks), (low, high))
+            axes.set_title(f"{titled(metric)}, {across} {named(panel)}", loc="left", fontsize=10)
         for _ in range(-len(panels) % columns):
-            next(places).set_visible(False)
+            next(free).set_visible(False)
         figure.colorbar(image, ax=axes, pad=0.01)
     for axes in grid[:, 0]:
         axes.set_yticks(range(len(lines)), [line.label for line in lines], fontsize=8)
@@ -192,16 +192,20 @@ def draw_maps(section: Section, path: str | os.PathLike[str]) -> None:
 
 
 def _map(
-    axes: Any, lines: Sequence[Line], metric: Metric, panel: tuple[str, float], along: str, limits: tuple[float, float]
+    axes: Any,
+    lines: Sequence[Line],
+    metric: Metric,
+    panel: tuple[str, float | str],
+    columns: tuple[str, Sequence[float | str]],
+    limits: tuple[float, float],
 ) -> Any:
-    across, value = panel
-    places = sorted({point[along] for line in lines for point, _ in line.at if point[across] == value})
+    (across, value), (along, ticks) = panel, columns
     cells = []
     for line in lines:
         found = {
             point[along]: shown(metric, scores[metric.name]) for point, scores in line.at if point[across] == value
         }
-        cells.append([found.get(place, math.nan) for place in places])
+        cells.append([found.get(tick, math.nan) for tick in ticks])
     image = axes.imshow(cells, aspect="auto", interpolation="nearest", cmap="viridis", vmin=limits[0], vmax=limits[1])
     middle = sum(limits) / 2
     for row, line_cells in enumerate(cells):
@@ -211,7 +215,9 @@ def _map(
                 axes.text(
                     column, row, text, ha="center", va="center", fontsize=7, color="black" if cell > middle else "white"
                 )
-    axes.set_xticks(range(len(places)), [f"{place:g}" for place in places])
+    names = any(isinstance(tick, str) for tick in ticks)
+    slanted = {"rotation": 35, "ha": "right", "rotation_mode": "anchor", "fontsize": 8} if names else {}
+    axes.set_xticks(range(len(ticks)), [named(tick) for tick in ticks], **slanted)
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
     return image

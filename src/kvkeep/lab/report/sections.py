@@ -197,7 +197,7 @@ def _line(experiment: Experiment, method: str, budget: str | None, rows: Sequenc
         bare,
         exactness=done[-1].exactness,
         entries=(min(entries), max(entries)) if entries else None,
-        scores={name: estimate(bare.values(name)) for name in metrics},
+        scores={name: estimate(found) for name in metrics if (found := bare.values(name))},  # some are of few samples
         beside={name: estimate(values) for name, values in pairs.items() if values},
         held_bytes=fmean(row.held_bytes for row in done),
         checkpoint_bytes=fmean(sum(row.memory.get("checkpoint_bytes", {}).values()) for row in done),
@@ -212,7 +212,19 @@ def _at(done: Sequence[Row]) -> Iterator[tuple[Point, dict[str, float]]]:
     for row in done:
         points.setdefault(json.dumps(row.point, sort_keys=True), (row.point, []))[1].append(row)
     for point, rows in points.values():
-        yield point, {name: fmean(value for row in rows for value in row.scores[name]) for name in rows[0].scores}
+        found = {name: [value for row in rows for value in row.scores[name]] for name in rows[0].scores}
+        yield point, {name: fmean(values) for name, values in found.items() if values}
+
+
+def places(section: Section, axis: str) -> list[float | str]:
+    """Return the values of an axis that were measured: sizes in order, names as the task lists them."""
+    found = {point[axis] for line in section.measured for point, _ in line.at}
+    listed = getattr(section.experiment.task, axis)
+    names = sorted(
+        (value for value in found if isinstance(value, str)),
+        key=lambda name: (listed.index(name) if name in listed else len(listed), name),
+    )
+    return [*sorted(value for value in found if not isinstance(value, str)), *names]
 
 
 def _place(row: Row) -> Place:

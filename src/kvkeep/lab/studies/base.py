@@ -33,7 +33,8 @@ class Study(BaseModel, ABC):
     name: what experiments call it. about: one line. protocol: how its numbers come about, for the report. found: the
     dataclass that :meth:`measure` returns. metrics: of the few numbers that say most, which a paper's stand beside;
     :meth:`scores` has them. certain: those that neither a seed nor another run changes, so that one is enough. drawn:
-    whether there is a figure. packages: what must be installed, by module and by the name that pip knows.
+    whether there is a figure. packages: what must be installed, by module and by the name that pip knows; ``extra``:
+    which of kvkeep's brings it.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -46,6 +47,7 @@ class Study(BaseModel, ABC):
     certain: ClassVar[tuple[str, ...]] = ()
     drawn: ClassVar[bool] = True
     packages: ClassVar[dict[str, str]] = {}
+    extra: ClassVar[str] = "lab"
 
     def sources(self, data: Path | None) -> list[Path]:
         """Return the files that are read; raises UsageError, saying what ``data`` has to hold."""

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from kvkeep.lab.tasks.base import Task
+from kvkeep.lab.tasks.lm_eval import LmEval
+from kvkeep.lab.tasks.longbench import LongBench
+from kvkeep.lab.tasks.longbench_v2 import LongBenchV2
 from kvkeep.lab.tasks.match import Match
 from kvkeep.lab.tasks.needle import Needle
+from kvkeep.lab.tasks.perplexity import Perplexity
+from kvkeep.lab.tasks.ruler import Ruler
 from kvkeep.lab.tasks.summary import Summary
 
-TASKS: dict[str, type[Task]] = {task.name: task for task in (Match, Needle, Summary)}
+TASKS: dict[str, type[Task]] = {
+    task.name: task for task in (LmEval, LongBench, LongBenchV2, Match, Needle, Perplexity, Ruler, Summary)
+}
 """The tasks by name."""

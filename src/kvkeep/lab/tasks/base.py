@@ -14,13 +14,18 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from kvkeep.lab.subject import Cost, Subject
 
-Point = dict[str, int | float]
-"""One value for each of a task's axes."""
+Point = dict[str, int | float | str]
+"""One value for each of a task's axes: a size, or a name."""
+
+
+def named(value: float | str) -> str:
+    """Return a value of an axis as a person reads it."""
+    return value if isinstance(value, str) else f"{value:g}"
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A number that a task gives each sample.
+    """A number that a task gives each sample, or each that it is about.
 
     better: which way is better. kind: "share" (0 to 1, told in percent), "number", or "perplexity" (nats a token, whose
     mean is told as its exponential). least: what no number is below.
@@ -48,7 +53,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One sample's numbers, one for each of the task's metrics, and what they cost."""
+    """One sample's numbers, for each of the task's metrics that is about it (the first always is), and their cost."""
 
     scores: dict[str, float]
     cost: Cost
@@ -60,7 +65,7 @@ class Task(BaseModel, ABC):
     name: what experiments call it. about: one line. protocol: how its numbers come about, for the report. metrics: the
     first is the one that figures show. relative: those told relative to the baseline, too. mapped: those drawn by
     point, which takes two axes. axes: fields that list values, of which every combination is a cell of its own.
-    packages: what must be installed, by module and by the name that pip knows.
+    packages: what must be installed, by module and by the name that pip knows; ``extra``: which of kvkeep's brings it.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -73,6 +78,7 @@ class Task(BaseModel, ABC):
     mapped: ClassVar[tuple[str, ...]] = ()
     axes: ClassVar[tuple[str, ...]] = ()
     packages: ClassVar[dict[str, str]] = {}
+    extra: ClassVar[str] = "lab"
 
     samples: int = Field(4, ge=1, description="prompts of each cell")
 

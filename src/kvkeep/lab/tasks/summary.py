@@ -2,25 +2,50 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
 from pydantic import Field
 
-from kvkeep.decode.prompt import encode, question, read_text
+from kvkeep.decode.prompt import encode, question
 from kvkeep.errors import UsageError
 from kvkeep.lab.subject import Subject
 from kvkeep.lab.tasks.base import Metric, Outcome, Point, Sample, Task
+from kvkeep.lab.tasks.rows import Hub, rows, source
 
 _KINDS = ("rouge1", "rouge2", "rougeL")
 
 
+@dataclass(frozen=True)
+class Form:
+    """How a data set calls an article and its summary; instruction: what is asked after the article, "" where the
+    article says so itself."""
+
+    article: str
+    summary: str
+    instruction: str = ""
+
+
+FORMS = (
+    Form("article", "summary_gt"),
+    Form("article", "highlights", "Summarize the above article in 3 sentences."),
+    Form("document", "summary", "Summarize the above article in 1 sentence."),
+)
+"""HELM's own files, and CNN/DM and XSum as the hub has them, with HELM's instructions."""
+
+HUBS = {
+    "cnn_dm.jsonl": Hub("abisee/cnn_dailymail", "3.0.0", rows=500),
+    "xsum.jsonl": Hub("EdinburghNLP/xsum", rows=500),
+}
+"""What is fetched from the hub where no data folder is given, by the name of the file."""
+
+
 class Summary(Task):
-    """Articles with their instruction, as HELM has them: JSON lines with ``article`` and ``summary_gt``."""
+    """Articles and summaries: JSON lines of one of the :data:`FORMS`."""
 
     name = "summary"
     about = "summaries of articles (XSum, CNN/DM), by ROUGE"
@@ -42,25 +67,20 @@ class Summary(Task):
     new: int = Field(64, ge=1, description="the most tokens of a summary")
 
     def sources(self, data: Path | None) -> list[Path]:
-        """Return the file."""
-        if data is None:
-            raise UsageError(f"Task 'summary' reads articles: give --data FOLDER, with {self.file} in it.")
-        path = data if data.is_file() else data / self.file
-        if not path.is_file():
-            raise UsageError(f"There is no file '{path}'; give the folder that holds {self.file} (--data).")
-        return [path]
+        """Return the file; without data that of :data:`HUBS`."""
+        return [source(data, self.file, HUBS.get(self.file))]
 
     def prepare(self, tokenizer: Any, sources: Sequence[Path], point: Point, seed: int) -> list[Sample]:
         """Take articles from the file; seed 0 takes the first ones, any other draws."""
-        rows = [
+        found = [
             Sample(ids, {"summary": summary})
             for article, summary in articles(sources[0])
             if len(ids := _prompt(tokenizer, article)) >= self.least
         ]
-        if len(rows) < self.samples:
-            count = f"{len(rows)} articles of {self.least} tokens or more"
+        if len(found) < self.samples:
+            count = f"{len(found)} articles of {self.least} tokens or more"
             raise UsageError(f"'{sources[0]}' has {count}, and {self.samples} are wanted.")
-        return rows[: self.samples] if seed == 0 else random.Random(seed).sample(rows, self.samples)
+        return found[: self.samples] if seed == 0 else random.Random(seed).sample(found, self.samples)
 
     def measure(self, subject: Subject, sample: Sample) -> Outcome:
         """Let the summary be written, and compare it."""
@@ -73,16 +93,15 @@ def _prompt(tokenizer: Any, article: str) -> list[int]:
 
 
 def articles(path: Path) -> list[tuple[str, str]]:
-    """Return (article with its instruction, summary) of every line; raises UsageError for a line that has none."""
+    """Return (article with its instruction, summary) of every row; raises UsageError for one of no known form."""
     found = []
-    for number, line in enumerate(read_text(str(path)).splitlines(), start=1):
-        try:
-            row = json.loads(line)
-            found.append((str(row["article"]), str(row["summary_gt"])))
-        except (ValueError, KeyError, TypeError):
-            raise UsageError(
-                f"Line {number} of '{path}' is not an article: a JSON object with 'article' and 'summary_gt' is wanted."
-            ) from None
+    for number, row in enumerate(rows(path), start=1):
+        form = next((form for form in FORMS if form.article in row and form.summary in row), None)
+        if form is None:
+            known = ", ".join(f"'{form.article}' and '{form.summary}'" for form in FORMS)
+            raise UsageError(f"Row {number} of '{path}' is not an article with a summary; such have {known}.")
+        article = "\n\n".join(part for part in (str(row[form.article]), form.instruction) if part)
+        found.append((article, str(row[form.summary])))
     return found
 
 

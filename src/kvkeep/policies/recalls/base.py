@@ -11,6 +11,7 @@ from kvkeep.policies.request import Exactness, LiveFate
 from kvkeep.stores.checkpoints import Checkpoint
 from kvkeep.stores.drafting import Round
 from kvkeep.stores.logged import LoggedLayer
+from kvkeep.stores.selected import Parts
 
 
 @dataclass(frozen=True)
@@ -34,5 +35,5 @@ class Recall(ABC):
         return None
 
     @abstractmethod
-    def layers(self, log: Checkpoint, round: Round | None) -> Callable[..., LoggedLayer]:
-        """Return what makes a layer, given index, budgets, selector, fate, home, ledger and meter."""
+    def layers(self, log: Checkpoint, round: Round | None) -> Callable[[Parts], LoggedLayer]:
+        """Return what makes a layer of its parts."""

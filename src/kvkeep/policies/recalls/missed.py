@@ -13,6 +13,7 @@ from kvkeep.stores.checkpoints import Checkpoint
 from kvkeep.stores.drafting import Round
 from kvkeep.stores.logged import LoggedLayer
 from kvkeep.stores.missed import MissedLayer
+from kvkeep.stores.selected import Parts
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,6 @@ class Missed(Selective):
         if self.limit < 0 or not 0 <= self.threshold <= 1:
             raise UsageError("A recall of what was missed has a limit from 0 on and a threshold from 0 to 1.")
 
-    def layers(self, log: Checkpoint, round: Round | None) -> Callable[..., LoggedLayer]:
+    def layers(self, log: Checkpoint, round: Round | None) -> Callable[[Parts], LoggedLayer]:
         """Return layers that bring back after a step what it missed."""
         return partial(MissedLayer, log=log, choice=self)

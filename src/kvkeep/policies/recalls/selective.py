@@ -14,6 +14,7 @@ from kvkeep.policies.request import Exactness, LiveFate
 from kvkeep.stores.checkpoints import Checkpoint
 from kvkeep.stores.drafting import Round
 from kvkeep.stores.logged import LoggedLayer
+from kvkeep.stores.selected import Parts
 from kvkeep.stores.selective import SelectiveLayer
 
 
@@ -33,7 +34,7 @@ class Selective(Recall):
                 "A recall of single entries takes no fate but 'checkpoint': what left is all in checkpoints."
             )
 
-    def layers(self, log: Checkpoint, round: Round | None) -> Callable[..., LoggedLayer]:
+    def layers(self, log: Checkpoint, round: Round | None) -> Callable[[Parts], LoggedLayer]:
         """Return layers that ask it which pages to recall."""
         return partial(SelectiveLayer, log=log, choice=self)
 

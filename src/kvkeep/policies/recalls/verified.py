@@ -12,6 +12,7 @@ from kvkeep.policies.recalls.base import Recall
 from kvkeep.policies.request import Exactness
 from kvkeep.stores.checkpoints import Checkpoint
 from kvkeep.stores.drafting import DraftingLayer, Round
+from kvkeep.stores.selected import Parts
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Verified(Recall):
             )
         return Round(min(self.longest + 1, entries // 2))
 
-    def layers(self, log: Checkpoint, round: Round | None) -> Callable[..., DraftingLayer]:
+    def layers(self, log: Checkpoint, round: Round | None) -> Callable[[Parts], DraftingLayer]:
         """Return layers that draft."""
         assert round is not None
         return partial(DraftingLayer, log=log, round=round)

@@ -1,0 +1,183 @@
+"""RULER's families: what is asked for stands in the text, as often and where RULER has it."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvkeep.errors import UsageError
+from kvkeep.lab.tasks.ruler import qa
+from kvkeep.lab.tasks.ruler.families import FAMILIES, GENERATED
+from kvkeep.lab.tasks.ruler.family import ESSAYS, Asked
+from kvkeep.lab.tasks.ruler.niah import NOISE
+from kvkeep.lab.tasks.ruler.vocabulary import ADJECTIVES, NOUNS, VERBS, WORDS
+
+_SENTENCE = ["I", "read", "and", "wrote", "much", "then."]
+ESSAY = _SENTENCE * 50
+UUID = r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[0-9a-f]{4}-[0-9a-f]{12}"
+SQUAD = {
+    "data": [
+        {
+            "paragraphs": [
+                {
+                    "context": f"{subject} {number} is blue.",
+                    "qas": [
+                        {
+                            "question": f"What is {subject} {number}?",
+                            "answers": [{"text": "blue"}],
+                            "is_impossible": False,
+                        },
+                        {"question": "Why?", "answers": [], "is_impossible": True},
+                    ],
+                }
+                for number in range(3)
+            ]
+        }
+        for subject in ("Sea", "Sky")
+    ]
+}
+HOTPOT = [
+    {"question": f"Who is {name}?", "answer": name, "context": [[name, ["One. ", "Two."]], ["Common", ["All."]]]}
+    for name in ("Ann", "Bob", "Cid")
+]
+
+
+@pytest.fixture
+def squad(tmp_path: Path) -> qa.Documents:
+    (tmp_path / "squad.json").write_text(json.dumps(SQUAD))
+    return qa.squad([tmp_path / "squad.json"])
+
+
+@pytest.fixture
+def hotpotqa(tmp_path: Path) -> qa.Documents:
+    (tmp_path / "hotpotqa.json").write_text(json.dumps(HOTPOT))
+    return qa.hotpotqa([tmp_path / "hotpotqa.json"])
+
+
+def asked(name: str, size: int = 40, length: int = 4096, seed: int = 0) -> Asked:
+    family = FAMILIES[name]
+    return family.ask(ESSAY if family.reads == ESSAYS else None, random.Random(seed), size, length)
+
+
+def test_words_are_different_and_many_enough() -> None:
+    assert len(WORDS) == len(set(NOUNS) | set(ADJECTIVES) | set(VERBS)) > 800
+    assert all(len(words) == len(set(words)) for words in (NOUNS, ADJECTIVES, VERBS))
+    assert all(re.fullmatch("[a-z]+", word) for word in WORDS)
+
+
+@pytest.mark.parametrize("name", GENERATED)
+def test_the_same_draws_make_the_same_question_and_answers_stand_in_it(name: str) -> None:
+    size = 80 if name == "fwe" else 40
+    one = asked(name, size)
+    assert one == asked(name, size) != asked(name, size, seed=1)
+    assert all(answer in one.text for answer in one.answers) and "{" not in one.text + one.lead
+    assert [one.right.index(answer) for answer in one.answers] == sorted(one.right.index(a) for a in one.answers)
+    assert len(asked(name, size + 20).text) > len(one.text)
+
+
+@pytest.mark.parametrize(
+    ("name", "needles", "answers", "kind"),
+    [
+        ("niah_single_1", 1, 1, r"\d{7}"),
+        ("niah_single_2", 1, 1, r"\d{7}"),
+        ("niah_single_3", 1, 1, UUID),
+        ("niah_multikey_1", 4, 1, r"\d{7}"),
+        ("niah_multikey_2", 41, 1, r"\d{7}"),
+        ("niah_multikey_3", 41, 1, UUID),
+        ("niah_multivalue", 4, 4, r"\d{7}"),
+        ("niah_multiquery", 4, 4, r"\d{7}"),
+    ],
+)
+def test_needles(name: str, needles: int, answers: int, kind: str) -> None:
+    one = asked(name)
+    word = "uuids" if kind == UUID else "numbers"
+    found = re.findall(rf"One of the special magic {word} for (\S+) is: (\S+)\.(?!\S)", one.text)
+    assert len(found) == needles and len(one.answers) == len(set(one.answers)) == answers
+    assert all(re.fullmatch(kind, value) for _, value in found)
+    assert {value for key, value in found if key in one.lead} == set(one.answers)
+    many = answers > 1
+    assert one.text.startswith("Some special magic numbers are" if many else f"A special magic {word[:-1]} is hidden")
+    assert one.lead.endswith("provided text are" if many else "provided text is")
+    keys = {key for key, _ in found}
+    pattern = UUID if name == "niah_multikey_3" else "[a-z]+-[a-z]+"
+    assert all(re.fullmatch(pattern, key) for key in keys)
+    assert len(keys) == {"niah_multivalue": 1}.get(name, needles)
+
+
+def test_haystacks() -> None:
+    noise, essay = asked("niah_single_1"), asked("niah_single_2")
+    assert noise.text.count(f"{NOISE}\n") == 40
+    hay = re.sub(r"One of the special magic numbers for \S+ is: \d{7}\. ?", "", essay.text.split("\n")[1])
+    assert hay.split() == ESSAY[:40]
+    assert asked("niah_single_2", 700).text.count("wrote") > ESSAY.count("wrote")  # begins again at its end
+    places = {asked("niah_single_2", 300, seed=seed).text.index("One of the special") for seed in range(20)}
+    assert len(places) > 10
+
+
+def test_a_chain_can_be_followed() -> None:
+    one = asked("vt")
+    example, _, text = one.text.rpartition("Memorize and track")
+    value = re.search(r"assigned the value (\d{5}) in", text)
+    assert value is not None and one.lead.endswith(f"5 variables are assigned the value {value[1]}, they are:")
+    assert text.count(NOISE) == 40 and example.count(NOISE) == 10
+    for part, letters in ((example, 3), (text, 5)):
+        first = re.search(r"VAR ([A-Z]+) = \d{5}", part)
+        chain = [first[1] if first else "", *re.findall(r"VAR ([A-Z]+) = VAR", part)]
+        assert re.findall(r"= VAR ([A-Z]+)", part) == chain[:-1] and len(set(chain)) == 5
+        assert all(len(name) == letters for name in chain)
+        said = example.strip().split("they are: ")[1].split() if letters == 3 else one.answers
+        assert said == chain
+    assert "The grass is green. " in asked("vt", 1, 512).text  # sentences of their own where lines are too few
+
+
+@pytest.mark.parametrize(("length", "often", "seldom", "example"), [(4096, 30, 3, 10), (1024, 6, 1, 3)])
+def test_common_words_are_more_common(length: int, often: int, seldom: int, example: int) -> None:
+    one = asked("cwe", 40, length)
+    first, second = one.text.split("Question: What are the 10 most common words")[:2]
+    for text, times, answers in ((first, example, None), (second, often, one.answers)):
+        listed = text.split("appear most often.\n")[1].split("\nQuestion")[0]
+        counts = Counter(re.findall(r"\d+\. (\S+)", listed))
+        common = [word for word, count in counts.most_common(10)]
+        assert {counts[word] for word in common} == {times}
+        assert answers is None or sorted(common) == sorted(answers)
+    assert min(counts.values()) == seldom and len(counts) == 40
+    assert one.right.startswith(f"1. {one.answers[0]} 2. {one.answers[1]} ")
+
+
+def test_frequent_words_are_the_most_frequent_after_the_dots() -> None:
+    one = asked("fwe", 600, 2048)
+    listed = one.text.split("coded words. ")[1].split("\nQuestion")[0].split()
+    (dots, _), *rest = Counter(listed).most_common(5)
+    assert dots == "..." and [word for word, _ in rest[:3]] == one.answers
+    assert [count for _, count in rest[:3]] == [int(600 / rank**2 / 1.6449341) for rank in (2, 3, 4)]
+    assert len(set(listed)) <= 2048 // 50 and all(re.fullmatch("[a-z]{6}", word) for word in one.answers)
+
+
+def test_squad_is_asked_about_among_its_own(squad: qa.Documents) -> None:
+    assert len(squad.texts) == len(squad.questions) == 6 == FAMILIES["qa_1"].most(squad)
+    for seed in range(5):
+        one = qa.ask(squad, random.Random(seed), 3, 512)
+        subject, number = re.findall(r"Question: What is (\w+) (\d)\?$", one.text)[0]
+        assert f"{subject} {number} is blue." in one.text and one.text.count(f"{subject} ") == 4
+        assert one.text.count("Document ") == 3 and one.answers == ["blue"] == [one.right]
+    assert qa.ask(squad, random.Random(0), 6, 512).text.count("is blue.") == 6
+
+
+def test_hotpotqa_keeps_its_own_documents(hotpotqa: qa.Documents) -> None:
+    assert sorted(hotpotqa.texts) == ["Ann\nOne. Two.", "Bob\nOne. Two.", "Cid\nOne. Two.", "Common\nAll."]
+    one = qa.ask(hotpotqa, random.Random(0), 1, 512)
+    (name,) = one.answers
+    assert one.text.count("Document ") == 2 and f":\n{name}\nOne. Two." in one.text and ":\nCommon\nAll." in one.text
+
+
+@pytest.mark.parametrize(("read", "content"), [(qa.squad, HOTPOT), (qa.hotpotqa, SQUAD), (qa.squad, {"data": []})])
+def test_other_files_are_told(tmp_path: Path, read: Any, content: Any) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(content))
+    with pytest.raises(UsageError, match="has no questions in .* own JSON form"):
+        read([tmp_path / "a.json"])

@@ -1,0 +1,92 @@
+"""Rows of data sets: JSON in its forms, and the hub only where there is no data."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvkeep.errors import KvkeepError, UsageError
+from kvkeep.lab.tasks import rows as module
+from kvkeep.lab.tasks.rows import Hub, rows, source
+
+ROWS: list[dict[str, Any]] = [{"text": "one\u2028line"}, {"text": "two"}, {"text": "three"}]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["\n".join(map(json.dumps, ROWS)), json.dumps(ROWS), json.dumps(ROWS, indent=2)],
+    ids=["lines", "list", "indented"],
+)
+def test_json_in_its_forms(tmp_path: Path, text: str) -> None:
+    (tmp_path / "a.json").write_text(text)
+    assert rows(tmp_path / "a.json", "text") == ROWS
+
+
+def test_lines_end_where_json_lines_do(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS) + "\n\n")
+    assert rows(tmp_path / "a.jsonl") == ROWS
+
+
+def test_one_object_is_one_row(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps({"data": ROWS}, indent=1))
+    assert rows(tmp_path / "a.json") == [{"data": ROWS}]
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ('{"text": "a"}\n{"text": ', "Line 2 of .* is not a JSON object"),
+        ('{"text": "a"}\n[1]', "Line 2 of .* is not a JSON object"),
+        ('[{"text": "a"}, {"texts": "b"}]', "Entry 2 of .* has no field 'text'; wanted are text"),
+        ("", "is empty"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path: Path, text: str, sentence: str) -> None:
+    (tmp_path / "a.jsonl").write_text(text)
+    with pytest.raises(UsageError, match=sentence):
+        rows(tmp_path / "a.jsonl", "text")
+
+
+def test_files_are_found_in_the_folder_or_given(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    with pytest.raises(UsageError, match="There is no file .*a.jsonl'; give the folder that holds a.jsonl"):
+        source(tmp_path, "a.jsonl", Hub("some/set"))
+    path.write_text("{}")
+    assert source(tmp_path, "a.jsonl") == source(path, "b.jsonl") == path
+    with pytest.raises(UsageError, match="This task reads a.jsonl: give the folder"):
+        source(None, "a.jsonl")
+
+
+def test_the_hub_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def load_dataset(repository: str, part: str | None, *, split: str, streaming: bool) -> Any:
+        asked.append((repository, part, split, streaming))
+        return iter(ROWS)
+
+    monkeypatch.setattr(module, "find_spec", lambda name: object())
+    monkeypatch.setattr(module, "import_module", lambda name: SimpleNamespace(load_dataset=load_dataset))
+    hub = Hub("some/set", "1.0", "validation", rows=2)
+    path = source(None, "a.jsonl", hub)
+    assert path.name == "some-set-1.0-validation-first2.jsonl" and rows(path) == ROWS[:2]
+    assert source(None, "a.jsonl", hub) == path and asked == [("some/set", "1.0", "validation", True)]
+    assert rows(source(None, "a.jsonl", Hub("some/set"))) == ROWS and len(asked) == 2
+
+
+def test_a_hub_that_cannot_be_asked_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match="give the folder .* or install the package 'datasets'"):
+        source(None, "a.jsonl", Hub("some/set"))
+
+    def load_dataset(*given: Any, **options: Any) -> Any:
+        raise ConnectionError("No route\nto host")
+
+    monkeypatch.setattr(module, "find_spec", lambda name: object())
+    monkeypatch.setattr(module, "import_module", lambda name: SimpleNamespace(load_dataset=load_dataset))
+    for _ in range(2):  # nothing is left of the first try
+        with pytest.raises(KvkeepError, match=r"'some/set' could not be fetched from the hub \(No route\)"):
+            source(None, "a.jsonl", Hub("some/set"))

@@ -1,0 +1,176 @@
+"""lm-evaluation-harness: what it is told is what its own model tells, and what decoding sees."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from conftest import tokenizer
+from families import tiny
+from official import hellaswag_text_rows, write_lines
+
+from kvkeep.errors import UsageError
+from kvkeep.lab.reading import cache_for, read
+from kvkeep.lab.subject import Subject
+from kvkeep.models.loading import Loaded
+
+pytest.importorskip("lm_eval")
+
+from kvkeep.lab.harness import KeepLM, main
+
+
+def subject(method: str = "full", budget: str | None = None, family: str = "llama") -> Subject:
+    made = tokenizer()
+    made.eos_token = "<unk>"
+    return Subject(Loaded(tiny(family), made, "tiny", ""), method, budget)
+
+
+def requests(*arguments: tuple[Any, ...]) -> list[Any]:
+    return [SimpleNamespace(args=given) for given in arguments]
+
+
+CONTEXT = (
+    "the man was not there but it was all that she could have and they were out of time so we had to have some of it "
+    "for you and for me"
+)
+ENDINGS = (" so he may be", " at the", " up", " which is not what they had and he would not")
+PAIRS = [*((CONTEXT, ending) for ending in ENDINGS), ("we can do", " this"), ("", "you and her")]
+
+
+@pytest.mark.parametrize(("method", "budget"), [("full", None), ("stock", None), ("kv-direct", "16"), ("paged", None)])
+def test_likelihoods_are_those_of_the_harness_own_model(method: str, budget: str | None) -> None:
+    from lm_eval.models.huggingface import HFLM
+
+    ours = KeepLM(subject(method, budget))
+    theirs = HFLM(pretrained=tiny("llama"), tokenizer=ours.tokenizer, device="cpu", batch_size=1)
+    expected = theirs.loglikelihood(requests(*PAIRS), disable_tqdm=True)
+    found = ours.loglikelihood(requests(*PAIRS), disable_tqdm=True)
+    assert [log for log, _ in found] == pytest.approx([log for log, _ in expected], abs=1e-4)
+    assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
+    assert [cost.prompt_tokens for cost in ours.costs] == [len(CONTEXT.split()), 3, 1]  # one reading for the four
+    texts = requests((CONTEXT,), ("we can do this",))
+    rolled = theirs.loglikelihood_rolling(texts, disable_tqdm=True)
+    assert ours.loglikelihood_rolling(texts, disable_tqdm=True) == pytest.approx(rolled, abs=1e-4)
+    until = requests((CONTEXT, {"until": ["\n"], "max_gen_toks": 6}))
+    assert ours.generate_until(until, disable_tqdm=True) == theirs.generate_until(until, disable_tqdm=True)
+
+
+@pytest.mark.parametrize("method", ["window", "h2o", "snapkv", "streaming-llm", "tova", "h2o+merge"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_likelihoods_are_what_decoding_sees(method: str, family: str) -> None:
+    """Each continuation on its own, token by token through a cache of its own."""
+    one = subject(method, "16", family)
+    ids = one.tokenizer(CONTEXT).input_ids
+    tails = [one.tokenizer(ending).input_ids for ending in ENDINGS]
+    told, cost = one.weigh(ids, tails)
+    for tokens, found in zip(tails, told, strict=True):
+        cache = cache_for(one.loaded.model, method, "16", len(ids) + max(map(len, tails)))
+        steps = [logits for logits, _ in read(one.loaded.model, torch.tensor([ids]), cache, len(tokens), tokens)]
+        logs = [float(logits.double().log_softmax(-1)[token]) for logits, token in zip(steps, tokens, strict=True)]
+        assert found.logs == pytest.approx(logs, abs=1e-4)
+        assert found.greedy == all(int(logits.argmax()) == token for logits, token in zip(steps, tokens, strict=True))
+    assert cost.entries == 16 and cost.token_s is not None and cost.prompt_tokens == len(ids)
+    full, free = subject("full", None, family).weigh(ids, tails)
+    assert free.token_s is None and free.memory["resident_bytes"] > cost.memory["resident_bytes"]
+    assert full[0].logs != pytest.approx(told[0].logs, abs=1e-3)
+
+
+def test_what_a_model_would_write_is_greedy() -> None:
+    one = subject()
+    ids = one.tokenizer(CONTEXT).input_ids
+    right = one.write(ids, 3).tokens
+    (first, second), _ = one.weigh(ids, [right, [*right[:2], (right[2] + 1) % 97]])
+    assert first.greedy and not second.greedy and first.logs[:2] == pytest.approx(second.logs[:2])
+
+
+def test_texts_lose_their_beginning_where_positions_end() -> None:
+    short = KeepLM(subject(), max_length=8)
+    whole = KeepLM(subject())
+    cut = " ".join(CONTEXT.split()[-6:])
+    (found,) = short.loglikelihood(requests((CONTEXT, ENDINGS[1] + " man")), disable_tqdm=True)  # three tokens
+    (expected,) = whole.loglikelihood(requests((cut, ENDINGS[1] + " man")), disable_tqdm=True)
+    assert found[0] == pytest.approx(expected[0], abs=1e-5) and short.costs[0].prompt_tokens == 6
+    with pytest.raises(UsageError, match=r"has \d\d tokens, and the model has 8 positions"):
+        short.loglikelihood(requests(("we", " " + CONTEXT)), disable_tqdm=True)
+    (rolled,) = short.loglikelihood_rolling(requests((CONTEXT,)), disable_tqdm=True)
+    assert rolled < 0 and sum(cost.prompt_tokens for cost in short.costs[1:]) < len(CONTEXT.split())
+
+
+def test_answers_end_at_their_strings() -> None:
+    model = KeepLM(subject("h2o", "16"))
+    whole = model.subject.write(model.tok_encode(CONTEXT), 12).text
+    word = whole.split()[4]
+    (found,) = model.generate_until(requests((CONTEXT, {"until": [word], "max_gen_toks": 12})), disable_tqdm=True)
+    assert found == whole.split(word)[0] and len(whole.split()) > len(found.split())
+    with pytest.raises(UsageError, match="answers greedily"):
+        model.generate_until(requests((CONTEXT, {"do_sample": True, "temperature": 1.0})), disable_tqdm=True)
+
+
+def test_models_are_made_of_the_harness_words(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = KeepLM.create_from_arg_string(
+        f"pretrained={model_folder},method=streaming-llm:sinks=2,budget=25%,max_length=64",
+        {"batch_size": 1, "device": None},
+    )
+    assert (made.subject.method, made.subject.budget, made.max_length) == ("streaming-llm:sinks=2", "25%", 64)
+    assert made.apply_chat_template([{"role": "user", "content": "the man"}]) == "<user> the man <bot>"
+    for given, sentence in (
+        ({"pretrianed": "x"}, "takes no 'pretrianed'; it takes budget, chunk"),
+        ({"method": "full", "budget": 8}, "Method 'full' takes no budget"),
+        ({"method": "h20"}, "did you mean h2o"),
+    ):
+        with pytest.raises(UsageError, match=sentence):
+            KeepLM.create_from_arg_obj(given)
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    module, _, name = project["project"]["entry-points"]["lm_eval.models"]["kvkeep"].partition(":")
+    assert getattr(import_module(module), name) is KeepLM
+
+
+def test_the_harness_evaluates_it_by_name(model_folder: Path, tmp_path: Path, words: str) -> None:
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    write_lines(tmp_path / "rows.jsonl", hellaswag_text_rows(words))
+    files = {"data_files": {"test": str(tmp_path / "rows.jsonl")}, "cache_dir": str(tmp_path)}
+    mine = {
+        "task": "mine",
+        "dataset_path": "json",
+        "dataset_kwargs": files,
+        "test_split": "test",
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{ctx}}",
+        "doc_to_target": "{{label}}",
+        "doc_to_choice": "{{endings}}",
+        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+    }
+    (tmp_path / "mine.yaml").write_text(json.dumps(mine))
+    found = simple_evaluate(
+        model="kvkeep",
+        model_args=f"pretrained={model_folder},method=h2o,budget=16",
+        tasks=["mine"],
+        task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
+        limit=3,
+        bootstrap_iters=0,
+    )
+    assert 0 <= found["results"]["mine"]["acc,none"] <= 1 and found["n-samples"]["mine"]["effective"] == 3
+
+
+def test_the_command_is_the_harness_own_with_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from lm_eval.api.registry import get_model
+
+    def evaluate() -> None:
+        assert get_model("kvkeep") is KeepLM
+        KeepLM.create_from_arg_string("method=h20")
+
+    monkeypatch.setattr("lm_eval.__main__.cli_evaluate", evaluate)
+    with pytest.raises(SystemExit) as leaving:
+        main()
+    err = capsys.readouterr().err
+    assert leaving.value.code == 2 and err.count("\n") == 1 and "did you mean h2o" in err
