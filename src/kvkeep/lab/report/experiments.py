@@ -7,9 +7,9 @@ from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from statistics import fmean
 
-from kvkeep.lab.experiment import Experiment, Outline, PaperValue, load_experiment, packaged
+from kvkeep.lab.experiment import Experiment, PaperValue, load_experiment, packaged
 from kvkeep.lab.intervals import RESAMPLES
-from kvkeep.lab.report.chapter import Chapter, Outcome, Picture, Verdict
+from kvkeep.lab.report.chapter import Chapter, Picture
 from kvkeep.lab.report.figures import draw_frontier, draw_maps, draw_quality
 from kvkeep.lab.report.frontier import AXES, frontier
 from kvkeep.lab.report.sections import Line, Section, places
@@ -36,7 +36,16 @@ def chapters(found: Sequence[Section]) -> list[Chapter]:
 
 def unmeasured(names: Collection[str]) -> list[Chapter]:
     """Return a chapter without blocks for each experiment that comes with the library and is not among ``names``."""
-    return [_unmeasured(load_experiment(name)) for name in packaged() if name not in names]
+    bare = [load_experiment(name) for name in packaged() if name not in names]
+    return [
+        Chapter(
+            one.title,
+            (),
+            beside="" if one.paper is None else f"{one.paper.title}, {one.paper.where}",
+            missing=(f"`kvkeep lab run {one.name}` has not been run.",),
+        )
+        for one in bare
+    ]
 
 
 def _chapter(section: Section) -> Chapter:
@@ -62,22 +71,6 @@ def _chapter(section: Section) -> Chapter:
         ours=_brief(section),
         verdicts=tuple(verdicts(experiment, section.lines)),
         missing=tuple(_missing(section)),
-    )
-
-
-def _unmeasured(experiment: Outline) -> Chapter:
-    missing = (f"No row of it is in these results: `kvkeep lab run {experiment.name}`.",)
-    paper = experiment.paper
-    if paper is None:
-        return Chapter(experiment.title, (), missing=missing)
-    claims = [claim.says for claim in paper.claims if claim.metric is not None]
-    return Chapter(
-        experiment.title,
-        (),
-        beside=f"{paper.title}, {paper.where}",
-        theirs=paper.setting,
-        verdicts=tuple(Verdict(says, Outcome.UNMEASURED) for says in claims),
-        missing=missing,
     )
 
 

@@ -203,7 +203,7 @@ class Decoding(Study):
         stock = found.run(STOCK)
         whole = Table(
             f"{len(stock.step_ms) + 1} tokens after {found.prompt}",
-            ["", "first token", "second steps, mean of 8", "last steps, mean of 8", "in all", "by stock's"],
+            ["", "first token", "early steps, mean of 8", "last steps, mean of 8", "in all", "by stock's"],
         )
         for one in found.runs:
             first, last = (milliseconds(step / 1e3) for step in _ends(one))

@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field, field_validator
 
 from kvkeep.budget import Budget
+from kvkeep.cache import STOCK
 from kvkeep.lab.bench import INTERRUPTED, Case, run
 from kvkeep.lab.figures import COLOURS, DPI, MARKERS, WIDTH_PX, plain, save
 from kvkeep.lab.reading import takes
@@ -83,7 +84,7 @@ class MergingCost(Study):
     certain = ("peak_first", "peak_last", "peak_gap")
 
     methods: list[str] = Field(
-        [OURS, RIVAL, "kvslimmer-exact", "streaming-llm", "longcache", "full"], min_length=1, description="by length"
+        [OURS, RIVAL, "kvslimmer-exact", "streaming-llm", "longcache", STOCK], min_length=1, description="by length"
     )
     lengths: list[Annotated[int, Field(ge=32)]] = Field([512, 1024, 2048], min_length=1, description="of prompts")
     budget: str = Field("256", description="of those that have one")
