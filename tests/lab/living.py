@@ -28,7 +28,7 @@ def descendants(process: int) -> set[int]:
     return found
 
 
-def until(condition: Callable[[], object], seconds: float = 30) -> None:
+def until(condition: Callable[[], object], seconds: float = 60) -> None:
     """Wait for something to be true."""
     last = time.monotonic() + seconds
     while not condition():

@@ -24,7 +24,7 @@ from living import in_group, until
 from standins import Desk, StandIn, yes
 
 from kvkeep.errors import KvkeepError, ModelError, UsageError
-from kvkeep.lab.workers import Died, Queue, local_workers, measured, packed
+from kvkeep.lab.workers import Died, Queue, local_workers, measured, packed, unpacked
 
 
 def of_groups(*sizes: int) -> list[StandIn]:
@@ -154,6 +154,13 @@ def test_processes_that_are_killed_lose_nothing_and_leave_nothing(tmp_path: Path
     assert len({row["process"] for row in rows.values()}) >= 2
 
 
+def test_gpus_are_taken_in_turn_unless_one_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    for device, taken in ((None, ["cuda:0", "cuda:1", "cuda:0"]), ("cuda:1", ["cuda:1"] * 3), ("cpu", ["cpu"] * 3)):
+        with local_workers(partial(Desk, tmp_path), device, 3) as workers:
+            assert [unpacked(worker._order)().device for worker in workers] == taken
+
+
 def test_what_is_raised_over_there_is_raised_here(tmp_path: Path) -> None:
     with (
         pytest.raises(ModelError, match=r"^There is no such model\.$"),
@@ -195,7 +202,7 @@ def test_workers_end_with_their_driver(tmp_path: Path, end: str) -> None:
             os.killpg(driver.pid, signal.SIGINT)
         else:
             driver.kill()
-        out, err = driver.communicate(timeout=20)
+        out, err = driver.communicate(timeout=60)
         until(lambda: not in_group(driver.pid))
     finally:
         if in_group(driver.pid):
