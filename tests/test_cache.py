@@ -196,6 +196,7 @@ def test_a_budget_below_one_chunk_names_the_smallest() -> None:
     with pytest.raises(BudgetError, match="64"):
         KeepCache(tiny("llama"), "h2o", budget=32, chunk=64)
     assert KeepCache(tiny("llama"), budget=32, chunk=64).chunk == 64, "exact in chunks of any size"
+    assert KeepCache(tiny("llama"), budget=4, chunk=4).entries == 4
 
 
 def test_a_static_cache_that_is_full_says_so() -> None:

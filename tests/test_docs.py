@@ -47,7 +47,7 @@ def test_command_examples_are_understood(tmp_path: Path, monkeypatch: pytest.Mon
 
     lines = [
         line.partition("#")[0].partition("<")[0].strip()
-        for page in PAGES for block in blocks(page, "sh") for line in block.splitlines()
+        for page in PAGES for block in blocks(page, "sh") for line in block.replace("\\\n", " ").splitlines()
     ]  # fmt: skip
     commands = [shlex.split(line)[1:] for line in lines if line.startswith("kvkeep ")]
     assert len(commands) >= 7
@@ -73,3 +73,10 @@ def test_every_method_has_a_section() -> None:
     for name in METHODS:
         assert f"\n## {name}\n" in text
     assert sys.version_info >= (3, 11)
+
+
+def test_every_experiment_is_told_how_to_run() -> None:
+    from kvkeep.lab.experiment import packaged
+
+    text = (ROOT / "docs" / "reproducing.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"`kvkeep lab run ([\w-]+)`", text)) == set(packaged())

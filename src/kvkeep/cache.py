@@ -560,6 +560,7 @@ def stock_memory(cache: Cache) -> Memory:
     return Memory(resident_bytes=total, peak_cache_bytes=total, peak_workspace_bytes=max(held, default=0))
 
 
-def memory_of(cache: Cache) -> Memory:
-    """Return the bytes any cache holds."""
-    return cache.memory() if isinstance(cache, KeepCache) else stock_memory(cache)
+def memory_of(cache: Any) -> Memory:
+    """Return the bytes any cache holds, by its own account where it keeps one."""
+    own = getattr(cache, "memory", None)
+    return stock_memory(cache) if own is None else own()

@@ -39,6 +39,7 @@ def test_the_list_names_experiments_and_tasks(run: Run) -> None:
     code, out, _ = run("lab", "list", "--json")
     found = json.loads(out)
     assert [one["name"] for one in found["experiments"]] == packaged() and "depth" in found["tasks"]["needle"]["sizes"]
+    assert "kvpress" in found["peers"]["peer-kvpress"]["needs"]
 
 
 # Of the studies one here: tests/lab/studies/test_studies.py runs the smoke version of each.
@@ -56,7 +57,8 @@ def test_the_smoke_version_of_every_experiment(
     assert code == 0, err
     tally = json.loads(out)
     cells = experiment.smoked().with_(models=["m"]).cells("")
-    assert (tally["done"], tally["failed"], tally["store"]) == (len(cells), [], f"kvkeep-lab/{name}-smoke.jsonl")
+    assert tally["done"] + len(tally["failed"]) == len(cells) and tally["store"] == f"kvkeep-lab/{name}-smoke.jsonl"
+    assert all(cell["method"].startswith("peer-") for cell in tally["failed"])  # what is not installed here
     code, out, err = run(*command)
     assert (json.loads(out)["done"], json.loads(out)["found"]) == (0, tally["done"])
     code, out, err = run("lab", "report", tally["store"])
@@ -78,7 +80,7 @@ def test_only_some_methods_a_report_in_a_folder_and_torn_lines(
     with store.open("a") as file:
         file.write('{"kind": "cell", "ce')
     code, out, err = run("lab", "report", str(store), "-o", str(tmp_path / "out"))
-    assert code == 0 and out == "" and "1 line of" in err and (tmp_path / "out" / "report.md").is_file()
+    assert code == 0 and out == "" and "1 line of" in err and (tmp_path / "out" / "report.html").is_file()
     code, out, err = run(*common, "--only", "h2o")
     assert code == 2 and "Unknown method of experiment 'needle-25' 'h2o'" in err
 

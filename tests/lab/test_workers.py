@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import standins
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from living import in_group, until
 from standins import Desk, StandIn, yes
@@ -31,6 +31,7 @@ def of_groups(*sizes: int) -> list[StandIn]:
     return [StandIn(f"{group}.{number}", group) for group, size in enumerate(sizes) for number in range(size)]
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 6), max_size=5), st.integers(1, 4), st.randoms(use_true_random=False))
 def test_every_cell_is_taken_once_and_groups_stay_together(sizes: list[int], count: int, draw: Any) -> None:
     cells, workers = of_groups(*sizes), [object() for _ in range(count)]
@@ -133,7 +134,7 @@ def test_a_claim_is_held_until_the_row_has_been_dealt_with() -> None:
 
 def test_who_cannot_start_is_done_without_and_nobody_at_all_is_an_error() -> None:
     assert len(found([Fragile(Counter(), starts=0), Fragile(Counter())], of_groups(4))) == 4
-    with pytest.raises(KvkeepError, match=r"No worker could be started: no room; a script"):
+    with pytest.raises(KvkeepError, match=r"No worker could be started: no room\. Workers import the script"):
         found([Fragile(Counter(), starts=0) for _ in range(2)], of_groups(4))
     with pytest.raises(KvkeepError, match=r"No worker could be started"):
         found([Fragile(Counter({"0.1": 1}), starts=1)], of_groups(4))

@@ -71,11 +71,12 @@ def compare(
     from kvkeep.lab.compare import INTERRUPTED, cases
     from kvkeep.lab.compare import compare as run
     from kvkeep.lab.figures import check_figure, draw_comparison
+    from kvkeep.lab.reading import takes
     from kvkeep.models.loading import load
 
     methods, budgets = specs(method or [METHODS]), _parts(budget or [BUDGETS])
     for name in methods:
-        check_request(name, None, None, None)
+        takes(name)
     for amount in budgets:
         check_request(None, amount, None, None)
     listed = cases(methods, budgets)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
@@ -42,8 +43,9 @@ def _lab() -> None:
 
 @app.command("list")
 def list_(json: options.Json = False) -> None:
-    """List the experiments that come with the library, and the tasks and studies they are made of."""
+    """List the experiments that come with the library, what they are made of, and whom else they may ask."""
     from kvkeep.lab.experiment import load_experiment, packaged
+    from kvkeep.lab.peers import PEERS
     from kvkeep.lab.studies import STUDIES
     from kvkeep.lab.tasks import TASKS
 
@@ -57,7 +59,8 @@ def list_(json: options.Json = False) -> None:
             }
             for title, known in kinds.items()
         }
-        print_json({"experiments": [one.model_dump(mode="json") for one in found], **about})
+        peers = {name: {"about": peer.about, "needs": peer.needs} for name, peer in PEERS.items()}
+        print_json({"experiments": [one.model_dump(mode="json") for one in found], **about, "peers": peers})
         return
     table = _table("Experiments", "name", "title", "task or study", "beside", "cells")
     for one in found:
@@ -69,6 +72,10 @@ def list_(json: options.Json = False) -> None:
         for name, kind in known.items():
             table.add_row(name, kind.about, ", ".join(kind.model_fields))
         show(table)
+    table = _table("\nPeers", "name", "about", "needs")
+    for name, peer in PEERS.items():
+        table.add_row(name, peer.about, peer.needs or "-")
+    show(table)
 
 
 def _table(title: str, *headings: str) -> Table:
@@ -106,15 +113,24 @@ def run(
             help="Measure on a Ray cluster: its address, auto (this machine's), or local (started here).",
         ),
     ] = None,
+    kvpress: Annotated[
+        str | None,
+        typer.Option(
+            "--kvpress", metavar="PYTHON", help="The interpreter that has kvpress. [default: $KVKEEP_KVPRESS_PYTHON]"
+        ),
+    ] = None,
     device: options.Device = None,
     json: options.Json = False,
 ) -> None:
     """Run an experiment. Only missing cells are measured, so it may be stopped, and gone on with, at any time."""
     with _stoppable():
         from kvkeep.lab.experiment import load_experiment
+        from kvkeep.lab.peers.kvpress import PYTHON
         from kvkeep.lab.runner import run as measure
         from kvkeep.lab.store import Store
 
+        if kvpress is not None:
+            os.environ[PYTHON] = kvpress  # for processes that this one may start, too
         chosen = load_experiment(experiment)
         chosen = chosen.smoked() if smoke else chosen
         chosen = chosen.with_(models=model) if model else chosen
@@ -165,11 +181,12 @@ def run(
 def report(
     stores: Annotated[list[Path], typer.Argument(help="Files of results that 'kvkeep lab run' wrote.")],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="A folder for report.md and its figures (PNG and SVG).")
+        Path | None,
+        typer.Option("--output", "-o", help="A folder for report.html, report.md and figures (PNG and SVG)."),
     ] = None,
     json: options.Json = False,
 ) -> None:
-    """Report what stores hold: a table for each experiment and model, as Markdown, the paper's numbers beside."""
+    """Report what stores hold, as Markdown or as a page: first where it differs from the papers, then all tables."""
     from kvkeep.lab.report import chapters, markdown, sections, studied, study_chapters, unmeasured, write
     from kvkeep.lab.store import Store
 
@@ -184,10 +201,12 @@ def report(
     told = [*chapters(found), *study_chapters(studies), *unmeasured(names)]
     files = write(told, output) if output is not None else []
     if json:
+        judged = [{"title": chapter.title, **asdict(verdict)} for chapter in told for verdict in chapter.verdicts]
         print_json(
             {
                 "sections": [section.as_dict() for section in found],
                 "studies": [one.as_dict() for one in studies],
+                "verdicts": judged,
                 "files": [str(path) for path in files],
             }
         )

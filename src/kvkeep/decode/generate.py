@@ -16,6 +16,7 @@ from kvkeep.cache import STOCK, KeepCache, memory_of
 from kvkeep.decode.verified import Rounds, verified
 from kvkeep.errors import UsageError
 from kvkeep.geometry import ModelGeometry
+from kvkeep.policies.request import Exactness
 from kvkeep.stores.meter import Memory
 
 
@@ -240,7 +241,7 @@ def _report(
         prompt_tokens=prompt_tokens,
         stopped=stopped,
         method=cache.method.name if own else STOCK,
-        exactness=str(cache.exactness) if own else "exact",
+        exactness=str(getattr(cache, "exactness", Exactness.EXACT)),
         memory=memory_of(cache),
         timing=Timing(
             prompt_tokens - known,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache import STOCK, new_cache
+from kvkeep.lab.peers import Reader, peer_of
 from kvkeep.policies.methods import resolve
 
 _AT_ONCE = 128
@@ -17,12 +18,18 @@ _AT_ONCE = 128
 
 
 def takes(method: str) -> tuple[str, ...]:
-    """Return the options that a method takes; raises UsageError for a name nobody knows."""
-    return () if method == STOCK else resolve(method).options
+    """Return the options that a method or a peer takes; raises UsageError for a name nobody knows."""
+    if method == STOCK:
+        return ()
+    peer = peer_of(method)
+    return resolve(method).options if peer is None else peer.takes
 
 
 def cache_for(model: Any, method: str, budget: str | None, context: int, chunk: int | None = None) -> Any:
-    """Return a cache of ``method`` for ``context`` tokens, read and written; ``chunk`` goes to those that take one."""
+    """Return a cache of ``method`` for ``context`` tokens, read and written, or what a peer reads with; ``chunk`` goes
+    to those that take one."""
+    if (peer := peer_of(method)) is not None:
+        return peer.open(model, budget, context)
     options: dict[str, Any] = {"budget": budget, "context": context}
     if chunk is not None and "chunk" in takes(method):
         options["chunk"] = chunk
@@ -37,10 +44,8 @@ def read(
     first pays for the prompt. What is given next is ``forced``, or else the token with the largest logit."""
     given = ids
     for position in range(new):
-        start = time.perf_counter()
-        output = model(given, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        logits = output.logits[0, -1].float().cpu()  # waits for the device
-        yield logits, time.perf_counter() - start
+        logits, seconds = cache.step(given) if isinstance(cache, Reader) else _step(model, given, cache)
+        yield logits, seconds
         given = ids.new_tensor([[int(logits.argmax()) if forced is None else forced[position]]])
 
 
@@ -88,3 +93,10 @@ def scores(model: Any, ids: Tensor, cache: Any, first: int, step: int) -> Iterat
         found = logs.gather(1, ids[0, stop - count + 1 : stop + 1].unsqueeze(1)).flatten().tolist()
         yield found, time.perf_counter() - start
         place = stop
+
+
+def _step(model: Any, ids: Tensor, cache: Any) -> tuple[Tensor, float]:
+    start = time.perf_counter()
+    output = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    logits = output.logits[0, -1].float().cpu()  # waits for the device
+    return logits, time.perf_counter() - start

@@ -85,7 +85,7 @@ class Desk:
         for sample in self._prepared(loaded, self.experiment.task, cell):
             outcomes.append(_finite(self.experiment.task.measure(subject, sample)))
             step(len(outcomes))
-        return _figures(self.experiment.task.metrics, outcomes)
+        return {"versions": _versions() | subject.versions, **_figures(self.experiment.task.metrics, outcomes)}
 
     def _model(self, name: str) -> Loaded:
         if self._loaded is None or self._loaded.name != name:

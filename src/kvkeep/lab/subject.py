@@ -11,7 +11,9 @@ import torch
 
 from kvkeep.cache import memory_of
 from kvkeep.decode.generate import generate
+from kvkeep.errors import UsageError
 from kvkeep.lab.compare import Case, Reference, Row
+from kvkeep.lab.peers import Reader, peer_of
 from kvkeep.lab.reading import cache_for, continued, read, scores
 from kvkeep.models.loading import Loaded
 from kvkeep.policies.request import Exactness
@@ -66,7 +68,7 @@ class Likelihood:
 
 @dataclass
 class Subject:
-    """One model with one way of caching.
+    """One model with one way of caching, kvkeep's or a peer's.
 
     budget: in the user's words, a share being of prompt and answer together; None where the method takes none. chunk:
     tokens of a prompt taken at a time. references: what the unbounded cache wrote, kept for the subjects that follow.
@@ -83,10 +85,18 @@ class Subject:
         """The model's own."""
         return self.loaded.tokenizer
 
+    @property
+    def versions(self) -> dict[str, str]:
+        """What took part beside kvkeep's own, by name: a peer's."""
+        peer = peer_of(self.method)
+        return {} if peer is None else peer.versions
+
     def write(self, ids: Sequence[int], new: int, ended: Callable[[str], bool] | None = None) -> Answer:
         """Read a prompt and answer greedily by up to ``new`` tokens. An end of text ends it, and so does ``ended``,
         which is asked of the text so far. Methods that draft do so in rounds."""
         cache = self._cache(len(ids) + new)
+        if isinstance(cache, Reader):
+            return self._written(cache, ids, new, ended or (lambda text: False))
         made = generate(self.loaded.model, self.tokenizer, ids, cache, max_new_tokens=new, ended=ended)
         steps, timing = len(made.tokens) - 1, made.timing
         cost = Cost(
@@ -114,14 +124,14 @@ class Subject:
             logs.append(float(logits.double().log_softmax(-1)[token]))
             seconds.append(took)
             agrees = agrees and int(logits.argmax()) == token
-        cost = _cost(cache, len(ids), seconds[0], fmean(seconds[1:]) if len(seconds) > 1 else None)
+        cost = _cost(cache, len(ids), *_paces(seconds))
         text = self.tokenizer.decode(list(right)) if agrees else self.write(ids, new).text
         return Examination(text, logs, cost)
 
     def score(self, ids: Sequence[int], first: int, step: int = 1) -> Scores:
         """Return ln p of each token from number ``first`` on: those before it are read as a prompt, the others ``step``
         at a time, as decoding would. Each attends to what the cache holds of earlier steps, and to its own step."""
-        cache = self._cache(len(ids))
+        cache = self._full(len(ids))
         given = torch.tensor([list(ids)], device=self.loaded.model.device)
         passed = list(scores(self.loaded.model, given, cache, first, step))
         logs = [log for found, _ in passed for log in found]
@@ -136,7 +146,7 @@ class Subject:
         cost has no seconds of a token. A budget in percent is of the prompt and the longest of them. The cost's bytes
         are those of the prompt, before the cache is repeated for each.
         """
-        cache = self._cache(len(ids) + max(map(len, continuations)))
+        cache = self._full(len(ids) + max(map(len, continuations)))
         exact = getattr(cache, "exactness", Exactness.EXACT) == Exactness.EXACT
         prompt = torch.tensor([list(ids)], device=self.loaded.model.device)
         logs: list[list[float]] = [[] for _ in continuations]
@@ -162,6 +172,36 @@ class Subject:
 
     def _cache(self, context: int) -> Any:
         return cache_for(self.loaded.model, self.method, self.budget, context, self.chunk)
+
+    def _full(self, context: int) -> Any:
+        """Return a cache for texts that are scored; raises UsageError where a peer reads by itself."""
+        cache = self._cache(context)
+        if isinstance(cache, Reader):
+            raise UsageError(
+                f"'{self.method}' reads prompts by itself, and tells nothing of texts that are to be scored."
+            )
+        return cache
+
+    def _written(self, reader: Reader, ids: Sequence[int], new: int, ended: Callable[[str], bool]) -> Answer:
+        """Write greedily with what does the reading itself."""
+        model = self.loaded.model
+        stated = model.generation_config.eos_token_id
+        ends = stated if isinstance(stated, list) else [stated]
+        tokens: list[int] = []
+        seconds: list[float] = []
+        text = ""
+        for logits, took in read(model, torch.tensor([list(ids)], device=model.device), reader, new):
+            tokens.append(int(logits.argmax()))
+            seconds.append(took)
+            text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+            if tokens[-1] in ends or ended(text):
+                break
+        return Answer(text, tokens, _cost(reader, len(ids), *_paces(seconds)))
+
+
+def _paces(seconds: Sequence[float]) -> tuple[float, float | None]:
+    """Return the seconds of a prompt, and of each token after the first."""
+    return seconds[0], fmean(seconds[1:]) if len(seconds) > 1 else None
 
 
 def _cost(cache: Any, prompt_tokens: int, prefill_s: float, token_s: float | None) -> Cost:

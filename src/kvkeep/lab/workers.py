@@ -289,8 +289,8 @@ def _done(result: Any) -> Future[Any]:
 
 def _none_started(death: Died) -> KvkeepError:
     return KvkeepError(
-        f'No worker could be started: {death}; a script that measures with several has to do so within "if __name__ == '
-        "'__main__':\"."
+        f"No worker could be started: {death}. Workers import the script that starts them, so it has to be a file, and "
+        "to measure only within \"if __name__ == '__main__':\"."
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kvkeep.budget import Budget
+from kvkeep.budget import MIN_CHUNK, Budget
 from kvkeep.errors import UnsupportedModelError, UsageError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.stores import selected
@@ -67,8 +67,8 @@ class Request:
                     "not keys and values that could be rebuilt; use method 'full'."
                 )
         exact = exactness is Exactness.EXACT
-        chunk = None if exact else self.chunk
-        entries = self.budget.entries(self.geometry, context=self.context, batch=self.batch, chunk=chunk)
+        least = min(self.chunk, MIN_CHUNK) if exact and self.chunk else self.chunk
+        entries = self.budget.entries(self.geometry, context=self.context, batch=self.batch, chunk=least)
         layers = len(self.geometry.full_layers) if exact else 0
         return entries, self.budget.chunk_for(entries, self.chunk, layers)
 

@@ -19,13 +19,12 @@ pytest.importorskip("matplotlib")
     ("changes", "drawn"),
     [
         ({}, ["frontier-memory", "frontier-speed", "quality", "map"]),
-        ({"budgets": ["25%"]}, ["frontier-memory", "frontier-speed", "quality", "map"]),
         (
             {"task": {"name": "match", "length": [60], "samples": 2}, "paper": None},
             ["frontier-memory", "frontier-speed", "quality"],
         ),
         (
-            {"task": {"name": "needle", "length": [64, 65, 66, 67, 68], "depth": [0], "samples": 2}},
+            {"budgets": ["25%"], "task": {"name": "needle", "length": [*range(64, 69)], "depth": [0], "samples": 2}},
             ["frontier-memory", "frontier-speed", "quality", "map"],
         ),
     ],

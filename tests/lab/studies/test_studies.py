@@ -163,9 +163,9 @@ def test_decoding_takes_every_step_of_every_way() -> None:
 
 
 def test_batches_hold_as_many_rows() -> None:
-    rows = run(tiny("llama"), [Case(f"{n}", 40, "full", batch=n) for n in (1, 3)], rounds=1, steps=2)
+    rows = run(tiny("llama"), [Case(f"{n}", 40, "stock", batch=n) for n in (1, 3)], rounds=1, steps=2)
     assert rows[1].memory["resident_bytes"] == 3 * rows[0].memory["resident_bytes"]
-    study = Throughput(methods=["full", "h2o", "static"], batches=[1, 8], budget="25%", length=96, steps=3, rounds=1)
+    study = Throughput(methods=["stock", "h2o", "static"], batches=[1, 8], budget="25%", length=96, steps=3, rounds=1)
     found = study.measure(loaded(), [], 0, lambda what, done, total: None)
     one, eight = found.of(1, "h2o"), found.of(8, "h2o")
     assert one is not None and eight is not None and eight.held_bytes == 8 * one.held_bytes

@@ -7,9 +7,9 @@ from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from statistics import fmean
 
-from kvkeep.lab.experiment import Experiment, Outline, PaperValue, load_experiment, packaged
+from kvkeep.lab.experiment import Experiment, PaperValue, load_experiment, packaged
 from kvkeep.lab.intervals import RESAMPLES
-from kvkeep.lab.report.chapter import Chapter, Outcome, Picture, Verdict
+from kvkeep.lab.report.chapter import Chapter, Picture
 from kvkeep.lab.report.figures import draw_frontier, draw_maps, draw_quality
 from kvkeep.lab.report.frontier import AXES, frontier
 from kvkeep.lab.report.sections import Line, Section, places
@@ -36,7 +36,16 @@ def chapters(found: Sequence[Section]) -> list[Chapter]:
 
 def unmeasured(names: Collection[str]) -> list[Chapter]:
     """Return a chapter without blocks for each experiment that comes with the library and is not among ``names``."""
-    return [_unmeasured(load_experiment(name)) for name in packaged() if name not in names]
+    bare = [load_experiment(name) for name in packaged() if name not in names]
+    return [
+        Chapter(
+            one.title,
+            (),
+            beside="" if one.paper is None else f"{one.paper.title}, {one.paper.where}",
+            missing=(f"`kvkeep lab run {one.name}` has not been run.",),
+        )
+        for one in bare
+    ]
 
 
 def _chapter(section: Section) -> Chapter:
@@ -65,22 +74,6 @@ def _chapter(section: Section) -> Chapter:
     )
 
 
-def _unmeasured(experiment: Outline) -> Chapter:
-    missing = (f"No row of it is in these results: `kvkeep lab run {experiment.name}`.",)
-    paper = experiment.paper
-    if paper is None:
-        return Chapter(experiment.title, (), missing=missing)
-    claims = [claim.says for claim in paper.claims if claim.metric is not None]
-    return Chapter(
-        experiment.title,
-        (),
-        beside=f"{paper.title}, {paper.where}",
-        theirs=paper.setting,
-        verdicts=tuple(Verdict(says, Outcome.UNMEASURED) for says in claims),
-        missing=missing,
-    )
-
-
 def _brief(section: Section) -> str:
     task, (shortest, longest) = section.experiment.task, section.prompts
     prompts = f"{shortest:,}" if shortest == longest else f"{shortest:,} to {longest:,}"
@@ -93,11 +86,12 @@ def _brief(section: Section) -> str:
 def _setting(section: Section) -> str:
     experiment = section.experiment
     machines = "; ".join(
-        f"{one.get('device')}, {one.get('platform')}, threads {one.get('threads')}" for one in section.machines
+        f"{one.get('device')}, {one.get('dtype')}, {one.get('platform')}, threads {one.get('threads')}"
+        for one in section.machines
     )
     versions = "; ".join(", ".join(f"{name} {version}" for name, version in one.items()) for one in section.versions)
     lines = [
-        f"`{experiment.name}`: {_brief(section)}. {machines}. {versions}.",
+        f"Experiment `{experiment.name}`: {machines}. {versions}.",
         f"In brackets: 95 % of {RESAMPLES:,} bootstrap means over samples.",
     ]
     if _relative(section):

@@ -127,7 +127,7 @@ def _methods(figure: Any, section: Section) -> None:
         axes.set_visible(False)
     first: Any = grid[0][0]
     first.set_xscale("log")
-    _plain_numbers(first.xaxis, [line.held_bytes / 1e6 for line in section.measured])
+    _plain_numbers(first.xaxis, [line.held_bytes / 1e6 for name in names for line in of[name]])
     _quality_axis(first, metric, section.measured)
     for axes in list(grid.flat)[max(0, len(names) - _PANELS) : len(names)]:
         axes.tick_params(labelbottom=True)

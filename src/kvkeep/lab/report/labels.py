@@ -57,7 +57,7 @@ def place(
             label.point,
             (0, 0),
             textcoords="offset points",
-            arrowprops={"arrowstyle": "-", "color": "0.6", "linewidth": 0.6, "shrinkA": 0, "shrinkB": 3},
+            arrowprops={"arrowstyle": "-", "color": "0.3", "linewidth": 0.5, "shrinkA": 0, "shrinkB": 3},
             annotation_clip=False,
             path_effects=[withStroke(linewidth=2.5, foreground="white")],
             **label.style,

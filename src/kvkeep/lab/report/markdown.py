@@ -78,19 +78,26 @@ def _front(chapters: Sequence[Chapter], links: Mapping[int, str]) -> Iterator[st
     lists = [
         f"{_title(chapter, links)}:\n\n" + "\n".join(f"* {sentence}" for sentence in chapter.missing)
         for chapter in chapters
-        if chapter.missing
+        if chapter.missing and chapter.blocks
     ]
+    bare = [chapter for chapter in chapters if not chapter.blocks]
+    items = (f"* {_beside(chapter, links)} {' '.join(chapter.missing)}" for chapter in bare)
+    lists += ["Of these nothing is in the results:\n\n" + "\n".join(items)] if bare else []
     yield from lists or ["Everything was run."]
 
 
 def _judged(chapters: Sequence[Chapter], outcome: Outcome, links: Mapping[int, str]) -> Iterator[str]:
     for chapter in chapters:
         if found := [verdict for verdict in chapter.verdicts if verdict.outcome is outcome]:
-            heading = f"{_title(chapter, links)}, beside {chapter.beside}."
+            heading = _beside(chapter, links)
             if outcome is Outcome.DIFFERS:
                 heading += f" Theirs: {chapter.theirs}. Ours: {chapter.ours}."
             yield heading
             yield "\n".join(line for verdict in found for line in _claim(verdict))
+
+
+def _beside(chapter: Chapter, links: Mapping[int, str]) -> str:
+    return f"{_title(chapter, links)}, beside {chapter.beside}." if chapter.beside else f"{_title(chapter, links)}."
 
 
 def _title(chapter: Chapter, links: Mapping[int, str]) -> str:
@@ -108,8 +115,8 @@ def _claim(verdict: Verdict) -> Iterator[str]:
 
 def _part(chapter: Chapter, pictures: str | None) -> Iterator[str]:
     yield f"## {escaped(chapter.title)}"
-    if chapter.beside:
-        yield f"Beside {chapter.beside}. Theirs: {chapter.theirs}. Ours: {chapter.ours}."
+    theirs = f"Beside {chapter.beside}. Theirs: {chapter.theirs}. " if chapter.beside else ""
+    yield f"{theirs}Ours: {chapter.ours}."
     for block in chapter.blocks:
         if not isinstance(block, Picture):
             yield block

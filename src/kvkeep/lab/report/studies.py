@@ -114,13 +114,15 @@ def _chapter(one: Studied) -> Chapter:
 
 def _brief(one: Studied) -> str:
     dtypes = " and ".join(sorted({str(record.machine.get("dtype")) for record in one.records}))
-    sizes = (f"{name} {_told(value)}" for name, value in one.inquiry.study.model_dump(mode="json").items())
+    sizes = (
+        f"{name.replace('_', ' ')} {_told(value)}" for name, value in one.inquiry.study.model_dump(mode="json").items()
+    )
     seeds = listed(str(record.seed) for record in one.records)
     return "; ".join([f"{one.model}, {dtypes}", *sizes, f"seed{'s' if len(one.records) > 1 else ''} {seeds}"])
 
 
 def _told(value: Any) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return (", ".join(map(str, value)) or "none") if isinstance(value, list) else str(value)
 
 
 def _setting(one: Studied) -> str:
@@ -131,7 +133,7 @@ def _setting(one: Studied) -> str:
     versions = dict.fromkeys(
         ", ".join(f"{name} {version}" for name, version in record.versions.items()) for record in one.records
     )
-    text = f"`{one.inquiry.name}`: {_brief(one)}. {'; '.join(machines)}. {'; '.join(versions)}."
+    text = f"Experiment `{one.inquiry.name}`: {'; '.join(machines)}. {'; '.join(versions)}."
     if len(one.found) > 1:
         text = f"{text} In brackets: Student's 95 % over seeds. Tables and figure are of the first."
     return text

@@ -46,9 +46,9 @@ class Aligned(TextStudy):
     found = Alignment
     metrics: ClassVar[tuple[Metric, ...]] = (
         Metric("spread22", "rank correlation over heads of mean cos(E, c11) and cos(E, c22)", "higher", "number"),
-        Metric("spread12", "of mean cos(E, c11) and -cos(E, c12)", "higher", "number"),
+        Metric("spread12", "rank correlation over heads of mean cos(E, c11) and -cos(E, c12)", "higher", "number"),
         Metric("corr22", "correlation over pairs of cos(E, c11) and cos(E, c22)", "higher", "number"),
-        Metric("corr12", "of cos(E, c11) and -cos(E, c12)", "higher", "number"),
+        Metric("corr12", "correlation over pairs of cos(E, c11) and -cos(E, c12)", "higher", "number"),
         Metric("agree", "pairs whose signs are as in Eq. 32"),
         Metric("convex", "pairs whose weight by Eq. 30 is within 0 and 1"),
         Metric("gap", "difference of the weights of Eq. 33 and 30", "lower", "number"),

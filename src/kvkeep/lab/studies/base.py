@@ -33,8 +33,8 @@ class Study(BaseModel, ABC):
     name: what experiments call it. about: one line. protocol: how its numbers come about, for the report. found: the
     dataclass that :meth:`measure` returns. metrics: of the few numbers that say most, which a paper's stand beside;
     :meth:`scores` has them. certain: those that neither a seed nor another run changes, so that one is enough. drawn:
-    whether there is a figure. packages: what must be installed, by module and by the name that pip knows; ``extra``: which of
-    kvkeep's brings it.
+    whether there is a figure. packages: what must be installed, by module and by the name that pip knows; ``extra``:
+    which of kvkeep's brings it.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

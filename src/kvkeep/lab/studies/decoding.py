@@ -92,7 +92,7 @@ class Decoding(Study):
     metrics: ClassVar[tuple[Metric, ...]] = (
         Metric("naive_growth", "ms of the last naive step, by those of the first", "lower", "number"),
         Metric("cached_growth", "ms of the last cached step, by those of the first", "lower", "number"),
-        Metric("growth", "of these two, the second by the first", "lower", "number"),
+        Metric("growth", "growth of a cached step by that of a naive one", "lower", "number"),
         Metric("total", "seconds in all, naive by cached", "lower", "number"),
         Metric("phases", "tokens a second, prefill by decode, at the longest prompt", "higher", "number"),
         Metric("append", "ms to append a token, copying by preallocated, at the longest", "lower", "number"),
@@ -203,7 +203,7 @@ class Decoding(Study):
         stock = found.run(STOCK)
         whole = Table(
             f"{len(stock.step_ms) + 1} tokens after {found.prompt}",
-            ["", "first token", "second steps, mean of 8", "last steps, mean of 8", "in all", "by stock's"],
+            ["", "first token", "early steps, mean of 8", "last steps, mean of 8", "in all", "by stock's"],
         )
         for one in found.runs:
             first, last = (milliseconds(step / 1e3) for step in _ends(one))

@@ -33,7 +33,7 @@ class EffectiveRank(Study):
     found = Ranks
     metrics: ClassVar[tuple[Metric, ...]] = (
         Metric("rank", "effective rank, mean over heads", "lower", "number"),
-        Metric("share", "of the width of a head", "lower"),
+        Metric("share", "effective rank by the width of a head", "lower"),
         Metric("half_energy", "energy that half of the width holds"),
         Metric("half_match", "tokens that are the same at half of the width"),
         Metric("half_kl", "KL at half of the width (nats)", "lower", "number"),

@@ -33,7 +33,7 @@ class Spectra(TextStudy):
         *(Metric(f"apart_{name}", f"cosine far apart, {name}", "higher", "number") for name in PROJECTIONS),
         *(Metric(f"modes_{name}", f"modes with 90 % of the energy, {name}", "lower") for name in PROJECTIONS),
         Metric("explained", "rank correlation over all heads of modes and cosine", "lower", "number"),
-        Metric("within", "the same within queries, keys and values, mean", "lower", "number"),
+        Metric("within", "rank correlation of modes and cosine within Q, K and V, mean", "lower", "number"),
     )
 
     def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int, progress: Progress) -> Found:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field, field_validator
 
 from kvkeep.budget import Budget
+from kvkeep.cache import STOCK
 from kvkeep.lab.bench import INTERRUPTED, Case, run
 from kvkeep.lab.figures import COLOURS, DPI, MARKERS, WIDTH_PX, plain, save
 from kvkeep.lab.reading import takes
@@ -19,7 +20,7 @@ from kvkeep.lab.tables import Table, megabytes, number, times
 from kvkeep.lab.tasks.base import Metric
 from kvkeep.models.loading import Loaded
 
-FULL, REVIVER = "full", "kvreviver"
+FULL, REVIVER = STOCK, "kvreviver"
 PAPER = {(1, REVIVER): 6.48, (2, REVIVER): 10.16, (8, REVIVER): 19.10, (16, REVIVER): 22.46}
 PAPER |= {(1, FULL): 12.67, (2, FULL): 21.48}
 """KVReviver's Table 1, tokens a second (Llama-2-7B, one A100)."""
@@ -62,20 +63,20 @@ class Throughput(Study):
     """KVReviver's Table 1, and methods that keep the same bytes in other ways."""
 
     name = "throughput"
-    about = "tokens a second by rows of a batch: the full cache against methods within a budget"
+    about = "tokens a second by rows of a batch: transformers' own cache against methods within a budget"
     protocol = (
         "Rows of random ids, all as long, are read, then decoded one token each a step; medians, rounds interleaved. "
         "Tokens a second are of decoding alone. Rows that fit: how many rows of a method take the bytes of one row of "
-        "the full cache."
+        "transformers' own cache (stock)."
     )
     found = Rates
     metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric("full_1", "tokens/s, full, batch 1", "higher", "number"),
+        Metric("full_1", "tokens/s, stock, batch 1", "higher", "number"),
         Metric("reviver_1", "tokens/s, kvreviver, batch 1", "higher", "number"),
-        Metric("ratio_1", "kvreviver by full, batch 1", "higher", "number"),
-        Metric("ratio_2", "kvreviver by full, batch 2", "higher", "number"),
-        Metric("fits", "rows of kvreviver in the bytes of a full one", "higher", "number"),
-        Metric("best", f"kvreviver by full, each with the most rows, {FITS} times as many", "higher", "number"),
+        Metric("ratio_1", "kvreviver by stock, batch 1", "higher", "number"),
+        Metric("ratio_2", "kvreviver by stock, batch 2", "higher", "number"),
+        Metric("fits", "rows of kvreviver in the bytes of a stock one", "higher", "number"),
+        Metric("best", f"kvreviver by stock, most rows of each, {FITS} times as many", "higher", "number"),
     )
     certain = ("fits",)
 
@@ -150,7 +151,16 @@ class Throughput(Study):
         one = found.of(1, FULL)
         table = Table(
             f"{self.length} tokens a row, budget {self.budget}",
-            ["method, rows", "prefill", "step", "tokens/s", "by full", "held", "rows that fit", "the paper's tokens/s"],
+            [
+                "method, rows",
+                "prefill",
+                "step",
+                "tokens/s",
+                "by stock",
+                "held",
+                "rows that fit",
+                "the paper's tokens/s",
+            ],
             notes=[f"`{row.method}`, {row.batch} rows: {row.error}" for row in found.rows if row.error],
         )
         for row in (row for row in found.rows if not row.error):

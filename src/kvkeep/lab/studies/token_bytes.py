@@ -73,8 +73,8 @@ class TokenBytes(Study):
     found = TokenSizes
     metrics: ClassVar[tuple[Metric, ...]] = (
         Metric("rho", "ρ", "higher", "number"),
-        Metric("entries", "bytes of keys and values, by an element's", "lower", "number"),
-        Metric("residual", "bytes of one residual, by an element's", "lower", "number"),
+        Metric("entries", "KB of keys and values a token, 2 bytes an element", "lower", "number"),
+        Metric("residual", "KB of one residual, 2 bytes an element", "lower", "number"),
         Metric("held", "bytes that transformers' cache held, by those predicted", "lower", "number"),
     )
     certain = ("rho", "entries", "residual", "held")
@@ -126,12 +126,12 @@ class TokenBytes(Study):
         )
 
     def scores(self, found: TokenSizes) -> dict[str, float]:
-        """Return the loaded model's, in bytes of an element, so that dtypes compare."""
+        """Return the loaded model's, as if it were in the papers' dtype."""
         mine = found.rows[0]
         assert mine.held is not None
-        itemsize = mine.residual / mine.hidden
-        scores = {"rho": mine.rho, "entries": mine.entries / itemsize, "residual": mine.residual / itemsize}
-        return scores | {"held": mine.held / mine.entries}
+        kb = 2 * mine.hidden / mine.residual / 1024  # for each byte as it was loaded
+        sizes = {"entries": kb * mine.entries, "residual": kb * mine.residual}
+        return {"rho": mine.rho, **sizes, "held": mine.held / mine.entries}
 
     def tables(self, found: TokenSizes) -> list[Table]:
         """Return Table 1 with a column for each kind of checkpoint."""

@@ -64,24 +64,26 @@ class Ruler(Task):
         length, name = int(point["length"]), str(point["family"])
         family = FAMILIES[name]
         loaded = family.load([path for path in sources if _kind(path) == family.reads])
+        keys = (f"{seed}/{name}/{number}" for number in range(self.samples))
+        return [self._sample(tokenizer, name, loaded, length, key) for key in keys]
+
+    def _sample(self, tokenizer: Any, name: str, loaded: Any, length: int, key: str) -> Sample:
+        family = FAMILIES[name]
         new = min(self.new, family.new)
-        made = []
-        for number in range(self.samples):
 
-            def ask(size: int, number: int = number) -> Asked:
-                return family.ask(loaded, random.Random(f"{seed}/{name}/{number}"), size, length)
+        def ask(size: int) -> Asked:
+            return family.ask(loaded, random.Random(key), size, length)
 
-            def tokens(size: int, ask: Callable[[int], Asked] = ask) -> int:
-                return len(_prompt(tokenizer, ask(size)))
+        def tokens(size: int) -> int:
+            return len(_prompt(tokenizer, ask(size)))
 
-            size = largest(tokens, length - new, family.least, family.most(loaded))
-            if size is None:
-                raise UsageError(f"A length of {length} tokens has no room for RULER's {name}; give a greater one.")
-            asked = ask(size)
-            right = list(tokenizer(f" {asked.right}", add_special_tokens=False).input_ids)
-            facts = {"answers": asked.answers, "some": family.some, "right": right, "new": new}
-            made.append(Sample(_prompt(tokenizer, asked), facts))
-        return made
+        size = largest(tokens, length - new, family.least, family.most(loaded))
+        if size is None:
+            raise UsageError(f"A length of {length} tokens has no room for RULER's {name}; give a greater one.")
+        asked = ask(size)
+        right = list(tokenizer(f" {asked.right}", add_special_tokens=False).input_ids)
+        facts = {"answers": asked.answers, "some": family.some, "right": right, "new": new}
+        return Sample(_prompt(tokenizer, asked), facts)
 
     def measure(self, subject: Subject, sample: Sample) -> Outcome:
         """Let the right answer be judged, and one be written."""

@@ -1,0 +1,67 @@
+"""What a peer is: parameters, and something that reads a prompt."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, ClassVar
+
+from torch import Tensor
+from transformers import Cache
+
+from kvkeep.policies.request import Exactness
+from kvkeep.stores.meter import Memory
+
+
+class Reader(ABC):
+    """Reads one prompt and what follows it, where a cache in the model's own forward pass does not say it all.
+
+    exactness, entries: as a cache of kvkeep's tells them.
+    """
+
+    exactness: Exactness = Exactness.LOSSY
+    entries: int | None = None
+
+    @abstractmethod
+    def step(self, ids: Tensor) -> tuple[Tensor, float]:
+        """Read ``ids`` (1, tokens): all of the prompt at first, then one token at a time. Return the logits
+        (vocabulary,) after the last of them, in float32 on the CPU, and the seconds it took."""
+
+    @abstractmethod
+    def memory(self) -> Memory:
+        """Return the bytes that are held now, and the most that were."""
+
+
+@dataclass(frozen=True)
+class Peer(ABC):
+    """An implementation by others: a frozen dataclass whose fields are its parameters.
+
+    about: what it is, in a line. needs: what has to be installed, "" for nothing.
+    """
+
+    about: ClassVar[str]
+    needs: ClassVar[str] = ""
+
+    @property
+    def takes(self) -> tuple[str, ...]:
+        """The options that it takes: ("budget",) or none."""
+        return ()
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """What of its own took part, by name, as far as anything was read yet."""
+        return {}
+
+    @abstractmethod
+    def open(self, model: Any, budget: str | None, context: int) -> Cache | Reader:
+        """Return what reads one prompt with ``model``; ``context``: tokens read and written, which a budget in percent
+        is of. Raises UsageError where it cannot be used here, BudgetError for a budget that it cannot keep."""
+
+
+def installed(package: str) -> dict[str, str]:
+    """Return the version of a package by its name, nothing where there is none."""
+    try:
+        return {package: version(package)}
+    except PackageNotFoundError:
+        return {}

@@ -1,0 +1,178 @@
+"""Answers questions about a model with a press of NVIDIA's kvpress, in an environment of its own.
+
+kvpress asks for a transformers that kvkeep is too new for, so this file is run by another interpreter and imports
+nothing of kvkeep. It reads one JSON object a line and answers each with one:
+
+* ``{"do": "load", "folder", "dtype", "device", "threads"}`` -> ``{"versions"}``, once, at first;
+* ``{"do": "read", "ids", "press", "options", "keep", "unseen"}`` -> a step: a prompt is read in one pass, and
+  ``press`` (none where it is "") prunes it to ``keep`` entries. The last ``unseen`` tokens are read after that, as the
+  pipeline of kvpress reads questions;
+* ``{"do": "next", "token"}`` -> a step: one token more.
+
+A step is ``{"seconds", "logits", "held", "largest", "peak"}``: the logits after the last token (float32, base64), and
+bytes of entries held now, by the largest layer, and the most at once while the prompt was pruned, layer by layer. What
+cannot be done is ``{"error"}``, a reason in words.
+"""
+
+from __future__ import annotations
+
+import ast
+import base64
+import dataclasses
+import importlib.metadata
+import inspect
+import json
+import os
+import sys
+import time
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+EAGER = {"ObservedAttentionPress"}
+"""Presses that want attention's weights, which only eager attention hands out."""
+
+
+class Wrong(Exception):
+    """A question that cannot be answered."""
+
+
+class Answerer:
+    """One model, and the prompt in hand."""
+
+    def __init__(self) -> None:
+        self.model: Any = None
+        self.cache: Any = None
+        self.length = 0  # tokens read, pruned ones too: the next one's position
+        self.peak = 0
+
+    def load(self, folder: str, dtype: str, device: str, threads: int) -> dict[str, Any]:
+        """Load the model."""
+        import kvpress
+        import transformers
+
+        torch.set_num_threads(threads)
+        made = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+        self.model = made.to(device).eval()
+        versions = {"transformers": transformers.__version__, "torch": torch.__version__}
+        return {"versions": {"kvpress": _version(kvpress), **{f"kvpress' {name}": v for name, v in versions.items()}}}
+
+    def read(self, ids: list[int], press: str, options: str, keep: int, unseen: int) -> dict[str, Any]:
+        """Read and prune a prompt."""
+        from transformers import DynamicCache
+
+        if unseen >= len(ids):
+            raise Wrong(f"a prompt of {len(ids)} tokens has no {unseen} to be read after the others")
+        seen = len(ids) - unseen
+        made = _press(press, options, keep, seen) if press else None
+        attention = "eager" if type(made).__name__ in EAGER else "sdpa"
+        if self.model.config._attn_implementation != attention:
+            self.model.set_attn_implementation(attention)
+        self.cache, self.length, self.peak = DynamicCache(), 0, 0
+        start = time.perf_counter()
+        with ExitStack() as stack:
+            decoder = getattr(self.model.model, "language_model", self.model.model)
+            for layer in decoder.layers:  # before the press' own, so that what is pruned is still whole
+                stack.callback(layer.self_attn.register_forward_hook(self._note).remove)
+            if made is not None:
+                stack.enter_context(made(self.model))
+            logits = self._forward(ids[:seen])
+        for token in ids[seen:]:  # one by one: layers of different lengths have no mask in common
+            logits = self._forward([token])
+        return self._step(logits, start)
+
+    def next(self, token: int) -> dict[str, Any]:
+        """Read one token more."""
+        if self.cache is None:
+            raise Wrong("no prompt was read yet")
+        start = time.perf_counter()
+        return self._step(self._forward([token]), start)
+
+    def _forward(self, ids: list[int]) -> torch.Tensor:
+        device = self.model.device
+        positions = torch.arange(self.length, self.length + len(ids), device=device)[None]
+        given = torch.tensor([ids], device=device)
+        with torch.no_grad():
+            output = self.model(
+                given, past_key_values=self.cache, position_ids=positions, use_cache=True, logits_to_keep=1
+            )
+        self.length += len(ids)
+        return output.logits[0, -1].float().cpu()
+
+    def _step(self, logits: torch.Tensor, start: float) -> dict[str, Any]:
+        seconds, held = time.perf_counter() - start, self._held()
+        self.peak = max(self.peak, sum(held))
+        coded = base64.b64encode(logits.contiguous().numpy().tobytes()).decode()
+        return {"seconds": seconds, "logits": coded, "held": sum(held), "largest": max(held), "peak": self.peak}
+
+    def _note(self, *_: Any) -> None:
+        self.peak = max(self.peak, sum(self._held()))
+
+    def _held(self) -> list[int]:
+        layers = [layer for layer in self.cache.layers if layer.keys is not None]
+        return [layer.keys.nbytes + layer.values.nbytes for layer in layers]
+
+
+def _press(name: str, options: str, keep: int, tokens: int) -> Any:
+    """Return the press ``name``, a class of kvpress or its name in short, that keeps ``keep`` of ``tokens`` entries."""
+    import kvpress
+
+    known = {
+        _short(key): value
+        for key, value in vars(kvpress).items()
+        if key.endswith("Press") and inspect.isclass(value) and dataclasses.is_dataclass(value)
+    }
+    if _short(name) not in known:
+        raise Wrong(f"kvpress has no press '{name}', but {', '.join(sorted(known))}")
+    made: Any = known[_short(name)]
+    defaults = {field.name: field.default for field in dataclasses.fields(made) if field.init}
+    if "compression_ratio" not in defaults:
+        raise Wrong(f"{made.__name__} is not told which share of the entries to prune, which is what a budget says")
+    given: dict[str, Any] = {}
+    for part in (part for part in options.split(",") if part):
+        key, _, text = part.partition("=")
+        if key not in defaults or key == "compression_ratio":
+            raise Wrong(f"{made.__name__} has no parameter '{key}'")
+        given[key] = _value(text, defaults[key])
+    # Presses keep int(tokens * (1 - ratio)) entries: half an entry more, so that rounding makes it ``keep``.
+    return made(compression_ratio=max(0.0, 1 - (keep + 0.5) / tokens), **given)
+
+
+def _short(name: str) -> str:
+    return name.lower().replace("-", "").replace("_", "").removesuffix("press")
+
+
+def _value(text: str, default: Any) -> Any:
+    try:
+        value = ast.literal_eval({"true": "True", "false": "False", "none": "None"}.get(text.lower(), text))
+    except (ValueError, SyntaxError):
+        value = text
+    return float(value) if isinstance(default, float) and isinstance(value, int) else value
+
+
+def _version(module: Any) -> str:
+    try:
+        return importlib.metadata.version(module.__name__)
+    except importlib.metadata.PackageNotFoundError:
+        return str(getattr(module, "__version__", "unknown"))
+
+
+def main() -> None:
+    """Answer until there are no more questions."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what packages print is no answer
+    answerer = Answerer()
+    for line in sys.stdin:
+        question = json.loads(line)
+        try:
+            answer = getattr(answerer, question.pop("do"))(**question)
+        except Exception as error:  # whatever a press raises is its user's to read
+            said = " ".join(str(error).split()) or type(error).__name__
+            answer = {"error": said if isinstance(error, Wrong) else f"{type(error).__name__}: {said}"}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()

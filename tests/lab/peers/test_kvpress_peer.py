@@ -1,0 +1,263 @@
+"""kvpress as a peer, by its real worker and a made-up kvpress of one press: numbers are what a hand makes them."""
+
+from __future__ import annotations
+
+import math
+import os
+import stat
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import tokenizer
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from kvkeep.errors import BudgetError, KvkeepError, UsageError
+from kvkeep.lab.experiment import Experiment
+from kvkeep.lab.peers.kvpress import PYTHON, Worker
+from kvkeep.lab.runner import run as run_lab
+from kvkeep.lab.store import Store
+from kvkeep.lab.subject import Subject
+from kvkeep.models.loading import Loaded
+
+IDS = torch.randint(2, 97, (60,), generator=torch.Generator().manual_seed(5)).tolist()
+RIGHT, BUDGET = [7, 11, 13], 20
+
+KVPRESS = '''
+"""Keeps the first and the newest of what a prompt leaves behind."""
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+__version__ = "made up"
+print("what packages print is no answer")
+
+
+@dataclass
+class EndsPress:
+    compression_ratio: float = 0.0
+    n_sink: int = 2
+
+    @contextmanager
+    def __call__(self, model):
+        hooks = [layer.self_attn.register_forward_hook(self.prune, with_kwargs=True) for layer in model.model.layers]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def prune(self, module, args, kwargs, output):
+        layer = kwargs["past_key_values"].layers[module.layer_idx]
+        kept = int(layer.keys.shape[2] * (1 - self.compression_ratio))
+        if self.n_sink > kept:
+            raise RuntimeError(f"{self.n_sink} sinks\\nare too many")
+        for name in ("keys", "values"):
+            held = getattr(layer, name)
+            ends = [held[:, :, : self.n_sink], held[:, :, held.shape[2] - kept + self.n_sink :]]
+            setattr(layer, name, torch.cat(ends, 2))
+
+
+@dataclass
+class RatelessPress:
+    other: int = 0
+'''
+
+
+def interpreter(folder: Path, *lines: str) -> str:
+    """Return an executable in place of another environment's Python."""
+    path = folder / "python"
+    path.write_text("\n".join((f"#!{sys.executable}", *lines)))
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """An interpreter whose kvpress is the one above; its process stays for all tests."""
+    folder = tmp_path_factory.mktemp("kvpress")
+    (folder / "kvpress.py").write_text(KVPRESS)
+    yield interpreter(
+        folder,
+        "import runpy, sys",
+        "assert sys.argv[1] == '-I'",
+        f"sys.path[:] = [{str(folder)!r}] + [path for path in sys.path if 'kvkeep' not in path]",
+        "runpy.run_path(sys.argv[2], run_name='__main__')",
+    )
+    Worker.stop()
+
+
+@pytest.fixture
+def subjects(environment: str, model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv(PYTHON, environment)
+    loaded = Loaded(AutoModelForCausalLM.from_pretrained(model_folder).eval(), tokenizer(), "tiny", str(model_folder))
+    return lambda method, budget=None: Subject(loaded, method, budget)
+
+
+@torch.no_grad()
+def by_hand(model: Any, kept: int, unseen: int = 0, sinks: int = 2) -> list[float]:
+    """Return ln p of RIGHT when of IDS the first ``sinks`` and the newest, ``kept`` in all, are left."""
+    cache, seen = DynamicCache(), len(IDS) - unseen
+    output = model(torch.tensor([IDS[:seen]]), past_key_values=cache)
+    for layer in cache.layers:
+        ends = [*range(sinks), *range(seen - kept + sinks, seen)]
+        layer.keys, layer.values = layer.keys[:, :, ends], layer.values[:, :, ends]
+    logs = []
+    for place, token in enumerate([*IDS[seen:], *RIGHT[:-1]] if unseen else RIGHT[:-1]):
+        if place >= unseen:
+            logs.append(float(output.logits[0, -1].log_softmax(-1)[RIGHT[place - unseen]]))
+        output = model(torch.tensor([[token]]), past_key_values=cache, position_ids=torch.tensor([[seen + place]]))
+    return [*logs, float(output.logits[0, -1].log_softmax(-1)[RIGHT[-1]])]
+
+
+def test_nothing_pruned_is_our_full_cache(subjects: Any) -> None:
+    ours, theirs = subjects("full"), subjects("peer-kvpress:full")
+    expected, told = ours.examine(IDS, RIGHT, 5), theirs.examine(IDS, RIGHT, 5)
+    assert told.logs == pytest.approx(expected.logs, abs=1e-5) and told.text == expected.text
+    answer = theirs.write(IDS, 5)
+    assert answer.tokens == ours.write(IDS, 5).tokens and answer.text == expected.text
+    assert (answer.cost.exactness, answer.cost.entries, answer.cost.prompt_tokens) == ("exact", None, 60)
+    assert answer.cost.prefill_s > 0 and answer.cost.token_s is not None and answer.cost.token_s > 0
+    assert answer.cost.memory["resident_bytes"] == subjects("stock").write(IDS, 5).cost.memory["resident_bytes"]
+    compared = theirs.compare(IDS, 5)
+    assert compared.match == 1 and compared.kl_max is not None and compared.kl_max < 1e-9
+    assert theirs.versions == {
+        "kvpress": "made up",
+        "kvpress' transformers": __import__("transformers").__version__,
+        "kvpress' torch": torch.__version__,
+    }
+
+
+@pytest.mark.parametrize("unseen", [0, 4])
+def test_a_press_keeps_the_budget_and_its_numbers_are_a_hands(subjects: Any, unseen: int) -> None:
+    pruned = subjects(f"peer-kvpress:ends,unseen={unseen}", str(BUDGET))
+    told = pruned.examine(IDS, RIGHT, 4)
+    assert told.logs == pytest.approx(by_hand(pruned.loaded.model, BUDGET - unseen, unseen), abs=1e-4)
+    assert (told.cost.entries, told.cost.exactness) == (BUDGET, "lossy")
+    row, layers = 2 * 2 * 8 * 4, 4  # bytes of a token in one layer
+    memory = told.cost.memory
+    assert memory["resident_bytes"] == layers * row * (BUDGET + len(RIGHT) - 1)
+    seen = 60 - unseen
+    assert memory["peak_cache_bytes"] == row * max(seen + 3 * (BUDGET - unseen), layers * (BUDGET + len(RIGHT) - 1))
+
+
+def test_parameters_reach_the_press(subjects: Any) -> None:
+    told = subjects("peer-kvpress:EndsPress,n_sink=9", str(BUDGET)).examine(IDS, RIGHT, 4)
+    assert told.logs == pytest.approx(by_hand(subjects("full").loaded.model, BUDGET, sinks=9), abs=1e-4)
+
+
+def test_ends_of_text_end_what_is_written(subjects: Any) -> None:
+    free = subjects("peer-kvpress:ends", str(BUDGET))
+    tokens = free.write(IDS, 6).tokens
+    assert len(tokens) == 6
+    free.loaded.model.generation_config.eos_token_id = [tokens[2]]
+    assert free.write(IDS, 6).tokens == tokens[: tokens.index(tokens[2]) + 1]
+
+
+@pytest.mark.parametrize(
+    ("method", "said"),
+    [
+        ("peer-kvpress:nobody", "kvpress has no press 'nobody', but ends, rateless"),
+        ("peer-kvpress:rateless", "RatelessPress is not told which share"),
+        ("peer-kvpress:ends,compression_ratio=0.1", "EndsPress has no parameter 'compression_ratio'"),
+        ("peer-kvpress:ends,n_sink=30", "kvpress could not do it: RuntimeError: 30 sinks are too many"),
+    ],
+)
+def test_what_a_press_cannot_is_one_sentence_and_the_next_goes_on(subjects: Any, method: str, said: str) -> None:
+    with pytest.raises(KvkeepError, match=said) as error:
+        subjects(method, str(BUDGET)).write(IDS, 2)
+    assert "\n" not in str(error.value) and str(error.value).endswith(".")
+    assert subjects("peer-kvpress:full").write(IDS, 2).tokens == subjects("full").write(IDS, 2).tokens
+
+
+def test_budgets_that_cannot_be(subjects: Any) -> None:
+    with pytest.raises(BudgetError, match="below one chunk"):
+        subjects("peer-kvpress:ends", "8").write(IDS, 2)
+    with pytest.raises(UsageError, match="20 entries has no room beside the 20 tokens left unseen"):
+        subjects("peer-kvpress:ends,unseen=20", "20").write(IDS, 2)
+    with pytest.raises(KvkeepError, match="a prompt of 60 tokens has no 60 to be read after"):
+        subjects("peer-kvpress:ends,unseen=60", "64").write(IDS, 2)
+
+
+def test_cells_of_peers_stand_beside_ours(
+    subjects: Any, model_folder: Path, tmp_path: Path, words: str, environment: str
+) -> None:
+    (tmp_path / "text.txt").write_text(". ".join([words] * 3))
+    experiment = Experiment.model_validate(
+        {
+            "name": "beside",
+            "title": "Beside",
+            "models": [str(model_folder)],
+            "task": {"name": "match", "length": [60], "new": 4, "samples": 1},
+            "methods": ["streaming-llm:sinks=2", "peer-kvpress:full", "peer-kvpress:ends", "peer-kvpress:nobody"],
+            "budgets": ["24"],
+        }
+    )
+    store = Store(tmp_path / "r.jsonl")
+    tally = run_lab(experiment, store, tmp_path)
+    assert (tally.done, [row.method for row in tally.failed]) == (4, ["peer-kvpress:nobody"])
+    store.refresh()
+    rows = {row.method: row for row in store.rows}
+    assert rows["peer-kvpress:full"].scores["match"] == [1.0] and rows["peer-kvpress:full"].scores["kl"][0] < 1e-9
+    assert rows["peer-kvpress:ends"].entries == rows["streaming-llm:sinks=2"].entries == 24
+    assert rows["peer-kvpress:ends"].versions["kvpress"] == "made up" and "kvpress" not in rows["full"].versions
+    assert os.environ[PYTHON] == environment
+
+
+def test_an_interpreter_that_is_missing_or_dies_is_told(
+    subjects: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for python, said in {
+        "": r"give its interpreter \(--kvpress PYTHON, or KVKEEP_KVPRESS_PYTHON\)",
+        str(tmp_path / "nowhere"): "'.*nowhere' cannot be run: no such file",
+        interpreter(tmp_path, "raise SystemExit('no kvpress here.')"): "ended: no kvpress here\\.$",
+    }.items():
+        monkeypatch.setenv(PYTHON, python)
+        with pytest.raises(KvkeepError, match=said):
+            subjects("peer-kvpress:ends", str(BUDGET)).write(IDS, 2)
+        assert Worker.current is None or not python
+    subjects("full").loaded.model.name_or_path = ""
+    with pytest.raises(UsageError, match="no name or folder to read it from"):
+        subjects("peer-kvpress:full").write(IDS, 2)
+
+
+def test_a_process_that_speaks_the_protocol_is_all_it_takes(
+    subjects: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = interpreter(
+        tmp_path,
+        "import base64, json, struct, sys",
+        "for line in sys.stdin:",
+        "    asked = json.loads(line)",
+        "    if asked['do'] == 'load':",
+        "        print(json.dumps({'versions': {'kvpress': 'none'}}), flush=True)",
+        "        continue",
+        "    token = asked['token'] + 1 if asked['do'] == 'next' else asked['keep']",
+        "    logits = struct.pack('97f', *[float(number == token) for number in range(97)])",
+        "    sizes = {'held': 5, 'largest': 2, 'peak': 9, 'seconds': 0.25}",
+        "    print(json.dumps({'logits': base64.b64encode(logits).decode(), **sizes}), flush=True)",
+    )
+    monkeypatch.setenv(PYTHON, python)
+    peer = subjects("peer-kvpress:ends", str(BUDGET))
+    answer = peer.write(IDS, 4)
+    assert answer.tokens == [20, 21, 22, 23] and peer.versions == {"kvpress": "none"}
+    assert (answer.cost.prefill_s, answer.cost.token_s) == (0.25, 0.25)
+    memory = answer.cost.memory
+    assert [memory[f"{name}_bytes"] for name in ("resident", "peak_cache", "peak_workspace")] == [5, 9, 2]
+    told = peer.examine(IDS, [20, 21], 4)
+    assert told.logs == pytest.approx([1 - math.log(math.e + 96)] * 2)
+    first, second = (iter_reader(peer) for _ in range(2))
+    first.step(torch.tensor([IDS]))
+    second.step(torch.tensor([IDS]))
+    with pytest.raises(KvkeepError, match="one prompt at a time"):
+        first.step(torch.tensor([[3]]))
+    Worker.stop()
+
+
+def iter_reader(peer: Subject) -> Any:
+    return peer._cache(64)
