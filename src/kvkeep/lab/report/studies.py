@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -114,9 +115,8 @@ def _chapter(one: Studied) -> Chapter:
 
 def _brief(one: Studied) -> str:
     dtypes = " and ".join(sorted({str(record.machine.get("dtype")) for record in one.records}))
-    sizes = (
-        f"{name.replace('_', ' ')} {_told(value)}" for name, value in one.inquiry.study.model_dump(mode="json").items()
-    )
+    fields = one.inquiry.study.model_dump(mode="json")
+    sizes = (f"{name.replace('_', ' ')} {_told(value)}" for name, value in fields.items())
     seeds = listed(str(record.seed) for record in one.records)
     return "; ".join([f"{one.model}, {dtypes}", *sizes, f"seed{'s' if len(one.records) > 1 else ''} {seeds}"])
 
@@ -168,7 +168,8 @@ def _verdict(one: Studied, claim: Claim) -> Verdict:
     if not (values := one.values.get(metric.name, [])):
         return Verdict(claim.says, Outcome.UNMEASURED, reading=reading)
     if metric.name in study.certain:
-        low, high = (value if value is not None else values[0] for value in (claim.at_least, claim.at_most))
+        low = -math.inf if claim.at_least is None else claim.at_least
+        high = math.inf if claim.at_most is None else claim.at_most
         outcome = Outcome.HOLDS if all(low <= value <= high for value in values) else Outcome.DIFFERS
         found = Estimate(values[0], values[0], values[0], 1)
     else:
