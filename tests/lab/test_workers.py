@@ -195,6 +195,7 @@ def test_workers_end_with_their_driver(tmp_path: Path, end: str) -> None:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job would ignore it
     )
     try:
         until(lambda: (tmp_path / "hangs").exists() and (tmp_path / "hangs too").exists())
