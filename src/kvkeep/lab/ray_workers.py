@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -116,6 +117,7 @@ def _connected(address: str, count: int | None, store: int) -> Iterator[None]:
     with ExitStack() as ending:
         if address == "local":
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # what is started here tells nobody
+            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # else Ray puts one into the user's home
             short = "/tmp" if os.path.isdir("/tmp") else None  # sockets lie there, and their paths have to be short
             folder = TemporaryDirectory(prefix="kvkeep-", dir=short, ignore_cleanup_errors=True)
             own = {"num_cpus": max(os.cpu_count() or 1, count or 1), "_temp_dir": ending.enter_context(folder)}

@@ -97,11 +97,8 @@ def _judged(chapters: Sequence[Chapter], outcome: Outcome, links: Mapping[int, s
 
 
 def _beside(chapter: Chapter, links: Mapping[int, str]) -> str:
-    return (
-        f"{_title(chapter, links)}, beside {escaped(chapter.beside)}."
-        if chapter.beside
-        else f"{_title(chapter, links)}."
-    )
+    paper = f", beside {escaped(chapter.beside)}" if chapter.beside else ""
+    return f"{_title(chapter, links)}{paper}."
 
 
 def _title(chapter: Chapter, links: Mapping[int, str]) -> str:
