@@ -32,13 +32,15 @@ NORMAL, PUBLISHED, KEYS, VALUES = "normal", "keys, as published", "keys, signed"
 class Error:
     """Vectors of one sort at one load, mean over layers.
 
-    median, mean: the mean squared error of estimates by the median of three slots, and by their mean, in units of the
-    vectors' mean square s^2. constant: the same of one vector for all, their mean: what is had without a sketch.
-    crowded: the share of slots with more others than 2 load (delta = 1 in the Chernoff bound).
+    load: as it was asked for. others: how many share a slot with a vector, mean, by which bounds go. median, mean: the
+    mean squared error of estimates by the median of three slots, and by their mean, in units of the vectors' mean
+    square s^2. constant: the same of one vector for all, their mean: what is had without a sketch. crowded: the share
+    of slots with more than twice as many others as in the mean (delta = 1 in the Chernoff bound).
     """
 
     sort: str
     load: float
+    others: float
     median: float
     mean: float
     constant: float
@@ -46,18 +48,18 @@ class Error:
 
     @property
     def predicted(self) -> float:
-        """Variance of the median of three normal sums of ``load`` vectors, in s^2 (Lemma 2)."""
-        return MEDIAN[ROWS] * self.load
+        """Variance of the median of three normal sums of so many vectors, in s^2 (Lemma 2)."""
+        return MEDIAN[ROWS] * self.others
 
     @property
     def bound(self) -> float:
-        """a pi / N: the variance that is exceeded with a probability below :attr:`chance` (a / N is load / r)."""
-        return math.pi * self.load / ROWS
+        """a pi / N: the variance that is exceeded with a probability below :attr:`chance` (a / N is others / r)."""
+        return math.pi * self.others / ROWS
 
     @property
     def chance(self) -> float:
         """exp(-a / N)."""
-        return math.exp(-self.load / ROWS)
+        return math.exp(-self.others / ROWS)
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ class SketchError(TextStudy):
     )
     found = Errors
     metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric("lemma", "error of the median by load, normal vectors", "lower", "number"),
+        Metric("lemma", "error of the median by the others in a slot, normal vectors, largest load", "lower", "number"),
         Metric("bound", "loads at which the mean error is within the bound, normal vectors"),
         Metric("crowded", "loads at which the Chernoff bound holds"),
         Metric("keys", "error of keys as published by the bound, largest load", "lower", "number"),
@@ -117,7 +119,7 @@ class SketchError(TextStudy):
         beyond = [row for row in found.rows if row.load > ROWS]
         last = {row.sort: row for row in found.rows if row.load == max(self.loads)}
         scores = {
-            "lemma": fmean(row.median / row.load for row in normal),
+            "lemma": last[NORMAL].median / last[NORMAL].others,
             "bound": fmean(row.median <= row.bound for row in normal),
             "crowded": fmean(row.crowded <= row.chance for row in normal),
             "keys": last[PUBLISHED].median / last[PUBLISHED].bound,
@@ -130,7 +132,7 @@ class SketchError(TextStudy):
         sorts = list(dict.fromkeys(row.sort for row in found.rows))
         table = Table(
             f"Error of the median of three, in mean squares; {found.tokens:,} vectors",
-            ["load", "0.449 × load (Lemma 2)", "bound aπ/N", *sorts],
+            ["load", "Lemma 2", "bound aπ/N", *sorts],
             notes=[
                 "In brackets: of the mean of the three slots, and of one mean vector for all, which takes no sketch."
             ],
@@ -175,8 +177,9 @@ class SketchError(TextStudy):
         save(figure, path)
 
 
-def _measure(vectors: Tensor, load: float, signed: bool, seed: int) -> tuple[float, float, float, float]:
-    """Return the errors of a sketch of ``vectors`` (heads, n, dim), and the share of crowded slots."""
+def _measure(vectors: Tensor, load: float, signed: bool, seed: int) -> tuple[float, float, float, float, float]:
+    """Return the others in a slot, the errors of a sketch of ``vectors`` (heads, n, dim), and the share of crowded
+    slots."""
     heads, count, dim = vectors.shape
     slots = max(1, round(count / load))
     at = places(torch.arange(count, device=vectors.device).expand(heads, -1), ROWS, slots, seed)
@@ -188,11 +191,12 @@ def _measure(vectors: Tensor, load: float, signed: bool, seed: int) -> tuple[flo
         for by in ("median", "mean")
     ]
     constant = float((vectors - vectors.mean(1, keepdim=True)).square().mean() / square)
-    return errors[0], errors[1], constant, fmean(_crowded(at[:, 0] % (ROWS * slots), slots, count))
+    crowded = fmean(_crowded(at[:, 0] % (ROWS * slots), slots, count))
+    return (count - 1) / slots, errors[0], errors[1], constant, crowded
 
 
 def _crowded(cells: Tensor, slots: int, count: int) -> Iterator[float]:
-    """Yield, by row of the sketch, the share of ids in whose slot there are more than 2 load others."""
+    """Yield, by row of the sketch, the share of ids in whose slot there are more than twice the mean's others."""
     for row in cells:
         others = torch.bincount(row, minlength=ROWS * slots)[row] - 1
         yield float((others > 2 * (count - 1) / slots).float().mean())
