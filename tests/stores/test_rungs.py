@@ -65,7 +65,7 @@ def test_counts_use_the_room() -> None:
             assert ladder.room - used < 6 * group_bytes(DIM, DIM, RUNGS[0], 4)
         if sum(counts) < groups:  # what is gone is gone for room, not while much has many bits
             assert counts[0] + counts[1] <= sum(counts) / 8
-    assert ladder.counts(5) == [5, 0, 0, 0]
+    assert ladder.counts(5) == [5, *[0] * (len(RUNGS) - 1)]
 
 
 def test_least_attended_fall_first_in_each_head_by_itself() -> None:

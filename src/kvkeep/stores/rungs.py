@@ -158,7 +158,7 @@ class Rung:
         if self.plain:
             return parts[0], parts[1]
         keys, values = self._coded(parts, channels)
-        return tuple(part.dense(dtype).unflatten(1, (-1, GROUP)) for part in (keys, values))  # type: ignore[return-value]
+        return keys.dense(dtype).unflatten(1, (-1, GROUP)), values.dense(dtype).unflatten(1, (-1, GROUP))
 
     def read(self, channels: Channels) -> tuple[Any, Any]:
         """Return keys and values for attention, (lanes, 1, entries, dim) or coded."""
@@ -224,11 +224,11 @@ class Ladder:
         every: list[tuple[Tensor, Tensor]] = []
         for rung, count in zip(self.rungs, counts, strict=True):
             stop = start + rung.groups * GROUP
-            own = [part[:, start:stop].unflatten(1, (-1, GROUP)) for part in (self.slots, self.marks)]
+            slots, marks = (part[:, start:stop].unflatten(1, (-1, GROUP)) for part in (self.slots, self.marks))
             start, room = stop, room + count
             if coming.groups or rung.groups > room:
-                *own, coming = rung.settle(*own, coming, room, self.channels, self.meter)  # type: ignore[misc]
-            every.append((own[0].flatten(1), own[1].flatten(1)))
+                slots, marks, coming = rung.settle(slots, marks, coming, room, self.channels, self.meter)
+            every.append((slots.flatten(1), marks.flatten(1)))
             room -= rung.groups
         every.append((self.slots[:, -GROUP:], self.marks[:, -GROUP:]))
         self.slots, self.marks = (torch.cat(parts, 1) for parts in zip(*every, strict=True))

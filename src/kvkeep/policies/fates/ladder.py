@@ -33,8 +33,8 @@ class OnLadder(Fate):
     exactness: ClassVar[Exactness] = Exactness.LOSSY
 
     def resident(self, geometry: ModelGeometry, entries: int) -> int:
-        """Return the exact ones; the group that waits for its last entry comes on top."""
-        return exact_entries(self.exact, entries)
+        """Return the exact ones, a quarter of the budget at most; the group that waits comes on top."""
+        return min(exact_entries(self.exact, entries), entries // 4)
 
     def build(self, request: Request, ledger: Ledger, meter: Meter) -> LiveFate:
         """Return a ladder for each layer. Raises UnsupportedModelError where codes do not divide into bytes."""
