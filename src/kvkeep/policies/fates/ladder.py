@@ -22,9 +22,10 @@ from kvkeep.stores.whereabouts import Whereabouts
 
 @dataclass(frozen=True)
 class OnLadder(Fate):
-    """Entries that leave are kept at 16, 8, 4 or 2 bits, in what the budget's exact entries leave over. As the text
-    grows, groups of 32 that get least attention fall a rung, and from the last one they are gone; attention that
-    returns to a group keeps it where it is. ``exact``: as for 'quantize'."""
+    """Entries that leave are kept at 16, 8 or 4 bits, or 4 for keys and 2 for values, in what the budget's exact
+    entries leave over. As the text grows, groups of 32 that get least attention fall a rung, and from the last one they
+    are gone; attention that returns to a group keeps it where it is. ``exact``: as for 'quantize', but a quarter of the
+    budget at most."""
 
     exact: float = 8
 
