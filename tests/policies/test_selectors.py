@@ -20,6 +20,8 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from kvkeep import KeepCache, UsageError
+from kvkeep.policies.selectors.h2o import H2O
+from kvkeep.stores.selected import Candidates
 
 LAYERS, HEADS, KV_HEADS, WIDTH = 3, 4, 2, 32
 Array = np.ndarray[Any, Any]
@@ -385,3 +387,22 @@ def test_a_row_keeps_the_same_in_any_batch(method: str) -> None:
 def test_parameters_that_make_no_sense_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match=r"window|beta"):
         KeepCache(model(), text, 32)
+
+
+def test_with_a_half_life_it_does_not_matter_when_an_entry_came() -> None:
+    """Each entry is given as much by every query that can see it: its mark is that, from a chunk on or from a step."""
+    selector, given, marks = H2O(halflife=50), torch.rand(1, 120) + 0.1, torch.zeros(1, 0)
+    for low, high in [(0, 30), (30, 70), *((slot, slot + 1) for slot in range(70, 120))]:
+        marks = torch.cat([marks, torch.zeros(1, high - low)], 1)
+        slots = torch.arange(high)[None]
+        queries = (high - slots).clamp(max=high - low)  # of this step, that can see it
+        entries = Candidates(slots, marks, 0, high, high - low, 40, 1, 0)
+        marks = selector.observe(entries, given[:, :high] * queries, high - low)
+        torch.testing.assert_close(marks, given[:, :high])
+
+
+def test_with_a_half_life_attention_of_long_ago_fades() -> None:
+    selector, slots, marks = H2O(halflife=50), torch.tensor([[0, 1]]), torch.tensor([[1.0, 0.0]])
+    for step in range(500, 550):
+        marks = selector.observe(Candidates(slots, marks, 0, step, 1, 2, 1, 0), torch.tensor([[0.0, 1.0]]), 1)
+    torch.testing.assert_close(marks, torch.tensor([[0.5, 0.5]]))

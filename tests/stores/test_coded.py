@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 
 from kvkeep.attention import Segment, attend, received, weighed
 from kvkeep.stores.coded import (
+    FINE,
     CodedKeys,
     CodedValues,
+    encode,
     encode_keys,
     encode_values,
     group_bytes,
@@ -147,3 +149,17 @@ def test_groups_are_the_last_entries_in_order(room: int | None, counts: list[int
     kept = [code if slot < cut else 0 for slot, code in enumerate(expected)]
     assert groups.found(2, 3, total, 7)[0, 0].tolist() == kept
     assert again.found(3, 3, total, 7)[2, 1].tolist() == expected
+
+
+@pytest.mark.parametrize("spread", [0.02, 3.0, 500.0])
+def test_sixteen_bits_are_within_half_a_step(spread: float) -> None:
+    """Ends included, although scale and offset are half precision, which is coarser than a step."""
+    rows = torch.randn(200, GROUP, generator=torch.Generator().manual_seed(1)) * spread + 2 * spread
+    codes, scale, offset = encode(rows, 16)
+    assert codes.dtype == torch.int16
+    error = (unpack(codes, 16, torch.float32) * scale.float() + offset.float() - rows).abs()
+    step = (rows.amax(1) - rows.amin(1)) / (2**16 - 1)
+    assert (error.amax(1) < 0.55 * step + 4e-7 * rows.abs().amax(1)).all()
+    left = torch.randn(3, 200, generator=torch.Generator().manual_seed(2))
+    plain = left.double() @ (codes.double() * FINE)
+    torch.testing.assert_close(multiplied(left, codes, 16), plain.float(), atol=1e-2, rtol=1e-5)

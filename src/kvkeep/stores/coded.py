@@ -15,6 +15,9 @@ from torch import Tensor
 
 from kvkeep.stores.groups import GROUP
 
+FINE = 2.0**-8
+"""The step of codes of 16 bits: they are those of 8 bits with 8 places more, and lie about 0."""
+
 
 def pack(codes: Tensor, bits: int) -> Tensor:
     """Pack uint8 ``codes`` below 2**bits along the last axis: (..., n) to (..., n * bits / 8)."""
@@ -26,7 +29,9 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
-    """Undo :func:`pack`, as numbers of ``dtype``."""
+    """Undo :func:`pack`, as numbers of ``dtype``; at 16 bits, int16 as steps of :data:`FINE`."""
+    if bits == 16:
+        return packed.to(dtype).mul_(FINE)
     if bits == 8:
         return packed.to(dtype)
     size, count = packed.shape[-1], 8 // bits
@@ -41,6 +46,8 @@ def unpack(packed: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
 def multiplied(left: Tensor, packed: Tensor, bits: int) -> Tensor:
     """Return ``left @ unpack(packed)`` without unpacking: a byte shifted by i codes is code i and, times 2**bits, all
     above it; so each product with a shifted byte has the next one's taken off."""
+    if bits == 16:
+        return (left @ packed.float()).mul_(FINE)
     products = [left @ (packed >> shift if shift else packed).float() for shift in range(0, 8, bits)]
     for number in range(len(products) - 1):
         products[number] = products[number].sub_(products[number + 1], alpha=2**bits)
@@ -48,8 +55,9 @@ def multiplied(left: Tensor, packed: Tensor, bits: int) -> Tensor:
 
 
 def encode(rows: Tensor, bits: int, clips: Sequence[float] = (1.0,)) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantise along the last axis: packed codes, scale and offset (float16, last axis of 1). ``clips``: shares of the
-    range around its middle that codes may cover, all of it first; each row takes that whose squared error is least."""
+    """Quantise along the last axis: packed codes, scale and offset (float16, last axis of 1); of 16 bits, int16 about
+    the middle. ``clips``: shares of the range around its middle that codes may cover, all of it first; each row takes
+    that whose squared error is least."""
     rows = rows.float()
     low, high = rows.amin(-1, keepdim=True), rows.amax(-1, keepdim=True)
     best, least = _fitted(rows, low, high, bits)
@@ -59,14 +67,20 @@ def encode(rows: Tensor, bits: int, clips: Sequence[float] = (1.0,)) -> tuple[Te
         best = [torch.where(error < least, new, old) for new, old in zip(made, best, strict=True)]
         least = torch.minimum(error, least)
     codes, scale, offset = best
-    return pack(codes.to(torch.uint8), bits), scale, offset
+    return (codes / FINE).to(torch.int16) if bits == 16 else pack(codes.to(torch.uint8), bits), scale, offset
 
 
 def _fitted(rows: Tensor, low: Tensor, high: Tensor, bits: int) -> tuple[list[Tensor], Tensor]:
     """Return codes (not packed), scale and offset of ``rows`` between bounds, and each row's squared error."""
-    offset = low.half()
-    scale = ((high - offset.float()) / (2**bits - 1)).clamp(min=1e-6).half()
-    codes = ((rows - offset.float()) / scale.float()).round_().clamp_(0, 2**bits - 1)
+    if bits == 16:  # half precision is coarser than a step: the scale is rounded up, so that the ends are within reach
+        offset = ((low + high) / 2).half()
+        reach = torch.maximum(high - offset.float(), offset.float() - low) * (1 + 2**-10)
+        scale = (reach / (128 - FINE)).clamp(min=1e-6).half()
+        codes = ((rows - offset.float()) / scale.float() / FINE).round_().mul_(FINE).clamp_(FINE - 128, 128 - FINE)
+    else:
+        offset = low.half()
+        scale = ((high - offset.float()) / (2**bits - 1)).clamp(min=1e-6).half()
+        codes = ((rows - offset.float()) / scale.float()).round_().clamp_(0, 2**bits - 1)
     error = torch.addcmul(offset.float() - rows, codes, scale.float()).square_().sum(-1, keepdim=True)
     return [codes, scale, offset], error
 

@@ -61,20 +61,25 @@ def rooms(request: Request, fate: Fate, size: Callable[[LayerGeometry], int]) ->
     return {layer.index: room // size(layer) for layer, room in spare(request, fate, size)}
 
 
-def spare(request: Request, fate: Fate, size: Callable[[LayerGeometry], int]) -> Iterator[tuple[LayerGeometry, int]]:
-    """Yield each full layer and the bytes of a KV head that its exact entries and the group that waits leave over.
-    Raises BudgetError where these are no group of ``size`` bytes."""
+def spare(
+    request: Request, fate: Fate, size: Callable[[LayerGeometry], int], width: int | None = None
+) -> Iterator[tuple[LayerGeometry, int]]:
+    """Yield each full layer and the bytes of a KV head that its exact entries and the group that waits leave over;
+    what waits has numbers of ``width`` bytes (None: the model's own). Raises BudgetError where these are no group of
+    ``size`` bytes."""
     geometry = request.geometry
     entries, _ = request.bounded(fate.label)
     for layer in geometry.full_layers:
-        entry = (layer.key_dim + layer.value_dim) * geometry.dtype_bytes
-        room = (entries - fate.resident(geometry, entries) - GROUP) * entry
-        if room < size(layer):
-            least = next(
-                n for n in count(entries + 1) if (n - fate.resident(geometry, n) - GROUP) * entry >= size(layer)
-            )
+        numbers = layer.key_dim + layer.value_dim
+
+        def room(entries: int, numbers: int = numbers) -> int:
+            exact = (entries - fate.resident(geometry, entries)) * geometry.dtype_bytes
+            return numbers * (exact - GROUP * (width or geometry.dtype_bytes))
+
+        if room(entries) < size(layer):
+            least = next(n for n in count(entries + 1) if room(n) >= size(layer))
             raise BudgetError(
                 f"A budget of {entries} entries has no room for {GROUP} that are {fate.label} beside the exact ones; "
                 f"give it at least {least}."
             )
-        yield layer, room
+        yield layer, room(entries)

@@ -10,43 +10,47 @@ import torch
 from torch import Tensor
 
 from kvkeep.errors import UnsupportedModelError
-from kvkeep.geometry import ModelGeometry
+from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.policies.fates.base import Fate, exact_entries, spare
 from kvkeep.policies.request import Exactness, LiveFate, Request
 from kvkeep.stores.ledger import Ledger
 from kvkeep.stores.meter import Meter
-from kvkeep.stores.rungs import RUNGS, Ladder, group_bytes
+from kvkeep.stores.rungs import RUNGS, Ladder, channel_bytes, group_bytes
 from kvkeep.stores.selected import SelectedLayer
 from kvkeep.stores.whereabouts import Whereabouts
 
 
 @dataclass(frozen=True)
 class OnLadder(Fate):
-    """Entries that leave are kept at 16, 8, 4 or 2 bits, in what the budget's exact entries leave over. As the text
-    grows, groups of 32 that get least attention fall a rung, and from the last one they are gone; attention that
-    returns to a group keeps it where it is. ``exact``: as for 'quantize'."""
+    """Entries that leave are kept at 16, 8 or 4 bits, or 4 for keys and 2 for values, in what the budget's exact
+    entries leave over. As the text grows, groups of 32 that get least attention fall a rung, and from the last one they
+    are gone; attention that returns to a group keeps it where it is. ``exact``: as for 'quantize', but a quarter of the
+    budget at most."""
 
-    exact: float = 16
+    exact: float = 8
 
     label: ClassVar[str] = "quantised by attention"
     recall: ClassVar[str] = "approximately, from its codes"
     exactness: ClassVar[Exactness] = Exactness.LOSSY
 
     def resident(self, geometry: ModelGeometry, entries: int) -> int:
-        """Return the exact ones; the group that waits for its last entry comes on top."""
-        return exact_entries(self.exact, entries)
+        """Return the exact ones, a quarter of the budget at most; the group that waits comes on top."""
+        return min(exact_entries(self.exact, entries), entries // 4)
 
     def build(self, request: Request, ledger: Ledger, meter: Meter) -> LiveFate:
         """Return a ladder for each layer. Raises UnsupportedModelError where codes do not divide into bytes."""
-        ladders = {}
-        smallest = RUNGS[-1]
-        for layer, room in spare(request, self, lambda own: group_bytes(own.key_dim, own.value_dim, smallest)):
-            if layer.value_dim % (8 // smallest):
+        ladders, smallest, width = {}, RUNGS[-1], request.geometry.dtype_bytes
+
+        def least(layer: LayerGeometry) -> int:
+            return channel_bytes(layer.value_dim) + group_bytes(layer.key_dim, layer.value_dim, smallest, width)
+
+        for layer, room in spare(request, self, least, min(width, 2)):
+            if layer.value_dim % (8 // smallest.values):
                 raise UnsupportedModelError(
                     f"Heads of '{request.geometry.model_type}' are {layer.value_dim} wide, which does not divide into "
-                    f"bytes at {smallest} bits; use quantize:8."
+                    f"bytes at {smallest.values} bits; use quantize:8."
                 )
-            ladders[layer.index] = Ladder(room, layer.key_dim, layer.value_dim, meter)
+            ladders[layer.index] = Ladder(room, layer.key_dim, layer.value_dim, width, meter)
         return _OnLadder(ladders, meter)
 
 
@@ -66,14 +70,13 @@ class _OnLadder:
 
     def recall(self, layer: SelectedLayer, query: Tensor) -> Iterator[tuple[Tensor, bool, Any, Any]]:
         ladder = self.ladders[layer.index]
-        for rung, slots, _ in ladder.pieces():
+        for rung, slots in ladder.pieces():
             if rung is None:
-                assert ladder.waiting is not None
-                keys, values = (part[:, :, : ladder.count] for part in (ladder.waiting.keys, ladder.waiting.values))
+                keys, values = (part[:, None, : ladder.count].to(query.dtype) for part in ladder.waiting)
                 yield slots, True, keys, values
                 continue
             assert ladder.channels is not None
-            keys, values = rung.read(ladder.channels, query.dtype)
+            keys, values = rung.read(ladder.channels)
             # What attention writes out of them for a moment: codes as numbers.
             size = 4 * slots.numel() * max(keys.shape[3], values.shape[3])
             self.meter.hold(size)
@@ -81,15 +84,18 @@ class _OnLadder:
             self.meter.hold(-size)
 
     def hear(self, layer: SelectedLayer, weights: Sequence[Tensor], queries: int) -> None:
-        for (_, slots, marks), own in zip(self.ladders[layer.index].pieces(), weights, strict=True):
-            marks.copy_(layer.noted(slots, marks, own, queries))
+        ladder = self.ladders[layer.index]
+        if not weights or ladder.slots is None or ladder.marks is None:
+            return
+        slots, marks = (part[:, : ladder.used] for part in (ladder.slots, ladder.marks))
+        marks.copy_(layer.noted(slots, marks, torch.cat([*weights], 1), queries))
 
     def exchange(self, layer: SelectedLayer) -> None:
         """Nothing comes back to be resident: bits that are lost stay lost, and an exact entry would lose its own."""
 
     def whereabouts(self, layer: SelectedLayer, length: int) -> Tensor:
         codes = torch.full((layer.lanes, length + 1), Whereabouts.DROPPED)
-        for rung, slots, _ in self.ladders[layer.index].pieces():
+        for rung, slots in self.ladders[layer.index].pieces():
             index = slots.long().masked_fill(slots < 0, length).cpu()
             codes.scatter_(1, index, Whereabouts.RESIDENT if rung is None else Whereabouts.QUANTISED)
         return codes[:, :length].unflatten(0, (layer.rows, layer.heads))

@@ -15,7 +15,8 @@ from kvkeep.stores.selected import Candidates
 @dataclass(frozen=True)
 class H2O(Selector):
     """Those with the most attention so far, from all queries, beside a share ``recent`` of the newest. ``halflife``:
-    after how many queries attention counts half; 0: never less, as in the paper."""
+    after how many queries attention counts half; what counts is then the mean over the queries that could see an entry,
+    not their sum, in which one that came just now is far behind. 0: the sum, and never less, as in the paper."""
 
     leaves: ClassVar[str] = "all but heavy hitters and newest"
     source: ClassVar[str] = "arXiv:2306.14048, Algorithm 1"
@@ -35,12 +36,15 @@ class H2O(Selector):
         return None
 
     def observe(self, entries: Candidates, weights: Tensor, queries: int) -> Tensor:
-        """Add up."""
+        """Add up, or go on with the mean."""
         assert entries.marks is not None
-        marks = entries.marks if not self.halflife else entries.marks * 0.5 ** (queries / self.halflife)
-        return marks + weights
+        if not self.halflife:
+            return entries.marks + weights
+        seen = (entries.length - entries.slots).clamp(min=1)
+        share = (queries / seen).clamp(1 - 0.5 ** (queries / self.halflife), 1.0)
+        return entries.marks.lerp(weights / seen.clamp(max=queries), share)
 
     def rank(self, entries: Candidates) -> Tensor:
-        """By accumulated attention; the newest stay."""
+        """By attention; the newest stay."""
         assert entries.marks is not None
         return entries.marks.masked_fill(entries.slots >= entries.length - int(self.recent * entries.budget), STAYS)
