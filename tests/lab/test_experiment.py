@@ -38,7 +38,7 @@ def test_packaged_experiments_load() -> None:
     assert {"match-by-budget", "needle-25", "xsum"} <= set(packaged())
     for name in packaged():
         experiment = load_experiment(name)
-        assert experiment.name == name and (experiment.paper is None) == (name == "peers")
+        assert experiment.name == name and (experiment.paper is None) == (name in ("bounded", "peers"))
         whole, smoke = len(experiment.cells("")), len(experiment.smoked().cells(""))
         assert 0 < smoke <= whole and (isinstance(experiment, Inquiry) or 1 < smoke < whole)
 
