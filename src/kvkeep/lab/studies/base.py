@@ -8,20 +8,39 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter
 from torch import Tensor
 
+from kvkeep.budget import Budget
 from kvkeep.errors import KvkeepError
+from kvkeep.lab.reading import takes
 from kvkeep.lab.tables import Table
 from kvkeep.lab.tasks.base import Metric
 from kvkeep.lab.tasks.texts import joined, passage, text_files
 from kvkeep.models.loading import Loaded
 
+
+def _known(method: str) -> str:
+    takes(method)
+    return method
+
+
+def _readable(budget: str) -> str:
+    Budget.parse(budget)
+    return budget
+
+
 Progress = Callable[[str, float, float], None]
 """Gets what is being done, how much is done, and of how much."""
+
+MethodName = Annotated[str, AfterValidator(_known)]
+"""A size that is a method or a peer, by its name."""
+
+BudgetText = Annotated[str, AfterValidator(_readable)]
+"""A size that is a budget in the user's words."""
 
 DIGITS = 5
 """Digits that count of every number that is kept."""

@@ -9,13 +9,11 @@ from pathlib import Path
 from statistics import median
 from typing import ClassVar
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from kvkeep.budget import Budget
 from kvkeep.lab.longchat import METHODS, Turn, caches, converse
 from kvkeep.lab.longchat_figure import draw_longchat
-from kvkeep.lab.reading import takes
-from kvkeep.lab.studies.base import Progress, Study
+from kvkeep.lab.studies.base import BudgetText, MethodName, Progress, Study
 from kvkeep.lab.tables import Table, megabytes, times
 from kvkeep.lab.tasks.base import Metric
 from kvkeep.models.loading import Loaded
@@ -57,23 +55,12 @@ class LongChat(Study):
     )
     certain = ("grown", "held", "kept", "same")
 
-    methods: list[str] = Field(list(METHODS), min_length=1, description="the first is whom others are compared with")
-    budget: str = Field("256", description="of those that have one")
+    methods: list[MethodName] = Field(
+        list(METHODS), min_length=1, description="the first is whom others are compared with"
+    )
+    budget: BudgetText = Field("256", description="of those that have one")
     turns: int = Field(20, ge=1, description="questions")
     new: int = Field(30, ge=1, description="tokens written a turn")
-
-    @field_validator("methods")
-    @classmethod
-    def _known(cls, methods: list[str]) -> list[str]:
-        for name in methods:
-            takes(name)
-        return methods
-
-    @field_validator("budget")
-    @classmethod
-    def _budget(cls, budget: str) -> str:
-        Budget.parse(budget)
-        return budget
 
     def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int, progress: Progress) -> Chat:
         """Hold the conversation."""

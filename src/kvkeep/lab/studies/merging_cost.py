@@ -9,14 +9,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from kvkeep.budget import Budget
 from kvkeep.cache import STOCK
 from kvkeep.lab.bench import INTERRUPTED, Case, run
 from kvkeep.lab.figures import COLOURS, DPI, MARKERS, WIDTH_PX, plain, save
 from kvkeep.lab.reading import takes
-from kvkeep.lab.studies.base import Progress, Study, counted
+from kvkeep.lab.studies.base import BudgetText, MethodName, Progress, Study, counted
 from kvkeep.lab.tables import Table, megabytes, milliseconds, number, times
 from kvkeep.lab.tasks.base import Metric
 from kvkeep.models.loading import Loaded
@@ -83,29 +82,16 @@ class MergingCost(Study):
     )
     certain = ("peak_first", "peak_last", "peak_gap")
 
-    methods: list[str] = Field(
+    methods: list[MethodName] = Field(
         [OURS, RIVAL, "kvslimmer-exact", "streaming-llm", "longcache", STOCK], min_length=1, description="by length"
     )
     lengths: list[Annotated[int, Field(ge=32)]] = Field([512, 1024, 2048], min_length=1, description="of prompts")
-    budget: str = Field("256", description="of those that have one")
+    budget: BudgetText = Field("256", description="of those that have one")
     chunks: list[Annotated[int, Field(ge=16)]] = Field(
         [32, 64, 128, 256], min_length=1, description="of kvslimmer and asymkv, at the middle length"
     )
     answer: int = Field(64, ge=2, description="tokens of a request's answer, and steps that are measured")
     rounds: int = Field(1, ge=1, description="how often everything is measured")
-
-    @field_validator("methods")
-    @classmethod
-    def _known(cls, methods: list[str]) -> list[str]:
-        for name in methods:
-            takes(name)
-        return methods
-
-    @field_validator("budget")
-    @classmethod
-    def _budget(cls, budget: str) -> str:
-        Budget.parse(budget)
-        return budget
 
     @property
     def middle(self) -> int:

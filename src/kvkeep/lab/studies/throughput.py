@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from kvkeep.budget import Budget
 from kvkeep.cache import STOCK
 from kvkeep.lab.bench import INTERRUPTED, Case, run
 from kvkeep.lab.figures import COLOURS, DPI, MARKERS, WIDTH_PX, plain, save
 from kvkeep.lab.reading import takes
-from kvkeep.lab.studies.base import Progress, Study, counted
+from kvkeep.lab.studies.base import BudgetText, MethodName, Progress, Study, counted
 from kvkeep.lab.tables import Table, megabytes, number, times
 from kvkeep.lab.tasks.base import Metric
 from kvkeep.models.loading import Loaded
@@ -80,25 +79,14 @@ class Throughput(Study):
     )
     certain = ("fits",)
 
-    methods: list[str] = Field([FULL, REVIVER, "h2o", "h2o+quantize:4"], min_length=1, description="who is measured")
+    methods: list[MethodName] = Field(
+        [FULL, REVIVER, "h2o", "h2o+quantize:4"], min_length=1, description="who is measured"
+    )
     batches: list[Annotated[int, Field(ge=1)]] = Field([1, 2, 8, 16], min_length=1, description="rows")
-    budget: str = Field("10%", description="of those that have one")
+    budget: BudgetText = Field("10%", description="of those that have one")
     length: int = Field(512, ge=32, description="tokens of a row's prompt")
     steps: int = Field(12, ge=2, description="tokens decoded a round")
     rounds: int = Field(2, ge=1, description="how often everything is measured")
-
-    @field_validator("methods")
-    @classmethod
-    def _known(cls, methods: list[str]) -> list[str]:
-        for name in methods:
-            takes(name)
-        return methods
-
-    @field_validator("budget")
-    @classmethod
-    def _budget(cls, budget: str) -> str:
-        Budget.parse(budget)
-        return budget
 
     def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int, progress: Progress) -> Rates:
         """Measure every method with every number of rows."""
