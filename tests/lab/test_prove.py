@@ -77,6 +77,32 @@ def test_each_prompt_with_one_case_in_turn() -> None:
     assert [answer.label for answer in answers] == [case.label for case in listed]
 
 
+def test_answers_are_kept_and_not_asked_for_again(tmp_path: Path) -> None:
+    """What a stopped run had measured is not measured again, a torn line is, and another setting has its own."""
+    store, listed = tmp_path / "proof.jsonl", lab.cases(["full", "window"], ["16"], [None], [None])
+
+    def stopping(label: str, done: int, total: int) -> None:
+        if done == 5:
+            raise KeyboardInterrupt
+
+    def run(setting: str = "here", **options: Any) -> tuple[list[lab.Answer], list[str]]:
+        told: list[str] = []
+        options.setdefault("progress", lambda label, done, total: told.append(label))
+        answers, _ = lab.prove(
+            tiny("llama"), tokenizer(), asked(), listed, new=4, setting=setting, store=store, **options
+        )
+        return answers, told
+
+    assert len(run(progress=stopping)[0]) == 3
+    with store.open("a") as file:
+        file.write('{"key": "torn')
+    answers, told = run()
+    assert len(answers) == 4 and told == ["chat of 60, stock", "chat of 60, window at 16"]
+    again, told = run()
+    assert sorted(one.key for one in again) == sorted(one.key for one in answers) and not told
+    assert len(run("there")[1]) == 6
+
+
 def test_a_refusal_is_a_row() -> None:
     listed = lab.cases(["snapkv+verified"], ["16"], ["tokens"], ["host"])
     answers, refused = lab.prove(tiny("gemma4"), tokenizer(), asked(), listed, new=4)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from json import dumps
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -37,6 +39,10 @@ def prove(
         bool, typer.Option("--every/--in-turn", help="Every cache for every prompt, or one for each in turn.")
     ] = True,
     copies: Annotated[int | None, typer.Option(min=0, help="0 keeps rounds from copying drafts from the text.")] = None,
+    store: Annotated[
+        Path | None,
+        typer.Option(help="A file that keeps each answer as it comes; run again, and it goes on."),
+    ] = None,
     dtype: options.Dtype = "float32",
     device: options.Device = None,
     json: options.Json = False,
@@ -65,6 +71,7 @@ def prove(
     text = read_text(file) if file else _built_in()
     loaded = load(model, dtype=dtype, device=device, progress=note)
     asked = make(loaded.tokenizer, text, [int(part) for part in lengths.split(",")], prompts, kinds.split(","))
+    setting = machine(loaded, dtype)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
         task = bar.add_task("", total=None)
@@ -75,11 +82,13 @@ def prove(
             listed,
             new=max_tokens,
             every=every,
+            setting=dumps(setting),
+            store=store,
             progress=lambda label, done, total: bar.update(task, description=label, completed=done, total=total),
         )
     if not answers:
         raise KvkeepError(next(iter(refused.values()), "Interrupted before the first answer."))
-    rows, setting = lab.rows(answers, refused), machine(loaded, dtype)
+    rows = lab.rows(answers, refused)
     if json:
         print_json(
             {"machine": setting, "rows": [asdict(row) for row in rows], "answers": [asdict(one) for one in answers]}

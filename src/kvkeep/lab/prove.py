@@ -8,18 +8,24 @@ token at a time. A gap of at most twice the noise is a tie that rounding decides
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
-from itertools import product
+from hashlib import sha256
+from itertools import groupby, product
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 from transformers import DynamicCache
 
 from kvkeep.cache import STOCK, KeepCache, new_cache
 from kvkeep.decode.generate import Generation, generate
 from kvkeep.errors import KvkeepError
+from kvkeep.lab import lines
 from kvkeep.lab.prompts import Prompt
 from kvkeep.policies.methods import resolve
 
@@ -46,10 +52,12 @@ class Case:
 class Answer:
     """One case's answer to one prompt.
 
-    same: leading tokens that are the stock cache's, of ``tokens``; differs_at: the first that is not. gap, noise: of
-    logits, see above. over: bytes of resident entries beyond the budget at their peak, the chunk in hand not counted.
+    key: what a store knows it by. same: leading tokens that are the stock cache's, of ``tokens``; differs_at: the first
+    that is not. gap, noise: of logits, see above. resident_bytes: entries held at their peak, in full or smaller, the
+    chunk in hand not counted.
     """
 
+    key: str
     label: str
     kind: str
     prompt_tokens: int
@@ -70,6 +78,9 @@ class Answer:
     def tie(self) -> bool:
         """Whether the first difference is one that rounding decides."""
         return self.gap is not None and self.noise is not None and self.gap <= 2 * self.noise
+
+
+_ANSWER = TypeAdapter(Answer)
 
 
 @dataclass(frozen=True)
@@ -122,31 +133,47 @@ def prove(
     *,
     new: int = 128,
     every: bool = True,
+    setting: str = "",
+    store: Path | None = None,
     progress: Callable[[str, int, int], None] = lambda label, done, total: None,
 ) -> tuple[list[Answer], dict[str, str]]:
     """Answer ``asked`` by ``new`` tokens each, with every case or (``every`` False) with one case a prompt, in turn.
 
-    Returns the answers, and the reasons of cases that refused, by label. An interrupt ends the run, and what was
-    measured until then is returned.
+    store: a file that keeps each answer as it comes; those it has of the same ``setting`` (model, precision, machine),
+    prompt and case are not asked for again. Returns the answers, and the reasons of cases that refused, by label. An
+    interrupt ends the run, and what was measured until then is returned. Raises StoreError for a file that cannot be
+    read or written.
     """
-    answers: list[Answer] = []
+    known = {} if store is None else _known(store)
+    asking = [
+        (prompt, case, _key(setting, prompt, case, new))
+        for number, prompt in enumerate(asked)
+        for case in (listed if every else [listed[number % len(listed)]])
+    ]
+    answers = [known[key] for *_, key in asking if key in known]
+    missing = [(prompt, case, key) for prompt, case, key in asking if key not in known]
     refused: dict[str, str] = {}
-    total = len(asked) * (1 + (len(listed) if every else 1))
+    total = len(missing) + len({id(prompt) for prompt, *_ in missing})
     done = 0
     try:
-        for number, prompt in enumerate(asked):
-            progress(f"{prompt.kind} of {len(prompt.ids)}, {STOCK}", done, total)
-            reference = _answer(model, tokenizer, prompt, Case(STOCK), new)[0]
-            done += 1
-            for case in listed if every else [listed[number % len(listed)]]:
-                progress(f"{prompt.kind} of {len(prompt.ids)}, {case.label}", done, total)
+        for _, group in groupby(missing, key=lambda one: id(one[0])):
+            reference: Generation | None = None
+            for prompt, case, key in group:
+                about = f"{prompt.kind} of {len(prompt.ids)}"
+                if reference is None:
+                    progress(f"{about}, {STOCK}", done, total)
+                    reference = _answer(model, tokenizer, prompt, Case(STOCK), new)[0]
+                    done += 1
+                progress(f"{about}, {case.label}", done, total)
                 done += 1
                 try:
                     result, cache = _answer(model, tokenizer, prompt, case, new)
                 except KvkeepError as error:
                     refused[case.label] = str(error)
                     continue
-                answers.append(_judged(model, prompt, case, result, reference, cache))
+                answers.append(_judged(model, prompt, case, key, result, reference, cache))
+                if store is not None:
+                    lines.append(store, json.dumps(asdict(answers[-1])))
     except KeyboardInterrupt:
         pass
     return answers, refused
@@ -178,6 +205,20 @@ def rows(answers: Sequence[Answer], refused: dict[str, str]) -> list[Row]:
     return found + [Row(label, 0, 0, 0, 0, 0, 0.0, 0.0, None, None, None, why) for label, why in refused.items()]
 
 
+def _key(setting: str, prompt: Prompt, case: Case, new: int) -> str:
+    return sha256(json.dumps([setting, prompt.ids, asdict(case), new]).encode()).hexdigest()[:16]
+
+
+def _known(store: Path) -> dict[str, Answer]:
+    """Return the answers of a file by their keys; a line that a kill left torn is none."""
+    found = {}
+    for line in lines.whole(store)[0]:
+        with suppress(ValidationError):
+            answer = _ANSWER.validate_json(line)
+            found[answer.key] = answer
+    return found
+
+
 def _answer(model: Any, tokenizer: Any, prompt: Prompt, case: Case, new: int) -> tuple[Generation, Any]:
     options = {"budget": case.budget, "checkpoint": case.checkpoint, "where": case.where}
     cache = new_cache(model, case.method, context=len(prompt.ids) + new, **options)
@@ -185,7 +226,9 @@ def _answer(model: Any, tokenizer: Any, prompt: Prompt, case: Case, new: int) ->
     return result, cache
 
 
-def _judged(model: Any, prompt: Prompt, case: Case, result: Generation, reference: Generation, cache: Any) -> Answer:
+def _judged(
+    model: Any, prompt: Prompt, case: Case, key: str, result: Generation, reference: Generation, cache: Any
+) -> Answer:
     pairs = list(zip(result.tokens, reference.tokens, strict=False))
     differs_at = next((place for place, (ours, theirs) in enumerate(pairs) if ours != theirs), None)
     gap = noise = None
@@ -200,6 +243,7 @@ def _judged(model: Any, prompt: Prompt, case: Case, result: Generation, referenc
             if sliding
         )
     return Answer(
+        key,
         case.label,
         prompt.kind,
         len(prompt.ids),

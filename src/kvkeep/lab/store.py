@@ -1,8 +1,6 @@
-"""Where results are kept: a file of JSON lines that many processes may write to, and that no kill can spoil.
+"""Where results are kept: a file of lines that no kill can spoil (:mod:`~kvkeep.lab.lines`).
 
-A line is appended by one write, flushed to the disk, while a lock is held. A line that a kill or a full disk left torn
-is never read as a result, and the next one begins on a line of its own. Who measures a cell holds that cell's lock; a
-process that dies lets go of it.
+Who measures a cell holds that cell's lock; a process that dies lets go of it.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from typing import Annotated, Any, Literal
 from filelock import FileLock, Timeout
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
-from kvkeep.errors import StoreError
+from kvkeep.lab import lines
 from kvkeep.lab.experiment import Cell
 from kvkeep.lab.tasks.base import Point
 
@@ -107,21 +105,12 @@ class Store:
 
     def refresh(self) -> None:
         """Read what came since the last time; raises StoreError where the file cannot be read."""
-        try:
-            with self.path.open("rb") as file:
-                file.seek(self._read)
-                data = file.read()
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            raise StoreError(f"The results '{self.path}' cannot be read: {_reason(error)}.") from error
-        whole = data[: data.rfind(b"\n") + 1]  # what follows may still be on its way
-        self._read += len(whole)
-        for line in whole.splitlines():
+        found, self._read = lines.whole(self.path, self._read)
+        for line in found:
             try:
                 record = _RECORD.validate_json(line)
             except ValidationError:
-                self.torn += bool(line.strip())
+                self.torn += 1
                 continue
             match record:
                 case Row():
@@ -141,22 +130,8 @@ class Store:
         return {record.cell for record in (*self.rows, *self.findings) if record.status == "done"}
 
     def append(self, record: Record | Definition) -> None:
-        """Add one line, whole or not at all for whoever reads; raises StoreError where there is no room for it."""
-        line = record.model_dump_json().encode() + b"\n"
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with FileLock(f"{self.path}.lock"):
-                file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-                try:
-                    if _ends_torn(file):
-                        line = b"\n" + line
-                    if os.write(file, line) < len(line):
-                        raise OSError(0, "no space left on device")
-                    os.fsync(file)
-                finally:
-                    os.close(file)
-        except OSError as error:
-            raise StoreError(f"The results '{self.path}' cannot be written: {_reason(error)}.") from error
+        """Add one line; raises StoreError where there is no room for it."""
+        lines.append(self.path, record.model_dump_json())
 
     def define(self, setting: str, experiment: dict[str, Any]) -> None:
         """Note what an experiment is, unless that was the last thing said of its setting."""
@@ -176,22 +151,10 @@ class Store:
                 yield False
                 return
         except OSError as error:
-            raise StoreError(f"The results '{self.path}' cannot be written: {_reason(error)}.") from error
+            raise lines.unwritable(self.path, error) from error
         try:
             yield True
         finally:
             with suppress(OSError):  # where an open file cannot be removed, it stays: it is empty
                 os.unlink(lock.lock_file)
             lock.release()
-
-
-def _ends_torn(file: int) -> bool:
-    size = os.fstat(file).st_size
-    if not size:
-        return False
-    os.lseek(file, size - 1, os.SEEK_SET)
-    return os.read(file, 1) != b"\n"
-
-
-def _reason(error: OSError) -> str:
-    return (error.strerror or str(error)).lower()
