@@ -187,7 +187,7 @@ def report(
     json: options.Json = False,
 ) -> None:
     """Report what stores hold, as Markdown or as a page: first where it differs from the papers, then all tables."""
-    from kvkeep.lab.report import chapters, markdown, sections, studied, study_chapters, unmeasured, write
+    from kvkeep.lab.report import chapters, markdown, sections, studied, study_chapters, unmeasured, unread, write
     from kvkeep.lab.store import Store
 
     read = [Store(path) for path in stores]
@@ -197,8 +197,13 @@ def report(
         one.refresh()
         _tell_torn(one)
     found, studies = sections(read), studied(read)
-    names = {*(section.experiment.name for section in found), *(one.inquiry.name for one in studies)}
-    told = [*chapters(found), *study_chapters(studies), *unmeasured(names)]
+    foreign = unread(read)
+    for sentence in (sentence for chapter in foreign for sentence in chapter.missing):
+        note(sentence)
+    if not found and not studies:
+        raise UsageError("There is nothing to report: no cell of an experiment that can be read is in these results.")
+    names = {*(one.experiment.name for one in found), *(one.experiment.name for one in studies)}
+    told = [*chapters(found), *study_chapters(studies), *foreign, *unmeasured(names)]
     files = write(told, output) if output is not None else []
     if json:
         judged = [{"title": chapter.title, **asdict(verdict)} for chapter in told for verdict in chapter.verdicts]

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from results import EXPERIMENT, filled
 
-from kvkeep.errors import UsageError
 from kvkeep.lab.experiment import load_experiment
+from kvkeep.lab.report.groups import unread
 from kvkeep.lab.report.sections import sections
 from kvkeep.lab.store import Store
 
@@ -54,17 +54,18 @@ def test_settings_and_models_are_apart(tmp_path: Path) -> None:
     assert {section.model for section in found} == {"smollm2", "gemma3-270m"}
 
 
-def test_nothing_to_report_is_said(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="nothing to report"):
-        sections([Store(tmp_path / "r.jsonl")])
-    store = Store(tmp_path / "r.jsonl")
-    gone = {**EXPERIMENT.model_dump(mode="json"), "methods": ["no-longer"]}
-    cell = EXPERIMENT.cells("data")[0]
-    store.define(cell.setting, gone)
-    store.append(filled(tmp_path / "s.jsonl").rows[0])
-    store.refresh()
-    with pytest.raises(UsageError, match="experiment 'small' are of a version"):
-        sections([store])
+def test_what_another_version_wrote_is_left_out_and_named(tmp_path: Path) -> None:
+    """A method that is no more takes nothing else with it."""
+    old = Store(tmp_path / "old.jsonl")
+    old.define("other", {**EXPERIMENT.model_dump(mode="json"), "name": "once", "methods": ["no-longer"]})
+    row = filled(tmp_path / "new.jsonl").rows[0]
+    old.append(row.model_copy(update={"setting": "other"}))
+    old.refresh()
+    assert not sections([old]) and not sections([Store(tmp_path / "none.jsonl")])
+    (section,) = sections([old, filled(tmp_path / "new.jsonl")])
+    assert section.experiment.name == "small"
+    (chapter,) = unread([old, filled(tmp_path / "new.jsonl")])
+    assert not chapter.blocks and "`once`" in chapter.missing[0] and "no-longer" in chapter.missing[0]
 
 
 def test_what_a_paper_says_is_as_it_is_read_today(tmp_path: Path) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from kvkeep.lab.report.experiments import chapters, unmeasured
 from kvkeep.lab.report.files import write
+from kvkeep.lab.report.groups import unread
 from kvkeep.lab.report.markdown import markdown
 from kvkeep.lab.report.sections import sections
 from kvkeep.lab.report.studies import studied, study_chapters
 
-__all__ = ["chapters", "markdown", "sections", "studied", "study_chapters", "unmeasured", "write"]
+__all__ = ["chapters", "markdown", "sections", "studied", "study_chapters", "unmeasured", "unread", "write"]

@@ -49,54 +49,40 @@ def unmeasured(names: Collection[str]) -> list[Chapter]:
 
 
 def _chapter(section: Section) -> Chapter:
-    experiment, paper = section.experiment, section.experiment.paper
-    title = f"{experiment.title}: {section.model}"
-    blocks: list[str | Picture] = [_setting(section), experiment.task.protocol]
+    task = section.experiment.task
+    blocks: list[str | Picture] = [_setting(section), task.protocol]
     if section.measured:
         blocks += [_table(section), *_by_name(section)]
     if not section.comparable:
         blocks.append("The rows are of different versions or machines, named above: times are not to be compared.")
     if section.measured:
-        blocks += _frontiers(section, title)
-        blocks.append(Picture(f"{section.name}-quality", f"{title}, quality", partial(draw_quality, section)))
-        if experiment.task.mapped:
-            blocks.append(Picture(f"{section.name}-map", f"{title}, by point", partial(draw_maps, section)))
-    if paper is not None and (unjudged := list(_unjudged(experiment))):
-        blocks.append("What no number here decides:\n\n" + "\n".join(f"* {sentence}" for sentence in unjudged))
-    return Chapter(
-        title,
-        tuple(blocks),
-        beside="" if paper is None else f"{paper.title}, {paper.where}",
-        theirs="" if paper is None else paper.setting,
+        blocks += _frontiers(section)
+        blocks.append(Picture(f"{section.name}-quality", f"{section.title}, quality", partial(draw_quality, section)))
+        if task.mapped:
+            blocks.append(Picture(f"{section.name}-map", f"{section.title}, by point", partial(draw_maps, section)))
+    return section.chapter(
+        blocks,
         ours=_brief(section),
-        verdicts=tuple(verdicts(experiment, section.lines)),
-        missing=tuple(_missing(section)),
+        verdicts=verdicts(section.experiment, section.lines),
+        undecided=list(_unjudged(section.experiment)),
+        missing=_missing(section),
     )
 
 
 def _brief(section: Section) -> str:
     task, (shortest, longest) = section.experiment.task, section.prompts
     prompts = f"{shortest:,}" if shortest == longest else f"{shortest:,} to {longest:,}"
-    dtypes = " and ".join(sorted({str(machine.get("dtype")) for machine in section.machines}))
     counts = {"sample": task.samples, "point": len(task.points()), "seed": len(section.experiment.seeds)}
     row = ", ".join(f"{count} {name}{'s' if count > 1 else ''}" for name, count in counts.items())
-    return f"{section.model}, {dtypes}, prompts of {prompts} tokens, N = {math.prod(counts.values())} a row ({row})"
+    rows = f"N = {math.prod(counts.values())} a row ({row})"
+    return f"{section.model}, {section.dtypes}, prompts of {prompts} tokens, {rows}"
 
 
 def _setting(section: Section) -> str:
-    experiment = section.experiment
-    machines = "; ".join(
-        f"{one.get('device')}, {one.get('dtype')}, {one.get('platform')}, threads {one.get('threads')}"
-        for one in section.machines
-    )
-    versions = "; ".join(", ".join(f"{name} {version}" for name, version in one.items()) for one in section.versions)
-    lines = [
-        f"Experiment `{experiment.name}`: {machines}. {versions}.",
-        f"In brackets: 95 % of {RESAMPLES:,} bootstrap means over samples.",
-    ]
+    sentences = [section.origin, f"In brackets: 95 % of {RESAMPLES:,} bootstrap means over samples."]
     if _relative(section):
-        lines.append(f"vs {experiment.baseline}: the difference from it, sample by sample.")
-    return " ".join(lines)
+        sentences.append(f"vs {section.experiment.baseline}: the difference from it, sample by sample.")
+    return " ".join(sentences)
 
 
 def _relative(section: Section) -> list[Metric]:
@@ -149,7 +135,7 @@ def _by_name(section: Section) -> Iterator[str]:
         yield "\n".join(rows)
 
 
-def _frontiers(section: Section, title: str) -> Iterator[str | Picture]:
+def _frontiers(section: Section) -> Iterator[str | Picture]:
     """Yield the frontiers' rows as a table, and a figure of each; times that do not compare have none."""
     metric = section.experiment.task.metrics[0]
     axes = [axis for axis in AXES if any(axis.cost(line) is not None for line in section.measured)]
@@ -183,7 +169,7 @@ def _frontiers(section: Section, title: str) -> Iterator[str | Picture]:
     yield "\n".join(rows)
     for axis in axes:
         name = f"{section.name}-frontier-{axis.name}"
-        yield Picture(name, f"{title}, quality against {axis.of}", partial(draw_frontier, section, axis))
+        yield Picture(name, f"{section.title}, quality against {axis.of}", partial(draw_frontier, section, axis))
 
 
 def _entries(line: Line) -> str:
@@ -215,7 +201,8 @@ def _missing(section: Section) -> Iterator[str]:
 def _unjudged(experiment: Experiment) -> Iterator[str]:
     """Yield the paper's claims and numbers for which there is no verdict."""
     paper, metrics = experiment.paper, experiment.task.metrics
-    assert paper is not None
+    if paper is None:
+        return
     yield from (f"The paper says: {claim.says}" for claim in paper.claims if claim.metric is None)
     for value in paper.values:
         if not value.method or not is_ours(value.method):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
-from pathlib import Path
+from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
-from kvkeep.errors import UsageError
-from kvkeep.lab.experiment import Experiment, PaperValue, load_experiment, packaged
+from kvkeep.lab.experiment import Experiment, PaperValue
 from kvkeep.lab.intervals import Estimate, estimate
+from kvkeep.lab.report.groups import Group, grouped
 from kvkeep.lab.store import Row, Store
 from kvkeep.lab.tasks.base import Point
 
@@ -75,20 +74,10 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Section:
-    """An experiment of one setting (sizes, data, dtype) on one model.
+class Section(Group[Experiment, Row]):
+    """An experiment of methods and budgets, and its lines."""
 
-    versions, machines: all that took part. prompts: tokens of the shortest and of the longest.
-    """
-
-    experiment: Experiment
-    setting: str
-    model: str
     lines: tuple[Line, ...]
-    versions: tuple[dict[str, str], ...]
-    machines: tuple[dict[str, Any], ...]
-    prompts: tuple[int, int]
-    started: str
 
     @property
     def measured(self) -> list[Line]:
@@ -96,10 +85,10 @@ class Section:
         return [line for line in self.lines if line.scores]
 
     @property
-    def name(self) -> str:
-        """What files about it are called."""
-        model = Path(self.model).name.removesuffix(".gguf")
-        return f"{self.experiment.name}-{model}-{self.setting[:6]}"
+    def prompts(self) -> tuple[int, int]:
+        """Tokens of the shortest and of the longest prompt."""
+        tokens = [count for row in self.records for count in row.prompt_tokens] or [0]
+        return min(tokens), max(tokens)
 
     @property
     def comparable(self) -> bool:
@@ -112,64 +101,25 @@ class Section:
         for line in self.lines:
             plain = {key: value for key, value in asdict(line).items() if key != "samples"}
             lines.append({**plain, "paper": [value.model_dump(mode="json") for value in line.paper]})
-        own = {one.name: getattr(self, one.name) for one in fields(self)}
+        names = ("setting", "model", "versions", "machines", "prompts")
+        own = {name: getattr(self, name) for name in names}
         return {**own, "lines": lines, "experiment": self.experiment.model_dump(mode="json")}
 
 
 def sections(stores: Sequence[Store]) -> list[Section]:
-    """Return what ``stores`` hold (already read), the latest of each experiment first. Raises UsageError if that is
-    nothing (nor any study), or of an experiment that this version cannot read."""
-    definitions = {one.setting: one.experiment for store in stores for one in store.definitions}
-    groups: dict[tuple[str, str], dict[str, Row]] = {}
-    for row in (row for store in stores for row in store.rows):
-        cells = groups.setdefault((row.setting, row.model), {})
-        if row.status == "done" or cells.get(row.cell, row).status == "failed":
-            cells[row.cell] = row
-    made = [
-        _section(_experiment(definitions[setting]), setting, model, list(cells.values()))
-        for (setting, model), cells in groups.items()
-        if setting in definitions
-    ]
-    if not made and not any(store.findings for store in stores):
-        raise UsageError("There is nothing to report: no cell of an experiment is in these results.")
-    made.sort(key=lambda section: section.started, reverse=True)
-    return sorted(made, key=lambda section: section.experiment.name)
+    """Return what ``stores`` hold (already read) of tasks."""
+    return [_section(group) for group in grouped(stores, Experiment, Row)]
 
 
-def _experiment(given: dict[str, Any]) -> Experiment:
-    """Return an experiment as it was, but for what the paper says: of one that comes with the library, and still stands
-    beside the same figure, that is as it is read today."""
-    try:
-        experiment = Experiment.model_validate(given)
-    except ValueError as error:
-        name = given.get("name", "")
-        raise UsageError(
-            f"The results of experiment '{name}' are of a version of kvkeep whose words are gone."
-        ) from error
-    paper = load_experiment(experiment.name).paper if experiment.name in packaged() else None
-    if paper is None or experiment.paper is None or paper.where != experiment.paper.where:
-        return experiment
-    return experiment.model_copy(update={"paper": paper})
-
-
-def _section(experiment: Experiment, setting: str, model: str, rows: Sequence[Row]) -> Section:
+def _section(group: Group[Experiment, Row]) -> Section:
+    experiment = group.experiment
     ways: dict[tuple[str, str | None], list[Row]] = {way: [] for way in experiment.ways()}
-    for row in rows:
+    for row in group.records:
         ways.setdefault((row.method, row.budget), []).append(row)
     first = next((mine for (method, _), mine in ways.items() if method == experiment.baseline and mine), [])
     baseline = {_place(row): row.scores for row in first if row.status == "done"}
     lines = tuple(_line(experiment, *way, mine, baseline) for way, mine in ways.items() if mine)
-    tokens = [count for row in rows for count in row.prompt_tokens] or [0]
-    return Section(
-        experiment,
-        setting,
-        model,
-        lines,
-        _different(row.versions for row in rows),
-        _different(row.machine for row in rows),
-        (min(tokens), max(tokens)),
-        max(row.started for row in rows),
-    )
+    return Section(experiment, group.setting, group.model, group.records, lines)
 
 
 def _line(experiment: Experiment, method: str, budget: str | None, rows: Sequence[Row], baseline: Samples) -> Line:
@@ -229,7 +179,3 @@ def places(section: Section, axis: str) -> list[float | str]:
 
 def _place(row: Row) -> Place:
     return json.dumps(row.point, sort_keys=True), row.seed
-
-
-def _different(found: Any) -> tuple[dict[str, Any], ...]:
-    return tuple({json.dumps(one, sort_keys=True): one for one in found}.values())

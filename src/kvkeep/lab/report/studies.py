@@ -6,13 +6,13 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any
 
 from kvkeep.errors import UsageError
-from kvkeep.lab.experiment import Claim, Inquiry, read_experiment
+from kvkeep.lab.experiment import Claim, Inquiry
 from kvkeep.lab.intervals import Estimate, student
 from kvkeep.lab.report.chapter import Chapter, Outcome, Picture, Verdict
+from kvkeep.lab.report.groups import Group, grouped
 from kvkeep.lab.report.telling import limit, listed, number, titled, told
 from kvkeep.lab.report.verdicts import judge
 from kvkeep.lab.store import Finding, Store
@@ -20,43 +20,31 @@ from kvkeep.lab.tables import Table
 
 
 @dataclass(frozen=True)
-class Studied:
-    """A study of one setting (sizes, data, dtype) on one model. records: the newest of each seed, seeds rising; where
-    one was measured, a later failure counts for nothing."""
-
-    inquiry: Inquiry
-    setting: str
-    model: str
-    records: tuple[Finding, ...]
-
-    @property
-    def name(self) -> str:
-        """What files about it are called."""
-        model = Path(self.model).name.removesuffix(".gguf")
-        return f"{self.inquiry.name}-{model}-{self.setting[:6]}"
+class Studied(Group[Inquiry, Finding]):
+    """A study: a record for each seed, seeds rising."""
 
     @cached_property
     def found(self) -> list[Any]:
         """What was found, by seed. Raises UsageError where this version cannot read it."""
         try:
-            return [self.inquiry.study.restored(one.data) for one in self.records if one.status == "done"]
+            return [self.experiment.study.restored(one.data) for one in self.records if one.status == "done"]
         except ValueError as error:
             raise UsageError(
-                f"The results of study '{self.inquiry.name}' are of a version of kvkeep whose words are gone."
+                f"The results of study '{self.experiment.name}' are of a version of kvkeep whose words are gone."
             ) from error
 
     @cached_property
     def values(self) -> dict[str, list[float]]:
         """The study's numbers by metric, one for each seed."""
-        each = [self.inquiry.study.scores(found) for found in self.found]
-        names = [metric.name for metric in self.inquiry.study.metrics]
+        each = [self.experiment.study.scores(found) for found in self.found]
+        names = [metric.name for metric in self.experiment.study.metrics]
         values = {name: [scores[name] for scores in each if name in scores] for name in names}
         return {name: numbers for name, numbers in values.items() if numbers}
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as plain types."""
         return {
-            "experiment": self.inquiry.model_dump(mode="json"),
+            "experiment": self.experiment.model_dump(mode="json"),
             "setting": self.setting,
             "model": self.model,
             "values": self.values,
@@ -65,22 +53,11 @@ class Studied:
 
 
 def studied(stores: Sequence[Store]) -> list[Studied]:
-    """Return what ``stores`` hold of studies (already read), by name, the latest first. Raises UsageError for one that
-    this version cannot read."""
-    definitions = {one.setting: one.experiment for store in stores for one in store.definitions}
-    groups: dict[tuple[str, str], dict[int, Finding]] = {}
-    for record in (record for store in stores for record in store.findings):
-        seeds = groups.setdefault((record.setting, record.model), {})
-        if record.status == "done" or seeds.get(record.seed, record).status == "failed":
-            seeds[record.seed] = record
-    made = []
-    for (setting, model), seeds in groups.items():
-        if setting in definitions:
-            inquiry = read_experiment(definitions[setting], f"a study in the results, of setting {setting},")
-            assert isinstance(inquiry, Inquiry)
-            made.append(Studied(inquiry, setting, model, tuple(seeds[seed] for seed in sorted(seeds))))
-    made.sort(key=lambda one: max(record.started for record in one.records), reverse=True)
-    return sorted(made, key=lambda one: one.inquiry.name)
+    """Return what ``stores`` hold (already read) of studies."""
+    return [
+        Studied(one.experiment, one.setting, one.model, tuple(sorted(one.records, key=lambda record: record.seed)))
+        for one in grouped(stores, Inquiry, Finding)
+    ]
 
 
 def study_chapters(found: Sequence[Studied]) -> list[Chapter]:
@@ -89,8 +66,7 @@ def study_chapters(found: Sequence[Studied]) -> list[Chapter]:
 
 
 def _chapter(one: Studied) -> Chapter:
-    study, paper = one.inquiry.study, one.inquiry.paper
-    title = f"{one.inquiry.title}: {one.model}"
+    study, claims = one.experiment.study, one.experiment.claims
     blocks: list[str | Picture] = [_setting(one), study.protocol]
     if one.values:
         blocks.append(_numbers(one).markdown())
@@ -98,27 +74,21 @@ def _chapter(one: Studied) -> Chapter:
         first = one.found[0]
         blocks += [table.markdown() for table in study.tables(first)]
         if study.drawn:
-            blocks.append(Picture(one.name, title, partial(study.draw, first, title=title)))
-    if unjudged := [claim.says for claim in one.inquiry.claims if claim.metric is None]:
-        lines = [f"* The paper says: {says}" for says in unjudged]
-        blocks.append("\n".join(["What no number here decides:", "", *lines]))
-    return Chapter(
-        title,
-        tuple(blocks),
-        beside="" if paper is None else f"{paper.title}, {paper.where}",
-        theirs="" if paper is None else paper.setting,
+            blocks.append(Picture(one.name, one.title, partial(study.draw, first, title=one.title)))
+    return one.chapter(
+        blocks,
         ours=_brief(one),
-        verdicts=tuple(_verdict(one, claim) for claim in one.inquiry.claims if claim.metric is not None),
-        missing=tuple(_missing(one)),
+        verdicts=(_verdict(one, claim) for claim in claims if claim.metric is not None),
+        undecided=[f"The paper says: {claim.says}" for claim in claims if claim.metric is None],
+        missing=_missing(one),
     )
 
 
 def _brief(one: Studied) -> str:
-    dtypes = " and ".join(sorted({str(record.machine.get("dtype")) for record in one.records}))
-    fields = one.inquiry.study.model_dump(mode="json")
+    fields = one.experiment.study.model_dump(mode="json")
     sizes = (f"{name.replace('_', ' ')} {_told(value)}" for name, value in fields.items())
     seeds = listed(str(record.seed) for record in one.records)
-    return "; ".join([f"{one.model}, {dtypes}", *sizes, f"seed{'s' if len(one.records) > 1 else ''} {seeds}"])
+    return "; ".join([f"{one.model}, {one.dtypes}", *sizes, f"seed{'s' if len(one.records) > 1 else ''} {seeds}"])
 
 
 def _told(value: Any) -> str:
@@ -126,30 +96,22 @@ def _told(value: Any) -> str:
 
 
 def _setting(one: Studied) -> str:
-    machines = dict.fromkeys(
-        f"{record.machine.get('device')}, {record.machine.get('platform')}, threads {record.machine.get('threads')}"
-        for record in one.records
-    )
-    versions = dict.fromkeys(
-        ", ".join(f"{name} {version}" for name, version in record.versions.items()) for record in one.records
-    )
-    text = f"Experiment `{one.inquiry.name}`: {'; '.join(machines)}. {'; '.join(versions)}."
     if len(one.found) > 1:
-        text = f"{text} In brackets: Student's 95 % over seeds. Tables and figure are of the first."
-    return text
+        return f"{one.origin} In brackets: Student's 95 % over seeds. Tables and figure are of the first."
+    return one.origin
 
 
 def _missing(one: Studied) -> Iterator[str]:
     yield from (f"Seed {record.seed}: {record.error}" for record in one.records if record.status == "failed")
-    if seeds := [seed for seed in one.inquiry.seeds if seed not in {record.seed for record in one.records}]:
+    if seeds := [seed for seed in one.experiment.seeds if seed not in {record.seed for record in one.records}]:
         yield f"Not measured yet: seed{'s' if len(seeds) > 1 else ''} {listed(map(str, seeds))}."
 
 
 def _numbers(one: Studied) -> Table:
     """Return ours beside the paper's."""
-    paper = one.inquiry.paper
+    paper = one.experiment.paper
     table = Table("The numbers that say most", ["", "ours", "the paper's"])
-    for metric in one.inquiry.study.metrics:
+    for metric in one.experiment.study.metrics:
         theirs = [value for value in ([] if paper is None else paper.values) if value.metric == metric.name]
         if metric.name in one.values or theirs:
             ours = told(metric, student(one.values[metric.name])) if metric.name in one.values else "-"
@@ -160,7 +122,7 @@ def _numbers(one: Studied) -> Table:
 
 def _verdict(one: Studied, claim: Claim) -> Verdict:
     """Return what became of a claim: over seeds, or by the number itself where no seed and no run changes it."""
-    study = one.inquiry.study
+    study = one.experiment.study
     metric = next(metric for metric in study.metrics if metric.name == claim.metric)
     bounds = (("at least", claim.at_least), ("at most", claim.at_most))
     said = listed(f"{word} {limit(metric, bound, False)}" for word, bound in bounds if bound is not None)
