@@ -148,13 +148,14 @@ def test_bench_as_json(run: Run, model_folder: Path) -> None:
     rows = {row["label"]: row for row in report["rows"]}
     assert {"stock", "naive", "full", "static", "paged", "kv-direct tokens@device"} <= set(rows)
     small = {name for name, row in rows.items() if row["error"]}  # the budget has no room for groups of 32, or sinks
-    groups = {"quantized:8", "quantized:4", "quantized:2", "lowrank:32", "h2o+quantize:4"}
+    groups = {"quantized:8", "quantized:4", "quantized:2", "lowrank:32", "h2o+quantize:4", "revive"}
     assert small <= {*groups, "kvslimmer", "asymkv", "kvslimmer-exact"}
     assert all("no room" in rows[name]["error"] or "too few" in rows[name]["error"] for name in small)
     assert all(row["step_ms"] > 0 for name, row in rows.items() if name not in small)
     assert rows["stock"]["step_ratio"] == 1.0
     assert rows["kv-direct kv@disk"]["memory"]["resident_bytes"] < rows["stock"]["memory"]["resident_bytes"]
     assert run("bench", "-m", str(model_folder), "--contexts", "x")[0] == 2
+    assert run("bench", "-m", str(model_folder), "--clock", "sun")[0] == 2
 
 
 def test_verify_as_json_and_as_tables(run: Run, model_folder: Path) -> None:

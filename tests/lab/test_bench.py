@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import count
 from typing import Any
 
 import pytest
@@ -51,3 +52,11 @@ def test_an_interrupt_keeps_what_was_measured(monkeypatch: pytest.MonkeyPatch) -
 def test_patience_ends_slow_cases() -> None:
     row = run(tiny("llama"), [Case("stock", 30, "stock")], rounds=3, steps=9, patience_s=0.0)[0]
     assert row.steps == 1
+
+
+def test_the_clock_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that goes on by 3 seconds whenever it is looked at: every pass takes as long."""
+    ticks = count(0, 3)
+    monkeypatch.setitem(bench.CLOCKS, "processor", lambda: float(next(ticks)))
+    row = run(tiny("llama"), [Case("stock", 30, "stock")], rounds=1, steps=3, clock="processor")[0]
+    assert (row.prefill_s, row.step_ms, row.slowest_ms) == (3.0, 3000.0, 3000.0)

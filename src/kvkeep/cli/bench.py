@@ -11,7 +11,7 @@ from rich.table import Table
 
 from kvkeep.cli import options
 from kvkeep.cli.output import err, machine, note, out, print_json, size
-from kvkeep.errors import Interrupted, UsageError
+from kvkeep.errors import Interrupted, UsageError, unknown
 
 if TYPE_CHECKING:
     from kvkeep.lab.bench import Row
@@ -25,6 +25,9 @@ def bench(
     steps: Annotated[int, typer.Option(min=2, help="Decoding steps a round.")] = 16,
     only: Annotated[str | None, typer.Option(help="Only cases whose name contains one of these, by commas.")] = None,
     slow: Annotated[bool, typer.Option(help="Also what recomputes everything: naive, strides, tokens.")] = True,
+    clock: Annotated[
+        str, typer.Option(help="What to time by: wall, or processor, for a machine that others use, too.")
+    ] = "wall",
     dtype: options.Dtype = "float32",
     device: options.Device = None,
     json: options.Json = False,
@@ -32,9 +35,11 @@ def bench(
     """Time prefill and decoding of every cache in one run, and measure their memory."""
     from kvkeep.budget import Budget
     from kvkeep.cache import STOCK
-    from kvkeep.lab.bench import INTERRUPTED, cases, run
+    from kvkeep.lab.bench import CLOCKS, INTERRUPTED, cases, run
     from kvkeep.models.loading import load
 
+    if clock not in CLOCKS:
+        raise unknown("clock", clock, CLOCKS)
     lengths = _lengths(contexts)
     Budget.parse(budget)
     loaded = load(model, dtype=dtype, device=device, progress=note)
@@ -42,7 +47,7 @@ def bench(
     if only is not None:
         wanted = [part.strip() for part in only.split(",")]
         listed = [case for case in listed if case.method == STOCK or any(part in case.label for part in wanted)]
-    where = machine(loaded, dtype)
+    where = machine(loaded, dtype) | {"clock": clock}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
         task = progress.add_task("", total=None)
@@ -51,6 +56,7 @@ def bench(
             listed,
             rounds=rounds,
             steps=steps,
+            clock=clock,
             progress=lambda label, done, total: progress.update(task, description=label, completed=done, total=total),
         )
     if json:

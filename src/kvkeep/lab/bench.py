@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvkeep.budget import Budget
 from kvkeep.cache import STOCK, memory_of, new_cache
-from kvkeep.errors import KvkeepError
+from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.policies.merging import MERGING
 from kvkeep.policies.methods import METHODS
@@ -27,6 +27,10 @@ from kvkeep.stores.meter import Memory
 NAIVE = "naive"
 HELD = "stock, the budget's entries"
 INTERRUPTED = "interrupted before it was measured"
+
+CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "processor": time.process_time}
+"""Seconds that pass, and those in which this process's threads work, together: these tell what a pass costs where
+others use the machine, too, but nothing of waiting, nor of a GPU."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,7 @@ class Row:
 
 SHRINKING = (
     *(name for name in METHODS if name in SELECTORS),
-    *("quantized:8", "quantized:4", "quantized:2", "lowrank:32", "longcache", "h2o+quantize:4"),
+    *("quantized:8", "quantized:4", "quantized:2", "lowrank:32", "longcache", "h2o+quantize:4", "revive"),
     *(*MERGING, "h2o+merge", "cam"),
     *("kvreviver", "kvreviver:estimate=shrunk,by=mean"),
 )
@@ -111,13 +115,17 @@ def run(
     rounds: int = 3,
     steps: int = 16,
     patience_s: float = 20.0,
+    clock: str = "wall",
     progress: Callable[[str, int, int], None] = lambda label, done, total: None,
 ) -> list[Row]:
     """Measure every case ``rounds`` times, interleaved. A case takes ``steps`` steps a round, fewer (one at least) once
     ``patience_s`` seconds have gone into them; one that has used four times that in all sits out later rounds.
+    clock: one of :data:`CLOCKS`; raises UsageError for "processor" where the model is on a GPU.
 
     An interrupt ends the run, and what was measured until then is returned.
     """
+    if clock != "wall" and next(model.parameters()).device.type != "cpu":
+        raise UsageError("Processor seconds say nothing of a GPU; leave out the clock, or give --device cpu.")
     prefills: dict[int, list[float]] = {number: [] for number in range(len(listed))}
     times: dict[int, list[float]] = {number: [] for number in range(len(listed))}
     memories: dict[int, dict[str, Any]] = {}
@@ -129,7 +137,7 @@ def run(
         if number in errors or (turn and sum(prefills[number]) + sum(times[number]) > 4 * patience_s):
             continue
         try:
-            prefill, took, memories[number] = _measure(model, case, steps, patience_s)
+            prefill, took, memories[number] = _measure(model, case, steps, patience_s, CLOCKS[clock])
         except KvkeepError as error:
             errors[number] = str(error)
             continue
@@ -175,19 +183,21 @@ def _rows(
 
 
 @torch.inference_mode()
-def _measure(model: Any, case: Case, steps: int, patience_s: float) -> tuple[list[float], list[float], dict[str, Any]]:
+def _measure(
+    model: Any, case: Case, steps: int, patience_s: float, clock: Callable[[], float]
+) -> tuple[list[float], list[float], dict[str, Any]]:
     device = next(model.parameters()).device
     peak = _peak_from_here(device)
     generator = torch.Generator().manual_seed(0)
     shape = case.batch, case.length + steps
     ids = torch.randint(0, model.config.vocab_size, shape, generator=generator).to(device)
     if case.method == NAIVE:
-        took = _until(steps, patience_s, lambda step: timed(model, ids[:, : case.length + step], None))
+        took = _until(steps, patience_s, lambda step: timed(model, ids[:, : case.length + step], None, clock))
         return [], took, asdict(Memory()) | peak()
     cache = new_cache(model, case.method, **case.options)
-    prefill = timed(model, ids[:, : case.reads or case.length], cache)
+    prefill = timed(model, ids[:, : case.reads or case.length], cache, clock)
     timed(model, ids[:, :1], cache)  # the first step warms up
-    took = _until(steps - 1, patience_s, lambda step: timed(model, ids[:, step : step + 1], cache))
+    took = _until(steps - 1, patience_s, lambda step: timed(model, ids[:, step : step + 1], cache, clock))
     return [prefill], took, asdict(memory_of(cache)) | peak()
 
 
@@ -210,11 +220,12 @@ def _peak_from_here(device: torch.device) -> Callable[[], dict[str, int]]:
     return lambda: {"device_peak_bytes": torch.cuda.max_memory_allocated(device) - before}
 
 
-def timed(model: Any, ids: Tensor, cache: Any) -> float:
-    """Return the seconds that a pass over ``ids`` (batch, tokens) takes, until its last logits are there."""
+def timed(model: Any, ids: Tensor, cache: Any, clock: Callable[[], float] = time.perf_counter) -> float:
+    """Return the seconds that a pass over ``ids`` (batch, tokens) takes by ``clock``, until its last logits are
+    there."""
     if ids.device.type == "cuda":
         torch.cuda.synchronize(ids.device)  # what earlier steps left running is not this one's
-    start = time.perf_counter()
+    start = clock()
     logits = model(ids, past_key_values=cache, use_cache=cache is not None, logits_to_keep=1).logits
     logits[0, -1, 0].item()  # waits for the device
-    return time.perf_counter() - start
+    return clock() - start
