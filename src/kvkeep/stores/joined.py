@@ -53,7 +53,8 @@ class JoinedLayer(CountedLayer):
             bank.others = torch.zeros(slots.shape, device=slots.device)
             bank.newest = torch.zeros_like(slots)
         count, left = keys.shape[1], gone[2]
-        place, was = _found(left, slots)
+        written = bank.slots != slots
+        was, place = written.max(1, keepdim=True) if count == 1 else _found(left, slots)
         others = bank.others.gather(1, place).masked_fill(~was, 0.0)
         newest = torch.where(was, torch.maximum(left, bank.newest.gather(1, place)), left)
         if noted is not None:  # of new entries that are refused at once, those they came with
@@ -61,7 +62,6 @@ class JoinedLayer(CountedLayer):
             if marks is not None:
                 fresh = marks.gather(1, (left.long() - self.length).clamp(0, count - 1))
             noted = torch.where(was, noted.gather(1, place), fresh)
-        written = bank.slots != slots
         bank.others.masked_fill_(written, 0.0)
         bank.newest.masked_fill_(written, 0)
         counts = (1 + others) * (left >= 0)
@@ -83,7 +83,7 @@ class JoinedLayer(CountedLayer):
 
 
 def _found(wanted: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the columns where ``slots`` (lanes, columns) are ``wanted`` (lanes, n), and whether they are anywhere."""
+    """Return whether ``wanted`` (lanes, n) are among ``slots`` (lanes, columns), and in which columns."""
     ordered, order = slots.sort(1)
     place = torch.searchsorted(ordered, wanted.to(ordered.dtype).contiguous()).clamp(max=slots.shape[1] - 1)
-    return order.gather(1, place), (ordered.gather(1, place) == wanted) & (wanted >= 0)
+    return (ordered.gather(1, place) == wanted) & (wanted >= 0), order.gather(1, place)

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize
+from torch.linalg import vector_norm
 
 from kvkeep.errors import UsageError
 from kvkeep.policies.fates.base import Fate
@@ -73,6 +73,7 @@ class _Merging(Forgetting):
         if self.by == "slot":
             alike = -(slots - left.slots[..., None]).abs().float()
         else:
-            held = normalize(bank.keys[:, : bank.used].float(), dim=-1)
-            alike = normalize(left.keys.float(), dim=-1) @ held.transpose(1, 2)
+            held = bank.keys[:, : bank.used].float()
+            # Cosines but for the length of what leaves, which all its candidates share.
+            alike = left.keys.float() @ held.transpose(1, 2) / vector_norm(held, dim=-1)[:, None].clamp(min=1e-12)
         return alike.masked_fill(slots < 0, float("-inf")).argmax(2)
