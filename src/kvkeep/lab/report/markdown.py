@@ -69,7 +69,7 @@ def _front(chapters: Sequence[Chapter], links: Mapping[int, str]) -> Iterator[st
     counted = Counter(verdict.outcome for chapter in chapters for verdict in chapter.verdicts)
     if counted:
         counts = listed(f"{outcome}: {counted[outcome]}" for outcome in Outcome)
-        yield f"{counted.total()} claims and numbers of the papers are held against ours. {counts.capitalize()}."
+        yield f"Claims and numbers of the papers that are held against ours: {counted.total()}. {counts.capitalize()}."
         yield _INTERVALS
         for outcome, (heading, none) in _JUDGED.items():
             yield f"## {heading}"
