@@ -128,6 +128,18 @@ def test_clipping_is_never_farther_away(bits: int) -> None:
     assert (clipped <= plain).all() and clipped.mean() < plain.mean()
 
 
+def test_a_rung_knows_of_its_own_holes() -> None:
+    """Attention asks for a mask only where some places are empty."""
+    ladder, _ = filled(9000, [300, 1, 1])
+    assert len([rung for rung in ladder.rungs if rung.groups]) > 1 and not any(rung.holes for rung in ladder.rungs)
+    rows = torch.zeros(LANES, GROUP, DIM)
+    slots = torch.full((LANES, GROUP), -1, dtype=torch.int32)
+    ladder.take(rows, rows, slots, torch.zeros(LANES, GROUP))
+    for rung, held in ladder.pieces():
+        assert rung is None or rung.holes == bool((held < 0).any())
+    assert any(rung.holes for rung in ladder.rungs)
+
+
 def test_saved_selected_and_cut() -> None:
     ladder, _ = filled(9000, [300, 1, 1])
     ladder.heads = LANES
@@ -137,5 +149,5 @@ def test_saved_selected_and_cut() -> None:
     for (_, mine), (_, theirs) in zip(ladder.pieces(), again.pieces(), strict=True):
         assert torch.equal(torch.cat([mine, mine]), theirs)
     again.truncate(100)
-    assert again.holes and all(int(slots.max()) < 100 for _, slots in again.pieces())
+    assert all(rung.holes for rung in again.rungs) and all(int(slots.max()) < 100 for _, slots in again.pieces())
     assert all(int(slots.max()) >= 100 for _, slots in ladder.pieces())

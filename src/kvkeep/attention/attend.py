@@ -131,7 +131,9 @@ def _scored(query: Tensor, segment: Segment, scaling: float) -> Tensor:
     scores = scores.mul_(scaling).view(batch, heads, 1, -1)
     if segment.mask is None:
         return scores
-    return scores + (segment.mask if segment.mask.dtype != torch.bool else _bias(segment.mask, scores.dtype))
+    if segment.mask.dtype == torch.bool:
+        return scores.masked_fill_(~segment.mask, float("-inf"))
+    return scores + segment.mask
 
 
 def _mixed(weights: Tensor, segment: Segment) -> Tensor:

@@ -111,6 +111,7 @@ class Rung:
     def __init__(self, bits: Bits, width: int) -> None:
         self.bits, self.plain = bits, bits.keys == 8 * width
         self.parts: list[Tensor] = []
+        self.holes = False  # whether some slots are -1
 
     @property
     def groups(self) -> int:
@@ -189,7 +190,6 @@ class Ladder:
         self.count = 0  # of those that wait
         self.heads = 1  # lanes of a row
         self.channels: Channels | None = None
-        self.holes = False  # whether some slots are -1
 
     def take(self, keys: Tensor, values: Tensor, slots: Tensor, marks: Tensor) -> None:
         """Take entries: (lanes, n, dim), slots and marks (lanes, n), -1 for none."""
@@ -218,7 +218,6 @@ class Ladder:
         assert self.slots is not None and self.marks is not None
         if self.channels is None:
             self.channels = Channels.of(coming)
-        self.holes = self.holes or bool((coming.slots < 0).any())
         counts = self.counts(self.groups + coming.groups)
         room = start = 0  # of rungs above, where less is held than could be: what has fallen does not come up
         every: list[tuple[Tensor, Tensor]] = []
@@ -230,6 +229,9 @@ class Ladder:
                 slots, marks, coming = rung.settle(slots, marks, coming, room, self.channels, self.meter)
             every.append((slots.flatten(1), marks.flatten(1)))
             room -= rung.groups
+        empty = torch.stack([(slots < 0).any() for slots, _ in every]).tolist()  # one question to the device for all
+        for rung, holes in zip(self.rungs, empty, strict=True):
+            rung.holes = holes
         every.append((self.slots[:, -GROUP:], self.marks[:, -GROUP:]))
         self.slots, self.marks = (torch.cat(parts, 1) for parts in zip(*every, strict=True))
 
@@ -275,7 +277,7 @@ class Ladder:
         """Return all tensors by the name of what holds them."""
         named = {str(number): rung.parts for number, rung in enumerate(self.rungs) if rung.groups}
         if self.slots is not None and self.marks is not None:
-            named["counts"] = [torch.tensor([self.heads, self.count, self.holes])]
+            named["counts"] = [torch.tensor([self.heads, self.count, *(rung.holes for rung in self.rungs)])]
             named["waiting"] = self.waiting
             named["places"] = [self.slots, self.marks]
         if self.channels is not None:
@@ -290,15 +292,17 @@ class Ladder:
             self.waiting = named["waiting"]
             self.slots, self.marks = named["places"]
         if "counts" in named:
-            self.heads, self.count, holes = named["counts"][0].tolist()
-            self.holes = bool(holes)
+            self.heads, self.count, *holes = named["counts"][0].tolist()
+            for rung, flag in zip(self.rungs, holes, strict=True):
+                rung.holes = bool(flag)
         if "channels" in named:
             self.channels = Channels(*named["channels"])
 
     def truncate(self, length: int) -> None:
         """Leave holes where slots are forgotten."""
         if self.slots is not None:
-            self.holes = True
+            for rung in self.rungs:
+                rung.holes = True
             self.slots.masked_fill_(self.slots >= length, -1)
 
     def select(self, index: Tensor) -> None:

@@ -80,7 +80,7 @@ class _OnLadder:
             # What attention writes out of them for a moment: codes as numbers.
             size = 4 * slots.numel() * max(keys.shape[3], values.shape[3])
             self.meter.hold(size)
-            yield slots, ladder.holes, keys, values
+            yield slots, rung.holes, keys, values
             self.meter.hold(-size)
 
     def hear(self, layer: SelectedLayer, weights: Sequence[Tensor], queries: int) -> None:
