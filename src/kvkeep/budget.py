@@ -13,6 +13,9 @@ from kvkeep.geometry import ModelGeometry
 DEFAULT_CHUNK = 512
 """Tokens per prefill chunk when the budget has room for them."""
 
+LONGEST_CHUNK = 1024
+"""The same of a cache that recalls everything, when :data:`SPARE` lets it: each chunk reads all the weights anew."""
+
 MIN_CHUNK = 16
 """The smallest chunk chosen unasked: below it prefill runs almost token by token."""
 
@@ -116,8 +119,8 @@ class Budget:
     def chunk_for(self, entries: int, chunk: int | None = None, layers: int = 0) -> int:
         """Return the prefill chunk, in tokens, for the ``entries`` that :meth:`entries` returned.
 
-        The chunk asked for, or :data:`DEFAULT_CHUNK` shrunk to the budget. With no entries at all nothing
-        is kept between chunks, so their size is free.
+        The chunk asked for, or :data:`DEFAULT_CHUNK` shrunk to the budget, or more where ``layers`` allow it. With no
+        entries at all nothing is kept between chunks, so their size is free.
 
         Args:
             entries: of each full layer.
@@ -134,7 +137,7 @@ class Budget:
         least = chunk or MIN_CHUNK
         if entries < least:
             raise BudgetError(f"Budget '{self}' holds {entries} entries, below one chunk of {least}.")
-        return chunk or min(DEFAULT_CHUNK, max(entries, entries * layers // SPARE))
+        return chunk or max(min(DEFAULT_CHUNK, entries), min(LONGEST_CHUNK, entries * layers // SPARE))
 
     def _context(self, geometry: ModelGeometry, context: int | None) -> int:
         known = context if context is not None else geometry.max_positions

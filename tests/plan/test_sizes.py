@@ -67,7 +67,9 @@ def compare(family: str, label: str, tokens: int, budget: int, steps: int) -> No
 
 
 @pytest.mark.parametrize("label", ALL)
-@pytest.mark.parametrize(("tokens", "budget", "steps"), [(411, 160, 0), (300, 64, 5), (90, 160, 2), (500, 256, 9)])
+@pytest.mark.parametrize(
+    ("tokens", "budget", "steps"), [(411, 160, 0), (300, 64, 5), (90, 160, 2), (500, 256, 9), (450, 20, 40)]
+)
 def test_bytes_predicted_are_bytes_measured(label: str, tokens: int, budget: int, steps: int) -> None:
     compare("llama", label, tokens, budget, steps)
 

@@ -66,6 +66,14 @@ def test_equals_a_plain_tensor(name: str, place: str, operations: list[tuple[str
                 assert sorted(whole[0, 0, :, 0].tolist()) == sorted(twin[0, 0, first:, 0].tolist())
 
 
+def test_pages_are_as_long_as_what_comes() -> None:
+    """So that a prompt's chunks are read again in few pieces; single rows fill blocks."""
+    pages = Pages(Device(CPU), smallest=4, largest=20)
+    for count in (14, 1, 1, 50, 1):
+        pages.append(torch.zeros(1, 1, count, 2))
+    assert [page.shape[2] for page in pages.pages] == [16, 20, 20, 20] and pages.length == 67
+
+
 def test_an_append_that_fits_copies_nothing() -> None:
     buffer = Buffer(block=8)
     buffer.append(torch.zeros(1, 1, 3, 2))

@@ -18,7 +18,7 @@ from kvkeep.policies.selectors.streaming_llm import StreamingLLM
 from kvkeep.stores.coded import group_bytes, width
 from kvkeep.stores.groups import GROUP
 from kvkeep.stores.paged import BLOCK_SIZE
-from kvkeep.stores.rows import BLOCK
+from kvkeep.stores.rows import BLOCK, page_rows
 from kvkeep.stores.selected import BLOCK as COLUMNS
 
 PAGE = 512
@@ -92,10 +92,11 @@ def sizes(
     chunk = Budget.parse(budget).chunk_for(budget, layers=len(geometry.full_layers) if exact else 0)
     hand = min(chunk, prompt) * largest
     if family.layer == "kv-direct":
-        away = max(0, tokens - budget)
+        arriving = [*_chunks(prompt, chunk), *[1] * steps]
+        leaving = _over(arriving, budget)
         rows = min(budget, _up(min(tokens, budget), BLOCK))
-        held = Sizes(tokens, budget, chunk, budget, away, tokens, sliding + rows * full, hand=hand)
-        return _checkpointed(held, geometry, candidate, away, shared)
+        held = Sizes(tokens, budget, chunk, budget, sum(leaving), tokens, sliding + rows * full, hand=hand)
+        return _checkpointed(held, geometry, candidate, arriving, leaving, shared)
     return _selected(geometry, candidate, prompt, steps, budget, chunk, sliding, hand, shared)
 
 
@@ -132,11 +133,12 @@ def _selected(
         moving = max(moving, before * notes + (before + tail if before else 0) * _entry(layer, geometry))
         if sinks is not None and tokens > exact and isinstance(selector, StreamingLLM):
             resident += sinks * layer.kv_heads * layer.key_dim * geometry.dtype_bytes
-    away = _left([*_chunks(prompt, chunk), *[1] * steps], exact)
+    arriving = [*_chunks(prompt, chunk), *[1] * steps]
+    away = _left(arriving, exact)
     kept = min(tokens, exact)
     held = Sizes(tokens, budget, chunk, exact, away, kept, resident, hand=hand, workspace=moving)
     if family.fate == "verified":
-        return _checkpointed(held, geometry, candidate, tokens, shared)
+        return _checkpointed(held, geometry, candidate, arriving, arriving, shared)
     if fate is None:
         return held
     compressed = 0
@@ -157,20 +159,23 @@ def _selected(
     return Sizes(tokens, budget, chunk, exact, away, kept, resident, compressed, hand=hand, workspace=moving)
 
 
-def _checkpointed(held: Sizes, geometry: ModelGeometry, candidate: Candidate, away: int, shared: bool) -> Sizes:
-    """Add checkpoints of ``away`` entries, or of all tokens where they are residuals."""
+def _checkpointed(
+    held: Sizes, geometry: ModelGeometry, candidate: Candidate, arriving: list[int], leaving: list[int], shared: bool
+) -> Sizes:
+    """Add checkpoints of the entries ``leaving``, by pass, or of all tokens ``arriving`` where they are residuals."""
+    away = sum(leaving)
     stride, where = candidate.stride, candidate.where or "host"
     largest = max(_entry(layer, geometry) for layer in geometry.full_layers)
     places = {"device": held.device, "host": held.host, "disk": held.disk}
     if not stride:
-        pages = _pages(away)
+        pages = _pages(leaving)
         places[where] += sum(pages) * geometry.full_bytes_per_token
         moved = away and (where != "device" and not shared)
         work = min(PAGE, max(pages), away) * largest if moved else 0
     else:
         stride = min(stride, len(geometry.layers))
         anchors = geometry.residual_anchors(stride)
-        pages = _pages(held.tokens)
+        pages = _pages(arriving)
         vectors = sum(1 for anchor in anchors if anchor)
         places[where] += vectors * sum(pages) * geometry.residual_bytes_per_token
         if 0 in anchors:
@@ -227,14 +232,27 @@ def _pool(tokens: int) -> int:
     return blocks * BLOCK_SIZE
 
 
-def _pages(rows: int) -> list[int]:
-    """Return the rows of each page, as :class:`~kvkeep.stores.rows.Pages` allocates them."""
+def _pages(counts: list[int]) -> list[int]:
+    """Return the rows of each page, as :class:`~kvkeep.stores.rows.Pages` allocates them for rows that come by so
+    many."""
     pages: list[int] = []
-    allocated = 0
-    while allocated < rows:
-        pages.append(min(1024, max(1, allocated // (2 * BLOCK)) * BLOCK))
-        allocated += pages[-1]
+    allocated = needed = 0
+    for count in counts:
+        needed += count
+        while allocated < needed:
+            pages.append(page_rows(needed - allocated, allocated))
+            allocated += pages[-1]
     return pages
+
+
+def _over(counts: list[int], room: int) -> list[int]:
+    """Return how many rows each of ``counts`` drives out of room for the last ``room``."""
+    before = 0
+    gone = []
+    for count in counts:
+        gone.append(max(0, before + count - room) - max(0, before - room))
+        before += count
+    return gone
 
 
 def _groups(written: int, room: int) -> int:

@@ -22,6 +22,8 @@ from torch import Tensor
 from kvkeep.stores.places import Place
 
 BLOCK = 256
+LARGEST = 1024
+"""Rows of the largest page."""
 
 
 class Rows(Protocol):
@@ -210,10 +212,11 @@ class Ring:
 
 
 class Pages:
-    """All rows, in pages allocated once at their home and never moved; each is half of what is there already, between
-    ``smallest`` and ``largest`` rows, so that little lies idle and reading stays in long pieces."""
+    """All rows, in pages allocated once at their home and never moved; each is as long as what comes, or half of what
+    is there already, between ``smallest`` and ``largest`` rows, so that little lies idle and reading stays in long
+    pieces."""
 
-    def __init__(self, home: Place, smallest: int = BLOCK, largest: int = 1024) -> None:
+    def __init__(self, home: Place, smallest: int = BLOCK, largest: int = LARGEST) -> None:
         self.home = home
         self.smallest = smallest
         self.largest = largest
@@ -226,7 +229,7 @@ class Pages:
         """Take the next ``rows``; new pages are allocated before anything is written."""
         stop = self.length + rows.shape[-2]
         while stop > self._allocated:
-            size = min(self.largest, max(1, self._allocated // (2 * self.smallest)) * self.smallest)
+            size = page_rows(stop - self._allocated, self._allocated, self.smallest, self.largest)
             page = self.home.allocate((*rows.shape[:-2], size, rows.shape[-1]), rows.dtype)
             self.starts.append(self._allocated)
             self.pages.append(page)
@@ -274,6 +277,11 @@ class Pages:
     def nbytes(self) -> int:
         """Bytes allocated."""
         return sum(page.nbytes for page in self.pages)
+
+
+def page_rows(missing: int, allocated: int, smallest: int = BLOCK, largest: int = LARGEST) -> int:
+    """Return the rows of the next page, where ``allocated`` rows have one and ``missing`` more are needed."""
+    return min(largest, max(-(-missing // smallest), allocated // (2 * smallest)) * smallest)
 
 
 def concatenated(rows: Rows, start: int, stop: int) -> Tensor:
