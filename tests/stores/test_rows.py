@@ -71,7 +71,7 @@ def test_pages_are_as_long_as_what_comes() -> None:
     pages = Pages(Device(CPU), smallest=4, largest=20)
     for count in (14, 1, 1, 50, 1):
         pages.append(torch.zeros(1, 1, count, 2))
-    assert [page.shape[2] for page in pages.pages] == [16, 20, 20, 20] and pages.length == 67
+    assert [page.shape[2] for page in pages.pages] == [16, 20, 20, 12] and pages.length == 67
 
 
 def test_an_append_that_fits_copies_nothing() -> None:

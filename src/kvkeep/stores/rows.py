@@ -212,8 +212,8 @@ class Ring:
 
 
 class Pages:
-    """All rows, in pages allocated once at their home and never moved; each is as long as what comes, or half of what
-    is there already, between ``smallest`` and ``largest`` rows, so that little lies idle and reading stays in long
+    """All rows, in pages allocated once at their home and never moved; each is as long as what comes, or an eighth of
+    what is there already, between ``smallest`` and ``largest`` rows, so that little lies idle and reading stays in long
     pieces."""
 
     def __init__(self, home: Place, smallest: int = BLOCK, largest: int = LARGEST) -> None:
@@ -281,7 +281,7 @@ class Pages:
 
 def page_rows(missing: int, allocated: int, smallest: int = BLOCK, largest: int = LARGEST) -> int:
     """Return the rows of the next page, where ``allocated`` rows have one and ``missing`` more are needed."""
-    return min(largest, max(-(-missing // smallest), allocated // (2 * smallest)) * smallest)
+    return min(largest, max(-(-missing // smallest), allocated // (8 * smallest)) * smallest)
 
 
 def concatenated(rows: Rows, start: int, stop: int) -> Tensor:
