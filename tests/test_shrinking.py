@@ -90,7 +90,7 @@ def test_until_something_leaves_it_is_the_unbounded_cache(family: str, method: s
     torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=2e-4)
 
 
-@pytest.mark.parametrize(("family", "method"), [*EVERY, *LOW])
+@pytest.mark.parametrize(("family", "method"), [*SOME, *LOW])
 def test_rows_do_not_see_each_other(family: str, method: str) -> None:
     ids, mask = padded([PROMPT, 230])
     others = ids.clone()
