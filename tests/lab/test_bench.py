@@ -60,3 +60,14 @@ def test_the_clock_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(bench.CLOCKS, "processor", lambda: float(next(ticks)))
     row = run(tiny("llama"), [Case("stock", 30, "stock")], rounds=1, steps=3, clock="processor")[0]
     assert (row.prefill_s, row.step_ms, row.slowest_ms) == (3.0, 3000.0, 3000.0)
+
+
+def test_merging_is_told_apart() -> None:
+    """Its seconds are part of the steps'; others have none."""
+    options = {"budget": "16", "chunk": 8}
+    listed = [Case(name, 30, name, options) for name in ("h2o", "h2o+merge", "cam", "kvslimmer:sinks=1,slack=2")]
+    plain, *merging = run(tiny("llama"), [*listed, Case("stock", 30, "stock")], rounds=2, steps=8)[:4]
+    assert plain.merging_ms == 0
+    for row in merging:
+        assert row.mean_ms is not None and row.merging_ms is not None
+        assert 0 < row.merging_ms < row.mean_ms

@@ -84,6 +84,7 @@ def _table(rows: list[Row]) -> Table:
         header_style="bold",
         caption="× : time relative to stock at the same context; × held: to a stock cache of the budget's entries only",
     )
+    merging = any(row.merging_ms for row in rows)
     on_gpu = any("device_peak_bytes" in row.memory for row in rows)
     for heading in (
         "context",
@@ -94,6 +95,7 @@ def _table(rows: list[Row]) -> Table:
         "×",
         "× held",
         "slowest ms",
+        *(("mean ms", "of it merging") if merging else ()),
         "resident",
         "kept smaller or elsewhere",
         "workspace peak",
@@ -114,6 +116,7 @@ def _table(rows: list[Row]) -> Table:
             _number(row.step_ratio, 2),
             _number(row.held_ratio, 2),
             _number(row.slowest_ms, 1),
+            *((_number(row.mean_ms, 1), _number(row.merging_ms, 1)) if merging else ()),
             size(row.memory["resident_bytes"]),
             size(kept) if kept else "-",
             size(row.memory["peak_workspace_bytes"]) if row.memory["peak_workspace_bytes"] else "-",

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from kvkeep.budget import Budget
-from kvkeep.cache import STOCK, memory_of, new_cache
+from kvkeep.cache import STOCK, KeepCache, memory_of, new_cache
 from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.policies.merging import MERGING
 from kvkeep.policies.methods import METHODS
 from kvkeep.policies.selectors import SELECTORS
-from kvkeep.stores.meter import Memory
+from kvkeep.stores.meter import Memory, Meter
 
 NAIVE = "naive"
 HELD = "stock, the budget's entries"
@@ -51,7 +51,8 @@ class Case:
 class Row:
     """What one case measured. Seconds are medians; ratios are to the rival of the same context (below 1 is faster);
     ``held_ratio``: of the step, to a stock cache with the budget's entries only. ``slowest_ms``, ``mean_ms``: the
-    slowest step, and the mean of all, for methods that do their work once for many. ``memory``: the cache's own
+    slowest step, and the mean of all, for methods that do their work once for many; ``merging_ms``: how much of that
+    mean is merging, by the wall clock (on a GPU, asking for it). ``memory``: the cache's own
     account; on a GPU also ``device_peak_bytes``, the most its allocator had given out during the case beyond what it
     had before, the model's activations included."""
 
@@ -61,6 +62,7 @@ class Row:
     step_ms: float | None
     slowest_ms: float | None
     mean_ms: float | None
+    merging_ms: float | None
     prefill_ratio: float | None
     step_ratio: float | None
     held_ratio: float | None
@@ -128,6 +130,7 @@ def run(
         raise UsageError("Processor seconds say nothing of a GPU; leave out the clock, or give --device cpu.")
     prefills: dict[int, list[float]] = {number: [] for number in range(len(listed))}
     times: dict[int, list[float]] = {number: [] for number in range(len(listed))}
+    merging: dict[int, float] = dict.fromkeys(range(len(listed)), 0.0)
     memories: dict[int, dict[str, Any]] = {}
     errors: dict[int, str] = {}
     turns = [(turn, number) for turn in range(rounds) for number in range(len(listed))]
@@ -137,7 +140,7 @@ def run(
         if number in errors or (turn and sum(prefills[number]) + sum(times[number]) > 4 * patience_s):
             continue
         try:
-            prefill, took, memories[number] = _measure(model, case, steps, patience_s, CLOCKS[clock])
+            prefill, took, merged, memories[number] = _measure(model, case, steps, patience_s, CLOCKS[clock])
         except KvkeepError as error:
             errors[number] = str(error)
             continue
@@ -146,13 +149,15 @@ def run(
             break
         prefills[number] += prefill
         times[number] += took
-    return list(_rows(listed, prefills, times, memories, errors))
+        merging[number] += merged
+    return list(_rows(listed, prefills, times, merging, memories, errors))
 
 
 def _rows(
     listed: Sequence[Case],
     prefills: dict[int, list[float]],
     times: dict[int, list[float]],
+    merging: dict[int, float],
     memories: dict[int, dict[str, Any]],
     errors: dict[int, str],
 ) -> Iterator[Row]:
@@ -173,6 +178,7 @@ def _rows(
             None if step is None else 1e3 * step,
             1e3 * max(times[number]) if times[number] else None,
             1e3 * fmean(times[number]) if times[number] else None,
+            1e3 * merging[number] / len(times[number]) if times[number] else None,
             None if rival is None else ratio(prefill, middle(prefills[rival])),
             None if rival is None else ratio(step, middle(times[rival])),
             None if held is None else ratio(step, middle(times[held])),
@@ -185,7 +191,8 @@ def _rows(
 @torch.inference_mode()
 def _measure(
     model: Any, case: Case, steps: int, patience_s: float, clock: Callable[[], float]
-) -> tuple[list[float], list[float], dict[str, Any]]:
+) -> tuple[list[float], list[float], float, dict[str, Any]]:
+    """Return the seconds of prompts, of steps, of merging in all steps, and what the cache holds in the end."""
     device = next(model.parameters()).device
     peak = _peak_from_here(device)
     generator = torch.Generator().manual_seed(0)
@@ -193,12 +200,14 @@ def _measure(
     ids = torch.randint(0, model.config.vocab_size, shape, generator=generator).to(device)
     if case.method == NAIVE:
         took = _until(steps, patience_s, lambda step: timed(model, ids[:, : case.length + step], None, clock))
-        return [], took, asdict(Memory()) | peak()
+        return [], took, 0.0, asdict(Memory()) | peak()
     cache = new_cache(model, case.method, **case.options)
     prefill = timed(model, ids[:, : case.reads or case.length], cache, clock)
     timed(model, ids[:, :1], cache)  # the first step warms up
+    meter = cache.meter if isinstance(cache, KeepCache) else Meter()
+    before = meter.merging_s
     took = _until(steps - 1, patience_s, lambda step: timed(model, ids[:, step : step + 1], cache, clock))
-    return [prefill], took, asdict(memory_of(cache)) | peak()
+    return [prefill], took, meter.merging_s - before, asdict(memory_of(cache)) | peak()
 
 
 def _until(steps: int, patience_s: float, measure: Callable[[int], float]) -> list[float]:

@@ -91,20 +91,20 @@ def sizes(
     exact = candidate.exactness == Exactness.EXACT
     chunk = Budget.parse(budget).chunk_for(budget, layers=len(geometry.full_layers) if exact else 0)
     hand = min(chunk, prompt) * largest
+    arriving = [*_chunks(prompt, chunk), *[1] * steps]
     if family.layer == "kv-direct":
-        arriving = [*_chunks(prompt, chunk), *[1] * steps]
         leaving = _over(arriving, budget)
         rows = min(budget, _up(min(tokens, budget), BLOCK))
         held = Sizes(tokens, budget, chunk, budget, sum(leaving), tokens, sliding + rows * full, hand=hand)
         return _checkpointed(held, geometry, candidate, arriving, leaving, shared)
-    return _selected(geometry, candidate, prompt, steps, budget, chunk, sliding, hand, shared)
+    return _selected(geometry, candidate, prompt, arriving, budget, chunk, sliding, hand, shared)
 
 
 def _selected(
     geometry: ModelGeometry,
     candidate: Candidate,
     prompt: int,
-    steps: int,
+    arriving: list[int],
     budget: int,
     chunk: int,
     sliding: int,
@@ -112,7 +112,7 @@ def _selected(
     shared: bool,
 ) -> Sizes:
     """The same for layers whose entries a selector chooses."""
-    family, tokens = candidate.family, prompt + steps
+    family, tokens = candidate.family, sum(arriving)
     fate = _fate(candidate)
     exact = budget if fate is None else fate.resident(geometry, budget)
     name = family.method.partition("+")[0].partition(":")[0]
@@ -133,7 +133,6 @@ def _selected(
         moving = max(moving, before * notes + (before + tail if before else 0) * _entry(layer, geometry))
         if sinks is not None and tokens > exact and isinstance(selector, StreamingLLM):
             resident += sinks * layer.kv_heads * layer.key_dim * geometry.dtype_bytes
-    arriving = [*_chunks(prompt, chunk), *[1] * steps]
     away = _left(arriving, exact)
     kept = min(tokens, exact)
     held = Sizes(tokens, budget, chunk, exact, away, kept, resident, hand=hand, workspace=moving)

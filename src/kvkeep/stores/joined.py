@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kvkeep.stores.banks import Bank
+from kvkeep.stores.banks import Bank, Gone
 from kvkeep.stores.counted import CountedLayer
 
 
@@ -47,12 +47,16 @@ class JoinedLayer(CountedLayer):
         slots = bank.slots.clone()
         noted = None if bank.marks is None else bank.marks.clone()
         gone = super()._settle(bank, keys, values, marks, whole)
-        if gone is None or not bank.columns:  # a row of padding so far
-            return
+        if gone is not None and bank.columns:  # no columns: a row of padding so far
+            with self.meter.merging():
+                self._join(bank, gone, slots, noted, marks)
+
+    def _join(self, bank: Bank, gone: Gone, slots: Tensor, noted: Tensor | None, marks: Tensor | None) -> None:
+        """Let what is ``gone`` join what a bank holds. slots, noted: the bank's before; marks: of what is new."""
         if bank.others is None or bank.newest is None:
             bank.others = torch.zeros(slots.shape, device=slots.device)
             bank.newest = torch.zeros_like(slots)
-        count, left = keys.shape[1], gone[2]
+        count, left = gone.slots.shape[1], gone.slots
         written = bank.slots != slots
         was, place = written.max(1, keepdim=True) if count == 1 else _found(left, slots)
         others = bank.others.gather(1, place).masked_fill(~was, 0.0)
@@ -66,7 +70,7 @@ class JoinedLayer(CountedLayer):
         bank.newest.masked_fill_(written, 0)
         counts = (1 + others) * (left >= 0)
         fate: Any = self.fate
-        fate.join(self.index, self.heads, bank, Leaving(gone[0], gone[1], left, counts, newest, noted))
+        fate.join(self.index, self.heads, bank, Leaving(gone.keys, gone.values, left, counts, newest, noted))
 
     def truncate(self, length: int) -> None:
         """Forget the slots from ``length`` on. An entry that one of them has joined goes, too, with all that joined it:

@@ -225,6 +225,11 @@ class MergedLayer(CountedLayer):
         if whole and bank.used + keys.shape[1] <= bank.columns:
             self._append(bank, keys, values, marks)
             return
+        with self.meter.merging():
+            self._make_room(bank, keys, values, marks, whole)
+
+    def _make_room(self, bank: Bank, keys: Tensor, values: Tensor, marks: Tensor | None, whole: bool) -> None:
+        """Merge what is held and what is new until it fits, and write it."""
         used, count, lanes = bank.used, keys.shape[1], bank.slots.shape[0]
         device = keys.device
         if self.since is None:

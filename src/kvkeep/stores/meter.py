@@ -1,7 +1,8 @@
-"""Counting bytes: what is held for a moment, and the most that was ever held at once."""
+"""Counting bytes: what is held for a moment, and the most that was ever held at once; and seconds of merging."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -17,15 +18,26 @@ def nbytes(*tensors: Tensor | None) -> int:
 
 @dataclass
 class Meter:
-    """Follows what one cache holds beside its stores. All figures in bytes.
+    """Follows what one cache holds beside its stores, in bytes, and what it does beside a step.
 
     workspace: transients of recall (rebuilt pages, residuals on their way through the layers).
     peak_cache: the most that resident and compressed entries took together, the chunk in hand included.
+    merging_s: seconds in which entries were put into others; with a GPU, in which that was asked for.
     """
 
     workspace: int = 0
     peak_workspace: int = 0
     peak_cache: int = 0
+    merging_s: float = 0.0
+
+    @contextmanager
+    def merging(self) -> Iterator[None]:
+        """Count the seconds that the block takes as merging."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.merging_s += time.perf_counter() - start
 
     @contextmanager
     def holding(self, *tensors: Tensor | None) -> Iterator[None]:

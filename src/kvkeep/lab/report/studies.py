@@ -16,6 +16,7 @@ from kvkeep.lab.report.groups import Group, grouped
 from kvkeep.lab.report.telling import limit, listed, number, titled, told
 from kvkeep.lab.report.verdicts import judge
 from kvkeep.lab.store import Finding, Store
+from kvkeep.lab.studies.base import Drawn
 from kvkeep.lab.tables import Table
 
 
@@ -73,7 +74,7 @@ def _chapter(one: Studied) -> Chapter:
     if one.found:
         first = one.found[0]
         blocks += [table.markdown() for table in study.tables(first)]
-        if study.drawn:
+        if isinstance(study, Drawn):
             blocks.append(Picture(one.name, one.title, partial(study.draw, first, title=one.title)))
     return one.chapter(
         blocks,

@@ -8,7 +8,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter
@@ -51,9 +51,9 @@ class Study(BaseModel, ABC):
 
     name: what experiments call it. about: one line. protocol: how its numbers come about, for the report. found: the
     dataclass that :meth:`measure` returns. metrics: of the few numbers that say most, which a paper's stand beside;
-    :meth:`scores` has them. certain: those that neither a seed nor another run changes, so that one is enough. drawn:
-    whether there is a figure. packages: what must be installed, by module and by the name that pip knows; ``extra``:
-    which of kvkeep's brings it.
+    :meth:`scores` has them. certain: those that neither a seed nor another run changes, so that one is enough.
+    packages: what must be installed, by module and by the name that pip knows; ``extra``: which of kvkeep's brings it.
+    One that is :class:`Drawn` has a figure, too.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -64,7 +64,6 @@ class Study(BaseModel, ABC):
     found: ClassVar[type]
     metrics: ClassVar[tuple[Metric, ...]] = ()
     certain: ClassVar[tuple[str, ...]] = ()
-    drawn: ClassVar[bool] = True
     packages: ClassVar[dict[str, str]] = {}
     extra: ClassVar[str] = "lab"
 
@@ -84,10 +83,6 @@ class Study(BaseModel, ABC):
         """Return the numbers of ``metrics``, those that there are."""
         return {}
 
-    def draw(self, found: Any, path: str | os.PathLike[str], *, title: str) -> None:
-        """Draw the figure; raises StoreError if the file cannot be written."""
-        raise NotImplementedError
-
     def plain(self, found: Any) -> Any:
         """Return what was found as plain types, numbers with :data:`DIGITS` digits. Raises KvkeepError for one that is
         not finite."""
@@ -96,6 +91,14 @@ class Study(BaseModel, ABC):
     def restored(self, data: Any) -> Any:
         """Return what :meth:`plain` was given; raises ValueError for data of another kind."""
         return TypeAdapter(self.found).validate_python(data)
+
+
+@runtime_checkable
+class Drawn(Protocol):
+    """A study with a figure."""
+
+    def draw(self, found: Any, path: str | os.PathLike[str], *, title: str) -> None:
+        """Draw what :meth:`Study.measure` found; raises StoreError if the file cannot be written."""
 
 
 class TextStudy(Study):
