@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from kvkeep import KeepCache, UsageError
 from kvkeep.policies.selectors.h2o import H2O
-from kvkeep.stores.selected import Candidates
+from kvkeep.stores.parts import Candidates
 
 LAYERS, HEADS, KV_HEADS, WIDTH = 3, 4, 2, 32
 Array = np.ndarray[Any, Any]

@@ -17,8 +17,9 @@ from kvkeep.policies.methods import METHODS
 from kvkeep.policies.selectors.h2o import H2O
 from kvkeep.stores.ledger import Ledger
 from kvkeep.stores.meter import Meter
+from kvkeep.stores.parts import Parts
 from kvkeep.stores.places import Device
-from kvkeep.stores.selected import Parts, SelectedLayer
+from kvkeep.stores.selected import SelectedLayer
 from kvkeep.stores.sketch import places
 from kvkeep.stores.streamed import Step
 from kvkeep.stores.whereabouts import Whereabouts

@@ -25,8 +25,8 @@ from kvkeep.stores.ledger import Ledger
 from kvkeep.stores.merged import MergedLayer, slack_of
 from kvkeep.stores.meter import Meter
 from kvkeep.stores.pairing import cheapest_pairs
+from kvkeep.stores.parts import Parts
 from kvkeep.stores.places import Device
-from kvkeep.stores.selected import Parts
 from kvkeep.stores.streamed import Step
 from kvkeep.stores.whereabouts import Whereabouts
 

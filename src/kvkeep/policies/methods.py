@@ -44,8 +44,9 @@ from kvkeep.stores.ledger import Ledger
 from kvkeep.stores.merged import MergedLayer
 from kvkeep.stores.meter import Meter
 from kvkeep.stores.paged import BlockPool, BlockTable, PagedLayer
+from kvkeep.stores.parts import Parts
 from kvkeep.stores.places import Device
-from kvkeep.stores.selected import Parts, SelectedLayer
+from kvkeep.stores.selected import SelectedLayer
 
 
 @dataclass(frozen=True)

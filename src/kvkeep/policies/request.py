@@ -13,7 +13,7 @@ from torch import Tensor
 from kvkeep.budget import MIN_CHUNK, Budget
 from kvkeep.errors import UnsupportedModelError, UsageError
 from kvkeep.geometry import ModelGeometry
-from kvkeep.stores import selected
+from kvkeep.stores import parts
 from kvkeep.stores.checkpoints import Checkpoint, CheckpointSpec
 from kvkeep.stores.drafting import Round
 from kvkeep.stores.incache import CachePositions
@@ -73,7 +73,7 @@ class Request:
         return entries, self.budget.chunk_for(entries, self.chunk, layers)
 
 
-class LiveFate(selected.Fate, Protocol):
+class LiveFate(parts.Fate, Protocol):
     """A fate at work in one cache."""
 
     def truncate(self, length: int) -> None:

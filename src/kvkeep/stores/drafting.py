@@ -22,7 +22,7 @@ from kvkeep.stores.banks import Bank
 from kvkeep.stores.checkpoints import Checkpoint, expanded
 from kvkeep.stores.logged import LoggedLayer
 from kvkeep.stores.meter import nbytes
-from kvkeep.stores.selected import Parts
+from kvkeep.stores.parts import Parts
 from kvkeep.stores.streamed import Step, StreamedLayer, fresh
 
 VOTERS = 32

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from kvkeep.attention import Segment, attend
 from kvkeep.stores.checkpoints import Checkpoint
-from kvkeep.stores.selected import Parts, SelectedLayer
+from kvkeep.stores.parts import Parts
+from kvkeep.stores.selected import SelectedLayer
 from kvkeep.stores.streamed import Step, fresh, seen
 from kvkeep.stores.whereabouts import Whereabouts
 

@@ -24,7 +24,7 @@ from kvkeep.stores.banks import Bank
 from kvkeep.stores.counted import CountedLayer
 from kvkeep.stores.meter import nbytes
 from kvkeep.stores.pairing import cheapest_pairs
-from kvkeep.stores.selected import Parts
+from kvkeep.stores.parts import Parts
 from kvkeep.stores.streamed import Step
 from kvkeep.stores.whereabouts import Whereabouts
 

@@ -25,7 +25,7 @@ from kvkeep.stores import exchange
 from kvkeep.stores.bounds import PAGE, Bounds
 from kvkeep.stores.checkpoints import Checkpoint, expanded, latent
 from kvkeep.stores.logged import LoggedLayer
-from kvkeep.stores.selected import Parts
+from kvkeep.stores.parts import Parts
 from kvkeep.stores.streamed import Step, fresh
 
 FEW = 8

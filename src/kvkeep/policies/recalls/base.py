@@ -11,7 +11,7 @@ from kvkeep.policies.request import Exactness, LiveFate
 from kvkeep.stores.checkpoints import Checkpoint
 from kvkeep.stores.drafting import Round
 from kvkeep.stores.logged import LoggedLayer
-from kvkeep.stores.selected import Parts
+from kvkeep.stores.parts import Parts
 
 
 @dataclass(frozen=True)

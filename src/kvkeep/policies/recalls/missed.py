@@ -13,7 +13,7 @@ from kvkeep.stores.checkpoints import Checkpoint
 from kvkeep.stores.drafting import Round
 from kvkeep.stores.logged import LoggedLayer
 from kvkeep.stores.missed import MissedLayer
-from kvkeep.stores.selected import Parts
+from kvkeep.stores.parts import Parts
 
 
 @dataclass(frozen=True)

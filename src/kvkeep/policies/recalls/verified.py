@@ -12,7 +12,7 @@ from kvkeep.policies.recalls.base import Recall
 from kvkeep.policies.request import Exactness
 from kvkeep.stores.checkpoints import Checkpoint
 from kvkeep.stores.drafting import DraftingLayer, Round
-from kvkeep.stores.selected import Parts
+from kvkeep.stores.parts import Parts
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.geometry import ModelGeometry
-from kvkeep.stores.selected import Candidates
+from kvkeep.stores.parts import Candidates
 
 STAYS = float("inf")
 

@@ -12,7 +12,7 @@ from kvkeep.errors import UsageError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.policies.heads import retrieval_scores
 from kvkeep.policies.selectors.base import Selector
-from kvkeep.stores.selected import Candidates
+from kvkeep.stores.parts import Candidates
 
 
 @dataclass(frozen=True)

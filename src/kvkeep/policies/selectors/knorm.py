@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvkeep.policies.selectors.base import Selector
-from kvkeep.stores.selected import Candidates
+from kvkeep.stores.parts import Candidates
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from kvkeep.geometry import ModelGeometry
 from kvkeep.models import binding
 from kvkeep.models.adapter import decoder_of, layers_of
 from kvkeep.policies.selectors.base import Selector
-from kvkeep.stores.selected import Candidates
+from kvkeep.stores.parts import Candidates
 
 PACKAGE = "kvpress"
 HIGHEST = 2.0**98

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvkeep.policies.selectors.base import Selector
 from kvkeep.stores.hashes import scattered
-from kvkeep.stores.selected import Candidates
+from kvkeep.stores.parts import Candidates
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvkeep.errors import BudgetError, UsageError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.policies.selectors.base import Selector
-from kvkeep.stores.selected import Candidates
+from kvkeep.stores.parts import Candidates
 
 
 @dataclass(frozen=True)
