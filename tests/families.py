@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
@@ -135,3 +136,18 @@ def read(family: str, cache: Any, ids: torch.Tensor, mask: torch.Tensor, single:
             )
         logits.append(out.logits)
     return torch.cat(logits, 1)
+
+
+def leave_in_the_middle(cache: Any, step: Callable[[], Any]) -> None:
+    """Take a step on ``cache`` that fails in its third layer."""
+    own = cache.attend
+
+    def fails(module: Any, *args: Any) -> Any:
+        if module.layer_idx == 2:
+            raise RuntimeError("in the middle")
+        return own(module, *args)
+
+    cache.attend = fails
+    with pytest.raises(RuntimeError, match="in the middle"):
+        step()
+    del cache.attend
