@@ -8,7 +8,7 @@ from pathlib import Path
 from results import EXPERIMENT, PAPER, filled
 
 from kvkeep.lab.experiment import packaged
-from kvkeep.lab.intervals import Estimate
+from kvkeep.lab.intervals import Estimate, student
 from kvkeep.lab.report import chapters, markdown, sections, unmeasured
 from kvkeep.lab.report.chapter import Chapter, Outcome, Picture, Verdict
 from kvkeep.lab.report.markdown import anchors
@@ -36,6 +36,8 @@ def part(text: str, heading: str) -> str:
 def test_numbers_as_they_are_told() -> None:
     found = Estimate(0.5, 0.25, 0.75, 4)
     assert told(Metric("a", "a"), found) == "50.0 [25.0, 75.0]"
+    saving = Metric("a", "a", kind="saving")
+    assert told(saving, student([0.1, -0.2, 0.1], scale=saving.scale)) == "0.0 [-43.0, 43.0]"  # it may be none
     assert told(Metric("a", "a", "lower", "number"), Estimate(1.23456, 1, 2, 2)) == "1.23 [1, 2]"
     assert told(Metric("a", "a", "lower", "perplexity"), Estimate(0.0, 0.0, 0.0, 1)) == "1"
     assert differing(Metric("a", "a"), found) == "+50.0 [+25.0, +75.0]"

@@ -25,7 +25,7 @@ from kvkeep.lab.runner import run as run_experiment
 from kvkeep.lab.shapes import SHAPES, config_of
 from kvkeep.lab.store import Store
 from kvkeep.lab.studies import STUDIES
-from kvkeep.lab.studies.base import Study
+from kvkeep.lab.studies.base import Drawn, Study
 from kvkeep.lab.studies.decoding import Decoding
 from kvkeep.lab.studies.rebuilt import Rebuilt
 from kvkeep.lab.studies.sketch_error import NORMAL, SketchError
@@ -102,7 +102,7 @@ def test_what_was_found_can_be_kept_told_and_drawn(
         assert table.rows and all(len(row) == len(table.headings) for row in table.rows)
         lines = [line for line in table.markdown().splitlines() if line.startswith("|")]
         assert len({line.count(" | ") for line in lines}) == 1
-    if study.drawn:
+    if isinstance(study, Drawn):
         pytest.importorskip("matplotlib")
         study.draw(again, tmp_path / "figure.png", title="tiny")
         assert (tmp_path / "figure.png").stat().st_size > 10_000

@@ -12,13 +12,13 @@ from kvkeep.lab.tasks.base import Metric
 
 def titled(metric: Metric) -> str:
     """Return what stands over a column of a metric, or over its figure."""
-    return f"{metric.label} (%)" if metric.kind == "share" else metric.label
+    return f"{metric.label} (%)" if metric.percent else metric.label
 
 
 def shown(metric: Metric, value: float) -> float:
     """Return a mean as it is told: percent of a share, the perplexity of nats."""
     match metric.kind:
-        case "share":
+        case "share" | "saving":
             return 100 * value
         case "number":
             return value
@@ -28,13 +28,13 @@ def shown(metric: Metric, value: float) -> float:
 
 def number(metric: Metric, value: float) -> str:
     """Return a mean as a person reads it."""
-    return f"{shown(metric, value):.1f}" if metric.kind == "share" else f"{shown(metric, value):.3g}"
+    return f"{shown(metric, value):.1f}" if metric.percent else f"{shown(metric, value):.3g}"
 
 
 def change(metric: Metric, value: float) -> str:
     """Return a difference as a person reads it: signed, or of perplexities a factor."""
     match metric.kind:
-        case "share":
+        case "share" | "saving":
             return f"{100 * value:+.1f}"
         case "number":
             return f"{value:+.3g}"
@@ -44,7 +44,7 @@ def change(metric: Metric, value: float) -> str:
 
 def limit(metric: Metric, value: float, difference: bool) -> str:
     """Return a limit of a mean, or of a difference, with its unit."""
-    if metric.kind == "share":
+    if metric.percent:
         return f"{100 * value:+g} points" if difference else f"{100 * value:g} %"
     return change(metric, value) if difference else number(metric, value)
 

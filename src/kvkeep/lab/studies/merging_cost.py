@@ -72,11 +72,11 @@ class MergingCost(Study):
     )
     found = Costs
     metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric("seconds", "seconds of a request, kvslimmer less than asymkv, mean over lengths"),
-        Metric("seconds_most", "seconds of a request, kvslimmer less than asymkv, the most"),
-        Metric("step", "a decoding step, kvslimmer less than asymkv, mean over lengths"),
-        Metric("peak_first", "peak memory, kvslimmer less than asymkv, smallest chunk"),
-        Metric("peak_last", "peak memory, kvslimmer less than asymkv, largest chunk"),
+        Metric("seconds", "seconds of a request, kvslimmer less than asymkv, mean over lengths", kind="saving"),
+        Metric("seconds_most", "seconds of a request, kvslimmer less than asymkv, the most", kind="saving"),
+        Metric("step", "a decoding step, kvslimmer less than asymkv, mean over lengths", kind="saving"),
+        Metric("peak_first", "peak memory, kvslimmer less than asymkv, smallest chunk", kind="saving"),
+        Metric("peak_last", "peak memory, kvslimmer less than asymkv, largest chunk", kind="saving"),
         Metric("peak_gap", "growth of that share from the smallest chunk to the largest", "higher", "number"),
         Metric("beside", "a decoding step, kvslimmer by streaming-llm, mean over lengths", "lower", "number"),
     )

@@ -27,15 +27,21 @@ def named(value: float | str) -> str:
 class Metric:
     """A number that a task gives each sample, or each that it is about.
 
-    better: which way is better. kind: "share" (0 to 1, told in percent), "number", or "perplexity" (nats a token, whose
-    mean is told as its exponential). least: what no number is below.
+    better: which way is better. kind: "share" (0 to 1, told in percent), "saving" (what one takes less than another,
+    as a share of it, told in percent; below 0 where it takes more), "number", or "perplexity" (nats a token, whose mean
+    is told as its exponential). least: what no number is below.
     """
 
     name: str
     label: str
     better: Literal["higher", "lower"] = "higher"
-    kind: Literal["share", "number", "perplexity"] = "share"
+    kind: Literal["share", "saving", "number", "perplexity"] = "share"
     least: float = -math.inf
+
+    @property
+    def percent(self) -> bool:
+        """Whether it is told in percent."""
+        return self.kind in ("share", "saving")
 
     @property
     def scale(self) -> tuple[float, float]:
