@@ -170,6 +170,8 @@ class Throughput(Study):
         grid: Any = figure.subplots(1, 2, sharey=True)
         for place, method in enumerate(self.methods):
             mine = [row for row in found.rows if row.method == method and not row.error]
+            if not mine:
+                continue
             style: dict[str, Any] = {
                 "color": COLOURS[place % len(COLOURS)],
                 "marker": MARKERS[place],
