@@ -39,8 +39,8 @@ class Group(Generic[OutlineT, RecordT]):
 
     @property
     def machines(self) -> list[dict[str, Any]]:
-        """All that took part."""
-        return _different(record.machine for record in self.records)
+        """All that took part; rows that do not say how many processes measured side by side are of one."""
+        return _different({"workers": 1} | record.machine for record in self.records)
 
     @property
     def dtypes(self) -> str:
@@ -57,6 +57,7 @@ class Group(Generic[OutlineT, RecordT]):
         """The experiment, machines and versions, as a sentence of Markdown."""
         machines = "; ".join(
             f"{one.get('device')}, {one.get('dtype')}, {one.get('platform')}, threads {one.get('threads')}"
+            + (f", {one['workers']} processes" if one["workers"] > 1 else "")
             for one in self.machines
         )
         versions = "; ".join(", ".join(f"{name} {version}" for name, version in one.items()) for one in self.versions)
