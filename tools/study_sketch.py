@@ -12,9 +12,9 @@ slot.
 
 With ``--needle`` a code is planted in the text and asked for at its end: the log-probability of its tokens. ``--speed``
 tells the processor time of a decoding step after ``--tokens`` random entries, median of 8 interleaved ones, for batches
-of so many rows: the stock cache's, and the methods' at 25 %; and what of kvreviver's step the two products with medians
-take alone, without a swap or a note of anything. ``--heads`` makes the model one with so many KV heads, by
-copies of those it has: the full cache's output is the same.
+of so many rows: the stock cache's, and the methods' at 25 %; and what of kvreviver's step its estimates take alone:
+finding the cells, medians and the two products, without swaps and marks. ``--heads`` makes the model one with so many
+KV heads, by copies of those it has: the full cache's output is the same.
 """
 
 from __future__ import annotations
@@ -234,13 +234,13 @@ def speed(model: Any, tokens: int, batches: list[int]) -> None:
             took, stock = median(own), median(times["stock"])
             tokens_per_s = f"{batch / took:5.1f} tokens/s, {stock / took:.2f} x stock"
             print(f"batch {batch:2} {method:36} {1e3 * took:6.0f} ms a step, {tokens_per_s}", flush=True)
-        alone = median(medians_alone(model, caches["kvreviver"]) for _ in range(8))
-        print(f"batch {batch:2} {'medians alone':36} {1e3 * alone:6.0f} ms of a step of kvreviver", flush=True)
+        alone = median(estimates_alone(model, caches["kvreviver"]) for _ in range(8))
+        print(f"batch {batch:2} {'estimates alone':36} {1e3 * alone:6.0f} ms of a step of kvreviver", flush=True)
 
 
 @torch.inference_mode()
-def medians_alone(model: Any, cache: KeepCache) -> float:
-    """Return the processor seconds of one query's products with the estimated keys and values of all layers."""
+def estimates_alone(model: Any, cache: KeepCache) -> float:
+    """Return the processor seconds of finding cells and of one query's products with estimates, in all layers."""
     start, heads = time.process_time(), model.config.num_attention_heads
     for layer in cache.layers:
         assert isinstance(layer, SelectedLayer) and cache.fate is not None

@@ -52,9 +52,9 @@ class Row:
     """What one case measured. Seconds are medians; ratios are to the rival of the same context (below 1 is faster);
     ``held_ratio``: of the step, to a stock cache with the budget's entries only. ``slowest_ms``, ``mean_ms``: the
     slowest step, and the mean of all, for methods that do their work once for many; ``merging_ms``: how much of that
-    mean is merging, by the wall clock (on a GPU, asking for it). ``memory``: the cache's own
-    account; on a GPU also ``device_peak_bytes``, the most its allocator had given out during the case beyond what it
-    had before, the model's activations included."""
+    mean is merging, by the wall clock (on a GPU, asking for it). ``memory``: the cache's own account; on a GPU also
+    ``device_peak_bytes``, the most its allocator had given out during the case beyond what it had before, the model's
+    activations included."""
 
     label: str
     context: int
