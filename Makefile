@@ -7,7 +7,7 @@ STAMP := $(VENV)/installed
 .PHONY: venv model demo test lint bench clean
 .DEFAULT_GOAL := test
 
-$(STAMP): pyproject.toml tools/install.py
+$(STAMP): pyproject.toml lab/pyproject.toml tools/install.py
 	$(PYTHON) tools/install.py $(VENV)
 	@touch $@
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from kvkeep.lab.tasks.longbench import SETTINGS
+from kvkeep_lab.tasks.longbench import SETTINGS
 
 CLASSES = ["Food", "Date", "Sport", "Other location"]
 _ANSWERS = {

@@ -6,8 +6,8 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
-from kvkeep.lab.experiment import Cell, Experiment
-from kvkeep.lab.store import Row, Store
+from kvkeep_lab.experiment import Cell, Experiment
+from kvkeep_lab.store import Row, Store
 
 PAPER = {
     "title": "A Paper",

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from kvkeep_lab.verify import TEXT
 
 from kvkeep import KeepCache, generate, load
 from kvkeep.cache import new_cache
-from kvkeep.lab.verify import TEXT
 
 pytestmark = [pytest.mark.real, pytest.mark.slow]
 

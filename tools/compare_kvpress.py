@@ -447,7 +447,7 @@ def through_adapter(model: Any, ids: list[int], press: str, options: dict[str, A
 
 def quality(model: Any, ids: list[int], name: str, budget: int) -> dict[str, dict[str, Any]]:
     """Return what the choice costs over the next tokens, the prompt read in one chunk and in chunks."""
-    from kvkeep.lab import compare as lab
+    from kvkeep_lab import compare as lab
 
     told = {}
     for way, chunk in (("one chunk", len(ids)), ("chunks", CHUNK)):

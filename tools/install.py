@@ -32,7 +32,7 @@ def main() -> None:
         print("Installing torch ...", flush=True)
         pip(python, "install", *torch_arguments(python))
     print("Installing kvkeep ...", flush=True)
-    pip(python, "install", "--editable", ".[dev]")
+    pip(python, "install", "--editable", ".[dev]", "--editable", "lab[harness,ray]")
 
 
 def answers(python: Path, *arguments: str) -> bool:

@@ -31,13 +31,13 @@ from statistics import fmean, median
 from typing import Any
 
 import torch
+from kvkeep_lab.compare import Position, judge
 from torch import Tensor
 from transformers import DynamicCache
 
 import kvkeep
 from kvkeep import KeepCache
 from kvkeep.geometry import ModelGeometry
-from kvkeep.lab.compare import Position, judge
 from kvkeep.policies.fates import sketched
 from kvkeep.stores.selected import SelectedLayer
 

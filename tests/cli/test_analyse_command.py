@@ -83,7 +83,7 @@ def test_an_interrupt_is_one_sentence(run: Run, common: tuple[str, ...], monkeyp
     def interrupted(*given: Any, **options: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kvkeep.lab.analyses.spectra.spectra", interrupted)
+    monkeypatch.setattr("kvkeep_lab.analyses.spectra.spectra", interrupted)
     code, out, err = run("analyse", "spectra", *common)
     assert code == 1 and out == "" and "Interrupted" in err
 

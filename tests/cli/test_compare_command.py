@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from kvkeep.cli.compare import nats, specs
-from kvkeep.lab import compare as lab
+from kvkeep_lab import compare as lab
+from kvkeep_lab.cli.compare import nats, specs
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -98,7 +97,7 @@ def test_bad_input_is_one_sentence(
 def test_figures_need_their_extra_before_anything_is_read(
     run: Run, common: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvkeep.lab.figures.find_spec", lambda name: None)
+    monkeypatch.setattr("kvkeep_lab.figures.find_spec", lambda name: None)
     monkeypatch.setattr("kvkeep.models.loading.load", lambda *given, **options: pytest.fail("a model was loaded"))
     code, out, err = run(*common, "-x", "full", "-o", "compare.png")
     assert code == 2 and out == "" and "pip install 'kvkeep[figures]'" in err

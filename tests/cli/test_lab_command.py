@@ -9,11 +9,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from kvkeep_lab.experiment import Inquiry, load_experiment, packaged
+from kvkeep_lab.runner import Desk
+from kvkeep_lab.studies import STUDIES
 from official import write_official
-
-from kvkeep.lab.experiment import Inquiry, load_experiment, packaged
-from kvkeep.lab.runner import Desk
-from kvkeep.lab.studies import STUDIES
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -100,7 +99,7 @@ def test_wrong_requests_are_one_sentence(run: Run, arguments: tuple[str, ...], s
 
 
 def test_missing_packages_are_one_sentence(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(import_module("kvkeep.cli.lab"), "find_spec", lambda name: None)
+    monkeypatch.setattr(import_module("kvkeep_lab.cli.lab"), "find_spec", lambda name: None)
     code, _, err = run("lab", "list")
     assert code == 2 and "pip install 'kvkeep[lab]'" in err
 

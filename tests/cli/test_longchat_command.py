@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from kvkeep.lab import longchat as lab
+from kvkeep_lab import longchat as lab
 
 Run = Callable[..., tuple[int, str, str]]
 

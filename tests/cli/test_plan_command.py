@@ -90,7 +90,7 @@ def test_bad_input_is_one_sentence(run: Run, arguments: tuple[str, ...], sentenc
 
 
 def test_without_matplotlib_a_figure_is_refused_first(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvkeep.lab.figures.find_spec", lambda name: None)
+    monkeypatch.setattr("kvkeep_lab.figures.find_spec", lambda name: None)
     code, _, err = run("plan", "-m", EIGHT, "--machine", SHEET, "-o", "plan.png")
     assert code == 2 and "pip install" in err
 

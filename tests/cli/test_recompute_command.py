@@ -8,16 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from kvkeep.lab import recompute as lab
+from kvkeep_lab import recompute as lab
 
 Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
 def common(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
-    monkeypatch.setattr("kvkeep.lab.buffers.SWEEP_BYTES", 1 << 12)
-    monkeypatch.setattr("kvkeep.lab.roofline._BYTES", 1 << 16)
+    monkeypatch.setattr("kvkeep_lab.buffers.SWEEP_BYTES", 1 << 12)
+    monkeypatch.setattr("kvkeep_lab.roofline._BYTES", 1 << 16)
     return ("recompute", "-m", str(model_folder), "--counts", "1,9", "--rounds", "1")
 
 

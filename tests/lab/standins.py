@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvkeep_lab.workers import local_workers, measured
+
 from kvkeep.errors import ModelError
-from kvkeep.lab.workers import local_workers, measured
 
 
 @dataclass(frozen=True)

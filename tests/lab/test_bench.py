@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 from families import tiny
-
-from kvkeep.lab import bench
-from kvkeep.lab.bench import Case, cases, run
+from kvkeep_lab import bench
+from kvkeep_lab.bench import Case, cases, run
 
 
 def test_every_case_is_measured_against_stock() -> None:

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 from families import FAMILIES, tiny
+from kvkeep_lab import compare as lab
+from kvkeep_lab import reading
+from kvkeep_lab.compare import Case, Comparison, Row, cases, compare, judge
+from kvkeep_lab.figures import check_figure, draw_comparison
 
 from kvkeep.cache import KeepCache
 from kvkeep.errors import KvkeepError, StoreError, UsageError
-from kvkeep.lab import compare as lab
-from kvkeep.lab import reading
-from kvkeep.lab.compare import Case, Comparison, Row, cases, compare, judge
-from kvkeep.lab.figures import check_figure, draw_comparison
 
 PROMPT = [(7 * number + 3) % 97 for number in range(60)]
 
@@ -228,6 +228,6 @@ def test_a_figure_that_cannot_be_is_refused_before_anything_is_measured(
     with pytest.raises(StoreError, match="cannot be written"):
         (tmp_path / "folder.png").mkdir()
         check_figure(tmp_path / "folder.png")
-    monkeypatch.setattr("kvkeep.lab.figures.find_spec", lambda name: None)
+    monkeypatch.setattr("kvkeep_lab.figures.find_spec", lambda name: None)
     with pytest.raises(KvkeepError, match=r"pip install 'kvkeep\[figures\]'"):
         check_figure(tmp_path / "compare.png")

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kvkeep_lab.experiment import Experiment, Inquiry, digest, load_experiment, packaged, read_experiment
 
 from kvkeep.errors import UsageError
-from kvkeep.lab.experiment import Experiment, Inquiry, digest, load_experiment, packaged, read_experiment
 
 SMALL = """
 title = "Small"
@@ -146,10 +146,10 @@ def test_missing_packages_and_data_are_told_before_anything_runs(tmp_path: Path,
         needle.sources(None)
     with pytest.raises(UsageError, match=r"There are no .txt files in"):
         needle.sources(tmp_path)
-    monkeypatch.setattr("kvkeep.lab.experiment.find_spec", lambda name: None)
+    monkeypatch.setattr("kvkeep_lab.experiment.find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"needs the package 'rouge-score'.*pip install 'kvkeep\[lab\]'"):
         summary.sources(tmp_path)
-    monkeypatch.setattr("kvkeep.lab.experiment.find_spec", lambda name: True)
+    monkeypatch.setattr("kvkeep_lab.experiment.find_spec", lambda name: True)
     with pytest.raises(UsageError, match=r"There is no file .*xsum_0shot_first200.jsonl"):
         summary.sources(tmp_path)
 

@@ -13,16 +13,16 @@ import pytest
 import torch
 from conftest import tokenizer
 from families import tiny
+from kvkeep_lab.reading import cache_for, read
+from kvkeep_lab.subject import Subject
 from official import hellaswag_text_rows, write_lines
 
 from kvkeep.errors import UsageError
-from kvkeep.lab.reading import cache_for, read
-from kvkeep.lab.subject import Subject
 from kvkeep.models.loading import Loaded
 
 pytest.importorskip("lm_eval")
 
-from kvkeep.lab.harness import KeepLM, main
+from kvkeep_lab.harness import KeepLM, main
 
 
 def subject(method: str = "full", budget: str | None = None, family: str = "llama") -> Subject:

@@ -18,12 +18,12 @@ from conftest import tokenizer
 from families import tiny
 from hypothesis import given
 from hypothesis import strategies as st
+from kvkeep_lab.inspection import Inspection, Recorder, Step, Trace, arrived, decoded, encoded, inspect, token_texts
+from kvkeep_lab.page import check_output, render, write_page
 
 from kvkeep.cache import KeepCache, new_cache
 from kvkeep.decode.generate import Generation, Timing
 from kvkeep.errors import StoreError, UsageError
-from kvkeep.lab.inspection import Inspection, Recorder, Step, Trace, arrived, decoded, encoded, inspect, token_texts
-from kvkeep.lab.page import check_output, render, write_page
 from kvkeep.stores.meter import Memory
 from kvkeep.stores.whereabouts import Whereabouts
 
@@ -62,7 +62,7 @@ def test_changes_survive_encoding(lanes: int, tokens: int, seed: int, share: flo
 def test_the_recording_is_what_the_cache_said(family: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     recorders: list[Watched] = []
     monkeypatch.setattr(
-        "kvkeep.lab.inspection.Recorder", lambda cache: recorders.append(Watched(cache)) or recorders[0]
+        "kvkeep_lab.inspection.Recorder", lambda cache: recorders.append(Watched(cache)) or recorders[0]
     )
     model = tiny(family)
     options: dict[str, Any] = {} if method == "full" else {"budget": 32, "chunk": 16}

@@ -9,10 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
+from kvkeep_lab.experiment import Cell
+from kvkeep_lab.store import Row, Store
 
 from kvkeep.errors import StoreError
-from kvkeep.lab.experiment import Cell
-from kvkeep.lab.store import Row, Store
 
 FORK = multiprocessing.get_context("fork")
 

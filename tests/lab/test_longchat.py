@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from conftest import tokenizer
 from families import tiny
+from kvkeep_lab.longchat import caches, converse
+from kvkeep_lab.longchat_figure import draw_longchat
 
 from kvkeep import UsageError
 from kvkeep.decode.chat import Conversation
 from kvkeep.errors import SessionError
-from kvkeep.lab.longchat import caches, converse
-from kvkeep.lab.longchat_figure import draw_longchat
 
 QUESTIONS = ("the of and to in", "was it for on", "by from her she that")
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from conftest import tokenizer
 from families import tiny
+from kvkeep_lab import prove as lab
+from kvkeep_lab.prompts import KINDS, Prompt, prompts
 
 from kvkeep.errors import UsageError
-from kvkeep.lab import prove as lab
-from kvkeep.lab.prompts import KINDS, Prompt, prompts
 
 Run = Callable[..., tuple[int, str, str]]
 

@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kvkeep_lab.experiment import Experiment
+from kvkeep_lab.ray_workers import _contents, _cores, _laid
+from kvkeep_lab.runner import run
+from kvkeep_lab.store import Store
+from kvkeep_lab.subject import Subject
+from kvkeep_lab.tasks import TASKS
+from kvkeep_lab.tasks.base import Outcome, Sample
+from kvkeep_lab.tasks.match import Match
 from living import descendants, living, until
 
 from kvkeep.errors import UsageError
-from kvkeep.lab.experiment import Experiment
-from kvkeep.lab.ray_workers import _contents, _cores, _laid
-from kvkeep.lab.runner import run
-from kvkeep.lab.store import Store
-from kvkeep.lab.subject import Subject
-from kvkeep.lab.tasks import TASKS
-from kvkeep.lab.tasks.base import Outcome, Sample
-from kvkeep.lab.tasks.match import Match
 
 
 class Killed(Match):

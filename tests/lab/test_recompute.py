@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 from families import tiny
+from kvkeep_lab import recompute as lab
+from kvkeep_lab.buffers import Shelf, faults
+from kvkeep_lab.recompute import APART, ATTEND, READ, RECOMPUTE, run
+from kvkeep_lab.recompute_figure import draw_recompute
+from kvkeep_lab.roofline import Roofline
+from kvkeep_lab.shapes import SHAPES, shaped
 
 from kvkeep import StoreError, UsageError
-from kvkeep.lab import recompute as lab
-from kvkeep.lab.buffers import Shelf, faults
-from kvkeep.lab.recompute import APART, ATTEND, READ, RECOMPUTE, run
-from kvkeep.lab.recompute_figure import draw_recompute
-from kvkeep.lab.roofline import Roofline
-from kvkeep.lab.shapes import SHAPES, shaped
 
 CPU = torch.device("cpu")
 
@@ -22,8 +22,8 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def small_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
     """Times are not looked at here, so nothing has to be really cold."""
-    monkeypatch.setattr("kvkeep.lab.buffers.SWEEP_BYTES", 1 << 12)
-    monkeypatch.setattr("kvkeep.lab.roofline._BYTES", 1 << 16)
+    monkeypatch.setattr("kvkeep_lab.buffers.SWEEP_BYTES", 1 << 12)
+    monkeypatch.setattr("kvkeep_lab.roofline._BYTES", 1 << 16)
 
 
 def test_every_way_at_every_count(tmp_path: Path) -> None:

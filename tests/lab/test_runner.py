@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kvkeep_lab.experiment import Cell, Experiment, load_experiment
+from kvkeep_lab.runner import Desk, run
+from kvkeep_lab.store import Row, Store
 
 from kvkeep.errors import BudgetError, ModelError
-from kvkeep.lab.experiment import Cell, Experiment, load_experiment
-from kvkeep.lab.runner import Desk, run
-from kvkeep.lab.store import Row, Store
 
 FORK = multiprocessing.get_context("fork")
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from families import VOCABULARY, tiny
+from kvkeep_lab.stream import stream
 from transformers import DynamicCache
 
 from kvkeep import KeepCache, UsageError
-from kvkeep.lab.stream import stream
 
 Run = Callable[..., tuple[int, str, str]]
 IDS = torch.randint(2, VOCABULARY, (150,), generator=torch.Generator().manual_seed(0)).tolist()

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 from conftest import WORDS, tokenizer
 from families import tiny
+from kvkeep_lab.compare import cases, compare
+from kvkeep_lab.subject import Subject
+from kvkeep_lab.tasks import TASKS
+from kvkeep_lab.tasks.match import Match
+from kvkeep_lab.tasks.needle import FORMS, Needle, contains, hidden, share
+from kvkeep_lab.tasks.summary import Summary, articles, rouge
+from kvkeep_lab.tasks.texts import joined, passage, text_files
 
 from kvkeep.errors import UsageError
-from kvkeep.lab.compare import cases, compare
-from kvkeep.lab.subject import Subject
-from kvkeep.lab.tasks import TASKS
-from kvkeep.lab.tasks.match import Match
-from kvkeep.lab.tasks.needle import FORMS, Needle, contains, hidden, share
-from kvkeep.lab.tasks.summary import Summary, articles, rouge
-from kvkeep.lab.tasks.texts import joined, passage, text_files
 from kvkeep.models.loading import Loaded
 
 

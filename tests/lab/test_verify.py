@@ -10,12 +10,12 @@ import pytest
 import torch
 from conftest import tokenizer
 from families import FAMILIES, tiny
+from kvkeep_lab import accounting, generation, windows
+from kvkeep_lab import verify as checks
 from transformers import AutoModelForCausalLM, MistralConfig
 
 from kvkeep.errors import UsageError
 from kvkeep.geometry import ModelGeometry
-from kvkeep.lab import accounting, generation, windows
-from kvkeep.lab import verify as checks
 from kvkeep.models.adapter import Adapter
 from kvkeep.models.binding import bind
 from kvkeep.stores import checkpoints

@@ -20,11 +20,11 @@ import pytest
 import standins
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kvkeep_lab.workers import Died, Queue, local_workers, measured, packed, unpacked
 from living import in_group, until
 from standins import Desk, StandIn, yes
 
 from kvkeep.errors import KvkeepError, ModelError, UsageError
-from kvkeep.lab.workers import Died, Queue, local_workers, measured, packed, unpacked
 
 
 def of_groups(*sizes: int) -> list[StandIn]:

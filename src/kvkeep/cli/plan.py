@@ -13,9 +13,9 @@ from rich.table import Table
 from kvkeep.cli import options
 from kvkeep.cli.output import err, note, out, print_json, size
 from kvkeep.errors import UsageError
+from kvkeep.extras import optional
 
 if TYPE_CHECKING:
-    from kvkeep.plan.check import Checked
     from kvkeep.plan.machine import Machine
     from kvkeep.plan.planner import Planned
     from kvkeep.plan.shape import Shape
@@ -60,7 +60,6 @@ def plan(
     json: options.Json = False,
 ) -> None:
     """Predict bytes and times of every cache that fits in a memory, and recommend one."""
-    from kvkeep.lab.figures import check_figure
     from kvkeep.models.loading import load_config
     from kvkeep.plan.machine import Machine
     from kvkeep.plan.planner import plan as run
@@ -72,7 +71,7 @@ def plan(
     if check and machine is not None:
         raise UsageError("What is predicted for another machine cannot be checked on this one; leave --machine out.")
     if output is not None:
-        check_figure(output)
+        optional("kvkeep_lab.figures", "lab").check_figure(output)
     elsewhere = Machine.load(machine) if machine is not None else None
     amount = _memory(memory)
     config = load_config(model, progress=note)
@@ -85,9 +84,7 @@ def plan(
     given = amount if amount is not None else _free(rates, shape, device, elsewhere is not None)
     planned = run(shape, rates, contexts[0], given, exact=exact, acceptance=acceptance, answer=answer)
     if output is not None:
-        from kvkeep.plan.figures import draw_plan
-
-        draw_plan(planned, output, model=model)
+        optional("kvkeep_lab.plan_figure", "lab").draw_plan(planned, output, model=model)
     if json:
         print_json(_as_json(planned, model, output))
         return
@@ -208,8 +205,8 @@ def _check(
     json: bool,
 ) -> None:
     from kvkeep.models.loading import load
-    from kvkeep.plan.check import check
 
+    check = optional("kvkeep_lab.plan_check", "lab").check
     wanted = None if only is None else [part.strip() for part in only.split(",")]
     loaded = load(model, dtype=dtype, device=device, progress=note)
     rates = _here(device, dtype)
@@ -239,7 +236,7 @@ def _check(
     out.print(f"{good} of {measured} rows are within 25 % for a token and for the prompt.")
 
 
-def _checked(rows: list[Checked]) -> Table:
+def _checked(rows: list[Any]) -> Table:
     table = Table(box=None, header_style="bold")
     for heading in (
         "context",

@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from families import VOCABULARY, tiny
+from kvkeep_lab.analyses import alignment as lab
+from kvkeep_lab.analyses.alignment import MEASURES, alignment
+from kvkeep_lab.analyses.figures import draw_alignment
 
 from kvkeep.errors import UsageError
-from kvkeep.lab.analyses import alignment as lab
-from kvkeep.lab.analyses.alignment import MEASURES, alignment
-from kvkeep.lab.analyses.figures import draw_alignment
 
 IDS = torch.randint(0, VOCABULARY, (1, 40), generator=torch.Generator().manual_seed(6))
 

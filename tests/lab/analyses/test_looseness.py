@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from families import VOCABULARY, tiny
+from kvkeep_lab.analyses.bounds import looseness, measure
 
 from kvkeep.errors import UsageError
-from kvkeep.lab.analyses.bounds import looseness, measure
 from kvkeep.models.watching import Attended
 from kvkeep.stores.bounds import PAGE, Bounds
 

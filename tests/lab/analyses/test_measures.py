@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy
 import pytest
 import torch
-
-from kvkeep.lab.analyses.measures import effective_rank, rank_correlation
+from kvkeep_lab.analyses.measures import effective_rank, rank_correlation
 
 
 @pytest.mark.parametrize("rank", [1, 3, 8])

@@ -8,10 +8,8 @@ import numpy
 import pytest
 import torch
 from families import VOCABULARY, tiny
-
-from kvkeep.errors import UsageError
-from kvkeep.lab.analyses.figures import draw_rank
-from kvkeep.lab.analyses.rank import (
+from kvkeep_lab.analyses.figures import draw_rank
+from kvkeep_lab.analyses.rank import (
     EVERY,
     LEFT,
     Ranks,
@@ -21,6 +19,8 @@ from kvkeep.lab.analyses.rank import (
     truncated,
     truncations,
 )
+
+from kvkeep.errors import UsageError
 from kvkeep.models.head_weights import head_weights
 
 PROMPT = torch.randint(0, VOCABULARY, (60,), generator=torch.Generator().manual_seed(8)).tolist()

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from families import VOCABULARY, tiny
+from kvkeep_lab.analyses.figures import draw_reactivation
+from kvkeep_lab.analyses.reactivation import measure, reactivation
 
 from kvkeep.errors import UsageError
-from kvkeep.lab.analyses.figures import draw_reactivation
-from kvkeep.lab.analyses.reactivation import measure, reactivation
 
 IDS = torch.randint(0, VOCABULARY, (1, 48), generator=torch.Generator().manual_seed(7))
 BINS = [(1, 16), (17, 32)]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kvkeep_lab.analyses.sensitivity import sensitivity
 from torch import Tensor
-
-from kvkeep.lab.analyses.sensitivity import sensitivity
 
 
 def case(seed: int, tokens: int = 6, dim: int = 5) -> tuple[Tensor, Tensor, Tensor, Tensor]:

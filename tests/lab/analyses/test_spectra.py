@@ -8,10 +8,10 @@ import numpy
 import pytest
 import torch
 from families import VOCABULARY, tiny
+from kvkeep_lab.analyses.figures import draw_spectra
+from kvkeep_lab.analyses.spectra import contributed, modes, spectra
 
 from kvkeep.errors import UnsupportedModelError
-from kvkeep.lab.analyses.figures import draw_spectra
-from kvkeep.lab.analyses.spectra import contributed, modes, spectra
 
 IDS = torch.randint(0, VOCABULARY, (1, 40), generator=torch.Generator().manual_seed(5))
 

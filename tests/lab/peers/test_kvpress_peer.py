@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 from conftest import tokenizer
+from kvkeep_lab.experiment import Experiment
+from kvkeep_lab.peers.kvpress import PYTHON, Worker
+from kvkeep_lab.runner import run as run_lab
+from kvkeep_lab.store import Store
+from kvkeep_lab.subject import Subject
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from kvkeep.errors import BudgetError, KvkeepError, UsageError
-from kvkeep.lab.experiment import Experiment
-from kvkeep.lab.peers.kvpress import PYTHON, Worker
-from kvkeep.lab.runner import run as run_lab
-from kvkeep.lab.store import Store
-from kvkeep.lab.subject import Subject
 from kvkeep.models.loading import Loaded
 
 IDS = torch.randint(2, 97, (60,), generator=torch.Generator().manual_seed(5)).tolist()

@@ -10,9 +10,9 @@ import pytest
 import torch
 from conftest import tokenizer
 from families import tiny
+from kvkeep_lab.subject import Subject
 
 from kvkeep.errors import BudgetError, KvkeepError, UsageError
-from kvkeep.lab.subject import Subject
 from kvkeep.models.loading import Loaded
 
 IDS = torch.randint(2, 97, (80,), generator=torch.Generator().manual_seed(5)).tolist()
@@ -94,7 +94,7 @@ def test_what_cannot_be_is_one_sentence(package: Any, monkeypatch: pytest.Monkey
         subject("30").write(IDS, 4)
     with pytest.raises(BudgetError, match="no room between 48 at either end"):
         subject("30", "peer-llmlingua").write(IDS, 4)
-    monkeypatch.setattr("kvkeep.lab.peers.llmlingua.find_spec", lambda name: None)
+    monkeypatch.setattr("kvkeep_lab.peers.llmlingua.find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"needs the package llmlingua, which is missing: pip install llmlingua\."):
         subject("30").write(IDS, 4)
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 from conftest import tokenizer
 from families import tiny
+from kvkeep_lab.peers import PEERS, peer_of
+from kvkeep_lab.reading import cache_for, read, takes
+from kvkeep_lab.subject import Subject
 from transformers.utils import is_optimum_quanto_available
 
 from kvkeep.cache import memory_of
 from kvkeep.errors import UnsupportedModelError, UsageError
-from kvkeep.lab.peers import PEERS, peer_of
-from kvkeep.lab.reading import cache_for, read, takes
-from kvkeep.lab.subject import Subject
 from kvkeep.models.loading import Loaded
 
 IDS = torch.randint(2, 97, (1, 60), generator=torch.Generator().manual_seed(3))

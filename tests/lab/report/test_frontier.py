@@ -7,10 +7,9 @@ from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
-
-from kvkeep.lab.intervals import Estimate
-from kvkeep.lab.report.frontier import AXES, NOISE, frontier
-from kvkeep.lab.tasks.base import Metric
+from kvkeep_lab.intervals import Estimate
+from kvkeep_lab.report.frontier import AXES, NOISE, frontier
+from kvkeep_lab.tasks.base import Metric
 
 MEMORY, SPEED = AXES
 FOUND, KL = Metric("m", "found"), Metric("m", "KL", "lower", "number")

@@ -6,8 +6,7 @@ import random
 from itertools import combinations
 
 import pytest
-
-from kvkeep.lab.report.labels import Label, place
+from kvkeep_lab.report.labels import Label, place
 
 pytest.importorskip("matplotlib")
 

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kvkeep_lab.report import chapters, sections, write
+from kvkeep_lab.report.sections import places
 from results import EXPERIMENT, filled
 
 from kvkeep.errors import StoreError
-from kvkeep.lab.report import chapters, sections, write
-from kvkeep.lab.report.sections import places
 
 pytest.importorskip("matplotlib")
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from kvkeep_lab.experiment import packaged
+from kvkeep_lab.intervals import Estimate, student
+from kvkeep_lab.report import chapters, markdown, sections, unmeasured
+from kvkeep_lab.report.chapter import Chapter, Outcome, Picture, Verdict
+from kvkeep_lab.report.markdown import anchors
+from kvkeep_lab.report.telling import differing, escaped, listed, told, ways
+from kvkeep_lab.tasks.base import Metric
 from results import EXPERIMENT, PAPER, filled
-
-from kvkeep.lab.experiment import packaged
-from kvkeep.lab.intervals import Estimate, student
-from kvkeep.lab.report import chapters, markdown, sections, unmeasured
-from kvkeep.lab.report.chapter import Chapter, Outcome, Picture, Verdict
-from kvkeep.lab.report.markdown import anchors
-from kvkeep.lab.report.telling import differing, escaped, listed, told, ways
-from kvkeep.lab.tasks.base import Metric
 
 FRONT = [
     "Where ours differ from the papers",

@@ -8,12 +8,12 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from kvkeep_lab.report import chapters, markdown, sections, unmeasured
+from kvkeep_lab.report.html import check_page, page
+from kvkeep_lab.report.markdown import anchors
 from results import filled
 
 from kvkeep.errors import StoreError, UsageError
-from kvkeep.lab.report import chapters, markdown, sections, unmeasured
-from kvkeep.lab.report.html import check_page, page
-from kvkeep.lab.report.markdown import anchors
 
 pytest.importorskip("markdown_it")
 
@@ -114,6 +114,6 @@ def test_pictures_are_inside_by_what_they_are(tmp_path: Path) -> None:
 
 def test_a_missing_package_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     check_page()
-    monkeypatch.setattr("kvkeep.lab.report.html.find_spec", lambda name: None)
+    monkeypatch.setattr("kvkeep_lab.report.html.find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"'markdown-it-py', which is missing: pip install 'kvkeep\[lab\]'"):
         check_page()

@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from kvkeep_lab.experiment import load_experiment
+from kvkeep_lab.report.groups import unread
+from kvkeep_lab.report.sections import sections
+from kvkeep_lab.store import Store
 from results import EXPERIMENT, filled
-
-from kvkeep.lab.experiment import load_experiment
-from kvkeep.lab.report.groups import unread
-from kvkeep.lab.report.sections import sections
-from kvkeep.lab.store import Store
 
 
 def test_a_section_by_hand(tmp_path: Path) -> None:

@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kvkeep_lab.experiment import Claim
+from kvkeep_lab.intervals import student
+from kvkeep_lab.report.chapter import Outcome, Verdict
+from kvkeep_lab.report.sections import Section, sections
+from kvkeep_lab.report.verdicts import cases, judge, verdicts
 from results import EXPERIMENT, PAPER, filled
-
-from kvkeep.lab.experiment import Claim
-from kvkeep.lab.intervals import student
-from kvkeep.lab.report.chapter import Outcome, Verdict
-from kvkeep.lab.report.sections import Section, sections
-from kvkeep.lab.report.verdicts import cases, judge, verdicts
 
 SHARE = (0.0, 1.0)
 HOLDS, DIFFERS, OPEN, UNMEASURED = Outcome.HOLDS, Outcome.DIFFERS, Outcome.OPEN, Outcome.UNMEASURED

@@ -13,25 +13,25 @@ from typing import Any
 import pytest
 from conftest import WORDS, tokenizer
 from families import tiny
+from kvkeep_lab.bench import NAIVE, Case, run
+from kvkeep_lab.experiment import Inquiry, load_experiment, packaged
+from kvkeep_lab.report import markdown, studied, study_chapters
+from kvkeep_lab.report.chapter import Outcome
+from kvkeep_lab.runner import run as run_experiment
+from kvkeep_lab.shapes import SHAPES, config_of
+from kvkeep_lab.store import Store
+from kvkeep_lab.studies import STUDIES
+from kvkeep_lab.studies.base import Drawn, Study
+from kvkeep_lab.studies.decoding import Decoding
+from kvkeep_lab.studies.rebuilt import Rebuilt
+from kvkeep_lab.studies.sketch_error import NORMAL, SketchError
+from kvkeep_lab.studies.throughput import Throughput
+from kvkeep_lab.studies.token_bytes import TokenBytes
+from kvkeep_lab.tables import Table
 from transformers import AutoConfig
 
 from kvkeep.errors import KvkeepError
 from kvkeep.geometry import ModelGeometry
-from kvkeep.lab.bench import NAIVE, Case, run
-from kvkeep.lab.experiment import Inquiry, load_experiment, packaged
-from kvkeep.lab.report import markdown, studied, study_chapters
-from kvkeep.lab.report.chapter import Outcome
-from kvkeep.lab.runner import run as run_experiment
-from kvkeep.lab.shapes import SHAPES, config_of
-from kvkeep.lab.store import Store
-from kvkeep.lab.studies import STUDIES
-from kvkeep.lab.studies.base import Drawn, Study
-from kvkeep.lab.studies.decoding import Decoding
-from kvkeep.lab.studies.rebuilt import Rebuilt
-from kvkeep.lab.studies.sketch_error import NORMAL, SketchError
-from kvkeep.lab.studies.throughput import Throughput
-from kvkeep.lab.studies.token_bytes import TokenBytes
-from kvkeep.lab.tables import Table
 from kvkeep.models.loading import Loaded
 
 CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"

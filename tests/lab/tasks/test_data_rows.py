@@ -8,10 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from kvkeep_lab.tasks import rows as module
+from kvkeep_lab.tasks.rows import Hub, rows, source
 
 from kvkeep.errors import KvkeepError, UsageError
-from kvkeep.lab.tasks import rows as module
-from kvkeep.lab.tasks.rows import Hub, rows, source
 
 ROWS: list[dict[str, Any]] = [{"text": "one\u2028line"}, {"text": "two"}, {"text": "three"}]
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from conftest import tokenizer
 from families import tiny
+from kvkeep_lab.experiment import load_experiment
+from kvkeep_lab.subject import Subject
+from kvkeep_lab.tasks.lm_eval import LmEval
 from official import hellaswag_rows, hellaswag_text_rows, write_lines
 
 from kvkeep.errors import UsageError
-from kvkeep.lab.experiment import load_experiment
-from kvkeep.lab.subject import Subject
-from kvkeep.lab.tasks.lm_eval import LmEval
 from kvkeep.models.loading import Loaded
 
 needs_it = pytest.mark.skipif(find_spec("lm_eval") is None, reason="lm-eval is not installed")
@@ -99,6 +99,6 @@ def test_examples_are_not_taken_of_the_rows_to_be_asked() -> None:
 
 
 def test_without_the_harness_one_sentence_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvkeep.lab.experiment.find_spec", lambda name: None)
+    monkeypatch.setattr("kvkeep_lab.experiment.find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"needs the package 'lm-eval'.*pip install 'kvkeep\[harness\]'"):
         load_experiment("hellaswag").sources(tmp_path)

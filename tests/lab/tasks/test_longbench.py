@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from conftest import tokenizer
 from families import tiny
+from kvkeep_lab.subject import Subject
+from kvkeep_lab.tasks.longbench import GROUPS, SETTINGS, LongBench, cut
+from kvkeep_lab.tasks.longbench_scores import JUDGES
+from kvkeep_lab.tasks.longbench_v2 import LongBenchV2, chosen, filled
 from official import CLASSES, longbench_rows, longbench_v2_rows, write_official
 
 from kvkeep.errors import UsageError
-from kvkeep.lab.subject import Subject
-from kvkeep.lab.tasks.longbench import GROUPS, SETTINGS, LongBench, cut
-from kvkeep.lab.tasks.longbench_scores import JUDGES
-from kvkeep.lab.tasks.longbench_v2 import LongBenchV2, chosen, filled
 from kvkeep.models.loading import Loaded
 
 

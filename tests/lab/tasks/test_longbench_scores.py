@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-
-from kvkeep.lab.tasks.longbench_scores import classification, code_similarity, count, qa_f1, retrieval, rouge_l
+from kvkeep_lab.tasks.longbench_scores import classification, code_similarity, count, qa_f1, retrieval, rouge_l
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ import pytest
 import torch
 from conftest import tokenizer
 from families import tiny
+from kvkeep_lab.subject import Subject
+from kvkeep_lab.tasks.perplexity import Perplexity
 
 from kvkeep.errors import UsageError
-from kvkeep.lab.subject import Subject
-from kvkeep.lab.tasks.perplexity import Perplexity
 from kvkeep.models.loading import Loaded
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 from conftest import WORDS, tokenizer
+from kvkeep_lab.tasks import rows
+from kvkeep_lab.tasks.summary import FORMS, HUBS, Summary, articles
 
 from kvkeep.errors import UsageError
-from kvkeep.lab.tasks import rows
-from kvkeep.lab.tasks.summary import FORMS, HUBS, Summary, articles
 
 ROWS: list[dict[str, Any]] = [
     {"article": "###\nArticle: It rained.\n\nSummarize it.\n", "summary_gt": "Rain.", "n": 1},

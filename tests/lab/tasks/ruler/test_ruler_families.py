@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kvkeep_lab.tasks.ruler import qa
+from kvkeep_lab.tasks.ruler.families import FAMILIES, GENERATED
+from kvkeep_lab.tasks.ruler.family import ESSAYS, Asked
+from kvkeep_lab.tasks.ruler.niah import NOISE
+from kvkeep_lab.tasks.ruler.vocabulary import ADJECTIVES, NOUNS, VERBS, WORDS
 
 from kvkeep.errors import UsageError
-from kvkeep.lab.tasks.ruler import qa
-from kvkeep.lab.tasks.ruler.families import FAMILIES, GENERATED
-from kvkeep.lab.tasks.ruler.family import ESSAYS, Asked
-from kvkeep.lab.tasks.ruler.niah import NOISE
-from kvkeep.lab.tasks.ruler.vocabulary import ADJECTIVES, NOUNS, VERBS, WORDS
 
 _SENTENCE = ["I", "read", "and", "wrote", "much", "then."]
 ESSAY = _SENTENCE * 50

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from conftest import WORDS, tokenizer
 from families import tiny
+from kvkeep_lab.subject import Subject
+from kvkeep_lab.tasks.ruler import Ruler
+from kvkeep_lab.tasks.ruler.families import FAMILIES, GENERATED
+from kvkeep_lab.tasks.ruler.task import largest, string_match
 
 from kvkeep.errors import UsageError
-from kvkeep.lab.subject import Subject
-from kvkeep.lab.tasks.ruler import Ruler
-from kvkeep.lab.tasks.ruler.families import FAMILIES, GENERATED
-from kvkeep.lab.tasks.ruler.task import largest, string_match
 from kvkeep.models.loading import Loaded
 
 

@@ -1,0 +1,244 @@
+"""``kvkeep lab``: experiments beside the papers': list them, run them, report what they found."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from kvkeep.cli import options
+from kvkeep.cli.output import err, note, print_json, show
+from kvkeep.errors import KvkeepError, Stopped, UsageError
+
+if TYPE_CHECKING:
+    from kvkeep_lab.experiment import Outline
+    from kvkeep_lab.store import Store
+    from kvkeep_lab.studies import Study
+    from kvkeep_lab.tasks import Task
+
+FOLDER = Path("kvkeep-lab")
+_MEMORY = 3600.0  # seconds that the time left is told by: a cell may take minutes
+
+app = typer.Typer(
+    help="Experiments that stand beside the papers': list them, run them, report what they found.",
+    no_args_is_help=True,
+)
+
+
+@app.callback()
+def _lab() -> None:
+    for package in ("pydantic", "filelock"):
+        if find_spec(package) is None:
+            raise UsageError(f"The lab needs the package '{package}', which is missing: pip install 'kvkeep[lab]'.")
+
+
+@app.command("list")
+def list_(json: options.Json = False) -> None:
+    """List the experiments that come with the library, what they are made of, and whom else they may ask."""
+    from kvkeep_lab.experiment import load_experiment, packaged
+    from kvkeep_lab.peers import PEERS
+    from kvkeep_lab.studies import STUDIES
+    from kvkeep_lab.tasks import TASKS
+
+    found = [load_experiment(name) for name in packaged()]
+    kinds: dict[str, Mapping[str, type[Task] | type[Study]]] = {"tasks": TASKS, "studies": STUDIES}
+    if json:
+        about = {
+            title: {
+                name: {"about": kind.about, "sizes": kind.model_json_schema().get("properties", {})}
+                for name, kind in known.items()
+            }
+            for title, known in kinds.items()
+        }
+        peers = {name: {"about": peer.about, "needs": peer.needs} for name, peer in PEERS.items()}
+        print_json({"experiments": [one.model_dump(mode="json") for one in found], **about, "peers": peers})
+        return
+    table = _table("Experiments", "name", "title", "task or study", "beside", "cells")
+    for one in found:
+        beside = "-" if one.paper is None else f"{one.paper.title.partition(':')[0]}, {one.paper.where}"
+        table.add_row(one.name, one.title, one.subject.name, beside, str(len(one.cells(""))))
+    show(table)
+    for title, known in kinds.items():
+        table = _table(f"\n{title.capitalize()}", "name", "about", "sizes")
+        for name, kind in known.items():
+            table.add_row(name, kind.about, ", ".join(kind.model_fields))
+        show(table)
+    table = _table("\nPeers", "name", "about", "needs")
+    for name, peer in PEERS.items():
+        table.add_row(name, peer.about, peer.needs or "-")
+    show(table)
+
+
+def _table(title: str, *headings: str) -> Table:
+    table = Table(box=None, header_style="bold", title=title, title_justify="left", title_style="bold")
+    for heading in headings:
+        table.add_column(heading, overflow="fold")
+    return table
+
+
+@app.command()
+def run(
+    experiment: Annotated[str, typer.Argument(help="A name of 'kvkeep lab list', or the path of a .toml file.")],
+    data: Annotated[
+        Path | None, typer.Option("--data", help="The folder with the data: haystack/*.txt, xsum_*.jsonl, ...")
+    ] = None,
+    smoke: Annotated[bool, typer.Option("--smoke", help="The smallest sizes, to see that everything works.")] = False,
+    only: Annotated[
+        list[str] | None, typer.Option("--only", "-x", help="Measure this method only; may be repeated.")
+    ] = None,
+    model: Annotated[
+        list[str] | None, typer.Option("--model", "-m", help="Other models than the experiment's; may be repeated.")
+    ] = None,
+    store: Annotated[
+        Path | None, typer.Option("--store", help=f"The file of results. [default: {FOLDER}/NAME.jsonl]")
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Measure again what was measured before.")] = False,
+    workers: Annotated[
+        int | None,
+        typer.Option(min=1, help="Processes that measure side by side. [default: 1; on Ray one a GPU, or a machine]"),
+    ] = None,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Measure on a Ray cluster: its address, auto (this machine's), or local (started here).",
+        ),
+    ] = None,
+    kvpress: Annotated[
+        str | None,
+        typer.Option(
+            "--kvpress", metavar="PYTHON", help="The interpreter that has kvpress. [default: $KVKEEP_KVPRESS_PYTHON]"
+        ),
+    ] = None,
+    device: options.Device = None,
+    json: options.Json = False,
+) -> None:
+    """Run an experiment. Only missing cells are measured, so it may be stopped, and gone on with, at any time."""
+    with _stoppable():
+        from kvkeep_lab.experiment import load_experiment
+        from kvkeep_lab.peers.kvpress import PYTHON
+        from kvkeep_lab.runner import run as measure
+        from kvkeep_lab.store import Store
+
+        if kvpress is not None:
+            os.environ[PYTHON] = kvpress  # for processes that this one may start, too
+        chosen = load_experiment(experiment)
+        chosen = chosen.smoked() if smoke else chosen
+        chosen = chosen.with_(models=model) if model else chosen
+        _check_only(chosen, only or [])
+        results = Store(store or FOLDER / f"{chosen.name}{'-smoke' if smoke else ''}.jsonl")
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        progress = Progress(
+            *columns,
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=err,
+            transient=True,
+            disable=not err.is_terminal,
+            speed_estimate_period=_MEMORY,
+        )
+        with progress as bar, redirect_stdout(sys.stderr):  # Ray prints, too
+            line = bar.add_task("", total=None)
+            tally = measure(
+                chosen,
+                results,
+                data,
+                only=only or [],
+                fresh=fresh,
+                device=device,
+                workers=workers,
+                ray=ray,
+                progress=lambda label, done, total: bar.update(line, description=label, completed=done, total=total),
+                tell=note,
+            )
+    results.refresh()
+    _tell_torn(results)
+    if json:
+        told = {"model", "method", "budget", "point", "seed", "error"}
+        failed = [record.model_dump(mode="json", include=told) for record in tally.failed]
+        print_json({"experiment": chosen.name, "store": str(results.path), **asdict(tally), "failed": failed})
+    else:
+        for sentence in dict.fromkeys(f"{record.label} failed: {record.error}" for record in tally.failed):
+            note(sentence)
+        note(
+            f"{tally.done} cells measured, {tally.found} were there, {len(tally.failed)} failed, {tally.elsewhere} are "
+            f"another run's. See: kvkeep lab report {results.path}"
+        )
+    if tally.failed and not tally.done + tally.found:
+        raise KvkeepError(f"No cell of '{chosen.name}' could be measured; the reasons are in '{results.path}'.")
+
+
+@app.command()
+def report(
+    stores: Annotated[list[Path], typer.Argument(help="Files of results that 'kvkeep lab run' wrote.")],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="A folder for report.html, report.md and figures (PNG and SVG)."),
+    ] = None,
+    json: options.Json = False,
+) -> None:
+    """Report what stores hold, as Markdown or as a page: first where it differs from the papers, then all tables."""
+    from kvkeep_lab.report import chapters, markdown, sections, studied, study_chapters, unmeasured, unread, write
+    from kvkeep_lab.store import Store
+
+    read = [Store(path) for path in stores]
+    for one in read:
+        if not one.path.is_file():
+            raise UsageError(f"There are no results at '{one.path}'; 'kvkeep lab run' writes them.")
+        one.refresh()
+        _tell_torn(one)
+    found, studies = sections(read), studied(read)
+    foreign = unread(read)
+    for sentence in (sentence for chapter in foreign for sentence in chapter.missing):
+        note(sentence)
+    if not found and not studies:
+        raise UsageError("There is nothing to report: no cell of an experiment that can be read is in these results.")
+    names = {*(one.experiment.name for one in found), *(one.experiment.name for one in studies)}
+    told = [*chapters(found), *study_chapters(studies), *foreign, *unmeasured(names)]
+    files = write(told, output) if output is not None else []
+    if json:
+        judged = [{"title": chapter.title, **asdict(verdict)} for chapter in told for verdict in chapter.verdicts]
+        print_json(
+            {
+                "sections": [section.as_dict() for section in found],
+                "studies": [one.as_dict() for one in studies],
+                "verdicts": judged,
+                "files": [str(path) for path in files],
+            }
+        )
+    elif output is None:
+        print(markdown(told), end="")
+    for path in files:
+        note(f"Written: {path}")
+
+
+def _check_only(experiment: Outline, only: list[str]) -> None:
+    from kvkeep.errors import unknown
+
+    methods = list(dict.fromkeys(cell.method for cell in experiment.cells("")))
+    for name in only:
+        if name not in methods:
+            raise unknown(f"method of experiment '{experiment.name}'", name, methods)
+
+
+def _tell_torn(store: Store) -> None:
+    if store.torn or store.unfinished:
+        count = store.torn + store.unfinished
+        note(f"{count} line{'s' if count > 1 else ''} of '{store.path}' cannot be read, and counted for nothing.")
+
+
+@contextmanager
+def _stoppable() -> Iterator[Any]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise Stopped("Stopped; what was measured is kept, and the same command goes on from there.") from None

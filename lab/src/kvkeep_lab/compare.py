@@ -1,0 +1,310 @@
+"""What every method costs in quality, on one text: KV-Direct's Fig. 4 and Fig. 9 on the user's own model.
+
+The reference is transformers' own unbounded cache. It continues the prompt greedily (the largest logit; ends of text
+and a model's own generation settings ignored) by N tokens r_0 ... r_{N-1}, and its distribution p_i at each of the N
+positions is kept. Then, for each method and budget, there are two questions, because each alone misleads:
+
+1. *Free-running.* The bounded cache reads the prompt and continues greedily by itself. Token match is the share of
+   the N positions at which its token equals r_i, as in Fig. 4; one early difference may cost all later ones, which is
+   why the position of the first difference stands beside it. Speed is measured here.
+2. *Teacher-forced.* The bounded cache reads the prompt and is then given r_0, r_1, ... one token at a time, as decoding
+   would, whatever it would have chosen. So its distribution q_i is of the same text as p_i, and at each position
+   KL(p_i || q_i) = sum_v p_i(v) (ln p_i(v) - ln q_i(v)), in nats; top-1 agreement, the share of positions at which the
+   largest q_i is r_i; and the perplexity exp(-mean ln q_i(r_i)) of the reference's continuation.
+
+A free run that chose r_0 ... r_{N-2} was given just what teacher forcing would give it, so it answers both questions
+and the second pass is left out: exact methods are read once. Logits are taken in float32 and distributions made of
+them in float64, so that a KL of 0 means the same logits and 1e-11 is a figure rather than rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvkeep.cache import STOCK, KeepCache, memory_of
+from kvkeep.errors import KvkeepError, UsageError
+from kvkeep.geometry import ModelGeometry
+from kvkeep.policies.methods import Exactness
+from kvkeep.stores.meter import Memory
+from kvkeep_lab.reading import cache_for, read, takes
+
+INTERRUPTED = "interrupted before it was measured"
+
+Progress = Callable[[str, float, float | None], None]
+"""Gets what is being measured, the work done and the work in all, in seconds of the reference's own speed; all is None
+until the reference has been measured."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One method (a name with its parameters) and one budget in the user's words; None where the method takes none."""
+
+    method: str
+    budget: str | None = None
+
+    @property
+    def label(self) -> str:
+        """The case as a person reads it."""
+        return self.method if self.budget is None else f"{self.method} at {self.budget}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one method did within one budget.
+
+    exactness: what the cache called itself in the end. entries: the effective budget of a full layer.
+    match: share of the positions at which the free run's token is the reference's; differs_at: the first at which it is
+    not (from 0), or None. kl: nats at each position, with its mean and largest; top1: share of positions.
+    perplexity: of the reference's continuation. tokens: the free run's. memory: bytes after the free run.
+    tokens_per_s: of decoding, None where only one token was written. away, recalled: where recall is selective, entries
+    of a KV head there were to recall and those that were, mean over steps and layers; left_out: the largest bound on
+    the attention that a query gave to the others. merges: pairs that the free run merged, and shares of keys that had
+    to be clamped. error: why there is nothing else.
+    """
+
+    method: str
+    budget: str | None
+    exactness: str = ""
+    entries: int | None = None
+    match: float | None = None
+    differs_at: int | None = None
+    kl_mean: float | None = None
+    kl_max: float | None = None
+    kl: list[float] = field(default_factory=list)
+    top1: float | None = None
+    perplexity: float | None = None
+    memory: dict[str, Any] = field(default_factory=lambda: Memory().as_dict())
+    prefill_s: float | None = None
+    tokens_per_s: float | None = None
+    tokens: list[int] = field(default_factory=list)
+    away: float | None = None
+    recalled: float | None = None
+    left_out: float | None = None
+    merges: tuple[int, int] = (0, 0)
+    error: str = ""
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of entries that attention reads, in full or in a smaller form."""
+        return self.memory["resident_bytes"] + self.memory["compressed_bytes"]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All rows, and the reference as one more. context: prompt and continuation, what budgets in percent are of."""
+
+    prompt_tokens: int
+    new_tokens: int
+    reference: Row
+    rows: list[Row]
+
+    @property
+    def context(self) -> int:
+        """Tokens read and written."""
+        return self.prompt_tokens + self.new_tokens
+
+    @property
+    def measured(self) -> list[Row]:
+        """The rows that have figures."""
+        return [row for row in self.rows if not row.error]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything as plain types."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "new_tokens": self.new_tokens,
+            "context": self.context,
+            "reference": asdict(self.reference),
+            "rows": [asdict(row) for row in self.rows],
+        }
+
+
+@dataclass(frozen=True)
+class Position:
+    """One position judged against the reference's: KL in nats, -ln q(token) in nats, and whether the largest agrees."""
+
+    kl: float
+    nll: float
+    agrees: bool
+
+
+def cases(methods: Sequence[str], budgets: Sequence[str]) -> list[Case]:
+    """Return every method at every budget; those that take none come first, once. Raises UsageError for a name nobody
+    knows."""
+    bounded = [method for method in methods if "budget" in takes(method)]
+    free = [Case(method) for method in methods if method not in bounded]
+    return free + [Case(method, budget) for budget in budgets for method in bounded]
+
+
+def compare(
+    model: Any,
+    prompt: Sequence[int],
+    listed: Sequence[Case],
+    *,
+    new: int = 64,
+    chunk: int | None = None,
+    progress: Progress = lambda label, done, total: None,
+) -> Comparison:
+    """Measure every case on ``prompt`` (token ids) and ``new`` tokens after it.
+
+    ``chunk``: tokens of a prompt taken at a time, for the methods that take prompts in chunks. A method that refuses
+    has its sentence in its row. An interrupt ends the run, and what was measured until then is returned; one before the
+    reference is complete is raised on. Raises UsageError for a prompt that the model has no positions for.
+    """
+    progress("the reference", 0.0, None)
+    reference = Reference.of(model, prompt, new, chunk)
+    rows: list[Row] = []
+    total = 2 * len(listed) * reference.work(len(prompt), new - 1)
+    for number, case in enumerate(listed):
+        before = total * number / len(listed)
+
+        def tell(done: float, label: str = case.label, before: float = before) -> None:
+            progress(label, before + done, total)
+
+        tell(0.0)
+        try:
+            rows.append(reference.measure(case, tell))
+        except KvkeepError as error:
+            rows.append(Row(case.method, case.budget, error=str(error)))
+        except KeyboardInterrupt:
+            rows += [Row(missing.method, missing.budget, error=INTERRUPTED) for missing in listed[number:]]
+            break
+    return Comparison(len(prompt), new, reference.row, rows)
+
+
+def judge(expected: Tensor, got: Tensor, token: int) -> Position:
+    """Compare two distributions, given as logits (vocabulary,), at a position whose reference token is ``token``."""
+    p, q = (logits.double().log_softmax(-1) for logits in (expected, got))
+    kl = float((p.exp() * (p - q)).sum())
+    return Position(max(kl, 0.0), -float(q[token]), int(got.argmax()) == token)  # below 0 there is only rounding
+
+
+def _fits(model: Any, prompt_tokens: int, new: int) -> None:
+    positions = ModelGeometry.from_config(model.config).max_positions
+    if prompt_tokens == 0:
+        raise UsageError("There is nothing to continue: the prompt is empty.")
+    if positions is not None and prompt_tokens + new > positions:
+        raise UsageError(
+            f"The prompt has {prompt_tokens} tokens, which with {new} more is beyond the model's {positions} "
+            f"positions, where the full cache is no reference; shorten the text (--limit {max(positions - new, 1)})."
+        )
+
+
+def _free(
+    method: str, budget: str | None, tokens: list[int], expected: list[int], seconds: Sequence[float], cache: Any
+) -> Row:
+    """Return what a free run tells, bytes included."""
+    same = [a == b for a, b in zip(tokens, expected, strict=True)]
+    told = cache.certificate() if isinstance(cache, KeepCache) else []
+    decoding = sum(seconds[1:])
+    return Row(
+        method,
+        budget,
+        exactness=str(getattr(cache, "exactness", Exactness.EXACT)),
+        entries=getattr(cache, "entries", None),
+        match=fmean(same),
+        differs_at=None if all(same) else same.index(False),
+        memory=memory_of(cache).as_dict(),
+        prefill_s=seconds[0],
+        tokens_per_s=(len(seconds) - 1) / decoding if decoding else None,
+        tokens=tokens,
+        away=fmean(layer.away for layer in told) if told else None,
+        recalled=fmean(layer.recalled for layer in told) if told else None,
+        left_out=max(layer.worst for layer in told) if told else None,
+        merges=cache.merges() if isinstance(cache, KeepCache) else (0, 0),
+    )
+
+
+def _forced(row: Row, judged: Sequence[Position]) -> Row:
+    """Return ``row`` with what the positions tell that were given the reference's text."""
+    divergences = [position.kl for position in judged]
+    return replace(
+        row,
+        kl_mean=fmean(divergences),
+        kl_max=max(divergences),
+        kl=divergences,
+        top1=fmean(position.agrees for position in judged),
+        perplexity=math.exp(fmean(position.nll for position in judged)),
+    )
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What the unbounded cache writes after one prompt: what all cases are measured against.
+
+    ids: the prompt (1, tokens). logits: one (vocabulary,) a position, in float32 on the CPU. step_s: seconds of a
+    decoding step. chunk: tokens of the prompt that a case takes at a time.
+    """
+
+    model: Any
+    ids: Tensor
+    logits: list[Tensor]
+    row: Row
+    step_s: float
+    chunk: int | None
+
+    @classmethod
+    def of(cls, model: Any, prompt: Sequence[int], new: int, chunk: int | None = None) -> Reference:
+        """Read ``prompt`` (token ids) and write ``new`` tokens; raises UsageError where the model has no positions for
+        them."""
+        _fits(model, len(prompt), new)
+        ids = torch.tensor([list(prompt)], device=next(model.parameters()).device)
+        with torch.no_grad():
+            model(ids[:, :16], use_cache=False)  # warms up
+        cache = cache_for(model, STOCK, None, len(prompt) + new)
+        logits, seconds = zip(*read(model, ids, cache, new), strict=True)
+        tokens = [int(one.argmax()) for one in logits]
+        judged = [judge(one, one, token) for one, token in zip(logits, tokens, strict=True)]
+        row = _forced(_free(STOCK, None, tokens, tokens, seconds, cache), judged)
+        return cls(model, ids, list(logits), row, fmean(seconds[1:]) if new > 1 else seconds[0], chunk)
+
+    def work(self, tokens: int, steps: int) -> float:
+        """Return the seconds that the reference took for so many tokens of the prompt and steps after it."""
+        return (self.row.prefill_s or 0.0) * tokens / self.ids.shape[1] + self.step_s * steps
+
+    def measure(self, case: Case, tell: Callable[[float], None] = lambda done: None) -> Row:
+        """Run one case freely, and then forced unless the free run was given the same text anyway. ``tell`` gets the
+        work done, in seconds of the reference's own speed."""
+        row, judged = self._run_freely(case, tell)
+        if len(judged) < len(self.logits):
+            one_pass = self.work(self.ids.shape[1], len(self.logits) - 1)
+            judged = self._run_forced(case, lambda done: tell(one_pass + done))
+        return _forced(row, judged)
+
+    def _run_freely(self, case: Case, tell: Callable[[float], None]) -> tuple[Row, list[Position]]:
+        expected = self.row.tokens
+        cache = self._cache(case, tell)
+        tokens: list[int] = []
+        seconds: list[float] = []
+        judged: list[Position] = []
+        for step, (logits, took) in enumerate(read(self.model, self.ids, cache, len(expected))):
+            if tokens == expected[:step]:  # it has been given the reference's text so far
+                judged.append(judge(self.logits[step], logits, expected[step]))
+            tokens.append(int(logits.argmax()))
+            seconds.append(took)
+            tell(self.work(self.ids.shape[1], step))
+        return _free(case.method, case.budget, tokens, expected, seconds, cache), judged
+
+    def _run_forced(self, case: Case, tell: Callable[[float], None]) -> list[Position]:
+        expected = self.row.tokens
+        judged: list[Position] = []
+        passed = read(self.model, self.ids, self._cache(case, tell), len(expected), expected)
+        for step, (logits, _) in enumerate(passed):
+            judged.append(judge(self.logits[step], logits, expected[step]))
+            tell(self.work(self.ids.shape[1], step))
+        return judged
+
+    def _cache(self, case: Case, tell: Callable[[float], None]) -> Any:
+        context = self.ids.shape[1] + len(self.row.tokens)
+        cache = cache_for(self.model, case.method, case.budget, context, self.chunk)
+        if isinstance(cache, KeepCache):
+            prompt = self.ids.shape[1]
+            cache.on_progress = lambda done: tell(self.work(done, 0)) if done < prompt else None
+        return cache

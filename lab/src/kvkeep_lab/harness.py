@@ -1,0 +1,215 @@
+"""lm-evaluation-harness: any model under any method of kvkeep, as one of its models, ``kvkeep``.
+
+``lm_eval`` finds it by itself where its version knows plugins (those after 0.4.13), through the entry point in
+``pyproject.toml``. For the others there is ``python -m kvkeep_lab.harness``, which is ``lm_eval`` with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from kvkeep.errors import UsageError
+from kvkeep.geometry import ModelGeometry
+from kvkeep.models.loading import load
+from kvkeep_lab.reading import takes
+from kvkeep_lab.subject import Cost, Subject
+
+try:
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.api.registry import register_model
+    from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, simple_parse_args_string
+    from tqdm import tqdm
+except ImportError as error:
+    raise UsageError("lm-evaluation-harness is missing (pip install 'kvkeep[harness]').") from error
+
+Request = tuple[Any, list[int], list[int]]
+"""The texts, where there are some, and the tokens of a context and of what follows it."""
+
+
+@register_model("kvkeep")
+class KeepLM(TemplateLM):
+    """A subject of the lab, asked in the harness's words.
+
+    A context is read by the method within its budget, once for all continuations of it that come one after the other,
+    and those are scored token by token as decoding would (:meth:`kvkeep_lab.subject.Subject.weigh`). Texts that have
+    more tokens than the model has positions lose their beginning, as with the harness's own ``hf``.
+
+    subject: the model, method and budget. max_length: tokens of a context with what follows; by default the model's
+    positions. costs: what each reading took, in order.
+    """
+
+    backend = "causal"
+
+    def __init__(self, subject: Subject, max_length: int | None = None) -> None:
+        super().__init__()
+        self.subject, self.tokenizer = subject, subject.tokenizer
+        positions = ModelGeometry.from_config(subject.loaded.model.config).max_positions
+        self._longest = max_length or positions or 2048
+        self._device = subject.loaded.model.device
+        self.costs: list[Cost] = []
+
+    @classmethod
+    def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> KeepLM:
+        """Return the model that ``--model_args pretrained=smollm2,method=snapkv,budget=25%`` means; see
+        :meth:`create_from_arg_obj`."""
+        return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
+
+    @classmethod
+    def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None) -> KeepLM:
+        """Return the model that these arguments mean.
+
+        pretrained: as :func:`kvkeep.load` names models. method, budget, chunk: of the cache ("full"). dtype: "float32"
+        by default. device, max_length: see there and the class. The harness adds a batch size, which does not matter
+        here: continuations of one context are a batch. Raises UsageError for anything else, and as loading does.
+        """
+        device = (additional_config or {}).get("device")
+        if not torch.cuda.is_available() and str(device).startswith("cuda"):
+            device = None  # what the harness says where nothing was said
+        given = {"device": device, **arg_dict}
+        known = {"pretrained", "method", "budget", "chunk", "dtype", "device", "max_length"}
+        if unknown := sorted(set(given) - known):
+            raise UsageError(f"The model 'kvkeep' takes no '{unknown[0]}'; it takes {', '.join(sorted(known))}.")
+        method, budget = str(given.get("method", "full")), given.get("budget")
+        if "budget" not in takes(method) and budget is not None:
+            raise UsageError(f"Method '{method}' takes no budget; leave it out, or take another method.")
+        loaded = load(
+            given.get("pretrained"),
+            dtype=str(given.get("dtype", "float32")),
+            device=given.get("device"),
+            progress=print,
+        )
+        return cls(
+            Subject(loaded, method, None if budget is None else str(budget), given.get("chunk")),
+            given.get("max_length"),
+        )
+
+    @property
+    def eot_token_id(self) -> int:
+        """The token that ends a text."""
+        return int(self.tokenizer.eos_token_id)
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The token before a text that has no context: the first of texts, or else the last."""
+        first = self.tokenizer.bos_token_id
+        return self.eot_token_id if first is None else int(first)
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of a context with what follows."""
+        return self._longest
+
+    @property
+    def tokenizer_name(self) -> str:
+        """A name for the harness's own caches of requests."""
+        return self.subject.loaded.name.replace("/", "__")
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        """Return tokens, the special ones as the tokenizer adds them unless ``string`` begins with the first."""
+        own = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
+        first = self.tokenizer.bos_token
+        if add_special_tokens is None and first and string.startswith(first):
+            own = {"add_special_tokens": False}
+        return list(self.tokenizer(string, verbose=False, **own).input_ids)
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """Return the conversation as the model's template writes it."""
+        return str(
+            self.tokenizer.apply_chat_template(
+                chat_history,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+            )
+        )
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[Request], disable_tqdm: bool = False, **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        found = []
+        with tqdm(total=len(requests), disable=disable_tqdm, desc="Running loglikelihood requests") as bar:
+            for context, group in self._by_context(requests):
+                told, cost = self.subject.weigh(context, [tokens for _, _, tokens in group])
+                self.costs.append(cost)
+                for (texts, _, _), one in zip(group, told, strict=True):
+                    found.append((sum(one.logs), one.greedy))
+                    if texts is not None:
+                        self.cache_hook.add_partial("loglikelihood", texts, found[-1])
+                bar.update(len(group))
+        return found
+
+    def _by_context(self, requests: Sequence[Request]) -> Iterator[tuple[list[int], list[Request]]]:
+        """Yield contexts, as much of each as there are positions for, and the requests that have them."""
+
+        def context(request: Request) -> list[int]:
+            _, before, tokens = request
+            if not before or not tokens:
+                raise UsageError("A context and what follows it have a token each at least; the task has an empty one.")
+            room = self.max_length + 1 - len(tokens)  # the last token is not read
+            if room < 1:
+                raise UsageError(
+                    f"What is to be scored has {len(tokens)} tokens, and the model has {self.max_length} positions."
+                )
+            return before[-room:]
+
+        yield from ((before, list(group)) for before, group in groupby(requests, context))
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """Return ln p of whole texts: in windows as long as the model's positions, each token once."""
+        found = []
+        for (text,) in tqdm([request.args for request in requests], disable=disable_tqdm):
+            windows = get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.max_length, 1)
+            told = self._loglikelihood_tokens([(None, *make_disjoint_window(one)) for one in windows], True)
+            found.append(sum(log for log, _ in told))
+            self.cache_hook.add_partial("loglikelihood_rolling", (text,), found[-1])
+        return found
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """Return greedy answers up to the first of the strings that end them."""
+        found = []
+        for text, wanted in tqdm([request.args for request in requests], disable=disable_tqdm):
+            given = normalize_gen_kwargs(wanted, self.max_gen_toks)
+            if given.get("do_sample"):
+                raise UsageError("The model 'kvkeep' answers greedily; give --gen_kwargs do_sample=False.")
+            until = handle_stop_sequences(list(given["until"]), self.tokenizer.decode([self.eot_token_id]))
+            new = int(given["max_gen_toks"])
+            if (room := self.max_length - new) < 1:
+                raise UsageError(f"The model has {self.max_length} positions, no room for {new} tokens of an answer.")
+            answer = self.subject.write(self.tok_encode(text)[-room:], new, _has(until))
+            self.costs.append(answer.cost)
+            found.append(postprocess_generated_text(answer.text, until, None))
+            self.cache_hook.add_partial("generate_until", (text, wanted), found[-1])
+        return found
+
+    @property
+    def max_gen_toks(self) -> int:
+        """Tokens of an answer where the task does not say."""
+        return 256
+
+
+def _has(until: Sequence[str]) -> Any:
+    return lambda text: any(end in text for end in until if end)
+
+
+def main() -> None:
+    """Run ``lm_eval`` with the model ``kvkeep`` known to it."""
+    import sys
+
+    from lm_eval.__main__ import cli_evaluate
+
+    from kvkeep.errors import KvkeepError
+
+    try:
+        cli_evaluate()
+    except KvkeepError as error:
+        print(error, file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

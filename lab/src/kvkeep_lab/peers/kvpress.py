@@ -1,0 +1,199 @@
+"""NVIDIA's kvpress (https://github.com/NVIDIA/kvpress) itself, in a process of its own environment.
+
+Not to be taken for ``kvpress:NAME``, a method of kvkeep's, where a press only says who stays within kvkeep's budget.
+"""
+
+from __future__ import annotations
+
+import atexit
+import base64
+import json
+import os
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from kvkeep.budget import Budget
+from kvkeep.errors import KvkeepError, UsageError
+from kvkeep.geometry import ModelGeometry
+from kvkeep.policies.request import Exactness
+from kvkeep.stores.meter import Memory
+from kvkeep_lab.peers.base import Peer, Reader
+
+PYTHON = "KVKEEP_KVPRESS_PYTHON"
+"""The environment variable that says which interpreter has kvpress."""
+
+_WORKER = Path(__file__).with_name("kvpress_worker.py")
+
+
+@dataclass(frozen=True)
+class Kvpress(Peer):
+    """A press of kvpress, as kvpress runs it: one pass over the whole prompt, pruned layer by layer as it goes.
+
+    press: a class of the package or its name in short ("SnapKVPress", "snapkv"); "full" prunes nothing. unseen: the
+    last tokens of the prompt, which are read when the others are pruned already; 0 has them all in sight. options: the
+    press' own parameters as text ("window_size=32,kernel_size=7").
+
+    What stays of the prompt is the budget, ``unseen`` included; what is written comes on top, and is never pruned. The
+    process is started when first needed, and kept for the model.
+    """
+
+    about: ClassVar[str] = "a press of NVIDIA's kvpress, by kvpress itself: one pass, then pruned (peer-kvpress:snapkv)"
+    needs: ClassVar[str] = f"an interpreter that has kvpress (--kvpress or {PYTHON})"
+
+    press: str
+    unseen: int = 0
+    options: str = ""
+
+    @classmethod
+    def from_spec(cls, text: str) -> Kvpress:
+        """Return the peer for ``NAME`` or ``NAME,PARAMETER=VALUE,...``; raises UsageError without a name."""
+        press, *given = text.split(",")
+        if not press or "=" in press:
+            raise UsageError(
+                "'peer-kvpress' needs the name of a press: peer-kvpress:snapkv, or :full to prune nothing."
+            )
+        unseen = [part.removeprefix("unseen=") for part in given if part.startswith("unseen=")]
+        if not all(part.isdigit() for part in unseen):
+            raise UsageError(f"'peer-kvpress:{text}' is not understood: unseen is a whole number, not '{unseen[0]}'.")
+        options = ",".join(part for part in given if not part.startswith("unseen="))
+        return cls(press, int(unseen[-1]) if unseen else 0, options)
+
+    @property
+    def takes(self) -> tuple[str, ...]:
+        """A budget, where anything is pruned."""
+        return () if self.press == "full" else ("budget",)
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """Those of the process at work."""
+        return {} if Worker.current is None else Worker.current.versions
+
+    def open(self, model: Any, budget: str | None, context: int) -> Reader:
+        """Return a reader in the other process, which is started where it is not there yet."""
+        geometry = ModelGeometry.from_config(model.config, model.dtype.itemsize)
+        entries = None if budget is None else Budget.parse(budget).entries(geometry, context=context)
+        if entries is not None and entries <= self.unseen:
+            raise UsageError(f"A budget of {entries} entries has no room beside the {self.unseen} tokens left unseen.")
+        return _Remote(Worker.serving(model), self, entries)
+
+
+class _Remote(Reader):
+    def __init__(self, worker: Worker, peer: Kvpress, entries: int | None) -> None:
+        self.worker, self.peer, self.entries = worker, peer, entries
+        self.exactness = Exactness.EXACT if entries is None else Exactness.LOSSY
+        self._last: dict[str, Any] = {}
+
+    def step(self, ids: Tensor) -> tuple[Tensor, float]:
+        """Ask for the prompt, and then for one token at a time."""
+        given = ids[0].tolist()
+        if not self._last:
+            press = "" if self.entries is None else self.peer.press
+            keep = len(given) if self.entries is None else self.entries - self.peer.unseen
+            self._last = self.worker.ask(
+                do="read", ids=given, press=press, options=self.peer.options, keep=keep, unseen=self.peer.unseen
+            )
+            self.worker.reader = self
+        elif self.worker.reader is not self:
+            raise KvkeepError("kvpress reads one prompt at a time, and another one was begun.")
+        else:
+            self._last = self.worker.ask(do="next", token=given[0])
+        logits = torch.frombuffer(bytearray(base64.b64decode(self._last["logits"])), dtype=torch.float32)
+        return logits, self._last["seconds"]
+
+    def memory(self) -> Memory:
+        """Return the bytes of the other process' cache, which copies a layer at each step as transformers' own does."""
+        held, largest, peak = (self._last.get(name, 0) for name in ("held", "largest", "peak"))
+        return Memory(held, peak_cache_bytes=peak, peak_workspace_bytes=largest)
+
+
+class Worker:
+    """A process that answers questions about one model, a line of JSON each."""
+
+    current: ClassVar[Worker | None] = None
+
+    @classmethod
+    def serving(cls, model: Any) -> Worker:
+        """Return the process for ``model``; there is one at a time. Raises UsageError where no interpreter is named, or
+        the model lies in no folder, KvkeepError where the process does not get so far."""
+        python, folder = os.environ.get(PYTHON, ""), str(model.name_or_path)
+        if not python:
+            raise UsageError(
+                "kvpress lives in an environment of its own, because it needs another transformers: make one, pip "
+                f"install kvpress there, and give its interpreter (--kvpress PYTHON, or {PYTHON})."
+            )
+        if not folder:
+            raise UsageError("kvpress reads the model itself, and this one has no name or folder to read it from.")
+        about = {"dtype": str(model.dtype).removeprefix("torch."), "device": str(model.device)}
+        key = (os.getpid(), python, folder, *about.values())  # a fork must not speak through its parent's pipes
+        if cls.current is None or cls.current.key != key:
+            cls.stop()
+            cls.current = cls(python, key)
+            try:
+                told = cls.current.ask(do="load", folder=folder, threads=torch.get_num_threads(), **about)
+            except KvkeepError:
+                cls.stop()
+                raise
+            cls.current.versions = told["versions"]
+        return cls.current
+
+    @classmethod
+    def stop(cls) -> None:
+        """End the process, if there is one of ours."""
+        if cls.current is not None and cls.current.key[0] == os.getpid():
+            cls.current.close()
+        cls.current = None
+
+    def __init__(self, python: str, key: tuple[Any, ...]) -> None:
+        self.key, self.versions, self.reader = key, dict[str, str](), object()
+        self._words = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process; a pipe could fill up
+        quiet = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+        try:
+            self._process = subprocess.Popen(
+                [python, "-I", str(_WORKER)],  # not this folder's modules, and not kvkeep's packages
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._words,
+                text=True,
+                env={**os.environ, **quiet},
+                start_new_session=True,  # Ctrl-C is for us: it ends when there are no more questions
+            )
+        except OSError as error:
+            self._words.close()
+            raise UsageError(f"'{python}' cannot be run: {(error.strerror or str(error)).lower()}.") from error
+
+    def ask(self, **question: Any) -> dict[str, Any]:
+        """Return the answer. Raises KvkeepError with the reason where there is none."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps(question) + "\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except OSError:
+            line = ""
+        except BaseException:  # an interrupt: the answer would be taken for the next one's
+            Worker.stop()
+            raise
+        if not line:
+            self._words.seek(0)
+            said = self._words.read().decode(errors="replace").strip().splitlines() or ["it gave no reason"]
+            Worker.stop()
+            raise KvkeepError(f"The process that runs kvpress ended: {said[-1].rstrip('.')}.")
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise KvkeepError(f"kvpress could not do it: {answer['error'].rstrip('.')}.")
+        return answer
+
+    def close(self) -> None:
+        """Let the process end."""
+        self._process.kill()
+        self._process.communicate()
+        self._words.close()
+
+
+atexit.register(Worker.stop)

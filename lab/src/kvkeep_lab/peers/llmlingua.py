@@ -1,0 +1,149 @@
+"""LLMLingua (Jiang et al., arXiv:2310.05736): not the cache is compressed, but the prompt.
+
+The package drops the tokens that a language model finds least surprising. Here that model is the one examined, as it is
+loaded: nothing is fetched, and nothing read twice.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from transformers import BatchEncoding, DynamicCache
+
+from kvkeep.budget import Budget
+from kvkeep.cache import stock_memory
+from kvkeep.errors import BudgetError, KvkeepError, UsageError
+from kvkeep.geometry import ModelGeometry
+from kvkeep.stores.meter import Memory, nbytes
+from kvkeep_lab.peers.base import Peer, Reader, installed
+
+_TRIES = 6
+_SIZE = 200
+
+
+@dataclass(frozen=True)
+class LLMLingua(Peer):
+    """A prompt without its least surprising tokens, read into transformers' own cache.
+
+    edge: tokens at either end that stay as they are, because it is there that templates, instructions and questions
+    stand (LLMLingua compresses what is between them). The prompt is made as short as the budget says; what is written
+    comes on top.
+    """
+
+    about: ClassVar[str] = "LLMLingua: the prompt's least surprising tokens left out before it is read"
+    needs: ClassVar[str] = "llmlingua"
+
+    edge: int = 48
+
+    @property
+    def takes(self) -> tuple[str, ...]:
+        """A budget."""
+        return ("budget",)
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """The package's."""
+        return installed("llmlingua")
+
+    def open(self, model: Any, budget: str | None, context: int) -> Reader:
+        """Return a reader that compresses first."""
+        if find_spec("llmlingua") is None:
+            raise UsageError("'peer-llmlingua' needs the package llmlingua, which is missing: pip install llmlingua.")
+        geometry = ModelGeometry.from_config(model.config, model.dtype.itemsize)
+        entries = Budget.parse(budget or "0").entries(geometry, context=context)
+        if entries <= 2 * self.edge:
+            raise BudgetError(
+                f"A prompt of {entries} tokens has no room between {self.edge} at either end that stay; give a larger "
+                "budget, or a smaller edge (peer-llmlingua:edge=16)."
+            )
+        return _Compressed(model, entries, self.edge)
+
+
+class _Compressed(Reader):
+    def __init__(self, model: Any, entries: int, edge: int) -> None:
+        self.model, self.entries, self.edge = model, entries, edge
+        self._cache = DynamicCache(config=model.config)
+        self._most = 0  # bytes that compressing held
+
+    @torch.no_grad()
+    def step(self, ids: Tensor) -> tuple[Tensor, float]:
+        """Compress and read the prompt, and then one token at a time."""
+        spent = 0.0
+        if not self._cache.get_seq_length():
+            short, spent = self._shortened(ids[0].tolist())
+            ids = ids.new_tensor([short])
+        start = time.perf_counter()
+        output = self.model(ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
+        return output.logits[0, -1].float().cpu(), spent + time.perf_counter() - start
+
+    def memory(self) -> Memory:
+        """Return the bytes of the short prompt's cache; the most was while the whole prompt was looked at."""
+        held = stock_memory(self._cache)
+        peak = max(held.peak_cache_bytes, self._most)
+        return Memory(held.resident_bytes, peak_cache_bytes=peak, peak_workspace_bytes=held.peak_workspace_bytes)
+
+    def _shortened(self, ids: list[int]) -> tuple[list[int], float]:
+        """Return at most so many tokens as there are entries, and the seconds it took to compress once. The package
+        aims at a number of tokens and may miss it: where it leaves more, it is asked again for fewer by as many."""
+        assert self.entries is not None
+        if len(ids) <= self.entries:
+            return ids, 0.0
+        wanted, end = self.entries - 2 * self.edge, len(ids) - self.edge
+        model, target = _Model(self.model), wanted
+        for _ in range(_TRIES):
+            start = time.perf_counter()
+            kept = _compressed(model, ids[self.edge : end], target)
+            seconds, self._most = time.perf_counter() - start, model.most
+            if len(kept) <= wanted:
+                return [*ids[: self.edge], *kept, *ids[end:]], seconds
+            target = max(1, target - len(kept) + wanted)
+        raise KvkeepError(f"LLMLingua leaves {len(kept)} tokens where {wanted} are the budget; give a larger one.")
+
+
+def _compressed(model: _Model, ids: list[int], target: int) -> list[int]:
+    """Return the tokens that LLMLingua keeps; about ``target`` of them."""
+    from llmlingua import PromptCompressor
+
+    # Made without its constructor, which would load the model again and fetch a tokenizer to count OpenAI's tokens by.
+    compressor = PromptCompressor.__new__(PromptCompressor)
+    compressor.model, compressor.tokenizer, compressor.device = model, _Tokenized(ids), model.device
+    compressor.max_position_embeddings, compressor.cache_bos_num = model.positions, 10
+    # It takes 200 tokens at a time, and leaves as they are those at the end that make up no whole piece: so as many,
+    # or somewhat fewer, as make whole pieces of all.
+    size = len(ids) // math.ceil(len(ids) / _SIZE)
+    kept, _ = compressor.iterative_compress_prompt([""], target, iterative_size=size, dynamic_ratio=[0.0])
+    return [int(token) for token in kept[0]]
+
+
+class _Model:
+    """The model as LLMLingua knows models: entries go in and out as pairs of tensors, a list of them."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.device = model, next(model.parameters()).device
+        self.positions = ModelGeometry.from_config(model.config).max_positions or 2**31
+        self.most = 0
+
+    def __call__(self, ids: Tensor, attention_mask: Tensor, past_key_values: Any, use_cache: bool) -> Any:
+        cache = DynamicCache() if past_key_values is None else DynamicCache(past_key_values)
+        output = self.model(ids, attention_mask=attention_mask, past_key_values=cache, use_cache=use_cache)
+        pairs = [(layer.keys, layer.values) for layer in cache.layers]
+        self.most = max(self.most, sum(nbytes(*pair) for pair in pairs))
+        return SimpleNamespace(logits=output.logits, past_key_values=pairs)
+
+
+class _Tokenized:
+    """A tokenizer for the one text that is tokenised already."""
+
+    def __init__(self, ids: list[int]) -> None:
+        self.ids = ids
+
+    def __call__(self, text: str, return_tensors: str | None = None, add_special_tokens: bool = True) -> BatchEncoding:
+        ids = self.ids if return_tensors is None else torch.tensor([self.ids])
+        return BatchEncoding({"input_ids": ids, "attention_mask": torch.ones(1, len(self.ids), dtype=torch.int64)})

@@ -1,0 +1,129 @@
+"""The caches that come with transformers beside its default: allocated at once, moved to the host, kept in few bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+from transformers import Cache, DynamicCache, QuantizedCache, StaticCache
+from transformers.utils import is_optimum_quanto_available
+
+from kvkeep.cache import held_by, stock_memory
+from kvkeep.errors import UnsupportedModelError, UsageError
+from kvkeep.policies.request import Exactness
+from kvkeep.stores.meter import Memory, nbytes
+from kvkeep_lab.peers.base import Peer, installed
+
+
+class _Static(StaticCache):
+    def memory(self) -> Memory:
+        """Return the bytes allocated; nothing is copied at a step."""
+        total = stock_memory(self).resident_bytes
+        return Memory(total, peak_cache_bytes=total)
+
+
+@dataclass(frozen=True)
+class Static(Peer):
+    """``StaticCache``, with room for prompt and answer from the beginning."""
+
+    about: ClassVar[str] = "transformers' StaticCache, allocated for prompt and answer"
+
+    def open(self, model: Any, budget: str | None, context: int) -> Cache:
+        """Return an empty cache."""
+        return _Static(config=model.config, max_cache_len=context)
+
+
+class _Offloaded(DynamicCache):
+    def memory(self) -> Memory:
+        """Return the bytes by where they lie; one layer and the next are on the device while they are read."""
+        device = next(layer.device for layer in self.layers if layer.is_initialized)
+        there = sum(nbytes(*held_by(layer)) for layer in self.layers if layer.keys.device == device)
+        all_of_it = stock_memory(self)
+        host = all_of_it.resident_bytes - there
+        places = {"device": 0, "host": host, "disk": 0}
+        return Memory(there, 0, places, 0, there, 2 * all_of_it.peak_workspace_bytes)
+
+
+@dataclass(frozen=True)
+class Offloaded(Peer):
+    """``DynamicCache(offloading=True)``: all layers but the one at work, and the next, lie in the host's memory."""
+
+    about: ClassVar[str] = "transformers' DynamicCache(offloading=True), layers in the host's memory"
+    needs: ClassVar[str] = "a CUDA device"
+
+    def open(self, model: Any, budget: str | None, context: int) -> Cache:
+        """Return an empty cache; raises UsageError on the CPU, which transformers' streams are not made for."""
+        device = next(model.parameters()).device
+        if device.type != "cuda":
+            raise UsageError(
+                f"transformers moves layers between a CUDA device and the host's memory, and this model is on the "
+                f"{device.type}: 'stock-offloaded' has nothing to do there; 'stock' is the same cache without moving."
+            )
+        return _Offloaded(config=model.config, offloading=True)
+
+
+class _Quantised(QuantizedCache):
+    exactness = Exactness.LOSSY
+
+    def memory(self) -> Memory:
+        """Return the bytes of the codes with their scales, and of what is not in codes yet. Each step decodes a layer,
+        whose entries are then in full for a moment."""
+        recent = sum(nbytes(*held_by(layer)) for layer in self.layers)
+        codes = sum(
+            tensor.nbytes
+            for layer in self.layers
+            for tensor in _tensors((layer._quantized_keys, layer._quantized_values))
+        )
+        decoded = max(2 * layer._dequantize(layer._quantized_keys).nbytes for layer in self.layers)
+        return Memory(recent, codes, peak_cache_bytes=recent + codes, peak_workspace_bytes=decoded)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the plain tensors of backends' containers: tuples, tables, and tensors that are made of others."""
+    if isinstance(value, Tensor) and hasattr(value, "__tensor_flatten__"):
+        for name in value.__tensor_flatten__()[0]:
+            yield from _tensors(getattr(value, name))
+    elif isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict | tuple | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(part)
+
+
+@dataclass(frozen=True)
+class Quantised(Peer):
+    """``QuantizedCache``: everything in few bits, of each layer the newest in full until there are 128 of them.
+
+    bits: 2 or 4, by quanto, a scale for 64 neighbouring values (transformers' defaults); or fp8, which needs nothing
+    installed and has a scale for a layer.
+    """
+
+    about: ClassVar[str] = "transformers' QuantizedCache: all entries in 2 or 4 bits, or fp8"
+    needs: ClassVar[str] = "optimum-quanto, but for fp8"
+
+    bits: str = "4"
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """quanto's."""
+        return {} if self.bits == "fp8" else installed("optimum-quanto")
+
+    def open(self, model: Any, budget: str | None, context: int) -> Cache:
+        """Return an empty cache. Raises UsageError for other bits or without quanto, and UnsupportedModelError
+        for models with sliding windows, which transformers does not quantise."""
+        if self.bits not in ("2", "4", "fp8"):
+            raise UsageError(f"'stock-quantized' takes 2 or 4 bits, or fp8, not '{self.bits}'.")
+        if self.bits != "fp8" and not is_optimum_quanto_available():
+            raise UsageError(
+                f"'stock-quantized:{self.bits}' needs the package optimum-quanto, which is missing: pip install "
+                "optimum-quanto, or take 'stock-quantized:fp8', which needs none."
+            )
+        try:
+            if self.bits == "fp8":
+                return _Quantised("fp8", model.config)
+            return _Quantised("quanto", model.config, nbits=int(self.bits))
+        except ValueError as error:
+            said = " ".join(str(error).split()).rstrip(".")
+            raise UnsupportedModelError(f"transformers cannot quantise this cache: {said}.") from error

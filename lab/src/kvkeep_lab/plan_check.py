@@ -1,0 +1,107 @@
+"""Predictions against measurements: the same caches planned, and run by the bench."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvkeep.budget import Budget
+from kvkeep.errors import KvkeepError
+from kvkeep.plan.candidates import Candidate, candidates
+from kvkeep.plan.costs import cost
+from kvkeep.plan.machine import Machine
+from kvkeep.plan.planner import ACCEPTANCE
+from kvkeep.plan.shape import Shape
+from kvkeep.plan.sizes import sizes
+from kvkeep_lab.bench import Case, run
+
+GOOD = 0.25
+"""An error up to which a prediction counts as right."""
+
+
+@dataclass(frozen=True)
+class Checked:
+    """One cache, predicted and measured. Bytes are resident, compressed and checkpoints together; errors are shares of
+    what was measured, above 0 where too much was predicted; None where nothing was measured."""
+
+    label: str
+    context: int
+    budget: int | None
+    predicted_bytes: int
+    measured_bytes: int
+    predicted_step_s: float
+    measured_step_s: float | None
+    predicted_prefill_s: float
+    measured_prefill_s: float | None
+    error: str = ""
+
+    @property
+    def step_error(self) -> float | None:
+        """Of a step."""
+        return self.predicted_step_s / self.measured_step_s - 1 if self.measured_step_s else None
+
+    @property
+    def prefill_error(self) -> float | None:
+        """Of the prompt."""
+        return self.predicted_prefill_s / self.measured_prefill_s - 1 if self.measured_prefill_s else None
+
+    @property
+    def good(self) -> bool:
+        """Whether both are within a quarter."""
+        errors = (self.step_error, self.prefill_error)
+        return all(error is not None and abs(error) <= GOOD for error in errors)
+
+
+def check(
+    model: Any,
+    shape: Shape,
+    machine: Machine,
+    contexts: Sequence[int],
+    budget: str,
+    *,
+    wanted: Callable[[str], bool] = lambda label: True,
+    rounds: int = 1,
+    steps: int = 8,
+    progress: Callable[[str, int, int], None] = lambda label, done, total: None,
+) -> list[Checked]:
+    """Predict and measure every candidate whose label is ``wanted``, with this budget, at each context."""
+    planned: list[tuple[Candidate, int, int | None]] = []
+    for context in contexts:
+        share = Budget.parse(budget).entries(shape.geometry, context=context)
+        for candidate in candidates(shape.geometry):
+            # The bench reads random tokens, which nobody drafts: what rounds take, kvkeep prove measures.
+            if candidate.family.fate != "verified" and wanted(str(candidate)):
+                planned.append((candidate, context, None if candidate.family.keeps else share))
+    cases = []
+    for candidate, context, entries in planned:
+        given: int | None = context + steps + 1 if candidate.method == "static" else entries
+        options = {name: value for name, value in candidate.options(given).items() if value is not None}
+        cases.append(Case(str(candidate), context, candidate.method, options))
+    rows = run(model, cases, rounds=rounds, steps=steps, progress=progress)
+    checked = []
+    for (candidate, context, entries), row in zip(planned, rows, strict=True):
+        try:
+            # The bench counts what is held after its steps, and times steps that are on the mean half of them later.
+            held = sizes(shape.geometry, candidate, context, entries, steps + 1, shared=machine.shared)
+            after = sizes(shape.geometry, candidate, context, entries, steps + 1, shared=machine.shared, steps=steps)
+            costs = cost(shape, candidate, held, machine, ACCEPTANCE)
+        except KvkeepError as error:
+            checked.append(Checked(row.label, context, entries, 0, 0, 0.0, None, 0.0, None, row.error or str(error)))
+            continue
+        memory = row.memory
+        checked.append(
+            Checked(
+                row.label,
+                context,
+                entries,
+                after.resident + after.compressed + after.checkpoints,
+                memory["resident_bytes"] + memory["compressed_bytes"] + sum(memory["checkpoint_bytes"].values()),
+                costs.step,
+                None if row.step_ms is None else row.step_ms / 1e3,
+                costs.prefill,
+                row.prefill_s,
+                row.error,
+            )
+        )
+    return checked

@@ -1,0 +1,101 @@
+"""The plan as a figure: times by memory, with the frontier of what is exact and of what is not."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvkeep.errors import StoreError
+from kvkeep.policies.request import Exactness
+from kvkeep_lab.figures import DPI, WIDTH_PX
+
+if TYPE_CHECKING:
+    from kvkeep.plan.planner import Planned, Row
+
+EXACT, OTHER = "#0072B2", "#D55E00"  # of Okabe and Ito's palette
+
+
+def draw_plan(planned: Planned, path: str | os.PathLike[str], *, model: str) -> None:
+    """Draw every row that fits, the best of them joined by a line, with the one recommended in a ring.
+
+    Raises StoreError if the file cannot be written.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(WIDTH_PX / DPI, 5.6), dpi=DPI, layout="constrained")
+    left, right = figure.subplots(1, 2, sharex=True)
+    _panel(left, planned, lambda row: 1e3 * row.cost.step, "Time of a token (ms)", named=True)
+    _panel(right, planned, lambda row: row.cost.prefill, "Time of the prompt (s)", named=False)
+    figure.suptitle(
+        f"{Path(model).stem}: {planned.context:,} tokens within {planned.memory / 1e6:,.0f} MB, predicted for "
+        f"{planned.machine.name} ({planned.machine.source})",
+        fontsize=10,
+    )
+    handles, labels = left.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=9)
+    try:
+        figure.savefig(path, dpi=DPI)
+    except OSError as error:
+        raise StoreError(f"The figure '{path}' cannot be written: {(error.strerror or str(error)).lower()}.") from error
+
+
+def _panel(axes: Any, planned: Planned, value: Callable[[Row], float], title: str, *, named: bool) -> None:
+    from matplotlib.ticker import FuncFormatter
+
+    for exact, colour, label in ((True, EXACT, "exact"), (False, OTHER, "not exact")):
+        rows = [row for row in planned.rows if (row.exactness == Exactness.EXACT) is exact]
+        best = [row for row in rows if row.frontier]
+        if not rows:
+            continue
+        axes.scatter(*_points(rows, value), s=14, color=colour, alpha=0.35, linewidths=0)
+        # What is not exact is also told apart by what it still reads, so no line joins the best of it.
+        style = {"marker": "os"[not exact], "linestyle": "-" if exact else "", "markersize": 4, "label": label}
+        axes.plot(*_points(best, value), color=colour, **style)
+        if named:
+            _name(axes, best, value, colour, above=exact)
+    ring = planned.best
+    axes.scatter(*_points([ring], value), s=130, facecolors="none", edgecolors="black", label="recommended", zorder=4)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.margins(x=0.08, y=0.22)
+    plain = FuncFormatter(lambda number, place: f"{number:,.10g}")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(plain)
+        axis.set_minor_formatter("")
+    axes.set_title(title, loc="left", fontsize=10)
+    axes.set_xlabel("memory of the device at the worst moment (MB)")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(color="0.9", which="major")
+    axes.set_axisbelow(True)
+
+
+def _points(rows: list[Row], value: Callable[[Row], float]) -> tuple[list[float], list[float]]:
+    return [row.memory / 1e6 for row in rows], [value(row) for row in rows]
+
+
+def _name(axes: Any, rows: list[Row], value: Callable[[Row], float], colour: str, *, above: bool) -> None:
+    """Name the rows where the method changes along the frontier; names that would lie on each other are stacked."""
+    if not rows:
+        return
+    labels: list[tuple[Row, list[str]]] = []
+    for row in rows:
+        name = str(row.candidate)
+        if any(name in names for _, names in labels):
+            continue
+        if labels and row.memory < 3 * labels[-1][0].memory:
+            labels[-1][1].append(name)
+        else:
+            labels.append((row, [name]))
+    edge = (max if above else min)(value(row) for row in rows)
+    for row, names in labels:
+        axes.annotate(
+            "\n".join(names),
+            (row.memory / 1e6, edge),
+            (-2, 9 if above else -9),
+            textcoords="offset points",
+            fontsize=7.5,
+            color=colour,
+            va="bottom" if above else "top",
+        )

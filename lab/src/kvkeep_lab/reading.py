@@ -1,0 +1,102 @@
+"""Reading a text into a cache and then going on one token at a time, as decoding does."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvkeep.cache import STOCK, new_cache
+from kvkeep.policies.methods import resolve
+from kvkeep_lab.peers import Reader, peer_of
+
+_AT_ONCE = 128
+"""Positions whose logits are held together."""
+
+
+def takes(method: str) -> tuple[str, ...]:
+    """Return the options that a method or a peer takes; raises UsageError for a name nobody knows."""
+    if method == STOCK:
+        return ()
+    peer = peer_of(method)
+    return resolve(method).options if peer is None else peer.takes
+
+
+def cache_for(model: Any, method: str, budget: str | None, context: int, chunk: int | None = None) -> Any:
+    """Return a cache of ``method`` for ``context`` tokens, read and written, or what a peer reads with; ``chunk`` goes
+    to those that take one."""
+    if (peer := peer_of(method)) is not None:
+        return peer.open(model, budget, context)
+    options: dict[str, Any] = {"budget": budget, "context": context}
+    if chunk is not None and "chunk" in takes(method):
+        options["chunk"] = chunk
+    return new_cache(model, method, **options)
+
+
+@torch.no_grad()
+def read(
+    model: Any, ids: Tensor, cache: Any, new: int, forced: Sequence[int] | None = None
+) -> Iterator[tuple[Tensor, float]]:
+    """Yield logits (vocabulary,) in float32 and seconds for each of ``new`` positions after ``ids`` (1, tokens): the
+    first pays for the prompt. What is given next is ``forced``, or else the token with the largest logit."""
+    given = ids
+    for position in range(new):
+        logits, seconds = cache.step(given) if isinstance(cache, Reader) else _step(model, given, cache)
+        yield logits, seconds
+        given = ids.new_tensor([[int(logits.argmax()) if forced is None else forced[position]]])
+
+
+@torch.no_grad()
+def continued(
+    model: Any, ids: Tensor, cache: Any, continuations: Sequence[Sequence[int]], at_once: bool
+) -> Iterator[tuple[Tensor, float]]:
+    """Yield logits (continuations, vocabulary) in float32, and seconds, for each position after ``ids`` (1, tokens) up
+    to the longest continuation's; the first is the same for all and pays for the prompt, which is read once.
+
+    From then on the continuations are rows of a batch: token by token as decoding would, or many ``at_once``, which
+    comes to the same where the cache is exact. Logits of a row beyond its end mean nothing.
+    """
+    start = time.perf_counter()
+    output = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    rows, longest = len(continuations), max(map(len, continuations))
+    logits = output.logits[:, -1].float().cpu()
+    yield logits.expand(rows, -1), time.perf_counter() - start
+    if longest == 1:
+        return
+    if rows > 1:
+        cache.batch_repeat_interleave(rows)
+    given = ids.new_tensor([[*row, *[row[-1]] * (longest - len(row))] for row in continuations])[:, :-1]
+    for part in given.split(_AT_ONCE if at_once else 1, dim=1):
+        start = time.perf_counter()
+        logits = model(part, past_key_values=cache, use_cache=True).logits.float().cpu()  # (rows, part, vocabulary)
+        took = (time.perf_counter() - start) / part.shape[1]
+        yield from ((logits[:, position], took) for position in range(part.shape[1]))
+
+
+@torch.no_grad()
+def scores(model: Any, ids: Tensor, cache: Any, first: int, step: int) -> Iterator[tuple[list[float], float]]:
+    """Yield ln p of the tokens of ``ids`` (1, tokens) from number ``first`` on (1 or more), and seconds.
+
+    All before ``first`` is read at once, as a prompt, and yields that token's; then ``step`` tokens are read at a time,
+    and yield those of the tokens after each of them.
+    """
+    last = ids.shape[1] - 1  # is only predicted
+    place = 0
+    for stop in dict.fromkeys([*range(first, last, step), last]):
+        start = time.perf_counter()
+        count = stop - place if place else 1
+        output = model(ids[:, place:stop], past_key_values=cache, use_cache=True, logits_to_keep=count)
+        logs = output.logits[0].double().log_softmax(-1)
+        found = logs.gather(1, ids[0, stop - count + 1 : stop + 1].unsqueeze(1)).flatten().tolist()
+        yield found, time.perf_counter() - start
+        place = stop
+
+
+def _step(model: Any, ids: Tensor, cache: Any) -> tuple[Tensor, float]:
+    start = time.perf_counter()
+    output = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    logits = output.logits[0, -1].float().cpu()  # waits for the device
+    return logits, time.perf_counter() - start

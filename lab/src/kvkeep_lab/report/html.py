@@ -1,0 +1,93 @@
+"""The report as one page that needs nothing else: the Markdown, rendered, with its pictures inside."""
+
+from __future__ import annotations
+
+import html
+import re
+from base64 import b64encode
+from collections.abc import Mapping
+from importlib import resources
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvkeep import __version__
+from kvkeep.errors import StoreError, UsageError
+from kvkeep_lab.report.markdown import FRONT, anchors
+
+if TYPE_CHECKING:
+    from markdown_it import MarkdownIt
+
+_TYPES = {".svg": "image/svg+xml", ".png": "image/png"}
+_LONG = 48
+"""Characters from which on a cell's words are broken into lines."""
+
+
+def check_page() -> None:
+    """Raise UsageError where what renders Markdown is missing."""
+    if find_spec("markdown_it") is None:
+        raise UsageError(
+            "The page of a report needs the package 'markdown-it-py', which is missing: pip install 'kvkeep[lab]'."
+        )
+
+
+def page(markdown: str, pictures: Mapping[str, Path]) -> str:
+    """Return the page that ``markdown`` makes. pictures: the files to put into it, by what Markdown calls them; another
+    picture is told of by its title alone. Raises StoreError where one cannot be read."""
+    reader = _reader(pictures)
+    tokens = reader.parse(markdown)
+    found = [
+        (token, "".join(part.content for part in tokens[at + 1].children or ()))
+        for at, token in enumerate(tokens)
+        if token.type == "heading_open"
+    ]
+    titles = [title for _, title in found]
+    contents = []
+    for (token, title), anchor in zip(found, anchors(titles), strict=True):
+        token.attrSet("id", anchor)
+        if title in FRONT:
+            token.attrJoin("class", "front")
+        if token.tag == "h2":
+            contents.append(f'<li><a href="#{html.escape(anchor)}">{html.escape(title)}</a></li>\n')
+    values = {
+        "TITLE": html.escape(titles[0] if titles else "Report"),
+        "VERSION": html.escape(__version__),
+        "CONTENTS": f"<ul>\n{''.join(contents)}</ul>",
+        "BODY": reader.renderer.render(tokens, reader.options, {}),
+    }
+    template = resources.files("kvkeep_lab.report").joinpath("page.html").read_text(encoding="utf-8")
+    # In one pass, so that nothing within a value is taken for a place to fill in.
+    return re.sub(r"@@([A-Z]+)@@", lambda place: values[place[1]], template)
+
+
+def _reader(pictures: Mapping[str, Path]) -> MarkdownIt:
+    """Return a reader of Markdown with tables and without HTML, whose tables and pictures are in boxes of their own."""
+    from markdown_it import MarkdownIt
+
+    reader = MarkdownIt("commonmark", {"html": False}).enable("table")
+
+    def picture(self: Any, tokens: Any, at: int, options: Any, env: Any) -> str:
+        title = html.escape(tokens[at].content)
+        if (file := pictures.get(str(tokens[at].attrGet("src")))) is None:
+            return title
+        return f'<span class="figure" role="group" tabindex="0"><img alt="{title}" src="{_inlined(file)}"></span>'
+
+    def cell(self: Any, tokens: Any, at: int, options: Any, env: Any) -> str:
+        if len(tokens[at + 1].content) > _LONG:
+            tokens[at].attrJoin("class", "long")
+        return str(self.renderToken(tokens, at, options, env))
+
+    reader.add_render_rule("image", picture)
+    reader.add_render_rule("td_open", cell)
+    box = '<div class="table" role="region" aria-label="Table" tabindex="0">'
+    reader.add_render_rule("table_open", lambda *_: f"{box}\n<table>\n")
+    reader.add_render_rule("table_close", lambda *_: "</table>\n</div>\n")
+    return reader
+
+
+def _inlined(file: Path) -> str:
+    """Return a picture as a URI that holds it."""
+    try:
+        return f"data:{_TYPES[file.suffix]};base64,{b64encode(file.read_bytes()).decode()}"
+    except OSError as error:
+        raise StoreError(f"The figure '{file}' cannot be read: {(error.strerror or str(error)).lower()}.") from error

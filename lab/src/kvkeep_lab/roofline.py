@@ -1,0 +1,83 @@
+"""What arithmetic alone would take: the machine's matrix rate and bandwidths, measured, and the times they allow."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from kvkeep_lab.buffers import Shelf, Sweep
+
+_BYTES = 64 << 20  # of a copy: more than fits the caches
+_ROWS = 2048  # of a product
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """The machine, as measured. flops: of a product of the layer's own widths, a second. bandwidth: bytes a second, by
+    place, read from there and written to the device: cold sources, buffers that are there already."""
+
+    flops: float
+    bandwidth: dict[str, float]
+
+    def recompute_s(self, place: str, n: int, hidden: int, width: int, itemsize: int) -> float:
+        """Seconds for keys and values (``width`` elements a token) of ``n`` residuals: fetched, then multiplied."""
+        return n * hidden * itemsize / self.bandwidth[place] + 2 * n * hidden * width / self.flops
+
+    def read_s(self, place: str, n: int, width: int, itemsize: int) -> float:
+        """Seconds for a copy of them."""
+        return n * width * itemsize / self.bandwidth[place]
+
+    def break_even(self, hidden: int, itemsize: int) -> float:
+        """Bytes a second below which fetching entries takes longer than multiplying residuals that are at hand already:
+        ``2 d / flops`` seconds an element against ``b / bandwidth``."""
+        return itemsize * self.flops / (2 * hidden)
+
+
+@torch.inference_mode()
+def measure(
+    shelves: dict[str, Shelf], sweep: Sweep, device: torch.device, dtype: torch.dtype, hidden: int, width: int
+) -> Roofline:
+    """Return the machine's roofline for products (n, hidden) x (hidden, width), and copies from every shelf."""
+    left = torch.randn(_ROWS, hidden, device=device, dtype=dtype)
+    right = torch.randn(hidden, width, device=device, dtype=dtype)
+    target = torch.zeros(_BYTES // dtype.itemsize, device=device, dtype=dtype)
+    seconds = _seconds(lambda: left @ right, device, lambda: None)
+    bandwidth = {}
+    for name, shelf in shelves.items():
+        source = shelf.put(torch.zeros_like(target))
+
+        def chill(shelf: Shelf = shelf) -> None:
+            shelf.chill()
+            sweep.run()
+
+        def copy(source: torch.Tensor = source) -> object:
+            return target.copy_(source)
+
+        bandwidth[name] = _BYTES / _seconds(copy, device, chill)
+        del source, copy
+        shelf.clear()
+    return Roofline(2 * _ROWS * hidden * width / seconds, bandwidth)
+
+
+def _seconds(action: Callable[[], object], device: torch.device, prepare: Callable[[], object]) -> float:
+    action()
+    took = []
+    for _ in range(9):
+        prepare()
+        synchronize(device)
+        start = time.perf_counter()
+        action()
+        synchronize(device)
+        took.append(time.perf_counter() - start)
+    return min(took)  # a bound: what else the machine does is no part of it
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for ``device``, if it is one that has to be waited for."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()

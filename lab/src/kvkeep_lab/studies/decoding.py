@@ -1,0 +1,277 @@
+"""``decoding``: naive against cached decoding, prefill against decode, appending by copies against room for all."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+import torch
+from pydantic import Field, field_validator
+
+from kvkeep.cache import STOCK, new_cache
+from kvkeep.geometry import ModelGeometry
+from kvkeep.models.loading import Loaded
+from kvkeep_lab.bench import NAIVE, Case, run, timed
+from kvkeep_lab.figures import COLOURS, DPI, MARKERS, WIDTH_PX, plain, save
+from kvkeep_lab.reading import takes
+from kvkeep_lab.studies.base import Progress, Study
+from kvkeep_lab.tables import Table, milliseconds, number, times
+from kvkeep_lab.tasks.base import Metric
+
+GROWING = (STOCK, "full", "static")
+"""Layers that append by a copy of everything, into blocks, and into room for all."""
+
+_APPENDS = 8
+
+
+@dataclass(frozen=True)
+class Run:
+    """One decoding of the whole length, by one way. first_s: until the first token. step_ms: each later one's, the
+    fastest of all rounds."""
+
+    way: str
+    first_s: float
+    step_ms: list[float]
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of all tokens."""
+        return self.first_s + sum(self.step_ms) / 1e3
+
+
+@dataclass(frozen=True)
+class Phase:
+    """``length`` tokens are in the prompt: seconds of it, and ms of a step after it, with the stock cache and without
+    one."""
+
+    length: int
+    prefill_s: float
+    step_ms: float
+    naive_ms: float
+
+
+@dataclass(frozen=True)
+class Append:
+    """Microseconds to append a token's keys and values in all layers after ``length`` tokens; nothing is computed."""
+
+    way: str
+    length: int
+    microseconds: float
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """All that was measured."""
+
+    prompt: int
+    runs: list[Run]
+    phases: list[Phase]
+    appends: list[Append]
+
+    def run(self, way: str) -> Run:
+        """Return one way's."""
+        return next(run for run in self.runs if run.way == way)
+
+
+class Decoding(Study):
+    """The tutorial's sections 11 to 13: what it says of latency, measured."""
+
+    name = "decoding"
+    about = "naive against cached decoding by step and in total, prefill and decode apart, append against preallocation"
+    protocol = (
+        "Random ids. Decoding: single tokens after a prompt, without a cache (all of the text again for each) and with "
+        "several; every step's fastest of all rounds, rounds interleaved. Phases: medians, by length of the prompt. "
+        "Appending: keys and values of one token into every layer of a cache, nothing computed: a copy of everything "
+        "(stock), blocks (full), room for all (static)."
+    )
+    found = Decoded
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric("naive_growth", "ms of the last naive step, by those of the first", "lower", "number"),
+        Metric("cached_growth", "ms of the last cached step, by those of the first", "lower", "number"),
+        Metric("growth", "growth of a cached step by that of a naive one", "lower", "number"),
+        Metric("total", "seconds in all, naive by cached", "lower", "number"),
+        Metric("phases", "tokens a second, prefill by decode, at the longest prompt", "higher", "number"),
+        Metric("append", "ms to append a token, copying by preallocated, at the longest", "lower", "number"),
+    )
+
+    prompt: int = Field(64, ge=1, description="tokens before the first step")
+    new: int = Field(192, ge=8, description="tokens written")
+    caches: list[str] = Field([STOCK, "full", "static", "paged"], description="caches; stock is one of them")
+    lengths: list[Annotated[int, Field(ge=1)]] = Field(
+        [64, 128, 256, 512, 1024, 2048], min_length=1, description="of prompts, for the phases and for appending"
+    )
+    rounds: int = Field(2, ge=1, description="how often everything is measured")
+
+    @field_validator("caches")
+    @classmethod
+    def _known(cls, caches: list[str]) -> list[str]:
+        for name in caches:
+            takes(name)
+        return list(dict.fromkeys((STOCK, *caches)))
+
+    def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int, progress: Progress) -> Decoded:
+        """Decode, then measure phases, then append."""
+        ways = (NAIVE, *self.caches)
+        total = self.rounds * len(ways) + 2
+        runs: dict[str, list[list[float]]] = {way: [] for way in ways}
+        for turn in range(self.rounds):
+            for place, way in enumerate(ways):
+                progress(way, turn * len(ways) + place, total)
+                runs[way].append(self._run(loaded.model, way, seed))
+        best = {way: [min(step) for step in zip(*rounds, strict=True)] for way, rounds in runs.items()}
+        decoded = [Run(way, first, [1e3 * step for step in steps]) for way, (first, *steps) in best.items()]
+        progress("prefill and decode", total - 2, total)
+        phases = self._phases(loaded.model)
+        progress("appending", total - 1, total)
+        return Decoded(
+            self.prompt, decoded, phases, [one for way in GROWING for one in self._appends(loaded.model, way)]
+        )
+
+    @torch.inference_mode()
+    def _run(self, model: Any, way: str, seed: int) -> list[float]:
+        """Return the seconds of every token, the prompt's being the first's."""
+        length = self.prompt + self.new
+        generator = torch.Generator().manual_seed(seed)
+        ids = torch.randint(0, model.config.vocab_size, (1, length), generator=generator).to(model.device)
+        if way == NAIVE:
+            return [timed(model, ids[:, :stop], None) for stop in range(self.prompt, length)]
+        cache = _cache(model, way, length)
+        first = timed(model, ids[:, : self.prompt], cache)
+        return [first, *(timed(model, ids[:, at : at + 1], cache) for at in range(self.prompt, length - 1))]
+
+    def _phases(self, model: Any) -> list[Phase]:
+        listed = [Case(way, length, way) for length in self.lengths for way in (STOCK, NAIVE)]
+        rows = {(row.context, row.label): row for row in run(model, listed, rounds=self.rounds, steps=6)}
+        if any(row.error for row in rows.values()):  # neither can be refused
+            raise KeyboardInterrupt
+        phases = []
+        for length in self.lengths:
+            stock, naive = rows[length, STOCK], rows[length, NAIVE]
+            assert stock.prefill_s is not None and stock.step_ms is not None and naive.step_ms is not None
+            phases.append(Phase(length, stock.prefill_s, stock.step_ms, naive.step_ms))
+        return phases
+
+    @torch.inference_mode()
+    def _appends(self, model: Any, way: str) -> list[Append]:
+        geometry = ModelGeometry.from_config(model.config)
+        owners = [layer for layer in geometry.layers if layer.owns_entries]
+        found = []
+        for length in self.lengths:
+            cache = _cache(model, way, length + _APPENDS * self.rounds)
+            layers = [cache.layers[layer.index] for layer in owners]
+
+            def append(count: int, layers: Sequence[Any] = layers) -> float:
+                entries = [
+                    [
+                        torch.zeros(1, layer.kv_heads, count, dim, device=model.device, dtype=model.dtype)
+                        for dim in (layer.key_dim, layer.value_dim)
+                    ]
+                    for layer in owners
+                ]
+                start = time.perf_counter()
+                for layer, (keys, values) in zip(layers, entries, strict=True):
+                    layer.update(keys, values)
+                if model.device.type == "cuda":
+                    torch.cuda.synchronize(model.device)
+                return time.perf_counter() - start
+
+            append(length)
+            best = min(append(1) for _ in range(_APPENDS * self.rounds))
+            found.append(Append(way, length, 1e6 * best))
+        return found
+
+    def scores(self, found: Decoded) -> dict[str, float]:
+        """Return how steps grow, what the cache saves, and what copying costs."""
+        naive, stock, longest = found.run(NAIVE), found.run(STOCK), found.phases[-1]
+        appends = {one.way: one.microseconds for one in found.appends if one.length == self.lengths[-1]}
+        bare, cached = (last / first for first, last in (_ends(naive), _ends(stock)))
+        return {
+            "naive_growth": bare,
+            "cached_growth": cached,
+            "growth": cached / bare,
+            "total": naive.total_s / stock.total_s,
+            "phases": longest.length / longest.prefill_s * longest.step_ms / 1e3,
+            "append": appends[STOCK] / appends["static"],
+        }
+
+    def tables(self, found: Decoded) -> list[Table]:
+        """Return one table for each of the three questions."""
+        stock = found.run(STOCK)
+        whole = Table(
+            f"{len(stock.step_ms) + 1} tokens after {found.prompt}",
+            ["", "first token", "early steps, mean of 8", "last steps, mean of 8", "in all", "by stock's"],
+        )
+        for one in found.runs:
+            first, last = (milliseconds(step / 1e3) for step in _ends(one))
+            total = [f"{one.total_s:.2f} s", times(one.total_s / stock.total_s)]
+            whole.rows.append([f"`{one.way}`", f"{one.first_s:.3f} s", first, last, *total])
+        phases = Table(
+            "Prefill and decode apart",
+            ["tokens", "prefill", "tokens/s", "a cached step", "tokens/s", "a naive step", "naive by cached"],
+        )
+        for phase in found.phases:
+            phases.rows.append(
+                [
+                    f"{phase.length:,}",
+                    f"{phase.prefill_s:.3f} s",
+                    number(phase.length / phase.prefill_s),
+                    milliseconds(phase.step_ms / 1e3),
+                    number(1e3 / phase.step_ms),
+                    milliseconds(phase.naive_ms / 1e3),
+                    times(phase.naive_ms / phase.step_ms),
+                ]
+            )
+        ways = list(dict.fromkeys(one.way for one in found.appends))
+        appends = Table("µs to append one token to all layers", ["tokens held", *ways])
+        by_place = {(one.length, one.way): one.microseconds for one in found.appends}
+        for length in dict.fromkeys(one.length for one in found.appends):
+            appends.rows.append([f"{length:,}", *(number(by_place[length, way]) for way in ways)])
+        return [whole, phases, appends]
+
+    def draw(self, found: Decoded, path: str | os.PathLike[str], *, title: str) -> None:
+        """Draw latency by step, the sum of it, and what appending takes."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(WIDTH_PX / DPI, 4.4), dpi=DPI, layout="constrained")
+        grid: Any = figure.subplots(1, 3)
+        steps, sums, appends = grid
+        for place, one in enumerate(found.runs):
+            style: dict[str, Any] = {"color": COLOURS[place % len(COLOURS)], "linewidth": 1.2}
+            across = range(found.prompt + 1, found.prompt + 1 + len(one.step_ms))
+            steps.plot(across, one.step_ms, label=one.way, **style)
+            total, sofar = [], one.first_s
+            for step in one.step_ms:
+                sofar += step / 1e3
+                total.append(sofar)
+            sums.plot(across, total, **style)
+        for place, way in enumerate(dict.fromkeys(one.way for one in found.appends), start=1):
+            mine = [one for one in found.appends if one.way == way]
+            style = {"color": COLOURS[place], "marker": MARKERS[place], "markersize": 4}
+            appends.plot([one.length for one in mine], [one.microseconds for one in mine], label=way, **style)
+        steps.set_title("ms of a step", loc="left", fontsize=10)
+        sums.set_title("seconds until then", loc="left", fontsize=10)
+        appends.set_title("µs to append a token", loc="left", fontsize=10)
+        appends.set_xscale("log", base=2)
+        appends.set_yscale("log")
+        steps.set_yscale("log")
+        for axes in grid:
+            axes.set_xlabel("tokens")
+            plain(axes, "both")
+        steps.legend(frameon=False, fontsize=8)
+        appends.legend(frameon=False, fontsize=8)
+        figure.suptitle(title, fontsize=11)
+        save(figure, path)
+
+
+def _cache(model: Any, way: str, length: int) -> Any:
+    return new_cache(model, way, **({"budget": length + 1} if way == "static" else {}))
+
+
+def _ends(one: Run) -> tuple[float, float]:
+    """Return the mean ms of the first and the last eight steps, the very first left out."""
+    own = one.step_ms[1:9], one.step_ms[-8:]
+    return tuple(sum(steps) / len(steps) for steps in own)  # type: ignore[return-value]

@@ -1,0 +1,206 @@
+"""``sketch-error``: what estimates of a count sketch are worth, against the bounds that are given for them."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Annotated, Any, ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from transformers import DynamicCache
+
+from kvkeep.models.loading import Loaded
+from kvkeep.stores.sketch import MEDIAN, CountSketch, places
+from kvkeep_lab.figures import COLOURS, DPI, MARKERS, WIDTH_PX, plain, save
+from kvkeep_lab.studies.base import Progress, TextStudy
+from kvkeep_lab.tables import Table, number, percent
+from kvkeep_lab.tasks.base import Metric
+
+ROWS = 3
+"""KVReviver's r."""
+
+NORMAL, PUBLISHED, KEYS, VALUES = "normal", "keys, as published", "keys, signed", "values"
+
+
+@dataclass(frozen=True)
+class Error:
+    """Vectors of one sort at one load, mean over layers.
+
+    load: as it was asked for. others: how many share a slot with a vector, mean, by which bounds go. median, mean: the
+    mean squared error of estimates by the median of three slots, and by their mean, in units of the vectors' mean
+    square s^2. constant: the same of one vector for all, their mean: what is had without a sketch. crowded: the share
+    of slots with more than twice as many others as in the mean (delta = 1 in the Chernoff bound).
+    """
+
+    sort: str
+    load: float
+    others: float
+    median: float
+    mean: float
+    constant: float
+    crowded: float
+
+    @property
+    def predicted(self) -> float:
+        """Variance of the median of three normal sums of so many vectors, in s^2 (Lemma 2)."""
+        return MEDIAN[ROWS] * self.others
+
+    @property
+    def bound(self) -> float:
+        """a pi / N: the variance that is exceeded with a probability below :attr:`chance` (a / N is others / r)."""
+        return math.pi * self.others / ROWS
+
+    @property
+    def chance(self) -> float:
+        """exp(-a / N)."""
+        return math.exp(-self.others / ROWS)
+
+
+@dataclass(frozen=True)
+class Errors:
+    """All sorts and loads."""
+
+    tokens: int
+    rows: list[Error]
+
+
+class SketchError(TextStudy):
+    """KVReviver's appendix E: its lemmas and bounds against normal vectors, and against a model's keys and values."""
+
+    name = "sketch-error"
+    about = "the error of a count sketch's estimates by load, against the bounds, for normal vectors and real entries"
+    protocol = (
+        "All vectors of a KV head are added to a sketch of 3 rows whose slots hold as many as the load says, and each "
+        "is estimated: normal ones (the appendix's assumption), and a passage's keys and values as attention reads "
+        "them; keys without signs, as published, and with. Errors are in units of the vectors' mean square."
+    )
+    found = Errors
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric("lemma", "error of the median by the others in a slot, normal vectors, largest load", "lower", "number"),
+        Metric("bound", "loads at which the mean error is within the bound, normal vectors"),
+        Metric("crowded", "loads at which the Chernoff bound holds"),
+        Metric("keys", "error of keys as published by the bound, largest load", "lower", "number"),
+        Metric("values", "error of values by the bound, largest load", "lower", "number"),
+        Metric("useless", "loads above 3 at which one mean vector is nearer than the sketch, all sorts"),
+    )
+
+    tokens: int = Field(1024, ge=16, description="vectors in the sketch, and tokens of the passage")
+    loads: list[Annotated[float, Field(gt=0)]] = Field(
+        [1, 3, 6, 12, 25, 50, 100], min_length=1, description="vectors that share a slot"
+    )
+    dim: int = Field(128, ge=1, description="of the normal vectors, of which there are 8 heads")
+
+    @torch.no_grad()
+    def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int, progress: Progress) -> Errors:
+        """Read the passage, then fill sketches."""
+        cache = DynamicCache()  # without a config it keeps what sliding layers would drop
+        loaded.model(self.passage(loaded, sources, seed), past_key_values=cache, logits_to_keep=1)
+        normal = torch.randn(8, self.tokens, self.dim, generator=torch.Generator().manual_seed(seed))
+        layers = [layer for layer in cache.layers if layer.keys is not None]
+        keys, values = ([getattr(layer, part)[0].float() for layer in layers] for part in ("keys", "values"))
+        sorts = {NORMAL: ([normal], True), PUBLISHED: (keys, False), KEYS: (keys, True), VALUES: (values, True)}
+        rows: list[Error] = []
+        for sort, (vectors, signed) in sorts.items():
+            for load in self.loads:
+                progress(f"{sort}, load {load:g}", len(rows), len(sorts) * len(self.loads))
+                parts = [_measure(part, load, signed, seed) for part in vectors]
+                rows.append(Error(sort, load, *(fmean(numbers) for numbers in zip(*parts, strict=True))))
+        return Errors(self.tokens, rows)
+
+    def scores(self, found: Errors) -> dict[str, float]:
+        """Return whether lemma and bounds hold, and how far real entries are from them."""
+        normal = [row for row in found.rows if row.sort == NORMAL]
+        beyond = [row for row in found.rows if row.load > ROWS]
+        last = {row.sort: row for row in found.rows if row.load == max(self.loads)}
+        scores = {
+            "lemma": last[NORMAL].median / last[NORMAL].others,
+            "bound": fmean(row.median <= row.bound for row in normal),
+            "crowded": fmean(row.crowded <= row.chance for row in normal),
+            "keys": last[PUBLISHED].median / last[PUBLISHED].bound,
+            "values": last[VALUES].median / last[VALUES].bound,
+        }
+        return scores | ({"useless": fmean(row.constant < row.median for row in beyond)} if beyond else {})
+
+    def tables(self, found: Errors) -> list[Table]:
+        """Return errors beside the bounds, and how full slots are."""
+        sorts = list(dict.fromkeys(row.sort for row in found.rows))
+        table = Table(
+            f"Error of the median of three, in mean squares; {found.tokens:,} vectors",
+            ["load", "Lemma 2", "bound aπ/N", *sorts],
+            notes=[
+                "In brackets: of the mean of the three slots, and of one mean vector for all, which takes no sketch."
+            ],
+        )
+        crowded = Table(
+            "Slots with more than twice the load",
+            ["load", "measured", "Chernoff bound exp(-a/N)"],
+        )
+        for load in dict.fromkeys(row.load for row in found.rows):
+            rows = {row.sort: row for row in found.rows if row.load == load}
+            normal = rows[NORMAL]
+            table.rows.append(
+                [f"{load:g}", number(normal.predicted), number(normal.bound), *(_told(rows[sort]) for sort in sorts)]
+            )
+            crowded.rows.append([f"{load:g}", percent(normal.crowded), percent(normal.chance)])
+        return [table, crowded]
+
+    def draw(self, found: Errors, path: str | os.PathLike[str], *, title: str) -> None:
+        """Draw errors by load, the lemma's, the bound's and that of one mean vector beside them."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(WIDTH_PX / DPI, 4.6), dpi=DPI, layout="constrained")
+        axes: Any = figure.subplots()
+        for place, sort in enumerate(dict.fromkeys(row.sort for row in found.rows)):
+            mine, colour = [row for row in found.rows if row.sort == sort], COLOURS[place]
+            loads = [row.load for row in mine]
+            axes.plot(loads, [row.median for row in mine], color=colour, marker=MARKERS[place], label=sort)
+            axes.axhline(fmean(row.constant for row in mine), color=colour, linewidth=0.8, linestyle=":")
+        normal = [row for row in found.rows if row.sort == NORMAL]
+        for attribute, words, style in (("bound", "bound aπ/N", "-"), ("predicted", "Lemma 2", "--")):
+            sizes = [getattr(row, attribute) for row in normal]
+            axes.plot([row.load for row in normal], sizes, style, color="0.4", linewidth=1, label=words)
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.set_xlabel("load: vectors that share a slot")
+        axes.set_title(
+            "mean squared error by mean square (dotted: of one mean vector for all)", loc="left", fontsize=10
+        )
+        axes.legend(frameon=False, fontsize=8)
+        plain(axes, "both")
+        figure.suptitle(title, fontsize=11)
+        save(figure, path)
+
+
+def _measure(vectors: Tensor, load: float, signed: bool, seed: int) -> tuple[float, float, float, float, float]:
+    """Return the others in a slot, the errors of a sketch of ``vectors`` (heads, n, dim), and the share of crowded
+    slots."""
+    heads, count, dim = vectors.shape
+    slots = max(1, round(count / load))
+    at = places(torch.arange(count, device=vectors.device).expand(heads, -1), ROWS, slots, seed)
+    sketch = CountSketch(heads, ROWS, slots, dim, signed, like=vectors)
+    sketch.insert(at, vectors)
+    square = vectors.square().mean()
+    errors = [
+        float((sketch.estimates(at, by).dense(torch.float32) - vectors).square().mean() / square)
+        for by in ("median", "mean")
+    ]
+    constant = float((vectors - vectors.mean(1, keepdim=True)).square().mean() / square)
+    crowded = fmean(_crowded(at[:, 0] % (ROWS * slots), slots, count))
+    return (count - 1) / slots, errors[0], errors[1], constant, crowded
+
+
+def _crowded(cells: Tensor, slots: int, count: int) -> Iterator[float]:
+    """Yield, by row of the sketch, the share of ids in whose slot there are more than twice the mean's others."""
+    for row in cells:
+        others = torch.bincount(row, minlength=ROWS * slots)[row] - 1
+        yield float((others > 2 * (count - 1) / slots).float().mean())
+
+
+def _told(row: Error) -> str:
+    return f"{number(row.median)} ({number(row.mean)}, {number(row.constant)})"

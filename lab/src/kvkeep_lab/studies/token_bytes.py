@@ -1,0 +1,176 @@
+"""``token-bytes``: what a token takes as keys and values, as one residual, and as each kind of checkpoint."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from pydantic import Field, field_validator
+from transformers import DynamicCache
+
+from kvkeep.errors import unknown
+from kvkeep.geometry import ModelGeometry
+from kvkeep.models.loading import Loaded
+from kvkeep.stores.meter import nbytes
+from kvkeep_lab.figures import COLOURS, DPI, WIDTH_PX, plain, save
+from kvkeep_lab.shapes import SHAPES, config_of
+from kvkeep_lab.studies.base import Progress, Study
+from kvkeep_lab.tables import Table, number
+from kvkeep_lab.tasks.base import Metric
+
+PAPER = {
+    "smollm2-135m": "22.5, 1.1, 20.0",
+    "qwen2.5-0.5b": "12.0, 1.8, 6.9",
+    "qwen3-0.6b": "112.0, 2.0, 56.0",
+    "r1-distill-qwen-1.5b": "28.0, 3.0, 9.3",
+    "qwen2.5-1.5b": "28.0, 3.0, 9.3",
+    "gemma3-4b": "136.0, 5.0, 27.2",
+}
+"""KV-Direct's Table 1: KB of keys and values, KB of one residual, rho."""
+
+_READ = 16  # tokens that a cache is measured with
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """One model, bytes a token. full, sliding: layers. residual: one vector (Eq. 24). checkpoints: by kind. held: what
+    transformers' cache was seen to hold, where there was a model to ask."""
+
+    model: str
+    full: int
+    sliding: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+    entries: int
+    residual: int
+    rho: float
+    checkpoints: dict[str, int]
+    held: float | None = None
+
+
+@dataclass(frozen=True)
+class TokenSizes:
+    """All models, the loaded one first."""
+
+    rows: list[Sizes]
+
+
+class TokenBytes(Study):
+    """KV-Direct's Table 1 and Fig. 2, from configs alone; of the loaded model in its own dtype, beside its cache."""
+
+    name = "token-bytes"
+    about = "bytes a token: keys and values, one residual, every kind of checkpoint"
+    protocol = (
+        "From configs, nothing loaded but the model in hand, whose cache is measured, too. One residual is what the "
+        "paper counts (Eq. 24); to rebuild entries by one product a layer it takes one for each full layer (residual), "
+        "or fewer and the layers between (residual:s); from ids alone all layers are run again (tokens)."
+    )
+    found = TokenSizes
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric("rho", "ρ", "higher", "number"),
+        Metric("entries", "KB of keys and values a token, 2 bytes an element", "lower", "number"),
+        Metric("residual", "KB of one residual, 2 bytes an element", "lower", "number"),
+        Metric("held", "bytes that transformers' cache held, by those predicted", "lower", "number"),
+    )
+    certain = ("rho", "entries", "residual", "held")
+
+    shapes: list[str] = Field(list(SHAPES), description=f"published models: {', '.join(SHAPES)}")
+    dtype_bytes: int = Field(2, ge=1, description="bytes of an element, for those")
+    stride: int = Field(4, ge=2, description="of the checkpoint kind residual:s")
+
+    @field_validator("shapes")
+    @classmethod
+    def _known(cls, shapes: list[str]) -> list[str]:
+        for name in shapes:
+            if name not in SHAPES:
+                raise unknown("shape", name, SHAPES)
+        return shapes
+
+    def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int, progress: Progress) -> TokenSizes:
+        """Size all models, and let the loaded one read a few tokens."""
+        model = loaded.model
+        cache = DynamicCache(config=model.config)
+        ids = torch.arange(_READ, device=model.device).unsqueeze(0)
+        with torch.no_grad():
+            model(ids, past_key_values=cache, logits_to_keep=1)
+        held = sum(nbytes(layer.keys, layer.values) for layer in cache.layers) / _READ
+        rows = [self._sizes(loaded.name, model.config, model.dtype.itemsize, held)]
+        return TokenSizes(rows + [self._sizes(name, config_of(name), self.dtype_bytes) for name in self.shapes])
+
+    def _sizes(self, name: str, config: Any, itemsize: int, held: float | None = None) -> Sizes:
+        geometry = ModelGeometry.from_config(config, itemsize)
+        layer = geometry.layers[0]
+        checkpoints = {
+            "kv": geometry.checkpoint_bytes_per_token("kv"),
+            "residual": geometry.checkpoint_bytes_per_token("residual"),
+            f"residual:{self.stride}": geometry.checkpoint_bytes_per_token("residual", self.stride),
+            "tokens": geometry.checkpoint_bytes_per_token("tokens"),
+        }
+        return Sizes(
+            name,
+            len(geometry.full_layers),
+            len(geometry.sliding_layers),
+            layer.kv_heads,
+            layer.key_dim,
+            geometry.hidden_size,
+            geometry.kv_bytes_per_token,
+            geometry.residual_bytes_per_token,
+            geometry.rho,
+            checkpoints,
+            held,
+        )
+
+    def scores(self, found: TokenSizes) -> dict[str, float]:
+        """Return the loaded model's, as if it were in the papers' dtype."""
+        mine = found.rows[0]
+        assert mine.held is not None
+        kb = 2 * mine.hidden / mine.residual / 1024  # for each byte as it was loaded
+        sizes = {"entries": kb * mine.entries, "residual": kb * mine.residual}
+        return {"rho": mine.rho, **sizes, "held": mine.held / mine.entries}
+
+    def tables(self, found: TokenSizes) -> list[Table]:
+        """Return Table 1 with a column for each kind of checkpoint."""
+        kinds = list(found.rows[0].checkpoints)
+        table = Table(
+            f"KB a token ({self.dtype_bytes} bytes an element; the first row as it was loaded)",
+            ["model", "layers", "KV heads × width", "d", "keys and values", "one residual", "ρ", "the paper's", *kinds],
+            notes=["Layers: full, and with a window. Checkpoints are of full layers; 1 KB is 1,024 bytes."],
+        )
+        for row in found.rows:
+            layers = f"{row.full} + {row.sliding}" if row.sliding else f"{row.full}"
+            shape = [row.model, layers, f"{row.kv_heads} × {row.head_dim}", f"{row.hidden:,}"]
+            sizes = [_kb(row.entries), _kb(row.residual), f"{row.rho:.1f}", PAPER.get(row.model, "")]
+            table.rows.append([*shape, *sizes, *(_kb(row.checkpoints[kind]) for kind in kinds)])
+        return [table]
+
+    def draw(self, found: TokenSizes, path: str | os.PathLike[str], *, title: str) -> None:
+        """Draw bars of bytes a token, by model and kind."""
+        from matplotlib.figure import Figure
+
+        kinds = {"keys and values": [row.entries for row in found.rows]}
+        kinds["one residual (the paper's)"] = [row.residual for row in found.rows]
+        for kind in list(found.rows[0].checkpoints)[1:]:
+            kinds[f"checkpoint {kind}"] = [row.checkpoints[kind] for row in found.rows]
+        figure = Figure(figsize=(WIDTH_PX / DPI, 4.6), dpi=DPI, layout="constrained")
+        axes: Any = figure.subplots()
+        width = 0.8 / len(kinds)
+        for place, (label, sizes) in enumerate(kinds.items()):
+            across = [number + (place - len(kinds) / 2 + 0.5) * width for number in range(len(found.rows))]
+            axes.bar(across, [size / 1024 for size in sizes], width, color=COLOURS[place], label=label)
+        axes.set_yscale("log")
+        axes.set_xticks(range(len(found.rows)), [row.model for row in found.rows], fontsize=8)
+        axes.set_title("KB a token", loc="left", fontsize=10)
+        axes.legend(frameon=False, fontsize=8, ncols=len(kinds), loc="upper left")
+        axes.set_ylim(top=10 * max(row.entries for row in found.rows) / 1024)
+        plain(axes, "y")
+        figure.suptitle(title, fontsize=11)
+        save(figure, path)
+
+
+def _kb(size: int) -> str:
+    return number(size / 1024)

@@ -1,0 +1,215 @@
+"""Who is examined: one model with one cache method within one budget. Tasks ask it, and know nothing of caches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from kvkeep.cache import memory_of
+from kvkeep.decode.generate import generate
+from kvkeep.errors import UsageError
+from kvkeep.models.loading import Loaded
+from kvkeep.policies.request import Exactness
+from kvkeep_lab.compare import Case, Reference, Row
+from kvkeep_lab.peers import Reader, peer_of
+from kvkeep_lab.reading import cache_for, continued, read, scores
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one answer took. prefill_s: seconds of the prompt. token_s: of each token after it, None where there was but
+    one. memory: bytes afterwards, as ``cache.memory()`` has them. entries: the budget of a full layer, None: all."""
+
+    prompt_tokens: int
+    prefill_s: float
+    token_s: float | None
+    memory: dict[str, Any]
+    exactness: str
+    entries: int | None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was written, greedily, and its cost."""
+
+    text: str
+    tokens: list[int]
+    cost: Cost
+
+
+@dataclass(frozen=True)
+class Examination:
+    """What was written, greedily; ln p of each token of the right answer; and the cost."""
+
+    text: str
+    logs: list[float]
+    cost: Cost
+
+
+@dataclass(frozen=True)
+class Scores:
+    """ln p of each token of a given text, and the cost."""
+
+    logs: list[float]
+    cost: Cost
+
+
+@dataclass(frozen=True)
+class Likelihood:
+    """What a continuation is to a model: ln p of each of its tokens, and whether each is the likeliest."""
+
+    logs: list[float]
+    greedy: bool
+
+
+@dataclass
+class Subject:
+    """One model with one way of caching, kvkeep's or a peer's.
+
+    budget: in the user's words, a share being of prompt and answer together; None where the method takes none. chunk:
+    tokens of a prompt taken at a time. references: what the unbounded cache wrote, kept for the subjects that follow.
+    """
+
+    loaded: Loaded
+    method: str
+    budget: str | None
+    chunk: int | None = None
+    references: dict[tuple[int, ...], Reference] = field(default_factory=dict)
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's own."""
+        return self.loaded.tokenizer
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """What took part beside kvkeep's own, by name: a peer's."""
+        peer = peer_of(self.method)
+        return {} if peer is None else peer.versions
+
+    def write(self, ids: Sequence[int], new: int, ended: Callable[[str], bool] | None = None) -> Answer:
+        """Read a prompt and answer greedily by up to ``new`` tokens. An end of text ends it, and so does ``ended``,
+        which is asked of the text so far. Methods that draft do so in rounds."""
+        cache = self._cache(len(ids) + new)
+        if isinstance(cache, Reader):
+            return self._written(cache, ids, new, ended or (lambda text: False))
+        made = generate(self.loaded.model, self.tokenizer, ids, cache, max_new_tokens=new, ended=ended)
+        steps, timing = len(made.tokens) - 1, made.timing
+        cost = Cost(
+            len(ids),
+            timing.prefill_s,
+            timing.decode_s / steps if steps > 0 else None,
+            made.memory.as_dict(),
+            made.exactness,
+            getattr(cache, "entries", None),
+        )
+        return Answer(made.text, made.tokens, cost)
+
+    def examine(self, ids: Sequence[int], right: Sequence[int], new: int) -> Examination:
+        """Tell what this subject makes of a ``right`` answer to a prompt, and what it writes by itself.
+
+        The right answer is given token by token, as decoding would. Where each of its tokens is the likeliest, what is
+        written greedily begins with it, and nothing more is run; elsewhere the prompt is read again, and up to ``new``
+        tokens are written. The cost is of the first reading, so methods that draft make no rounds.
+        """
+        cache = self._cache(len(ids) + max(new, len(right)))
+        prompt = torch.tensor([list(ids)], device=self.loaded.model.device)
+        logs, seconds, agrees = [], [], True
+        passed = read(self.loaded.model, prompt, cache, len(right), right)
+        for (logits, took), token in zip(passed, right, strict=True):
+            logs.append(float(logits.double().log_softmax(-1)[token]))
+            seconds.append(took)
+            agrees = agrees and int(logits.argmax()) == token
+        cost = _cost(cache, len(ids), *_paces(seconds))
+        text = self.tokenizer.decode(list(right)) if agrees else self.write(ids, new).text
+        return Examination(text, logs, cost)
+
+    def score(self, ids: Sequence[int], first: int, step: int = 1) -> Scores:
+        """Return ln p of each token from number ``first`` on: those before it are read as a prompt, the others ``step``
+        at a time, as decoding would. Each attends to what the cache holds of earlier steps, and to its own step."""
+        cache = self._full(len(ids))
+        given = torch.tensor([list(ids)], device=self.loaded.model.device)
+        passed = list(scores(self.loaded.model, given, cache, first, step))
+        logs = [log for found, _ in passed for log in found]
+        stepwise = sum(seconds for _, seconds in passed[1:])
+        token_s = stepwise / (len(logs) - 1) if len(logs) > 1 else None
+        return Scores(logs, _cost(cache, len(ids), passed[0][1], token_s))
+
+    def weigh(self, ids: Sequence[int], continuations: Sequence[Sequence[int]]) -> tuple[list[Likelihood], Cost]:
+        """Read a prompt once, and tell how likely each of several ``continuations`` (a token each at least) is.
+
+        They are given token by token, as decoding would, side by side; where the cache is exact many at once, and the
+        cost has no seconds of a token. A budget in percent is of the prompt and the longest of them. The cost's bytes
+        are those of the prompt, before the cache is repeated for each.
+        """
+        cache = self._full(len(ids) + max(map(len, continuations)))
+        exact = getattr(cache, "exactness", Exactness.EXACT) == Exactness.EXACT
+        prompt = torch.tensor([list(ids)], device=self.loaded.model.device)
+        logs: list[list[float]] = [[] for _ in continuations]
+        greedy, seconds, cost = [True] * len(continuations), [], None
+        for position, (logits, took) in enumerate(continued(self.loaded.model, prompt, cache, continuations, exact)):
+            cost = cost or _cost(cache, len(ids), took, None)
+            seconds.append(took)
+            told, best = logits.double().log_softmax(-1), logits.argmax(-1).tolist()
+            for row, tokens in enumerate(continuations):
+                if position < len(tokens):
+                    logs[row].append(float(told[row, tokens[position]]))
+                    greedy[row] = greedy[row] and best[row] == tokens[position]
+        assert cost is not None
+        token_s = None if exact or len(seconds) < 2 else fmean(seconds[1:])
+        return [Likelihood(*found) for found in zip(logs, greedy, strict=True)], replace(cost, token_s=token_s)
+
+    def compare(self, ids: Sequence[int], new: int) -> Row:
+        """Return how far ``new`` tokens after the prompt are from the unbounded cache's."""
+        key = (*ids, new)
+        if key not in self.references:
+            self.references[key] = Reference.of(self.loaded.model, ids, new, self.chunk)
+        return self.references[key].measure(Case(self.method, self.budget))
+
+    def _cache(self, context: int) -> Any:
+        return cache_for(self.loaded.model, self.method, self.budget, context, self.chunk)
+
+    def _full(self, context: int) -> Any:
+        """Return a cache for texts that are scored; raises UsageError where a peer reads by itself."""
+        cache = self._cache(context)
+        if isinstance(cache, Reader):
+            raise UsageError(
+                f"'{self.method}' reads prompts by itself, and tells nothing of texts that are to be scored."
+            )
+        return cache
+
+    def _written(self, reader: Reader, ids: Sequence[int], new: int, ended: Callable[[str], bool]) -> Answer:
+        """Write greedily with what does the reading itself."""
+        model = self.loaded.model
+        stated = model.generation_config.eos_token_id
+        ends = stated if isinstance(stated, list) else [stated]
+        tokens: list[int] = []
+        seconds: list[float] = []
+        text = ""
+        for logits, took in read(model, torch.tensor([list(ids)], device=model.device), reader, new):
+            tokens.append(int(logits.argmax()))
+            seconds.append(took)
+            text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+            if tokens[-1] in ends or ended(text):
+                break
+        return Answer(text, tokens, _cost(reader, len(ids), *_paces(seconds)))
+
+
+def _paces(seconds: Sequence[float]) -> tuple[float, float | None]:
+    """Return the seconds of a prompt, and of each token after the first."""
+    return seconds[0], fmean(seconds[1:]) if len(seconds) > 1 else None
+
+
+def _cost(cache: Any, prompt_tokens: int, prefill_s: float, token_s: float | None) -> Cost:
+    return Cost(
+        prompt_tokens,
+        prefill_s,
+        token_s,
+        memory_of(cache).as_dict(),
+        str(getattr(cache, "exactness", Exactness.EXACT)),
+        getattr(cache, "entries", None),
+    )

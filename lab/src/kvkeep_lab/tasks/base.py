@@ -1,0 +1,109 @@
+"""What a task is: prompts made of data, and numbers made of what a cache's model says to them."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from kvkeep_lab.subject import Cost, Subject
+
+Point = dict[str, int | float | str]
+"""One value for each of a task's axes: a size, or a name."""
+
+
+def named(value: float | str) -> str:
+    """Return a value of an axis as a person reads it."""
+    return value if isinstance(value, str) else f"{value:g}"
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A number that a task gives each sample, or each that it is about.
+
+    better: which way is better. kind: "share" (0 to 1, told in percent), "saving" (what one takes less than another,
+    as a share of it, told in percent; below 0 where it takes more), "number", or "perplexity" (nats a token, whose mean
+    is told as its exponential). least: what no number is below.
+    """
+
+    name: str
+    label: str
+    better: Literal["higher", "lower"] = "higher"
+    kind: Literal["share", "saving", "number", "perplexity"] = "share"
+    least: float = -math.inf
+
+    @property
+    def percent(self) -> bool:
+        """Whether it is told in percent."""
+        return self.kind in ("share", "saving")
+
+    @property
+    def scale(self) -> tuple[float, float]:
+        """The least and the greatest that a number can be."""
+        return (0.0, 1.0) if self.kind == "share" else (self.least, math.inf)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One prompt's token ids; ``facts``: what the answer is judged by."""
+
+    ids: list[int]
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One sample's numbers, for each of the task's metrics that is about it (the first always is), and their cost."""
+
+    scores: dict[str, float]
+    cost: Cost
+
+
+class Task(BaseModel, ABC):
+    """A task and its sizes: the fields are what an experiment's ``[task]`` may set.
+
+    name: what experiments call it. about: one line. protocol: how its numbers come about, for the report. metrics: the
+    first is the one that figures show. relative: those told relative to the baseline, too. mapped: those drawn by
+    point, which takes two axes. axes: fields that list values, of which every combination is a cell of its own.
+    packages: what must be installed, by module and by the name that pip knows; ``extra``: which of kvkeep's brings it.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: ClassVar[str]
+    about: ClassVar[str]
+    protocol: ClassVar[str]
+    metrics: ClassVar[tuple[Metric, ...]]
+    relative: ClassVar[tuple[str, ...]] = ()
+    mapped: ClassVar[tuple[str, ...]] = ()
+    axes: ClassVar[tuple[str, ...]] = ()
+    packages: ClassVar[dict[str, str]] = {}
+    extra: ClassVar[str] = "lab"
+
+    samples: int = Field(4, ge=1, description="prompts of each cell")
+
+    def points(self) -> list[Point]:
+        """Return every combination of the axes; one without any where there are none."""
+        return [dict(zip(self.axes, values, strict=True)) for values in product(*(getattr(self, a) for a in self.axes))]
+
+    def setting(self) -> dict[str, Any]:
+        """Return what cells must agree in to be compared: every field that is not an axis."""
+        return {key: value for key, value in self.model_dump(mode="json").items() if key not in self.axes}
+
+    @abstractmethod
+    def sources(self, data: Path | None) -> list[Path]:
+        """Return the files that prompts are made of; raises UsageError, saying what ``data`` has to hold."""
+
+    @abstractmethod
+    def prepare(self, tokenizer: Any, sources: Sequence[Path], point: Point, seed: int) -> list[Sample]:
+        """Return the samples of a cell, the same for the same arguments. Raises UsageError where there are too few."""
+
+    @abstractmethod
+    def measure(self, subject: Subject, sample: Sample) -> Outcome:
+        """Let ``subject`` answer, and judge it."""

@@ -1,0 +1,152 @@
+"""Any task of lm-evaluation-harness, with its prompts and its judgement."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from itertools import groupby
+from pathlib import Path
+from statistics import fmean
+from typing import Any, ClassVar
+
+from pydantic import Field, model_validator
+
+from kvkeep.errors import UsageError
+from kvkeep.models.quiet import quiet
+from kvkeep_lab.subject import Cost, Subject
+from kvkeep_lab.tasks.base import Metric, Outcome, Point, Sample, Task
+from kvkeep_lab.tasks.rows import rows, source
+
+SPLITS = ("train", "validation", "test")
+
+
+class LmEval(Task):
+    """One of the harness's tasks by its name, as it is or with some of its configuration changed, or one of your own.
+
+    The harness fetches its tasks' data from the hub. ``file`` in the data folder takes their place: rows with the
+    fields that the task reads, the same for each split, so without examples in the prompt. A ``config`` with an
+    ``output_type`` is a whole task of your own, as its YAML would have it; any other changes the task's.
+    """
+
+    name = "lm-eval"
+    about = "any task of lm-evaluation-harness (HellaSwag, PIQA, ...)"
+    protocol = (
+        "Prompts and judgement are the harness's. A context is read in chunks under the budget, once for all answers "
+        "to be scored; these are given token by token, as decoding would, to exact methods many tokens at once. "
+        "Written answers are greedy."
+    )
+    packages: ClassVar[dict[str, str]] = {"lm_eval": "lm-eval"}
+    extra = "harness"
+
+    task: str = Field("hellaswag", min_length=1, description="the harness's name of it")
+    measures: list[str] = Field(
+        ["acc_norm", "acc"], min_length=1, description="which of its numbers for a single row, shares from 0 to 1"
+    )
+    fewshot: int | None = Field(None, ge=0, description="examples in the prompt, where not as many as the task has")
+    file: str = Field("", description="a file in the data folder, in place of the hub's data")
+    config: dict[str, Any] = Field({}, description="changes to the task's configuration, or all of it")
+    samples: int = Field(20, ge=1, description="rows")
+
+    @model_validator(mode="after")
+    def _no_examples_of_the_same_rows(self) -> LmEval:
+        if self.file and self.fewshot:
+            raise UsageError(f"'{self.file}' holds the rows to be asked; examples would be taken of the same ones")
+        return self
+
+    @property
+    def metrics(self) -> tuple[Metric, ...]:  # type: ignore[override]
+        """The task's own."""
+        return tuple(Metric(name, name) for name in self.measures)
+
+    @property
+    def relative(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The first of them."""
+        return (self.measures[0],)
+
+    def sources(self, data: Path | None) -> list[Path]:
+        """Return the file, if there is to be one."""
+        return [source(data, self.file)] if self.file else []
+
+    def prepare(self, tokenizer: Any, sources: Sequence[Path], point: Point, seed: int) -> list[Sample]:
+        """Let the harness make the requests of each row; seed 0 takes the first rows, any other draws."""
+        with quiet():
+            task = self._task(sources)
+            count = len(task.eval_docs)
+        if count < self.samples:
+            raise UsageError(f"Task '{self.task}' has {count} rows, and {self.samples} are wanted.")
+        taken = range(self.samples) if seed == 0 else sorted(random.Random(seed).sample(range(count), self.samples))
+        task.set_fewshot_seed(seed)
+        with quiet():
+            task.build_all_requests(samples=list(taken))
+        made = []
+        for _, group in groupby(task.instances, lambda instance: instance.doc_id):
+            instances = list(group)
+            ids = list(tokenizer(instances[0].args[0], verbose=False).input_ids)
+            made.append(Sample(ids, {"task": task, "instances": instances}))
+        return made
+
+    def _task(self, sources: Sequence[Path]) -> Any:
+        """Return the harness's task; raises UsageError for a name that it does not know."""
+        changes = dict(self.config)
+        if self.fewshot is not None:
+            changes["num_fewshot"] = self.fewshot
+        if sources:
+            found = rows(sources[0])
+            changes["custom_dataset"] = lambda **options: _dataset(found)
+        whole = "output_type" in self.config
+        manager = _manager(not whole)
+        if not whole and self.task not in manager.all_subtasks:
+            raise UsageError(f"lm-evaluation-harness knows no task '{self.task}'; 'lm_eval ls tasks' lists them.")
+        asked = {"task": self.task, **changes}
+        loaded = manager.load([asked if whole else {"group": "kvkeep", "task": [asked]}])  # a group's may be changed
+        (task,) = loaded["tasks"].values()
+        return task
+
+    def measure(self, subject: Subject, sample: Sample) -> Outcome:
+        """Let the requests of a row be answered, and the harness judge the answers."""
+        from kvkeep_lab.harness import KeepLM
+
+        task, instances = sample.facts["task"], sample.facts["instances"]
+        model = KeepLM(subject)
+        for kind, group in groupby(instances, lambda instance: instance.request_type):
+            asked = list(group)
+            for instance, answer in zip(asked, getattr(model, kind)(asked, disable_tqdm=True), strict=True):
+                instance.resps, instance.filtered_resps = [answer], {}
+        for filtering in task._filters:
+            filtering.apply(instances)
+        first = next(iter(instances[0].filtered_resps))
+        found = task.process_results(instances[0].doc, [instance.filtered_resps[first] for instance in instances])
+        return Outcome({name: self._share(found, name) for name in self.measures}, _summed(model.costs))
+
+    def _share(self, found: dict[str, Any], name: str) -> float:
+        value = found.get(name)
+        if not isinstance(value, int | float) or not 0 <= value <= 1:
+            shares = [key for key, value in found.items() if isinstance(value, int | float) and 0 <= value <= 1]
+            raise UsageError(
+                f"Task '{self.task}' gives no share '{name}' for a single row; it gives {', '.join(shares) or 'none'}."
+            )
+        return float(value)
+
+
+@cache
+def _manager(known: bool) -> Any:
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager(include_defaults=known)  # for which it reads thousands of files
+
+
+def _dataset(found: list[dict[str, Any]]) -> Any:
+    from datasets import Dataset
+
+    return dict.fromkeys(SPLITS, Dataset.from_list(found))
+
+
+def _summed(costs: Sequence[Cost]) -> Cost:
+    """Return what all readings took together: bytes of the one that held most, and the mean of a token's seconds."""
+    steps = [cost.token_s for cost in costs if cost.token_s is not None]
+    largest = max(costs, key=lambda cost: cost.memory["resident_bytes"] + cost.memory["compressed_bytes"])
+    prompt_tokens = max(cost.prompt_tokens for cost in costs)
+    prefill_s = sum(cost.prefill_s for cost in costs)
+    return replace(largest, prompt_tokens=prompt_tokens, prefill_s=prefill_s, token_s=fmean(steps) if steps else None)

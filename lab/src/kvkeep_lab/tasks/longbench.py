@@ -1,0 +1,139 @@
+"""LongBench: sixteen English tasks on long texts, as its authors ask and judge them."""
+
+from __future__ import annotations
+
+import random
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import Field, field_validator
+
+from kvkeep.decode.prompt import encode
+from kvkeep.errors import UsageError, unknown
+from kvkeep_lab.subject import Subject
+from kvkeep_lab.tasks.base import Metric, Outcome, Point, Sample, Task
+from kvkeep_lab.tasks.longbench_scores import JUDGES
+from kvkeep_lab.tasks.rows import Hub, rows, source
+
+HUB = "Xnhyacinth/LongBench"
+"""The authors' own repository needs a script that ``datasets`` no longer runs; this has the same rows, and
+lm-evaluation-harness reads it, too."""
+
+GROUPS = {
+    "single_doc": "Single-Doc",
+    "multi_doc": "Multi-Doc",
+    "summary": "Sum",
+    "few_shot": "Few-shot",
+    "synthetic": "Synthetic",
+    "code": "Code",
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a data set is asked and judged; see ``longbench.toml``."""
+
+    group: str
+    judge: str
+    new: int
+    prompt: str
+    chat: bool = True
+    first_line: bool = False
+
+    def line(self, text: str) -> str:
+        """Return the part of an answer that counts."""
+        return text.lstrip("\n").split("\n")[0] if self.first_line else text
+
+    def ended(self, text: str) -> bool:
+        """Tell whether what an answer goes on with would not count."""
+        return self.first_line and "\n" in text.lstrip("\n")
+
+    def score(self, text: str, answers: Sequence[str], classes: Sequence[str]) -> float:
+        """Return the best share of any of the right answers."""
+        judge, line = JUDGES[self.judge], self.line(text)
+        return max((judge(line, right, classes) for right in answers), default=0.0)
+
+
+SETTINGS: dict[str, Setting] = {
+    name: Setting(**given)
+    for name, given in tomllib.loads(
+        resources.files("kvkeep_lab.tasks").joinpath("longbench.toml").read_text("utf-8")
+    ).items()
+}
+"""The data sets by name, in the order of the paper's tables."""
+
+
+class LongBench(Task):
+    """Rows of the official release: ``DATASET.jsonl``, with ``input``, ``context``, ``answers`` and ``all_classes``."""
+
+    name = "longbench"
+    about = "LongBench's English tasks: documents, summaries, few-shot, synthetic, code"
+    protocol = (
+        "The authors' prompts, cut in the middle to max_length tokens, in the model's chat template (but for trec, "
+        "triviaqa, samsum, lcc and repobench-p), read in chunks under the budget and answered greedily. Scores: F1 of "
+        "words, ROUGE-L (as the package rouge has it), accuracy, or the likeness of a line of code, times 100; each "
+        "group's is of its samples."
+    )
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric("score", "score"),
+        *(Metric(name, label) for name, label in GROUPS.items()),
+    )
+    relative = ("score",)
+    axes = ("dataset",)
+
+    dataset: list[str] = Field(list(SETTINGS), min_length=1, description="which of the sixteen")
+    samples: int = Field(20, ge=1, description="rows of each data set")
+    max_length: int = Field(7500, ge=2, description="tokens that longer prompts are cut to")
+
+    @field_validator("dataset")
+    @classmethod
+    def _known(cls, given: list[str]) -> list[str]:
+        for name in given:
+            if name not in SETTINGS:
+                raise unknown("data set of LongBench", name, SETTINGS)
+        return given
+
+    def sources(self, data: Path | None) -> list[Path]:
+        """Return the data sets' files."""
+        return [source(data, f"{name}.jsonl", Hub(HUB, name)) for name in self.dataset]
+
+    def prepare(self, tokenizer: Any, sources: Sequence[Path], point: Point, seed: int) -> list[Sample]:
+        """Take rows of one data set; seed 0 takes the first ones, any other draws."""
+        name = str(point["dataset"])
+        found = self._rows(name, sources[self.dataset.index(name)])
+        taken = found[: self.samples] if seed == 0 else random.Random(seed).sample(found, self.samples)
+        return [self._sample(tokenizer, name, row) for row in taken]
+
+    def _rows(self, name: str, path: Path) -> list[dict[str, Any]]:
+        found = rows(path, "input", "context", "answers", "all_classes")
+        if other := {row.get("dataset", name) for row in found} - {name}:
+            raise UsageError(f"'{path}' holds rows of {other.pop()}, not of {name}; give the folder of all (--data).")
+        if len(found) < self.samples:
+            raise UsageError(f"'{path}' has {len(found)} rows, and {self.samples} are wanted.")
+        return found
+
+    def _sample(self, tokenizer: Any, name: str, row: dict[str, Any]) -> Sample:
+        setting = SETTINGS[name]
+        text = cut(tokenizer, setting.prompt.format(input=row["input"], context=row["context"]), self.max_length)
+        ids = encode(tokenizer, [{"role": "user", "content": text}], raw=not setting.chat)
+        return Sample(ids, {"dataset": name, "answers": row["answers"], "classes": row["all_classes"] or []})
+
+    def measure(self, subject: Subject, sample: Sample) -> Outcome:
+        """Let it be answered, and judge the answer."""
+        setting = SETTINGS[sample.facts["dataset"]]
+        answer = subject.write(sample.ids, setting.new, setting.ended if setting.first_line else None)
+        score = setting.score(answer.text, sample.facts["answers"], sample.facts["classes"])
+        return Outcome({"score": score, setting.group: score}, answer.cost)
+
+
+def cut(tokenizer: Any, text: str, limit: int) -> str:
+    """Return ``text`` without its middle, if it is longer than ``limit`` tokens: of half of them from each end."""
+    ids = tokenizer(text, verbose=False).input_ids
+    if len(ids) <= limit:
+        return text
+    half = limit // 2
+    return "".join(tokenizer.decode(part, skip_special_tokens=True) for part in (ids[:half], ids[-half:]))

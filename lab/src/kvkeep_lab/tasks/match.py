@@ -1,0 +1,55 @@
+"""Tokens, KL and perplexity against the full cache: the sharpest measure, and it needs no labels."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from kvkeep_lab.subject import Cost, Subject
+from kvkeep_lab.tasks.base import Metric, Outcome, Point, Sample, Task
+from kvkeep_lab.tasks.texts import joined, passage, text_files
+
+
+class Match(Task):
+    """Passages of texts, continued greedily; see :mod:`kvkeep_lab.compare` for what is computed."""
+
+    name = "match"
+    about = "tokens, KL and perplexity against the full cache, on passages of any text"
+    protocol = (
+        "The unbounded cache continues each passage greedily. Match: the share of those tokens that the bounded cache "
+        "writes, too, by itself. KL, top-1 and perplexity: given the unbounded cache's tokens one by one."
+    )
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric("kl", "KL (nats)", "lower", "number", least=0.0),
+        Metric("match", "match"),
+        Metric("top1", "top-1"),
+        Metric("nll", "perplexity", "lower", "perplexity", least=0.0),
+    )
+    axes = ("length",)
+
+    length: list[int] = Field([462], min_length=1, description="tokens read")
+    new: int = Field(50, ge=2, description="tokens written")
+
+    def sources(self, data: Path | None) -> list[Path]:
+        """Return the texts."""
+        return text_files(data)
+
+    def prepare(self, tokenizer: Any, sources: Sequence[Path], point: Point, seed: int) -> list[Sample]:
+        """Cut one passage for each sample."""
+        text, tokens = joined(sources), int(point["length"])
+        draws = (random.Random(f"{seed}/{number}") for number in range(self.samples))
+        return [Sample(passage(tokenizer, text, tokens, draw)) for draw in draws]
+
+    def measure(self, subject: Subject, sample: Sample) -> Outcome:
+        """Compare the continuation with the unbounded cache's."""
+        row = subject.compare(sample.ids, self.new)
+        assert row.kl_mean is not None and row.match is not None and row.top1 is not None and row.perplexity is not None
+        scores = {"kl": row.kl_mean, "match": row.match, "top1": row.top1, "nll": math.log(row.perplexity)}
+        token_s = None if row.tokens_per_s is None else 1 / row.tokens_per_s
+        cost = Cost(len(sample.ids), row.prefill_s or 0.0, token_s, row.memory, row.exactness, row.entries)
+        return Outcome(scores, cost)

@@ -1,0 +1,68 @@
+"""Perplexity of any text, each token given what a bounded cache holds of the tokens before it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field, model_validator
+
+from kvkeep.decode.prompt import read_text
+from kvkeep.errors import UsageError
+from kvkeep_lab.subject import Subject
+from kvkeep_lab.tasks.base import Metric, Outcome, Point, Sample, Task
+from kvkeep_lab.tasks.rows import source
+
+
+class Perplexity(Task):
+    """Windows of one text; a sample is a window."""
+
+    name = "perplexity"
+    about = "perplexity of any text, token by token through the bounded cache"
+    protocol = (
+        "The text is cut into windows, each a stride after the one before, and each window is read by a cache of its "
+        "own: all before its last stride of tokens as a prompt, those one step at a time, as decoding does. They are "
+        "scored, each once; without anything before it, a window's first token is not. A token attends to what the "
+        "cache holds of earlier steps, and to those before it in its own step. Perplexity: exp of the mean of -ln p "
+        "over the tokens of all windows."
+    )
+    metrics: ClassVar[tuple[Metric, ...]] = (Metric("nll", "perplexity", "lower", "perplexity"),)
+    relative = ("nll",)
+    axes = ("length",)
+
+    file: str = Field("wikitext2_test.txt", description="the text file in the data folder")
+    length: list[Annotated[int, Field(ge=2)]] = Field([512], min_length=1, description="tokens of a window")
+    stride: int | None = Field(None, ge=1, description="tokens from one window to the next; by default the length")
+    step: int = Field(1, ge=1, description="tokens read at a time, 1 being what decoding does")
+
+    @model_validator(mode="after")
+    def _stride_within(self) -> Perplexity:
+        if self.stride is not None and self.stride > min(self.length):
+            raise UsageError(f"a stride of {self.stride} tokens leaves some out of windows of {min(self.length)}")
+        return self
+
+    def sources(self, data: Path | None) -> list[Path]:
+        """Return the text."""
+        return [source(data, self.file)]
+
+    def prepare(self, tokenizer: Any, sources: Sequence[Path], point: Point, seed: int) -> list[Sample]:
+        """Cut the windows; seed 0 takes the first ones, any other draws."""
+        length = int(point["length"])
+        stride = self.stride or length
+        ids = list(tokenizer(read_text(str(sources[0])), add_special_tokens=False, verbose=False).input_ids)
+        count = (len(ids) - length) // stride + 1
+        if count < self.samples:
+            raise UsageError(
+                f"'{sources[0]}' has {max(count, 0)} windows of {length} tokens, and {self.samples} are wanted."
+            )
+        numbers = range(self.samples) if seed == 0 else sorted(random.Random(seed).sample(range(count), self.samples))
+        first = max(1, length - stride)
+        return [Sample(ids[number * stride :][:length], {"first": first}) for number in numbers]
+
+    def measure(self, subject: Subject, sample: Sample) -> Outcome:
+        """Let the window's tokens be scored."""
+        told = subject.score(sample.ids, sample.facts["first"], self.step)
+        return Outcome({"nll": -fmean(told.logs)}, told.cost)

@@ -1,0 +1,104 @@
+"""RULER's questions: those of SQuAD and HotpotQA, their documents among others of the same set."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvkeep.errors import UsageError
+from kvkeep_lab.tasks.rows import rows
+from kvkeep_lab.tasks.ruler.family import Asked
+
+_ONLY = "Answer the question based on the given documents. Only give me the answer and do not output any other words."
+_TEXT = f"{_ONLY}\n\nThe following are given documents.\n\n{{context}}\n\n{_ONLY}\n\nQuestion: {{query}}"
+
+
+@dataclass(frozen=True)
+class Question:
+    """own: places of the documents that come with it; near: of those on the same subject, its own among them."""
+
+    query: str
+    answers: list[str]
+    own: list[int]
+    near: list[int]
+
+
+@dataclass(frozen=True)
+class Documents:
+    """All documents of a set, each once, and its questions."""
+
+    texts: list[str]
+    questions: list[Question]
+
+
+def ask(loaded: Documents, draw: random.Random, size: int, length: int) -> Asked:
+    """Return a question and ``size`` documents, or its own where they are more: then near ones, then any."""
+    chosen = draw.choice(loaded.questions)
+    documents = list(chosen.own)
+    for others in (chosen.near, range(len(loaded.texts))):
+        new = sorted(set(others) - set(documents))
+        draw.shuffle(new)
+        documents += new[: max(0, size - len(documents))]
+    draw.shuffle(documents)
+    context = "\n\n".join(
+        f"Document {number}:\n{loaded.texts[place]}" for number, place in enumerate(documents, start=1)
+    )
+    return Asked(_TEXT.format(context=context, query=chosen.query), "Answer:", chosen.answers, chosen.answers[0])
+
+
+def squad(paths: Sequence[Path]) -> Documents:
+    """Read SQuAD's JSON, version 1.1 or 2.0; questions without an answer are left out."""
+    with _understood(paths[0], "SQuAD"):
+        subjects = [subject["paragraphs"] for row in rows(paths[0]) for subject in row["data"]]
+        texts = sorted({paragraph["context"] for subject in subjects for paragraph in subject})
+        places = {text: place for place, text in enumerate(texts)}
+        questions = []
+        for subject in subjects:
+            near = [places[paragraph["context"]] for paragraph in subject]
+            questions += [
+                Question(
+                    asked["question"],
+                    [answer["text"] for answer in asked["answers"]],
+                    [places[paragraph["context"]]],
+                    near,
+                )
+                for paragraph in subject
+                for asked in paragraph["qas"]
+                if asked["answers"] and not asked.get("is_impossible", False)
+            ]
+        return _made(texts, questions)
+
+
+def hotpotqa(paths: Sequence[Path]) -> Documents:
+    """Read HotpotQA's JSON list, each question of which has documents of its own, as (title, sentences)."""
+    with _understood(paths[0], "HotpotQA"):
+        found = [
+            (row["question"], row["answer"], [f"{title}\n{''.join(said)}" for title, said in row["context"]])
+            for row in rows(paths[0])
+        ]
+        texts = sorted({text for _, _, own in found for text in own})
+        places = {text: place for place, text in enumerate(texts)}
+        return _made(
+            texts, [Question(query, [answer], [places[text] for text in own], []) for query, answer, own in found]
+        )
+
+
+def _made(texts: list[str], questions: list[Question]) -> Documents:
+    if not questions:
+        raise ValueError
+    return Documents(texts, questions)
+
+
+@contextmanager
+def _understood(path: Path, name: str) -> Iterator[None]:
+    try:
+        yield
+    except UsageError:
+        raise
+    except (KeyError, TypeError, ValueError) as error:
+        raise UsageError(
+            f"'{path}' has no questions in {name}'s own JSON form; take the file as it is published."
+        ) from error

@@ -1,0 +1,125 @@
+"""RULER as a task of the lab: questions of the length asked for, and its string match."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field, field_validator
+
+from kvkeep.decode.prompt import encode, question
+from kvkeep.errors import UsageError, unknown
+from kvkeep_lab.subject import Subject
+from kvkeep_lab.tasks.base import Metric, Outcome, Point, Sample, Task
+from kvkeep_lab.tasks.rows import source
+from kvkeep_lab.tasks.ruler.families import FAMILIES, GENERATED
+from kvkeep_lab.tasks.ruler.family import ESSAYS, Asked
+from kvkeep_lab.tasks.texts import text_files
+
+
+class Ruler(Task):
+    """Length × family; a length counts the prompt and the tokens that may be written, as RULER does."""
+
+    name = "ruler"
+    about = "RULER: needles, variables, word counts and questions, by family and length"
+    protocol = (
+        "RULER's prompts, the largest of each family that its length has room for, question last, read in chunks under "
+        "the budget: while the text is read, the question is not known yet. The answer's first words are given, as "
+        "RULER gives them. String match: the share of the answers that stand in what is written greedily after them "
+        "(qa: whether one does), case aside. ln p: the mean of the right answer's tokens, given one by one."
+    )
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric("match", "string match"),
+        Metric("loglik", "ln p a token", "higher", "number"),
+    )
+    relative = ("match", "loglik")
+    mapped = ("match", "loglik")
+    axes = ("length", "family")
+
+    length: list[Annotated[int, Field(ge=128)]] = Field([1024], min_length=1, description="tokens, answer included")
+    family: list[str] = Field(GENERATED, min_length=1, description=", ".join(FAMILIES))
+    new: int = Field(128, ge=1, description="the most tokens written; RULER's own number where that is less")
+
+    @field_validator("family")
+    @classmethod
+    def _known(cls, given: list[str]) -> list[str]:
+        for name in given:
+            if name not in FAMILIES:
+                raise unknown("family of RULER", name, FAMILIES)
+        return given
+
+    def sources(self, data: Path | None) -> list[Path]:
+        """Return the essays, SQuAD (squad.json) and HotpotQA (hotpotqa.json), as far as the families need them."""
+        read = dict.fromkeys(FAMILIES[name].reads for name in self.family)
+        folder = data.parent if data is not None and data.is_file() else data
+        essays = text_files(folder) if ESSAYS in read else []
+        return essays + [source(folder, file) for file in read if file not in ("", ESSAYS)]
+
+    def prepare(self, tokenizer: Any, sources: Sequence[Path], point: Point, seed: int) -> list[Sample]:
+        """Make each sample as large as the length has room for."""
+        length, name = int(point["length"]), str(point["family"])
+        family = FAMILIES[name]
+        loaded = family.load([path for path in sources if _kind(path) == family.reads])
+        keys = (f"{seed}/{name}/{number}" for number in range(self.samples))
+        return [self._sample(tokenizer, name, loaded, length, key) for key in keys]
+
+    def _sample(self, tokenizer: Any, name: str, loaded: Any, length: int, key: str) -> Sample:
+        family = FAMILIES[name]
+        new = min(self.new, family.new)
+
+        def ask(size: int) -> Asked:
+            return family.ask(loaded, random.Random(key), size, length)
+
+        def tokens(size: int) -> int:
+            return len(_prompt(tokenizer, ask(size)))
+
+        size = largest(tokens, length - new, family.least, family.most(loaded))
+        if size is None:
+            raise UsageError(f"A length of {length} tokens has no room for RULER's {name}; give a greater one.")
+        asked = ask(size)
+        right = list(tokenizer(f" {asked.right}", add_special_tokens=False).input_ids)
+        facts = {"answers": asked.answers, "some": family.some, "right": right, "new": new}
+        return Sample(_prompt(tokenizer, asked), facts)
+
+    def measure(self, subject: Subject, sample: Sample) -> Outcome:
+        """Let the right answer be judged, and one be written."""
+        facts = sample.facts
+        told = subject.examine(sample.ids, facts["right"], facts["new"])
+        matched = string_match(told.text, facts["answers"], some=facts["some"])
+        return Outcome({"match": matched, "loglik": fmean(told.logs)}, told.cost)
+
+
+def string_match(text: str, answers: Sequence[str], *, some: bool) -> float:
+    """Return RULER's ``string_match_all`` of one answer, from 0 to 1: the share of ``answers`` in ``text``; with
+    ``some`` its ``string_match_part``: whether one of them is."""
+    said = re.sub(r"[\x00-\x1f]", "\n", text.strip()).strip().lower()
+    found = [answer.lower() in said for answer in answers]
+    return float(any(found)) if some else fmean(found)
+
+
+def largest(tokens: Callable[[int], int], room: int, least: int, most: int | None) -> int | None:
+    """Return the largest size from ``least`` to ``most`` whose ``tokens`` are no more than ``room``, taking them to
+    grow with the size; None where ``least`` has too many."""
+    if tokens(least) > room:
+        return None
+    fits, over = least, None if most is None else most + 1
+    while over is None or over - fits > 1:
+        size = 2 * fits if over is None else (fits + over) // 2
+        if tokens(size) <= room:
+            fits = size
+        else:
+            over = size
+    return fits
+
+
+def _kind(path: Path) -> str:
+    return ESSAYS if path.suffix == ".txt" else path.name
+
+
+def _prompt(tokenizer: Any, asked: Asked) -> list[int]:
+    begun = asked.lead if getattr(tokenizer, "chat_template", None) else f" {asked.lead}"
+    return encode(tokenizer, question(asked.text, None)) + list(tokenizer(begun, add_special_tokens=False).input_ids)

@@ -1,0 +1,118 @@
+"""Summaries, judged by ROUGE against the ones people wrote."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from kvkeep.decode.prompt import encode, question
+from kvkeep.errors import UsageError
+from kvkeep_lab.subject import Subject
+from kvkeep_lab.tasks.base import Metric, Outcome, Point, Sample, Task
+from kvkeep_lab.tasks.rows import Hub, rows, source
+
+_KINDS = ("rouge1", "rouge2", "rougeL")
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a data set calls an article and its summary; instruction: what is asked after the article, "" where the
+    article says so itself."""
+
+    article: str
+    summary: str
+    instruction: str = ""
+
+
+FORMS = (
+    Form("article", "summary_gt"),
+    Form("article", "highlights", "Summarize the above article in 3 sentences."),
+    Form("document", "summary", "Summarize the above article in 1 sentence."),
+)
+"""HELM's own files, and CNN/DM and XSum as the hub has them, with HELM's instructions."""
+
+HUBS = {
+    "cnn_dm.jsonl": Hub("abisee/cnn_dailymail", "3.0.0", rows=500),
+    "xsum.jsonl": Hub("EdinburghNLP/xsum", rows=500),
+}
+"""What is fetched from the hub where no data folder is given, by the name of the file."""
+
+
+class Summary(Task):
+    """Articles and summaries: JSON lines of one of the :data:`FORMS`."""
+
+    name = "summary"
+    about = "summaries of articles (XSum, CNN/DM), by ROUGE"
+    protocol = (
+        "Each article with HELM's instruction is one user's message in the model's chat template, read in chunks under "
+        "the budget; the summary is written greedily. ROUGE-1, -2 and -L: F1 with stemming (rouge-score), times 100."
+    )
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric("rouge1", "ROUGE-1"),
+        Metric("rouge2", "ROUGE-2"),
+        Metric("rougeL", "ROUGE-L"),
+    )
+    relative = ("rouge1", "rougeL")
+    packages: ClassVar[dict[str, str]] = {"rouge_score": "rouge-score"}
+
+    file: str = Field("xsum_0shot_first200.jsonl", description="the file in the data folder")
+    samples: int = Field(8, ge=1, description="articles of each cell")
+    least: int = Field(0, ge=0, description="tokens of a prompt; articles with fewer are passed over")
+    new: int = Field(64, ge=1, description="the most tokens of a summary")
+
+    def sources(self, data: Path | None) -> list[Path]:
+        """Return the file; without data that of :data:`HUBS`."""
+        return [source(data, self.file, HUBS.get(self.file))]
+
+    def prepare(self, tokenizer: Any, sources: Sequence[Path], point: Point, seed: int) -> list[Sample]:
+        """Take articles from the file; seed 0 takes the first ones, any other draws."""
+        found = [
+            Sample(ids, {"summary": summary})
+            for article, summary in articles(sources[0])
+            if len(ids := _prompt(tokenizer, article)) >= self.least
+        ]
+        if len(found) < self.samples:
+            count = f"{len(found)} articles of {self.least} tokens or more"
+            raise UsageError(f"'{sources[0]}' has {count}, and {self.samples} are wanted.")
+        return found[: self.samples] if seed == 0 else random.Random(seed).sample(found, self.samples)
+
+    def measure(self, subject: Subject, sample: Sample) -> Outcome:
+        """Let the summary be written, and compare it."""
+        answer = subject.write(sample.ids, self.new)
+        return Outcome(rouge(sample.facts["summary"], answer.text), answer.cost)
+
+
+def _prompt(tokenizer: Any, article: str) -> list[int]:
+    return encode(tokenizer, question(article.removeprefix("###").strip(), None))
+
+
+def articles(path: Path) -> list[tuple[str, str]]:
+    """Return (article with its instruction, summary) of every row; raises UsageError for one of no known form."""
+    found = []
+    for number, row in enumerate(rows(path), start=1):
+        form = next((form for form in FORMS if form.article in row and form.summary in row), None)
+        if form is None:
+            known = ", ".join(f"'{form.article}' and '{form.summary}'" for form in FORMS)
+            raise UsageError(f"Row {number} of '{path}' is not an article with a summary; such have {known}.")
+        article = "\n\n".join(part for part in (str(row[form.article]), form.instruction) if part)
+        found.append((article, str(row[form.summary])))
+    return found
+
+
+def rouge(expected: str, text: str) -> dict[str, float]:
+    """Return the F1 of ROUGE-1, -2 and -L, from 0 to 1, words stemmed."""
+    scores = _scorer().score(expected, text)
+    return {kind: float(scores[kind].fmeasure) for kind in _KINDS}
+
+
+@cache
+def _scorer() -> Any:
+    from rouge_score.rouge_scorer import RougeScorer
+
+    return RougeScorer(list(_KINDS), use_stemmer=True)

@@ -1,0 +1,87 @@
+"""A group of commands whose modules are imported when they are run: ``--help`` imports none of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+log = logging.getLogger(__name__)
+
+GROUP = "kvkeep.commands"
+Table = Mapping[str, tuple[str, str]]
+
+
+def application(own: Table) -> Any:
+    """Return the command line of ``own`` commands and of those that installed packages add."""
+    table = dict(own)
+    for point in entry_points(group=GROUP):
+        try:
+            table |= {name: entry for name, entry in point.load().items() if name not in table}
+        except Exception as error:  # whatever is wrong with another package, kvkeep's own commands work
+            log.warning("The commands of '%s' are left out: %s", point.value, error)
+    group = typer.main.get_command(_application())
+    assert isinstance(group, Commands)
+    group.table = table
+    return group
+
+
+def _application() -> typer.Typer:
+    app = typer.Typer(
+        cls=Commands,
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+
+    @app.callback()
+    def kvkeep() -> None:
+        """Run language models inside a hard budget for the key/value cache."""
+
+    return app
+
+
+class Commands(TyperGroup):
+    """Commands by name; ``table`` says where each is."""
+
+    table: Table = {}
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return all names, in the table's order."""
+        return list(self.table)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return a stand-in with the command's line of help."""
+        if cmd_name not in self.table:
+            return None
+        stand_in = typer.Typer(add_completion=False)
+        stand_in.command(name=cmd_name, help=self.table[cmd_name][1])(_nothing)
+        return typer.main.get_command(stand_in)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the command itself."""
+        name, stand_in, rest = super().resolve_command(ctx, args)
+        return name, stand_in if name is None else loaded(name, self.table[name][0]), rest
+
+
+def loaded(name: str, where: str) -> Any:
+    """Return the command at ``where``, "module:function" or a Typer application."""
+    module, _, attribute = where.partition(":")
+    found = getattr(import_module(module), attribute)
+    if not isinstance(found, typer.Typer):
+        app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        app.command(name=name)(found)
+        found = app
+    command = typer.main.get_command(found)
+    command.name = name
+    command.context_settings.setdefault("help_option_names", ["-h", "--help"])
+    return command
+
+
+def _nothing() -> None:
+    """Stands in for a command that has not been imported."""

@@ -1,0 +1,32 @@
+"""Packages that only some users need: asked for when they are used, and named in the error when they are missing."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from kvkeep.errors import UsageError
+
+
+def optional(module: str, extra: str) -> Any:
+    """Return the module called ``module``, which the extra ``extra`` installs (``pip install 'kvkeep[extra]'``).
+
+    Raises UsageError, naming the package and the extra, where it is not installed.
+    """
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        package = module.partition(".")[0]
+        if error.name is None or error.name.partition(".")[0] not in (package, *_OF.get(extra, ())):
+            raise
+        raise UsageError(
+            f"This needs the package '{error.name.partition('.')[0]}', which is not installed: "
+            f"pip install 'kvkeep[{extra}]'."
+        ) from None
+
+
+_OF = {
+    "cli": ("typer", "rich"),
+    "gguf": ("gguf", "accelerate"),
+    "lab": ("kvkeep_lab", "matplotlib", "pydantic", "filelock", "rouge_score", "markdown_it"),
+}
