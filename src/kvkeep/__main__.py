@@ -1,4 +1,4 @@
-"""``python -m kvkeep``."""
+"""``python -m kvkeep``: the command line."""
 
 from kvkeep.cli import main
 
