@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -26,7 +26,9 @@ FOLDED = 8
 
 
 class Coded(Protocol):
-    """Keys or values in another form than numbers, that know their products."""
+    """Keys or values in another form than numbers, that know their products. lazy: they are no :class:`Lazy`."""
+
+    lazy: ClassVar[bool]
 
     def scores(self, query: Tensor) -> Tensor:
         """Return the products of keys with ``query`` (batch, rows, dim): (batch, rows, entries) float32."""
@@ -38,8 +40,10 @@ class Coded(Protocol):
         """Write them out: (batch, entries, dim)."""
 
 
-class Unformed(Protocol):
-    """What keys and values could be made of, that knows the attention over them."""
+class Lazy(Protocol):
+    """What keys and values could be made of, that knows the attention over them. lazy: what tells it from codes."""
+
+    lazy: ClassVar[bool]
 
     @property
     def shape(self) -> torch.Size:
@@ -54,18 +58,20 @@ class Segment:
     """Some keys and values, and which queries see which of them.
 
     key: (batch, kv_heads, entries, key_dim); value: (batch, kv_heads, entries, value_dim). Either tensors, or both
-    :class:`Coded`, of one kv head, or both the same :class:`Unformed`.
+    :class:`Coded`, of one kv head, or both the same :class:`Lazy`.
     mask: None (every query sees every entry), or bool (True = seen) or additive float, broadcastable
     to (batch, 1, queries, entries).
     causal: query i sees entries 0..i; needs as many entries as queries, and no mask.
-    rows: the rows of the batch that this segment is about, (its batch,) int64; None: all of them.
+    lanes: the rows of the query's batch that this segment is about, (its batch,) int64; None: all of them.
+    shared: one copy for several rows: of a query's batch, row r reads row r mod (the segment's batch).
     """
 
     key: Any
     value: Any
     mask: Tensor | None = None
     causal: bool = False
-    rows: Tensor | None = None
+    lanes: Tensor | None = None
+    shared: bool = False
 
 
 def attend(
@@ -83,8 +89,11 @@ def attend(
     for segment in segments:
         if segment.key.shape[-2] == 0:
             continue
-        rows = segment.rows
-        part, part_lse = partial(query if rows is None else query[rows], segment, scaling)
+        rows = segment.lanes
+        if segment.shared:
+            part, part_lse = _shared(query, segment, scaling)
+        else:
+            part, part_lse = partial(query if rows is None else query[rows], segment, scaling)
         if rows is not None:
             if output is None or lse is None:
                 output = part.new_zeros(*query.shape[:-1], part.shape[-1])
@@ -99,11 +108,24 @@ def attend(
     return output.to(query.dtype), lse
 
 
+def _shared(query: Tensor, segment: Segment, scaling: float) -> tuple[Tensor, Tensor]:
+    """The same as :func:`partial` for a shared segment: rows that read the same keys become heads of one row."""
+    (batch, heads, queries, _), own = query.shape, segment.key.shape[0]
+    rows = batch // own
+    folded = query.unflatten(0, (rows, own)).transpose(0, 1).flatten(1, 2)  # (own, rows * heads, queries, dim)
+    mask = segment.mask
+    if mask is not None:  # a mask a row, (batch, 1, queries or 1, entries)
+        mask = mask.expand(-1, heads, queries, -1).unflatten(0, (rows, own)).transpose(0, 1).flatten(1, 2)
+    output, lse = partial(folded, Segment(segment.key, segment.value, mask), scaling)
+    output, lse = (part.unflatten(1, (rows, heads)).transpose(0, 1).flatten(0, 1) for part in (output, lse))
+    return output, lse
+
+
 def weighed(
-    query: Tensor, segments: Sequence[Segment], scaling: float, most: bool = False
+    query: Tensor, segments: Sequence[Segment], scaling: float, reduce: str = "sum"
 ) -> tuple[Tensor, list[Tensor]]:
     """Return attention of a single query over segments, and for each of them the weight of its entries: the mean over
-    heads, or the ``most`` of any.
+    heads, or where ``reduce`` is "max" the most of any.
 
     query: (batch, heads, 1, key_dim). segments: of all rows, with numbers or codes in them. Returns (batch, heads, 1,
     value_dim) and (batch, entries) float32 each. Kernels report no weights; for one query plain products are as fast,
@@ -117,7 +139,9 @@ def weighed(
     output = _mixed(shares[0], segments[0])
     for share, segment in zip(shares[1:], segments[1:], strict=True):
         output = output + _mixed(share, segment)
-    return output.to(query.dtype), [(share.amax(1) if most else share.mean(1)).squeeze(1) for share in shares]
+    return output.to(query.dtype), [
+        (share.amax(1) if reduce == "max" else share.mean(1)).squeeze(1) for share in shares
+    ]
 
 
 def _scored(query: Tensor, segment: Segment, scaling: float) -> Tensor:
@@ -162,7 +186,7 @@ def partial(query: Tensor, segment: Segment, scaling: float) -> tuple[Tensor, Te
     batch, heads, queries, _ = query.shape
     key, value, mask = segment.key, segment.value, segment.mask
     if not isinstance(key, Tensor):
-        if hasattr(key, "attend"):
+        if key.lazy:
             return key.attend(query, mask, scaling)
         if queries <= FOLDED:
             output, lse = _folded(query, key, value, mask, scaling)
@@ -176,7 +200,9 @@ def partial(query: Tensor, segment: Segment, scaling: float) -> tuple[Tensor, Te
     else:
         # Queries of one kv head are stacked as rows, so shared keys are read once, where they lie.
         query = query.reshape(batch, key.shape[1], groups * queries, query.shape[-1])
-        if mask is not None and mask.shape[-2] > 1:
+        if mask is not None and mask.shape[1] > 1:  # a mask a head
+            mask = mask.reshape(batch, key.shape[1], groups * queries, -1)
+        elif mask is not None and mask.shape[-2] > 1:
             mask = mask.repeat(1, 1, groups, 1)
     if query.device.type == "cpu" and key.shape[-1] == value.shape[-1]:
         bias = mask if mask is None or mask.dtype != torch.bool else _bias(mask, query.dtype)

@@ -17,23 +17,24 @@ BLOCK = 128
 
 
 def received(
-    query: Tensor, segment: Segment, lse: Tensor, scaling: float, last: int | None = None, most: bool = False
+    query: Tensor, segment: Segment, lse: Tensor, scaling: float, last: int | None = None, reduce: str = "sum"
 ) -> Tensor:
     """Return the weight each entry of ``segment`` got: summed over the ``last`` queries (None: all), mean over heads;
-    or the ``most`` that any of these queries and heads gave it.
+    or where ``reduce`` is "max" the most that any of these queries and heads gave it.
 
     query: (batch, heads, queries, key_dim) and lse: (batch, heads, queries) as :func:`attend` took and returned them,
     ``lse`` over everything that was attended; a query whose lse is inf counts nothing. Returns (batch, entries)
     float32, the batch being the segment's.
     """
-    if segment.rows is not None:
-        query, lse = query[segment.rows], lse[segment.rows]
+    if segment.lanes is not None:
+        query, lse = query[segment.lanes], lse[segment.lanes]
     batch, heads, queries, _ = query.shape
     groups = segment.key.shape[1]
     if segment.mask is not None:  # a query that saw nothing gave nothing
         lse = lse.masked_fill(lse == float("-inf"), float("inf"))
     held = segment.key.flatten(0, 1) if isinstance(segment.key, Tensor) else segment.key.dense(torch.float32)
     keys = held.float().transpose(-1, -2)
+    most = reduce == "max"
     total: Tensor | None = None
     for low in range(max(0, queries - last) if last is not None else 0, queries, BLOCK):
         high = min(low + BLOCK, queries)

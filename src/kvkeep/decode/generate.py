@@ -12,12 +12,14 @@ from torch import Tensor
 from transformers import Cache, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from kvkeep.cache import STOCK, KeepCache, memory_of
-from kvkeep.decode.verified import Rounds, verified
+from kvkeep.cache import KeepCache
+from kvkeep.contracts import Exactness
+from kvkeep.decode.verified import verified
 from kvkeep.errors import UsageError
 from kvkeep.geometry import ModelGeometry
-from kvkeep.policies.request import Exactness
-from kvkeep.stores.meter import Memory
+from kvkeep.memory.meter import Memory
+from kvkeep.stock import STOCK, memory_of
+from kvkeep.stores.round import RoundStatistics
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Generation:
     memory: Memory
     timing: Timing
     sequence: list[int] = field(repr=False)
-    rounds: Rounds | None = None
+    rounds: RoundStatistics | None = None
 
 
 class _Listener(BaseStreamer):
@@ -251,5 +253,5 @@ def _report(
             (len(times) - 1) / decode if decode else 0.0,
         ),
         sequence=sequence,
-        rounds=cache.rounds if own else None,
+        rounds=cache.round.statistics if own and cache.round is not None else None,
     )

@@ -18,13 +18,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from kvkeep import transfer
 from kvkeep.cache import KeepCache
 from kvkeep.errors import SessionError, UsageError
 from kvkeep.models.fingerprint import fingerprint
-from kvkeep.stores.rows import concatenated
 
-FORMAT = 1
-_OPTIONS = ("checkpoint", "where", "capacity", "folder", "chunk", "page", "context", "batch")
+FORMAT = 2
 
 
 @dataclass
@@ -42,40 +41,21 @@ def save_session(path: str | os.PathLike[str], session: Session) -> None:
     Raises SessionError where the file cannot be written; what was there before is then still there.
     """
     cache = session.cache
-    tensors = _tensors(cache)
     if any(len(row) != cache.get_seq_length() for row in session.ids):
         raise UsageError(f"A session is saved with the ids of the cache's {cache.get_seq_length()} tokens.")
-    tensors["ids"] = torch.tensor(session.ids, dtype=torch.int32)
+    tensors = {name: tensor.contiguous() for name, tensor in transfer.state(cache).items()}
+    tensors["session.ids"] = torch.tensor(session.ids, dtype=torch.int32)
     header = {
         "format": FORMAT,
-        "fingerprint": fingerprint(cache.request.model),
+        "fingerprint": fingerprint(cache.model),
         "family": cache.geometry.model_type,
         "method": cache.method.name,
         "budget": None if cache.request.budget is None else str(cache.request.budget),
-        "options": {name: getattr(cache.request, name) for name in _OPTIONS},
-        "length": cache.get_seq_length(),
-        "first": {name: rows.first for name, rows in cache.checkpoint_rows()},
+        "options": cache.request.options(),
+        "past": transfer.header(cache),
         "notes": session.notes,
     }
     _write(Path(path), tensors, {"kvkeep": json.dumps(header)})
-
-
-def _tensors(cache: KeepCache) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
-    for number, layer in enumerate(cache.layers):
-        if hasattr(layer, "state"):
-            state = layer.state()
-        else:  # one of transformers' own: a sliding window
-            state = {} if getattr(layer, "keys", None) is None else {"keys": layer.keys, "values": layer.values}
-        tensors |= {f"layer.{number}.{name}": tensor for name, tensor in state.items()}
-    for name, rows in cache.checkpoint_rows():
-        if rows.first < rows.length:
-            tensors[f"checkpoint.{name}"] = concatenated(rows, rows.first, rows.length)
-    if cache.fate is not None:
-        tensors |= cache.fate.state()
-    if cache.ledger.positions.length:
-        tensors["positions"] = cache.ledger.positions.view()
-    return {name: tensor.contiguous() for name, tensor in tensors.items()}
 
 
 def _write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
@@ -112,34 +92,11 @@ def load_session(path: str | os.PathLike[str], model: Any) -> Session:
                     "weights or dtype); load that one, or start a new session."
                 )
             cache = KeepCache(model, header["method"], header["budget"], **header["options"])
-            _fill(cache, file, header)
-            return Session(cache, file.get_tensor("ids").tolist(), header["notes"])
+            names = set(file.keys()) - {"session.ids"}
+            transfer.restore(cache, names, file.get_tensor, header["past"])
+            return Session(cache, file.get_tensor("session.ids").tolist(), header["notes"])
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         if isinstance(error, UsageError):
             raise
         reason = error.strerror if isinstance(error, OSError) and error.strerror else "it is damaged or cut short"
         raise SessionError(f"The session '{path}' cannot be read: {reason.lower()}.") from error
-
-
-def _fill(cache: KeepCache, file: Any, header: dict[str, Any]) -> None:
-    """Put the tensors where they were; one is in memory at a time."""
-    names, device, length = set(file.keys()), cache.request.device, int(header["length"])
-    for number, layer in enumerate(cache.layers):
-        own = f"layer.{number}."
-        state = {name.removeprefix(own): file.get_tensor(name).to(device) for name in names if name.startswith(own)}
-        if hasattr(layer, "restore"):
-            layer.restore(state, length)
-        elif state:
-            layer.update(state["keys"], state["values"])
-            layer.cumulative_length = length
-    positions = file.get_tensor("positions").to(device) if "positions" in names else None
-    cache.ledger.restore(file.get_tensor("ids").to(device), positions)
-    saved = {name.removeprefix("checkpoint.") for name in names if name.startswith("checkpoint.")}
-    if cache.checkpoint is not None:
-        cache.checkpoint.expect(saved)
-    for name, rows in cache.checkpoint_rows():
-        rows.first = rows.length = int(header["first"].get(name, 0))
-        if name in saved:
-            rows.append(file.get_tensor(f"checkpoint.{name}"))
-    if cache.fate is not None:
-        cache.fate.restore({name: file.get_tensor(name).to(device) for name in names if name.startswith("fate.")})

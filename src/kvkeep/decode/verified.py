@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,19 +27,7 @@ from kvkeep.cache import KeepCache
 from kvkeep.decode.lookup import Lookup
 from kvkeep.decode.pace import Pace
 from kvkeep.errors import UsageError
-
-
-@dataclass
-class Rounds:
-    """What decoding in rounds did. ``drafted``: tokens drafted by the model; ``copied``: drafts found in the text;
-    ``accepted``: of both; seconds of drafting and of exact passes."""
-
-    rounds: int = 0
-    drafted: int = 0
-    copied: int = 0
-    accepted: int = 0
-    drafting_s: float = 0.0
-    verifying_s: float = 0.0
+from kvkeep.stores.round import RoundStatistics
 
 
 def verified(
@@ -59,7 +46,7 @@ def verified(
     ``cache``: a :class:`~kvkeep.cache.KeepCache` of a method that ends in ``+verified``. Greedy and sampling, batches
     with left padding, logits processors, stopping criteria, streamers; ``prompt_lookup_num_tokens`` of 0 keeps it from
     copying drafts from the text. ``listener``: a streamer; transformers 5.23 does not hand its own argument of that
-    name to a function like this one. What it did is in ``cache.rounds``. Raises UsageError for what it cannot do.
+    name to a function like this one. What it did is in ``cache.round.statistics``. Raises UsageError for what it cannot do.
     """
     cache = model_kwargs.get("past_key_values")
     if not isinstance(cache, KeepCache) or cache.round is None:
@@ -69,22 +56,23 @@ def verified(
             raise UsageError(f"'{wish}' is not available while decoding in rounds; leave out custom_generate.")
     if (generation_config.num_beams or 1) > 1:
         raise UsageError("Beams are not decoded in rounds; leave out custom_generate, and they are exact all the same.")
-    hearer = streamer if listener is None else listener
-    if hearer is not None and len(input_ids) > 1:
+    told = streamer if listener is None else listener
+    if told is not None and len(input_ids) > 1:
         raise UsageError("A streamer takes one text; give a batch without it.")
     if synced_gpus:
         raise UsageError("Decoding in rounds does not run in step with other processes (synced_gpus).")
     if listener is not None:  # generate() tells the prompt to its own streamer only
         listener.put(input_ids.cpu())
     outputs = model._prefill(input_ids, generation_config, model_kwargs)
-    run = _Run(model, cache, input_ids, logits_processor, stopping_criteria, generation_config, hearer)
+    run = _Run(model, cache, input_ids, logits_processor, stopping_criteria, generation_config, told)
     run.start(outputs.logits[:, -1], model_kwargs.get("attention_mask"))
     del outputs
     try:
         while not all(run.finished):
             run.round()
     except BaseException:
-        cache.retract()
+        cache.roll_back()
+        cache.round.retract()
         raise
     return run.result()
 
@@ -113,10 +101,10 @@ class _Run:
         self.finished = [False] * self.rows
         copies = config.prompt_lookup_num_tokens != 0
         self.lookups = [Lookup(row) for row in prompts.tolist()] if copies else []
-        self.pace, self.done = Pace(), Rounds()
-        cache.rounds = self.done
+        self.pace, self.done = Pace(), RoundStatistics()
+        self.cache_round, cache.round.statistics = cache.round, self.done
         self.noise: dict[int, Tensor] = {}  # (rows, vocabulary) by number of the new token
-        self.told: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(self.rows)]  # logits and scores
+        self.reported: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(self.rows)]  # logits and scores
         self.mask: Tensor | None = None  # (rows, slots), where some are padding
         self.positions = torch.zeros(self.rows, dtype=torch.long)
 
@@ -134,7 +122,7 @@ class _Run:
     def round(self) -> None:
         """Draft a run, verify it, and take what is right."""
         begin = time.perf_counter()
-        self.cache.draft()
+        self.cache_round.draft()
         copied = self._copied()
         longest = self._room()
         wanted = self.pace.length(longest) if longest else 0
@@ -145,7 +133,7 @@ class _Run:
         else:
             drafts = self._drafted(wanted)
         drafted = time.perf_counter()
-        self.cache.verify()
+        self.cache_round.verify()
         last = self.tokens[torch.arange(self.rows), [length - 1 for length in self.lengths]][:, None]
         logits = self._read(torch.cat([last, drafts], 1), 0)
         chosen = self._choose(logits, drafts.shape[1])
@@ -230,7 +218,7 @@ class _Run:
                 if self.lookups:
                     self.lookups[row].add(tokens[count])
                 if self.config.return_dict_in_generate and (self.config.output_logits or self.config.output_scores):
-                    self._tell(row, logits[:, count])
+                    self._report(row, logits[:, count])
                 if self.streamer is not None:
                     self.streamer.put(chosen[row, count : count + 1].cpu())
                 count += 1
@@ -239,7 +227,7 @@ class _Run:
         return taken
 
     def _commit(self, counts: list[int], agreed: bool) -> None:
-        self.cache.commit(counts, agreed)
+        self.cache_round.commit(counts, agreed)
         real = torch.arange(max(counts)) < torch.tensor(counts)[:, None]
         real = real.to(self.tokens.device)
         self.positions = self.positions + real.sum(1)
@@ -320,11 +308,11 @@ class _Run:
 
     # -- what is returned ---------------------------------------------------------------------------
 
-    def _tell(self, row: int, logits: Tensor) -> None:
+    def _report(self, row: int, logits: Tensor) -> None:
         """Keep what led to the row's last token."""
         raw = logits.to(copy=True, dtype=torch.float32)
         scores = self.processor(self.tokens[:, : self.lengths[row] - 1], raw.clone())
-        self.told[row].append((raw[row], scores[row]))
+        self.reported[row].append((raw[row], scores[row]))
 
     def result(self) -> Tensor | GenerateDecoderOnlyOutput:
         """Return the sequences, padded at the right where rows finished earlier."""
@@ -341,7 +329,7 @@ class _Run:
         logits, scores = (
             tuple(
                 torch.stack(
-                    [told[step][part] if step < len(told) else torch.zeros_like(told[0][part]) for told in self.told]
+                    [own[step][part] if step < len(own) else torch.zeros_like(own[0][part]) for own in self.reported]
                 )
                 for step in range(longest - self.prompt)
             )

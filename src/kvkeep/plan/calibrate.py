@@ -21,12 +21,12 @@ from torch import Tensor
 from kvkeep.attention import Segment, attend
 from kvkeep.attention.received import received
 from kvkeep.errors import UsageError
+from kvkeep.memory.places import Disk
 from kvkeep.models.folders import cache_folder
 from kvkeep.plan.machine import Machine
 from kvkeep.plan.trial import with_overheads
 from kvkeep.stores.coded import CodedKeys, CodedValues, encode_keys, encode_values
 from kvkeep.stores.groups import GROUP
-from kvkeep.stores.places import Disk
 
 VERSION = 3
 """Raised whenever what is measured changes, so that older calibrations are made anew."""

@@ -8,9 +8,9 @@ from typing import Any
 
 from kvkeep.errors import UsageError
 from kvkeep.geometry import ModelGeometry
+from kvkeep.memory.places import PLACES
 from kvkeep.policies.methods import resolve
 from kvkeep.policies.request import Exactness
-from kvkeep.stores.places import PLACES
 
 SHARES = (0.5, 0.25, 0.125, 0.0625)
 """Budgets to plan for beside the largest that fits, as shares of the context."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from kvkeep.budget import Budget
 from kvkeep.errors import BudgetError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
+from kvkeep.memory.rows import BLOCK, page_rows
 from kvkeep.plan.candidates import Candidate
 from kvkeep.policies.fates.lowrank import LowRank
 from kvkeep.policies.fates.quantised import Quantised
@@ -18,7 +19,6 @@ from kvkeep.policies.selectors.streaming_llm import StreamingLLM
 from kvkeep.stores.coded import group_bytes, width
 from kvkeep.stores.groups import GROUP
 from kvkeep.stores.paged import BLOCK_SIZE
-from kvkeep.stores.rows import BLOCK, page_rows
 from kvkeep.stores.selected import BLOCK as COLUMNS
 
 PAGE = 512
@@ -232,7 +232,7 @@ def _pool(tokens: int) -> int:
 
 
 def _pages(counts: list[int]) -> list[int]:
-    """Return the rows of each page, as :class:`~kvkeep.stores.rows.Pages` allocates them for rows that come by so
+    """Return the rows of each page, as :class:`~kvkeep.memory.rows.Pages` allocates them for rows that come by so
     many."""
     pages: list[int] = []
     allocated = needed = 0

@@ -1,116 +1,146 @@
-"""What a cache was asked for, and what a method made of it."""
+"""What a cache was asked for: read once, before any model is there, for the command line and the library alike."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
 from dataclasses import dataclass
-from enum import StrEnum
-from typing import Any, Protocol
-
-import torch
-from torch import Tensor
+from typing import Any
 
 from kvkeep.budget import MIN_CHUNK, Budget
+from kvkeep.contracts import Exactness
 from kvkeep.errors import UnsupportedModelError, UsageError
 from kvkeep.geometry import ModelGeometry
-from kvkeep.stores import parts
-from kvkeep.stores.checkpoints import Checkpoint, CheckpointSpec
-from kvkeep.stores.drafting import Round
-from kvkeep.stores.incache import CachePositions
+from kvkeep.policies.methods import Method, resolve
+from kvkeep.stores.checkpoints.spec import CheckpointSpec
 
-
-class Exactness(StrEnum):
-    """What a method promises about its output."""
-
-    EXACT = "exact"  # token for token the unbounded cache's
-    REVERSIBLE = "reversible"  # what left can come back, approximately
-    LOSSY = "lossy"  # what left is gone
+PAGE = 512
+"""Rows rebuilt at a time, unless a cache is told otherwise."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """Everything a cache was asked for. ``budget`` None: none."""
+    """Everything a cache was asked for, understood.
 
-    model: Any
-    geometry: ModelGeometry
-    budget: Budget | None
-    checkpoint: str | None
-    where: str | None
-    capacity: int | None
-    folder: str | None
-    chunk: int | None
-    page: int
-    context: int | None
-    batch: int
+    method: who leaves, what becomes of it, how it comes back. budget: None for none. checkpoint: "kv", "tokens",
+    "residual" or "residual:STRIDE"; None: the smaller of kv and residual. where: "device", "host" or "disk"; None: disk
+    beside a CPU model, host beside an accelerator. capacity: entries the checkpoint may hold. folder: for disk. chunk:
+    tokens of a prompt taken at a time. page: rows rebuilt at a time. context: tokens that a share is of; None: all the
+    model's positions. batch: rows that share a budget given in bytes.
+    """
 
-    @property
-    def device(self) -> torch.device:
-        """The device the model runs on."""
-        return next(self.model.parameters()).device
+    method: Method
+    budget: Budget | None = None
+    checkpoint: str | None = None
+    where: str | None = None
+    capacity: int | None = None
+    folder: str | None = None
+    chunk: int | None = None
+    page: int = PAGE
+    context: int | None = None
+    batch: int = 1
 
-    def refuse(self, method: str, *options: str) -> None:
-        """Raise UsageError if one of ``options`` was given: ``method`` has no use for it."""
-        for option in options:
-            if getattr(self, option) is not None:
-                raise UsageError(f"Method '{method}' takes no {option}; 'kv-direct' does.")
+    @classmethod
+    def parse(
+        cls,
+        method: str | None = None,
+        budget: int | str | Budget | None = None,
+        *,
+        checkpoint: str | None = None,
+        where: str | None = None,
+        capacity: int | None = None,
+        folder: str | os.PathLike[str] | None = None,
+        chunk: int | None = None,
+        page: int = PAGE,
+        context: int | None = None,
+        batch: int = 1,
+        recall: str | None = None,
+    ) -> Request:
+        """Read what a person wrote. method: by default "full" without a budget and "kv-direct" with one. recall: as the
+        last part of the method's name would say; without a method, that of "snapkv".
 
-    def bounded(self, method: str, exactness: Exactness | None = None) -> tuple[int, int]:
-        """Return the entries of each full layer and the chunk, which an exact method is free to choose. Raises
-        UsageError without a budget, and UnsupportedModelError where a layer holds something else than keys and values.
+        Raises UsageError or BudgetError for names, numbers and options that no model could make right.
         """
-        if self.budget is None:
-            raise UsageError(f"Method '{method}' needs a budget: entries (512), bytes (64MB), or a share (25%).")
-        for layer in self.geometry.layers:
+        for name, text in (("method", method), ("recall", recall), ("checkpoint", checkpoint), ("where", where)):
+            if text is not None and (not isinstance(text, str) or not text):
+                raise UsageError(f"A {name} is given by its name, and not as {text!r}.")
+        if recall is not None:
+            spec = f"{method or 'snapkv'}+{recall}"
+        else:
+            spec = method or ("kv-direct" if budget is not None else "full")
+        made = resolve(spec)
+        given = Budget.parse(budget)
+        for name, number in (
+            ("capacity", capacity),
+            ("chunk", chunk),
+            ("context", context),
+            ("page", page),
+            ("batch", batch),
+        ):
+            if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
+                raise UsageError(f"The {name} of a cache is a whole number from 1 on, not {number!r}.")
+        if folder is not None and not isinstance(folder, str | os.PathLike):
+            raise UsageError(f"The folder of a checkpoint is a path, not {folder!r}.")
+        request = cls(
+            made,
+            given,
+            made.kind or checkpoint,
+            where,
+            capacity,
+            None if folder is None else os.fspath(folder),
+            chunk,
+            page,
+            context,
+            batch,
+        )
+        request._check(spec, checkpoint)
+        return request
+
+    def _check(self, spec: str, checkpoint: str | None) -> None:
+        """Raise for options that the method has no use for, and for a budget that it lacks."""
+        options = {"checkpoint": checkpoint, "where": self.where, "capacity": self.capacity, "folder": self.folder}
+        options |= {"budget": self.budget, "chunk": self.chunk}
+        for option, value in options.items():
+            if value is not None and option not in self.method.options:
+                raise UsageError(f"Method '{spec}' takes no {option}; 'kv-direct' does.")
+        if self.method.budgeted and self.budget is None:
+            if self.method.selector.keeps_all:
+                raise UsageError(f"Method '{spec}' needs a budget: the most entries it will ever hold (budget=4096).")
+            raise UsageError(f"Method '{spec}' needs a budget: entries (512), bytes (64MB), or a share (25%).")
+        if self.method.checkpoints:
+            where = self.where or ("disk" if self.folder is not None else "host")
+            CheckpointSpec.parse(self.checkpoint or "kv", where, capacity=self.capacity, folder=self.folder)
+
+    def entries(self, geometry: ModelGeometry) -> tuple[int, int]:
+        """Return the entries of each full layer and the chunk, which an exact method is free to choose. Raises
+        BudgetError where too little fits, and UnsupportedModelError where a layer holds something else than keys and
+        values."""
+        assert self.budget is not None
+        for layer in geometry.layers:
             if layer.kind not in ("full", "sliding", "shared"):
                 raise UnsupportedModelError(
-                    f"'{self.geometry.model_type}' has a '{layer.kind}' layer (layer {layer.index}), whose state is "
+                    f"'{geometry.model_type}' has a '{layer.kind}' layer (layer {layer.index}), whose state is "
                     "not keys and values that could be rebuilt; use method 'full'."
                 )
-        exact = exactness is Exactness.EXACT
+        exact = self.method.exactness is Exactness.EXACT
         least = min(self.chunk, MIN_CHUNK) if exact and self.chunk else self.chunk
-        entries = self.budget.entries(self.geometry, context=self.context, batch=self.batch, chunk=least)
-        layers = len(self.geometry.full_layers) if exact else 0
-        return entries, self.budget.chunk_for(entries, self.chunk, layers)
+        entries = self.budget.entries(geometry, context=self.context, batch=self.batch, chunk=least)
+        chunk = self.budget.chunk_for(entries, self.chunk, len(geometry.full_layers) if exact else 0)
+        return entries, chunk if self.chunk is not None else self.method.fate.chunk(entries, chunk)
+
+    def spec(self, geometry: ModelGeometry, device: str) -> CheckpointSpec:
+        """Return the checkpoint that is meant: by default the smaller of kv and residual, outside the memory the model
+        runs in."""
+        kind = self.checkpoint
+        if kind is None:
+            vectors, entries = (geometry.checkpoint_bytes_per_token(name) for name in ("residual", "kv"))
+            kind = "residual" if vectors < entries else "kv"
+        where = self.where or self.method.recall.place or ("disk" if device == "cpu" else "host")
+        return CheckpointSpec.parse(kind, where, capacity=self.capacity, folder=self.folder)
+
+    def options(self) -> dict[str, Any]:
+        """Return what :meth:`parse` takes to make this request again, method and budget apart, as plain types."""
+        own = {"checkpoint": None if self.method.kind else self.checkpoint}
+        return own | {name: getattr(self, name) for name in _PLAIN}
 
 
-class LiveFate(parts.Fate, Protocol):
-    """A fate at work in one cache."""
-
-    def truncate(self, length: int) -> None:
-        """Forget the slots from ``length`` on."""
-
-    def select(self, index: Tensor) -> None:
-        """Make the batch the rows of ``index``."""
-
-    def state(self) -> dict[str, Tensor]:
-        """Return what must be saved besides the checkpoint, under names that begin with ``fate.``."""
-
-    def restore(self, state: dict[str, Tensor]) -> None:
-        """Take what :meth:`state` gave."""
-
-    @property
-    def compressed_bytes(self) -> int:
-        """Bytes of entries kept in a smaller form."""
-
-    @property
-    def bookkeeping_bytes(self) -> int:
-        """Bytes of slots and tables."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a method made of a request: the layers, and what they share. ``entries``: the effective budget of each
-    full layer; ``chunk``: tokens of a prompt taken at a time; ``streams``: attention adds the past itself;
-    ``budgets``: entries by layer and head, where they differ; ``positions``: those within the cache, if so; ``round``:
-    of draft and verify, where drafts can be made."""
-
-    layers: list[Any]
-    entries: int | None = None
-    chunk: int = 0
-    streams: bool = False
-    spec: CheckpointSpec | None = None
-    checkpoint: Checkpoint | None = None
-    fate: LiveFate | None = None
-    budgets: Sequence[Sequence[int]] | None = None
-    positions: CachePositions | None = None
-    round: Round | None = None
+_PLAIN = ("where", "capacity", "folder", "chunk", "page", "context", "batch")

@@ -1,35 +1,42 @@
-"""Banks: packed tensors of the lanes that have as many columns."""
+"""Banks: packed tensors of the lanes that have as many columns.
+
+A lane is one KV head of one row of the batch. Lanes choose for themselves which entries stay, so they hold different slots,
+in any order, and may have different budgets. Those with as many columns lie in one *bank*, a packed tensor
+(lanes, columns, dim): a head or a row that holds less takes less memory, nothing is masked away. Nothing moves when an
+entry leaves: the new one is written over it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-SAVED = ("keys", "values", "slots", "marks", "others", "newest", "sinks", "lanes")
-MOVED = ("keys", "values", "slots", "marks", "others", "newest")
+from kvkeep.contracts import Evicted
+from kvkeep.memory.ledger import Ledger
+from kvkeep.memory.meter import Meter, nbytes
+from kvkeep.memory.places import Place
+from kvkeep.memory.rows import up
 
+BLOCK = 128
+"""Columns by which a bank grows until it has its budget."""
 
-class Gone(NamedTuple):
-    """Entries that left their bank: keys, values (lanes, n, dim), slots (lanes, n), -1 for none, and marks (lanes, n)
-    float32 where the fate hears."""
-
-    keys: Tensor
-    values: Tensor
-    slots: Tensor
-    marks: Tensor | None
+SAVED = ("keys", "values", "slots", "scores", "extra", "newest", "sinks", "lanes")
+MOVED = ("keys", "values", "slots", "scores", "extra", "newest")
 
 
 @dataclass
 class Bank:
     """Lanes whose entries lie in one tensor.
 
-    lanes: which, None for all of them. used: columns that may hold something; vacant: the most columns among them that
-    are empty in any lane. sinks: the first keys as they came, where positions are within the cache. Where entries stand
-    for several tokens: others, how many besides their own (float32, 0 in empty columns), and newest, the last slot in
-    them where that is not their own.
+    lanes: which, None for all of them. keys, values: (lanes, columns + tail, dim). slots: (lanes, columns) int32, -1
+    for an empty column. scores: float32, what the selector made of each entry. used: columns that may hold something;
+    vacant: the most columns among them that are empty in any lane. sinks: the first keys as they came, where positions
+    are within the cache. Where entries stand for several tokens: extra, for how many besides their own (float32, 0 in
+    empty columns), and newest, the last slot in them where that is not their own.
     """
 
     lanes: Tensor | None
@@ -37,8 +44,8 @@ class Bank:
     keys: Tensor
     values: Tensor
     slots: Tensor
-    marks: Tensor | None = None
-    others: Tensor | None = None
+    scores: Tensor | None = None
+    extra: Tensor | None = None
     newest: Tensor | None = None
     sinks: Tensor | None = None
     used: int = 0
@@ -49,6 +56,11 @@ class Bank:
         return rows if self.lanes is None else rows[self.lanes]
 
     @property
+    def index(self) -> Any:
+        """What picks this bank's share of something that all lanes have."""
+        return slice(None) if self.lanes is None else self.lanes
+
+    @property
     def columns(self) -> int:
         """Entries each lane has room for."""
         return self.slots.shape[1]
@@ -57,27 +69,209 @@ class Bank:
         """Return what is allocated."""
         return [tensor for name in SAVED if (tensor := getattr(self, name)) is not None]
 
-    def noted(self) -> Tensor:
-        """Return the marks, zeros where there were none yet."""
-        if self.marks is None:
-            self.marks = torch.zeros(self.slots.shape, device=self.slots.device)
-        return self.marks
+    def scored(self) -> Tensor:
+        """Return the scores, zeros where there were none yet."""
+        if self.scores is None:
+            self.scores = torch.zeros(self.slots.shape, device=self.slots.device)
+        return self.scores
 
-    def at(self, columns: Tensor, marked: bool) -> Gone:
-        """Return copies of what lies in ``columns`` (lanes, n); ``marked``: with marks."""
+    def score(self, scores: Tensor) -> None:
+        """Replace the scores of the columns in use."""
+        if self.used == self.columns:
+            self.scores = scores
+        else:
+            self.scored()[:, : self.used] = scores
+
+    def counted(self) -> tuple[Tensor, Tensor]:
+        """Return :attr:`extra` and :attr:`newest`, zeros where nothing was merged yet."""
+        if self.extra is None or self.newest is None:
+            self.extra = torch.zeros(self.slots.shape, device=self.slots.device)
+            self.newest = torch.zeros_like(self.slots)
+        return self.extra, self.newest
+
+    def at(self, columns: Tensor, scored: bool) -> Evicted:
+        """Return copies of what lies in ``columns`` (lanes, n); ``scored``: with scores."""
         index = columns[..., None]
         keys, values = (rows.gather(1, index.expand(-1, -1, rows.shape[2])) for rows in (self.keys, self.values))
-        return Gone(keys, values, self.slots.gather(1, columns), self.noted().gather(1, columns) if marked else None)
+        rest = (self.scored() if scored else None, self.extra, self.newest)
+        return Evicted(
+            keys,
+            values,
+            self.slots.gather(1, columns),
+            *(None if one is None else one.gather(1, columns) for one in rest),
+        )
 
-    def note(self, marks: Tensor) -> None:
-        """Replace the marks of the columns in use."""
-        if self.used == self.columns:
-            self.marks = marks
-        else:
-            self.noted()[:, : self.used] = marks
+    def recount(self) -> None:
+        """Find out anew how many columns are in use, and how many of them are empty."""
+        held = self.slots >= 0
+        filled = held.any(0).nonzero()
+        self.used = int(filled.max()) + 1 if filled.numel() else 0
+        self.vacant = int((~held[:, : self.used]).sum(1).max()) if self.used else 0
 
 
-def move(homes: dict[int, tuple[Bank, int]], own: list[int], fresh: Bank) -> None:
+class Banks:
+    """The banks of one layer. ``budgets``: entries of each KV head; one number: of each of them. ``tail``: columns
+    behind those, for entries that wait for a decision."""
+
+    def __init__(self, budgets: Sequence[int], home: Place, ledger: Ledger, meter: Meter, tail: int = 0) -> None:
+        self.budgets, self.home, self.ledger, self.meter, self.tail = tuple(budgets), home, ledger, meter, tail
+        self.heads = 0  # KV heads of a row
+        self.banks: list[Bank] = []
+
+    def __iter__(self) -> Iterator[Bank]:
+        return iter(self.banks)
+
+    def __len__(self) -> int:
+        return len(self.banks)
+
+    @property
+    def lanes(self) -> int:
+        """KV heads of all rows held."""
+        return sum(bank.slots.shape[0] for bank in self.banks)
+
+    @property
+    def columns(self) -> int:
+        """The most columns of any lane."""
+        return max(bank.columns for bank in self.banks)
+
+    def reserve(self, keys: Tensor, values: Tensor, length: int) -> None:
+        """Let every lane have the columns that its row's entries need with the new ``keys`` and ``values`` (lanes, n,
+        dim) after ``length`` slots, up to its budget; lanes that need as many lie together."""
+        if not self.banks:
+            self._found(keys, values)
+        count = keys.shape[1]
+        if all(bank.columns == bank.budget or bank.used + count <= bank.columns for bank in self.banks):
+            return
+        homes, counts = self._homes(), self.ledger.counts
+        groups: dict[tuple[int, int], list[int]] = {}
+        for lane, (bank, _) in homes.items():
+            needed = length + count if counts is None else counts[lane // self.heads]
+            columns = min(bank.budget, max(bank.used, up(needed, BLOCK)))
+            groups.setdefault((bank.budget, columns), []).append(lane)
+        now = {(bank.budget, bank.columns): bank.lanes for bank in self.banks}
+        if now.keys() == groups.keys() and all(
+            lanes is None or lanes.tolist() == sorted(groups[key]) for key, lanes in now.items()
+        ):
+            return
+        lanes, old, self.banks = self.lanes, self.banks, []
+        for (budget, columns), own in sorted(groups.items()):
+            fresh = self._bank(sorted(own), lanes, budget, columns, (old[0].keys, old[0].values))
+            _move(homes, sorted(own), fresh)
+            self.banks.append(fresh)
+        with self.meter.holding(*(tensor for bank in old for tensor in bank.tensors())):
+            old.clear()
+
+    def _found(self, keys: Tensor, values: Tensor) -> None:
+        """Make one empty bank for each different budget of a head."""
+        lanes, batch = keys.shape[0], self.ledger.batch
+        self.heads = lanes // batch
+        budgets = self.budgets * (lanes if len(self.budgets) == 1 else batch)
+        for budget in sorted(set(budgets)):
+            own = [lane for lane in range(lanes) if budgets[lane] == budget]
+            self.banks.append(self._bank(own, lanes, budget, 0, (keys, values)))
+
+    def _bank(self, own: list[int], lanes: int, budget: int, columns: int, like: tuple[Tensor, Tensor]) -> Bank:
+        device = like[0].device
+        # Zeros, because an empty column is multiplied with a weight of zero.
+        rows = columns + self.tail if columns else 0
+        keys, values = (self.home.allocate((len(own), rows, part.shape[-1]), part.dtype).zero_() for part in like)
+        slots = torch.full((len(own), columns), -1, dtype=torch.int32, device=device)
+        return Bank(None if len(own) == lanes else torch.tensor(own, device=device), budget, keys, values, slots)
+
+    def _homes(self) -> dict[int, tuple[Bank, int]]:
+        """Return for every lane its bank and its place there."""
+        return {
+            lane: (bank, number)
+            for bank in self.banks
+            for number, lane in enumerate(range(self.lanes) if bank.lanes is None else bank.lanes.tolist())
+        }
+
+    def gathered(self, parts: Sequence[Evicted | None]) -> Evicted | None:
+        """Return what left each bank (None: nothing) as one, of all lanes; lanes that gave less have empty places."""
+        there = [(bank, left) for bank, left in zip(self.banks, parts, strict=True) if left is not None]
+        if not there or there[0][0].lanes is None:
+            return there[0][1] if there else None
+        like = there[0][1]
+        shape = self.lanes, max(left.slots.shape[1] for _, left in there)
+        whole = [None if part is None else part.new_zeros(*shape, *part.shape[2:]) for part in like]
+        whole[2] = like.slots.new_full(shape, -1)
+        for bank, left in there:
+            for kept, part in zip(whole, left, strict=True):
+                if kept is not None and part is not None:
+                    kept[bank.lanes, : part.shape[1]] = part
+        return Evicted(*whole)  # type: ignore[arg-type]
+
+    def held(self, length: int, alone: bool = False) -> Tensor:
+        """Return which of ``length`` slots are resident, (lanes, slots) bool; ``alone``: and stand for no other."""
+        device = self.banks[0].slots.device if self.banks else None
+        flags = torch.zeros(self.lanes, length + 1, dtype=torch.bool, device=device)
+        for bank in self.banks:
+            index = bank.slots.long()
+            if alone and bank.extra is not None:
+                index = index.masked_fill(bank.extra > 0, -1)
+            own = torch.zeros(index.shape[0], length + 1, dtype=torch.bool, device=device)
+            own.scatter_(1, torch.where(index < 0, length, index), True)
+            flags[bank.index] = own
+        return flags[:, :length]
+
+    def truncate(self, length: int) -> None:
+        """Leave empty columns where slots from ``length`` on were. An entry that one of them was merged into goes, too,
+        with all that it stands for: what was added up cannot be taken apart."""
+        for bank in self.banks:
+            gone = bank.slots >= length
+            if bank.newest is not None:
+                gone |= bank.newest >= length
+            bank.slots.masked_fill_(gone, -1)
+            for counted in (bank.extra, bank.newest):
+                if counted is not None:
+                    counted.masked_fill_(bank.slots < 0, 0)
+            bank.recount()
+
+    def select(self, index: Tensor) -> None:
+        """Make the lanes those of ``index``."""
+        if not self.banks:
+            return
+        chosen, homes = index.tolist(), self._homes()
+        old, self.banks = self.banks, []
+        for bank in old:
+            own = [new for new, lane in enumerate(chosen) if homes[lane][0] is bank]
+            if not own:
+                continue
+            fresh = self._bank(own, len(chosen), bank.budget, bank.columns, (bank.keys, bank.values))
+            _move({new: homes[chosen[new]] for new in own}, own, fresh)
+            self.banks.append(fresh)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated for entries."""
+        return sum(nbytes(bank.keys, bank.values, bank.sinks) for bank in self.banks)
+
+    @property
+    def bookkeeping_bytes(self) -> int:
+        """Bytes allocated for slots, scores and counts."""
+        return sum(nbytes(*bank.tensors()) for bank in self.banks) - self.nbytes
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what must be saved, by bank."""
+        saved: dict[str, Tensor] = {}
+        for number, bank in enumerate(self.banks):
+            saved[f"{number}.layout"] = torch.tensor([self.heads, bank.budget, bank.used, bank.vacant])
+            for name in SAVED:
+                if (tensor := getattr(bank, name)) is not None:
+                    saved[f"{number}.{name}"] = tensor
+        return saved
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        """Take what :meth:`state` gave."""
+        self.banks = []
+        while f"{len(self.banks)}.layout" in state:
+            number = len(self.banks)
+            self.heads, budget, used, vacant = state[f"{number}.layout"].tolist()
+            parts = {name: state.get(f"{number}.{name}") for name in SAVED}
+            self.banks.append(Bank(budget=budget, used=used, vacant=vacant, **parts))  # type: ignore[arg-type]
+
+
+def _move(homes: dict[int, tuple[Bank, int]], own: list[int], fresh: Bank) -> None:
     """Copy lanes ``own`` from where they were into ``fresh``."""
     sources: dict[int, tuple[Bank, list[int], list[int]]] = {}
     for number, lane in enumerate(own):
@@ -99,3 +293,8 @@ def move(homes: dict[int, tuple[Bank, int]], own: list[int], fresh: Bank) -> Non
             fresh.sinks = bank.sinks.new_zeros(len(own), *bank.sinks.shape[1:]) if fresh.sinks is None else fresh.sinks
             fresh.sinks[numbers] = bank.sinks[places]
         fresh.vacant = max(fresh.vacant, fresh.used - used + bank.vacant)
+
+
+def bank_columns(budget: int, tokens: int) -> int:
+    """Return the columns of a lane with ``budget`` entries once ``tokens`` came."""
+    return min(budget, up(tokens, BLOCK))

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvkeep.stores.meter import nbytes
-from kvkeep.stores.rows import Buffer
+from kvkeep.memory.meter import nbytes
+from kvkeep.memory.rows import Buffer, up
 
 PAGE = 32
 """Slots of a page."""
@@ -22,7 +22,7 @@ BLOCK = 8
 
 class Bounds:
     """Of one layer: page p is of slots 32 p .. 32 p + 31, the last of them perhaps of fewer. ``low`` and ``high`` are
-    (batch, kv_heads, pages, dim) in the keys' own dtype; padding counts like any other key."""
+    (lanes, pages, dim) in the keys' own dtype; padding counts like any other key."""
 
     def __init__(self) -> None:
         self.length = 0
@@ -44,26 +44,26 @@ class Bounds:
         return self._high.view()
 
     def extend(self, keys: Tensor) -> None:
-        """Take the next keys, (batch, kv_heads, n, dim)."""
-        filled, count = self.length % PAGE, keys.shape[2]
+        """Take the next keys, (lanes, n, dim)."""
+        filled, count = self.length % PAGE, keys.shape[1]
         head = min(PAGE - filled, count) if filled else 0
         if head:
-            first, low, high = keys[:, :, :head], self.low[:, :, -1], self.high[:, :, -1]
-            torch.minimum(low, first.amin(2), out=low)
-            torch.maximum(high, first.amax(2), out=high)
+            first, low, high = keys[:, :head], self.low[:, -1], self.high[:, -1]
+            torch.minimum(low, first.amin(1), out=low)
+            torch.maximum(high, first.amax(1), out=high)
         if head < count:
-            rest = keys[:, :, head:]
-            if short := -rest.shape[2] % PAGE:
-                rest = torch.cat([rest, rest[:, :, -1:].expand(-1, -1, short, -1)], 2)
-            by_page = rest.unflatten(2, (-1, PAGE))
-            self._low.append(by_page.amin(3))
-            self._high.append(by_page.amax(3))
+            rest = keys[:, head:]
+            if short := -rest.shape[1] % PAGE:
+                rest = torch.cat([rest, rest[:, -1:].expand(-1, short, -1)], 1)
+            by_page = rest.unflatten(1, (-1, PAGE))
+            self._low.append(by_page.amin(2))
+            self._high.append(by_page.amax(2))
         self.length += count
 
     def upper(self, query: Tensor) -> Tensor:
         """Return (lanes, heads, queries, pages) float32: no key of the page gives a higher score (not scaled) to
         ``query`` (lanes, heads, queries, dim)."""
-        low, high = (part.flatten(0, 1).float().transpose(1, 2) for part in (self.low, self.high))
+        low, high = (part.float().transpose(1, 2) for part in (self.low, self.high))
         asked = query.flatten(1, 2).float()
         bound = torch.baddbmm(asked.clamp(min=0) @ high, asked.clamp(max=0), low)
         return bound.unflatten(1, query.shape[1:3])
@@ -75,10 +75,10 @@ class Bounds:
         for rows in (self._low, self._high):
             rows.truncate(-(-self.length // PAGE))
 
-    def select(self, index: Tensor) -> None:
-        """Make the batch the rows of ``index``."""
+    def select(self, lanes: Tensor) -> None:
+        """Make the lanes those of an index."""
         for rows in (self._low, self._high):
-            rows.select(index)
+            rows.select(lanes)
 
     def state(self) -> dict[str, Tensor]:
         """Return what must be saved."""
@@ -95,3 +95,8 @@ class Bounds:
     def nbytes(self) -> int:
         """Bytes allocated."""
         return nbytes(self._low.data, self._high.data)
+
+
+def bounds_bytes(width: int, tokens: int) -> int:
+    """Return the elements of the bounds of ``tokens`` tokens, of keys with ``width`` elements in all heads."""
+    return 2 * width * up(-(-tokens // PAGE), BLOCK) if tokens else 0

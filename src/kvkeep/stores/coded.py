@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -89,6 +90,8 @@ def _fitted(rows: Tensor, low: Tensor, high: Tensor, bits: int) -> tuple[list[Te
 class _Coded:
     """offset + scale * code, the last axis of codes packed."""
 
+    lazy: ClassVar[bool] = False
+
     codes: Tensor
     scale: Tensor
     offset: Tensor
@@ -146,13 +149,13 @@ class CodedValues(_Coded):
 
 
 def encode_keys(keys: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantise one group of keys (batch, kv_heads, GROUP, dim): (batch, kv_heads, dim, ...) each."""
-    return encode(keys.transpose(2, 3), bits)
+    """Quantise one group of keys (lanes, GROUP, dim): (lanes, dim, ...) each."""
+    return encode(keys.transpose(1, 2), bits)
 
 
 def encode_values(values: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantise one group of values (batch, kv_heads, GROUP, dim): parts (batch, kv_heads, parts, GROUP, ...)."""
-    return encode(values.unflatten(3, (-1, width(values.shape[3]))).transpose(2, 3), bits)
+    """Quantise one group of values (lanes, GROUP, dim): (lanes, parts, GROUP, ...) each."""
+    return encode(values.unflatten(2, (-1, width(values.shape[2]))).transpose(1, 2), bits)
 
 
 def width(dim: int) -> int:

@@ -1,31 +1,48 @@
-"""Entries that left, kept in another form by groups: in a ring of so many groups, or in all the room they need."""
+"""Evicted entries in another form, by groups of 32: in a ring of so many groups, or in all the room they need."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from kvkeep.stores.meter import nbytes
+from kvkeep.contracts import EntryState, Evicted, EvictedStore, Held, Piece, Resident, WorkingSet
+from kvkeep.geometry import LayerGeometry, ModelGeometry
+from kvkeep.memory.meter import nbytes
+from kvkeep.stores.slots import without
 
 GROUP = 32
 """Entries of a group."""
 
-Encode = Callable[[Tensor, Tensor, Tensor], list[Tensor]]
+
+class Codec(ABC):
+    """What a group is kept as, and how attention reads it. kept: what becomes of an entry in a group."""
+
+    kept: ClassVar[EntryState]
+
+    @abstractmethod
+    def encode(self, keys: Tensor, values: Tensor, slots: Tensor) -> list[Tensor]:
+        """Return the parts of one group, (lanes, ...) each: keys and values (lanes, GROUP, dim), slots (lanes,
+        GROUP)."""
+
+    @abstractmethod
+    def read(self, query: Tensor, parts: list[Tensor], slots: Tensor, holes: bool) -> Iterator[Piece]:
+        """Yield what groups hold: parts (lanes, groups, ...), slots (lanes, groups, GROUP); ``holes``: some are -1."""
 
 
-class Groups:
-    """One layer's. Entries wait exactly until they are a group; ``encode`` then turns keys and values (batch, kv_heads,
-    GROUP, dim) and slots (batch, kv_heads, GROUP) into parts (batch, kv_heads, ...). ``room``: groups held at most, the
-    oldest make way; None: no end."""
+class Groups(EvictedStore):
+    """Entries wait exactly until they are a group; ``codec`` then encodes it. ``room``: groups held at most, the oldest
+    make way; None: no end."""
 
-    def __init__(self, room: int | None, encode: Encode) -> None:
-        self.room, self.encode = room, encode
-        self.waiting: list[Tensor] = []  # keys, values, slots
+    def __init__(self, room: int | None, codec: Codec) -> None:
+        self.room, self.codec = room, codec
+        self.waiting: list[Tensor] = []  # keys, values (lanes, GROUP, dim), slots (lanes, GROUP)
         self.count = 0  # of them
-        self.parts: list[Tensor] = []  # (batch, kv_heads, groups, ...)
-        self.slots: Tensor | None = None  # (batch, kv_heads, groups, GROUP)
+        self.parts: list[Tensor] = []  # (lanes, groups, ...)
+        self.slots: Tensor | None = None  # (lanes, groups, GROUP)
         self.written = 0  # groups ever written
         self.holes = False  # whether some slots are -1
 
@@ -34,16 +51,16 @@ class Groups:
         """Groups held."""
         return self.written if self.room is None else min(self.written, self.room)
 
-    def take(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        """Take entries: (batch, kv_heads, n, dim) and their slots (batch, kv_heads, n), -1 for none."""
-        rows = keys, values, slots
+    def take(self, left: Evicted, resident: WorkingSet) -> None:
+        """Take entries that leave."""
+        rows = left[:3]
         if not self.waiting:
-            self.waiting = [one.new_empty(*one.shape[:2], GROUP, *one.shape[3:]) for one in rows]
-        start = 0
-        while start < keys.shape[2]:
-            count = min(GROUP - self.count, keys.shape[2] - start)
+            self.waiting = [one.new_empty(len(one), GROUP, *one.shape[2:]) for one in rows]
+        start, total = 0, left.slots.shape[1]
+        while start < total:
+            count = min(GROUP - self.count, total - start)
             for kept, one in zip(self.waiting, rows, strict=True):
-                kept[:, :, self.count : self.count + count] = one[:, :, start : start + count]
+                kept[:, self.count : self.count + count] = one[:, start : start + count]
             self.count += count
             start += count
             if self.count == GROUP:
@@ -52,58 +69,62 @@ class Groups:
     def _write(self) -> None:
         slots, self.count = self.waiting[2], 0
         self.holes = self.holes or bool((slots < 0).any())
-        parts = [*self.encode(*self.waiting), slots]
-        if self.slots is None or (self.held == self.slots.shape[2] and self.held != self.room):
+        parts = [*self.codec.encode(*self.waiting), slots]
+        if self.slots is None or (self.held == self.slots.shape[1] and self.held != self.room):
             self._grow(parts)
         assert self.slots is not None
         place = self.written if self.room is None else self.written % self.room
         for kept, part in zip([*self.parts, self.slots], parts, strict=True):
-            kept[:, :, place] = part
+            kept[:, place] = part
         self.written += 1
 
     def _grow(self, like: list[Tensor]) -> None:
-        """Make room for half as many groups again."""
         old = [] if self.slots is None else [*self.parts, self.slots]
-        size = max(8, self.held + self.held // 2)
-        size = size if self.room is None else min(self.room, size)
-        fresh = [part.new_empty(*part.shape[:2], size, *part.shape[2:]) for part in like]
+        size = grown(self.held, self.room)
+        fresh = [part.new_empty(len(part), size, *part.shape[1:]) for part in like]
         for part, before in zip(fresh, old, strict=False):
-            part[:, :, : self.held] = before[:, :, : self.held]
+            part[:, : self.held] = before[:, : self.held]
         *self.parts, self.slots = fresh
 
-    def by_lane(self) -> tuple[list[Tensor], Tensor]:
-        """Return views of the parts (lanes, groups, ...) and slots (lanes, groups, GROUP) held."""
-        assert self.slots is not None
-        *parts, slots = (part[:, :, : self.held].flatten(0, 1) for part in (*self.parts, self.slots))
-        return parts, slots
+    def pieces(self, query: Tensor, resident: Resident, length: int) -> Iterator[Piece]:
+        """Yield what the groups give back, and what waits to be a group."""
+        if self.held and self.slots is not None:
+            *parts, slots = (part[:, : self.held] for part in (*self.parts, self.slots))
+            yield from self.codec.read(query, parts, slots, self.holes)
+        if self.count:
+            keys, values, slots = (rows[:, : self.count] for rows in self.waiting)
+            yield Piece(keys[:, None], values[:, None], slots, holes=True)
 
-    def still_waiting(self) -> list[Tensor]:
-        """Return keys, values (lanes, n, dim) and slots (lanes, n) of what is not a group yet."""
-        return [rows[:, :, : self.count].flatten(0, 1) for rows in self.waiting]
+    def states(self, lanes: int, length: int) -> Tensor:
+        """Return what became of the entry of each slot."""
+        codes = torch.zeros(lanes, length + 1, dtype=torch.int8)
+        held = [(self.slots[:, : self.held].flatten(1), self.codec.kept)] if self.slots is not None else []
+        if self.count:
+            held.append((self.waiting[2][:, : self.count], EntryState.RESIDENT))
+        for slots, state in held:
+            own = slots.cpu().long()
+            codes.scatter_(1, own.masked_fill((own < 0) | (own > length), length), int(state))
+        return codes[:, :length]
 
-    def truncate(self, length: int) -> None:
+    def truncate(self, length: int, resident: Resident) -> None:
         """Leave holes where slots are forgotten."""
         for slots in (self.slots, *self.waiting[2:]):
             if slots is not None:
                 self.holes = True
                 slots.masked_fill_(slots >= length, -1)
 
-    def select(self, index: Tensor) -> None:
-        """Make the batch the rows of ``index``."""
-        self.waiting = [rows.index_select(0, index.to(rows.device)) for rows in self.waiting]
-        self.parts = [rows.index_select(0, index.to(rows.device)) for rows in self.parts]
-        self.slots = None if self.slots is None else self.slots.index_select(0, index.to(self.slots.device))
+    def forget(self, slots: Tensor) -> None:
+        """Leave holes where entries are resident again."""
+        for held in (self.slots, *self.waiting[2:]):
+            if held is not None:
+                self.holes = True
+                held.copy_(without(held.flatten(1), slots).view_as(held))
 
-    def found(self, rows: int, heads: int, length: int, grouped: int) -> Tensor:
-        """Return codes (rows, heads, length): ``grouped`` where a slot is in a group, 1 where it waits, else 0."""
-        codes = torch.zeros(rows, heads, length + 1, dtype=torch.int64)
-        if self.slots is not None:
-            slots = self.slots[:, :, : self.held].flatten(2).cpu().long()
-            codes.scatter_(2, slots.masked_fill(slots < 0, length), grouped)
-        if self.count:
-            slots = self.waiting[2][:, :, : self.count].cpu().long()
-            codes.scatter_(2, slots.masked_fill(slots < 0, length), 1)
-        return codes[..., :length]
+    def select(self, lanes: Tensor) -> None:
+        """Make the lanes those of an index."""
+        self.waiting = [rows.index_select(0, lanes.to(rows.device)) for rows in self.waiting]
+        self.parts = [rows.index_select(0, lanes.to(rows.device)) for rows in self.parts]
+        self.slots = None if self.slots is None else self.slots.index_select(0, lanes.to(self.slots.device))
 
     def state(self) -> dict[str, Tensor]:
         """Return what must be saved."""
@@ -120,11 +141,43 @@ class Groups:
         self.slots = every[-1] if parts else None
 
     @property
-    def nbytes(self) -> int:
+    def compressed_bytes(self) -> int:  # type: ignore[override]
         """Bytes allocated for entries."""
         return nbytes(*self.parts, *self.waiting[:2])
 
     @property
-    def bookkeeping_bytes(self) -> int:
+    def bookkeeping_bytes(self) -> int:  # type: ignore[override]
         """Bytes allocated for slots."""
         return nbytes(self.slots, *self.waiting[2:])
+
+
+def grown(held: int, room: int | None) -> int:
+    """Return the groups there is memory for once it has grown beyond ``held``: half as many again."""
+    size = max(8, held + held // 2)
+    return size if room is None else min(room, size)
+
+
+def allocated(written: int, room: int | None) -> int:
+    """Return the groups there is memory for once ``written`` were."""
+    size = 0
+    while size < (written if room is None else min(written, room)):
+        size = grown(size, room)
+    return size
+
+
+def group_holds(
+    layer: LayerGeometry, geometry: ModelGeometry, room: int | None, left: Sequence[int], size: int, number: int
+) -> Held:
+    """Return the bytes of a store of groups of ``size`` bytes a lane, once so many entries of a lane ``left`` by and by;
+    ``number``: bytes of an entry of a lane that attention writes out for a moment."""
+    count, heads = sum(left), layer.kv_heads
+    if not count:
+        return Held()
+    groups = allocated(count // GROUP, room)
+    held = count // GROUP if room is None else min(count // GROUP, room)
+    waiting = GROUP * layer.entry_elements * geometry.dtype_bytes
+    return Held(
+        compressed=heads * groups * size + waiting,
+        bookkeeping=4 * heads * GROUP * (groups + 1),
+        workspace=heads * GROUP * held * number,
+    )

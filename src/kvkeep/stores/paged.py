@@ -7,16 +7,18 @@ common blocks once. A block that somebody else holds too is copied before it is 
 
 from __future__ import annotations
 
+import copy
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvkeep.stores.meter import Meter
-from kvkeep.stores.streamed import OrderedLayer
+from kvkeep.attention import Segment
+from kvkeep.attention.step import Step
+from kvkeep.contracts import Evicted, Piece, Site
+from kvkeep.memory.meter import Meter
 
 BLOCK_SIZE = 32
 """Entries a block. A row wastes half a block on average; a shared prefix is copied by at most one."""
@@ -34,7 +36,7 @@ class BlockPool:
     def take(self) -> int:
         """Return a block nobody holds, now held once; the lowest, so that runs stay long."""
         if not self.free:
-            grown = max(8, len(self.counts) // 2)
+            grown = max(8, len(self.counts) // 2)  # as :func:`pool_rows` counts
             self.free = list(range(len(self.counts) + grown - 1, len(self.counts) - 1, -1))
             self.counts += [0] * grown
         block = self.free.pop()
@@ -99,6 +101,12 @@ class BlockTable:
         self.length = stop
         return self._copies
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the places of blocks that rows do not share."""
+        spans = self._spans or ()
+        return sum(where.nbytes for _, _, where in spans if not isinstance(where, int))
+
     def truncate(self, length: int) -> None:
         """Give back the blocks beyond slot ``length``."""
         if length >= self.length:
@@ -156,111 +164,120 @@ def _drop_all(pool: BlockPool, rows: list[list[int]]) -> None:
         pool.drop(row)
 
 
-class PagedLayer(OrderedLayer):
-    """Exact: one layer's entries in the places of a block table. Attention reads runs of blocks that all rows share as
-    views, and gathers the others ``page`` slots at a time."""
+class Paged:
+    """One layer's entries in the places of a block table: nothing leaves. Attention reads runs of blocks that all rows
+    share as views, and gathers the others ``page`` slots at a time."""
 
-    evicted = 0
+    bookkeeping_bytes = 0
 
-    def __init__(self, table: BlockTable, meter: Meter, page: int, *, leads: bool) -> None:
-        super().__init__()
-        self.table, self.meter, self.page, self.leads = table, meter, page, leads
+    def __init__(self, site: Site, table: BlockTable) -> None:
+        self.table, self.meter, self.page = table, site.meter, site.page
+        self.heads, self.leads = site.layer.kv_heads, site.first
         self.length = 0
         self._pools: list[Tensor] = []  # keys and values, (kv_heads, places, dim); shared by forks
 
-    def fork(self, table: BlockTable, meter: Meter) -> PagedLayer:
-        """Return this layer over ``table``, a fork of its own: same tensors, same entries so far."""
-        twin = PagedLayer(table, meter, self.page, leads=self.leads)
-        twin.length, twin._pools, twin.is_initialized = self.length, self._pools, self.is_initialized
+    def fork(self, table: BlockTable, meter: Meter) -> Paged:
+        """Return these entries over ``table``, a fork of its own: same tensors, same entries so far."""
+        twin = copy.copy(self)
+        twin.table, twin.meter = table, meter
         return twin
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Take new entries in hand and return them; attention adds the past itself.
-
-        Room is made now: the first layer of a step changes the table for all, so blocks that were shared must be copied
-        before this layer's past is read.
-        """
-        new = super().update(key_states, value_states)
-        copies = self.table.reserve(key_states.shape[0], self.length + key_states.shape[-2])
-        self._reach(new)
+    def arrive(self, keys: Tensor, values: Tensor) -> None:
+        """Make room for new entries (lanes, n, dim): the first layer of a step changes the table for all, so blocks that
+        were shared must be copied before this layer's past is read."""
+        copies = self.table.reserve(len(keys) // self.heads, self.length + keys.shape[1])
+        size = self.table.pool.places
+        if not self._pools:
+            self._pools += [rows.new_empty(self.heads, size, rows.shape[2]) for rows in (keys, values)]
+        for number, pool in enumerate(self._pools):
+            if pool.shape[1] < size:  # in the list they share, so that forks see it too
+                grown = pool.new_empty(pool.shape[0], size, pool.shape[2])
+                grown[:, : pool.shape[1]] = pool
+                self._pools[number] = grown
         for source, target in copies:
             for pool in self._pools:
                 fresh = slice(target * BLOCK_SIZE, (target + 1) * BLOCK_SIZE)
                 pool[:, fresh] = pool[:, source * BLOCK_SIZE : (source + 1) * BLOCK_SIZE]
-        return new
 
-    def settle(self) -> None:
-        """Write the entries in hand to the pool."""
-        if self.pending is None:
-            return
-        new, self.pending = self.pending, None
-        stop = self.length + new[0].shape[-2]
-        places = self.table.places(self.length, stop, new[0].device).flatten()
-        for pool, rows in zip(self._pools, new, strict=True):
-            pool.index_copy_(1, places, rows.transpose(0, 1).flatten(1, 2))
+    def admit(self, keys: Tensor, values: Tensor, first: int) -> Evicted | None:
+        """Write new entries to the pool."""
+        stop = first + keys.shape[1]
+        places = self.table.places(first, stop, keys.device).flatten()
+        for pool, rows in zip(self._pools, (keys, values), strict=True):
+            pool.index_copy_(1, places, rows.unflatten(0, (-1, self.heads)).transpose(0, 1).flatten(1, 2))
         self.length = stop
+        return None
 
-    def _reach(self, new: tuple[Tensor, Tensor]) -> None:
-        """Let the tensors have all the places of the pool; in place, so that forks see it too."""
-        size = self.table.pool.places
-        if not self._pools:
-            self._pools += [rows.new_empty(rows.shape[1], size, rows.shape[3]) for rows in new]
-        for number, pool in enumerate(self._pools):
-            if pool.shape[1] < size:
-                grown = pool.new_empty(pool.shape[0], size, pool.shape[2])
-                grown[:, : pool.shape[1]] = pool
-                self._pools[number] = grown
-
-    def past(self, ordered: bool) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield (slot, keys, values) of all settled entries, (batch, kv_heads, entries, dim)."""
+    def pieces(self, ordered: bool = True) -> Iterator[Piece]:
+        """Yield all entries, in order."""
         if not self.length:
             return
-        batch = len(self.table.rows)
-        for slot, count, where in self.table.spans(self.page, self._pools[0].device):
+        rows, device = len(self.table.rows), self._pools[0].device
+        for slot, count, where in self.table.spans(self.page, device):
             held = min(count, self.length - slot)
             if held <= 0:
                 return
             if isinstance(where, int):
-                keys, values = (
-                    pool[:, where : where + held].unsqueeze(0).expand(batch, -1, -1, -1) for pool in self._pools
-                )
-                yield slot, keys, values
+                keys, values = (pool[:, None, where : where + held] for pool in self._pools)
+                yield Piece(keys, values, first=slot, shared=rows > 1)
                 continue
             index = where[:, :held].flatten()
+            # A head of all rows, then the next: as they are gathered.
+            lanes = torch.arange(rows * self.heads, device=device).view(rows, self.heads).T.flatten()
             keys, values = (
-                pool.index_select(1, index).unflatten(1, (batch, held)).transpose(0, 1) for pool in self._pools
+                pool.index_select(1, index).unflatten(1, (rows, held)).flatten(0, 1)[:, None] for pool in self._pools
             )
             with self.meter.holding(keys, values):
-                yield slot, keys, values
+                yield Piece(keys, values, first=slot, lanes=lanes)
+
+    def weighs_at_once(self, held: Sequence[Segment]) -> bool:
+        """Whether the weights of a single query are wanted: nobody asks."""
+        return False
+
+    def observe(
+        self, step: Step, lse: Tensor, held: Sequence[Segment], new: tuple[Tensor, Tensor] | None, first: int
+    ) -> None:
+        """Nothing: nobody asks what entries received."""
+
+    def held(self, alone: bool = False) -> Tensor:
+        """Return which slots are resident, (lanes, slots) bool: all."""
+        return torch.ones(len(self.table.rows) * self.heads, self.length, dtype=torch.bool)
 
     def truncate(self, length: int) -> None:
         """Forget the slots from ``length`` on."""
-        self.pending = None
         self.length = min(self.length, length)
         self.table.truncate(length)
 
-    def select(self, index: Tensor) -> None:
-        """Make the batch the rows of ``index``; the table is every layer's, the first one moves it."""
+    def select(self, lanes: Tensor) -> None:
+        """Make the lanes those of an index; the table is every layer's, the first one moves it."""
         if self.leads and self.table.rows:
-            self.table.select(index.tolist())
+            self.table.select((lanes[:: self.heads] // self.heads).tolist())
 
     @property
-    def resident_bytes(self) -> int:
+    def nbytes(self) -> int:
         """Bytes of the pool, which forks share: each of them counts all of it."""
         return sum(pool.nbytes for pool in self._pools)
 
     def state(self) -> dict[str, Tensor]:
-        """Return all entries in order."""
+        """Return all entries in order, (lanes, slots, dim)."""
         if not self.length:
             return {}
-        pieces = list(self.past(ordered=True))
+        places = self.table.places(0, self.length, self._pools[0].device)  # (rows, slots)
         return {
-            "keys": torch.cat([keys for _, keys, _ in pieces], dim=2),
-            "values": torch.cat([values for _, _, values in pieces], dim=2),
+            name: pool[:, places].transpose(0, 1).flatten(0, 1)
+            for name, pool in zip(("keys", "values"), self._pools, strict=True)
         }
 
     def restore(self, state: dict[str, Tensor], length: int) -> None:
         """Take what :meth:`state` gave."""
         if state:
-            self.update(state["keys"], state["values"])
-            self.settle()
+            self.arrive(state["keys"], state["values"])
+            self.admit(state["keys"], state["values"], 0)
+
+
+def pool_rows(tokens: int) -> int:
+    """Return the entries of a pool that has grown by halves until it has ``tokens`` of one row."""
+    blocks = 0
+    while blocks * BLOCK_SIZE < tokens:
+        blocks += max(8, blocks // 2)
+    return blocks * BLOCK_SIZE

@@ -1,4 +1,4 @@
-"""The layer of selective recall: a step attends to what is resident, and to the pages of the log that promise most.
+"""The reader of selective recall: a step attends to what is resident, and to the pages of the backing that promise most.
 
 Attention over what is resident and new gives the log-sum-exp of their scores, and the bounds of a page
 (:mod:`kvkeep.stores.bounds`) the most that any of its entries can score. So before anything is recalled it is known how
@@ -7,37 +7,48 @@ left out is bounded by
 
     S / (1 + S),    S = sum over pages left out of  n exp(bound · scaling - lse)
 
-with n the page's entries that are not resident and ``lse`` of everything attended in the end.
+with n the page's entries that are not resident and ``lse`` of everything attended exactly in the end. A store that keeps
+evicted entries in a smaller form is attended besides, but for what was recalled: it stands in for the pages left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from kvkeep.attention import Segment, attend
-from kvkeep.stores import exchange
+from kvkeep.attention.step import Step
+from kvkeep.contracts import Piece, Reader, Site
+from kvkeep.stores.backing import Backing, attended_exactly
 from kvkeep.stores.bounds import PAGE, Bounds
-from kvkeep.stores.checkpoints import Checkpoint, expanded, latent
-from kvkeep.stores.logged import LoggedLayer
-from kvkeep.stores.parts import Parts
-from kvkeep.stores.streamed import Step, fresh
+from kvkeep.stores.layer import Layer
+from kvkeep.stores.read_evicted import observe_evicted
+from kvkeep.stores.slots import compact
 
 FEW = 8
 """Queries at most for which pages are chosen; a longer step recalls everything."""
 
 
 class Choice(Protocol):
-    """Which pages are recalled; :mod:`kvkeep.policies.recalls` has them."""
+    """Which pages are recalled. fetches: after a step, entries come back to be resident."""
+
+    fetches: ClassVar[bool]
 
     def choose(self, excess: Tensor) -> Tensor | None:
         """Return which pages each lane recalls, (lanes, pages) bool, or None for none. ``excess``: (lanes, heads,
         queries, pages), the logarithm of the most that a page can add to what is attended already, whose sum is 1."""
+
+    def fetch(self, most: Tensor, tokens: Tensor | int, room: Callable[[int], Tensor], away: Tensor) -> Tensor:
+        """Return which slots come back after a step, (lanes, n) int64, -1 for none; only where it :attr:`fetches`.
+
+        most: (lanes, pages), the logarithm of the most that any query gave to any entry of a page. tokens: so far,
+        (lanes, 1). room: of a limit, returns how many entries each lane can take in, (lanes, 1). away: (lanes, slots
+        of whole pages) bool, which slots can come back."""
 
 
 @dataclass(frozen=True)
@@ -53,14 +64,17 @@ class Certificate:
     away: float
 
 
-class SelectiveLayer(LoggedLayer):
-    """A :class:`LoggedLayer` that recalls what ``choice`` says, in steps of at most :data:`FEW` queries. In longer
-    ones, where the caller masks by hand, and where attention is latent (bounds of what is cached say nothing about
-    scores then), it recalls everything."""
+class Selective(Reader):
+    """Recalls what ``choice`` says, in steps of at most :data:`FEW` queries. In longer ones, where the caller masks by
+    hand, and where attention is latent (bounds of what is cached say nothing about scores then), it recalls
+    everything."""
 
-    def __init__(self, parts: Parts, log: Checkpoint, choice: Choice) -> None:
-        super().__init__(parts, log)
-        self.choice, self.bounds = choice, Bounds()
+    backed = True
+
+    def __init__(self, site: Site, choice: Choice) -> None:
+        assert site.checkpoint is not None
+        self.backing, self.choice, self.bounds = Backing(site.checkpoint, site.layer.index), choice, Bounds()
+        self.meter = site.meter
         self.last = self.worst = 0.0
         self._recalled = self._away = 0.0
         self._steps = 0
@@ -69,135 +83,158 @@ class SelectiveLayer(LoggedLayer):
     def certificate(self) -> Certificate:
         """What it can have left out so far."""
         steps = max(1, self._steps)
-        return Certificate(self.index, self.last, self.worst, self._recalled / steps, self._away / steps)
+        return Certificate(self.backing.index, self.last, self.worst, self._recalled / steps, self._away / steps)
 
     # -- a forward pass -----------------------------------------------------------------------------
 
-    def attend(self, step: Step) -> Tensor:
+    def attend(self, layer: Layer, step: Step) -> Tensor:
         """Attend over what is resident and new, and the pages that are chosen."""
         if step.own:
             self.last = 0.0
-        wide = step.wide(self.length)
-        few = step.query.shape[2] <= FEW and wide is None and not latent(step.module)
-        lost = self.log.first(self.index) > 0
+        wide = step.wide(layer.length)
+        few = step.queries <= FEW and wide is None and not step.latent
+        lost = self.backing.first > 0
         if not few and not lost:
-            return super().attend(step)
-        own = self.folded(step)
-        query, wide = own.query, own.wide(self.length)
-        single = few and self.alone(step)
-        if single:
-            self.settle()
-        held = self.held_segments(step.module, wide)
-        new = None if single else fresh(query, own.key, own.value, own.mask)
-        near = held if new is None else [*held, new]
+            output, lse = self.backing.everything(layer, step)
+            attended_exactly(layer, step, output, lse)
+            if step.last:
+                self._settle(layer)
+            return output
+        settled = few and layer.attends_settled(step)
+        if settled:
+            layer.settle()
+        resident, store = layer.resident, layer.evicted
+        held = [layer.segment(piece, step, wide) for piece in resident.pieces()]
+        near = held if settled else [*held, step.arriving()]
         if few:
-            output, lse = self._chosen_pages(query, near, step)
+            output, lse, recalled = self._chosen_pages(layer, near, step)
         else:
-            output, lse = attend(query, chain(near, self._read(step.module, ~self.held(), wide)), step.scaling)
+            recalled = ~resident.held()
+            recalled[:, : self.backing.first] = False
+            past = self.backing.segments(layer, step, recalled, wide)
+            output, lse = attend(step.query, chain(near, past), step.scaling)
         if lost:
             self._note(1.0)  # nothing bounds what was lost
-        self.observe(query, lse, step.scaling, held, new)
+        evicted: list[Segment] = []
+        if store.keeps:  # what was not recalled is attended as the store has it
+            keep = None if recalled is None else ~recalled
+            pieces = store.pieces(step.query, resident, layer.length)
+            evicted = [layer.segment(piece, step, wide, keep) for piece in pieces]
+            if evicted:
+                output, lse = attend(step.query, evicted, step.scaling, (output, lse))
+        resident.observe(step, lse, held, None if settled else layer.pending, layer.length)
+        if store.listens:
+            observe_evicted(layer, step, lse, evicted)
         if step.last:
-            self.settle()
-            if few:
-                self.exchange(query, lse, step.scaling)
-        return output.reshape(*step.query.shape[:-1], output.shape[-1])
+            self._settle(layer)
+            if few and self.choice.fetches:
+                self._fetch(layer, step, lse)
+        return output
 
-    def _chosen_pages(self, query: Tensor, own: list[Segment], step: Step) -> tuple[Tensor, Tensor]:
-        """Attend over ``own`` and what is recalled; note the bound on the rest."""
-        output, lse = attend(query, own, step.scaling)
-        away = self.away()
+    def _settle(self, layer: Layer) -> None:
+        layer.settle()
+        if layer.evicted.listens:
+            layer.evicted.swap(layer.resident, layer.length)
+
+    def _chosen_pages(self, layer: Layer, near: list[Segment], step: Step) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Attend over ``near`` and what is recalled; note the bound on the rest. Return output, log-sum-exp, and what
+        was recalled, (lanes, slots) bool, None for nothing."""
+        output, lse = attend(step.query, near, step.scaling)
+        away = self._away_by_page(layer)
         if away is None:
-            return output, lse
+            return output, lse, None
         counts = away.unflatten(1, (-1, PAGE)).sum(2)
-        most = self.bounds.upper(query).mul_(step.scaling)
+        most = self.bounds.upper(step.query).mul_(step.scaling)
         most += counts.log()[:, None, None]
-        taken = self.choice.choose(most - self._counted(lse)[..., None])
-        recalled = 0
+        taken, wanted = self.choice.choose(most - self._counted(layer, lse)[..., None]), None
         if taken is not None:
-            wanted = away & taken.repeat_interleave(PAGE, 1)
-            recalled = int(wanted.sum())
-            if recalled:
-                output, lse = attend(query, self._recall(step.module, wanted), step.scaling, (output, lse))
+            wanted = (away & taken.repeat_interleave(PAGE, 1))[:, : layer.length]
+            if wanted.any():
+                output, lse = attend(step.query, self._recall(layer, step, wanted), step.scaling, (output, lse))
             most.masked_fill_(taken[:, None, None], float("-inf"))
-        left = (most - self._counted(lse)[..., None]).logsumexp(-1)
+        left = (most - self._counted(layer, lse)[..., None]).logsumexp(-1)
         self._note(float(left.sigmoid().max()))  # S / (1 + S), by log S
         if step.own:
-            self._recalled += recalled / len(away)
+            self._recalled += 0.0 if wanted is None else int(wanted.sum()) / len(away)
             self._away += int(counts.sum()) / len(away)
             self._steps += 1
-        return output, lse
+        return output, lse, wanted
 
-    def exchange(self, query: Tensor, lse: Tensor, scaling: float) -> None:
-        """Bring entries back after a step, if that is what the recall does: here it is not."""
+    def _fetch(self, layer: Layer, step: Step, lse: Tensor) -> None:
+        """Bring back what a step may have missed, for the next one."""
+        away = self._away_by_page(layer)
+        if away is None:
+            return
+        most = self.bounds.upper(step.query).mul_(step.scaling).sub_(self._counted(layer, lse)[..., None]).amax((1, 2))
+        first = layer.ledger.first_by(layer.heads)
+        tokens = layer.length if first is None else (layer.length - first).clamp(min=1)
+        self.backing.bring(layer, self.choice.fetch(most, tokens, layer.resident.halves, away))
 
-    def _counted(self, lse: Tensor) -> Tensor:
+    def _counted(self, layer: Layer, lse: Tensor) -> Tensor:
         """Return the log-sum-exp that pages are compared with: whatever padding asks for is of no interest."""
-        return self.unpadded(lse.clamp(min=torch.finfo(lse.dtype).min))
+        return layer.resident.unpadded(lse.clamp(min=torch.finfo(lse.dtype).min))
 
-    def away(self) -> Tensor | None:
+    def _away_by_page(self, layer: Layer) -> Tensor | None:
         """Return which slots can come back, (lanes, slots of whole pages) bool; None where there are none."""
-        if not self.length or not self.banks:
+        if not layer.length:
             return None
-        away = exchange.away(self)
+        away = self.backing.away(layer)
         if not away.any():
             return None
-        return torch.nn.functional.pad(away, (0, self.bounds.pages * PAGE - self.length))
+        return torch.nn.functional.pad(away, (0, self.bounds.pages * PAGE - layer.length))
 
-    def _recall(self, module: Any, wanted: Tensor) -> Iterator[Segment]:
-        """Yield what is ``wanted``, (lanes, slots) bool: gathered, or where some lane wants most of the log, read as it
-        lies and masked."""
-        if int(wanted.sum(1).max()) > self.length // 2:
-            yield from self._read(module, wanted[:, : self.length], None)
+    def _recall(self, layer: Layer, step: Step, wanted: Tensor) -> Iterator[Segment]:
+        """Yield what is ``wanted``, (lanes, slots) bool: gathered, or where some lane wants most of the backing, read as
+        it lies and masked."""
+        if int(wanted.sum(1).max()) > layer.length // 2:
+            yield from self.backing.segments(layer, step, wanted)
             return
-        slots = exchange.compact(wanted)
-        keys, values = exchange.fetched(self, slots)
+        slots = compact(wanted)
+        keys, values = self.backing.picked(slots)
         with self.meter.holding(keys, values):
             yield Segment(keys[:, None], values[:, None], (slots >= 0)[:, None, None])
-
-    def _read(self, module: Any, wanted: Tensor, wide: Tensor | None) -> Iterator[Segment]:
-        """Yield the log, a piece at a time, masked by ``wanted`` (lanes, slots) bool and ``wide``."""
-        slots = torch.arange(self.length, device=wanted.device).masked_fill(~wanted, -1)
-        for start, keys, values in self.log.recall(self.index, self.length):
-            own = slots[:, start : start + keys.shape[-2]]
-            rows = keys.flatten(0, 1)[:, None], values.flatten(0, 1)[:, None]
-            yield Segment(*expanded(module, *rows), self.seen(own, True, wide))
 
     def _note(self, bound: float) -> None:
         self.last = max(self.last, bound)
         self.worst = max(self.worst, self.last)
 
-    def settle(self) -> None:
-        """Write the entries in hand to the log with their bounds, and let them compete with those that are resident."""
-        if self.pending is not None:
-            self.bounds.extend(self.pending[0])
-        super().settle()
+    def settling(self, layer: Layer, keys: Tensor, values: Tensor) -> None:
+        """Write new entries to the backing, and bound their scores."""
+        self.backing.append(keys, values)
+        self.bounds.extend(keys)
 
     # -- the cache contract -------------------------------------------------------------------------
 
-    def truncate(self, length: int) -> None:
-        """Forget the slots from ``length`` on."""
-        super().truncate(length)
-        self.bounds.truncate(self.length)
+    def past(self, layer: Layer) -> Iterator[Piece]:
+        """Yield the entries of all slots, which are in the backing."""
+        yield from self.backing.checkpoint.pieces(layer.index, layer.length)
 
-    def select(self, index: Tensor) -> None:
-        """Make the batch the rows of ``index``."""
-        super().select(index)
-        self.bounds.select(index)
+    def states(self, layer: Layer, evicted: Tensor) -> Tensor:
+        """Return what became of evicted entries: all of them are in the backing."""
+        return self.backing.states(evicted)
+
+    def truncate(self, layer: Layer, length: int) -> None:
+        """Forget the slots from ``length`` on."""
+        length = min(length, layer.length)
+        self.backing.truncate(length)
+        self.bounds.truncate(length)
+
+    def select(self, layer: Layer, lanes: Tensor) -> None:
+        """Make the lanes those of an index."""
+        self.bounds.select(lanes)
 
     def state(self) -> dict[str, Tensor]:
         """Return what must be saved."""
         told = [self.last, self.worst, self._recalled, self._away, self._steps]
-        return super().state() | self.bounds.state() | {"certificate": torch.tensor(told, dtype=torch.float64)}
+        return self.bounds.state() | {"certificate": torch.tensor(told, dtype=torch.float64)}
 
     def restore(self, state: dict[str, Tensor], length: int) -> None:
-        """Take what :meth:`state` gave, as a cache of ``length`` slots."""
-        super().restore(state, length)
+        """Take what :meth:`state` gave, as of ``length`` slots."""
         self.bounds.restore(state, length)
         self.last, self.worst, self._recalled, self._away, steps = state["certificate"].tolist()
         self._steps = int(steps)
 
     @property
-    def bookkeeping_bytes(self) -> int:
-        """Bytes of slots, marks and bounds."""
-        return super().bookkeeping_bytes + self.bounds.nbytes
+    def bookkeeping_bytes(self) -> int:  # type: ignore[override]
+        """Bytes of bounds."""
+        return self.bounds.nbytes

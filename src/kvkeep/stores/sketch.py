@@ -14,12 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from kvkeep.memory.meter import Meter, nbytes
 from kvkeep.stores.hashes import scattered
-from kvkeep.stores.meter import Meter, nbytes
 
 MEDIAN = {1: 1.0, 3: 0.4487, 5: 0.2868}
 """The variance of the median of so many normal variables of variance 1 (KVReviver, appendix E, Eq. 2)."""
@@ -123,6 +124,8 @@ class Estimates:
     cells: (lanes, 2 cells, dim), by place. index: (rows, lanes, n) into those of all lanes. mean: (lanes, 1, dim), what
     the cells are deviations from, if they are. by: "median" or "mean".
     """
+
+    lazy: ClassVar[bool] = False
 
     cells: Tensor
     index: Tensor

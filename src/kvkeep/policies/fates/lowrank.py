@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from kvkeep.contracts import EntryState, EvictedStore, Fate, Held, Piece, Site
 from kvkeep.errors import UnsupportedModelError, UsageError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
+from kvkeep.memory.ledger import Ledger
+from kvkeep.memory.meter import Meter
 from kvkeep.models.adapter import Adapter
 from kvkeep.models.binding import bind
-from kvkeep.policies.fates.base import Fate, exact_entries, rooms
-from kvkeep.policies.fates.grouped import GroupedFate
-from kvkeep.policies.request import Exactness, LiveFate, Request
-from kvkeep.stores.groups import GROUP, Groups
-from kvkeep.stores.ledger import Ledger
-from kvkeep.stores.meter import Meter
-from kvkeep.stores.selected import SelectedLayer
-from kvkeep.stores.whereabouts import Whereabouts
+from kvkeep.policies.fates.base import exact_entries, spare
+from kvkeep.stores.groups import GROUP, Codec, Groups, group_holds
 
 
 @dataclass(frozen=True)
@@ -33,73 +30,90 @@ class LowRank(Fate):
     exact: float = 0.5
 
     label: ClassVar[str] = "truncated to a low rank"
-    recall: ClassVar[str] = "approximately, from its coordinates"
-    exactness: ClassVar[Exactness] = Exactness.LOSSY
+    returns: ClassVar[str] = "approximately, from its coordinates"
     records: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.rank < 1:
             raise UsageError(f"A rank is 1 or more, not {self.rank}.")
 
-    def resident(self, geometry: ModelGeometry, entries: int) -> int:
+    def resident(self, entries: int) -> int:
         """Return the exact ones."""
         return exact_entries(self.exact, entries)
 
-    def build(self, request: Request, ledger: Ledger, meter: Meter) -> LiveFate:
-        """Return a store for as many groups as the budget has room for."""
-        adapter, layers = bind(request.model), request.geometry.full_layers
+    def check(self, name: str, model: Any, geometry: ModelGeometry, entries: int) -> None:
+        """Raise where there is no room for a group, keys cannot be turned, or no projection is to be had."""
+        super().check(name, model, geometry, entries)
+        adapter, layers = bind(model), geometry.full_layers
         adapter.require("turn", [layer.index for layer in layers], "low rank", "use another method")
-        bases = {layer.index: _bases(adapter, layer, self.rank) for layer in layers}
+        for layer in layers:
+            _projections(adapter, layer)
+            self._room(layer, geometry, entries)
 
-        def size(layer: LayerGeometry) -> int:
-            keys, values = bases[layer.index]
-            return GROUP * (keys.shape[2] + values.shape[2]) * request.geometry.dtype_bytes
+    def _size(self, layer: LayerGeometry, geometry: ModelGeometry) -> int:
+        # A head's weight has as many singular vectors as it has rows, or as the model is wide.
+        ranks = [min(self.rank, dim, geometry.hidden_size) for dim in (layer.key_dim, layer.value_dim)]
+        return GROUP * sum(ranks) * geometry.dtype_bytes
 
-        return _LowRank(adapter, bases, rooms(request, self, size), ledger, meter)
+    def _room(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int) -> int:
+        size = self._size(layer, geometry)
+        return spare(self, layer, geometry, entries, size) // size
+
+    def store(self, site: Site, shared: Any) -> EvictedStore:
+        """Return a store for as many groups as the budget has room for."""
+        codec = Coordinates(bind(site.model), site.layer, self.rank, site.ledger, site.meter)
+        return Groups(self._room(site.layer, site.geometry, site.entries), codec)
+
+    def holds(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int, left: Sequence[int]) -> Held:
+        """Return the bytes of so many groups, of one that waits, and of all of them written out for a moment."""
+        number = (layer.key_dim + layer.value_dim) * geometry.dtype_bytes
+        room = self._room(layer, geometry, entries)
+        return group_holds(layer, geometry, room, left, self._size(layer, geometry), number)
 
 
-def _bases(adapter: Adapter, layer: LayerGeometry, rank: int) -> tuple[Tensor, Tensor]:
-    """Return the first left singular vectors of each head's W_k and W_v: (kv_heads, dim, rank)."""
+def _projections(adapter: Adapter, layer: LayerGeometry) -> tuple[Any, Any]:
     attention = adapter.layers[layer.index].self_attn
     if not hasattr(attention, "k_proj") or getattr(attention, "k_norm", None) is not None:
         raise UnsupportedModelError(
             f"'{adapter.family}' has no plain key projection to take the rank of; use another method."
         )
-    bases = []
-    for projection, dim in ((attention.k_proj, layer.key_dim), (attention.v_proj, layer.value_dim)):
-        weight = projection.weight.detach().float().view(layer.kv_heads, dim, -1)
-        bases.append(torch.linalg.svd(weight, full_matrices=False).U[:, :, :rank].to(projection.weight.dtype))
-    return bases[0], bases[1]
+    return attention.k_proj, attention.v_proj
 
 
-class _LowRank(GroupedFate):
-    def __init__(
-        self,
-        adapter: Adapter,
-        bases: dict[int, tuple[Tensor, Tensor]],
-        room: dict[int, int],
-        ledger: Ledger,
-        meter: Meter,
-    ) -> None:
-        super().__init__(Whereabouts.QUANTISED, room)
-        self.adapter, self.bases, self.ledger, self.meter = adapter, bases, ledger, meter
+class Coordinates(Codec):
+    """Coordinates of keys and values in the first left singular vectors of each head's W_k and W_v."""
 
-    def encode(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> list[Tensor]:
-        bases = self.bases[layer]
-        plain = self._turned(layer, keys.flatten(0, 1), slots.flatten(0, 1), -1).view_as(keys)
-        return [plain @ bases[0], values @ bases[1]]
+    kept = EntryState.QUANTISED
 
-    def read(self, layer: SelectedLayer, query: Tensor, groups: Groups) -> Iterator[tuple[Tensor, bool, Any, Any]]:
-        bases = [basis.repeat(layer.rows, 1, 1).transpose(1, 2) for basis in self.bases[layer.index]]
-        parts, slots = groups.by_lane()
-        keys, values = (part.flatten(1, 2) @ basis for part, basis in zip(parts, bases, strict=True))
+    def __init__(self, adapter: Adapter, layer: LayerGeometry, rank: int, ledger: Ledger, meter: Meter) -> None:
+        self.adapter, self.layer, self.ledger, self.meter = adapter, layer, ledger, meter
+        self.bases: list[Tensor] = []  # of keys and values, (kv_heads, dim, rank)
+        dims = layer.key_dim, layer.value_dim
+        for projection, dim in zip(_projections(adapter, layer), dims, strict=True):
+            weight = projection.weight.detach().float().view(layer.kv_heads, dim, -1)
+            left = torch.linalg.svd(weight, full_matrices=False).U[:, :, :rank]
+            self.bases.append(left.to(projection.weight.dtype))
+
+    def encode(self, keys: Tensor, values: Tensor, slots: Tensor) -> list[Tensor]:
+        """Return the coordinates of keys before rotation, and of values."""
+        plain = self._turned(keys, slots, -1)
+        return [rows @ basis for rows, basis in zip((plain, values), self._bases(len(slots)), strict=True)]
+
+    def read(self, query: Tensor, parts: list[Tensor], slots: Tensor, holes: bool) -> Iterator[Piece]:
+        """Yield what they stand for, written out."""
+        bases = self._bases(len(slots))
+        keys, values = (part.flatten(1, 2) @ basis.transpose(1, 2) for part, basis in zip(parts, bases, strict=True))
         with self.meter.holding(keys, values):
-            keys = self._turned(layer.index, keys, slots.flatten(1), 1)
-            yield slots.flatten(1), groups.holes, keys[:, None], values[:, None]
+            keys = self._turned(keys, slots.flatten(1), 1)
+            yield Piece(keys[:, None], values[:, None], slots.flatten(1), holes=holes)
 
-    def _turned(self, layer: int, keys: Tensor, slots: Tensor, sign: int) -> Tensor:
+    def _bases(self, lanes: int) -> list[Tensor]:
+        return [basis.repeat(lanes // len(basis), 1, 1) for basis in self.bases]
+
+    def _turned(self, keys: Tensor, slots: Tensor, sign: int) -> Tensor:
         """Rotate keys (lanes, n, dim) to the positions of their slots, or (``sign`` -1) back from there."""
         positions = self.ledger.positions.view().squeeze(-1)
         lanes = positions.repeat_interleave(len(slots) // len(positions), 0)
         by = sign * lanes.gather(1, slots.clamp(min=0).long())
-        return self.adapter.turn(layer, keys[:, None], self.adapter.angles(layer, keys, by))[:, 0]
+        index = self.layer.index
+        return self.adapter.turn(index, keys[:, None], self.adapter.angles(index, keys, by))[:, 0]

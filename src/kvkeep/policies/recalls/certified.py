@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from kvkeep.errors import UsageError
-from kvkeep.policies.recalls.selective import Selective
+from kvkeep.policies.recalls.selective import PagesThatMatter
 
 
 @dataclass(frozen=True)
-class Certified(Selective):
+class Certified(PagesThatMatter):
     """In each step every KV head recalls pages of 32 tokens until little is left out for certain.
 
     Those that can add most come first, until the attention that any query of the head can give to the others is at most

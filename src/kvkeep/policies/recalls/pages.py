@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from kvkeep.errors import UsageError
-from kvkeep.policies.recalls.selective import Selective
+from kvkeep.policies.recalls.selective import PagesThatMatter
 
 ALL = 2**31
 """More pages than there are."""
 
 
 @dataclass(frozen=True)
-class Pages(Selective):
+class Pages(PagesThatMatter):
     """In each step every KV head recalls the ``count`` pages of 32 tokens that promise most.
 
     What a page can add to the head's attention is known from the bounds of its keys; the query that it can add most to

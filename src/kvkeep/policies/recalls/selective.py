@@ -2,42 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from typing import ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from torch import Tensor
 
-from kvkeep.errors import UsageError
-from kvkeep.policies.recalls.base import Recall
-from kvkeep.policies.request import Exactness, LiveFate
-from kvkeep.stores.checkpoints import Checkpoint
-from kvkeep.stores.drafting import Round
-from kvkeep.stores.logged import LoggedLayer
-from kvkeep.stores.parts import Parts
-from kvkeep.stores.selective import SelectiveLayer
+from kvkeep.contracts import Exactness, Reader, Recall, Site
+from kvkeep.geometry import LayerGeometry
+from kvkeep.stores.bounds import bounds_bytes
+from kvkeep.stores.selective import Selective
 
 
-class Selective(Recall):
+@dataclass(frozen=True)
+class PagesThatMatter(Recall):
     """A recall of some pages, whose choice is :meth:`choose`."""
 
-    exactness: ClassVar[Exactness] = Exactness.REVERSIBLE
+    exactness: ClassVar[Exactness | None] = Exactness.REVERSIBLE
+    reads_single: ClassVar[bool] = True
+    fetches: ClassVar[bool] = False
 
-    def check(self, fate: LiveFate, log: Checkpoint) -> None:
-        """Refuse checkpoints that rebuild everything or nothing, and fates that would hold entries a second time."""
-        if not log.picks:
-            raise UsageError(
-                "Recalling single entries needs checkpoint kind 'kv' or 'residual': the others rebuild all."
-            )
-        if not fate.forgets:
-            raise UsageError(
-                "A recall of single entries takes no fate but 'checkpoint': what left is all in checkpoints."
-            )
-
-    def layers(self, log: Checkpoint, round: Round | None) -> Callable[[Parts], LoggedLayer]:
-        """Return layers that ask it which pages to recall."""
-        return partial(SelectiveLayer, log=log, choice=self)
+    def reader(self, site: Site, round: Any) -> Reader:
+        """Return a reader that asks it which pages to recall."""
+        return Selective(site, self)  # type: ignore[arg-type]
 
     def choose(self, excess: Tensor) -> Tensor | None:
         """Return which pages each lane recalls: here none. See :class:`kvkeep.stores.selective.Choice`."""
         return None
+
+    def holds(self, layer: LayerGeometry, tokens: int, dtype_bytes: int) -> int:
+        """Return the bytes of the bounds of all pages."""
+        return bounds_bytes(layer.kv_heads * layer.key_dim, tokens) * dtype_bytes

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar
 
+from kvkeep.contracts import Exactness, Reader, Recall, Site
 from kvkeep.errors import BudgetError, UsageError
-from kvkeep.policies.recalls.base import Recall
-from kvkeep.policies.request import Exactness
-from kvkeep.stores.checkpoints import Checkpoint
-from kvkeep.stores.drafting import DraftingLayer, Round
-from kvkeep.stores.parts import Parts
+from kvkeep.stores.draft import DraftAndVerify
+from kvkeep.stores.round import Round
 
 
 @dataclass(frozen=True)
@@ -24,22 +20,22 @@ class Verified(Recall):
     longest: int = 24
 
     label: ClassVar[str] = "verified, once for a run of drafts"
-    exactness: ClassVar[Exactness] = Exactness.EXACT
+    exactness: ClassVar[Exactness | None] = Exactness.EXACT
 
     def __post_init__(self) -> None:
         if self.longest < 1:
             raise UsageError(f"A run has at least one drafted token, not {self.longest}.")
 
-    def round(self, entries: int) -> Round:
-        """Return rounds with room for the drafts and the token before them, half the budget at most."""
+    def tail(self, entries: int) -> int:
+        """Return room for the drafts and the token before them, half the budget at most. Raises BudgetError where
+        there is none."""
         if entries < 4:
             raise BudgetError(
                 f"A budget of {entries} entries has no room for drafts beside what they attend to; give it at least 4, "
                 "or use kv-direct."
             )
-        return Round(min(self.longest + 1, entries // 2))
+        return min(self.longest + 1, entries // 2)
 
-    def layers(self, log: Checkpoint, round: Round | None) -> Callable[[Parts], DraftingLayer]:
-        """Return layers that draft."""
-        assert round is not None
-        return partial(DraftingLayer, log=log, round=round)
+    def reader(self, site: Site, round: Round) -> Reader:
+        """Return the reader of one layer, which drafts."""
+        return DraftAndVerify(site, round)

@@ -8,11 +8,10 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from kvkeep.contracts import Candidates, Selector
 from kvkeep.errors import UsageError
 from kvkeep.geometry import ModelGeometry
-from kvkeep.policies.heads import retrieval_scores
-from kvkeep.policies.selectors.base import Selector
-from kvkeep.stores.parts import Candidates
+from kvkeep.policies.retrieval_heads import retrieval_scores
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from kvkeep.contracts import Candidates, Selector
 from kvkeep.errors import UsageError
-from kvkeep.policies.selectors.base import STAYS, Selector
-from kvkeep.stores.parts import Candidates
+from kvkeep.policies.selectors.base import STAYS
 
 
 @dataclass(frozen=True)
@@ -31,20 +31,25 @@ class H2O(Selector):
             raise UsageError(f"H2O's 'recent' is a share from 0 to 1, not {self.recent:g}.")
 
     @property
-    def watches(self) -> None:
+    def observation_window(self) -> None:
         """All queries count, those of the prompt too."""
         return None
 
+    @property
+    def accumulates(self) -> bool:
+        """Unless attention fades."""
+        return not self.halflife
+
     def observe(self, entries: Candidates, weights: Tensor, queries: int) -> Tensor:
         """Add up, or go on with the mean."""
-        assert entries.marks is not None
+        assert entries.scores is not None
         if not self.halflife:
-            return entries.marks + weights
+            return entries.scores + weights
         seen = (entries.length - entries.slots).clamp(min=1)
         share = (queries / seen).clamp(1 - 0.5 ** (queries / self.halflife), 1.0)
-        return entries.marks.lerp(weights / seen.clamp(max=queries), share)
+        return entries.scores.lerp(weights / seen.clamp(max=queries), share)
 
     def rank(self, entries: Candidates) -> Tensor:
         """By attention; the newest stay."""
-        assert entries.marks is not None
-        return entries.marks.masked_fill(entries.slots >= entries.length - int(self.recent * entries.budget), STAYS)
+        assert entries.scores is not None
+        return entries.scores.masked_fill(entries.slots >= entries.length - int(self.recent * entries.budget), STAYS)

@@ -7,8 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvkeep.policies.selectors.base import Selector
-from kvkeep.stores.parts import Candidates
+from kvkeep.contracts import Candidates, Selector
 
 
 @dataclass(frozen=True)
@@ -19,15 +18,15 @@ class KNorm(Selector):
     source: ClassVar[str] = "arXiv:2406.11430"
 
     @property
-    def enters(self) -> bool:
-        """The mark is the key's."""
+    def scores_arrivals(self) -> bool:
+        """The score is the key's."""
         return True
 
-    def enter(self, entries: Candidates, keys: Tensor) -> Tensor:
+    def arrive(self, entries: Candidates, keys: Tensor) -> Tensor:
         """Return minus the norm."""
         return -keys.float().norm(dim=-1)
 
     def rank(self, entries: Candidates) -> Tensor:
-        """By the mark."""
-        assert entries.marks is not None
-        return entries.marks
+        """By the score."""
+        assert entries.scores is not None
+        return entries.scores

@@ -21,16 +21,15 @@ from weakref import WeakSet
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from kvkeep.contracts import Candidates, Selector
 from kvkeep.errors import KvkeepError, UnsupportedModelError, UsageError, unknown
 from kvkeep.geometry import ModelGeometry
 from kvkeep.models import binding
 from kvkeep.models.adapter import decoder_of, layers_of
-from kvkeep.policies.selectors.base import Selector
-from kvkeep.stores.parts import Candidates
 
 PACKAGE = "kvpress"
 HIGHEST = 2.0**98
-"""Above every score; the marks of entries without one begin at 2^100."""
+"""Above every score; the scores of entries without one begin at 2^100."""
 
 
 @dataclass(frozen=True)
@@ -66,17 +65,17 @@ class KVPress(Selector):
         object.__setattr__(self, "_scorer", _made(self.press, self.options) if self.press else None)
 
     @property
-    def watches(self) -> int:
+    def observation_window(self) -> int:
         """The last query's attention, which is not used: this is when scores are made, with what was held at hand."""
         return 1
 
     @property
-    def enters(self) -> bool:
+    def scores_arrivals(self) -> bool:
         """New entries are marked as not scored."""
         return True
 
     @property
-    def reads(self) -> bool:
+    def needs_kv(self) -> bool:
         """A press looks at keys and values."""
         return True
 
@@ -91,23 +90,23 @@ class KVPress(Selector):
         _hook(model)
         return super().budgets(model, geometry, entries)
 
-    def enter(self, entries: Candidates, keys: Tensor) -> Tensor:
-        """Return marks above all scores that grow with the slot; float32 tells 2^23 of them apart."""
+    def arrive(self, entries: Candidates, keys: Tensor) -> Tensor:
+        """Return scores above all scores that grow with the slot; float32 tells 2^23 of them apart."""
         return (entries.slots + 2**23).float() * 2.0**77
 
     def observe(self, entries: Candidates, weights: Tensor, queries: int) -> Tensor:
-        """Return the press' scores at the end of a chunk, else the marks as they are."""
+        """Return the press' scores at the end of a chunk, else the scores as they are."""
         scorer: Any = self._scorer  # type: ignore[attr-defined]
-        assert entries.marks is not None
+        assert entries.scores is not None
         if entries.new <= max(1, *(getattr(scorer, name, 0) or 0 for name in ("window_size", "n_sink"))):
-            return entries.marks
+            return entries.scores
         if isinstance(entries.first, Tensor):
             raise UsageError("kvpress' scores know nothing of padding; pass rows of the same length, or one at a time.")
         if (running := _running.get()) is None:
             raise UnsupportedModelError("Hooks are not told what this model's attention modules are called with.")
         module, hidden, kwargs = running
         assert entries.keys is not None and entries.values is not None
-        # After a rollback some lanes may have lost more than others: the oldest that not all have keep their marks.
+        # After a rollback some lanes may have lost more than others: the oldest that not all have keep their scores.
         empty = int((entries.slots < 0).sum(1).max())
         order = entries.slots.argsort(1)[:, empty:]
         keys, values = (
@@ -119,12 +118,12 @@ class KVPress(Selector):
         _offset.set(entries.length - entries.new)
         with _explained(scorer, f"score {order.shape[1]} entries by {entries.new} queries in layer {entries.layer}"):
             scores = scorer.score(module, hidden, keys, values, None, kwargs).flatten(0, 1).float()
-            return entries.marks.scatter(1, order, scores.nan_to_num(-HIGHEST).clamp(-HIGHEST, HIGHEST))
+            return entries.scores.scatter(1, order, scores.nan_to_num(-HIGHEST).clamp(-HIGHEST, HIGHEST))
 
     def rank(self, entries: Candidates) -> Tensor:
         """By score; what has none stays."""
-        assert entries.marks is not None
-        return entries.marks
+        assert entries.scores is not None
+        return entries.scores
 
 
 # -- presses ----------------------------------------------------------------------------------------

@@ -8,9 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvkeep.contracts import Candidates, Selector
 from kvkeep.errors import UsageError
-from kvkeep.policies.selectors.base import Selector
-from kvkeep.stores.parts import Candidates
 
 
 @dataclass(frozen=True)
@@ -30,36 +29,36 @@ class LRU(Selector):
             raise UsageError(f"The share of attention that is use is from 0 to 1, not {self.threshold:g}.")
 
     @property
-    def watches(self) -> None:
+    def observation_window(self) -> None:
         """Every query may use an entry."""
         return None
 
     @property
-    def most(self) -> bool:
+    def reduce(self) -> str:
         """A single query of a single head is enough."""
+        return "max"
+
+    @property
+    def scores_arrivals(self) -> bool:
+        """The score is when it came."""
         return True
 
     @property
-    def enters(self) -> bool:
-        """The mark is when it came."""
-        return True
-
-    @property
-    def ties(self) -> bool:
+    def may_tie(self) -> bool:
         """All that one step used were used at the same time."""
         return True
 
-    def enter(self, entries: Candidates, keys: Tensor) -> Tensor:
+    def arrive(self, entries: Candidates, keys: Tensor) -> Tensor:
         """Return the time: tokens so far, padding included."""
         return torch.full(entries.slots.shape, float(entries.length), device=keys.device)
 
     def observe(self, entries: Candidates, weights: Tensor, queries: int) -> Tensor:
-        """Note the time of what was used."""
-        assert entries.marks is not None
+        """Score what was used by the time."""
+        assert entries.scores is not None
         used = weights >= (self.threshold or 1 / (entries.length - entries.first))
-        return entries.marks.masked_fill(used, float(entries.length))
+        return entries.scores.masked_fill(used, float(entries.length))
 
     def rank(self, entries: Candidates) -> Tensor:
         """By the time of the last use."""
-        assert entries.marks is not None
-        return entries.marks
+        assert entries.scores is not None
+        return entries.scores

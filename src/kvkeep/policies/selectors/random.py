@@ -8,9 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvkeep.policies.selectors.base import Selector
+from kvkeep.contracts import Candidates, Selector
 from kvkeep.stores.hashes import scattered
-from kvkeep.stores.parts import Candidates
 
 
 @dataclass(frozen=True)
@@ -24,21 +23,21 @@ class Random(Selector):
     seed: int = 0
 
     @property
-    def enters(self) -> bool:
-        """The mark is drawn."""
+    def scores_arrivals(self) -> bool:
+        """The score is drawn."""
         return True
 
-    def enter(self, entries: Candidates, keys: Tensor) -> Tensor:
+    def arrive(self, entries: Candidates, keys: Tensor) -> Tensor:
         """Hash (seed, layer, head, slot) to a number in [0, 1)."""
-        return drawn(entries.slots, entries.heads, entries.layer, self.seed)
+        return sampled(entries.slots, entries.heads, entries.layer, self.seed)
 
     def rank(self, entries: Candidates) -> Tensor:
-        """By the mark."""
-        assert entries.marks is not None
-        return entries.marks
+        """By the score."""
+        assert entries.scores is not None
+        return entries.scores
 
 
-def drawn(slots: Tensor, heads: int, layer: int, seed: int) -> Tensor:
+def sampled(slots: Tensor, heads: int, layer: int, seed: int) -> Tensor:
     """Return a number in [0, 1) for each of ``slots`` (lanes, entries), ``heads`` lanes to a row."""
     lanes = torch.arange(slots.shape[0], device=slots.device)[:, None] % heads
     numbers = slots.long() + (lanes << 24) + (layer << 32) + (seed << 40)

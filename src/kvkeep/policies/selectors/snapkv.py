@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvkeep.contracts import Candidates, Selector
 from kvkeep.errors import UsageError
-from kvkeep.policies.selectors.base import STAYS, Selector
-from kvkeep.stores.parts import Candidates
+from kvkeep.policies.selectors.base import STAYS
 
 
 @dataclass(frozen=True)
@@ -34,22 +34,22 @@ class SnapKV(Selector):
             raise UsageError("SnapKV's window is 1 or more queries, and its kernel an odd number of entries.")
 
     @property
-    def watches(self) -> int:
+    def observation_window(self) -> int:
         """The observation window."""
         return self.window
 
     @property
-    def ties(self) -> bool:
+    def may_tie(self) -> bool:
         """Pooling makes neighbours equal."""
         return True
 
     def observe(self, entries: Candidates, weights: Tensor, queries: int) -> Tensor:
         """Let the queries vote."""
-        assert entries.marks is not None
+        assert entries.scores is not None
         if entries.new > 1:
             weights = self._pooled(entries, weights / queries)
-            return torch.lerp(entries.marks, weights, min(1.0, queries / self.window))
-        return torch.lerp(entries.marks, weights, 1 / self.window)
+            return torch.lerp(entries.scores, weights, min(1.0, queries / self.window))
+        return torch.lerp(entries.scores, weights, 1 / self.window)
 
     def _pooled(self, entries: Candidates, votes: Tensor) -> Tensor:
         """Spread each vote to its neighbours among the entries held; the window's own are not spread."""
@@ -60,5 +60,7 @@ class SnapKV(Selector):
 
     def rank(self, entries: Candidates) -> Tensor:
         """By votes; the window stays."""
-        assert entries.marks is not None
-        return entries.marks.masked_fill(entries.slots >= entries.length - min(self.window, entries.budget // 2), STAYS)
+        assert entries.scores is not None
+        return entries.scores.masked_fill(
+            entries.slots >= entries.length - min(self.window, entries.budget // 2), STAYS
+        )

@@ -8,10 +8,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from kvkeep.contracts import Candidates, Selector
 from kvkeep.errors import BudgetError, UsageError
 from kvkeep.geometry import ModelGeometry
-from kvkeep.policies.selectors.base import Selector
-from kvkeep.stores.parts import Candidates
 
 
 @dataclass(frozen=True)
@@ -41,11 +40,11 @@ class StreamingLLM(Selector):
             raise BudgetError(f"A budget of {entries} entries leaves nothing beside {self.sinks} sinks; give it more.")
         return super().budgets(model, geometry, entries)
 
-    def sinks_in_cache(self, forgets: bool) -> int | None:
+    def sinks_in_cache(self, drops: bool) -> int | None:
         """Return the sinks unless positions are absolute. Raises UsageError where what comes back needs those."""
-        if self.positions == "cache" and not forgets:
+        if self.positions == "cache" and not drops:
             raise UsageError("Positions within the cache are for entries that never come back; leave 'positions' out.")
-        return self.sinks if forgets and self.positions != "absolute" else None
+        return self.sinks if drops and self.positions != "absolute" else None
 
     def rank(self, entries: Candidates) -> Tensor:
         """By slot; the sinks stay."""

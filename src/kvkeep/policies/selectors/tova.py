@@ -7,8 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvkeep.policies.selectors.base import Selector
-from kvkeep.stores.parts import Candidates
+from kvkeep.contracts import Candidates, Selector
 
 
 @dataclass(frozen=True)
@@ -19,7 +18,7 @@ class Tova(Selector):
     source: ClassVar[str] = "arXiv:2401.06104"
 
     @property
-    def watches(self) -> int:
+    def observation_window(self) -> int:
         """The last query."""
         return 1
 
@@ -29,5 +28,5 @@ class Tova(Selector):
 
     def rank(self, entries: Candidates) -> Tensor:
         """By the last query's attention."""
-        assert entries.marks is not None
-        return entries.marks
+        assert entries.scores is not None
+        return entries.scores

@@ -7,8 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvkeep.policies.selectors.base import Selector
-from kvkeep.stores.parts import Candidates
+from kvkeep.contracts import Candidates, Selector
 
 
 @dataclass(frozen=True)
@@ -21,3 +20,10 @@ class Window(Selector):
     def rank(self, entries: Candidates) -> Tensor:
         """By slot."""
         return entries.slots
+
+
+@dataclass(frozen=True)
+class InOrder(Window):
+    """The same, in a ring: for fates that take entries in the order of the text, in all heads alike."""
+
+    in_order: ClassVar[bool] = True

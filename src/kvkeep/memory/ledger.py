@@ -1,0 +1,138 @@
+"""The ledger: which tokens came in, and at which positions. Everything else can be rebuilt from it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvkeep.errors import UnsupportedModelError
+from kvkeep.memory.rows import Buffer
+
+
+class Ledger:
+    """Token ids and positions of every slot, 4 bytes each: (batch, slots, 1) int32.
+
+    ``records`` False: only how many there were; for caches that never rebuild anything.
+    """
+
+    def __init__(self, records: bool = True) -> None:
+        self.records = records
+        self.ids = Buffer()
+        self.positions = Buffer()
+        self.length = 0  # slots recorded so far
+        self.batch = 0  # rows
+        # Of the forward pass in progress; None: no padding.
+        self.visible: Tensor | None = None  # (batch, slots) bool
+        self.first: Tensor | None = None  # (batch,), the first slot that is not padding
+        self._padding: list[int] | None = None
+        self._by_lane: dict[int, Tensor] = {}  # by KV heads of a row
+        self._whole = 0  # the last slots that are not padding in any row
+
+    def append(
+        self, ids: Tensor | None, embeddings: Tensor | None, positions: Tensor | None, mask: Tensor | None
+    ) -> None:
+        """Record the tokens of a forward pass. ids (batch, n) or embeddings (batch, n, hidden); positions
+        (batch or 1, n), by default the next ones; mask (batch, slots so far) with 0 for padding."""
+        tokens = ids if ids is not None else embeddings
+        assert tokens is not None
+        self.batch, count = tokens.shape[:2]
+        if positions is None:
+            positions = torch.arange(self.length, self.length + count, device=tokens.device).unsqueeze(0)
+        if positions.ndim != 2:
+            raise UnsupportedModelError(
+                "Positions of several axes (multimodal rotary) are not supported yet; use method 'full'."
+            )
+        if self.records:
+            self.positions.append(positions.expand(self.batch, -1).unsqueeze(-1).int())
+            self.ids.append((ids if ids is not None else tokens.new_zeros(self.batch, count)).unsqueeze(-1).int())
+        self.length += count
+        self._see(mask[:, : self.length] if mask is not None and mask.ndim == 2 else None)
+
+    def keep(self, start: int, counts: list[int]) -> None:
+        """Of what came in since slot ``start``, keep the first ``counts`` of each row; where they differ, the others'
+        slots are padding."""
+        stop = start + max(counts)
+        self.truncate(stop)
+        visible = self.visible
+        if len(set(counts)) > 1:
+            device = self.positions.view().device
+            real = torch.arange(max(counts), device=device) < torch.tensor(counts, device=device)[:, None]
+            before = real.new_ones(self.batch, start) if visible is None else visible[:, :start]
+            visible = torch.cat([before, real], 1)
+        self._see(None if visible is None else visible[:, :stop])
+
+    def _see(self, mask: Tensor | None) -> None:
+        """Note which slots are padding, by a mask (batch, slots); it is looked at once, on the host."""
+        self.visible = self.first = self._padding = None
+        self._by_lane.clear()
+        if mask is None or (host := mask.cpu().bool()).all():
+            return
+        self.visible = mask.bool()
+        self.first = self.visible.int().argmax(1)
+        self._padding = (~host).sum(1).tolist()
+        gaps = (~host.all(0)).nonzero()
+        self._whole = self.length - 1 - int(gaps[-1])
+
+    def visible_by(self, heads: int) -> Tensor | None:
+        """Return which slots of each lane's row are not padding, (lanes, 1, 1, slots) bool, ``heads`` lanes a row; None
+        where there is no padding."""
+        if self.visible is None:
+            return None
+        if heads not in self._by_lane:
+            self._by_lane[heads] = self.visible.repeat_interleave(heads, 0)[:, None, None]
+        return self._by_lane[heads]
+
+    def first_by(self, heads: int) -> Tensor | None:
+        """Return the first slot of each lane's row that is not padding, (lanes, 1); None where there is no padding."""
+        return None if self.first is None else self.first.repeat_interleave(heads, 0)[:, None]
+
+    @property
+    def counts(self) -> list[int] | None:
+        """How many slots of each row are not padding; None where all are."""
+        return None if self._padding is None else [self.length - count for count in self._padding]
+
+    def whole(self, count: int) -> bool:
+        """Tell whether the last ``count`` slots are real tokens in every row."""
+        return self.visible is None or count <= self._whole
+
+    def span(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Return ids and positions of slots ``start``..``stop``, (batch, n) each."""
+        return self.ids.view(start, stop).squeeze(-1), self.positions.view(start, stop).squeeze(-1)
+
+    def truncate(self, length: int) -> None:
+        """Forget the slots from ``length`` on."""
+        self.length = min(self.length, length)
+        for rows in (self.ids, self.positions):
+            rows.truncate(length)
+        if self.visible is not None:
+            self._see(self.visible[:, :length])
+
+    def select(self, index: Tensor) -> None:
+        """Make the batch the rows of ``index``."""
+        self.batch = len(index)
+        for rows in (self.ids, self.positions):
+            rows.select(index)
+        if self.visible is not None:
+            self._see(self.visible[index.to(self.visible.device)])
+
+    def restore(
+        self, length: int, batch: int, ids: Tensor | None, positions: Tensor | None, visible: Tensor | None
+    ) -> None:
+        """Take what was recorded of ``length`` slots of ``batch`` rows: ids and positions (batch, slots, 1), where they
+        were; visible: (batch, slots) bool, where there is padding."""
+        self.length, self.batch = length, batch
+        if self.records and ids is not None and positions is not None:
+            self.ids.append(ids)
+            self.positions.append(positions)
+        self._see(visible)
+
+    @property
+    def bookkeeping_bytes(self) -> int:
+        """Bytes of positions, and of what is known of padding."""
+        masks = (self.visible, self.first, *self._by_lane.values())
+        return self.positions.nbytes + sum(mask.nbytes for mask in masks if mask is not None)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of ids and positions."""
+        return self.ids.nbytes + self.positions.nbytes

@@ -1,0 +1,311 @@
+"""Rows of a tensor that arrive in order: the three ways of keeping them.
+
+A *row* is one token's worth of something: keys (batch, heads, **rows**, dim), residuals
+(batch, **rows**, dim), ids (batch, **rows**, 1). The row axis is the last but one throughout, the batch
+axis the first. Rows are numbered by *slot*: their place in the sequence, padding included, from 0.
+
+* :class:`Buffer`: one contiguous tensor that grows by blocks. Reading is a view.
+* :class:`Ring`: the last ``capacity`` rows; row s lies at index s mod capacity. Nothing ever moves.
+* :class:`Pages`: all rows, in pages that are allocated once and never moved.
+
+All three share one protocol, and one test holds them against a plain tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kvkeep.memory.places import Place
+
+BLOCK = 256
+LARGEST = 1024
+"""Rows of the largest page."""
+
+
+class Rows(Protocol):
+    """What every store of rows offers. ``first <= slot < length`` are the slots it still holds."""
+
+    first: int
+    length: int
+
+    def append(self, rows: Tensor) -> None:
+        """Take the next ``rows``; what no longer fits leaves at the front."""
+
+    def read(self, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+        """Yield (slot, view) pieces that together are the rows ``start``..``stop``, in order."""
+
+    def pick(self, lane: Tensor, slot: Tensor) -> Tensor:
+        """Return copies of single rows, (n, width): ``lane`` (n,) counts all axes before the rows', ``slot`` (n,)."""
+
+    def truncate(self, length: int) -> None:
+        """Forget the rows from slot ``length`` on."""
+
+    def select(self, index: Tensor) -> None:
+        """Make the batch the rows of ``index`` (repeats and reorders allowed)."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated, used or not."""
+
+
+def _select(data: Tensor, index: Tensor, target: Tensor | None = None) -> Tensor:
+    """Pick ``index`` along the batch, into ``target`` where its shape still fits."""
+    picked = data.index_select(0, index.to(data.device))
+    if target is not None and target.shape == picked.shape:
+        return target.copy_(picked)
+    return picked
+
+
+def _pick(data: Tensor, lane: Tensor, index: Tensor) -> Tensor:
+    """Gather rows of ``data`` (..., rows, width) by lane and place, on its own device."""
+    return data.flatten(0, -2).index_select(0, lane.to(data.device) * data.shape[-2] + index.to(data.device))
+
+
+class Buffer:
+    """One contiguous tensor, grown by whole blocks, so that most appends copy only the new rows.
+
+    ``limit``: rows it may never exceed (the static cache); it is then allocated whole at the first append.
+    """
+
+    def __init__(self, block: int = BLOCK, limit: int | None = None) -> None:
+        self.block = block
+        self.limit = limit
+        self.first = 0
+        self.length = 0
+        self.data: Tensor | None = None
+
+    def append(self, rows: Tensor) -> None:
+        """Take the next ``rows``; grows by the blocks that are missing."""
+        stop = self.length + rows.shape[-2]
+        if self.data is None or stop > self.data.shape[-2]:
+            self._grow(rows, stop)
+        assert self.data is not None
+        self.data[..., self.length : stop, :] = rows
+        self.length = stop
+
+    def _grow(self, rows: Tensor, needed: int) -> None:
+        capacity = self.limit if self.limit is not None else up(needed, self.block)
+        grown = rows.new_empty((*rows.shape[:-2], capacity, rows.shape[-1]))
+        if self.data is not None:
+            grown[..., : self.length, :] = self.data[..., : self.length, :]
+        self.data = grown
+
+    def view(self, start: int = 0, stop: int | None = None) -> Tensor:
+        """Return the rows ``start``..``stop`` without copying."""
+        assert self.data is not None
+        return self.data[..., start : self.length if stop is None else stop, :]
+
+    def read(self, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+        """Yield the rows in one piece."""
+        if start < stop:
+            yield start, self.view(start, stop)
+
+    def pick(self, lane: Tensor, slot: Tensor) -> Tensor:
+        """Return single rows."""
+        assert self.data is not None
+        return _pick(self.data, lane, slot)
+
+    def truncate(self, length: int) -> None:
+        """Forget the rows from slot ``length`` on; the memory stays for the next ones."""
+        self.length = min(self.length, length)
+
+    def select(self, index: Tensor) -> None:
+        """Make the batch the rows of ``index``."""
+        if self.data is not None:
+            self.data = _select(self.data, index, self.data)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        return 0 if self.data is None else self.data.nbytes
+
+
+class Ring:
+    """The last ``capacity`` rows at fixed indices: row s lies at s mod capacity, nothing is ever moved.
+
+    Memory grows by blocks until the capacity is reached, then never again.
+    """
+
+    def __init__(self, capacity: int, home: Place, block: int = BLOCK) -> None:
+        self.capacity = capacity
+        self.home = home
+        self.block = block
+        self.first = 0
+        self.length = 0
+        self.data: Tensor | None = None
+
+    def append(self, rows: Tensor) -> None:
+        """Take the next ``rows``; they overwrite those ``capacity`` slots before them."""
+        stop = self.length + rows.shape[-2]
+        first = max(self.first, stop - self.capacity)
+        start = max(self.length, first)
+        if start < stop:
+            self._reserve(rows, min(stop, self.capacity))
+            fresh = rows[..., start - self.length :, :]
+            for slot, target in self._pieces(start, stop):
+                target.copy_(fresh[..., slot - start : slot - start + target.shape[-2], :])
+        self.first, self.length = first, stop
+
+    def _reserve(self, rows: Tensor, needed: int) -> None:
+        held = 0 if self.data is None else self.data.shape[-2]
+        if needed <= held:
+            return
+        size = ring_rows(needed, self.capacity, self.block)
+        grown = self.home.allocate((*rows.shape[:-2], size, rows.shape[-1]), rows.dtype)
+        if self.data is not None:
+            grown[..., :held, :] = self.data
+        self.data = grown
+
+    def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+        assert self.data is not None
+        while start < stop:
+            index = start % self.capacity
+            count = min(stop - start, self.capacity - index)
+            yield start, self.data[..., index : index + count, :]
+            start += count
+
+    def read(self, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+        """Yield the rows in at most two pieces."""
+        if start < stop:
+            yield from self._pieces(start, stop)
+
+    def everything(self) -> Tensor | None:
+        """Return all rows held as one view when the ring is full (rotated), or from its start; else None.
+
+        Attention without a mask does not ask for an order, so one view serves where two would be read.
+        """
+        if self.data is None or self.first == self.length:
+            return None
+        if self.length - self.first == self.capacity:
+            return self.data
+        if self.first // self.capacity == (self.length - 1) // self.capacity:
+            low = self.first % self.capacity
+            return self.data[..., low : low + self.length - self.first, :]
+        return None
+
+    def pick(self, lane: Tensor, slot: Tensor) -> Tensor:
+        """Return single rows, of slots still held."""
+        assert self.data is not None
+        return _pick(self.data, lane, slot % self.capacity)
+
+    def truncate(self, length: int) -> None:
+        """Forget the rows from slot ``length`` on; those that left at the front do not come back."""
+        self.length = min(self.length, length)
+        self.first = min(self.first, self.length)
+
+    def select(self, index: Tensor) -> None:
+        """Make the batch the rows of ``index``."""
+        if self.data is None:
+            return
+        picked = _select(self.data, index, self.data)
+        if picked is not self.data:
+            self.data = self.home.allocate(tuple(picked.shape), picked.dtype).copy_(picked)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        return 0 if self.data is None else self.data.nbytes
+
+
+class Pages:
+    """All rows, in pages allocated once at their home and never moved; each is as long as what comes, or an eighth of
+    what is there already, between ``smallest`` and ``largest`` rows, so that little lies idle and reading stays in long
+    pieces."""
+
+    def __init__(self, home: Place, smallest: int = BLOCK, largest: int = LARGEST) -> None:
+        self.home = home
+        self.smallest = smallest
+        self.largest = largest
+        self.first = 0
+        self.length = 0
+        self.pages: list[Tensor] = []
+        self.starts: list[int] = []
+
+    def append(self, rows: Tensor) -> None:
+        """Take the next ``rows``; new pages are allocated before anything is written."""
+        stop = self.length + rows.shape[-2]
+        while stop > self._allocated:
+            size = page_rows(stop - self._allocated, self._allocated, self.smallest, self.largest)
+            page = self.home.allocate((*rows.shape[:-2], size, rows.shape[-1]), rows.dtype)
+            self.starts.append(self._allocated)
+            self.pages.append(page)
+        start, self.length = self.length, stop
+        for slot, target in self.read(start, stop):
+            target.copy_(rows[..., slot - start : slot - start + target.shape[-2], :])
+
+    @property
+    def _allocated(self) -> int:
+        return self.starts[-1] + self.pages[-1].shape[-2] if self.pages else 0
+
+    def read(self, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+        """Yield the rows page by page."""
+        for origin, page in zip(self.starts, self.pages, strict=True):
+            low, high = max(start, origin), min(stop, origin + page.shape[-2])
+            if low < high:
+                yield low, page[..., low - origin : high - origin, :]
+
+    def pick(self, lane: Tensor, slot: Tensor) -> Tensor:
+        """Return single rows, page by page."""
+        lane, slot = lane.to(self.pages[0].device), slot.to(self.pages[0].device)
+        if len(self.pages) == 1:
+            return _pick(self.pages[0], lane, slot)
+        picked = self.pages[0].new_empty(len(slot), self.pages[0].shape[-1])
+        for origin, page in zip(self.starts, self.pages, strict=True):
+            here = ((slot >= origin) & (slot < origin + page.shape[-2])).nonzero().squeeze(1)
+            picked.index_copy_(0, here, _pick(page, lane[here], slot[here] - origin))
+        return picked
+
+    def truncate(self, length: int) -> None:
+        """Forget the rows from slot ``length`` on, and free the pages that hold none."""
+        self.length = min(self.length, length)
+        while self.pages and self.starts[-1] >= self.length:
+            self.pages.pop()
+            self.starts.pop()
+
+    def select(self, index: Tensor) -> None:
+        """Make the batch the rows of ``index``, page by page."""
+        for number, page in enumerate(self.pages):
+            picked = _select(page, index, page)
+            if picked is not page:
+                self.pages[number] = self.home.allocate(tuple(picked.shape), picked.dtype).copy_(picked)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        return sum(page.nbytes for page in self.pages)
+
+
+def up(count: int, block: int = BLOCK) -> int:
+    """Return ``count`` rounded up to whole blocks: the rows of a buffer that has so many."""
+    return -(-count // block) * block
+
+
+def ring_rows(needed: int, capacity: int, block: int = BLOCK) -> int:
+    """Return the rows that a ring of ``capacity`` has allocated once ``needed`` rows came."""
+    return min(capacity, up(needed, block))
+
+
+def page_rows(missing: int, allocated: int, smallest: int = BLOCK, largest: int = LARGEST) -> int:
+    """Return the rows of the next page, where ``allocated`` rows have one and ``missing`` more are needed."""
+    return min(largest, max(-(-missing // smallest), allocated // (8 * smallest)) * smallest)
+
+
+def pages_of(counts: Iterable[int]) -> list[int]:
+    """Return the rows of each page that :class:`Pages` allocates for rows that come by so many at a time."""
+    pages: list[int] = []
+    allocated = needed = 0
+    for count in counts:
+        needed += count
+        while allocated < needed:
+            pages.append(page_rows(needed - allocated, allocated))
+            allocated += pages[-1]
+    return pages
+
+
+def concatenated(rows: Rows, start: int, stop: int) -> Tensor:
+    """Return the rows ``start``..``stop`` of any store as one new tensor."""
+    return torch.cat([piece for _, piece in rows.read(start, stop)], dim=-2)

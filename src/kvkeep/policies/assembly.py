@@ -1,0 +1,203 @@
+"""Assembly: the layers of one cache, made of a request and a model. The one place where parts meet."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import DynamicCache
+
+from kvkeep.contracts import Checkpoint, Site
+from kvkeep.errors import BudgetError, UsageError
+from kvkeep.geometry import LayerGeometry, ModelGeometry
+from kvkeep.memory.ledger import Ledger
+from kvkeep.memory.meter import Meter
+from kvkeep.memory.places import place
+from kvkeep.models.binding import bind
+from kvkeep.policies.methods import Method
+from kvkeep.policies.request import Request
+from kvkeep.stores.cache_positions import CachePositions
+from kvkeep.stores.checkpoints.entries import Entries
+from kvkeep.stores.checkpoints.residuals import Residuals
+from kvkeep.stores.checkpoints.spec import CheckpointSpec
+from kvkeep.stores.dynamic import DynamicLayer, SlidingLayer
+from kvkeep.stores.layer import Layer
+from kvkeep.stores.newest import Newest
+from kvkeep.stores.paged import BlockPool, BlockTable, Paged
+from kvkeep.stores.round import Round
+from kvkeep.stores.selected import Selected
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """What a cache is made of: the layers, and what they share. ``entries``: the effective budget of each full layer;
+    ``chunk``: tokens of a prompt taken at a time; ``streams``: attention adds the past itself; ``budgets``: entries
+    by layer and head, where they differ; ``positions``: those within the cache, if so; ``round``: of draft and verify,
+    where drafts can be made; ``table``: of blocks, where entries are paged."""
+
+    layers: list[Any]
+    ledger: Ledger
+    meter: Meter
+    entries: int | None = None
+    chunk: int = 0
+    streams: bool = False
+    spec: CheckpointSpec | None = None
+    checkpoint: Checkpoint | None = None
+    budgets: Sequence[Sequence[int]] | None = None
+    positions: CachePositions | None = None
+    round: Round | None = None
+    table: BlockTable | None = None
+
+
+def assemble(request: Request, model: Any, geometry: ModelGeometry) -> Assembly:
+    """Return what a cache of ``model`` is made of. Raises BudgetError, UnsupportedModelError, StoreError or UsageError
+    where it cannot be made."""
+    ledger, meter = Ledger(request.method.records), Meter()
+    if not request.method.selector.keeps_all:
+        return _bounded(request, model, geometry, ledger, meter)
+    lies = request.method.selector.lies  # type: ignore[attr-defined]
+    if lies == "dynamic":
+        return Assembly(_layers(model, geometry, lambda layer: DynamicLayer()), ledger, meter)
+    if lies == "static":
+        assert request.budget is not None
+        limit = request.budget.entries(geometry, context=request.context, batch=request.batch)
+        return Assembly(_layers(model, geometry, lambda layer: DynamicLayer(limit)), ledger, meter, limit)
+    bind(model)
+    table = BlockTable(BlockPool())
+    build = _Builder(request, model, geometry, ledger, meter, 0)
+    layers = _layers(model, geometry, lambda layer: build.layer(layer, (), lambda site, store: Paged(site, table)))
+    return Assembly(layers, ledger, meter, chunk=sys.maxsize, streams=True, table=table)
+
+
+def _bounded(request: Request, model: Any, geometry: ModelGeometry, ledger: Ledger, meter: Meter) -> Assembly:
+    method = request.method
+    selector, fate, recall = method.selector, method.store_fate, method.recall
+    entries, chunk = request.entries(geometry)
+    tail = recall.tail(entries)
+    within = entries - tail
+    if recall.backed and within < 1:
+        raise BudgetError(f"A budget of {entries} entries leaves '{method.name}' nothing to attend to; give it more.")
+    fate.check(method.name, model, geometry, within)
+    bind(model)
+    build = _Builder(request, model, geometry, ledger, meter, within)
+    held = fate.resident(within)
+    sinks = selector.sinks_in_cache(not (fate.keeps or recall.backed))
+    positions = None
+    if sinks is not None:  # whose keys are held as they came, too
+        held -= (sinks + 1) // 2
+        positions = _positions(model, geometry, sinks, held, chunk)
+    budgets = selector.budgets(model, geometry, held)
+    if tail:
+        assert build.checkpoint is not None
+        build.round = Round(tail, ledger, build.checkpoint)
+
+    def layer(own: LayerGeometry) -> Layer:
+        if selector.in_order:
+            return build.layer(own, budgets[own.index], Newest)
+        return build.layer(
+            own, budgets[own.index], lambda site, store: Selected(site, selector, site.budgets, store, tail)
+        )
+
+    layers = _layers(model, geometry, layer)
+    if build.round is not None:
+        build.round.layers = [layers[own.index] for own in geometry.full_layers]
+        build.round.windows = [layers[own.index] for own in geometry.sliding_layers]
+    return Assembly(
+        layers,
+        ledger,
+        meter,
+        entries,
+        chunk,
+        True,
+        build.spec,
+        build.checkpoint,
+        None if selector.in_order else budgets,
+        positions,
+        build.round,
+    )
+
+
+class _Builder:
+    """What all layers of one cache are made with."""
+
+    def __init__(
+        self, request: Request, model: Any, geometry: ModelGeometry, ledger: Ledger, meter: Meter, entries: int
+    ) -> None:
+        self.request, self.model, self.geometry, self.ledger, self.meter = request, model, geometry, ledger, meter
+        self.entries = entries
+        self.device = next(model.parameters()).device
+        self.method: Method = request.method
+        self.spec: CheckpointSpec | None = None
+        self.checkpoint: Checkpoint | None = None
+        self.round: Round | None = None
+        if self.method.checkpoints:
+            self.spec = request.spec(geometry, self.device.type)
+            self.checkpoint = self._checkpoint(self.spec)
+            if self.method.recall.reads_single and not self.checkpoint.picks:
+                raise UsageError(
+                    "Recalling single entries needs checkpoint kind 'kv' or 'residual': the others rebuild all."
+                )
+        self.shared = self.method.store_fate.shared(geometry, ledger)
+        self._sources = [layer.source for layer in geometry.layers]
+        self._first = next((layer.index for layer in geometry.full_layers), None)
+
+    def _checkpoint(self, spec: CheckpointSpec) -> Checkpoint:
+        """Return the checkpoint. Raises UnsupportedModelError where the model cannot be rebuilt so."""
+        adapter, full = bind(self.model), [layer.index for layer in self.geometry.full_layers]
+        home = place(spec.where, self.device, spec.folder)
+        if spec.kind == "kv":
+            return Entries(home, self.device, full, spec, self.meter, self.request.page)
+        adapter.require("project", full, f"checkpoint kind '{spec}'")
+        if spec.kind == "tokens" or spec.stride > 1:
+            adapter.require("advance", full, f"checkpoint kind '{spec}'")
+        return Residuals(adapter, self.ledger, home, self.geometry, spec, self.meter, self.request.page)
+
+    def layer(self, own: LayerGeometry, budgets: Sequence[int], resident: Callable[..., Any]) -> Layer:
+        """Return a layer of parts; ``resident``: what makes the resident entries, of a site and a store."""
+        site = Site(
+            own,
+            self.geometry,
+            self.model,
+            self.entries,
+            budgets,
+            self.method.selector.in_order,
+            self.request.page,
+            self._sources.count(own.index),
+            own.index == self._first,
+            self.ledger,
+            self.meter,
+            self.device,
+            self.checkpoint,
+        )
+        store = self.method.store_fate.store(site, self.shared)
+        return Layer(site, resident(site, store), store, self.method.recall.reader(site, self.round))
+
+
+def _layers(model: Any, geometry: ModelGeometry, full: Callable[[LayerGeometry], Any]) -> list[Any]:
+    """Return the layers of a cache: full ones as asked for; sliding windows are bounded already; layers that read
+    another layer's entries hold none, and what is not keys and values is left to transformers."""
+    stock = DynamicCache(config=model.config).layers
+    return [
+        full(layer)
+        if layer.kind == "full"
+        else SlidingLayer(layer.window)
+        if layer.kind == "sliding" and layer.window is not None
+        else stock[layer.index]
+        for layer in geometry.layers
+    ]
+
+
+def _positions(model: Any, geometry: ModelGeometry, sinks: int, entries: int, chunk: int) -> CachePositions:
+    """Return positions within the cache. Raises UnsupportedModelError where keys cannot be turned, and BudgetError
+    where the cache itself is longer than what the model knows positions for."""
+    adapter, limit = bind(model), geometry.max_positions
+    full = [layer.index for layer in geometry.full_layers]
+    adapter.require("turn", full, "positions within the cache", "use streaming-llm:positions=absolute")
+    if limit is not None and entries + chunk > limit:
+        raise BudgetError(
+            f"A cache of {entries} entries and a chunk of {chunk} have more positions than the model's {limit}; give a "
+            "smaller budget, or use streaming-llm:positions=absolute."
+        )
+    return CachePositions(adapter, min(sinks, entries), entries, limit or 2**15)

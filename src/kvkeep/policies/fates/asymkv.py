@@ -1,0 +1,46 @@
+"""``asymkv``: a pair's key by the squares of the loss's gradient (AsymKV, as arXiv:2603.00907, Eq. 3, has it)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvkeep.contracts import Asked, Pairs
+from kvkeep.policies.fates.neighbours import Neighbours
+
+
+def energy(output: Tensor) -> Tensor:
+    """Return the loss that is differentiated: half the squared length of a layer's outputs, summed.
+
+    The papers differentiate the model's own loss on the chunk, through all layers. Here each layer has a loss of its
+    own, known when the layer runs: its gradient by the output is the output. So what the layers above make of an output
+    is left out.
+    """
+    return output.square().sum() / 2
+
+
+@dataclass(frozen=True)
+class AsymKV(Neighbours):
+    """The least attended neighbours become one, whose key is weighted by squared gradients, channel by channel."""
+
+    source: ClassVar[str] = "AsymKV (Cui and Xu, 2025); arXiv:2603.00907, Eq. 3"
+    asks: ClassVar[bool] = True
+
+    def clues(self, asked: Asked) -> Tensor:
+        """Return the squares of the gradient by each key, (lanes, entries, dim): the diagonal of the Fisher matrix."""
+        gradient = torch.zeros_like(asked.keys)
+        with torch.enable_grad():
+            keys = asked.keys.detach().requires_grad_()
+            for block in asked.blocks():
+                loss = energy(block.weights(keys) @ block.values * block.real)
+                gradient += torch.autograd.grad(loss, keys)[0]
+        return gradient.square()
+
+    def share(self, pairs: Pairs) -> Tensor:
+        """Return h11 / (h11 + h22), (lanes, pairs, dim)."""
+        assert pairs.clues is not None
+        first, second = pairs.clues
+        return first / (first + second)

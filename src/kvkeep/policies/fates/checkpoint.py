@@ -1,0 +1,187 @@
+"""``checkpoint``: what leaves is kept in a form from which exact keys and values come back (KV-Direct)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from kvkeep.contracts import (
+    EntryState,
+    Evicted,
+    EvictedStore,
+    Exactness,
+    Fate,
+    Piece,
+    Resident,
+    Site,
+    WorkingSet,
+)
+from kvkeep.memory.places import Device
+from kvkeep.memory.rows import Buffer, Ring, concatenated
+from kvkeep.stores.slots import flags_of, without
+
+
+@dataclass(frozen=True)
+class Checkpointed(Fate):
+    """``kind``: kv, residual, residual:STRIDE or tokens; by default what the cache's ``checkpoint`` says."""
+
+    kind: str = ""
+
+    label: ClassVar[str] = "checkpointed"
+    returns: ClassVar[str] = "all pages, exact"
+    exactness: ClassVar[Exactness] = Exactness.EXACT
+    checkpoints: ClassVar[bool] = True
+    records: ClassVar[bool] = True
+
+    def store(self, site: Site, shared: Any) -> EvictedStore:
+        """Return a store on the cache's checkpoint, for entries that leave in any order."""
+        assert site.checkpoint is not None
+        if site.in_order:
+            return InOrder(site)
+        return ByResidual(site) if site.checkpoint.by_token else ByEntry(site)
+
+
+class InOrder(EvictedStore):
+    """The first entries of the text, which left in order, in all lanes alike."""
+
+    def __init__(self, site: Site) -> None:
+        assert site.checkpoint is not None
+        self.checkpoint, self.layer = site.checkpoint, site.layer.index
+        self.count = 0  # entries that left
+
+    def take(self, left: Evicted, resident: WorkingSet) -> None:
+        """Take the next entries."""
+        self.checkpoint.truncate(self.layer, self.count)  # a write that failed may have left something behind
+        self.checkpoint.append(self.layer, left.keys, left.values)
+        self.count += left.slots.shape[1]
+
+    def pieces(self, query: Tensor, resident: Resident, length: int) -> Iterator[Piece]:
+        """Yield them all, piece by piece."""
+        if self.count:
+            yield from self.checkpoint.pieces(self.layer, self.count, lazy=True)
+
+    def states(self, lanes: int, length: int) -> Tensor:
+        """Return what became of the entry of each slot."""
+        codes = torch.full((lanes, length), EntryState.CHECKPOINTED, dtype=torch.int8)
+        codes[:, : self.checkpoint.first(self.layer)] = EntryState.DROPPED
+        return codes
+
+    def truncate(self, length: int, resident: Resident) -> None:
+        """Forget the slots from ``length`` on."""
+        self.count = min(self.count, length)
+        self.checkpoint.truncate(self.layer, self.count)
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what must be saved."""
+        return {"count": torch.tensor([self.count])}
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        """Take what :meth:`state` gave."""
+        self.count = int(state["count"][0])
+
+
+class ByEntry(EvictedStore):
+    """Entries that leave in any order, and every head's are others: their slots are kept beside them."""
+
+    def __init__(self, site: Site) -> None:
+        assert site.checkpoint is not None
+        self.checkpoint, self.layer, self.capacity = site.checkpoint, site.layer.index, site.checkpoint.capacity
+        home = Device(site.device)
+        self.slots: Buffer | Ring = Buffer() if self.capacity is None else Ring(self.capacity, home)
+
+    def take(self, left: Evicted, resident: WorkingSet) -> None:
+        """Take entries that leave, and their slots."""
+        self.checkpoint.append(self.layer, left.keys, left.values)
+        self.slots.append(left.slots[..., None].int())
+
+    def pieces(self, query: Tensor, resident: Resident, length: int) -> Iterator[Piece]:
+        """Yield them all, piece by piece."""
+        if not self.slots.length:
+            return
+        for piece in self.checkpoint.pieces(self.layer, self.slots.length):
+            stop = piece.first + piece.keys.shape[2]
+            slots = concatenated(self.slots, piece.first, stop).squeeze(-1)
+            yield piece._replace(slots=slots, first=0, holes=True)
+
+    def states(self, lanes: int, length: int) -> Tensor:
+        """Return what became of the entry of each slot: all are here, but those that were lost."""
+        codes = torch.full((lanes, length), EntryState.CHECKPOINTED, dtype=torch.int8)
+        if self.slots.first:
+            held = concatenated(self.slots, self.slots.first, self.slots.length).squeeze(-1)
+            codes.masked_fill_(~flags_of(held, int(held.max()) + 1 if held.numel() else 1)[:, :length].cpu(), 0)
+        return codes
+
+    def _each(self) -> Iterator[Tensor]:
+        return (piece for _, piece in self.slots.read(self.slots.first, self.slots.length))
+
+    def truncate(self, length: int, resident: Resident) -> None:
+        """Leave holes where slots are forgotten."""
+        for piece in self._each():
+            piece.masked_fill_(piece >= length, -1)
+
+    def forget(self, slots: Tensor) -> None:
+        """Leave holes where entries are resident again."""
+        for piece in self._each():
+            piece.copy_(without(piece.squeeze(-1), slots)[..., None])
+
+    def select(self, lanes: Tensor) -> None:
+        """Make the lanes those of an index."""
+        self.slots.select(lanes)
+
+    @property
+    def bookkeeping_bytes(self) -> int:  # type: ignore[override]
+        """Bytes allocated for slots."""
+        return self.slots.nbytes
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what must be saved."""
+        span = self.slots.first, self.slots.length
+        return {"first": torch.tensor([span[0]])} | (
+            {"slots": concatenated(self.slots, *span)} if span[0] < span[1] else {}
+        )
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        """Take what :meth:`state` gave."""
+        self.slots.first = self.slots.length = int(state["first"][0])
+        if "slots" in state:
+            self.slots.append(state["slots"])
+
+
+class ByResidual(EvictedStore):
+    """Entries that leave in any order, of which every one can be rebuilt, resident or not: what is resident is masked."""
+
+    def __init__(self, site: Site) -> None:
+        assert site.checkpoint is not None
+        self.checkpoint, self.layer = site.checkpoint, site.layer.index
+        self.left = False  # whether anything left
+
+    def take(self, left: Evicted, resident: WorkingSet) -> None:
+        """Note that there is something to rebuild."""
+        self.left = True
+
+    def pieces(self, query: Tensor, resident: Resident, length: int) -> Iterator[Piece]:
+        """Yield everything, the resident entries masked."""
+        if not self.left:
+            return
+        away = torch.arange(length, device=query.device).masked_fill(resident.held(), -1)
+        for piece in self.checkpoint.pieces(self.layer, length):
+            slots = away[:, piece.first : piece.first + piece.keys.shape[2]]
+            yield piece._replace(slots=slots, first=0, holes=True)
+
+    def states(self, lanes: int, length: int) -> Tensor:
+        """Return what became of the entry of each slot."""
+        codes = torch.full((lanes, length), EntryState.CHECKPOINTED, dtype=torch.int8)
+        codes[:, : self.checkpoint.first(self.layer)] = EntryState.DROPPED
+        return codes
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what must be saved."""
+        return {"left": torch.tensor([self.left])}
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        """Take what :meth:`state` gave."""
+        self.left = bool(state["left"][0])

@@ -1,0 +1,26 @@
+"""``drop``: what leaves is gone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from kvkeep.contracts import EvictedStore, Fate, Site
+
+
+class Dropped(EvictedStore):
+    """Holds nothing."""
+
+    keeps = False
+
+
+@dataclass(frozen=True)
+class Drop(Fate):
+    """Nothing is kept of what leaves."""
+
+    label: ClassVar[str] = "dropped"
+    keeps: ClassVar[bool] = False
+
+    def store(self, site: Site, shared: Any) -> EvictedStore:
+        """Return the one that holds nothing."""
+        return Dropped()

@@ -1,0 +1,45 @@
+"""``kvslimmer-exact``: KVSlimmer with the gradient that its closed form does without (arXiv:2603.00907, Eq. 30)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvkeep.contracts import Asked, Pairs
+from kvkeep.policies.fates.asymkv import energy
+from kvkeep.policies.fates.hessian import alone, best_share, together
+from kvkeep.policies.fates.neighbours import Neighbours
+
+
+@dataclass(frozen=True)
+class KVSlimmerExact(Neighbours):
+    """The least attended neighbours become one, whose key follows from the Hessian with the loss's gradient."""
+
+    source: ClassVar[str] = "arXiv:2603.00907, Eq. 30"
+    asks: ClassVar[bool] = True
+
+    def clues(self, asked: Asked) -> Tensor:
+        """Return g11 of each entry and its g12 with the next, (lanes, entries, 2): E c_ij summed over the queries, E by
+        backpropagation."""
+        found = torch.zeros(*asked.keys.shape[:2], 2, device=asked.keys.device)
+        for block in asked.blocks():
+            weights = block.weights(block.keys)
+            output = weights @ block.values
+            with torch.enable_grad():
+                own = output.detach().requires_grad_()
+                gradient = torch.autograd.grad(energy(own * block.real), own)[0]
+            residual = gradient @ block.values.transpose(1, 2) - (gradient * output).sum(-1, keepdim=True)
+            found[..., 0] += (alone(weights) * residual).sum(1)
+            both = residual[..., :-1] + residual[..., 1:]
+            found[:, :-1, 1] += (together(weights[..., :-1], weights[..., 1:]) * both).sum(1)
+        return found
+
+    def share(self, pairs: Pairs) -> Tensor:
+        """Return (g11 + g12) / (g11 + 2 g12 + g22). Of an entry merged in this same pass g12 is a sum as well, which is
+        not its own."""
+        assert pairs.clues is not None
+        (own, both), other = pairs.clues[0].split(1, 2), pairs.clues[1][..., :1]
+        return best_share(own, both, other)

@@ -1,0 +1,92 @@
+"""What the fates have in common that merge neighbours: nobody leaves, the least attended become one."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from kvkeep.budget import MIN_CHUNK
+from kvkeep.contracts import Asked, EvictedStore, Fate, Pairs, Selector, Site
+from kvkeep.errors import BudgetError, UsageError
+from kvkeep.geometry import ModelGeometry
+from kvkeep.models.binding import bind
+from kvkeep.stores.merge_neighbours import MergeNeighbours
+
+
+@dataclass(frozen=True)
+class Neighbours(Fate):
+    """How the least attended neighbours become one. One file for each: a frozen dataclass and :meth:`share`.
+
+    sinks: first entries of a row that stay as they are. cap: the largest count a merged entry has, 0 for none. slack:
+    how many pairs are merged at once while decoding: a share of the budget, or (from 1 on) their number.
+    """
+
+    sinks: int = 32
+    cap: int = 5
+    slack: float = 0.125
+
+    label: ClassVar[str] = "merged"
+    leaves: ClassVar[str] = "the least attended neighbours"
+    makes_room: ClassVar[bool] = True
+    keeps: ClassVar[bool] = False
+    source: ClassVar[str]
+    asks: ClassVar[bool] = False  # whether it works by clues(), from the queries, and not from the mean output
+
+    def __post_init__(self) -> None:
+        if self.sinks < 0:
+            raise UsageError(f"There are 0 sinks or more, not {self.sinks}.")
+        if self.cap != 0 and self.cap < 2:
+            raise UsageError(f"A merged entry counts 2 or more, or has no cap (0); not {self.cap}.")
+        if not self.slack > 0:
+            raise UsageError(f"Pairs are merged by a share of the budget, or a number of them, not {self.slack:g}.")
+
+    def refuses(self, selector: Selector) -> str | None:
+        """Selectors that do not add up attention: pairs are chosen by that, and nobody leaves."""
+        if selector.accumulates:
+            return None
+        return (
+            "Neighbours are merged by all the attention they received, and nobody leaves: there is nothing to select "
+            "but by h2o, which adds that up."
+        )
+
+    def chunk(self, entries: int, chunk: int) -> int:
+        """Return how many tokens of a prompt to take at a time where nobody says: a quarter of the budget, as in the
+        papers (512 of 2,048). A chunk as long as the budget would merge nearly everything each time."""
+        return min(chunk, max(MIN_CHUNK, entries // 4))
+
+    def check(self, name: str, model: Any, geometry: ModelGeometry, entries: int) -> None:
+        """Raise where ``entries`` leave nothing to merge beside the sinks, or keys cannot be turned."""
+        super().check(name, model, geometry, entries)
+        self._check_room(name, entries)
+        full = [layer.index for layer in geometry.full_layers]
+        bind(model).require("turn", full, "merging, which turns keys to new positions", "use h2o+merge")
+
+    def _check_room(self, name: str, entries: int) -> None:
+        if entries < self.sinks + 4:
+            raise BudgetError(
+                f"A budget of {entries} entries leaves '{name}' too few to merge beside {self.sinks} sinks; give it "
+                f"{self.sinks + 4}, or fewer sinks ({name.partition('+')[0].partition(':')[0]}:sinks=4)."
+            )
+
+    def store(self, site: Site, shared: Any) -> EvictedStore:
+        """Return what makes room in one layer."""
+        budget = min(site.budgets)
+        self._check_room(f"layer {site.layer.index}", budget)
+        return MergeNeighbours(site, self, bind(site.model), self.pairs_at_once(budget))
+
+    def pairs_at_once(self, budget: int) -> int:
+        """Return how many pairs are merged at once while decoding, of a ``budget`` of entries: a quarter of those that
+        may merge at most."""
+        wanted = int(self.slack) if self.slack >= 1 else int(self.slack * budget)
+        return max(1, min(wanted, (budget - self.sinks) // 4))
+
+    @abstractmethod
+    def share(self, pairs: Pairs) -> Tensor:
+        """Return the first key's share of the merged one, (lanes, pairs, 1 or dim); the second's is the rest."""
+
+    def clues(self, asked: Asked) -> Tensor:
+        """Return what it has to know of each entry, (lanes, entries, any): nothing, unless it ``asks``."""
+        return asked.keys[..., :0]

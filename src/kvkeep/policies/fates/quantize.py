@@ -1,0 +1,86 @@
+"""``quantize``: what leaves is kept in few bits (KIVI, arXiv:2402.02750)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from kvkeep.contracts import EntryState, EvictedStore, Fate, Held, Piece, Site
+from kvkeep.errors import UnsupportedModelError, UsageError
+from kvkeep.geometry import LayerGeometry, ModelGeometry
+from kvkeep.memory.meter import Meter
+from kvkeep.policies.fates.base import exact_entries, spare
+from kvkeep.stores.coded import CodedKeys, CodedValues, encode_keys, encode_values, group_bytes, width
+from kvkeep.stores.groups import GROUP, Codec, Groups, group_holds
+
+
+@dataclass(frozen=True)
+class Quantize(Fate):
+    """Entries that leave are kept at ``bits`` bits, in what the budget's exact entries leave over; once that is full
+    too, those that left first are dropped. ``exact``: the share of the budget that is for exact entries, or (from 1 on)
+    their number, of which the budget allows half at most."""
+
+    bits: int = 4
+    exact: float = 0.5
+
+    label: ClassVar[str] = "quantised"
+    returns: ClassVar[str] = "approximately, from its codes"
+
+    def __post_init__(self) -> None:
+        if self.bits not in (2, 4, 8):
+            raise UsageError(f"Entries are kept at 8, 4 or 2 bits, not {self.bits}.")
+
+    def resident(self, entries: int) -> int:
+        """Return the exact ones; the group that waits for its last entry comes on top."""
+        return exact_entries(self.exact, entries)
+
+    def check(self, name: str, model: Any, geometry: ModelGeometry, entries: int) -> None:
+        """Raise where there is no room for a group, or heads do not divide into bytes."""
+        super().check(name, model, geometry, entries)
+        for layer in geometry.full_layers:
+            if layer.key_dim % (8 // self.bits) or width(layer.value_dim) % (8 // self.bits):
+                raise UnsupportedModelError(
+                    f"Heads of '{geometry.model_type}' are {layer.value_dim} wide, which does not divide into "
+                    f"bytes at {self.bits} bits; use 8."
+                )
+            self._room(layer, geometry, entries)
+
+    def _room(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int) -> int:
+        size = group_bytes(layer.key_dim, layer.value_dim, self.bits)
+        return spare(self, layer, geometry, entries, size) // size
+
+    def store(self, site: Site, shared: Any) -> EvictedStore:
+        """Return a store for as many groups as the budget has room for."""
+        return Groups(self._room(site.layer, site.geometry, site.entries), Quantised(self.bits, site.meter))
+
+    def holds(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int, left: Sequence[int]) -> Held:
+        """Return the bytes of so many groups, of one that waits, and of the codes as numbers for a moment."""
+        size = group_bytes(layer.key_dim, layer.value_dim, self.bits)
+        number = 4 * max(layer.key_dim, layer.value_dim)
+        return group_holds(layer, geometry, self._room(layer, geometry, entries), left, size, number)
+
+
+@dataclass(frozen=True)
+class Quantised(Codec):
+    """Codes with a scale and an offset."""
+
+    kept: ClassVar[EntryState] = EntryState.QUANTISED
+
+    bits: int
+    meter: Meter
+
+    def encode(self, keys: Tensor, values: Tensor, slots: Tensor) -> list[Tensor]:
+        """Return codes, scales and offsets of keys and values."""
+        return [*encode_keys(keys, self.bits), *encode_values(values, self.bits)]
+
+    def read(self, query: Tensor, parts: list[Tensor], slots: Tensor, holes: bool) -> Iterator[Piece]:
+        """Yield them, coded."""
+        keys, values = CodedKeys(*parts[:3], self.bits), CodedValues(*parts[3:], self.bits)  # type: ignore[call-arg, arg-type]
+        # What attention writes out of them for a moment: codes as numbers.
+        size = 4 * GROUP * slots.shape[1] * len(slots) * max(keys.shape[3], values.shape[3])
+        self.meter.hold(size)
+        yield Piece(keys, values, slots.flatten(1), holes=holes)
+        self.meter.hold(-size)

@@ -1,0 +1,72 @@
+"""``segments``: what leaves is kept whole, and each query reads the few segments that promise it most (LongCache)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from kvkeep.contracts import EntryState, EvictedStore, Exactness, Fate, Held, Piece, Site
+from kvkeep.errors import UsageError
+from kvkeep.geometry import LayerGeometry, ModelGeometry
+from kvkeep.memory.meter import Meter
+from kvkeep.stores.groups import GROUP, Codec, Groups, group_holds
+
+
+@dataclass(frozen=True)
+class Segments(Fate):
+    """Nothing is removed: memory grows with the text, and only the work of a step is bounded. Each KV head reads its
+    ``top`` segments of 32 entries, those with the highest bound on a score: the sum over channels of max(q min, q max)
+    over the segment's keys, the largest of the step's queries."""
+
+    top: int = 8
+
+    label: ClassVar[str] = "kept in segments"
+    returns: ClassVar[str] = "the most promising segments"
+    exactness: ClassVar[Exactness] = Exactness.REVERSIBLE
+
+    def __post_init__(self) -> None:
+        if self.top < 1:
+            raise UsageError(f"At least one segment is read, not {self.top}.")
+
+    def store(self, site: Site, shared: Any) -> EvictedStore:
+        """Return a store without an end."""
+        return Groups(None, Promising(self.top, site.meter))
+
+    def holds(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int, left: Sequence[int]) -> Held:
+        """Return the bytes of all groups, with the least and greatest of their keys' channels."""
+        b = geometry.dtype_bytes
+        size = GROUP * (layer.key_dim + layer.value_dim) * b + 2 * layer.key_dim * b
+        held = group_holds(layer, geometry, None, left, size, 0)
+        read = min(self.top, sum(left) // GROUP) * GROUP * layer.entry_elements * b
+        return Held(held.resident, held.compressed, held.bookkeeping, read)
+
+
+@dataclass(frozen=True)
+class Promising(Codec):
+    """Entries as they are, beside the least and the greatest of every key channel."""
+
+    kept: ClassVar[EntryState] = EntryState.CHECKPOINTED
+
+    top: int
+    meter: Meter
+
+    def encode(self, keys: Tensor, values: Tensor, slots: Tensor) -> list[Tensor]:
+        """Return keys, values, least and greatest."""
+        return [keys, values, keys.amin(1), keys.amax(1)]
+
+    def read(self, query: Tensor, parts: list[Tensor], slots: Tensor, holes: bool) -> Iterator[Piece]:
+        """Yield the most promising segments of each lane."""
+        keys, values, low, high = parts
+        if query.shape[-1] == low.shape[-1] and slots.shape[1] > self.top:
+            # max(q min, q max) is q max for positive q and q min for negative.
+            asked = query.flatten(1, 2)
+            bound = asked.clamp(min=0) @ high.transpose(1, 2) + asked.clamp(max=0) @ low.transpose(1, 2)
+            chosen = bound.amax(1).topk(self.top, dim=1, sorted=False).indices
+            lanes = torch.arange(len(chosen), device=chosen.device)[:, None]
+            keys, values, slots = keys[lanes, chosen], values[lanes, chosen], slots[lanes, chosen]
+        with self.meter.holding(keys, values):
+            yield Piece(keys.flatten(1, 2)[:, None], values.flatten(1, 2)[:, None], slots.flatten(1), holes=holes)

@@ -1,0 +1,104 @@
+"""``sketch``: what leaves is added to a count sketch, and attention sees what it is estimated to be (KVReviver)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from kvkeep.contracts import EvictedStore, Exactness, Fate, Held, Selector, Site
+from kvkeep.errors import BudgetError, UsageError, unknown
+from kvkeep.geometry import LayerGeometry, ModelGeometry
+from kvkeep.memory.ledger import Ledger
+from kvkeep.stores.sketch import MEDIAN
+from kvkeep.stores.sketched import Hashed, Sketched
+
+_CHOICES = {"estimate": ("plain", "centred", "shrunk"), "by": ("median", "mean"), "keys": ("unsigned", "signed")}
+
+
+@dataclass(frozen=True)
+class Sketch(Fate):
+    """A share ``vague`` of the budget is a count sketch for each KV head, the rest exact entries. Values have signs,
+    keys only where ``keys`` is "signed". ``estimate``: "plain", "centred" or "shrunk", ``by`` the "median" or "mean" of
+    ``rows`` slots (:mod:`kvkeep.stores.sketch`). ``swap``: an entry comes back, as it is estimated, when it ranks above
+    that many times the lowest resident one; 0: none does."""
+
+    vague: float = 0.1
+    swap: float = 0.0
+    estimate: str = "plain"
+    by: str = "median"
+    keys: str = "unsigned"
+    rows: int = 3
+
+    label: ClassVar[str] = "sketched"
+    returns: ClassVar[str] = "approximately, from a count sketch"
+    exactness: ClassVar[Exactness] = Exactness.REVERSIBLE
+    records: ClassVar[bool] = True  # positions are what is hashed
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            if (given := getattr(self, name)) not in choices:
+                raise unknown(f"sketch: {name}", given, choices)
+        if not 0 < self.vague <= 0.5:
+            raise UsageError(f"The sketch has a share of the budget above 0 and up to 0.5, not {self.vague:g}.")
+        if self.swap and not self.swap >= 1:
+            raise UsageError(
+                f"Entries are swapped at 1 times the lowest rank or more, or never (0), not {self.swap:g}."
+            )
+        if self.rows not in MEDIAN:
+            raise UsageError(f"A sketch has {', '.join(map(str, MEDIAN))} rows, not {self.rows}.")
+
+    def refuses(self, selector: Selector) -> str | None:
+        """Selectors that look at keys and values, where entries would have to be compared with those in the sketch."""
+        if self.swap and selector.needs_kv:
+            return "Entries in a sketch have no keys and values of their own for a selector to rank them by."
+        return None
+
+    def resident(self, entries: int) -> int:
+        """Return the exact ones."""
+        return entries - self._own(entries)
+
+    def _own(self, entries: int) -> int:
+        """Return how many entries' room is the sketch's: whole rows of slots, two at least."""
+        return max(2 * self.rows, int(self.vague * entries) // self.rows * self.rows)
+
+    def check(self, name: str, model: Any, geometry: ModelGeometry, entries: int) -> None:
+        """Raise BudgetError where the sketches would have more than half the budget."""
+        super().check(name, model, geometry, entries)
+        if 2 * self._own(entries) > entries:
+            raise BudgetError(
+                f"A budget of {entries} entries has no room for a sketch of {self.rows} rows beside the exact ones; "
+                f"give it at least {4 * self.rows}."
+            )
+
+    def _slots(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int) -> int:
+        """Return the slots of a row of a layer's sketch."""
+        own = self._own(entries)
+        if self.estimate == "plain":
+            return own // self.rows
+        # Tallies are float32: a vector in all, and for each cell a count of its keys and one of its values.
+        width = layer.key_dim + layer.value_dim
+        entry, count, total = width * geometry.dtype_bytes, 8, 4 * width
+        return max(1, (own * entry - total) // (self.rows * (entry + count)))
+
+    def shared(self, geometry: ModelGeometry, ledger: Ledger) -> Hashed:
+        """Return where the entries at every slot are hashed to."""
+        return Hashed(ledger, self.rows)
+
+    def store(self, site: Site, shared: Hashed) -> EvictedStore:
+        """Return empty sketches."""
+        slots = self._slots(site.layer, site.geometry, site.entries)
+        signed = self.keys == "signed"
+        return Sketched(shared, slots, self.estimate, self.by, signed, self.swap, site.meter, site.first)
+
+    def holds(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int, left: Sequence[int]) -> Held:
+        """Return the bytes of all cells and tallies, and of estimates looked up for a moment."""
+        if not sum(left):
+            return Held()
+        cells, width = self.rows * self._slots(layer, geometry, entries), layer.key_dim + layer.value_dim
+        size = cells * width * geometry.dtype_bytes
+        if self.estimate != "plain":
+            size += 4 * width + 8 * cells
+        looked_up = sum(left) * (2 * 8 * self.rows + self.rows * width * geometry.dtype_bytes)
+        looked_up += 2 * cells * width * geometry.dtype_bytes
+        return Held(compressed=layer.kv_heads * size, workspace=layer.kv_heads * looked_up)

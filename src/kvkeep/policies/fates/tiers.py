@@ -1,0 +1,58 @@
+"""``tiers``: what leaves is kept in fewer and fewer bits, the less attention it gets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from kvkeep.contracts import EvictedStore, Fate, Held, Site
+from kvkeep.errors import UnsupportedModelError
+from kvkeep.geometry import LayerGeometry, ModelGeometry
+from kvkeep.policies.fates.base import exact_entries, spare
+from kvkeep.stores.tiers import TIERS, Tiers, channel_bytes, group_bytes, tiers_hold
+
+
+@dataclass(frozen=True)
+class InTiers(Fate):
+    """Entries that leave are kept at 16, 8 or 4 bits, or 4 for keys and 2 for values, in what the budget's exact
+    entries leave over. As the text grows, groups of 32 that get least attention fall a tier, and from the last one they
+    are gone; attention that returns to a group keeps it where it is. ``exact``: as for 'quantize', but a quarter of the
+    budget at most."""
+
+    exact: float = 8
+
+    label: ClassVar[str] = "quantised by attention"
+    returns: ClassVar[str] = "approximately, from its codes"
+
+    def resident(self, entries: int) -> int:
+        """Return the exact ones, a quarter of the budget at most; the group that waits comes on top."""
+        return min(exact_entries(self.exact, entries), entries // 4)
+
+    def check(self, name: str, model: Any, geometry: ModelGeometry, entries: int) -> None:
+        """Raise where there is no room for a group, or codes do not divide into bytes."""
+        super().check(name, model, geometry, entries)
+        bits = TIERS[-1].values
+        for layer in geometry.full_layers:
+            if layer.value_dim % (8 // bits):
+                raise UnsupportedModelError(
+                    f"Heads of '{geometry.model_type}' are {layer.value_dim} wide, which does not divide into "
+                    f"bytes at {bits} bits; use quantize:8."
+                )
+            self._room(layer, geometry, entries)
+
+    def _room(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int) -> int:
+        width = geometry.dtype_bytes
+        least = channel_bytes(layer.value_dim) + group_bytes(layer.key_dim, layer.value_dim, TIERS[-1], width)
+        return spare(self, layer, geometry, entries, least, min(width, 2))
+
+    def store(self, site: Site, shared: Any) -> EvictedStore:
+        """Return empty tiers."""
+        layer, geometry = site.layer, site.geometry
+        room = self._room(layer, geometry, site.entries)
+        return Tiers(room, layer.key_dim, layer.value_dim, geometry.dtype_bytes, site.meter)
+
+    def holds(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int, left: Sequence[int]) -> Held:
+        """Return the bytes of all tiers and of what waits."""
+        room = self._room(layer, geometry, entries)
+        return tiers_hold(room, layer, geometry.dtype_bytes, left)

@@ -1,0 +1,50 @@
+"""``missed``: entries come back after the step that would have used them (llama.cpp pull request 21097)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvkeep.errors import UsageError
+from kvkeep.policies.recalls.selective import PagesThatMatter
+from kvkeep.stores.bounds import PAGE
+from kvkeep.stores.slots import compact
+
+
+@dataclass(frozen=True)
+class FetchOnMiss(PagesThatMatter):
+    """A step attends to what is resident; what it may have missed is resident for the next one.
+
+    Missed is what a query might have given ``threshold`` of its attention, by the bounds of the keys; 0 stands for 1/T
+    with T tokens so far. At most ``limit`` entries of a KV head come back, the highest bound first, and half a KV head's
+    budget at most, so that what was in use is not all driven out."""
+
+    limit: int = 64
+    threshold: float = 0.0
+
+    label: ClassVar[str] = "what a step missed, for the next"
+    place: ClassVar[str | None] = "host"
+    loses: ClassVar[bool] = True
+    fetches: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.limit < 0 or not 0 <= self.threshold <= 1:
+            raise UsageError("A recall of what was missed has a limit from 0 on and a threshold from 0 to 1.")
+
+    def fetch(self, most: Tensor, tokens: Tensor | int, room: Callable[[int], Tensor], away: Tensor) -> Tensor:
+        """Entries of pages that may have been used, the highest bound first."""
+        by_page = away.unflatten(1, (-1, PAGE))
+        used = math.log(self.threshold) if self.threshold else -torch.as_tensor(tokens).log()
+        missed = by_page & (most >= used)[..., None]
+        highest = most.masked_fill(~missed.any(2), float("-inf"))
+        order = highest.topk(min(self.limit, most.shape[1]), dim=1).indices
+        slots = (order[..., None] * PAGE + torch.arange(PAGE, device=order.device)).flatten(1)
+        wanted = missed.flatten(1).gather(1, slots)
+        wanted &= wanted.cumsum(1) <= room(self.limit)
+        chosen = compact(wanted)
+        return slots.gather(1, chosen.clamp(min=0)).masked_fill(chosen < 0, -1)

@@ -1,0 +1,223 @@
+"""The registry: selectors, fates, recalls, and the methods that are known by a name of their own.
+
+:func:`register` adds to it; so does any installed package by an entry point of the group ``kvkeep.parts`` that names a
+selector, a fate or a recall, under the entry point's name.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Any
+
+from kvkeep.contracts import Fate, Recall, Selector
+from kvkeep.errors import UsageError
+from kvkeep.policies.fates.asymkv import AsymKV
+from kvkeep.policies.fates.cam import Cam
+from kvkeep.policies.fates.checkpoint import Checkpointed
+from kvkeep.policies.fates.drop import Drop
+from kvkeep.policies.fates.kvslimmer import KVSlimmer
+from kvkeep.policies.fates.kvslimmer_exact import KVSlimmerExact
+from kvkeep.policies.fates.lowrank import LowRank
+from kvkeep.policies.fates.merge import Merge
+from kvkeep.policies.fates.quantize import Quantize
+from kvkeep.policies.fates.segments import Segments
+from kvkeep.policies.fates.sketch import Sketch
+from kvkeep.policies.fates.tiers import InTiers
+from kvkeep.policies.recalls.certified import Certified
+from kvkeep.policies.recalls.evicted import Evicted
+from kvkeep.policies.recalls.fetch_on_miss import FetchOnMiss
+from kvkeep.policies.recalls.pages import Pages
+from kvkeep.policies.recalls.verified import Verified
+from kvkeep.policies.selectors.duo_attention import DuoAttention
+from kvkeep.policies.selectors.h2o import H2O
+from kvkeep.policies.selectors.h2o_fisher import H2OFisher
+from kvkeep.policies.selectors.knorm import KNorm
+from kvkeep.policies.selectors.kvpress import KVPress
+from kvkeep.policies.selectors.lru import LRU
+from kvkeep.policies.selectors.nobody import Kept, Nobody
+from kvkeep.policies.selectors.pyramidkv import PyramidKV
+from kvkeep.policies.selectors.random import Random
+from kvkeep.policies.selectors.snapkv import SnapKV
+from kvkeep.policies.selectors.streaming_llm import StreamingLLM
+from kvkeep.policies.selectors.tova import Tova
+from kvkeep.policies.selectors.window import InOrder, Window
+
+log = logging.getLogger(__name__)
+
+GROUP = "kvkeep.parts"
+
+SELECTORS: dict[str, type[Selector]] = {
+    "window": Window,
+    "streaming-llm": StreamingLLM,
+    "h2o": H2O,
+    "h2o-fisher": H2OFisher,
+    "snapkv": SnapKV,
+    "tova": Tova,
+    "pyramidkv": PyramidKV,
+    "duo-attention": DuoAttention,
+    "knorm": KNorm,
+    "random": Random,
+    "lru": LRU,
+    "kvpress": KVPress,
+}
+
+FATES: dict[str, type[Fate]] = {
+    "drop": Drop,
+    "checkpoint": Checkpointed,
+    "quantize": Quantize,
+    "tiers": InTiers,
+    "lowrank": LowRank,
+    "segments": Segments,
+    "sketch": Sketch,
+    "merge": Merge,
+    "cam": Cam,
+    "asymkv": AsymKV,
+    "kvslimmer": KVSlimmer,
+    "kvslimmer-exact": KVSlimmerExact,
+}
+
+RECALLS: dict[str, type[Recall]] = {
+    "verified": Verified,
+    "pages": Pages,
+    "certified": Certified,
+    "missed": FetchOnMiss,
+}
+
+FORMER = {"ladder": "tiers"}
+"""Names that a part had in stores and sessions of earlier versions."""
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A selector, a fate and perhaps a recall that are known by one name: its parameters are the fate's, ``defaults``
+    first. closed: it takes no other fate or recall, and no parameters."""
+
+    selector: Selector
+    fate: type[Fate]
+    summary: str
+    source: str
+    defaults: dict[str, Any] = field(default_factory=dict)
+    recall: Recall = field(default_factory=Evicted)
+    closed: bool = False
+
+
+_NEIGHBOURS = (("asymkv", AsymKV), ("kvslimmer", KVSlimmer), ("kvslimmer-exact", KVSlimmerExact))
+
+PRESETS: dict[str, Preset] = {
+    "full": Preset(
+        Nobody(),
+        Kept,
+        "All entries, in buffers that grow by blocks; a step copies one entry.",
+        "kv-caching-tutorial, section 7",
+        closed=True,
+    ),
+    "static": Preset(
+        Nobody("static"),
+        Kept,
+        "All entries, in memory allocated once for the budget's entries.",
+        "kv-caching-tutorial, section 13",
+        closed=True,
+    ),
+    "paged": Preset(
+        Nobody("paged"),
+        Kept,
+        "All entries, in blocks of 32; rows and forks that begin alike share them, copy-on-write.",
+        "arXiv:2309.06180, section 4",
+        closed=True,
+    ),
+    "kv-direct": Preset(
+        InOrder(),
+        Checkpointed,
+        "The newest entries within the budget; older ones are rebuilt exactly, page by page, as they are read.",
+        "arXiv:2603.19664, Algorithm 1",
+        closed=True,
+    ),
+    "quantized": Preset(
+        Window(),
+        Quantize,
+        "The newest entries exactly, older ones at 8, 4 or 2 bits: keys per channel, values per token.",
+        "arXiv:2402.02750",
+        {"exact": 128},
+    ),
+    "lowrank": Preset(
+        Window(),
+        LowRank,
+        "Entries truncated to a rank of each head's projections; here to show that it fails.",
+        "arXiv:2603.19664, section 5.7",
+        {"exact": 1},
+    ),
+    "revive": Preset(
+        H2O(halflife=256),
+        InTiers,
+        "Newest and heavy entries exactly, all others at 16, 8, 4 or 2 bits by the attention they get now.",
+        "kvkeep; codes after arXiv:2402.02750",
+    ),
+    "longcache": Preset(
+        StreamingLLM(),
+        Segments,
+        "Sinks, the newest, and for each query the most promising segments of all others: bounded work, not memory.",
+        "LongCache (Liu et al., 2024)",
+    ),
+    "cam": Preset(
+        H2O(),
+        Cam,
+        "Heavy hitters and the newest; values of what leaves go into the next that stay, with chance.",
+        "CaM (Zhang et al., ICML 2024)",
+    ),
+    "kvreviver": Preset(
+        H2O(),
+        Sketch,
+        "Recent entries and heavy hitters exactly, all others in a count sketch; they may come back, as estimates.",
+        "KVReviver, Algorithms 1 to 4",
+        {"swap": 1.1},
+    ),
+    **{name: Preset(H2O(), fate, (fate.__doc__ or "").partition("\n")[0], fate.source) for name, fate in _NEIGHBOURS},
+    "kv-lru": Preset(
+        LRU(),
+        Checkpointed,
+        "What was used least recently leaves; after a step, what it may have missed comes back, 64 entries at most.",
+        LRU.source,
+        recall=FetchOnMiss(),
+        closed=True,
+    ),
+}
+"""Methods with a name of their own. Every selector is a method too, which drops what leaves."""
+
+LISTED = ("snapkv+verified",)
+"""Methods without a name of their own that lists of methods name beside the presets."""
+
+
+def register(name: str, part: type[Selector] | type[Fate] | type[Recall] | Preset) -> None:
+    """Make ``part`` known as ``name``: a selector, a fate or a recall (a frozen dataclass of its parameters), or a
+    :class:`Preset`, in methods (``NAME``, ``NAME+FATE+RECALL``), tables, plans and experiments from then on.
+
+    Raises UsageError for a name that is taken by another part or is not understood in a method's name, and for
+    anything that is no part.
+    """
+    if not name or any(mark in name for mark in "+:,= "):
+        raise UsageError(f"'{name}' cannot be the name of a part: methods are read by '+', ':', ',' and '='.")
+    kinds: tuple[tuple[type, dict[str, Any]], ...] = ((Selector, SELECTORS), (Fate, FATES), (Recall, RECALLS))
+    if isinstance(part, Preset):
+        home: dict[str, Any] = PRESETS
+    else:
+        homes = [known for kind, known in kinds if isinstance(part, type) and issubclass(part, kind)]
+        if not homes:
+            raise UsageError(f"'{name}' is no selector, fate, recall or preset, so it cannot be registered.")
+        home = homes[0]
+    taken = next((known for known in (SELECTORS, FATES, RECALLS, PRESETS) if name in known), None)
+    if taken is not None and not (taken is home and home[name] is part):
+        raise UsageError(f"'{name}' is the name of another part already; choose another.")
+    home[name] = part
+
+
+@cache
+def load_plugins() -> None:
+    """Register what installed packages add; one that cannot be loaded is left out, and told of in the log."""
+    for point in entry_points(group=GROUP):
+        try:
+            register(point.name, point.load())
+        except Exception as error:  # whatever is wrong with another package, kvkeep's own parts work
+            log.warning("The part '%s' of '%s' is left out: %s", point.name, point.value, error)

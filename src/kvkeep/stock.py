@@ -1,0 +1,47 @@
+"""transformers' own cache beside kvkeep's: asked for as method "stock", and measured by the same words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import Cache, DynamicCache
+
+from kvkeep.cache import KeepCache
+from kvkeep.errors import UsageError
+from kvkeep.memory.meter import Memory
+from kvkeep.policies.methods import STOCK
+from kvkeep.policies.request import Request
+from kvkeep.stores.dynamic import StockState
+
+__all__ = ["STOCK", "memory_of", "new_cache", "requested"]
+
+_MEANINGLESS = ("context", "page", "batch")  # options that say nothing of a cache without a budget
+
+
+def requested(method: str | None = None, budget: Any = None, **options: Any) -> Request | None:
+    """Return what a cache was asked for, None for "stock". Raises as :meth:`Request.parse`, and for options that
+    transformers' own cache does not take."""
+    if method != STOCK:
+        return Request.parse(method, budget, **options)
+    if given := [
+        name for name, value in {"budget": budget, **options}.items() if value is not None and name not in _MEANINGLESS
+    ]:
+        raise UsageError(f"Method 'stock' is transformers' own cache and takes no {given[0]}; 'kv-direct' does.")
+    return None
+
+
+def new_cache(model: Any, method: str | None = None, budget: Any = None, **options: Any) -> Cache:
+    """Return a :class:`KeepCache`, or transformers' own default cache for method "stock", the yardstick."""
+    request = requested(method, budget, **options)
+    return DynamicCache(config=model.config) if request is None else KeepCache(model, request=request)
+
+
+def memory_of(cache: Any) -> Memory:
+    """Return the bytes any cache holds, by its own account where it keeps one; each step of one of transformers' own
+    copies the largest layer's whole."""
+    own = getattr(cache, "memory", None)
+    if own is not None:
+        return own()
+    held = [StockState(layer).resident_bytes for layer in cache.layers]
+    total = sum(held)
+    return Memory(resident_bytes=total, peak_cache_bytes=total, peak_workspace_bytes=max(held, default=0))

@@ -1,0 +1,115 @@
+"""The backing of one layer: a checkpoint that holds every entry, resident or not, in the order of the text.
+
+Nothing has to be rescued when it leaves the resident entries, so no entry counts twice: an exact pass attends to the
+backing and to what is new, and what is resident only learns what attention it got.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from kvkeep.attention import Segment, attend
+from kvkeep.attention.step import Step
+from kvkeep.contracts import Checkpoint, EntryState
+from kvkeep.stores.layer import Layer
+from kvkeep.stores.read_evicted import observe_evicted
+from kvkeep.stores.slots import compact
+
+
+class Backing:
+    """A layer's share of a checkpoint."""
+
+    def __init__(self, checkpoint: Checkpoint, index: int) -> None:
+        self.checkpoint, self.index = checkpoint, index
+
+    @property
+    def first(self) -> int:
+        """The first slot that is still there; those before are lost."""
+        return self.checkpoint.first(self.index)
+
+    def append(self, keys: Tensor, values: Tensor) -> None:
+        """Take the next entries, (lanes, n, dim)."""
+        self.checkpoint.append(self.index, keys, values)
+
+    def truncate(self, length: int) -> None:
+        """Forget the slots from ``length`` on."""
+        self.checkpoint.truncate(self.index, length)
+
+    def segments(
+        self, layer: Layer, step: Step, keep: Tensor | None = None, wide: Tensor | None = None
+    ) -> Iterator[Segment]:
+        """Yield all entries, a piece at a time; ``keep``: (lanes, slots) bool, those that are wanted."""
+        if layer.length:
+            for piece in self.checkpoint.pieces(self.index, layer.length, lazy=keep is None):
+                yield layer.segment(piece, step, wide, keep)
+
+    def everything(self, layer: Layer, step: Step) -> tuple[Tensor, Tensor]:
+        """Return attention over all entries and what is new, and its log-sum-exp."""
+
+        def segments() -> Iterator[Segment]:
+            yield from self.segments(layer, step, wide=step.wide(layer.length))
+            yield step.arriving()
+
+        return attend(step.query, segments(), step.scaling)
+
+    def picked(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values (lanes, n, dim) of ``slots`` (lanes, n); zeros where a slot is -1."""
+        there = slots >= 0
+        lane, _ = there.nonzero(as_tuple=True)
+        picked = self.checkpoint.pick(self.index, lane, slots[there])
+        if len(lane) == slots.numel():
+            return picked[0].view(*slots.shape, -1), picked[1].view(*slots.shape, -1)
+        whole = tuple(part.new_zeros(*slots.shape, part.shape[-1]) for part in picked)
+        for rows, part in zip(whole, picked, strict=True):
+            rows[there] = part
+        return whole[0], whole[1]
+
+    def away(self, layer: Layer) -> Tensor:
+        """Return which slots can come back: here, not resident, not padding; (lanes, slots) bool."""
+        flags = ~layer.resident.held()
+        if (visible := layer.ledger.visible_by(layer.heads)) is not None:
+            flags &= visible[:, 0, 0, : layer.length]
+        flags[:, : self.first] = False
+        return flags
+
+    def states(self, evicted: Tensor) -> Tensor:
+        """Return codes of evicted entries, (lanes, slots): what a store dropped is here, unless it was lost."""
+        evicted = evicted.masked_fill(evicted == EntryState.DROPPED, EntryState.CHECKPOINTED)
+        lost = evicted[..., : self.first]
+        lost.masked_fill_(lost == EntryState.CHECKPOINTED, EntryState.DROPPED)
+        return evicted
+
+    def bring(self, layer: Layer, slots: Tensor) -> None:
+        """Make ``slots`` (lanes, n) resident, -1 for none; what a store holds of them is forgotten there."""
+        if slots.shape[1]:
+            layer.evicted.forget(slots)
+            layer.resident.swap_in(slots, *self.picked(slots))
+
+
+def attended_exactly(layer: Layer, step: Step, output: Tensor, lse: Tensor) -> None:
+    """Let the selector and the store learn what a step over everything gave what is resident, evicted and new."""
+    resident, store = layer.resident, layer.evicted
+    wide = step.wide(layer.length)
+    if step.own:
+        store.begin(resident)
+    held = [layer.segment(piece, step, wide) for piece in resident.pieces()] if resident.observes else []
+    resident.observe(step, lse, held, layer.pending, layer.length)
+    if store.listens:
+        pieces = store.pieces(step.query, resident, layer.length)
+        observe_evicted(layer, step, lse, [layer.segment(piece, step, wide) for piece in pieces])
+    store.attended(step, output, resident)
+
+
+def recall(layer: Layer, backing: Backing, slots: Tensor, limit: int) -> int:
+    """Make those of ``slots`` (n,) resident that can come back, the first ``limit`` of every lane; return how many that
+    were in all."""
+    if not layer.length or not len(slots):
+        return 0
+    wanted = backing.away(layer)[:, slots]
+    wanted &= wanted.cumsum(1) <= min(limit, layer.resident.least_columns)
+    chosen = compact(wanted)
+    if chosen.shape[1]:
+        backing.bring(layer, slots[chosen.clamp(min=0)].masked_fill(chosen < 0, -1))
+    return int(wanted.sum())

@@ -1,0 +1,100 @@
+"""Positions within the cache: what lets a stream outlast the positions a model was trained for.
+
+StreamingLLM (arXiv:2309.17453, section 3.2) gives each entry its place in the cache as its position. Rotary attention
+sees differences of positions only. So nothing has to be rotated anew at every step except the few sinks: they follow
+the window, ``gap`` places behind what they would be in the text. All positions are told to the model relative to
+``base``, which moves on when they reach the model's last one; entries are then turned back once.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvkeep.models.adapter import Adapter
+from kvkeep.stores.layer import Layer
+
+
+class CachePositions:
+    """Gives a cache of ``entries`` entries, the first ``sinks`` of them fixed, positions below ``limit``."""
+
+    def __init__(self, adapter: Adapter, sinks: int, entries: int, limit: int) -> None:
+        self.adapter, self.sinks, self.entries, self.limit = adapter, sinks, entries, limit
+        self.base = 0  # what is taken off every position
+        self.gap = torch.zeros(1, dtype=torch.long)  # (rows or 1,): entries gone between the sinks and the rest
+        self._next = self.gap
+        self._bases: dict[int, int] = {}  # the base that a layer's entries are turned for
+        self._angles: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}  # of this step, by layer type and bank
+        self._moved = False
+
+    def begin(self, ordinals: Tensor, length: int) -> Tensor:
+        """Return what to tell the model instead of ``ordinals`` (batch or 1, new): each row's tokens numbered from 0.
+
+        length: slots before these.
+        """
+        count = ordinals.shape[1]
+        if length + count - self.base > self.limit:
+            self.base = length - self.entries
+        held = self._next.to(ordinals.device)
+        self._next = torch.maximum(held, ordinals[:, -1] + 1 - self.entries)
+        # A single token makes room before it is attended, a chunk afterwards.
+        self.gap = self._next if count == 1 else held
+        self._moved = length + (count == 1) > self.entries
+        self._angles.clear()
+        return ordinals - self.base
+
+    def place(self, layer: Layer) -> None:
+        """Turn the keys of ``layer`` to where this step wants them."""
+        if (behind := self.base - self._bases.get(layer.index, 0)) > 0:
+            self._bases[layer.index] = self.base
+            for bank in layer.resident.banks:
+                rest = bank.keys[:, None, self.sinks : bank.used]
+                by = torch.full(rest.shape[1:3], -behind, device=rest.device)
+                rest.copy_(self.adapter.turn(layer.index, rest, self.adapter.angles(layer.index, rest, by)))
+        if not self._moved:
+            return
+        for number, bank in enumerate(layer.resident.banks):
+            if bank.sinks is None:
+                bank.sinks = bank.keys[:, : self.sinks].clone()
+            angles = self._of(layer, number)
+            bank.keys[:, : self.sinks] = self.adapter.turn(layer.index, bank.sinks[:, None], angles)[:, 0]
+
+    def _of(self, layer: Layer, number: int) -> tuple[Tensor, Tensor]:
+        """Return the angles that bring a bank's sinks to the window; layers of one type share them."""
+        key = self.adapter.layer_type(layer.index), number
+        if key not in self._angles:
+            bank, by = layer.resident.banks.banks[number], self.gap - self.base
+            if len(by) > 1:
+                by = bank.of(by.repeat_interleave(layer.heads))
+            self._angles[key] = self.adapter.angles(layer.index, bank.keys, by[:, None].expand(-1, self.sinks))
+        return self._angles[key]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the angles that sinks are turned by."""
+        return sum(one.nbytes for angles in self._angles.values() for one in angles)
+
+    def select(self, index: Tensor) -> None:
+        """Make the batch the rows of ``index``."""
+        if len(self._next) > 1:
+            self._next = self._next[index.to(self._next.device)]
+
+    def state(self) -> Tensor:
+        """Return what must be saved: the base, whether anything moved, bases by layer, and the gap of every row."""
+        bases = [number for layer in sorted(self._bases.items()) for number in layer]
+        return torch.tensor([self.base, self._moved, len(bases), *bases, *self._next.tolist()])
+
+    def restore(self, state: Tensor) -> None:
+        """Take what :meth:`state` gave."""
+        self.base, moved, count, *rest = state.tolist()
+        self._moved, bases = bool(moved), rest[:count]
+        self._bases = dict(zip(bases[::2], bases[1::2], strict=True))
+        self._next = self.gap = torch.tensor(rest[count:])
+
+    def holds_on_to(self, length: int) -> bool:
+        """Tell whether cutting to ``length`` would cut into the sinks, which have moved already."""
+        return self._moved and length < self.sinks
+
+    def truncate(self, length: int) -> None:
+        """Forget the slots from ``length`` on."""
+        self._next = self._next.clamp(max=max(0, length - self.sinks))

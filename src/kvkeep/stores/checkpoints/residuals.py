@@ -1,0 +1,196 @@
+"""Checkpoint kinds ``residual:s`` and ``tokens``: residuals entering every s-th layer, written as they pass by.
+
+Residuals are written when a token arrives, not when it leaves (by then they are gone), so the last ``budget`` tokens have
+both entries and residuals: KV-Direct's Eq. 28 leaves that out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from kvkeep.attention.recall import available
+from kvkeep.contracts import Piece
+from kvkeep.geometry import ModelGeometry
+from kvkeep.memory.ledger import Ledger
+from kvkeep.memory.meter import Meter
+from kvkeep.memory.places import Place
+from kvkeep.memory.rows import Rows
+from kvkeep.models.adapter import Adapter
+from kvkeep.stores.checkpoints.entries import rows_of
+from kvkeep.stores.checkpoints.lazy_page import LazyPage
+from kvkeep.stores.checkpoints.replay import Replay
+from kvkeep.stores.checkpoints.spec import CheckpointSpec
+
+
+class Residuals:
+    """A checkpoint of residuals (batch, n, hidden_size), one for every ``stride`` layers."""
+
+    by_token = True
+    copies = False
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        ledger: Ledger,
+        home: Place,
+        geometry: ModelGeometry,
+        spec: CheckpointSpec,
+        meter: Meter,
+        page: int,
+    ) -> None:
+        self.where, self.capacity = spec.where, spec.capacity
+        self.adapter, self.ledger, self.meter, self.page = adapter, ledger, meter, page
+        self.layers = [layer.index for layer in geometry.full_layers]
+        self.stride = len(geometry.layers) if spec.kind == "tokens" else spec.stride
+        self.anchors = geometry.residual_anchors(self.stride)
+        self._home, self._spec = home, spec
+        self._windows = [layer.window for layer in geometry.layers]
+        self._rows: dict[int, Rows] = {layer: rows_of(home, spec) for layer in self.anchors if layer > 0}
+        self._replay: Replay | None = None
+
+    @property
+    def picks(self) -> bool:
+        """Where every layer has its own residuals."""
+        return self.stride == 1
+
+    @property
+    def reads_ids(self) -> bool:
+        """Whether residuals entering layer 0 are needed, and had from ids."""
+        return 0 in self.anchors and 0 not in self._rows
+
+    # -- writing ------------------------------------------------------------------------------------
+
+    def begin_forward(self, from_ids: bool, known: int) -> None:
+        """Drop what was rebuilt for the last pass. Layer 0's residuals follow from the ids in the ledger; once
+        tokens come as embeddings they do not, and are kept as vectors from then on, earlier ones included."""
+        self._drop()
+        if from_ids or 0 in self._rows or 0 not in self.anchors:
+            return
+        self._rows[0] = rows = rows_of(self._home, self._spec)
+        for low in range(0, known, self.page):
+            rows.append(self.adapter.embed(*self.ledger.span(low, min(low + self.page, known))))
+
+    def enter_layer(self, layer: int, hidden: Tensor) -> None:
+        """Keep the residual if the layer is an anchor; layer 0's follows from the ids in the ledger."""
+        if layer in self._rows:
+            self._rows[layer].append(hidden)
+
+    def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Nothing: the residual is kept already."""
+
+    # -- reading ------------------------------------------------------------------------------------
+
+    def pieces(self, layer: int, stop: int, lazy: bool = False) -> Iterator[Piece]:
+        """Project page by page at an anchor, else run the layers from the anchor up to this one first."""
+        anchor = layer - layer % self.stride
+        later = [other for other in self.layers if layer < other < anchor + self.stride]
+        if layer == anchor and not later:
+            yield from self._projected(layer, self._anchored(anchor, stop), lazy)
+            return
+        replay = self._roll(anchor, layer, stop)
+        if later:
+            yield from replay.advance()
+        else:
+            pages = ((low, replay.hidden[:, low : low + self.page]) for low in range(0, stop, self.page))
+            yield from self._projected(layer, pages, lazy)
+            self._drop()
+
+    def pick(self, layer: int, lane: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
+        """Project the slots that any lane asks for, once for all of them, a page at a time; take each lane's own."""
+        union, place = slot.unique(return_inverse=True)
+        rows: Rows | None = self._rows.get(layer)
+        by_row = torch.arange(self.ledger.batch, device=slot.device)
+        parts: list[tuple[Tensor, Tensor]] = []
+        for low in range(0, len(union), self.page):
+            own = union[low : low + self.page]
+            ids, positions = (part.view()[:, own].squeeze(-1) for part in (self.ledger.ids, self.ledger.positions))
+            if rows is None:
+                hidden = self.adapter.embed(ids, positions)
+            else:
+                picked = rows.pick(by_row.repeat_interleave(len(own)), own.repeat(len(by_row)))
+                hidden = picked.unflatten(0, (-1, len(own))).to(slot.device)
+            parts.append(self.adapter.project(layer, hidden, positions))
+        keys, values = (torch.cat(part, 2).flatten(0, 1) for part in zip(*parts, strict=True))
+        with self.meter.holding(keys, values):
+            return keys[lane, place], values[lane, place]
+
+    def _anchored(self, anchor: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+        """Yield the residuals entering ``anchor``, a page at a time, on the model's device."""
+        device = self.ledger.positions.view().device
+        rows: Rows | None = self._rows.get(anchor)
+        if rows is None:
+            for low in range(0, stop, self.page):
+                yield low, self.adapter.embed(*self.ledger.span(low, min(low + self.page, stop)))
+            return
+        for start, piece in rows.read(rows.first, stop):
+            for low in range(0, piece.shape[-2], self.page):
+                yield start + low, piece[:, low : low + self.page].to(device)
+
+    def _projected(self, layer: int, pages: Iterator[tuple[int, Tensor]], lazy: bool) -> Iterator[Piece]:
+        for start, hidden in pages:
+            _, positions = self.ledger.span(start, start + hidden.shape[1])
+            weights = self.adapter.projection(layer) if lazy and available(hidden.device) else None
+            if weights is not None:
+                angles = self.adapter.rotation(layer, hidden, positions)
+                page = LazyPage(weights, hidden, angles, self.meter)
+                yield Piece(page, page, first=start)
+                continue
+            keys, values = self.adapter.project(layer, hidden, positions)
+            with self.meter.holding(keys, values):
+                yield Piece(keys.flatten(0, 1)[:, None], values.flatten(0, 1)[:, None], first=start)
+
+    def _roll(self, anchor: int, layer: int, stop: int) -> Replay:
+        """Bring the residuals of all slots below ``stop`` to the entry of ``layer``."""
+        replay = self._replay
+        if replay is None or not anchor <= replay.layer <= layer or replay.hidden.shape[1] != stop:
+            self._drop()
+            hidden: Tensor | None = None
+            for low, page in self._anchored(anchor, stop):
+                if hidden is None:
+                    hidden = page.new_empty(page.shape[0], stop, page.shape[2])
+                hidden[:, low : low + page.shape[1]] = page
+            assert hidden is not None
+            self.meter.hold(hidden.nbytes)
+            replay = Replay(self.adapter, self.ledger, self.meter, self._windows, self.page, anchor, hidden)
+            self._replay = replay
+        while replay.layer < layer:  # layers that keep their own window are passed through here
+            for _ in replay.advance():
+                pass
+        return replay
+
+    def _drop(self) -> None:
+        if self._replay is not None:
+            self.meter.hold(-self._replay.hidden.nbytes)
+            self._replay = None
+
+    # -- keeping ------------------------------------------------------------------------------------
+
+    def first(self, layer: int) -> int:
+        """Return the first slot that the ring has not overwritten."""
+        return self._rows[layer].first if layer in self._rows else 0
+
+    def truncate(self, layer: int, length: int) -> None:
+        """Nothing: residuals are there for every slot."""
+
+    def truncate_residuals(self, length: int) -> None:
+        """Forget the slots from ``length`` on."""
+        for rows in self._rows.values():
+            rows.truncate(length)
+
+    def select(self, index: Tensor, lanes: Callable[[int], Tensor]) -> None:
+        """Make the batch the rows of ``index``."""
+        for rows in self._rows.values():
+            rows.select(index)
+
+    def stores(self) -> Iterator[tuple[str, Rows]]:
+        """Yield ``residual.L``."""
+        for layer, rows in self._rows.items():
+            yield f"residual.{layer}", rows
+
+    def expect(self, names: set[str]) -> None:
+        """Open the store of layer 0, which is there only where embeddings came instead of ids."""
+        if "residual.0" in names:
+            self._rows[0] = rows_of(self._home, self._spec)

@@ -1,0 +1,53 @@
+"""What to keep as a checkpoint, and where: ``kv``, ``tokens``, ``residual``, ``residual:STRIDE``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvkeep.errors import UsageError, unknown
+from kvkeep.memory.places import PLACES
+
+KINDS = ("tokens", "residual", "kv")
+
+
+@dataclass(frozen=True)
+class CheckpointSpec:
+    """What to keep of entries, and where.
+
+    kind: "tokens", "residual" or "kv". stride: layers per residual, for kind "residual". where: "device",
+    "host" or "disk". capacity: entries the store may hold; the oldest beyond it are lost, and the cache is
+    lossy from then on; None: unbounded. folder: for "disk".
+    """
+
+    kind: str
+    where: str
+    stride: int = 1
+    capacity: int | None = None
+    folder: str | None = None
+
+    @staticmethod
+    def parse(text: str, where: str, *, capacity: int | None = None, folder: str | None = None) -> CheckpointSpec:
+        """Read ``"kv"``, ``"tokens"``, ``"residual"`` or ``"residual:STRIDE"``; raises UsageError for anything else."""
+        kind, _, stride = text.partition(":")
+        if kind not in KINDS:
+            raise unknown("checkpoint kind", kind, KINDS)
+        if where not in PLACES:
+            raise unknown("place for checkpoints", where, PLACES)
+        if stride and (kind != "residual" or not stride.isdigit() or int(stride) < 1):
+            raise UsageError(
+                f"Checkpoint '{text}' is not understood: a stride is a whole number of layers from 1 on, "
+                "and only 'residual' has one (residual:4)."
+            )
+        if capacity is not None and (
+            capacity < 1 or not (kind == "kv" or (kind == "residual" and stride in ("", "1")))
+        ):
+            raise UsageError(
+                "A capacity is a number of entries from 1 on, for checkpoint kinds 'kv' and 'residual' (stride "
+                "1) only: the others rebuild later entries from earlier ones."
+            )
+        if folder is not None and where != "disk":
+            raise UsageError(f"A checkpoint folder is for '--where disk', not '{where}'.")
+        return CheckpointSpec(kind, where, int(stride or 1), capacity, folder)
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.stride}" if self.kind == "residual" and self.stride > 1 else self.kind

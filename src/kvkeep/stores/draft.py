@@ -1,0 +1,188 @@
+"""The reader of draft and verify: what is resident is what drafts attend to.
+
+In an exact pass attention runs over the backing, page by page, and what is new. In a draft pass it runs over the resident
+entries, what the store of evicted ones keeps, and the drafted ones, which lie in the *tail*: columns behind the resident
+ones, part of the budget. A verifying pass is an exact one whose entries wait in the tail, over the drafted ones, until it
+is known how many of them stay.
+
+An entry may be resident again when attention returns to it: after a draft went wrong, the resident ones are chosen anew
+from all, by the attention of the tokens that were verified.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from kvkeep.attention import attend, received
+from kvkeep.attention.step import Step
+from kvkeep.contracts import Piece, Reader, Site
+from kvkeep.memory.meter import nbytes
+from kvkeep.stores.backing import Backing, attended_exactly
+from kvkeep.stores.layer import Layer
+from kvkeep.stores.round import Phase, Round
+
+VOTERS = 32
+"""Queries at most that are remembered to choose the resident entries anew."""
+
+
+@dataclass(frozen=True)
+class _Voters:
+    """The last queries of an exact step, what attention gave them, and the slot of the first."""
+
+    step: Step
+    output: Tensor  # (lanes, heads, queries, value_dim)
+    lse: Tensor  # (lanes, heads, queries)
+    first: int
+
+
+class DraftAndVerify(Reader):
+    """Attends as its ``round`` wants it."""
+
+    backed = True
+
+    def __init__(self, site: Site, round: Round) -> None:
+        assert site.checkpoint is not None
+        self.backing, self.round = Backing(site.checkpoint, site.layer.index), round
+        self.waiting = 0  # entries in the tail
+        self._voters: _Voters | None = None
+
+    def chooses(self, layer: Layer) -> bool:
+        """Whether the resident entries can be chosen anew from all: the selector goes by attention alone, what left is
+        nowhere but in the backing, and that can be read without computing."""
+        store, selector = layer.evicted, layer.resident.selector
+        alone = not (store.keeps or store.makes_room)
+        return alone and self.backing.checkpoint.copies and selector.observation_window != 0 and not selector.needs_kv
+
+    # -- a forward pass -----------------------------------------------------------------------------
+
+    def arrive(self, layer: Layer, keys: Tensor, values: Tensor) -> None:
+        """Make room for new entries; drafted ones have the tail."""
+        if not self.round.open:
+            layer.resident.arrive(keys, values)
+
+    def attend(self, layer: Layer, step: Step) -> Tensor:
+        """Attend as the round wants it."""
+        if self.round.phase is Phase.DRAFT:
+            return self._draft(layer, step)
+        output, lse = self.backing.everything(layer, step)
+        self._remember(layer, step, output, lse)
+        if self.round.phase is Phase.VERIFY:
+            if step.last:
+                self._stash(layer)
+            return output
+        attended_exactly(layer, step, output, lse)
+        if step.last:
+            self._settle(layer)
+        return output
+
+    def _draft(self, layer: Layer, step: Step) -> Tensor:
+        """Attend one query a row over what is resident, what the store keeps, and the tail."""
+        self._stash(layer)
+        segments = [layer.segment(piece, step, None) for piece in layer.resident.pieces(tail=self.waiting)]
+        evicted = layer.evicted.pieces(step.query, layer.resident, layer.length)
+        segments += [layer.segment(piece, step, None) for piece in evicted]
+        return attend(step.query, segments, step.scaling)[0]
+
+    def _stash(self, layer: Layer) -> None:
+        """Put the entries in hand into the tail."""
+        if layer.pending is None:
+            return
+        (keys, values), layer.pending = layer.pending, None
+        layer.resident.wait(keys, values, self.waiting)
+        self.waiting += keys.shape[1]
+
+    def _remember(self, layer: Layer, step: Step, output: Tensor, lse: Tensor) -> None:
+        last = step.queries
+        if self.round.phase is Phase.EXACT:
+            if not self.chooses(layer):
+                return
+            last = min(last, VOTERS, layer.resident.selector.observation_window or VOTERS)
+        kept = (part[:, :, -last:].clone() for part in (step.query, output, lse))
+        query, output, lse = kept
+        self._voters = _Voters(replace(step, query=query, mask=None), output, lse, layer.length + step.new - last)
+
+    def settling(self, layer: Layer, keys: Tensor, values: Tensor) -> None:
+        """Write new entries to the backing."""
+        self.backing.append(keys, values)
+
+    def _settle(self, layer: Layer) -> None:
+        layer.settle()
+        if layer.evicted.listens:
+            layer.evicted.swap(layer.resident, layer.length)
+
+    # -- the end of a round -------------------------------------------------------------------------
+
+    def commit(self, layer: Layer, count: int, agreed: bool) -> None:
+        """Keep the first ``count`` of the verified entries that wait. ``agreed``: the draft was right throughout; if it
+        was not, and :meth:`choose` will follow, what they attended to is learnt there."""
+        keys, values = layer.resident.waited(count)
+        self.waiting, voters = 0, self._voters
+        layer.pending = keys, values
+        layer.resident.arrive(keys, values)
+        if voters is not None:
+            key, value = voters.step.expanded(keys[:, None], values[:, None])
+            query = voters.step.query[:, :, :count]
+            step = replace(voters.step, query=query, key=key, value=value, own=True, last=True)
+            output, lse = voters.output[:, :, :count], voters.lse[:, :, :count]
+            self._voters = replace(voters, step=step, output=output, lse=lse)
+            if agreed or not self.chooses(layer):
+                attended_exactly(layer, step, output, lse)
+        self._settle(layer)
+
+    def choose(self, layer: Layer) -> None:
+        """Choose the resident entries anew from all that there are, if their number is more than the budget."""
+        voters, self._voters = self._voters, None
+        if voters is None or not self.chooses(layer) or layer.resident.least_columns >= layer.length:
+            return
+        step, lse = voters.step, voters.lse
+        if (visible := layer.ledger.visible_by(layer.heads)) is not None:
+            # Padding attends to something, too, and must not count.
+            span = slice(voters.first, voters.first + step.queries)
+            lse = lse.masked_fill(~visible[:, :, 0, span], float("inf"))
+        parts, checkpoint = [], self.backing.checkpoint
+        asking = torch.arange(voters.first, voters.first + step.queries, device=lse.device)
+        for piece in checkpoint.pieces(layer.index, layer.length):
+            segment = layer.segment(piece._replace(slots=None), step, None)
+            stop = piece.first + piece.keys.shape[2]
+            mask = None
+            if stop > voters.first:
+                mask = (torch.arange(piece.first, stop, device=lse.device) <= asking[:, None])[None, None]
+            parts.append(
+                received(
+                    step.query, replace(segment, mask=mask), lse, step.scaling, None, layer.resident.selector.reduce
+                )
+            )
+        layer.resident.choose(
+            torch.cat(parts, 1), step.queries, lambda lane, slot: checkpoint.pick(layer.index, lane, slot)
+        )
+
+    # -- the cache contract -------------------------------------------------------------------------
+
+    def past(self, layer: Layer) -> Iterator[Piece]:
+        """Yield the entries of all slots, which are in the backing."""
+        yield from self.backing.checkpoint.pieces(layer.index, layer.length)
+
+    def states(self, layer: Layer, evicted: Tensor) -> Tensor:
+        """Return what became of evicted entries: all of them are in the backing."""
+        return self.backing.states(evicted)
+
+    def truncate(self, layer: Layer, length: int) -> None:
+        """Forget the slots from ``length`` on, those in the tail first."""
+        self.waiting = max(0, min(self.waiting, length - layer.length))
+        if length < layer.length:
+            self._voters = None
+        self.backing.truncate(min(length, layer.length))
+
+    def select(self, layer: Layer, lanes: Tensor) -> None:
+        """Make the lanes those of an index."""
+        self._voters = None
+
+    @property
+    def bookkeeping_bytes(self) -> int:  # type: ignore[override]
+        """Bytes of the queries that will choose."""
+        voters = self._voters
+        return 0 if voters is None else nbytes(voters.step.query, voters.output, voters.lse)

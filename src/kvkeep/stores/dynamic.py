@@ -1,0 +1,201 @@
+"""Layers that keep everything and leave attention to transformers: ``full``, ``static``, and sliding windows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
+
+from kvkeep.contracts import EntryState
+from kvkeep.errors import UsageError
+from kvkeep.memory.meter import nbytes, storage_bytes
+from kvkeep.memory.rows import BLOCK, Buffer
+
+
+def held_by(layer: Any) -> Any:
+    """Return what tells what a layer of a cache holds: itself, or for one of transformers' own a :class:`StockState`."""
+    return layer if getattr(layer, "own", False) else StockState(layer)
+
+
+class StockState:
+    """What a layer of transformers' own holds, which is left to it: another layer's entries, or a state that is not keys
+    and values."""
+
+    compressed_bytes = bookkeeping_bytes = 0
+
+    def __init__(self, layer: Any) -> None:
+        self.layer = layer
+
+    def _tensors(self) -> dict[str, Tensor]:
+        found = {name: getattr(self.layer, name, None) for name in ("keys", "values")}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    @property
+    def rows(self) -> int:
+        """Rows of the batch held."""
+        return next((len(tensor) for tensor in self._tensors().values() if tensor.numel()), 0)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of keys and values."""
+        return nbytes(*self._tensors().values())
+
+    def select(self, index: Tensor) -> None:
+        """Make the batch the rows of ``index``."""
+        if self._tensors():
+            self.layer.reorder_cache(index)
+
+    def entry_states(self, length: int, batch: int) -> Tensor:
+        """Return what became of every slot, (batch, 1, ``length``) int8 codes: nothing is known to have left."""
+        return torch.full((batch, 1, length), EntryState.RESIDENT, dtype=torch.int8)
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what must be saved."""
+        return self._tensors()
+
+    def restore(self, state: dict[str, Tensor], length: int) -> None:
+        """Take what :meth:`state` gave."""
+        if state:
+            self.layer.update(state["keys"], state["values"])
+
+
+class DynamicLayer(CacheLayerMixin):
+    """Exact: all keys and values, (batch, kv_heads, length, dim), in buffers that grow by blocks (``full``) or were
+    allocated whole for ``limit`` entries (``static``). Attention reads views: a step copies one entry."""
+
+    is_croppable = True
+    is_sliding = False
+    supports_early_init = False
+    own = True
+    compressed_bytes = bookkeeping_bytes = pending_bytes = 0
+
+    def __init__(self, limit: int | None = None, block: int = BLOCK) -> None:
+        super().__init__()
+        self.limit = limit
+        self._keys, self._values = Buffer(block, limit), Buffer(block, limit)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Note that entries have come; the buffers take shape from the first of them."""
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append and return views of all keys and values."""
+        stop = self._keys.length + key_states.shape[-2]
+        if self.limit is not None and stop > self.limit:
+            raise UsageError(
+                f"The static cache holds {self.limit} entries and {stop} are needed; give it a larger budget, or use "
+                "method 'full', which grows."
+            )
+        self.is_initialized = True
+        self._keys.append(key_states)
+        self._values.append(value_states)
+        self.keys, self.values = self._keys.view(), self._values.view()
+        return self.keys, self.values
+
+    def get_seq_length(self) -> int:
+        """Return the number of entries."""
+        return self._keys.length
+
+    def get_max_length(self) -> int:
+        """Return the limit, or -1."""
+        return -1 if self.limit is None else self.limit
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return (entries after the update, 0)."""
+        return self._keys.length + query_length, 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last ``-tokens_to_remove`` entries."""
+        self.truncate(self._keys.length - abs(tokens_to_remove))
+
+    def truncate(self, length: int) -> None:
+        """Forget the entries from ``length`` on."""
+        for rows in (self._keys, self._values):
+            rows.truncate(max(0, length))
+        self._view()
+
+    def select(self, index: Tensor) -> None:
+        """Make the batch the rows of ``index``."""
+        for rows in (self._keys, self._values):
+            rows.select(index)
+        self._view()
+
+    def _view(self) -> None:
+        if self.is_initialized:
+            self.keys, self.values = self._keys.view(), self._values.view()
+
+    @property
+    def rows(self) -> int:
+        """Rows of the batch held."""
+        return 0 if self._keys.data is None else len(self._keys.data)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes allocated for entries."""
+        return self._keys.nbytes + self._values.nbytes
+
+    def entry_states(self, length: int, batch: int) -> Tensor:
+        """Return what became of every slot, (batch, kv_heads, ``length``) int8 codes: all are resident."""
+        heads = self.keys.shape[1] if self.is_initialized else 1
+        return torch.full((batch, heads, length), EntryState.RESIDENT, dtype=torch.int8)
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what must be saved."""
+        return {"keys": self.keys, "values": self.values} if self.is_initialized and self._keys.length else {}
+
+    def restore(self, state: dict[str, Tensor], length: int) -> None:
+        """Take what :meth:`state` gave."""
+        if state:
+            self.update(state["keys"], state["values"])
+
+
+class SlidingLayer(DynamicSlidingWindowLayer):
+    """transformers' own sliding window, that holds the window's memory and no more.
+
+    transformers keeps a view of the window in the tensor that a step attended to; after a chunk of a prompt that is
+    chunk and window together, in every such layer until its next step.
+    """
+
+    own = True
+    compressed_bytes = bookkeeping_bytes = pending_bytes = 0
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Take new entries, and return those that attention sees."""
+        seen = super().update(key_states, value_states, *args, **kwargs)
+        if key_states.shape[-2] > 1 and not self.record_past:  # a step's storage is one entry larger, no more
+            self.keys, self.values = self.keys.clone(), self.values.clone()
+        return seen
+
+    def select(self, index: Tensor) -> None:
+        """Make the batch the rows of ``index``."""
+        if self.is_initialized:
+            self.reorder_cache(index)
+
+    @property
+    def rows(self) -> int:
+        """Rows of the batch held."""
+        return len(self.keys) if self.is_initialized else 0
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of the memory behind the window."""
+        return storage_bytes(self.keys, self.values) if self.is_initialized else 0
+
+    def entry_states(self, length: int, batch: int) -> Tensor:
+        """Return what became of every slot, (batch, kv_heads, ``length``) int8 codes."""
+        heads, held = (self.keys.shape[1], self.keys.shape[2]) if self.is_initialized else (1, 0)
+        codes = torch.full((batch, heads, length), EntryState.RESIDENT, dtype=torch.int8)
+        codes[..., : max(0, length - held)] = EntryState.DROPPED
+        return codes
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what must be saved."""
+        return {"keys": self.keys, "values": self.values} if self.is_initialized else {}
+
+    def restore(self, state: dict[str, Tensor], length: int) -> None:
+        """Take what :meth:`state` gave, as a window of ``length`` tokens."""
+        if state:
+            self.update(state["keys"], state["values"])
+            self.cumulative_length = length

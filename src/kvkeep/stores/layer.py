@@ -1,0 +1,253 @@
+"""The cache layer: resident entries, a store of evicted ones, and a reader that answers attention.
+
+transformers hands a layer its new keys and values (:meth:`Layer.update`) and then asks for attention
+(:meth:`Layer.attend`). The new entries are in hand until attention has run, and are settled then: kept among the resident
+ones, where others leave for the store. A single new entry is settled first and attended where it lies.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from kvkeep.attention import Segment
+from kvkeep.attention.step import Step
+from kvkeep.contracts import EntryState, EvictedStore, Piece, Reader, Site
+
+
+class Layer(CacheLayerMixin):
+    """One full layer of a bounded cache, composed of parts."""
+
+    is_croppable = True
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self, site: Site, resident: Any, evicted: EvictedStore, reader: Reader) -> None:
+        super().__init__()
+        self.index, self.ledger, self.device = site.layer.index, site.ledger, site.device
+        self.resident, self.evicted, self.reader = resident, evicted, reader
+        self.heads = 0  # KV heads of a row
+        self.length = 0  # slots settled so far
+        self.pending: tuple[Tensor, Tensor] | None = None  # entries in hand, (lanes, n, dim)
+        self.lost = False  # whether entries left that the store could not take
+
+    # -- a forward pass -----------------------------------------------------------------------------
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Note that entries have come."""
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Take new entries (batch, kv_heads, n, dim) in hand and return them; attention adds the past itself."""
+        self.is_initialized, self.heads = True, key_states.shape[1]
+        self.pending = key_states.detach().flatten(0, 1), value_states.detach().flatten(0, 1)
+        self.reader.arrive(self, *self.pending)
+        return key_states, value_states
+
+    def attend(self, step: Step) -> Tensor:
+        """Return attention over the past and what is new, (lanes, heads, queries, value_dim)."""
+        return self.reader.attend(self, step)
+
+    def settle(self) -> None:
+        """Keep the entries in hand; what leaves for them goes into the store."""
+        if self.pending is None:
+            return
+        (keys, values), self.pending = self.pending, None
+        self.reader.settling(self, keys, values)
+        left = self.resident.admit(keys, values, self.length)
+        self.length += keys.shape[1]
+        if left is not None:
+            self.lost = True
+            self.evicted.take(left, self.resident)
+            self.lost = False
+
+    def attends_settled(self, step: Step) -> bool:
+        """Tell whether a step's entries are settled before they are attended: a single one where it will lie, with the
+        others; and later readers find them there."""
+        return self.pending is None or (step.own and step.new == 1 and step.mask is None)
+
+    @property
+    def arrived(self) -> int:
+        """Slots that came in, those that wait for a decision included."""
+        return self.length + self.reader.waiting
+
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes of the entries in hand."""
+        return 0 if self.pending is None else sum(tensor.nbytes for tensor in self.pending)
+
+    # -- what attention sees --------------------------------------------------------------------------
+
+    def segment(self, piece: Piece, step: Step, wide: Tensor | None, keep: Tensor | None = None) -> Segment:
+        """Return a piece of the past as a segment, masked by padding, holes, and ``wide``, the caller's own mask over
+        all slots (lanes, 1, queries, slots). keep: (lanes, slots) bool, which slots of the piece are wanted."""
+        keys, values = step.expanded(piece.keys, piece.values)
+        mask = self._seen(piece, wide)
+        if keep is not None:
+            mask = _both(mask, _slots_of(piece, keep)[:, None, None])
+        if piece.extra is not None:
+            mask = _weighted(mask, piece.extra, piece.keys.shape[2], step.query.dtype)
+        return Segment(keys, values, mask, lanes=piece.lanes, shared=piece.shared)
+
+    def _seen(self, piece: Piece, wide: Tensor | None) -> Tensor | None:
+        """Return which queries see the entries of a piece, (lanes, 1, queries or 1, n), or None for all."""
+        visible = self.ledger.visible_by(self.heads) if wide is None else wide
+        if piece.slots is None:
+            if visible is None:
+                return None
+            visible = visible if piece.lanes is None else visible[piece.lanes]
+            return visible[..., piece.first : piece.first + piece.keys.shape[2]]
+        slots = piece.slots
+        tail = piece.keys.shape[2] - slots.shape[1]  # entries behind it, which all see
+        mask = slots[:, None, None] >= 0 if piece.holes else None
+        if visible is not None:
+            visible = visible if piece.lanes is None else visible[piece.lanes]
+            index = slots.clamp(min=0)[:, None, None].long().expand(-1, -1, visible.shape[2], -1)
+            mask = _both(visible.gather(3, index), mask)
+        return mask if mask is None or not tail else _padded(mask, tail)
+
+    def everything(self) -> tuple[Tensor, Tensor]:
+        """Return keys and values of all slots in order, (lanes, slots, dim) each; exact where the method is."""
+        whole: list[Tensor] = []
+        for piece in self.reader.past(self):
+            parts = [part[:, 0] for part in (piece.keys, piece.values)]
+            if not whole:
+                lanes = self.ledger.batch * self.heads
+                whole = [part.new_zeros(lanes, self.length + 1, part.shape[2]) for part in parts]
+            slots = piece.slots
+            if slots is None:
+                slots = torch.arange(piece.first, piece.first + parts[0].shape[1], device=parts[0].device)[None]
+            index = torch.where(slots < 0, self.length, slots).long()
+            for all_slots, part in zip(whole, parts, strict=True):
+                rows = torch.arange(len(all_slots), device=part.device) if piece.lanes is None else piece.lanes
+                part = part.repeat(len(rows) // len(part), 1, 1)
+                all_slots[rows[:, None], index] = part
+        keys, values = (part[:, : self.length] for part in whole)
+        return keys, values
+
+    # -- the cache contract -------------------------------------------------------------------------
+
+    def get_seq_length(self) -> int:
+        """Return the number of settled slots."""
+        return self.length
+
+    def get_max_length(self) -> int:
+        """Return -1: nothing bounds the sequence."""
+        return -1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Masks are asked for over the new entries only; the past's visibility is the ledger's."""
+        return query_length, self.length
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last ``-tokens_to_remove`` slots."""
+        self.truncate(self.length - abs(tokens_to_remove))
+
+    def truncate(self, length: int) -> None:
+        """Forget the slots from ``length`` on, those in hand included."""
+        self.pending = None
+        self.reader.truncate(self, length)
+        before, self.length = self.length, min(self.length, length)
+        self.resident.truncate(self.length)
+        if self.length < before:
+            self.evicted.truncate(self.length, self.resident)
+
+    def select(self, index: Tensor) -> None:
+        """Make the batch the rows of ``index``."""
+        if not self.heads:
+            return
+        lanes = self.lanes_of(index)
+        self.reader.select(self, lanes)
+        self.resident.select(lanes)
+        self.evicted.select(lanes)
+
+    def lanes_of(self, index: Tensor) -> Tensor:
+        """Return the lanes of the rows ``index``."""
+        return (index[:, None] * self.heads + torch.arange(self.heads, device=index.device)).flatten()
+
+    # -- what it holds ------------------------------------------------------------------------------
+
+    own = True  # of kvkeep's kind
+
+    @property
+    def rows(self) -> int:
+        """Rows of the batch held."""
+        return self.ledger.batch
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes allocated for resident entries."""
+        return self.resident.nbytes
+
+    @property
+    def compressed_bytes(self) -> int:
+        """Bytes of entries kept in a smaller form."""
+        return self.evicted.compressed_bytes
+
+    @property
+    def bookkeeping_bytes(self) -> int:
+        """Bytes of slots, scores, counts and tables."""
+        return self.resident.bookkeeping_bytes + self.evicted.bookkeeping_bytes + self.reader.bookkeeping_bytes
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what must be saved, by part."""
+        saved = {"layout": torch.tensor([self.heads])}
+        for name, part in (("resident", self.resident), ("evicted", self.evicted), ("reader", self.reader)):
+            saved |= {f"{name}.{key}": tensor for key, tensor in part.state().items()}
+        return saved
+
+    def restore(self, state: dict[str, Tensor], length: int) -> None:
+        """Take what :meth:`state` gave, as a cache of ``length`` slots."""
+
+        def of(name: str) -> dict[str, Tensor]:
+            return {key.removeprefix(f"{name}."): one for key, one in state.items() if key.startswith(f"{name}.")}
+
+        self.heads, self.length, self.is_initialized = int(state["layout"][0]), length, length > 0
+        self.resident.restore(of("resident"), length)
+        self.evicted.restore(of("evicted"))
+        self.reader.restore(of("reader"), length)
+
+    def entry_states(self, length: int, batch: int) -> Tensor:
+        """Return what became of every slot: (batch, kv_heads, ``length``) int8 codes, on the CPU."""
+        codes = self.evicted.states(batch * self.heads, length)
+        codes = self.reader.states(self, codes)
+        held = self.resident.held(alone=True)[:, :length].cpu()
+        codes[:, : held.shape[1]].masked_fill_(held, EntryState.RESIDENT)
+        return codes.unflatten(0, (batch, -1))
+
+
+def _both(mask: Tensor | None, other: Tensor | None) -> Tensor | None:
+    """Return the mask by which an entry is seen that both let through; ``mask`` bool or additive, ``other`` bool."""
+    if mask is None or other is None:
+        return mask if other is None else other
+    return mask & other if mask.dtype == torch.bool else mask.masked_fill(~other, float("-inf"))
+
+
+def _padded(mask: Tensor, tail: int) -> Tensor:
+    """Return a mask with ``tail`` entries more, all of them seen."""
+    return torch.nn.functional.pad(mask, (0, tail), value=mask.dtype == torch.bool)
+
+
+def _weighted(mask: Tensor | None, extra: Tensor, entries: int, dtype: torch.dtype) -> Tensor:
+    """Return a mask that weighs entries by how many tokens they stand for.
+
+    An entry that stands for l tokens with values summed to v contributes exp(s) v to the numerator of attention and
+    l exp(s) to its denominator: a plain softmax over s + log l with value v / l, so an additive mask does it.
+    """
+    bias = extra[:, None, None].log1p().to(dtype)
+    bias = torch.nn.functional.pad(bias, (0, entries - bias.shape[-1]))
+    if mask is None:
+        return bias
+    return torch.where(mask, bias, float("-inf")) if mask.dtype == torch.bool else mask + bias
+
+
+def _slots_of(piece: Piece, flags: Tensor) -> Tensor:
+    """Return flags (lanes, slots) bool of the entries of a piece, (lanes, n)."""
+    if piece.slots is None:
+        assert piece.lanes is None
+        return flags[:, piece.first : piece.first + piece.keys.shape[2]]
+    flags = flags if piece.lanes is None else flags[piece.lanes]
+    return flags.gather(1, piece.slots.clamp(min=0).long())

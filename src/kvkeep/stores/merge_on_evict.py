@@ -1,0 +1,58 @@
+"""What leaves is merged into what stays, whose entries then stand for several tokens (:attr:`Bank.extra`)."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import torch
+from torch import Tensor
+
+from kvkeep.contracts import EntryState, Evicted, EvictedStore, Site
+from kvkeep.memory.ledger import Ledger
+from kvkeep.stores.banks import Bank
+from kvkeep.stores.selected import Selected
+
+
+class MergeOnEvict(EvictedStore):
+    """Holds nothing itself: :meth:`merge` puts entries into those of a bank."""
+
+    merges = True
+
+    def __init__(self, site: Site) -> None:
+        self.ledger, self.meter, self.layer = site.ledger, site.meter, site.layer.index
+
+    def take(self, left: Evicted, resident: Selected) -> None:  # type: ignore[override]
+        """Merge entries that leave into resident ones."""
+        with self.meter.merging():
+            for bank in resident.banks:
+                if bank.columns:  # none: a row of padding so far
+                    self.merge(bank, Evicted(*(None if part is None else bank.of(part) for part in left)))  # type: ignore[arg-type]
+
+    @abstractmethod
+    def merge(self, bank: Bank, left: Evicted) -> None:
+        """Put what ``left`` into the entries of a bank, and keep ``bank.extra`` and ``bank.newest`` up to date: the
+        latter is the last slot whose value an entry has in it."""
+
+    def states(self, lanes: int, length: int) -> Tensor:
+        """Return what became of the entry of each slot."""
+        return merged_states(self.ledger, lanes, length)
+
+
+def counts_of(left: Evicted) -> Tensor:
+    """Return for how many tokens each entry stands, (lanes, n) float32, 0 for none."""
+    extra = 0 if left.extra is None else left.extra
+    return (1.0 + extra) * (left.slots >= 0)
+
+
+def newest_of(left: Evicted) -> Tensor:
+    """Return the last slot that each entry stands for, (lanes, n)."""
+    return left.slots if left.newest is None else torch.maximum(left.slots, left.newest)
+
+
+def merged_states(ledger: Ledger, lanes: int, length: int) -> Tensor:
+    """Return codes (lanes, ``length``): merged, and for padding dropped."""
+    codes = torch.full((lanes, length), EntryState.MERGED, dtype=torch.int8)
+    if ledger.visible is not None and lanes:
+        real = ledger.visible[:, :length].repeat_interleave(lanes // ledger.batch, 0).cpu()
+        codes[:, : real.shape[1]].masked_fill_(~real, EntryState.DROPPED)
+    return codes

@@ -1,0 +1,113 @@
+"""The newest entries, in rings: the oldest leaves, in all lanes alike and in order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from kvkeep.attention import Segment
+from kvkeep.attention.step import Step
+from kvkeep.contracts import Evicted, EvictedStore, Piece, Site
+from kvkeep.memory.places import Device
+from kvkeep.memory.rows import Ring, concatenated
+
+
+class Newest:
+    """Slots :attr:`evicted` .. :attr:`length` of every lane, within a budget; those before are the ``store``'s, which
+    takes them in order."""
+
+    bookkeeping_bytes = 0
+
+    def __init__(self, site: Site, store: EvictedStore) -> None:
+        home = Device(site.device)
+        self.store = store
+        self._keys, self._values = Ring(site.entries, home), Ring(site.entries, home)
+
+    @property
+    def length(self) -> int:
+        """Slots so far."""
+        return self._keys.length
+
+    @property
+    def evicted(self) -> int:
+        """Slots that are no longer resident."""
+        return self._keys.first
+
+    def arrive(self, keys: Tensor, values: Tensor) -> None:
+        """Nothing to prepare: a ring grows when it is written."""
+
+    def pieces(self, ordered: bool = True) -> Iterator[Piece]:
+        """Yield what is held: one piece where the order does not matter, two at most where it does."""
+        keys, values = self._keys.everything(), self._values.everything()
+        if not ordered and keys is not None and values is not None:
+            yield Piece(keys[:, None], values[:, None], first=self.evicted)
+            return
+        span = (self.evicted, self.length)
+        for (first, key), (_, value) in zip(self._keys.read(*span), self._values.read(*span), strict=True):
+            yield Piece(key[:, None], value[:, None], first=first)
+
+    def admit(self, keys: Tensor, values: Tensor, first: int) -> Evicted | None:
+        """Keep new entries (lanes, n, dim); the oldest beyond the budget are given to the store before they are
+        overwritten."""
+        stop = first + keys.shape[1]
+        kept = max(self.evicted, stop - self._keys.capacity)
+        span = (self.evicted, min(kept, first))
+        for (slot, key), (_, value) in zip(self._keys.read(*span), self._values.read(*span), strict=True):
+            self._give(slot, key, value)
+        if (skipped := kept - first) > 0:  # a chunk longer than the budget
+            self._give(first, keys[:, :skipped], values[:, :skipped])
+        self._keys.append(keys)
+        self._values.append(values)
+        return None
+
+    def _give(self, first: int, keys: Tensor, values: Tensor) -> None:
+        slots = torch.arange(first, first + keys.shape[1], device=keys.device).expand(len(keys), -1)
+        self.store.take(Evicted(keys, values, slots), self)  # type: ignore[arg-type]
+        # From here on the store has them, whatever becomes of the rest of this step.
+        self._keys.first = self._values.first = first + keys.shape[1]
+
+    def weighs_at_once(self, held: Sequence[Segment]) -> bool:
+        """Whether the weights of a single query are wanted: nobody asks."""
+        return False
+
+    def observe(
+        self, step: Step, lse: Tensor, held: Sequence[Segment], new: tuple[Tensor, Tensor] | None, first: int
+    ) -> None:
+        """Nothing: nobody asks what entries received."""
+
+    def held(self, alone: bool = False) -> Tensor:
+        """Return which slots are resident, (lanes, slots) bool."""
+        lanes = 0 if self._keys.data is None else len(self._keys.data)
+        return (torch.arange(self.length) >= self.evicted).expand(lanes, -1)
+
+    def truncate(self, length: int) -> None:
+        """Forget the slots from ``length`` on; those that left do not come back by it."""
+        self._keys.truncate(length)
+        self._values.truncate(length)
+
+    def select(self, lanes: Tensor) -> None:
+        """Make the lanes those of an index."""
+        self._keys.select(lanes)
+        self._values.select(lanes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated for entries."""
+        return self._keys.nbytes + self._values.nbytes
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the entries in order."""
+        if self.length == self.evicted:
+            return {}
+        span = (self.evicted, self.length)
+        return {"keys": concatenated(self._keys, *span), "values": concatenated(self._values, *span)}
+
+    def restore(self, state: dict[str, Tensor], length: int) -> None:
+        """Take what :meth:`state` gave, as the last slots before ``length``."""
+        count = state["keys"].shape[-2] if state else 0
+        for rows, name in ((self._keys, "keys"), (self._values, "values")):
+            rows.first = rows.length = length - count
+            if count:
+                rows.append(state[name])

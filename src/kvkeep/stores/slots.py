@@ -1,0 +1,34 @@
+"""Slots of entries by lane: lists of them, and flags."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def compact(wanted: Tensor) -> Tensor:
+    """Return the slots that are marked, (lanes, n) with n the most of any lane, -1 behind a lane's last; ``wanted``:
+    (lanes, slots) bool."""
+    counts = wanted.sum(1)
+    slot = wanted.nonzero(as_tuple=True)[1]
+    width = int(counts.max()) if len(counts) else 0
+    if len(slot) == width * len(counts):
+        return slot.view(len(counts), width)
+    slots = slot.new_full((len(counts), width), -1)
+    slots[torch.arange(width, device=slot.device) < counts[:, None]] = slot
+    return slots
+
+
+def flags_of(slots: Tensor, length: int) -> Tensor:
+    """Return which of ``length`` slots are among ``slots`` (lanes, n), -1 for none: (lanes, ``length``) bool."""
+    flags = torch.zeros(len(slots), length + 1, dtype=torch.bool, device=slots.device)
+    flags.scatter_(1, slots.masked_fill(slots < 0, length).long(), True)
+    return flags[:, :length]
+
+
+def without(held: Tensor, gone: Tensor) -> Tensor:
+    """Return slots ``held`` (lanes, n) with -1 for those that are among ``gone`` (lanes, m), -1 for none."""
+    length = int(torch.maximum(held.max(), gone.max())) + 1 if held.numel() and gone.numel() else 0
+    if not length:
+        return held
+    return held.masked_fill(flags_of(gone, length).gather(1, held.clamp(min=0).long()) & (held >= 0), -1)

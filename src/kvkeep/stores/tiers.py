@@ -1,0 +1,445 @@
+"""Evicted entries in precision tiers: 16 bits, 8, 4, fewer, gone. As more come, the least attended fall a tier.
+
+Entries come in groups of 32, and a group falls as a whole: keys have a scale for each channel and group (KIVI,
+arXiv:2402.02750), which is far better than one for each entry, values one for each entry, of channels normalised to mean 0
+and deviation 1. The bounds of a code may lie within those of the numbers where that is nearer to them (clipping). Keys
+keep more bits than values: a wrong key moves attention, a wrong value is one of many in a mean.
+
+**How many groups a tier holds** follows from how many there are and from the bytes alone, so all KV heads have the same
+tensors; which groups these are is each head's own. See :data:`ABOVE`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvkeep.contracts import EntryState, Evicted, EvictedStore, Held, Piece, Resident, WorkingSet
+from kvkeep.geometry import LayerGeometry
+from kvkeep.memory.meter import Meter, nbytes
+from kvkeep.stores.coded import CodedKeys, encode, multiplied, unpack
+from kvkeep.stores.groups import GROUP
+from kvkeep.stores.slots import without
+
+
+class Bits(NamedTuple):
+    """Bits of a number in keys and in values."""
+
+    keys: int
+    values: int
+
+
+TIERS = (Bits(16, 16), Bits(8, 8), Bits(4, 4), Bits(4, 2))
+"""Bits of the tiers. The first is the model's own numbers where these have 16 bits."""
+
+ABOVE = (2.15, 0.95, 0.4, 0.0)
+"""How far above the depth at which entries are gone each tier ends, as a share of all groups. An entry is worth a tier
+while its squared share of the attention times the squared error that is spared exceeds a price in bytes. The attention
+of groups, in order, falls about like exp(-2.7 r/R) (rank r of R; SmolLM2, 1,024 tokens); so tiers end at differences of
+ln(error spared a byte) / 5.4, by the KL that codes of one width for all entries have."""
+
+CLIPS = {16: (1.0,), 8: (1.0,), 4: (1.0, 0.9, 0.8), 2: (1.0, 0.85, 0.75, 0.65, 0.55)}
+"""Shares of the range that codes may cover."""
+
+
+class Entries(NamedTuple):
+    """Groups of entries as numbers: keys and values (lanes, groups, GROUP, dim), slots and scores (lanes, groups,
+    GROUP), slots -1 for none."""
+
+    keys: Tensor
+    values: Tensor
+    slots: Tensor
+    scores: Tensor
+
+    @property
+    def groups(self) -> int:
+        """How many."""
+        return self.slots.shape[1]
+
+
+@dataclass(frozen=True)
+class CodedValues:
+    """Values of some lanes: codes (lanes, entries, dim packed), scale and offset (lanes, entries, 1); mean and
+    deviation (lanes, 1, dim) of the channels."""
+
+    lazy: ClassVar[bool] = False
+
+    codes: Tensor
+    scale: Tensor
+    offset: Tensor
+    bits: int
+    mean: Tensor
+    deviation: Tensor
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(lanes, 1, entries, dim), as if they were written out."""
+        return self.codes.shape[0], 1, self.codes.shape[1], self.mean.shape[2]
+
+    def mix(self, weights: Tensor) -> Tensor:
+        """Return the sums weighted by ``weights`` (lanes, rows, entries): (lanes, rows, dim) float32."""
+        mixed = multiplied(weights * self.scale.float().transpose(1, 2), self.codes, self.bits)
+        mixed += weights @ self.offset.float()
+        return mixed.mul_(self.deviation).add_(weights.sum(-1, keepdim=True) * self.mean)
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """Write them out: (lanes, entries, dim)."""
+        numbers = torch.addcmul(self.offset.float(), unpack(self.codes, self.bits, torch.float32), self.scale.float())
+        return numbers.mul_(self.deviation).add_(self.mean).to(dtype)
+
+
+class Channels(NamedTuple):
+    """Mean and deviation of the channels of values, (lanes, 1, value_dim) float32."""
+
+    mean: Tensor
+    deviation: Tensor
+
+    @classmethod
+    def of(cls, entries: Entries) -> Channels:
+        """Return those of some entries, empty places left out."""
+        there = (entries.slots.flatten(1) >= 0)[..., None]
+        number = there.sum(1, keepdim=True).clamp(min=1)
+        values = entries.values.flatten(1, 2).float()
+        mean = (values * there).sum(1, keepdim=True) / number
+        deviation = (((values - mean) * there).square().sum(1, keepdim=True) / number).sqrt().clamp(min=1e-3)
+        return cls(mean, torch.where(there.any(1, keepdim=True), deviation, 1.0))
+
+
+class Tier:
+    """Groups of one layer at ``bits``: parts (lanes, groups, ...). Where a model's numbers have as many bits, parts are
+    these."""
+
+    def __init__(self, bits: Bits, width: int) -> None:
+        self.bits, self.plain = bits, bits.keys == 8 * width
+        self.parts: list[Tensor] = []
+        self.holes = False  # whether some slots are -1
+
+    @property
+    def groups(self) -> int:
+        """Groups held."""
+        return self.parts[0].shape[1] if self.parts else 0
+
+    def settle(
+        self, slots: Tensor, scores: Tensor, coming: Entries, count: int, channels: Channels, meter: Meter
+    ) -> tuple[Tensor, Tensor, Entries]:
+        """Keep the ``count`` most attended groups of those held, whose slots and scores (lanes, groups, GROUP) are
+        given, and those ``coming``. Return the slots and scores of what is held now, and what falls."""
+        held = self.groups
+        if not held and not count:
+            return slots, scores, coming
+        own = self.encode(coming.keys, coming.values, channels)
+        parts = [torch.cat(pair, 1) for pair in zip(self.parts, own, strict=True)] if held else own
+        slots, scores = torch.cat([slots, coming.slots], 1), torch.cat([scores, coming.scores], 1)
+        if slots.shape[1] <= count:
+            self.parts = parts if held else [part.clone() for part in parts]  # may be part of something larger
+            return slots, scores, Entries(*(part[:, :0] for part in coming))
+        with meter.holding(*parts):
+            order = scores.masked_fill(slots < 0, 0.0).sum(2).argsort(dim=1, descending=True, stable=True)
+            falling, staying = order[:, count:], order[:, :count]
+            keys, values = self._written(picked(parts, falling), channels, coming.keys.dtype)
+            if coming.groups:  # what passes by falls from what it was
+                new = (falling - held).clamp(min=0)
+                passes = (falling >= held)[..., None, None]
+                keys = torch.where(passes, picked([coming.keys], new)[0], keys)
+                values = torch.where(passes, picked([coming.values], new)[0], values)
+            left = Entries(keys, values, *picked([slots, scores], falling))
+            self.parts = picked(parts, staying)
+        return *picked([slots, scores], staying), left  # type: ignore[return-value]
+
+    def encode(self, keys: Tensor, values: Tensor, channels: Channels) -> list[Tensor]:
+        """Return the parts of groups of keys and values (lanes, groups, GROUP, dim)."""
+        if self.plain:
+            return [keys, values]
+        even, bits = (values.float() - channels.mean[:, None]) / channels.deviation[:, None], self.bits
+        return [
+            *encode(keys.transpose(2, 3), bits.keys, CLIPS[bits.keys]),
+            *encode(even, bits.values, CLIPS[bits.values]),
+        ]
+
+    def _written(self, parts: list[Tensor], channels: Channels, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        if self.plain:
+            return parts[0], parts[1]
+        keys, values = self._coded(parts, channels)
+        return keys.dense(dtype).unflatten(1, (-1, GROUP)), values.dense(dtype).unflatten(1, (-1, GROUP))
+
+    def read(self, channels: Channels) -> tuple[Any, Any]:
+        """Return keys and values for attention, (lanes, 1, entries, dim) or coded."""
+        if self.plain:
+            keys, values = (part.flatten(1, 2)[:, None] for part in self.parts)
+            return keys, values
+        return self._coded(self.parts, channels)
+
+    def _coded(self, parts: list[Tensor], channels: Channels) -> tuple[CodedKeys, CodedValues]:
+        rows = (part.flatten(1, 2) for part in parts[3:])
+        keys = CodedKeys(*parts[:3], self.bits.keys)  # type: ignore[call-arg, arg-type]
+        return keys, CodedValues(*rows, self.bits.values, *channels)  # type: ignore[call-arg, arg-type]
+
+
+class Tiers(EvictedStore):
+    """One layer's tiers, and the entries that wait to be a group. ``room``: bytes of a lane for groups; ``width``: bytes
+    of a number of the model's. It listens: scores of what left go on, so that a group ranks by the attention it gets.
+
+    Slots and scores of everything lie in one tensor each, (lanes, entries), tier by tier; the last GROUP are of what
+    waits.
+    """
+
+    listens = True
+
+    def __init__(self, room: int, key_dim: int, value_dim: int, width: int, meter: Meter) -> None:
+        self.meter = meter
+        self.prices = prices(key_dim, value_dim, width)
+        self.room = room - channel_bytes(value_dim)
+        self.tiers = [Tier(bits, width) for bits in TIERS]
+        self.waiting: list[Tensor] = []  # keys and values (lanes, GROUP, dim)
+        self.slots: Tensor | None = None
+        self.scores: Tensor | None = None
+        self.count = 0  # of those that wait
+        self.channels: Channels | None = None
+
+    # -- entries come, and fall ---------------------------------------------------------------------
+
+    def take(self, left: Evicted, resident: WorkingSet) -> None:
+        """Take entries that leave."""
+        assert left.scores is not None
+        fresh = list(left[:4])
+        if self.slots is None or self.scores is None:
+            size = left.keys.shape[0], GROUP
+            self.waiting = [part.new_zeros(*size, part.shape[2], dtype=narrow(part.dtype)) for part in left[:2]]
+            self.slots, self.scores = left.slots.new_full(size, -1), left.scores.new_zeros(size)
+        waiting = [*self.waiting, self.slots[:, -GROUP:], self.scores[:, -GROUP:]]
+        count = self.count + left.slots.shape[1]
+        if count >= GROUP:
+            fresh = [torch.cat([old[:, : self.count], new], 1) for old, new in zip(waiting, fresh, strict=True)]
+            if count >= 2 * GROUP:  # those attended alike fall alike
+                order = fresh[3].masked_fill(fresh[2] < 0, float("-inf")).argsort(dim=1, stable=True)
+                fresh = picked(fresh, order)
+            whole = count // GROUP * GROUP
+            with self.meter.holding(*fresh[:2]):
+                self._fall(Entries(*(part[:, :whole].unflatten(1, (-1, GROUP)) for part in fresh)))
+            fresh, self.count, count = [part[:, whole:] for part in fresh], 0, count - whole
+            waiting[2:] = self.slots[:, -GROUP:], self.scores[:, -GROUP:]
+        for kept, new in zip(waiting, fresh, strict=True):
+            kept[:, self.count : count] = new
+        self.count = count
+
+    def _fall(self, coming: Entries) -> None:
+        assert self.slots is not None and self.scores is not None
+        if self.channels is None:
+            self.channels = Channels.of(coming)
+        counts = tier_counts(self.room, self.prices, self.groups + coming.groups)
+        room = start = 0  # of tiers above, where less is held than could be: what has fallen does not come up
+        every: list[tuple[Tensor, Tensor]] = []
+        for tier, count in zip(self.tiers, counts, strict=True):
+            stop = start + tier.groups * GROUP
+            slots, scores = (part[:, start:stop].unflatten(1, (-1, GROUP)) for part in (self.slots, self.scores))
+            start, room = stop, room + count
+            if coming.groups or tier.groups > room:
+                slots, scores, coming = tier.settle(slots, scores, coming, room, self.channels, self.meter)
+            every.append((slots.flatten(1), scores.flatten(1)))
+            room -= tier.groups
+        empty = torch.stack([(slots < 0).any() for slots, _ in every]).tolist()  # one question to the device for all
+        for tier, holes in zip(self.tiers, empty, strict=True):
+            tier.holes = holes
+        every.append((self.slots[:, -GROUP:], self.scores[:, -GROUP:]))
+        self.slots, self.scores = (torch.cat(parts, 1) for parts in zip(*every, strict=True))
+
+    @property
+    def groups(self) -> int:
+        """Groups held."""
+        return sum(tier.groups for tier in self.tiers)
+
+    # -- what attention sees ------------------------------------------------------------------------
+
+    def _places(self) -> Iterator[tuple[Tier | None, Tensor]]:
+        """Yield what holds entries, with a view of its slots (lanes, n): tiers, and None for what waits."""
+        start = 0
+        if self.slots is None:
+            return
+        for tier in self.tiers:
+            if tier.groups:
+                stop = start + tier.groups * GROUP
+                yield tier, self.slots[:, start:stop]
+                start = stop
+        if self.count:
+            yield None, self.slots[:, start : start + self.count]
+
+    def pieces(self, query: Tensor, resident: Resident, length: int) -> Iterator[Piece]:
+        """Yield each tier's codes, and what waits."""
+        for tier, slots in self._places():
+            if tier is None:
+                keys, values = (part[:, None, : self.count].to(query.dtype) for part in self.waiting)
+                yield Piece(keys, values, slots, holes=True)
+                continue
+            assert self.channels is not None
+            keys, values = tier.read(self.channels)
+            # What attention writes out of them for a moment: codes as numbers.
+            size = 4 * slots.numel() * max(keys.shape[3], values.shape[3])
+            self.meter.hold(size)
+            yield Piece(keys, values, slots, holes=tier.holes)
+            self.meter.hold(-size)
+
+    def observe(self, weights: Sequence[Tensor], queries: int, resident: WorkingSet) -> None:
+        """Let the selector go on scoring what is here."""
+        if not weights or self.slots is None or self.scores is None:
+            return
+        used = self.groups * GROUP + self.count
+        slots, scores = (part[:, :used] for part in (self.slots, self.scores))
+        scores.copy_(resident.observed(slots, scores, torch.cat([*weights], 1), queries))
+
+    def states(self, lanes: int, length: int) -> Tensor:
+        """Return what became of the entry of each slot."""
+        codes = torch.full((lanes, length + 1), EntryState.DROPPED, dtype=torch.int8)
+        for tier, slots in self._places():
+            own = slots.cpu().long()
+            state = EntryState.RESIDENT if tier is None else EntryState.QUANTISED
+            codes.scatter_(1, own.masked_fill((own < 0) | (own > length), length), int(state))
+        return codes[:, :length]
+
+    # -- the cache contract -------------------------------------------------------------------------
+
+    def _strike(self, slots: Tensor) -> None:
+        """Replace the slots, some of which are gone now."""
+        for tier in self.tiers:
+            tier.holes = True
+        self.slots = slots
+
+    def truncate(self, length: int, resident: Resident) -> None:
+        """Leave holes where slots are forgotten."""
+        if self.slots is not None:
+            self._strike(self.slots.masked_fill(self.slots >= length, -1))
+
+    def forget(self, slots: Tensor) -> None:
+        """Leave holes where entries are resident again."""
+        if self.slots is not None:
+            self._strike(without(self.slots, slots))
+
+    def _tensors(self) -> dict[str, list[Tensor]]:
+        """Return all tensors by the name of what holds them."""
+        named = {str(number): tier.parts for number, tier in enumerate(self.tiers) if tier.groups}
+        if self.slots is not None and self.scores is not None:
+            named["waiting"] = self.waiting
+            named["places"] = [self.slots, self.scores]
+        if self.channels is not None:
+            named["channels"] = [*self.channels]
+        return named
+
+    def _put(self, named: dict[str, list[Tensor]]) -> None:
+        """Replace all tensors, as :meth:`_tensors` gave them."""
+        for number, tier in enumerate(self.tiers):
+            tier.parts = named.get(str(number), tier.parts)
+        if "places" in named:
+            self.waiting = named["waiting"]
+            self.slots, self.scores = named["places"]
+        if "channels" in named:
+            self.channels = Channels(*named["channels"])
+
+    def select(self, lanes: Tensor) -> None:
+        """Make the lanes those of an index."""
+        tensors = self._tensors().items()
+        self._put({name: [one.index_select(0, lanes.to(one.device)) for one in own] for name, own in tensors})
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what must be saved."""
+        saved = {f"{name}.{number}": one for name, own in self._tensors().items() for number, one in enumerate(own)}
+        return saved | {"counts": torch.tensor([self.count, *(tier.holes for tier in self.tiers)])}
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        """Take what :meth:`state` gave."""
+        named: dict[str, list[Tensor]] = {}
+        for key in sorted(key for key in state if key != "counts"):  # fewer than ten of each name, so they are in order
+            named.setdefault(key.partition(".")[0], []).append(state[key])
+        self._put(named)
+        self.count, *holes = state["counts"].tolist()
+        for tier, flag in zip(self.tiers, holes, strict=True):
+            tier.holes = bool(flag)
+
+    @property
+    def compressed_bytes(self) -> int:  # type: ignore[override]
+        """Bytes allocated for entries."""
+        channels = () if self.channels is None else self.channels
+        return sum(nbytes(*tier.parts) for tier in self.tiers) + nbytes(*channels, *self.waiting)
+
+    @property
+    def bookkeeping_bytes(self) -> int:  # type: ignore[override]
+        """Bytes allocated for slots and scores."""
+        return nbytes(self.slots, self.scores)
+
+
+# -- how much there is room for ---------------------------------------------------------------------------
+
+
+def tier_counts(room: int, prices: Sequence[int], groups: int) -> list[int]:
+    """Return how many of so many groups of a lane are in each tier: the deepest that ``room`` bytes allow, at
+    ``prices`` bytes a group."""
+
+    def reach(depth: float) -> list[int]:
+        ends = [min(groups, max(0, int(groups * (depth - above) + 0.5))) for above in ABOVE]
+        return [own - above for own, above in zip(ends, [0, *ends], strict=False)]
+
+    def size(depth: float) -> int:
+        return sum(count * price for count, price in zip(reach(depth), prices, strict=True))
+
+    low, high = 0.0, 1.0 + ABOVE[0]
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if size(middle) <= room else (low, middle)
+    return reach(low if size(high) > room else high)
+
+
+def tiers_hold(room: int, layer: LayerGeometry, width: int, left: Sequence[int]) -> Held:
+    """Return the bytes of one layer's tiers, with ``room`` bytes a lane, once so many entries of a lane ``left`` by and
+    by. What has fallen a tier does not come up, so tiers are filled as they were at each time."""
+    if not sum(left):
+        return Held()
+    costs, channels = prices(layer.key_dim, layer.value_dim, width), channel_bytes(layer.value_dim)
+    held, waiting = [0] * len(TIERS), 0
+    for count in left:
+        coming, waiting = divmod(waiting + count, GROUP)
+        if not coming:
+            continue
+        spare = 0
+        for number, wanted in enumerate(tier_counts(room - channels, costs, sum(held) + coming)):
+            spare += wanted
+            kept = min(held[number] + coming, spare)
+            coming += held[number] - kept
+            held[number], spare = kept, spare - kept
+    groups, numbers = sum(held), layer.key_dim + layer.value_dim
+    size = sum(count * cost for count, cost in zip(held, costs, strict=True)) + GROUP * numbers * min(width, 2)
+    return Held(
+        compressed=layer.kv_heads * (size + (channels if groups else 0)),
+        bookkeeping=8 * layer.kv_heads * GROUP * (groups + 1),
+        workspace=layer.kv_heads * GROUP * max(held, default=0) * 4 * max(layer.key_dim, layer.value_dim),
+    )
+
+
+def prices(key_dim: int, value_dim: int, width: int) -> list[int]:
+    """Return the bytes of one group of a lane in each tier."""
+    return [group_bytes(key_dim, value_dim, bits, width) for bits in TIERS]
+
+
+def group_bytes(key_dim: int, value_dim: int, bits: Bits, width: int) -> int:
+    """Return the bytes of one group of one lane of a model whose numbers have ``width`` bytes."""
+    if bits.keys == 8 * width:
+        return width * GROUP * (key_dim + value_dim)
+    return key_dim * (GROUP * bits.keys // 8 + 4) + GROUP * (value_dim * bits.values // 8 + 4)
+
+
+def channel_bytes(value_dim: int) -> int:
+    """Return the bytes of what one lane's channels are brought to."""
+    return 8 * value_dim
+
+
+def narrow(dtype: torch.dtype) -> torch.dtype:
+    """Return what numbers of ``dtype`` wait as: half precision, or as they are where they have 16 bits."""
+    return torch.float16 if dtype.itemsize > 2 else dtype
+
+
+def picked(tensors: list[Tensor], index: Tensor) -> list[Tensor]:
+    """Gather ``index`` (lanes, n) along the second axis of each."""
+    return [
+        one.gather(1, index.view(*index.shape, *[1] * (one.ndim - 2)).expand(-1, -1, *one.shape[2:])) for one in tensors
+    ]

@@ -1,0 +1,160 @@
+"""Transfer: a cache's past as named tensors, and a second cache with the same past."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from kvkeep.contracts import Exactness
+from kvkeep.errors import UsageError
+from kvkeep.memory.rows import concatenated
+from kvkeep.policies.request import Request
+
+if TYPE_CHECKING:
+    from kvkeep.cache import KeepCache
+
+Kind = tuple[str | None, Any, dict[str, Any]]  # method, budget, other options of a cache
+
+
+def state(cache: KeepCache) -> dict[str, Tensor]:
+    """Return all that a cache's past is made of, by name. Views: what is kept must be copied."""
+    tensors: dict[str, Tensor] = {}
+    for number, held in enumerate(cache.held):
+        tensors |= {f"layer.{number}.{name}": tensor for name, tensor in held.state().items()}
+    for name, rows in cache.checkpoint_rows():
+        if rows.first < rows.length:
+            tensors[f"checkpoint.{name}"] = concatenated(rows, rows.first, rows.length)
+    ledger = cache.ledger
+    if ledger.positions.length:
+        tensors |= {"positions": ledger.positions.view(), "ids": ledger.ids.view()}
+    if ledger.visible is not None:
+        tensors["visible"] = ledger.visible
+    if cache.positions is not None:
+        tensors["cache_positions"] = cache.positions.state()
+    return tensors
+
+
+def header(cache: KeepCache) -> dict[str, Any]:
+    """Return what is known of a cache's past beside its tensors, as plain types."""
+    return {
+        "length": cache.get_seq_length(),
+        "rows": cache.rows,
+        "first": {name: rows.first for name, rows in cache.checkpoint_rows()},
+        "uneven": cache.round is not None and cache.round.uneven,
+    }
+
+
+def restore(cache: KeepCache, names: set[str], tensor: Callable[[str], Tensor], about: dict[str, Any]) -> None:
+    """Give an empty cache the past that :func:`state` and :func:`header` told: ``names``, and what returns a
+    ``tensor`` by its name, one in memory at a time."""
+    length, device = about["length"], cache.device
+    ids, positions = (tensor(name).to(device) if name in names else None for name in ("ids", "positions"))
+    visible = tensor("visible").to(device) if "visible" in names else None
+    cache.ledger.restore(length, about["rows"], ids, positions, visible)
+    for number, held in enumerate(cache.held):
+        own = f"layer.{number}."
+        given = {name.removeprefix(own): tensor(name).to(device) for name in sorted(names) if name.startswith(own)}
+        if given:
+            held.restore(given, length)
+    if cache.positions is not None and "cache_positions" in names:
+        cache.positions.restore(tensor("cache_positions"))
+    if cache.round is not None:
+        cache.round.uneven = about["uneven"]
+    saved = {name.removeprefix("checkpoint.") for name in names if name.startswith("checkpoint.")}
+    if cache.checkpoint is not None:
+        cache.checkpoint.expect(saved)
+    for name, rows in cache.checkpoint_rows():
+        rows.first = rows.length = about["first"].get(name, 0)
+        if name in saved:
+            rows.append(tensor(f"checkpoint.{name}"))
+
+
+def fork(cache: KeepCache, kind: Kind | None) -> KeepCache:
+    """Return a second cache with the same past: of the same kind, or of another one."""
+    cache.roll_back()
+    if kind is not None:
+        method, budget, options = kind
+        return _adopted(cache, Request.parse(method or cache.method.name, budget, **options))
+    if cache.table is not None:
+        return _sharing(cache)
+    twin = cache.__class__(cache.model, request=cache.request)
+    tensors = {name: tensor.clone() for name, tensor in state(cache).items()}
+    restore(twin, set(tensors), tensors.__getitem__, header(cache))
+    return twin
+
+
+def _sharing(cache: KeepCache) -> KeepCache:
+    """Return a second cache over the same blocks."""
+    twin = cache.__class__(cache.model, request=cache.request)
+    assert cache.table is not None
+    twin.table = cache.table.fork()
+    twin.ledger = copy.deepcopy(cache.ledger)
+    for own, other in zip(cache.bounded, twin.bounded, strict=True):
+        other.resident = own.resident.fork(twin.table, twin.meter)
+        other.length, other.heads, other.is_initialized = own.length, own.heads, own.is_initialized
+        other.ledger = twin.ledger
+    _copy_windows(cache, twin)
+    return twin
+
+
+def _copy_windows(cache: KeepCache, twin: KeepCache) -> None:
+    length = cache.get_seq_length()
+    for layer, own, other in zip(cache.geometry.layers, cache.held, twin.held, strict=True):
+        if layer.kind != "full":
+            other.restore({name: tensor.clone() for name, tensor in own.state().items()}, length)
+
+
+def _adopted(cache: KeepCache, request: Request) -> KeepCache:
+    """Return a cache of another kind that was handed the entries of ``cache``, a chunk at a time."""
+    twin = cache.__class__(cache.model, request=request)
+    length, method = cache.get_seq_length(), request.method
+    reason = None
+    if cache.exactness is not Exactness.EXACT:
+        reason = f"'{cache.method.name}' does not have all its entries as they were"
+    elif method.selector.observation_window != 0 and method.exactness is not Exactness.EXACT:
+        reason = f"'{method.name}' goes by the attention that entries received, which only reading the text gives"
+    elif twin.positions is not None:
+        reason = f"'{method.name}' gives entries positions of its own, which only reading the text gives"
+    elif method.fate.makes_room:
+        reason = f"'{method.name}' merges by attention, which only reading the text gives"
+    elif (
+        twin.checkpoint is not None
+        and twin.checkpoint.by_token
+        and twin.spec is not None
+        and twin.spec.kind != "tokens"
+    ):
+        reason = f"checkpoint kind '{twin.spec}' is of residuals, which only reading the text gives"
+    elif twin.ledger.records and not cache.ledger.records:
+        reason = f"'{method.name}' needs the ids of the text, which '{cache.method.name}' does not keep"
+    if reason is not None:
+        raise UsageError(f"The past of one cache cannot be put into another of method '{method.name}': {reason}.")
+    if not length:
+        return twin
+    _copy_windows(cache, twin)
+    own = cache.ledger
+    recorded = (
+        (own.ids.view().clone(), own.positions.view().clone()) if own.records and twin.ledger.records else (None, None)
+    )
+    twin.ledger.restore(length, cache.rows, *recorded, None if own.visible is None else own.visible.clone())
+    chunk = twin.chunk if twin.streams else length
+    for layer in cache.geometry.full_layers:
+        for keys, values in _chunks(cache, layer.index, min(chunk, length)):
+            target = twin.layers[layer.index]
+            target.update(keys, values)
+            if twin.streams:
+                target.settle()
+    return twin
+
+
+def _chunks(cache: KeepCache, index: int, chunk: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield all entries of a layer in order, exactly, (batch, kv_heads, n, dim), at most ``chunk`` at a time."""
+    layer, rows = cache.layers[index], cache.rows
+    if not cache.streams:
+        keys, values = layer.keys, layer.values
+    else:
+        keys, values = layer.everything()
+        keys, values = (part.unflatten(0, (rows, -1)) for part in (keys, values))
+    yield from zip(keys.split(chunk, 2), values.split(chunk, 2), strict=True)
