@@ -140,14 +140,14 @@ def read(family: str, cache: Any, ids: torch.Tensor, mask: torch.Tensor, single:
 
 def leave_in_the_middle(cache: Any, step: Callable[[], Any]) -> None:
     """Take a step on ``cache`` that fails in its third layer."""
-    own = cache.attend
+    own = cache.stream.attend
 
     def fails(module: Any, *args: Any) -> Any:
         if module.layer_idx == 2:
             raise RuntimeError("in the middle")
         return own(module, *args)
 
-    cache.attend = fails
+    cache.stream.attend = fails
     with pytest.raises(RuntimeError, match="in the middle"):
         step()
-    del cache.attend
+    del cache.stream.attend

@@ -13,8 +13,8 @@ from transformers import set_seed
 
 from kvkeep import KeepCache
 from kvkeep.errors import UsageError
-from kvkeep.stores.selected import SelectedLayer
-from kvkeep.stores.whereabouts import Whereabouts
+from kvkeep.stores.layer import Layer
+from kvkeep.contracts import EntryState
 
 PROMPT, NEW, BUDGET, CHUNK = 45, 12, 16, 16
 SELECTORS = [
@@ -122,16 +122,16 @@ def forced(family: str, cache: Any, inputs: torch.Tensor, mask: torch.Tensor | N
     return torch.cat(logits, 1)
 
 
-def selected(cache: KeepCache) -> list[SelectedLayer]:
-    found = [layer for layer in cache.layers if isinstance(layer, SelectedLayer)]
+def selected(cache: KeepCache) -> list[Layer]:
+    found = [layer for layer in cache.layers if isinstance(layer, Layer)]
     assert found
     return found
 
 
-def slots_of(layer: SelectedLayer) -> list[list[int]]:
+def slots_of(layer: Layer) -> list[list[int]]:
     """The slots each lane holds, read from the banks themselves."""
     lanes: dict[int, list[int]] = {}
-    for bank in layer.banks:
+    for bank in layer.resident.banks:
         owners = range(bank.slots.shape[0]) if bank.lanes is None else bank.lanes.tolist()
         for lane, slots in zip(owners, bank.slots.tolist(), strict=True):
             assert lane not in lanes
@@ -152,15 +152,15 @@ def assert_sound(cache: KeepCache, budget: int = BUDGET) -> None:
         for slots in lanes:
             assert len(slots) == len(set(slots)) <= limit
             assert all(slot < layer.length for slot in slots)
-        for bank in layer.banks:
+        for bank in layer.resident.banks:
             assert bank.keys.shape[:2] == bank.values.shape[:2] == bank.slots.shape
             assert bank.columns <= limit
             assert (bank.slots[:, bank.used :] < 0).all()
             assert bank.vacant >= int((bank.slots[:, : bank.used] < 0).sum(1).max())
-        held = layer.held()
+        held = layer.resident.held()
         assert held.shape == (len(lanes), layer.length)
         assert [flags.nonzero().flatten().tolist() for flags in held] == [sorted(slots) for slots in lanes]
-        widths = sum(bank.keys.shape[2] + bank.values.shape[2] for bank in layer.banks[:1])
+        widths = sum(bank.keys.shape[2] + bank.values.shape[2] for bank in layer.resident.banks.banks[:1])
         assert layer.resident_bytes <= len(lanes) * limit * widths * 4
 
 
@@ -172,7 +172,7 @@ def watched(cache: KeepCache, budget: int = BUDGET) -> list[int]:
         assert_sound(cache, budget)
         lengths.append(length)
 
-    cache.on_progress = check
+    cache.stream.on_progress = check
     return lengths
 
 
@@ -196,7 +196,7 @@ def test_the_budget_holds_after_every_chunk_and_token(family: str, method: str) 
     assert cache.get_seq_length() == PROMPT + NEW - 1
     for layer in selected(cache):  # and it is used: rows longer than the budget fill it
         (own,) = cache.budgets[layer.index]
-        slack = getattr(layer, "slack", 1) - 1  # merged layers have room for a while
+        slack = getattr(layer.evicted, "slack", 1) - 1  # merged layers have room for a while
         assert {len(slots) for slots in slots_of(layer)} <= set(range(own - slack, own + 1))
     assert cache.memory().peak_cache_bytes >= cache.memory().resident_bytes
 
@@ -450,20 +450,20 @@ def test_all_attention_given_is_counted(family: str) -> None:
     leaves, what "h2o" adds up is how many queries there were, of prompts and of single tokens."""
     cache = new_cache(family, "h2o", 100)
     queries: dict[int, int] = {}
-    own = cache.attend
+    own = cache.stream.attend
 
     def attend(module: Any, query: torch.Tensor, *args: Any) -> torch.Tensor:
         source = cache.geometry.layers[module.layer_idx].source
         queries[source] = queries.get(source, 0) + query.shape[2]
         return own(module, query, *args)
 
-    cache.attend = attend
+    cache.stream.attend = attend
     for low, high in ((0, 40), (40, 41), (41, 42), (42, 45)):
         step(family, cache, prompt(2)[:, low:high])
         for layer in selected(cache):
-            for bank in layer.banks:
-                assert bank.marks is not None
-                total = bank.marks[:, : bank.used].sum(1)
+            for bank in layer.resident.banks:
+                assert bank.scores is not None
+                total = bank.scores[:, : bank.used].sum(1)
                 torch.testing.assert_close(total, torch.full_like(total, queries[layer.index]), atol=1e-3, rtol=1e-4)
 
 
@@ -477,9 +477,9 @@ def test_a_token_that_took_anothers_place_keeps_what_it_received(family: str) ->
             step(family, cache, prompt(1)[:, low:high])
         own = []
         for layer in selected(cache):
-            (bank,) = layer.banks
-            assert bank.marks is not None
-            own.append(bank.marks[bank.slots == 42])
+            (bank,) = layer.resident.banks
+            assert bank.scores is not None
+            own.append(bank.scores[bank.slots == 42])
         marks.append(torch.cat(own))
     assert (marks[0] > 0).all() and (marks[1] > 0).all()
 
@@ -506,17 +506,17 @@ def test_a_row_that_was_padded_attends_as_many_entries_as_one_that_was_not(metho
     step("llama", cache, ids, mask)
     attended: list[int] = []
     for layer in selected(cache):
-        own: Callable[..., Iterator[Any]] = layer.resident
+        own: Callable[..., Iterator[Any]] = layer.resident.pieces
 
-        def resident(own: Callable[..., Iterator[Any]] = own, layer: SelectedLayer = layer) -> Iterator[Any]:
+        def pieces(*given: Any, own: Callable[..., Iterator[Any]] = own, layer: Layer = layer) -> Iterator[Any]:
             assert layer.pending is None  # settled before it is attended
-            for bank, keys, values in own():
-                attended.append(keys.shape[2])
-                yield bank, keys, values
+            for piece in own(*given):
+                attended.append(piece.keys.shape[2])
+                yield piece
 
-        layer.resident = resident
+        layer.resident.pieces = pieces
     step("llama", cache, ids[:, :1], torch.cat([mask, mask.new_ones(2, 1)], 1))
-    slack = max(getattr(layer, "slack", 1) - 1 for layer in selected(cache))
+    slack = max(getattr(layer.evicted, "slack", 1) - 1 for layer in selected(cache))
     assert all(own - slack <= n <= own for n, (own,) in zip(attended, cache.budgets or (), strict=True))
 
 
@@ -533,11 +533,11 @@ def allocated(cache: KeepCache) -> int:
         elif isinstance(value, dict | list | tuple):
             for item in value.values() if isinstance(value, dict) else value:
                 walk(item, depth + 1)
-        elif type(value).__module__.startswith("kvkeep") and depth < 8 and type(value).__name__ not in _SHARED:
+        elif type(value).__module__.startswith("kvkeep") and depth < 20 and type(value).__name__ not in _SHARED:
             walk(dict(vars(value)), depth + 1)
 
-    walk([layer for layer in cache.layers if isinstance(layer, SelectedLayer)])
-    walk([cache.ledger, cache.fate, cache.checkpoint])
+    walk([layer for layer in cache.layers if isinstance(layer, Layer)])
+    walk([cache.ledger, cache.checkpoint])
     return sum(seen.values())
 
 
@@ -550,9 +550,7 @@ def test_memory_is_what_is_allocated(family: str, method: str) -> None:
     generate(family, cache, prompt(2))
     memory = cache.memory()
     windows = sum(
-        layer.keys.nbytes + layer.values.nbytes
-        for layer, sliding in zip(cache.layers, cache.is_sliding, strict=True)
-        if sliding
+        layer.resident_bytes for layer, sliding in zip(cache.layers, cache.is_sliding, strict=True) if sliding
     )
     told = memory.resident_bytes + memory.compressed_bytes + memory.bookkeeping_bytes
     told += sum(memory.checkpoint_bytes.values())
@@ -626,7 +624,7 @@ def test_pyramidkv_allocates_less_with_depth(family: str) -> None:
     step(family, cache, prompt(2, 100))
     widths = {layer.index: 0 for layer in selected(cache)}
     for layer in selected(cache):
-        bank = layer.banks[0]
+        bank = layer.resident.banks.banks[0]
         widths[layer.index] = 2 * layer.heads * 4 * (bank.keys.shape[2] + bank.values.shape[2])  # two rows
     full = len(widths)
     mean, least = 40 - 4, (40 - 4) / 20
@@ -645,30 +643,30 @@ def test_whereabouts_are_those_of_the_layers(family: str, method: str) -> None:
     cache = new_cache(family, method)
     lengths = [45, 20]
     generate(family, cache, *padded(lengths))
-    found, length = cache.whereabouts(), cache.get_seq_length()
+    found, length = cache.entry_states(), cache.get_seq_length()
     assert len(found) == len(cache.geometry.layers)
     for layer, codes in zip(cache.geometry.layers, found, strict=True):
         own = cache.layers[layer.source]
         assert codes.shape[0] == 2 and codes.shape[2] == length and codes.dtype == torch.int8
-        if not isinstance(own, SelectedLayer):
+        if not isinstance(own, Layer):
             continue
         assert codes.shape[1] == own.heads
         flat = codes.flatten(0, 1)
         if method in (*JOINED, *MERGED):
-            assert (own.held() | (flat != Whereabouts.RESIDENT)).all()
-            assert (flat[own.heads :, : PROMPT - 20] == Whereabouts.DROPPED).all()  # padding
-            assert (flat[own.heads :, PROMPT - 20 :] != Whereabouts.DROPPED).all() and (flat[: own.heads] > 0).all()
-            assert (flat == Whereabouts.MERGED).any()
+            assert (own.resident.held() | (flat != EntryState.RESIDENT)).all()
+            assert (flat[own.heads :, : PROMPT - 20] == EntryState.DROPPED).all()  # padding
+            assert (flat[own.heads :, PROMPT - 20 :] != EntryState.DROPPED).all() and (flat[: own.heads] > 0).all()
+            assert (flat == EntryState.MERGED).any()
             continue
-        assert ((flat == Whereabouts.RESIDENT) == own.held()).all()
-        gone = Whereabouts.CHECKPOINTED if method in RECALLS else Whereabouts.DROPPED
-        gone = Whereabouts.SKETCHED if method in SKETCHES else gone
+        assert ((flat == EntryState.RESIDENT) == own.resident.held()).all()
+        gone = EntryState.CHECKPOINTED if method in RECALLS else EntryState.DROPPED
+        gone = EntryState.SKETCHED if method in SKETCHES else gone
         padding = torch.zeros(codes.shape, dtype=torch.bool)
         padding[1, :, : PROMPT - 20] = True
-        away = ~own.held() if method not in SKETCHES else ~own.held() & ~padding.flatten(0, 1)
+        away = ~own.resident.held() if method not in SKETCHES else ~own.resident.held() & ~padding.flatten(0, 1)
         assert (flat[away] == gone).all()
-        assert (codes[padding] == (Whereabouts.DROPPED if method in SKETCHES else gone)).all()
-        assert (codes[..., -1] == Whereabouts.RESIDENT).all() or method.startswith(("random", "knorm", "tova"))
+        assert (codes[padding] == (EntryState.DROPPED if method in SKETCHES else gone)).all()
+        assert (codes[..., -1] == EntryState.RESIDENT).all() or method.startswith(("random", "knorm", "tova"))
 
 
 @pytest.mark.parametrize(("family", "method"), SOME)
@@ -688,4 +686,4 @@ def test_describe_says_lossy(family: str, method: str) -> None:
 def test_describe_tells_each_layers_own_budget(family: str) -> None:
     cache = new_cache(family, "pyramidkv:window=4,kernel=3", 40)
     reports = [report.entries for report in cache.describe() if report.kind == "full"]
-    assert reports == [layer.budgets[0] for layer in selected(cache)]
+    assert reports == [layer.resident.banks.budgets[0] for layer in selected(cache)]

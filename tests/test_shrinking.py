@@ -15,8 +15,8 @@ import torch
 from families import leave_in_the_middle, padded, read, tiny
 
 from kvkeep import KeepCache, Session, load_session, save_session
-from kvkeep.stores.selected import SelectedLayer
-from kvkeep.stores.whereabouts import Whereabouts
+from kvkeep.stores.layer import Layer
+from kvkeep.contracts import EntryState
 
 BUDGET, CHUNK, PROMPT = 130, 48, 260
 FAMILIES = ["llama", "gemma3", "gpt2", "deepseek_v3", "gemma4", "phi3"]
@@ -41,8 +41,8 @@ def new_cache(family: str, method: str, budget: int = BUDGET) -> KeepCache:
     return KeepCache(tiny(family), method, budget, chunk=CHUNK)
 
 
-def own(cache: KeepCache) -> list[SelectedLayer]:
-    return [layer for layer in cache.layers if isinstance(layer, SelectedLayer)]
+def own(cache: KeepCache) -> list[Layer]:
+    return [layer for layer in cache.layers if isinstance(layer, Layer)]
 
 
 def step(family: str, cache: KeepCache, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
@@ -59,7 +59,7 @@ def generate(family: str, cache: KeepCache, ids: torch.Tensor, **options: Any) -
 def assert_within(cache: KeepCache, rows: int, budget: int = BUDGET) -> None:
     """What holds after every chunk and token."""
     resident = sum(layer.resident_bytes for layer in own(cache))
-    kept = 0 if cache.method.name in UNBOUNDED else cache.fate.compressed_bytes
+    kept = 0 if cache.method.name in UNBOUNDED else cache.compressed_bytes()
     assert resident + kept <= rows * budget * cache.geometry.full_bytes_per_token
     assert all(layer.length == cache.get_seq_length() and layer.pending is None for layer in own(cache))
 
@@ -72,14 +72,14 @@ def test_bytes_stay_within_the_budget_after_every_chunk_and_token(family: str, m
         assert_within(cache, 2)
         seen.append(length)
 
-    cache.on_progress = check
+    cache.stream.on_progress = check
     ids, mask = padded([PROMPT, 150])
     assert read(family, cache, ids, mask, 40).isfinite().all()
     assert seen[-1] == PROMPT and len(seen) > 43
     for layer in own(cache):
-        found = cache.whereabouts()[layer.index][0]
-        assert (found == (Whereabouts.CHECKPOINTED if method in UNBOUNDED else Whereabouts.QUANTISED)).any()
-        assert (found == Whereabouts.RESIDENT).any() or method == LOWRANK
+        found = cache.entry_states()[layer.index][0]
+        assert (found == (EntryState.CHECKPOINTED if method in UNBOUNDED else EntryState.QUANTISED)).any()
+        assert (found == EntryState.RESIDENT).any() or method == LOWRANK
 
 
 @pytest.mark.parametrize(("family", "method"), EVERY)
@@ -129,14 +129,14 @@ def test_crop_and_go_on(family: str, method: str) -> None:
     step(family, cache, ids[:, :200])
     gone = 3 if any(cache.is_sliding) else 120  # sliding windows record one round only
     step(family, cache, ids[:, 200:220])
-    before = [codes.clone() for codes in cache.whereabouts()]
+    before = [codes.clone() for codes in cache.entry_states()]
     cache.crop(-gone)
     assert cache.get_seq_length() == 220 - gone
     for layer in own(cache):
-        now, then = cache.whereabouts()[layer.index], before[layer.index][..., : 220 - gone]
+        now, then = cache.entry_states()[layer.index], before[layer.index][..., : 220 - gone]
         assert now.shape[2] == 220 - gone
-        assert ((now == then) | (now == Whereabouts.DROPPED)).all()
-        assert ((now == Whereabouts.RESIDENT) <= (then == Whereabouts.RESIDENT)).all()
+        assert ((now == then) | (now == EntryState.DROPPED)).all()
+        assert ((now == EntryState.RESIDENT) <= (then == EntryState.RESIDENT)).all()
     assert step(family, cache, ids[:, 150:230]).isfinite().all()
     assert_within(cache, 1)
     cache.reset()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvkeep.budget import Budget
     from kvkeep.cache import KeepCache
+    from kvkeep.contracts import EntryState, EvictedStore, Exactness, Fate, Reader, Recall, Selector
     from kvkeep.decode.chat import Conversation
     from kvkeep.decode.generate import generate
     from kvkeep.decode.session import Session, load_session, save_session
@@ -22,38 +23,56 @@ if TYPE_CHECKING:
         UsageError,
     )
     from kvkeep.geometry import ModelGeometry
+    from kvkeep.memory.meter import Memory
     from kvkeep.models.loading import load
     from kvkeep.plan.planner import recommend
+    from kvkeep.policies.methods import Method, methods
+    from kvkeep.policies.registry import Preset, register
 
 # Torch and transformers take seconds to import: each name brings in its module when it is first asked for.
 _HOMES = {
-    "Budget": "budget",
-    "BudgetError": "errors",
-    "Conversation": "decode.chat",
-    "KeepCache": "cache",
-    "KvkeepError": "errors",
-    "ModelError": "errors",
-    "ModelGeometry": "geometry",
-    "Session": "decode.session",
-    "SessionError": "errors",
-    "StoreError": "errors",
-    "UnsupportedModelError": "errors",
-    "UsageError": "errors",
-    "generate": "decode.generate",
-    "load": "models.loading",
-    "load_session": "decode.session",
-    "recommend": "plan.planner",
-    "save_session": "decode.session",
-    "verified": "decode.verified",
+    "budget": ("Budget",),
+    "cache": ("KeepCache",),
+    "contracts": ("EntryState", "EvictedStore", "Exactness", "Fate", "Reader", "Recall", "Selector"),
+    "decode.chat": ("Conversation",),
+    "decode.generate": ("generate",),
+    "decode.session": ("Session", "load_session", "save_session"),
+    "decode.verified": ("verified",),
+    "errors": (
+        "BudgetError",
+        "KvkeepError",
+        "ModelError",
+        "SessionError",
+        "StoreError",
+        "UnsupportedModelError",
+        "UsageError",
+    ),
+    "geometry": ("ModelGeometry",),
+    "memory.meter": ("Memory",),
+    "models.loading": ("load",),
+    "plan.planner": ("recommend",),
+    "policies.methods": ("Method", "methods"),
+    "policies.registry": ("Preset", "register"),
 }
+_HOME_OF = {name: home for home, own in _HOMES.items() for name in own}
 __all__ = [
     "Budget",
     "BudgetError",
     "Conversation",
+    "EntryState",
+    "EvictedStore",
+    "Exactness",
+    "Fate",
     "KeepCache",
     "KvkeepError",
+    "Memory",
+    "Method",
     "ModelError",
     "ModelGeometry",
+    "Preset",
+    "Reader",
+    "Recall",
+    "Selector",
     "Session",
     "SessionError",
     "StoreError",
@@ -62,7 +81,9 @@ __all__ = [
     "generate",
     "load",
     "load_session",
+    "methods",
     "recommend",
+    "register",
     "save_session",
     "verified",
 ]
@@ -70,6 +91,10 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _HOME_OF:
         raise AttributeError(f"module 'kvkeep' has no attribute '{name}'")
-    return getattr(import_module(f"kvkeep.{_HOMES[name]}"), name)
+    return getattr(import_module(f"kvkeep.{_HOME_OF[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,10 +11,9 @@ from torch import Tensor
 from transformers import Cache
 
 from kvkeep import report
-from kvkeep.attention.step import Step
 from kvkeep.budget import Budget
 from kvkeep.contracts import Exactness
-from kvkeep.errors import KvkeepError, UsageError
+from kvkeep.errors import UsageError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.memory.meter import Memory
 from kvkeep.memory.rows import Rows
@@ -25,6 +24,7 @@ from kvkeep.stores.backing import recall
 from kvkeep.stores.dynamic import held_by
 from kvkeep.stores.layer import Layer
 from kvkeep.stores.selective import Certificate
+from kvkeep.stream import Stream
 from kvkeep.transfer import fork
 
 
@@ -76,139 +76,28 @@ class KeepCache(Cache):
         )
         self.method: Method = self.request.method
         self.geometry = ModelGeometry.from_config(model.config, next(model.parameters()).dtype.itemsize)
-        self.earlier_outputs: list[Tensor] = []
-        self.on_progress: Callable[[int], None] | None = None  # called with the tokens so far, between chunks
-        self._readers = {layer.source: layer.index for layer in self.geometry.layers}
         self._start()
 
     def _start(self) -> None:
-        made = assemble(self.request, self.model, self.geometry)
-        self.ledger, self.meter = made.ledger, made.meter
-        self.entries, self.chunk, self.streams, self.budgets = made.entries, made.chunk, made.streams, made.budgets
-        self.spec, self.checkpoint, self.positions = made.spec, made.checkpoint, made.positions
-        self.round, self.table = made.round, made.table
-        self._open, self._known, self._in_hand = False, 0, 0
+        self.made = made = assemble(self.request, self.model, self.geometry)
+        self.entries, self.budgets, self.spec, self.checkpoint = made.entries, made.budgets, made.spec, made.checkpoint
+        self.ledger, self.meter, self.positions, self.round = made.ledger, made.meter, made.positions, made.round
         super().__init__(layers=made.layers)
         self.held = [held_by(layer) for layer in made.layers]
-        self.bounded: list[Layer] = (
-            [self.layers[own.index] for own in self.geometry.full_layers] if made.streams else []
-        )
-
-    # -- the forward pass ---------------------------------------------------------------------------
-
-    def admit(self, tokens: int) -> None:
-        """Raise UsageError if ``tokens`` more would go past the positions the model has, before anything is read."""
-        limit = self.geometry.max_positions
-        if limit is None or self.positions is not None or self.budgets is None or self.method.store_fate.keeps:
-            return
-        if (total := self.get_seq_length() + tokens) > limit:
-            raise UsageError(
-                f"'{self.method.name}' keeps the positions of the text, and {total} tokens are more than the {limit} "
-                "that the model has; 'streaming-llm' with positions within the cache has no such end."
-            )
-
-    def begin_forward(
-        self, ids: Tensor | None, embeddings: Tensor | None, positions: Tensor | None, mask: Tensor | None
-    ) -> Tensor | None:
-        """Take note of the tokens about to be processed; return the positions to tell the model, None for its own."""
-        if self._open:
-            self.roll_back()
-        if self.round is not None:
-            self.round.before_forward()
-        self._open, self._known = True, self.ledger.length
-        self.ledger.append(ids, embeddings, positions, mask)
-        if self.checkpoint is not None and not self._drafting:
-            self.checkpoint.begin_forward(embeddings is None, self._known)
-        if self.positions is None:
-            return positions
-        if positions is None:
-            positions = torch.arange(self._known, self.ledger.length, device=self.device).unsqueeze(0)
-        return self.positions.begin(positions, self._known)
-
-    def enter_layer(self, layer_idx: int, hidden: Tensor) -> None:
-        """Let the checkpoint keep the residual entering a layer."""
-        if self.checkpoint is not None and not self._drafting:
-            self.checkpoint.enter_layer(layer_idx, hidden.detach())
-
-    def attends(self, layer_idx: int) -> bool:
-        """Tell whether a layer's past is streamed (it is not where a sliding window keeps it)."""
-        return self.streams and self.geometry.layers[self.geometry.layers[layer_idx].source].kind == "full"
-
-    @torch.no_grad()
-    def attend(
-        self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float
-    ) -> Tensor:
-        """Attend over what was evicted, what is resident and what is new; then settle the new entries."""
-        index = module.layer_idx
-        source = self.geometry.layers[index].source
-        layer = self.layers[source]
-        self._in_hand = max(self._in_hand, layer.pending_bytes)
-        if self.positions is not None:
-            self.positions.place(layer)  # before the new entries come in, whose positions are told already
-        own, last = index == source, self._readers[source] == index
-        step = Step.of(module, query, key, value, mask, scaling, layer.heads, own, last)
-        return step.unfolded(layer.attend(step))
-
-    def end_forward(self, completed: bool) -> None:
-        """Close the step; one that an exception left is rolled back where that can be done."""
-        if not completed:
-            if self._drafting or not any(self.is_sliding):
-                self.roll_back()
-            return
-        self._open = False
-        if any(layer.arrived != self.ledger.length for layer in self.bounded):
-            raise KvkeepError(
-                f"'{self.geometry.model_type}' did not pass all its entries through the cache's attention; "
-                "the result would be wrong. Use method 'full'."
-            )
-        self.meter.cache(self.resident_bytes() + self.compressed_bytes() + self._in_hand)
-        self._in_hand = 0
-        if self.round is not None:
-            self.round.after_forward()
-        if self.on_progress is not None:
-            self.on_progress(self.ledger.length)
-
-    def roll_back(self) -> None:
-        """Undo a step that was left in the middle; hooks are not told of every interrupt, so this may be late. Raises
-        KvkeepError where it cannot be undone."""
-        if not self._open:
-            return
-        if self.round is not None and self.round.open:
-            self._open = False
-            self.round.retract()
-            return
-        lost = any(layer.lost for layer in self.bounded)
-        if lost or any(self.is_sliding):
-            reason = "entries left that its store could not take" if lost else "sliding windows cannot be rolled back"
-            raise KvkeepError(
-                f"The cache was left in the middle of a step, and its {reason}; call reset() and read the text again."
-            )
-        self._open = False
-        for layer in self.bounded:
-            layer.truncate(self._known)
-        self._forget_from(self._known)
-
-    @property
-    def _drafting(self) -> bool:
-        return self.round is not None and self.round.drafting
-
-    @property
-    def device(self) -> torch.device:
-        """The device the model runs on."""
-        return next(self.model.parameters()).device
+        self.stream = Stream(self.method, self.geometry, made) if made.streams else None
 
     # -- the cache contract -------------------------------------------------------------------------
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the number of tokens processed, those of an unfinished step not counted."""
-        if self.streams:
-            return self._known if self._open else self.ledger.length
+        if self.stream is not None:
+            return self.stream.length
         return super().get_seq_length(self.geometry.layers[layer_idx].source)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Return what masks must cover: (length, offset); only the new entries where the past is streamed."""
-        if self.attends(layer_idx):
-            return query_length, self.get_seq_length()
+        if self.stream is not None and self.stream.attends(layer_idx):
+            return query_length, self.stream.length
         return super().get_mask_sizes(query_length, layer_idx)
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -222,15 +111,8 @@ class KeepCache(Cache):
         if self.positions is not None and self.positions.holds_on_to(self.ledger.length + tokens_to_remove):
             raise UsageError("The first entries have moved along with the stream and cannot be cut off; call reset().")
         super().crop(tokens_to_remove)
-        if self.streams:
-            self._forget_from(self.ledger.length + tokens_to_remove)
-
-    def _forget_from(self, length: int) -> None:
-        self.ledger.truncate(length)
-        if self.positions is not None:
-            self.positions.truncate(length)
-        if self.checkpoint is not None:
-            self.checkpoint.truncate_residuals(length)
+        if self.stream is not None:
+            self.stream.forget_from(self.ledger.length + tokens_to_remove)
 
     def reset(self) -> None:
         """Forget everything and free the memory."""
@@ -252,7 +134,7 @@ class KeepCache(Cache):
     @property
     def rows(self) -> int:
         """Rows of the batch held, 0 before the first token."""
-        if self.streams:
+        if self.stream is not None:
             return self.ledger.batch
         return next((rows for held in self.held if (rows := held.rows)), 0)
 
@@ -260,7 +142,7 @@ class KeepCache(Cache):
         """Make the batch the rows of ``index``, repeats and reorders allowed."""
         for held in self.held:
             held.select(index)
-        self.ledger.select(index.to(self.device))
+        self.ledger.select(index.to(self.made.device))
         if self.checkpoint is not None:
             self.checkpoint.select(index, lambda number: self.layers[number].lanes_of(index))
         if self.positions is not None:
@@ -303,18 +185,22 @@ class KeepCache(Cache):
             raise UsageError(
                 f"Checkpoint kind '{self.spec}' cannot bring back single entries; 'kv' and 'residual' can."
             )
-        chosen = torch.tensor(slots, dtype=torch.int64, device=self.device)
+        chosen = torch.tensor(slots, dtype=torch.int64, device=self.made.device)
         return sum(recall(layer, layer.reader.backing, chosen, limit) for layer in layers)
 
+    def _bounded(self) -> list[Layer]:
+        return [] if self.stream is None else self.stream.bounded
+
     def _backed(self) -> list[Layer]:
-        self.roll_back()
+        if self.stream is not None:
+            self.stream.roll_back()
         fate = self.method.store_fate
         if not self.method.recall.backed or fate.merges or fate.makes_room:
             raise UsageError(
                 f"Method '{self.method.name}' does not keep all its entries in checkpoints, so none can leave and come "
                 "back by hand; 'kv-lru' does."
             )
-        return self.bounded
+        return self._bounded()
 
     # -- what it holds ------------------------------------------------------------------------------
 
@@ -352,10 +238,10 @@ class KeepCache(Cache):
 
     def certificate(self) -> list[Certificate]:
         """Return what each layer whose recall is selective can have left out; nothing for other methods."""
-        return [layer.reader.certificate for layer in self.bounded] if self.method.recall.reads_single else []
+        return [layer.reader.certificate for layer in self._bounded()] if self.method.recall.reads_single else []
 
     def merges(self) -> tuple[int, int]:
         """Return how many pairs of neighbours were merged so far, of all layers and heads, and for how many of them the
         formula of the key's weights left [0, 1] or had no value, so that they were clamped. Zeros for other methods."""
-        merged = [layer.evicted.merged() for layer in self.bounded]
+        merged = [layer.evicted.merged() for layer in self._bounded()]
         return sum(pairs for pairs, _ in merged), sum(clamped for _, clamped in merged)

@@ -170,7 +170,8 @@ class Selector(ABC):
         return False
 
     def budgets(self, model: Any, geometry: ModelGeometry, entries: int) -> list[Sequence[int]]:
-        """Return the entries of each layer's KV heads (one number: of all its heads), ``entries`` on average."""
+        """Return the entries of each layer's KV heads (one number: of all its heads), ``entries`` on average. Where they
+        are measured on the model and there is none yet (``model`` None), layers and heads are taken to be alike."""
         return [(entries,)] * len(geometry.layers)
 
     def sinks_in_cache(self, drops: bool) -> int | None:
@@ -389,8 +390,14 @@ class PairMerging(Protocol):
     0 for none. asks: whether it works by :meth:`clues`, from the queries themselves; else by the mean output."""
 
     asks: ClassVar[bool]
-    sinks: int
-    cap: int
+
+    @property
+    def sinks(self) -> int:
+        """First entries of a row that are never merged."""
+
+    @property
+    def cap(self) -> int:
+        """The largest count, 0 for none."""
 
     def share(self, pairs: Pairs) -> Tensor:
         """Return the first key's share of the merged one, (lanes, pairs, 1 or dim); the second's is the rest. What is
@@ -403,15 +410,19 @@ class PairMerging(Protocol):
 class Checkpoint(Protocol):
     """What entries are rebuilt from, for all layers of one cache: a residual may serve several layers.
 
-    where: the place it is in. capacity: entries it may hold, None: no end. by_token: it is kept for every token, and not
-    for entries that left. copies: a recall is a copy at most, and computes nothing. picks: single entries come back
-    without all those before them.
+    where: the place it is in. capacity: entries it may hold, None: no end.
     """
 
     where: str
     capacity: int | None
-    by_token: ClassVar[bool]
-    copies: ClassVar[bool]
+
+    @property
+    def by_token(self) -> bool:
+        """Whether it is kept for every token, and not for entries that left."""
+
+    @property
+    def copies(self) -> bool:
+        """Whether a recall is a copy at most, and computes nothing."""
 
     @property
     def picks(self) -> bool:
@@ -482,12 +493,14 @@ class Site:
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes that a part of one layer will hold, for all its KV heads of one row; ``workspace``: for a moment."""
+    """Bytes that a part of one layer will hold, for all its KV heads of one row; ``workspace``: for a moment; ``shrunk``:
+    by how much less it is than it was before. entries: of one KV head that attention can still read there."""
 
-    resident: int = 0
     compressed: int = 0
     bookkeeping: int = 0
     workspace: int = 0
+    entries: int = 0
+    shrunk: int = 0
 
 
 @dataclass(frozen=True)
@@ -495,7 +508,8 @@ class Fate(ABC):
     """What becomes of entries that leave. A frozen dataclass whose fields are its parameters.
 
     label: in a word; returns: how what left comes back by itself; exactness: its promise; checkpoints: what leaves is
-    kept in a checkpoint, whose options the cache then takes; records: ids and positions of all tokens are needed.
+    kept in a checkpoint, whose options the cache then takes; records: ids and positions of all tokens are needed. work:
+    what reading it is counted as (:mod:`kvkeep.plan.costs`).
     leaves: who leaves, where that is the fate's to say and not the selector's. keeps, merges, makes_room: as of the
     store it makes.
     """
@@ -506,6 +520,7 @@ class Fate(ABC):
     exactness: ClassVar[Exactness] = Exactness.LOSSY
     checkpoints: ClassVar[bool] = False
     records: ClassVar[bool] = False
+    work: ClassVar[str] = ""
     keeps: ClassVar[bool] = True
     merges: ClassVar[bool] = False
     makes_room: ClassVar[bool] = False
@@ -522,10 +537,14 @@ class Fate(ABC):
         """Return how many tokens of a prompt to take at a time where nobody says, ``chunk`` by default."""
         return chunk
 
-    def check(self, name: str, model: Any, geometry: ModelGeometry, entries: int) -> None:
-        """Raise where it cannot be done within ``entries`` (BudgetError) or on this model (UnsupportedModelError)."""
+    def fits(self, name: str, geometry: ModelGeometry, entries: int) -> None:
+        """Raise where it cannot be done within ``entries`` (BudgetError) or with heads of such widths
+        (UnsupportedModelError)."""
         if not entries and self.exactness is not Exactness.EXACT:
             raise BudgetError(f"A budget of 0 leaves '{name}' nothing to attend to; only with checkpoints it would.")
+
+    def check(self, model: Any, geometry: ModelGeometry) -> None:
+        """Raise UnsupportedModelError where it cannot be done on this model."""
 
     def shared(self, geometry: ModelGeometry, ledger: Ledger) -> Any:
         """Return what the stores of all layers share, None for nothing."""
@@ -547,10 +566,13 @@ class Fate(ABC):
 class Reader(ABC):
     """How the attention of one layer reads what is not resident, and what it keeps for that.
 
-    backed: every entry is in the checkpoint too, resident or not, so any may come back.
+    backed: every entry is in the checkpoint too, resident or not, so any may come back. backing: the layer's share of
+    it, None where there is none. certificate: what it can have left out, None where that is nothing.
     """
 
     backed: ClassVar[bool] = False
+    backing: Any = None
+    certificate: Any = None
     bookkeeping_bytes: int = 0
     waiting: int = 0  # slots that came in and wait for a decision
 
@@ -595,7 +617,8 @@ class Recall(ABC):
 
     label: in a few words; exactness: the promise, None: the fate's. backed: it needs every entry in a checkpoint.
     reads_single: it brings back single entries, so none may be merged into others. place: where its checkpoints are by
-    default, None: as for every method. loses: it goes on where a checkpoint of limited capacity has lost entries.
+    default, None: as for every method. loses: it goes on where a checkpoint of limited capacity has lost entries. drafts:
+    it decodes in rounds of draft and verify.
     """
 
     label: ClassVar[str]
@@ -604,6 +627,7 @@ class Recall(ABC):
     reads_single: ClassVar[bool] = False
     place: ClassVar[str | None] = None
     loses: ClassVar[bool] = False
+    drafts: ClassVar[bool] = False
 
     def tail(self, entries: int) -> int:
         """Return how many of a budget's ``entries`` are for tokens that wait for a decision, 0 where none does."""
@@ -613,6 +637,7 @@ class Recall(ABC):
     def reader(self, site: Site, round: Any) -> Reader:
         """Return the reader of one layer; ``round``: of draft and verify, None where there is none."""
 
-    def holds(self, layer: LayerGeometry, tokens: int, dtype_bytes: int) -> int:
-        """Return the bytes of bookkeeping that the reader of a layer will hold for ``tokens`` tokens of one row."""
-        return 0
+    def holds(self, layer: LayerGeometry, geometry: ModelGeometry, tokens: int, away: int) -> Held:
+        """Return the bytes that the reader of a layer will hold for ``tokens`` tokens of one row, ``away`` of which are
+        not resident."""
+        return Held()

@@ -58,8 +58,8 @@ def memory(cache: KeepCache) -> Memory:
     cache.meter.cache(resident + compressed)
     places = {"device": 0, "host": 0, "disk": 0}
     bookkeeping = cache.ledger.bookkeeping_bytes + sum(held.bookkeeping_bytes for held in cache.held)
-    if cache.table is not None:
-        bookkeeping += cache.table.nbytes
+    if cache.made.table is not None:
+        bookkeeping += cache.made.table.nbytes
     if cache.positions is not None:
         bookkeeping += cache.positions.nbytes
     if cache.checkpoint is not None:

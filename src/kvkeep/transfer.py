@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +49,7 @@ def header(cache: KeepCache) -> dict[str, Any]:
 def restore(cache: KeepCache, names: set[str], tensor: Callable[[str], Tensor], about: dict[str, Any]) -> None:
     """Give an empty cache the past that :func:`state` and :func:`header` told: ``names``, and what returns a
     ``tensor`` by its name, one in memory at a time."""
-    length, device = about["length"], cache.device
+    length, device = about["length"], cache.made.device
     ids, positions = (tensor(name).to(device) if name in names else None for name in ("ids", "positions"))
     visible = tensor("visible").to(device) if "visible" in names else None
     cache.ledger.restore(length, about["rows"], ids, positions, visible)
@@ -74,11 +73,12 @@ def restore(cache: KeepCache, names: set[str], tensor: Callable[[str], Tensor], 
 
 def fork(cache: KeepCache, kind: Kind | None) -> KeepCache:
     """Return a second cache with the same past: of the same kind, or of another one."""
-    cache.roll_back()
+    if cache.stream is not None:
+        cache.stream.roll_back()
     if kind is not None:
         method, budget, options = kind
         return _adopted(cache, Request.parse(method or cache.method.name, budget, **options))
-    if cache.table is not None:
+    if cache.made.table is not None:
         return _sharing(cache)
     twin = cache.__class__(cache.model, request=cache.request)
     tensors = {name: tensor.clone() for name, tensor in state(cache).items()}
@@ -89,15 +89,24 @@ def fork(cache: KeepCache, kind: Kind | None) -> KeepCache:
 def _sharing(cache: KeepCache) -> KeepCache:
     """Return a second cache over the same blocks."""
     twin = cache.__class__(cache.model, request=cache.request)
-    assert cache.table is not None
-    twin.table = cache.table.fork()
-    twin.ledger = copy.deepcopy(cache.ledger)
-    for own, other in zip(cache.bounded, twin.bounded, strict=True):
-        other.resident = own.resident.fork(twin.table, twin.meter)
+    assert cache.stream is not None and twin.stream is not None
+    assert cache.made.table is not None and twin.made.table is not None
+    if not cache.get_seq_length():
+        return twin
+    _copy_ledger(cache, twin)
+    twin.made.table.share(cache.made.table)
+    for own, other in zip(cache.stream.bounded, twin.stream.bounded, strict=True):
+        other.resident.share(own.resident)
         other.length, other.heads, other.is_initialized = own.length, own.heads, own.is_initialized
-        other.ledger = twin.ledger
     _copy_windows(cache, twin)
     return twin
+
+
+def _copy_ledger(cache: KeepCache, twin: KeepCache) -> None:
+    own = cache.ledger
+    ids, positions = (rows.view().clone() if own.records else None for rows in (own.ids, own.positions))
+    visible = None if own.visible is None else own.visible.clone()
+    twin.ledger.restore(cache.get_seq_length(), cache.rows, ids, positions, visible)
 
 
 def _copy_windows(cache: KeepCache, twin: KeepCache) -> None:
@@ -134,17 +143,13 @@ def _adopted(cache: KeepCache, request: Request) -> KeepCache:
     if not length:
         return twin
     _copy_windows(cache, twin)
-    own = cache.ledger
-    recorded = (
-        (own.ids.view().clone(), own.positions.view().clone()) if own.records and twin.ledger.records else (None, None)
-    )
-    twin.ledger.restore(length, cache.rows, *recorded, None if own.visible is None else own.visible.clone())
-    chunk = twin.chunk if twin.streams else length
+    _copy_ledger(cache, twin)
+    chunk = length if twin.stream is None else min(length, twin.stream.chunk)
     for layer in cache.geometry.full_layers:
-        for keys, values in _chunks(cache, layer.index, min(chunk, length)):
+        for keys, values in _chunks(cache, layer.index, chunk):
             target = twin.layers[layer.index]
             target.update(keys, values)
-            if twin.streams:
+            if twin.stream is not None:
                 target.settle()
     return twin
 
@@ -152,7 +157,7 @@ def _adopted(cache: KeepCache, request: Request) -> KeepCache:
 def _chunks(cache: KeepCache, index: int, chunk: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield all entries of a layer in order, exactly, (batch, kv_heads, n, dim), at most ``chunk`` at a time."""
     layer, rows = cache.layers[index], cache.rows
-    if not cache.streams:
+    if cache.stream is None:
         keys, values = layer.keys, layer.values
     else:
         keys, values = layer.everything()

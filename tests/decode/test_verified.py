@@ -118,8 +118,10 @@ def test_the_budget_holds_within_a_round(draft: str) -> None:
     per_entry = cache.geometry.kv_bytes_per_token
 
     def watch(*_: Any) -> None:
-        held = sum(part.nbytes for layer in cache.layers for bank in layer.banks for part in (bank.keys, bank.values))
-        seen.append((held + cache.fate.compressed_bytes) / per_entry)  # type: ignore[union-attr]
+        held = sum(
+            part.nbytes for layer in cache.layers for bank in layer.resident.banks for part in (bank.keys, bank.values)
+        )
+        seen.append((held + cache.compressed_bytes()) / per_entry)  # type: ignore[union-attr]
 
     handle = tiny("llama").register_forward_hook(watch)
     try:
@@ -177,8 +179,8 @@ def test_entries_return_to_which_attention_returns() -> None:
     for layer, attention in zip(cache.layers, weights, strict=True):
         assert isinstance(layer, DraftingLayer)
         last = attention[0, :, -1].mean(0)  # TOVA: the last query, mean over heads
-        expected = set(last.topk(layer.banks[0].columns).indices.tolist())
-        assert all(set(row.tolist()) == expected for row in layer.banks[0].slots)
+        expected = set(last.topk(layer.resident.banks[0].columns).indices.tolist())
+        assert all(set(row.tolist()) == expected for row in layer.resident.banks[0].slots)
     cache.retract()
 
 

@@ -52,8 +52,8 @@ class Step:
         """Return the step of tensors (batch, heads, n, dim) and a mask (batch or 1, 1, queries, entries), folded."""
         if mask is not None and mask.shape[0] > 1:
             mask = mask.repeat_interleave(heads, 0)
-        folded = (part.reshape(-1, part.shape[1] // heads, *part.shape[2:]) for part in (query, key, value))
-        return cls(module, *folded, mask, scaling, heads, own, last)
+        query, key, value = (part.reshape(-1, part.shape[1] // heads, *part.shape[2:]) for part in (query, key, value))
+        return cls(module, query, key, value, mask, scaling, heads, own, last)
 
     @property
     def new(self) -> int:

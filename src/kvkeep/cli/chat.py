@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from kvkeep.cli import options
-from kvkeep.cli.auto import AUTO, check_auto, planned
+from kvkeep.cli.asked import asked
 from kvkeep.cli.generate import as_json, summary
 from kvkeep.cli.output import err, interruptible, note, print_json, reading, size, write
 from kvkeep.errors import UsageError
@@ -40,20 +40,19 @@ def chat(
     json: options.Json = False,
 ) -> None:
     """Talk with a model; Ctrl-C stops an answer, not the program."""
-    from kvkeep.cache import KeepCache, check_request
     from kvkeep.decode.chat import Conversation
     from kvkeep.models.loading import load
 
-    method, budget = options.kv_budget(kv_budget_tokens, kv_budget_mb, method, budget, exact)
-    recall = "verified" if exact and budget != AUTO else None  # what the planner chooses is exact
-    check_auto(method, budget, checkpoint, where, memory)
-    check_request(method, None if budget == AUTO else budget, checkpoint, where, recall)
-    cache_options: dict[str, Any] = {
-        "checkpoint": checkpoint,
-        "where": where,
-        "capacity": capacity,
-        "folder": folder,
-    }
+    cache_options = {"checkpoint": checkpoint, "where": where, "capacity": capacity, "folder": folder}
+    wanted = asked(
+        method,
+        budget,
+        kv_budget_tokens=kv_budget_tokens,
+        kv_budget_mb=kv_budget_mb,
+        exact=exact,
+        memory=memory,
+        **cache_options,
+    )
     resume = session is not None and Path(session).exists()
     if resume and (method or budget or exact or system or any(value is not None for value in cache_options.values())):
         raise UsageError(
@@ -62,11 +61,6 @@ def chat(
     if session is not None and not os.access(Path(session).parent, os.W_OK):
         raise UsageError(f"The session cannot be kept in '{session}': its folder is missing or cannot be written to.")
     loaded = load(model, dtype=dtype, device=device, progress=note)
-    if budget == AUTO and not resume:
-        context = getattr(loaded.model.config, "max_position_embeddings", None) or 4096
-        method, budget, cache_options["checkpoint"], cache_options["where"] = planned(
-            loaded.model, context - max_tokens, memory, max_tokens
-        )
     if resume and session is not None:
         talk = Conversation.resume(loaded.model, loaded.tokenizer, session)
         note(f"Continuing with {talk.cache.get_seq_length()} tokens in the cache, {len(talk.messages)} messages.")
@@ -74,7 +68,7 @@ def chat(
         talk = Conversation(
             loaded.model,
             loaded.tokenizer,
-            KeepCache(loaded.model, method, budget, recall=recall, **cache_options),
+            wanted.cache(loaded.model, answer=max_tokens),
             system=system,
         )
     turns: list[dict[str, Any]] = []

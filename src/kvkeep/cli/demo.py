@@ -11,6 +11,7 @@ from rich.table import Table
 
 import kvkeep
 from kvkeep.cli import options
+from kvkeep.cli.asked import asked
 from kvkeep.cli.generate import as_json
 from kvkeep.cli.output import note, out, print_json, reading, size, write
 from kvkeep.errors import UsageError
@@ -33,13 +34,12 @@ def demo(
     json: options.Json = False,
 ) -> None:
     """Answer a question about a long text with the full cache and within a budget; compare token by token."""
-    from kvkeep.cache import check_request, new_cache
     from kvkeep.decode.generate import generate
     from kvkeep.decode.prompt import encode, read_text, shortened
     from kvkeep.decode.prompt import question as ask
     from kvkeep.models.loading import load
 
-    check_request(METHOD, budget, checkpoint, where)
+    wanted = {"stock": asked("stock", None), METHOD: asked(METHOD, budget, checkpoint=checkpoint, where=where)}
     text = read_text(doc) if doc else _own_docs()
     loaded = load(model, progress=note)
     text, count = shortened(loaded.tokenizer, text, LONGEST)
@@ -47,12 +47,8 @@ def demo(
     ids = encode(loaded.tokenizer, ask(text, question))
     note(f"{used} tokens of text. {question}")
     results = {}
-    settings: dict[str, dict[str, str | None]] = {
-        "stock": {},
-        METHOD: {"budget": budget, "checkpoint": checkpoint, "where": where},
-    }
-    for method, chosen in settings.items():
-        cache = new_cache(loaded.model, method, context=len(ids) + max_tokens, **chosen)
+    for method, own in wanted.items():
+        cache = own.cache(loaded.model, len(ids) + max_tokens, max_tokens)
         note(f"\nWith {'the full cache' if method == 'stock' else f'{METHOD} at {budget}'}:")
         with reading(len(ids)) as advance:
             results[method] = generate(

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from kvkeep.cli import options
-from kvkeep.cli.auto import AUTO, check_auto, planned
+from kvkeep.cli.asked import asked
 from kvkeep.cli.output import interruptible, note, print_json, reading, size, write
 from kvkeep.errors import Interrupted
 
@@ -37,32 +37,27 @@ def generate(
     json: options.Json = False,
 ) -> None:
     """Answer a prompt, or a question about a file, inside a cache budget."""
-    from kvkeep.cache import check_request, new_cache
     from kvkeep.decode.generate import generate as run
     from kvkeep.decode.prompt import encode, question, read_text
     from kvkeep.models.loading import load
 
-    method, budget = options.kv_budget(kv_budget_tokens, kv_budget_mb, method, budget, exact)
-    recall = "verified" if exact and budget != AUTO else None  # what the planner chooses is exact
-    check_auto(method, budget, checkpoint, where, memory)
-    check_request(method, None if budget == AUTO else budget, checkpoint, where, recall)
-    messages = question(read_text(file) if file else None, prompt)
-    loaded = load(model, dtype=dtype, device=device, progress=note)
-    ids = encode(loaded.tokenizer, messages, raw=raw)
-    if budget == AUTO:
-        method, budget, checkpoint, where = planned(loaded.model, len(ids), memory, max_tokens)
-    cache = new_cache(
-        loaded.model,
+    wanted = asked(
         method,
-        budget=budget,
+        budget,
+        kv_budget_tokens=kv_budget_tokens,
+        kv_budget_mb=kv_budget_mb,
+        exact=exact,
+        memory=memory,
         checkpoint=checkpoint,
         where=where,
         capacity=capacity,
         folder=folder,
         chunk=chunk,
-        context=len(ids) + max_tokens,
-        recall=recall,
     )
+    messages = question(read_text(file) if file else None, prompt)
+    loaded = load(model, dtype=dtype, device=device, progress=note)
+    ids = encode(loaded.tokenizer, messages, raw=raw)
+    cache = wanted.cache(loaded.model, len(ids) + max_tokens, max_tokens)
     with interruptible() as interrupted, reading(len(ids)) as advance:
         try:
             result = run(

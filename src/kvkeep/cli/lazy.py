@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import Any
+from typing import Any, ClassVar
 
 import typer
 from typer.core import TyperGroup
@@ -27,7 +27,7 @@ def application(own: Table) -> Any:
             log.warning("The commands of '%s' are left out: %s", point.value, error)
     group = typer.main.get_command(_application())
     assert isinstance(group, Commands)
-    group.table = table
+    Commands.table = table
     return group
 
 
@@ -49,7 +49,7 @@ def _application() -> typer.Typer:
 class Commands(TyperGroup):
     """Commands by name; ``table`` says where each is."""
 
-    table: Table = {}
+    table: ClassVar[Table] = {}
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return all names, in the table's order."""

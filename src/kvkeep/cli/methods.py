@@ -13,26 +13,22 @@ from kvkeep.cli.output import out, print_json
 
 def methods(json: options.Json = False) -> None:
     """List the methods: who leaves, what becomes of it, how it comes back, and the promise."""
-    from kvkeep.cache import STOCK
-    from kvkeep.policies.fates import FATES
-    from kvkeep.policies.merging import MERGING
-    from kvkeep.policies.methods import METHODS
-    from kvkeep.policies.recalls import RECALLS
-    from kvkeep.policies.selectors import SELECTORS
+    from kvkeep.policies.methods import STOCK, parts
+    from kvkeep.policies.methods import methods as registered
     from kvkeep.policies.specs import parameters
 
     rows = [
         {
             "name": method.name,
             "class": str(method.exactness),
-            "selector": method.selector,
-            "fate": method.fate,
-            "recall": method.recall,
+            "selector": method.leaves,
+            "fate": method.becomes,
+            "recall": method.returns,
             "options": list(method.options),
             "summary": method.summary,
             "source": method.source,
         }
-        for method in METHODS.values()
+        for method in registered().values()
     ]
     rows.append(
         {
@@ -46,17 +42,11 @@ def methods(json: options.Json = False) -> None:
             "source": "transformers.DynamicCache",
         }
     )
-    kinds: dict[str, dict[str, Any]] = {
-        "selectors": SELECTORS,
-        "fates": FATES,
-        "recalls": RECALLS,
-        "merging": MERGING,
-    }
-    parts = {kind: {name: parameters(made) for name, made in registry.items()} for kind, registry in kinds.items()}
+    known = {kind: {name: parameters(made) for name, made in registry.items()} for kind, registry in parts().items()}
     if json:
         defaults = {
             kind: {name: {key: _plain(value) for key, value in given.items()} for name, given in own.items()}
-            for kind, own in parts.items()
+            for kind, own in known.items()
         }
         print_json({"methods": rows, **defaults})
         return
@@ -70,7 +60,7 @@ def methods(json: options.Json = False) -> None:
         "\nAny SELECTOR+FATE+RECALL is a method, too; a fate or a recall may be left out, and each may have parameters:"
     )
     out.print("snapkv:window=16+quantize:4, h2o+verified, snapkv+pages:4")
-    for kind, own in parts.items():
+    for kind, own in known.items():
         listed = Table(box=None, header_style="bold")
         listed.add_column(kind)
         listed.add_column("parameters", overflow="fold")

@@ -6,8 +6,6 @@ from typing import Annotated
 
 import typer
 
-from kvkeep.errors import UsageError
-
 Model = Annotated[
     str, typer.Option("--model", "-m", help="An embedded model's name, a GGUF file, a folder, or a hub id.")
 ]
@@ -77,19 +75,3 @@ MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", min=1, help="The m
 Temperature = Annotated[float, typer.Option(min=0.0, help="0 is greedy; above, tokens are sampled.")]
 Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output, and nothing else.")]
-
-
-def kv_budget(
-    tokens: int | None, megabytes: int | None, method: str | None, budget: str | None, exact: bool
-) -> tuple[str | None, str | None]:
-    """Return the method and the budget that --kv-budget-tokens and --kv-budget-mb stand for; without them, or with 0,
-    those given. Raises UsageError where both are given."""
-    asked = [f"{tokens}" if tokens else "", f"{megabytes}MB" if megabytes else ""]
-    if not any(asked):
-        return method, budget
-    if method is not None or budget is not None or exact or all(asked):
-        raise UsageError(
-            "--kv-budget-tokens and --kv-budget-mb are method kv-lru with a budget; give one of them, "
-            "without --budget, --method and --exact."
-        )
-    return "kv-lru", "".join(asked)

@@ -173,7 +173,7 @@ def _table(planned: Planned, everything: bool) -> Table:
         table.add_row(
             str(row.candidate),
             row.exactness,
-            "all" if row.candidate.family.keeps else f"{row.budget:,}",
+            "all" if row.candidate.keeps_all else f"{row.budget:,}",
             size(row.memory),
             size(away) if away else "-",
             f"{row.cost.prefill:.3g}",

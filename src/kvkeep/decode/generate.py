@@ -139,8 +139,8 @@ def generate(
     ending = _Ended(tokenizer, len(prompt), ended) if ended else None
     if ending is not None:
         criteria.append(ending)
-    if isinstance(cache, KeepCache):
-        cache.on_progress = _between_chunks(len(prompt), on_progress, interrupted)
+    if isinstance(cache, KeepCache) and cache.stream is not None:
+        cache.stream.on_progress = _between_chunks(len(prompt), on_progress, interrupted)
     if seed is not None:
         torch.manual_seed(seed)
     sampling: dict[str, Any] = (
@@ -163,8 +163,8 @@ def generate(
             **sampling,
         )
     finally:
-        if isinstance(cache, KeepCache):
-            cache.on_progress = None
+        if isinstance(cache, KeepCache) and cache.stream is not None:
+            cache.stream.on_progress = None
     sequence = output[0].tolist()
     return _report(
         model,

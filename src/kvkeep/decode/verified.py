@@ -71,8 +71,7 @@ def verified(
         while not all(run.finished):
             run.round()
     except BaseException:
-        cache.roll_back()
-        cache.round.retract()
+        run.stream.abandon()
         raise
     return run.result()
 
@@ -90,11 +89,12 @@ class _Run:
         config: GenerationConfig,
         streamer: Any,
     ) -> None:
-        assert cache.round is not None
+        assert cache.round is not None and cache.stream is not None
+        self.stream = cache.stream
         self.model, self.cache, self.processor, self.criteria = model, cache, processor, criteria
         self.config, self.streamer = config, streamer
         self.rows, self.prompt = prompts.shape
-        self.longest = min(cache.round.tail, cache.chunk) - 1
+        self.longest = min(cache.round.tail, self.stream.chunk) - 1
         room = 2 * self.longest + 2
         self.tokens = torch.cat([prompts, prompts.new_zeros(self.rows, room)], 1)  # grows; drafts are behind the length
         self.lengths = [self.prompt] * self.rows

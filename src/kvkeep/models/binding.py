@@ -2,7 +2,7 @@
 
 transformers documents three: attention functions by name, mask functions by name, and torch's module
 hooks. Nothing else is touched, and none of them changes anything while another cache is in use: without
-a :class:`~kvkeep.models.forward.StreamedCache` the model runs stock SDPA with stock masks.
+a cache with a :class:`~kvkeep.models.forward.Streaming` the model runs stock SDPA with stock masks.
 """
 
 from __future__ import annotations
@@ -141,8 +141,8 @@ def _before_decoder(names: list[str]) -> Any:
 
     def hook(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
         given = dict(zip(names, args, strict=False)) | kwargs
-        cache: Any = given.get("past_key_values")
-        if not getattr(cache, "streams", False):
+        cache: Any = getattr(given.get("past_key_values"), "stream", None)
+        if cache is None:
             if current_probe() is None:
                 set_attender(None)  # an interrupt may have left another cache's pass unclosed
             return None
@@ -173,7 +173,7 @@ def _all_but_last_chunk(decoder: nn.Module, given: dict[str, Any], cache: Any, t
     for wish in ("output_hidden_states", "output_attentions"):
         if given.get(wish):
             raise UsageError(f"'{wish}' is not available for an input longer than the cache's chunk of {cache.chunk}.")
-    keep, past = _keep_last.get(), cache.get_seq_length()
+    keep, past = _keep_last.get(), cache.length
     earlier = []
     stops = list(range(total, 0, -cache.chunk))[::-1]
     for start, stop in zip([0, *stops], stops[:-1], strict=False):
@@ -207,7 +207,7 @@ def _slice(given: dict[str, Any], start: int, stop: int, total: int, past: int) 
 def _after_decoder(decoder: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
     """Close the cache's forward pass, and put the outputs of earlier chunks before the last one's."""
     running = current_attender()
-    if running is None or running is not kwargs.get("past_key_values"):
+    if running is None or running is not getattr(kwargs.get("past_key_values"), "stream", None):
         return None
     cache: Any = running
     set_attender(None)

@@ -36,12 +36,16 @@ class Attender(Protocol):
         """
 
 
-class StreamedCache(Attender, Protocol):
-    """A cache that takes part in the forward pass: prompts in chunks, residuals, streamed attention."""
+class Streaming(Attender, Protocol):
+    """What takes part in the forward pass for a cache: prompts in chunks, residuals, streamed attention. Hooks find it as
+    the cache's ``stream``, and let every other cache pass."""
 
-    streams: bool  # hooks look for this, and let every other cache pass
     chunk: int
     earlier_outputs: list[Tensor]
+
+    @property
+    def length(self) -> int:
+        """Tokens processed."""
 
     def begin_forward(
         self, ids: Tensor | None, embeddings: Tensor | None, positions: Tensor | None, mask: Tensor | None

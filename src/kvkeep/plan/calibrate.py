@@ -28,7 +28,7 @@ from kvkeep.plan.trial import with_overheads
 from kvkeep.stores.coded import CodedKeys, CodedValues, encode_keys, encode_values
 from kvkeep.stores.groups import GROUP
 
-VERSION = 3
+VERSION = 4
 """Raised whenever what is measured changes, so that older calibrations are made anew."""
 
 COLD = 128 * 2**20
@@ -190,10 +190,10 @@ class _Lab:
         return took / (lanes * heads * queries * entries)
 
     def coded(self, bits: int, lanes: int = 4, groups: int = 64, dim: int = 64) -> tuple[float, float, float]:
-        group = self.make(1, lanes, GROUP, dim)
+        group = self.make(lanes, GROUP, dim)
         encoded = self.seconds(lambda: (encode_keys(group, bits), encode_values(group, bits)))
         parts = [
-            torch.stack([part[0]] * groups, 1).contiguous()
+            torch.stack([part] * groups, 1).contiguous()
             for part in (*encode_keys(group, bits), *encode_values(group, bits))
         ]
         keys, values = CodedKeys(*parts[:3], bits), CodedValues(*parts[3:], bits)  # type: ignore[call-arg, arg-type]

@@ -1,69 +1,49 @@
-"""What the planner chooses between: every method worth planning, with the kinds and places it can have."""
+"""What the planner chooses between: every method that is known by name, with the kinds and places it can have."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-from kvkeep.errors import UsageError
+from kvkeep.contracts import Exactness
 from kvkeep.geometry import ModelGeometry
 from kvkeep.memory.places import PLACES
-from kvkeep.policies.methods import resolve
-from kvkeep.policies.request import Exactness
+from kvkeep.policies.methods import Method, names, resolve
 
 SHARES = (0.5, 0.25, 0.125, 0.0625)
 """Budgets to plan for beside the largest that fits, as shares of the context."""
 
+VARIANTS = {"quantized": ("quantized:8", "quantized:4", "quantized:2"), "lowrank": ("lowrank:32",)}
+"""Methods that are planned with parameters of their own, in place of their name alone."""
 
-@dataclass(frozen=True)
-class Family:
-    """How a method's layers work, which is what its costs follow from. layer: the kind of layer, as machines name their
-    overheads. keeps: everything stays resident. fate: "", "checkpoint", "quantize", "lowrank" or "verified". watches:
-    queries of a chunk whose scores are asked for (None: all)."""
-
-    method: str
-    layer: str
-    keeps: bool = False
-    fate: str = ""
-    bits: int = 0
-    rank: int = 0
-    watches: int | None = 0
-
-
-FAMILIES = (
-    Family("full", "full", keeps=True),
-    Family("static", "full", keeps=True),
-    Family("paged", "paged", keeps=True),
-    Family("kv-direct", "kv-direct", fate="checkpoint"),
-    Family("snapkv+verified", "watched", fate="verified", watches=32),
-    Family("quantized:8", "coded", fate="quantize", bits=8),
-    Family("quantized:4", "coded", fate="quantize", bits=4),
-    Family("quantized:2", "coded", fate="quantize", bits=2),
-    Family("window", "selected"),
-    Family("streaming-llm", "selected"),
-    Family("h2o", "watched", watches=None),
-    Family("snapkv", "watched", watches=32),
-    Family("pyramidkv", "watched", watches=32),
-    Family("tova", "watched", watches=1),
-    Family("lowrank:32", "lowrank", fate="lowrank", rank=32),
-)
-"""In the order in which ties are told. A method that this version does not have is left out."""
+PREFERRED = ("full", "static", "paged", "kv-direct", "snapkv+verified")
+"""The order in which ties are told; others follow in the order of the registry."""
 
 
 @dataclass(frozen=True)
 class Candidate:
     """One cache that could be asked for: a method, and where it has checkpoints, their kind and place."""
 
-    family: Family
-    exactness: str
+    spec: str
     checkpoint: str | None = None
     where: str | None = None
 
+    @cached_property
+    def method(self) -> Method:
+        """The method."""
+        return resolve(self.spec)
+
     @property
-    def method(self) -> str:
-        """The method as commands take it."""
-        return self.family.method
+    def exactness(self) -> Exactness:
+        """What the method promises."""
+        return self.method.exactness
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether everything stays resident."""
+        return self.method.selector.keeps_all
 
     @property
     def stride(self) -> int:
@@ -76,7 +56,13 @@ class Candidate:
         return {"budget": budget, "checkpoint": self.checkpoint, "where": self.where}
 
     def __str__(self) -> str:
-        return self.method if self.checkpoint is None else f"{self.method} {self.checkpoint}@{self.where}"
+        return self.spec if self.checkpoint is None else f"{self.spec} {self.checkpoint}@{self.where}"
+
+
+def specs() -> list[str]:
+    """Return the methods to plan for, those first that ties are told in favour of."""
+    listed = [spec for name in names() for spec in VARIANTS.get(name, (name,))]
+    return sorted(listed, key=lambda spec: PREFERRED.index(spec) if spec in PREFERRED else len(PREFERRED))
 
 
 def candidates(geometry: ModelGeometry, *, exact: bool = False) -> Iterator[Candidate]:
@@ -84,16 +70,15 @@ def candidates(geometry: ModelGeometry, *, exact: bool = False) -> Iterator[Cand
     layers, where the model keeps entries in more than one."""
     stride = len(geometry.layers) // 4
     kinds = ["kv", "residual", *([f"residual:{stride}"] if stride > 1 else []), "tokens"]
-    for family in FAMILIES:
-        try:
-            exactness = resolve(family.method).exactness
-        except UsageError:
+    for spec in specs():
+        method = resolve(spec)
+        if exact and method.exactness is not Exactness.EXACT:
             continue
-        if exact and exactness is not Exactness.EXACT:
-            continue
-        if family.fate not in ("checkpoint", "verified"):
-            yield Candidate(family, str(exactness))
+        if not method.checkpoints:
+            yield Candidate(spec)
             continue
         for kind in kinds:
+            if method.recall.reads_single and kind not in ("kv", "residual"):
+                continue
             for where in PLACES[:1] if kind == "tokens" else PLACES:
-                yield Candidate(family, str(exactness), kind, where)
+                yield Candidate(spec, kind, where)

@@ -14,7 +14,10 @@ from kvkeep.geometry import LayerGeometry
 from kvkeep.plan.candidates import Candidate
 from kvkeep.plan.machine import Machine, at
 from kvkeep.plan.shape import Shape
-from kvkeep.plan.sizes import PAGE, Sizes
+from kvkeep.plan.sizes import Sizes
+from kvkeep.policies.request import PAGE
+from kvkeep.stores.bounds import PAGE as BOUNDED
+from kvkeep.stores.groups import GROUP
 
 # How often a simple operation reads or writes an element of what it is about, counted in transformers' modules.
 NORM, ROTATION, ACTIVATION, SUM = 7, 10, 5, 3
@@ -38,7 +41,7 @@ def cost(shape: Shape, candidate: Candidate, held: Sizes, machine: Machine, acce
     """Return what ``candidate`` takes with ``held`` in the cache. acceptance: the share of drafted tokens that stay."""
     work = _Work(shape, candidate, held, machine)
     prefill = work.prefill()
-    if candidate.family.fate != "verified":
+    if not candidate.method.recall.drafts:
         return Cost(work.step(), prefill)
     drafts, step = verified(work.draft(), work.exact, acceptance)
     return Cost(step, prefill, drafts)
@@ -60,6 +63,21 @@ def verified(draft: float, exact: list[float], acceptance: float) -> tuple[int, 
     return best, seconds(best)
 
 
+def overhead_of(candidate: Candidate) -> str:
+    """Return the name of what a layer-step of ``candidate`` takes beside its parts, as machines name it."""
+    method = candidate.method
+    if candidate.keeps_all:
+        return "paged" if method.selector.lies == "paged" else "full"  # type: ignore[attr-defined]
+    if method.selector.in_order:
+        return "kv-direct"
+    if method.recall.reads_single:
+        return "selective"
+    work = method.store_fate.work
+    if work in ("coded", "tiers", "lowrank", "sketched", "segments", "merged", "neighbours"):
+        return work
+    return "watched" if method.selector.observation_window != 0 else "selected"
+
+
 class _Work:
     """The parts of a pass, for one cache."""
 
@@ -70,14 +88,16 @@ class _Work:
         self.layers = len(geometry.layers)
         self.full = [layer for layer in geometry.layers if geometry.layers[layer.source].kind == "full"]
         self.owners = geometry.full_layers
-        self.overhead = machine.overhead[candidate.family.layer]
+        self.method = candidate.method
+        self.fate, self.recall = self.method.store_fate, self.method.recall
+        self.overhead = machine.overhead[overhead_of(candidate)]
 
     # -- whole passes -------------------------------------------------------------------------------
 
     def step(self) -> float:
         """Seconds of one token after the prompt."""
         held = self.held
-        if self.candidate.family.keeps:
+        if self.candidate.keeps_all:
             return self.matrices(1) + self.head() + self.around(1, self.overhead) + self.attended(1, held.tokens)
         exact = min(held.exact, held.tokens)
         base = self.matrices(1) + self.head() + self.around(1, self.overhead) + self.attended(1, exact)
@@ -102,9 +122,8 @@ class _Work:
 
     def prefill(self) -> float:
         """Seconds of the prompt."""
-        held, family = self.held, self.candidate.family
-        tokens = held.tokens
-        if family.keeps:
+        held, tokens = self.held, self.held.tokens
+        if self.candidate.keeps_all:
             kernels = sum(self.operations(layer, tokens, tokens, half=True) for layer in self.full)
             attention = kernels / at(self.machine.causal, tokens)
             return self.matrices(tokens) + self.head() + self.around(tokens, self.overhead) + attention
@@ -118,15 +137,16 @@ class _Work:
 
     def chunk(self, past: int, rows: int) -> float:
         """Seconds of ``rows`` tokens of a prompt after ``past``."""
-        held, family = self.held, self.candidate.family
+        held = self.held
         resident = min(past, held.exact)
         own = sum(self.operations(layer, rows, rows, half=True) for layer in self.full) / at(self.machine.causal, rows)
         base = self.matrices(rows) + self.around(rows, self.overhead) + own + self.attended(rows, resident)
         base += self.layers * self.machine.overhead["chunk"]
-        if family.fate == "verified":
-            return base + self.recalled(rows, past - resident) + self.written(rows) + self.chosen(resident, rows)
+        if self.recall.backed:  # a chunk recalls everything
+            base += self.whole(rows, past - resident) + self.written(rows)
+            return base + self.chosen(resident, rows)
         base += self.recalled(rows, past - resident if held.away else 0)
-        if family.layer == "kv-direct":
+        if self.method.selector.in_order:
             return base + (self.written(rows) if past + rows > held.exact else 0.0)
         return base + self.chosen(resident, rows)
 
@@ -176,13 +196,22 @@ class _Work:
         return seconds
 
     def recalled(self, rows: int, away: float) -> float:
-        """Seconds until ``away`` entries that left have been brought back and attended, in all full layers."""
+        """Seconds until what is read of ``away`` entries that left has been brought back and attended, in all full
+        layers."""
         if away <= 0:
             return 0.0
-        family = self.candidate.family
-        if family.fate in ("quantize", "lowrank"):
-            return self.shrunk(rows, away)
-        if family.fate == "":
+        seconds = 0.0
+        if self.recall.reads_single:
+            seconds += self.chosen_pages(rows, away)
+        elif self.recall.backed or self.fate.checkpoints:
+            return self.whole(rows, away)
+        reads = {"coded": self.coded, "tiers": self.tiered, "lowrank": self.lowrank, "sketched": self.sketched}
+        reads |= {"segments": self.segments}
+        return seconds + (reads[self.fate.work](rows, away) if self.fate.work in reads else 0.0)
+
+    def whole(self, rows: int, away: float) -> float:
+        """The same where all entries come back as they were."""
+        if away <= 0:
             return 0.0
         attention = sum(
             self.operations(layer, rows, away)
@@ -195,6 +224,15 @@ class _Work:
             size = away * self.geometry.full_bytes_per_token
             return attention + len(self.owners) * pieces * self.machine.overhead["piece"] + self.read(size)
         return attention + self.rebuilt(away)
+
+    def chosen_pages(self, rows: int, away: float) -> float:
+        """The same where bounds of all pages say which are recalled: for a step, whose overhead has the rest of it."""
+        recalled = min(away, self.recall.entries(int(away)))  # type: ignore[attr-defined]
+        bounds = sum(self.operations(layer, rows, away / BOUNDED) for layer in self.full)
+        seconds = bounds / at(self.machine.attention, rows) + self.attended(rows, recalled)
+        if self.candidate.stride:
+            return seconds + self.rebuilt(min(away, recalled * self.owners[0].kv_heads))
+        return seconds + self.read(recalled * self.geometry.full_bytes_per_token)
 
     def read(self, size: float) -> float:
         """Seconds to bring ``size`` bytes to where they are attended, beside attending to them."""
@@ -229,22 +267,44 @@ class _Work:
         past = self.attended(page, away / 2)
         return seconds + pages * (whole + own + past) * passed / self.layers
 
-    def shrunk(self, rows: int, away: float) -> float:
-        """Seconds to attend to entries in a smaller form."""
-        held, machine = self.held, self.machine
-        elements = sum(layer.entry_elements for layer in self.owners)
-        if self.candidate.family.fate == "quantize":
-            room = (held.compressed or 1) / (elements * self.bytes)  # in entries written out
-            entries = min(away, room * 8 * self.bytes / (self.candidate.family.bits + 1))
-            folded, dense, encoded = machine.coded[self.candidate.family.bits]
-            if rows <= 8:
-                return folded * entries * elements
-            return (dense * entries + encoded * rows) * elements + self.attended(rows, entries)
-        rank, layer = self.candidate.family.rank, self.owners[0]
-        entries = min(away, (held.compressed or 1) / (2 * rank * self.bytes * sum(one.kv_heads for one in self.owners)))
-        product = machine.multiply(256, 1, entries * rank * elements / 256)
+    @property
+    def elements(self) -> int:
+        """Elements of one token's entries in all full layers."""
+        return sum(layer.entry_elements for layer in self.owners)
+
+    def coded(self, rows: int, away: float, bits: int | None = None) -> float:
+        """Seconds to attend to entries kept in few bits."""
+        bits = bits or self.fate.bits  # type: ignore[attr-defined]
+        room = (self.held.compressed or 1) / (self.elements * self.bytes)  # in entries written out
+        entries = min(away, room * 8 * self.bytes / (bits + 1))
+        folded, dense, encoded = self.machine.coded[bits]
+        if rows <= 8:
+            return folded * entries * self.elements
+        return (dense * entries + encoded * rows) * self.elements + self.attended(rows, entries)
+
+    def tiered(self, rows: int, away: float) -> float:
+        """The same for precision tiers, of which most entries have 4 bits."""
+        return self.coded(rows, away, 4)
+
+    def lowrank(self, rows: int, away: float) -> float:
+        """Seconds to attend to entries cut to a low rank."""
+        rank, layer = self.fate.rank, self.owners[0]  # type: ignore[attr-defined]
+        size = 2 * rank * self.bytes * sum(one.kv_heads for one in self.owners)
+        entries = min(away, (self.held.compressed or 1) / size)
+        product = self.machine.multiply(256, 1, entries * rank * self.elements / 256)
         turned = ROTATION * len(self.owners) * self.simple(entries * layer.kv_heads * layer.key_dim)
         return product + turned + self.attended(rows, entries)
+
+    def sketched(self, rows: int, away: float) -> float:
+        """Seconds to attend to estimates of all entries: each is looked up in its slots and put together."""
+        return self.machine.overhead["estimate"] * away * self.elements + self.attended(rows, away)
+
+    def segments(self, rows: int, away: float) -> float:
+        """Seconds to find the most promising segments, and to attend to them."""
+        bounds = sum(self.operations(layer, rows, away / GROUP) for layer in self.full) / at(
+            self.machine.attention, rows
+        )
+        return bounds + self.attended(rows, min(away, GROUP * self.fate.top))  # type: ignore[attr-defined]
 
     def written(self, rows: int) -> float:
         """Seconds to put a chunk's checkpoints where they belong."""
@@ -264,8 +324,8 @@ class _Work:
 
     def chosen(self, resident: int, rows: int) -> float:
         """Seconds to let a chunk's entries compete with those held."""
-        watches = self.candidate.family.watches
-        queries = rows if watches is None else min(watches, rows)
+        window = self.method.selector.observation_window
+        queries = rows if window is None else min(window, rows)
         heads = self.geometry.attention_heads
         scores = len(self.full) * heads * queries * (resident + rows) * self.machine.score
         moved = 6 * sum(self.simple(rows * layer.entry_elements) for layer in self.owners)

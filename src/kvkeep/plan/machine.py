@@ -14,9 +14,12 @@ from typing import Any
 from kvkeep.errors import KvkeepError, UsageError
 
 SHEET = "from the data sheet, not measured"
-LAYERS = ("full", "paged", "kv-direct", "piece", "rebuilt", "selected", "watched", "chunk", "coded", "lowrank")
-"""What overheads are told of: a layer-step of each kind of layer, one more piece or page of what is recalled, and what
-a chunk of a prompt takes in a layer beyond its parts."""
+LAYERS = (
+    *("full", "paged", "kv-direct", "piece", "rebuilt", "selected", "watched", "chunk"),
+    *("coded", "lowrank", "tiers", "sketched", "estimate", "segments", "merged", "neighbours", "selective"),
+)
+"""What overheads are told of: a layer-step of each kind of layer, one more piece or page of what is recalled, what a chunk
+of a prompt takes in a layer beyond its parts, and one element of an estimate from a sketch."""
 
 Curve = tuple[tuple[float, float], ...]
 """Points (x, y), x rising; between them logarithms are interpolated, beyond them the last y holds."""
@@ -155,7 +158,8 @@ class Machine:
             disk,
             16 / memory,
             {bits: (number, number, 4 * number) for bits in (8, 4, 2)},
-            {kind: layer_step / (3 if kind in ("piece", "rebuilt", "chunk") else 1) for kind in LAYERS},
+            {kind: layer_step / (3 if kind in ("piece", "rebuilt", "chunk") else 1) for kind in LAYERS}
+            | {"estimate": 3 * number},
             int(memory_bytes),
             int(host_bytes),
         )

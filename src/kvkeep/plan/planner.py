@@ -10,15 +10,15 @@ from typing import Any
 import torch
 
 from kvkeep.budget import MIN_CHUNK, Budget
+from kvkeep.contracts import Exactness
 from kvkeep.errors import BudgetError, UsageError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.plan.calibrate import machine_here
-from kvkeep.plan.candidates import FAMILIES, SHARES, Candidate, candidates
+from kvkeep.plan.candidates import SHARES, Candidate, candidates, specs
 from kvkeep.plan.costs import Cost, cost
 from kvkeep.plan.machine import Machine
 from kvkeep.plan.shape import Shape, shape_of
 from kvkeep.plan.sizes import Sizes, sizes
-from kvkeep.policies.request import Exactness
 
 ACCEPTANCE = 0.95
 """The share of drafted tokens that an exact pass confirms, where nobody has measured it."""
@@ -44,12 +44,12 @@ class Row:
     @property
     def exactness(self) -> str:
         """What the method promises."""
-        return self.candidate.exactness
+        return str(self.candidate.exactness)
 
     @property
     def method(self) -> str:
         """The method as commands take it."""
-        return self.candidate.method
+        return self.candidate.spec
 
     @property
     def budget(self) -> int | None:
@@ -64,7 +64,7 @@ class Row:
         """Return the figures as plain types."""
         held = asdict(self.sizes)
         return {
-            "method": self.candidate.method,
+            "method": self.candidate.spec,
             "checkpoint": self.candidate.checkpoint,
             "where": self.candidate.where,
             "class": self.exactness,
@@ -124,7 +124,7 @@ def plan(
             f"No cache of {context:,} tokens fits in {memory:,}B: the least is {least.memory:,}B, for "
             f"'{least.candidate}'{'' if least.budget is None else f' with {least.budget} entries a layer'}."
         )
-    order = {family.method: number for number, family in enumerate(FAMILIES)}
+    order = {spec: number for number, spec in enumerate(specs())}
     # What promises most comes first, and of that what is fastest, to a hundredth: nobody would see less.
     best = min(
         fitting,
@@ -169,7 +169,7 @@ def _budgets(
     geometry: ModelGeometry, machine: Machine, candidate: Candidate, context: int, answer: int, memory: int
 ) -> Iterator[int | None]:
     """Yield budgets to plan for: shares of the context, the least, and the largest that fits where that is another."""
-    if candidate.family.keeps:
+    if candidate.keeps_all:
         yield None
         return
 
@@ -222,7 +222,7 @@ def _reason(best: Row, fitting: Sequence[Row], rows: Sequence[Row], answer: int)
         f"Take '{best.candidate}'{entries}: it is {best.exactness}, and of what is and fits nothing takes less time "
         f"({best.cost.prefill:.3g} s for the prompt, {1e3 * best.cost.step:.3g} ms a token)"
     )
-    full = next((row for row in rows if row.candidate.method == "full"), None)
+    full = next((row for row in rows if row.candidate.spec == "full"), None)
     if full is not None and not full.fits:
         text += f"; 'full' would need {full.memory:,}B"
     others = [row for row in fitting if row.exactness != best.exactness]
@@ -270,7 +270,7 @@ def recommend(
     shape = shape_of(model.config, parameter.dtype.itemsize)
     planned = plan(shape, machine, context, amount, exact=exact, answer=answer)
     best = planned.best
-    return Choice(best.candidate.method, best.budget, best.candidate.checkpoint, best.candidate.where, planned.reason)
+    return Choice(best.candidate.spec, best.budget, best.candidate.checkpoint, best.candidate.where, planned.reason)
 
 
 def parse_memory(text: int | str) -> int:

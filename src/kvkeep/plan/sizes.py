@@ -1,28 +1,21 @@
-"""Bytes: what a cache will hold, by the rules its stores allocate by. Pure functions of the geometry."""
+"""Bytes: what a cache will hold. Pure functions of the geometry: every part is asked by the rule that it allocates by."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from kvkeep.budget import Budget
+from kvkeep.contracts import Exactness
 from kvkeep.errors import BudgetError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
-from kvkeep.memory.rows import BLOCK, page_rows
+from kvkeep.memory.rows import BLOCK, pages_of, ring_rows, up
 from kvkeep.plan.candidates import Candidate
-from kvkeep.policies.fates.lowrank import LowRank
-from kvkeep.policies.fates.quantised import Quantised
-from kvkeep.policies.methods import PRESETS
-from kvkeep.policies.recalls.verified import Verified
-from kvkeep.policies.request import Exactness
-from kvkeep.policies.selectors import SELECTORS
-from kvkeep.policies.selectors.streaming_llm import StreamingLLM
-from kvkeep.stores.coded import group_bytes, width
-from kvkeep.stores.groups import GROUP
-from kvkeep.stores.paged import BLOCK_SIZE
-from kvkeep.stores.selected import BLOCK as COLUMNS
-
-PAGE = 512
-"""Rows rebuilt at a time, unless a cache is told otherwise."""
+from kvkeep.policies.request import PAGE
+from kvkeep.stores.banks import bank_columns
+from kvkeep.stores.paged import pool_rows
 
 
 @dataclass(frozen=True)
@@ -67,181 +60,153 @@ def sizes(
     *,
     shared: bool = True,
     steps: int = 0,
+    model: Any = None,
 ) -> Sizes:
     """Return what ``candidate`` holds after ``tokens`` tokens read at once and ``steps`` more one by one, with room for
     ``new`` where room is taken ahead. ``budget``: entries of each full layer, for those that have one. ``shared``:
-    whether the device's memory is the host's.
+    whether the device's memory is the host's. ``model``: for selectors whose budgets are measured on it; without,
+    their layers and heads are taken to be alike.
 
     Raises BudgetError where the method cannot work in so few entries.
     """
-    family, prompt, tokens = candidate.family, tokens, tokens + steps
-    sliding, full = geometry.sliding_bytes(tokens), geometry.full_bytes_per_token
+    method, prompt, tokens = candidate.method, tokens, tokens + steps
+    sliding = _windows(geometry, tokens, steps > 0 or prompt == 1)
     largest = max(_entry(layer, geometry) for layer in geometry.full_layers)
-    if family.keeps:
-        limit = None
-        if family.method == "static":
-            rows = limit = prompt + new
-        elif family.method == "paged":
-            rows = _pool(tokens)
-        else:
-            rows = _up(tokens, BLOCK)
-        hand = prompt * largest if family.layer == "paged" else 0
-        return Sizes(tokens, limit, tokens, tokens, 0, tokens, sliding + rows * full, hand=hand)
+    if candidate.keeps_all:
+        lies = method.selector.lies  # type: ignore[attr-defined]
+        limit = prompt + new if lies == "static" else None
+        rows = limit or (pool_rows(tokens) if lies == "paged" else up(tokens))
+        hand = prompt * largest if lies == "paged" else 0
+        full = rows * geometry.full_bytes_per_token
+        return Sizes(tokens, limit, tokens, tokens, 0, tokens, sliding + full, hand=hand)
     assert budget is not None
-    exact = candidate.exactness == Exactness.EXACT
+    exact = method.exactness is Exactness.EXACT
     chunk = Budget.parse(budget).chunk_for(budget, layers=len(geometry.full_layers) if exact else 0)
-    hand = min(chunk, prompt) * largest
+    chunk = method.fate.chunk(budget, chunk)
     arriving = [*_chunks(prompt, chunk), *[1] * steps]
-    if family.layer == "kv-direct":
-        leaving = _over(arriving, budget)
-        rows = min(budget, _up(min(tokens, budget), BLOCK))
-        held = Sizes(tokens, budget, chunk, budget, sum(leaving), tokens, sliding + rows * full, hand=hand)
-        return _checkpointed(held, geometry, candidate, arriving, leaving, shared)
-    return _selected(geometry, candidate, prompt, arriving, budget, chunk, sliding, hand, shared)
+    held = Sizes(tokens, budget, chunk, budget, 0, tokens, sliding, hand=min(chunk, prompt) * largest)
+    if method.selector.in_order:
+        left = _over(arriving, budget)
+        rows = ring_rows(min(tokens, budget), budget)
+        held = replace(held, away=sum(left), resident=sliding + rows * geometry.full_bytes_per_token)
+    else:
+        held, left = _selected(held, geometry, candidate, arriving, model)
+    return _checkpointed(held, geometry, candidate, arriving, left, shared) if method.checkpoints else held
 
 
 def _selected(
-    geometry: ModelGeometry,
-    candidate: Candidate,
-    prompt: int,
-    arriving: list[int],
-    budget: int,
-    chunk: int,
-    sliding: int,
-    hand: int,
-    shared: bool,
-) -> Sizes:
-    """The same for layers whose entries a selector chooses."""
-    family, tokens = candidate.family, sum(arriving)
-    fate = _fate(candidate)
-    exact = budget if fate is None else fate.resident(geometry, budget)
-    name = family.method.partition("+")[0].partition(":")[0]
-    selector = PRESETS[name].selector if name in PRESETS else SELECTORS[name]()
-    sinks = selector.sinks_in_cache(fate is None and family.fate == "")
-    if sinks is not None:
-        exact -= (sinks + 1) // 2
-    tail = Verified().round(budget).tail if family.fate == "verified" else 0
-    exact -= tail
-    budgets = selector.budgets(None, geometry, exact)
-    resident, moving = sliding, 0
-    for layer in geometry.full_layers:
-        own = budgets[layer.index][0]
-        columns = min(own, _up(tokens, COLUMNS))
-        resident += (columns + tail) * _entry(layer, geometry)
-        notes = layer.kv_heads * (4 if family.watches == 0 else 8)  # slots and marks move along
-        before = _before(own, prompt, chunk)
-        moving = max(moving, before * notes + (before + tail if before else 0) * _entry(layer, geometry))
-        if sinks is not None and tokens > exact and isinstance(selector, StreamingLLM):
-            resident += sinks * layer.kv_heads * layer.key_dim * geometry.dtype_bytes
-    away = _left(arriving, exact)
-    kept = min(tokens, exact)
-    held = Sizes(tokens, budget, chunk, exact, away, kept, resident, hand=hand, workspace=moving)
-    if family.fate == "verified":
-        return _checkpointed(held, geometry, candidate, arriving, arriving, shared)
-    if fate is None:
-        return held
-    compressed = 0
-    for layer in geometry.full_layers:
-        size = _group(fate, layer, geometry)
-        room = (budget - exact - GROUP) * (layer.key_dim + layer.value_dim) * geometry.dtype_bytes // size
-        if room < 1:
-            raise BudgetError(f"A budget of {budget} entries has no room for '{family.method}'; give it {4 * GROUP}.")
-        if away:
-            compressed += layer.kv_heads * _groups(away // GROUP, room) * size + GROUP * _entry(layer, geometry)
-            groups = min(away // GROUP, room)
-            kept = min(tokens, exact + groups * GROUP)
-            if isinstance(fate, Quantised):
-                work = 4 * GROUP * groups * layer.kv_heads * max(layer.key_dim, width(layer.value_dim))
-            else:
-                work = GROUP * groups * _entry(layer, geometry)
-            moving = max(moving, work)
-    return Sizes(tokens, budget, chunk, exact, away, kept, resident, compressed, hand=hand, workspace=moving)
+    held: Sizes, geometry: ModelGeometry, candidate: Candidate, arriving: list[int], model: Any
+) -> tuple[Sizes, list[int]]:
+    """Return the same with layers whose entries a selector chooses, and how many left the first of them, by pass."""
+    method = candidate.method
+    selector, fate, recall = method.selector, method.store_fate, method.recall
+    assert held.budget is not None
+    tail = recall.tail(held.budget)
+    within = held.budget - tail
+    exact = fate.resident(within)
+    sinks = selector.sinks_in_cache(not (fate.keeps or recall.backed))
+    exact -= 0 if sinks is None else (sinks + 1) // 2
+    if recall.backed and within < 1:
+        raise BudgetError(f"A budget of {held.budget} entries leaves '{method.name}' nothing to attend to.")
+    fate.fits(method.name, geometry, within)
+    moved = sinks is not None and _moves(arriving, exact)
+    budgets = selector.budgets(model, geometry, exact)
+    resident, compressed, workspace, hand, kept = held.resident, 0, 0, held.hand, exact
+    alike = Counter((_shape(layer), tuple(_by_head(budgets[layer.index], layer))) for layer in geometry.full_layers)
+    first_left: list[int] = []
+    for (layer, own), count in alike.items():
+        left = _left(arriving, min(own))
+        first_left = first_left or left
+        store = fate.holds(layer, geometry, within, left)
+        reader = recall.holds(layer, geometry, held.tokens, max(0, held.tokens - min(own)))
+        size = sum(_bank(budget, held.tokens, tail) for budget in own) * _head(layer, geometry)
+        if moved and sinks is not None:
+            size += sinks * layer.kv_heads * layer.key_dim * geometry.dtype_bytes
+        resident, compressed = resident + count * size, compressed + count * store.compressed
+        hand += count * store.shrunk
+        moving = _moved(max(own), arriving, tail, layer, geometry) + (8 * len(own) if len(set(own)) > 1 else 0)
+        workspace = max(workspace, moving, store.workspace + reader.workspace)
+        if fate.keeps and not fate.merges:
+            kept = exact + store.entries if store.entries else held.tokens
+    kept = min(held.tokens, held.tokens if method.checkpoints or fate.merges or fate.makes_room else kept)
+    away = sum(first_left)
+    sums = {"resident": resident, "compressed": compressed, "workspace": workspace, "hand": hand}
+    return replace(held, exact=exact, away=away, kept=kept, **sums), first_left
 
 
 def _checkpointed(
-    held: Sizes, geometry: ModelGeometry, candidate: Candidate, arriving: list[int], leaving: list[int], shared: bool
+    held: Sizes, geometry: ModelGeometry, candidate: Candidate, arriving: list[int], left: list[int], shared: bool
 ) -> Sizes:
-    """Add checkpoints of the entries ``leaving``, by pass, or of all tokens ``arriving`` where they are residuals."""
-    away = sum(leaving)
+    """Add checkpoints: of all entries where they are the backing, else of those that ``left``, by pass; of all tokens
+    ``arriving`` where they are residuals."""
+    backed = candidate.method.recall.backed
+    kept = arriving if backed else left
+    away = sum(kept)
     stride, where = candidate.stride, candidate.where or "host"
     largest = max(_entry(layer, geometry) for layer in geometry.full_layers)
     places = {"device": held.device, "host": held.host, "disk": held.disk}
     if not stride:
-        pages = _pages(leaving)
+        pages = pages_of(kept)
         places[where] += sum(pages) * geometry.full_bytes_per_token
         moved = away and (where != "device" and not shared)
         work = min(PAGE, max(pages), away) * largest if moved else 0
     else:
         stride = min(stride, len(geometry.layers))
         anchors = geometry.residual_anchors(stride)
-        pages = _pages(arriving)
+        pages = pages_of(arriving)
         vectors = sum(1 for anchor in anchors if anchor)
         places[where] += vectors * sum(pages) * geometry.residual_bytes_per_token
         if 0 in anchors:
-            places["device"] += 4 * _up(held.tokens, BLOCK)
-        if stride == 1:
-            work = min(away, PAGE, PAGE if 0 in anchors else max(pages)) * largest
-        else:
+            places["device"] += 4 * up(held.tokens, BLOCK)
+        if stride > 1:
             work = away * (geometry.residual_bytes_per_token + largest)
-    return Sizes(
-        held.tokens,
-        held.budget,
-        held.chunk,
-        held.exact,
-        away,
-        held.tokens,
-        held.resident,
-        hand=held.hand,
-        workspace=max(held.workspace, work),
-        **places,
+        else:
+            work = min(away, PAGE, PAGE if 0 in anchors else max(pages)) * largest
+            if candidate.method.recall.reads_single:  # entries of all lanes are projected together
+                work = max(work, away * largest)
+    return replace(held, away=away, kept=held.tokens, workspace=max(held.workspace, work), **places)
+
+
+# -- rules ------------------------------------------------------------------------------------------------
+
+
+def _windows(geometry: ModelGeometry, tokens: int, stepped: bool) -> int:
+    """Return the bytes of sliding windows after ``tokens`` tokens; ``stepped``: the last came alone, and a step's window
+    holds the token that was read, too."""
+    return geometry.dtype_bytes * sum(
+        layer.entry_elements * min(tokens, layer.window - (0 if stepped else 1))
+        for layer in geometry.sliding_layers
+        if layer.window is not None
     )
-
-
-def _fate(candidate: Candidate) -> Quantised | LowRank | None:
-    family = candidate.family
-    if family.fate == "quantize":
-        return Quantised(family.bits, **PRESETS["quantized"].defaults)
-    if family.fate == "lowrank":
-        return LowRank(family.rank, **PRESETS["lowrank"].defaults)
-    return None
-
-
-def _group(fate: Quantised | LowRank, layer: LayerGeometry, geometry: ModelGeometry) -> int:
-    """Return the bytes of one group of one lane."""
-    if isinstance(fate, Quantised):
-        return group_bytes(layer.key_dim, layer.value_dim, fate.bits)
-    # A head's weight has as many singular vectors as it has rows, or as the model is wide.
-    ranks = [min(fate.rank, dim, geometry.hidden_size) for dim in (layer.key_dim, layer.value_dim)]
-    return GROUP * sum(ranks) * geometry.dtype_bytes
 
 
 def _entry(layer: LayerGeometry, geometry: ModelGeometry) -> int:
     return layer.entry_elements * geometry.dtype_bytes
 
 
-def _up(count: int, block: int) -> int:
-    return -(-count // block) * block
+def _head(layer: LayerGeometry, geometry: ModelGeometry) -> int:
+    return (layer.key_dim + layer.value_dim) * geometry.dtype_bytes
 
 
-def _pool(tokens: int) -> int:
-    """Return the entries of a pool of blocks grown by halves."""
-    blocks = 0
-    while blocks * BLOCK_SIZE < tokens:
-        blocks += max(8, blocks // 2)
-    return blocks * BLOCK_SIZE
+def _shape(layer: LayerGeometry) -> LayerGeometry:
+    """Return a layer without its place in the model: layers of one shape hold the same."""
+    return replace(layer, index=0, source=0)
 
 
-def _pages(counts: list[int]) -> list[int]:
-    """Return the rows of each page, as :class:`~kvkeep.memory.rows.Pages` allocates them for rows that come by so
-    many."""
-    pages: list[int] = []
-    allocated = needed = 0
-    for count in counts:
-        needed += count
-        while allocated < needed:
-            pages.append(page_rows(needed - allocated, allocated))
-            allocated += pages[-1]
-    return pages
+def _by_head(budgets: Sequence[int], layer: LayerGeometry) -> list[int]:
+    return [*budgets] * (layer.kv_heads if len(budgets) == 1 else 1)
+
+
+def _bank(budget: int, tokens: int, tail: int) -> int:
+    """Return the columns and the tail of a lane once ``tokens`` came."""
+    columns = bank_columns(budget, tokens)
+    return columns + tail if columns else 0
+
+
+def _chunks(tokens: int, chunk: int) -> list[int]:
+    """Return how a prompt is cut: what does not divide comes first."""
+    first = tokens % chunk
+    return ([first] if first else []) + [chunk] * (tokens // chunk)
 
 
 def _over(counts: list[int], room: int) -> list[int]:
@@ -254,37 +219,35 @@ def _over(counts: list[int], room: int) -> list[int]:
     return gone
 
 
-def _groups(written: int, room: int) -> int:
-    """Return the groups there is memory for once ``written`` were, as :class:`~kvkeep.stores.groups.Groups` grows."""
-    size = 0
-    while size < min(written, room):
-        size = min(room, max(8, size + size // 2))
-    return size
-
-
-def _chunks(tokens: int, chunk: int) -> list[int]:
-    """Return how a prompt is cut: what does not divide comes first."""
-    first = tokens % chunk
-    return ([first] if first else []) + [chunk] * (tokens // chunk)
-
-
-def _left(counts: list[int], columns: int) -> int:
-    """Return how many places a selector's fate was handed: a chunk that does not fit leaves as many as came, empty ones
+def _left(counts: list[int], columns: int) -> list[int]:
+    """Return how many places a store was handed, by pass: a chunk that does not fit leaves as many as came, empty ones
     included."""
-    used = left = 0
+    used, left = 0, []
     for count in counts:
-        if used + count <= columns:
-            used += count
-        else:
-            left, used = left + count, columns
+        fits = used + count <= columns
+        left.append(0 if fits else count)
+        used = used + count if fits else columns
     return left
 
 
-def _before(columns: int, tokens: int, chunk: int) -> int:
-    """Return the columns of a bank before it grew for the last time; they are there until it has been copied."""
+def _moves(counts: list[int], entries: int) -> bool:
+    """Tell whether a stream has moved beyond its sinks."""
+    past = 0
+    for count in counts:
+        if past + (count == 1) > entries:
+            return True
+        past += count
+    return False
+
+
+def _moved(columns: int, arriving: list[int], tail: int, layer: LayerGeometry, geometry: ModelGeometry) -> int:
+    """Return the bytes of a bank before it grew for the last time: it is there until it has been copied."""
     held = before = seen = 0
-    for count in _chunks(tokens, chunk)[: 2 + columns // chunk]:
+    for count in arriving:
         seen += count
-        if (needed := min(columns, _up(seen, COLUMNS))) > held:
+        if (needed := bank_columns(columns, seen)) > held:
             before, held = held, needed
-    return before
+        if held == columns:
+            break
+    beside = 16 * layer.kv_heads  # slots, scores and counts
+    return before * beside + (before + tail) * _entry(layer, geometry) if before else 0

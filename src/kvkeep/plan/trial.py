@@ -15,7 +15,7 @@ import torch
 
 from kvkeep.cache import KeepCache
 from kvkeep.models.quiet import quiet
-from kvkeep.plan.candidates import FAMILIES, Candidate
+from kvkeep.plan.candidates import Candidate
 from kvkeep.plan.costs import Cost, cost
 from kvkeep.plan.machine import LAYERS, Machine
 from kvkeep.plan.shape import shape_of
@@ -34,6 +34,13 @@ TRIALS = (
     ("watched", "snapkv", None, BUDGET),
     ("coded", "quantized:4", None, BUDGET),
     ("lowrank", "lowrank:32", None, BUDGET),
+    ("tiers", "revive", None, BUDGET),
+    ("sketched", "h2o+sketch", None, PROMPT),  # of a text that is as long as the budget: there is nothing to estimate
+    ("estimate", "h2o+sketch", None, BUDGET),
+    ("segments", "longcache", None, BUDGET),
+    ("merged", "h2o+merge", None, BUDGET),
+    ("neighbours", "kvslimmer", None, BUDGET),
+    ("selective", "snapkv+pages", "kv", BUDGET),
 )
 """Overhead, and the method, checkpoint and budget whose step tells it once those above are known."""
 
@@ -56,8 +63,7 @@ def with_overheads(machine: Machine, device: str, dtype: torch.dtype) -> Machine
     shape = shape_of(config, dtype.itemsize)
     machine = replace(machine, overhead=dict.fromkeys(LAYERS, 0.0), simple=1.0)
     for name, method, checkpoint, budget in TRIALS:
-        family = next(family for family in FAMILIES if family.method == method)
-        candidate = Candidate(family, "", checkpoint, "device" if checkpoint else None)
+        candidate = Candidate(method, checkpoint, "device" if checkpoint else None)
         held = sizes(shape.geometry, candidate, PROMPT, budget, STEPS, shared=machine.shared)
         prompt_s, step_s = _run(model, candidate, budget)
 
@@ -93,7 +99,7 @@ def _run(model: torch.nn.Module, candidate: Candidate, budget: int | None) -> tu
         return time.perf_counter() - start
 
     ids = torch.zeros(1, PROMPT, dtype=torch.long, device=device)
-    cache = KeepCache(model, candidate.method, **given)
+    cache = KeepCache(model, candidate.spec, **given)
     prompts = []
     for _ in range(PROMPTS):
         cache.reset()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from transformers import DynamicCache
 
 from kvkeep.contracts import Checkpoint, Site
@@ -40,6 +41,7 @@ class Assembly:
     layers: list[Any]
     ledger: Ledger
     meter: Meter
+    device: torch.device
     entries: int | None = None
     chunk: int = 0
     streams: bool = False
@@ -54,24 +56,29 @@ class Assembly:
 def assemble(request: Request, model: Any, geometry: ModelGeometry) -> Assembly:
     """Return what a cache of ``model`` is made of. Raises BudgetError, UnsupportedModelError, StoreError or UsageError
     where it cannot be made."""
-    ledger, meter = Ledger(request.method.records), Meter()
-    if not request.method.selector.keeps_all:
-        return _bounded(request, model, geometry, ledger, meter)
-    lies = request.method.selector.lies  # type: ignore[attr-defined]
+    method, device = request.method, next(model.parameters()).device
+    spec = request.spec(geometry, device.type) if method.checkpoints else None
+    # Ids and positions are kept where something is rebuilt from them.
+    ledger, meter = Ledger(method.store_fate.records or (spec is not None and spec.kind != "kv")), Meter()
+    if not method.selector.keeps_all:
+        return _bounded(request, model, geometry, ledger, meter, spec)
+    lies = method.selector.lies  # type: ignore[attr-defined]
     if lies == "dynamic":
-        return Assembly(_layers(model, geometry, lambda layer: DynamicLayer()), ledger, meter)
+        return Assembly(_layers(model, geometry, lambda layer: DynamicLayer()), ledger, meter, device)
     if lies == "static":
         assert request.budget is not None
         limit = request.budget.entries(geometry, context=request.context, batch=request.batch)
-        return Assembly(_layers(model, geometry, lambda layer: DynamicLayer(limit)), ledger, meter, limit)
+        return Assembly(_layers(model, geometry, lambda layer: DynamicLayer(limit)), ledger, meter, device, limit)
     bind(model)
     table = BlockTable(BlockPool())
-    build = _Builder(request, model, geometry, ledger, meter, 0)
+    build = _Builder(request, model, geometry, ledger, meter, 0, None)
     layers = _layers(model, geometry, lambda layer: build.layer(layer, (), lambda site, store: Paged(site, table)))
-    return Assembly(layers, ledger, meter, chunk=sys.maxsize, streams=True, table=table)
+    return Assembly(layers, ledger, meter, device, chunk=sys.maxsize, streams=True, table=table)
 
 
-def _bounded(request: Request, model: Any, geometry: ModelGeometry, ledger: Ledger, meter: Meter) -> Assembly:
+def _bounded(
+    request: Request, model: Any, geometry: ModelGeometry, ledger: Ledger, meter: Meter, spec: CheckpointSpec | None
+) -> Assembly:
     method = request.method
     selector, fate, recall = method.selector, method.store_fate, method.recall
     entries, chunk = request.entries(geometry)
@@ -79,9 +86,10 @@ def _bounded(request: Request, model: Any, geometry: ModelGeometry, ledger: Ledg
     within = entries - tail
     if recall.backed and within < 1:
         raise BudgetError(f"A budget of {entries} entries leaves '{method.name}' nothing to attend to; give it more.")
-    fate.check(method.name, model, geometry, within)
+    fate.fits(method.name, geometry, within)
+    fate.check(model, geometry)
     bind(model)
-    build = _Builder(request, model, geometry, ledger, meter, within)
+    build = _Builder(request, model, geometry, ledger, meter, within, spec)
     held = fate.resident(within)
     sinks = selector.sinks_in_cache(not (fate.keeps or recall.backed))
     positions = None
@@ -108,6 +116,7 @@ def _bounded(request: Request, model: Any, geometry: ModelGeometry, ledger: Ledg
         layers,
         ledger,
         meter,
+        build.device,
         entries,
         chunk,
         True,
@@ -123,18 +132,24 @@ class _Builder:
     """What all layers of one cache are made with."""
 
     def __init__(
-        self, request: Request, model: Any, geometry: ModelGeometry, ledger: Ledger, meter: Meter, entries: int
+        self,
+        request: Request,
+        model: Any,
+        geometry: ModelGeometry,
+        ledger: Ledger,
+        meter: Meter,
+        entries: int,
+        spec: CheckpointSpec | None,
     ) -> None:
         self.request, self.model, self.geometry, self.ledger, self.meter = request, model, geometry, ledger, meter
         self.entries = entries
         self.device = next(model.parameters()).device
         self.method: Method = request.method
-        self.spec: CheckpointSpec | None = None
+        self.spec = spec
         self.checkpoint: Checkpoint | None = None
         self.round: Round | None = None
-        if self.method.checkpoints:
-            self.spec = request.spec(geometry, self.device.type)
-            self.checkpoint = self._checkpoint(self.spec)
+        if spec is not None:
+            self.checkpoint = self._checkpoint(spec)
             if self.method.recall.reads_single and not self.checkpoint.picks:
                 raise UsageError(
                     "Recalling single entries needs checkpoint kind 'kv' or 'residual': the others rebuild all."

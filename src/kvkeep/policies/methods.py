@@ -68,11 +68,6 @@ class Method:
         return getattr(self.fate, "kind", None) or None
 
     @property
-    def records(self) -> bool:
-        """Whether ids and positions of all tokens are needed."""
-        return self.checkpoints or self.fate.records
-
-    @property
     def budgeted(self) -> bool:
         """Whether it needs a budget."""
         return self.selector.budgeted

@@ -97,7 +97,12 @@ class Request:
 
     def _check(self, spec: str, checkpoint: str | None) -> None:
         """Raise for options that the method has no use for, and for a budget that it lacks."""
-        options = {"checkpoint": checkpoint, "where": self.where, "capacity": self.capacity, "folder": self.folder}
+        options: dict[str, Any] = {
+            "checkpoint": checkpoint,
+            "where": self.where,
+            "capacity": self.capacity,
+            "folder": self.folder,
+        }
         options |= {"budget": self.budget, "chunk": self.chunk}
         for option, value in options.items():
             if value is not None and option not in self.method.options:

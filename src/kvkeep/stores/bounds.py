@@ -97,6 +97,6 @@ class Bounds:
         return nbytes(self._low.data, self._high.data)
 
 
-def bounds_bytes(width: int, tokens: int) -> int:
+def bounds_elements(width: int, tokens: int) -> int:
     """Return the elements of the bounds of ``tokens`` tokens, of keys with ``width`` elements in all heads."""
     return 2 * width * up(-(-tokens // PAGE), BLOCK) if tokens else 0

@@ -101,9 +101,10 @@ class DraftAndVerify(Reader):
             if not self.chooses(layer):
                 return
             last = min(last, VOTERS, layer.resident.selector.observation_window or VOTERS)
-        kept = (part[:, :, -last:].clone() for part in (step.query, output, lse))
-        query, output, lse = kept
-        self._voters = _Voters(replace(step, query=query, mask=None), output, lse, layer.length + step.new - last)
+        query, output, lse = (part[:, :, -last:].clone() for part in (step.query, output, lse))
+        none = query.new_empty(0)
+        first = layer.length + step.new - last
+        self._voters = _Voters(replace(step, query=query, key=none, value=none, mask=None), output, lse, first)
 
     def settling(self, layer: Layer, keys: Tensor, values: Tensor) -> None:
         """Write new entries to the backing."""
@@ -125,10 +126,10 @@ class DraftAndVerify(Reader):
         layer.resident.arrive(keys, values)
         if voters is not None:
             key, value = voters.step.expanded(keys[:, None], values[:, None])
-            query = voters.step.query[:, :, :count]
-            step = replace(voters.step, query=query, key=key, value=value, own=True, last=True)
+            asked = replace(voters.step, query=voters.step.query[:, :, :count])
             output, lse = voters.output[:, :, :count], voters.lse[:, :, :count]
-            self._voters = replace(voters, step=step, output=output, lse=lse)
+            self._voters = replace(voters, step=asked, output=output, lse=lse)
+            step = replace(asked, key=key, value=value, own=True, last=True)
             if agreed or not self.chooses(layer):
                 attended_exactly(layer, step, output, lse)
         self._settle(layer)

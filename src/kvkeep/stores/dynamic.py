@@ -160,6 +160,8 @@ class SlidingLayer(DynamicSlidingWindowLayer):
 
     own = True
     compressed_bytes = bookkeeping_bytes = pending_bytes = 0
+    keys: Tensor
+    values: Tensor
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Take new entries, and return those that attention sees."""

@@ -180,4 +180,5 @@ def group_holds(
         compressed=heads * groups * size + waiting,
         bookkeeping=4 * heads * GROUP * (groups + 1),
         workspace=heads * GROUP * held * number,
+        entries=GROUP * held + count % GROUP,
     )

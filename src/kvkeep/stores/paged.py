@@ -7,7 +7,6 @@ common blocks once. A block that somebody else holds too is copied before it is 
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -18,7 +17,6 @@ from torch import Tensor
 from kvkeep.attention import Segment
 from kvkeep.attention.step import Step
 from kvkeep.contracts import Evicted, Piece, Site
-from kvkeep.memory.meter import Meter
 
 BLOCK_SIZE = 32
 """Entries a block. A row wastes half a block on average; a shared prefix is copied by at most one."""
@@ -65,19 +63,22 @@ class BlockPool:
 class BlockTable:
     """The blocks of each row of a batch, for all layers of one cache. All rows have the same number of slots."""
 
-    def __init__(self, pool: BlockPool, rows: list[list[int]] | None = None, length: int = 0) -> None:
+    def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
-        self.rows: list[list[int]] = [] if rows is None else rows
-        self.length = length
+        self.rows: list[list[int]] = []
+        self.length = 0
         self._copies: list[tuple[int, int]] = []
         self._spans: list[Span | tuple[int, int, Tensor]] | None = None
-        weakref.finalize(self, _drop_all, pool, self.rows)
+        self._finalizer = weakref.finalize(self, _drop_all, pool, self.rows)
 
-    def fork(self) -> BlockTable:
-        """Return a second table of the same blocks, each held once more."""
+    def share(self, other: BlockTable) -> None:
+        """Take the blocks of ``other`` into this table, which is empty; each is held once more."""
+        self.pool, self.length = other.pool, other.length
+        self.rows.extend(list(row) for row in other.rows)
         for row in self.rows:
             self.pool.hold(row)
-        return BlockTable(self.pool, [list(row) for row in self.rows], self.length)
+        self._finalizer.detach()
+        self._finalizer = weakref.finalize(self, _drop_all, self.pool, self.rows)
 
     def reserve(self, batch: int, stop: int) -> list[tuple[int, int]]:
         """Make room for slots up to ``stop``; every layer calls it, the first one does it.
@@ -176,11 +177,9 @@ class Paged:
         self.length = 0
         self._pools: list[Tensor] = []  # keys and values, (kv_heads, places, dim); shared by forks
 
-    def fork(self, table: BlockTable, meter: Meter) -> Paged:
-        """Return these entries over ``table``, a fork of its own: same tensors, same entries so far."""
-        twin = copy.copy(self)
-        twin.table, twin.meter = table, meter
-        return twin
+    def share(self, other: Paged) -> None:
+        """Hold the entries of ``other``: the same tensors, whose blocks this table shares."""
+        self._pools, self.length = other._pools, other.length
 
     def arrive(self, keys: Tensor, values: Tensor) -> None:
         """Make room for new entries (lanes, n, dim): the first layer of a step changes the table for all, so blocks that

@@ -231,8 +231,8 @@ class Selected:
                 width = min(bank.columns, int(empty.max()) + count)
                 gone = bank.at(leaving[:, :width], self.ranking.scored)
                 left.append(gone._replace(slots=gone.slots.masked_fill(~place[:, :width], -1)))
-            gone = torch.zeros(bank.slots.shape, dtype=torch.bool, device=leaving.device).scatter_(1, leaving, place)
-            bank.slots.masked_fill_(gone, -1)
+            empty = torch.zeros(bank.slots.shape, dtype=torch.bool, device=leaving.device).scatter_(1, leaving, place)
+            bank.slots.masked_fill_(empty, -1)
             bank.vacant = int((bank.slots[:, : bank.used] < 0).sum(1).max()) if bank.used else 0
         if left and (gathered := self.banks.gathered(left)) is not None:
             self.store.take(gathered, self)

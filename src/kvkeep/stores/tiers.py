@@ -205,7 +205,7 @@ class Tiers(EvictedStore):
     def take(self, left: Evicted, resident: WorkingSet) -> None:
         """Take entries that leave."""
         assert left.scores is not None
-        fresh = list(left[:4])
+        fresh = [left.keys, left.values, left.slots, left.scores]
         if self.slots is None or self.scores is None:
             size = left.keys.shape[0], GROUP
             self.waiting = [part.new_zeros(*size, part.shape[2], dtype=narrow(part.dtype)) for part in left[:2]]
@@ -396,7 +396,7 @@ def tiers_hold(room: int, layer: LayerGeometry, width: int, left: Sequence[int])
     if not sum(left):
         return Held()
     costs, channels = prices(layer.key_dim, layer.value_dim, width), channel_bytes(layer.value_dim)
-    held, waiting = [0] * len(TIERS), 0
+    held, waiting, most = [0] * len(TIERS), 0, 0
     for count in left:
         coming, waiting = divmod(waiting + count, GROUP)
         if not coming:
@@ -407,12 +407,16 @@ def tiers_hold(room: int, layer: LayerGeometry, width: int, left: Sequence[int])
             kept = min(held[number] + coming, spare)
             coming += held[number] - kept
             held[number], spare = kept, spare - kept
+        most = max(most, sum(count * cost for count, cost in zip(held, costs, strict=True)))
     groups, numbers = sum(held), layer.key_dim + layer.value_dim
-    size = sum(count * cost for count, cost in zip(held, costs, strict=True)) + GROUP * numbers * min(width, 2)
+    coded = sum(count * cost for count, cost in zip(held, costs, strict=True))
+    size = coded + GROUP * numbers * min(width, 2)
     return Held(
         compressed=layer.kv_heads * (size + (channels if groups else 0)),
         bookkeeping=8 * layer.kv_heads * GROUP * (groups + 1),
-        workspace=layer.kv_heads * GROUP * max(held, default=0) * 4 * max(layer.key_dim, layer.value_dim),
+        workspace=layer.kv_heads * (size + 2 * (max(left) + GROUP) * numbers * width + 4 * numbers * GROUP * groups),
+        entries=GROUP * groups + waiting,
+        shrunk=layer.kv_heads * (most - coded),
     )
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
-from kvkeep.contracts import Evicted, EvictedStore, Fate, Selector, Site
+from kvkeep.contracts import Evicted, EvictedStore, Fate, Held, Selector, Site
 from kvkeep.errors import UsageError
+from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.policies.selectors.random import sampled
 from kvkeep.stores.banks import Bank
 from kvkeep.stores.merge_on_evict import MergeOnEvict, newest_of
@@ -24,6 +26,7 @@ class Cam(Fate):
     seed: int = 0
 
     label: ClassVar[str] = "values merged by chance"
+    work: ClassVar[str] = "merged"
     merges: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -39,6 +42,11 @@ class Cam(Fate):
     def store(self, site: Site, shared: Any) -> EvictedStore:
         """Return the one that draws."""
         return MergeByChance(site, self.into, self.seed)
+
+    def holds(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int, left: Sequence[int]) -> Held:
+        """Return the bytes of the parts of values that are spread, for a moment."""
+        parts = max(left, default=0) * self.into * layer.value_dim
+        return Held(workspace=layer.kv_heads * parts * geometry.dtype_bytes)
 
 
 class MergeByChance(MergeOnEvict):

@@ -32,10 +32,10 @@ class Checkpointed(Fate):
     kind: str = ""
 
     label: ClassVar[str] = "checkpointed"
+    work: ClassVar[str] = "checkpoint"
     returns: ClassVar[str] = "all pages, exact"
     exactness: ClassVar[Exactness] = Exactness.EXACT
     checkpoints: ClassVar[bool] = True
-    records: ClassVar[bool] = True
 
     def store(self, site: Site, shared: Any) -> EvictedStore:
         """Return a store on the cache's checkpoint, for entries that leave in any order."""

@@ -30,6 +30,7 @@ class LowRank(Fate):
     exact: float = 0.5
 
     label: ClassVar[str] = "truncated to a low rank"
+    work: ClassVar[str] = "lowrank"
     returns: ClassVar[str] = "approximately, from its coordinates"
     records: ClassVar[bool] = True
 
@@ -41,14 +42,18 @@ class LowRank(Fate):
         """Return the exact ones."""
         return exact_entries(self.exact, entries)
 
-    def check(self, name: str, model: Any, geometry: ModelGeometry, entries: int) -> None:
-        """Raise where there is no room for a group, keys cannot be turned, or no projection is to be had."""
-        super().check(name, model, geometry, entries)
+    def fits(self, name: str, geometry: ModelGeometry, entries: int) -> None:
+        """Raise where there is no room for a group."""
+        super().fits(name, geometry, entries)
+        for layer in geometry.full_layers:
+            self._room(layer, geometry, entries)
+
+    def check(self, model: Any, geometry: ModelGeometry) -> None:
+        """Raise where keys cannot be turned, or no projection is to be had."""
         adapter, layers = bind(model), geometry.full_layers
         adapter.require("turn", [layer.index for layer in layers], "low rank", "use another method")
         for layer in layers:
             _projections(adapter, layer)
-            self._room(layer, geometry, entries)
 
     def _size(self, layer: LayerGeometry, geometry: ModelGeometry) -> int:
         # A head's weight has as many singular vectors as it has rows, or as the model is wide.

@@ -24,6 +24,7 @@ class Merge(Fate):
     by: str = "key"
 
     label: ClassVar[str] = "merged"
+    work: ClassVar[str] = "merged"
     merges: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from kvkeep.budget import MIN_CHUNK
-from kvkeep.contracts import Asked, EvictedStore, Fate, Pairs, Selector, Site
+from kvkeep.contracts import Asked, EvictedStore, Fate, Held, Pairs, Selector, Site
 from kvkeep.errors import BudgetError, UsageError
-from kvkeep.geometry import ModelGeometry
+from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.models.binding import bind
-from kvkeep.stores.merge_neighbours import MergeNeighbours
+from kvkeep.stores.merge_neighbours import BLOCK, GRADIENTS, QUERIES, MergeNeighbours
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Neighbours(Fate):
     slack: float = 0.125
 
     label: ClassVar[str] = "merged"
+    work: ClassVar[str] = "neighbours"
     leaves: ClassVar[str] = "the least attended neighbours"
     makes_room: ClassVar[bool] = True
     keeps: ClassVar[bool] = False
@@ -57,10 +59,13 @@ class Neighbours(Fate):
         papers (512 of 2,048). A chunk as long as the budget would merge nearly everything each time."""
         return min(chunk, max(MIN_CHUNK, entries // 4))
 
-    def check(self, name: str, model: Any, geometry: ModelGeometry, entries: int) -> None:
-        """Raise where ``entries`` leave nothing to merge beside the sinks, or keys cannot be turned."""
-        super().check(name, model, geometry, entries)
+    def fits(self, name: str, geometry: ModelGeometry, entries: int) -> None:
+        """Raise where ``entries`` leave nothing to merge beside the sinks."""
+        super().fits(name, geometry, entries)
         self._check_room(name, entries)
+
+    def check(self, model: Any, geometry: ModelGeometry) -> None:
+        """Raise where keys cannot be turned."""
         full = [layer.index for layer in geometry.full_layers]
         bind(model).require("turn", full, "merging, which turns keys to new positions", "use h2o+merge")
 
@@ -76,6 +81,21 @@ class Neighbours(Fate):
         budget = min(site.budgets)
         self._check_room(f"layer {site.layer.index}", budget)
         return MergeNeighbours(site, self, bind(site.model), self.pairs_at_once(budget))
+
+    def holds(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int, left: Sequence[int]) -> Held:
+        """Return the bytes of what is merged and of what it is merged into, for a moment; and of the weights of the last
+        queries, for methods that ask them."""
+        most = max(left, default=0)
+        if not most:
+            return Held()
+        both = entries + most
+        work = 4 * both * layer.entry_elements * geometry.dtype_bytes
+        if self.asks:
+            heads = geometry.attention_heads
+            queries = max(most, QUERIES) * heads
+            work += 4 * queries * (layer.key_dim + both + 1) + 4 * both * layer.entry_elements
+            work += 4 * GRADIENTS * layer.kv_heads * min(BLOCK, queries) * both
+        return Held(workspace=work)
 
     def pairs_at_once(self, budget: int) -> int:
         """Return how many pairs are merged at once while decoding, of a ``budget`` of entries: a quarter of those that

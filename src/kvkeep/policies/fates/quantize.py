@@ -27,6 +27,7 @@ class Quantize(Fate):
     exact: float = 0.5
 
     label: ClassVar[str] = "quantised"
+    work: ClassVar[str] = "coded"
     returns: ClassVar[str] = "approximately, from its codes"
 
     def __post_init__(self) -> None:
@@ -37,9 +38,9 @@ class Quantize(Fate):
         """Return the exact ones; the group that waits for its last entry comes on top."""
         return exact_entries(self.exact, entries)
 
-    def check(self, name: str, model: Any, geometry: ModelGeometry, entries: int) -> None:
+    def fits(self, name: str, geometry: ModelGeometry, entries: int) -> None:
         """Raise where there is no room for a group, or heads do not divide into bytes."""
-        super().check(name, model, geometry, entries)
+        super().fits(name, geometry, entries)
         for layer in geometry.full_layers:
             if layer.key_dim % (8 // self.bits) or width(layer.value_dim) % (8 // self.bits):
                 raise UnsupportedModelError(

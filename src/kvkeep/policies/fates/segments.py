@@ -25,6 +25,7 @@ class Segments(Fate):
     top: int = 8
 
     label: ClassVar[str] = "kept in segments"
+    work: ClassVar[str] = "segments"
     returns: ClassVar[str] = "the most promising segments"
     exactness: ClassVar[Exactness] = Exactness.REVERSIBLE
 
@@ -42,7 +43,7 @@ class Segments(Fate):
         size = GROUP * (layer.key_dim + layer.value_dim) * b + 2 * layer.key_dim * b
         held = group_holds(layer, geometry, None, left, size, 0)
         read = min(self.top, sum(left) // GROUP) * GROUP * layer.entry_elements * b
-        return Held(held.resident, held.compressed, held.bookkeeping, read)
+        return Held(held.compressed, held.bookkeeping, read, held.entries)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from kvkeep.contracts import EvictedStore, Exactness, Fate, Held, Selector, Site
 from kvkeep.errors import BudgetError, UsageError, unknown
@@ -31,6 +31,7 @@ class Sketch(Fate):
     rows: int = 3
 
     label: ClassVar[str] = "sketched"
+    work: ClassVar[str] = "sketched"
     returns: ClassVar[str] = "approximately, from a count sketch"
     exactness: ClassVar[Exactness] = Exactness.REVERSIBLE
     records: ClassVar[bool] = True  # positions are what is hashed
@@ -62,9 +63,9 @@ class Sketch(Fate):
         """Return how many entries' room is the sketch's: whole rows of slots, two at least."""
         return max(2 * self.rows, int(self.vague * entries) // self.rows * self.rows)
 
-    def check(self, name: str, model: Any, geometry: ModelGeometry, entries: int) -> None:
+    def fits(self, name: str, geometry: ModelGeometry, entries: int) -> None:
         """Raise BudgetError where the sketches would have more than half the budget."""
-        super().check(name, model, geometry, entries)
+        super().fits(name, geometry, entries)
         if 2 * self._own(entries) > entries:
             raise BudgetError(
                 f"A budget of {entries} entries has no room for a sketch of {self.rows} rows beside the exact ones; "
@@ -101,4 +102,4 @@ class Sketch(Fate):
             size += 4 * width + 8 * cells
         looked_up = sum(left) * (2 * 8 * self.rows + self.rows * width * geometry.dtype_bytes)
         looked_up += 2 * cells * width * geometry.dtype_bytes
-        return Held(compressed=layer.kv_heads * size, workspace=layer.kv_heads * looked_up)
+        return Held(layer.kv_heads * size, workspace=layer.kv_heads * looked_up, entries=sum(left))

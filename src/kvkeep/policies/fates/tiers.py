@@ -23,15 +23,16 @@ class InTiers(Fate):
     exact: float = 8
 
     label: ClassVar[str] = "quantised by attention"
+    work: ClassVar[str] = "tiers"
     returns: ClassVar[str] = "approximately, from its codes"
 
     def resident(self, entries: int) -> int:
         """Return the exact ones, a quarter of the budget at most; the group that waits comes on top."""
         return min(exact_entries(self.exact, entries), entries // 4)
 
-    def check(self, name: str, model: Any, geometry: ModelGeometry, entries: int) -> None:
+    def fits(self, name: str, geometry: ModelGeometry, entries: int) -> None:
         """Raise where there is no room for a group, or codes do not divide into bytes."""
-        super().check(name, model, geometry, entries)
+        super().fits(name, geometry, entries)
         bits = TIERS[-1].values
         for layer in geometry.full_layers:
             if layer.value_dim % (8 // bits):

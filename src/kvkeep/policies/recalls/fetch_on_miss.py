@@ -48,3 +48,7 @@ class FetchOnMiss(PagesThatMatter):
         wanted &= wanted.cumsum(1) <= room(self.limit)
         chosen = compact(wanted)
         return slots.gather(1, chosen.clamp(min=0)).masked_fill(chosen < 0, -1)
+
+    def entries(self, away: int) -> int:
+        """Return how many of ``away`` entries of a KV head come back after a step, at most."""
+        return min(away, self.limit)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvkeep.errors import UsageError
 from kvkeep.policies.recalls.selective import PagesThatMatter
+from kvkeep.stores.bounds import PAGE
 
 ALL = 2**31
 """More pages than there are."""
@@ -41,3 +42,7 @@ class Pages(PagesThatMatter):
         highest = excess.amax((1, 2))
         best = highest.topk(min(self.count, highest.shape[1]), dim=1, sorted=False).indices
         return torch.zeros(highest.shape, dtype=torch.bool, device=highest.device).scatter_(1, best, True)
+
+    def entries(self, away: int) -> int:
+        """Return how many of ``away`` entries of a KV head come back in a step, at most."""
+        return min(away, self.count * PAGE)

@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from kvkeep.contracts import Exactness, Reader, Recall, Site
-from kvkeep.geometry import LayerGeometry
-from kvkeep.stores.bounds import bounds_bytes
+from kvkeep.contracts import Exactness, Held, Reader, Recall, Site
+from kvkeep.geometry import LayerGeometry, ModelGeometry
+from kvkeep.stores.bounds import PAGE, bounds_elements
 from kvkeep.stores.selective import Selective
 
 
@@ -29,6 +29,12 @@ class PagesThatMatter(Recall):
         """Return which pages each lane recalls: here none. See :class:`kvkeep.stores.selective.Choice`."""
         return None
 
-    def holds(self, layer: LayerGeometry, tokens: int, dtype_bytes: int) -> int:
-        """Return the bytes of the bounds of all pages."""
-        return bounds_bytes(layer.kv_heads * layer.key_dim, tokens) * dtype_bytes
+    def entries(self, away: int) -> int:
+        """Return how many of ``away`` entries of a KV head come back in a step, at most."""
+        return away
+
+    def holds(self, layer: LayerGeometry, geometry: ModelGeometry, tokens: int, away: int) -> Held:
+        """Return the bytes of the bounds of all pages, and of what is recalled: gathered where it is less than half."""
+        bounds = bounds_elements(layer.kv_heads * layer.key_dim, tokens) * geometry.dtype_bytes
+        recalled = min(self.entries(away), tokens // 2 + PAGE)
+        return Held(bookkeeping=bounds, workspace=recalled * layer.entry_elements * geometry.dtype_bytes)

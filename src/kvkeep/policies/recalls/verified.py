@@ -21,6 +21,7 @@ class Verified(Recall):
 
     label: ClassVar[str] = "verified, once for a run of drafts"
     exactness: ClassVar[Exactness | None] = Exactness.EXACT
+    drafts: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.longest < 1:

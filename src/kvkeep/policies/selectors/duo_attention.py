@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from kvkeep.contracts import Candidates, Selector
@@ -37,7 +38,10 @@ class DuoAttention(Selector):
 
     def budgets(self, model: Any, geometry: ModelGeometry, entries: int) -> list[Sequence[int]]:
         """Return many entries for the heads of highest score, few for the others, ``entries`` on average."""
-        scores = retrieval_scores(model, geometry, self.scores)
+        layers = geometry.full_layers
+        scores = torch.zeros(len(layers), layers[0].kv_heads)
+        if self.scores or model is not None:
+            scores = retrieval_scores(model, geometry, self.scores)
         heads = max(1, round(self.retrieval * scores.numel()))
         few = min(entries, max(2 * self.sinks, int(self.streaming * entries)))
         many = (entries * scores.numel() - few * (scores.numel() - heads)) // heads

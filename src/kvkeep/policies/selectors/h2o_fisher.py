@@ -36,7 +36,11 @@ class H2OFisher(H2O):
     def budgets(self, model: Any, geometry: ModelGeometry, entries: int) -> list[Sequence[int]]:
         """Return ``least`` of the mean and a part of the rest, by information; rounded down."""
         layers = geometry.full_layers
-        scores = self._read(len(layers)) if self.scores else information(model, geometry)
+        scores = torch.ones(len(layers), dtype=torch.float64)
+        if self.scores:
+            scores = self._read(len(layers))
+        elif model is not None:
+            scores = information(model, geometry)
         shares = scores * len(layers) / scores.sum()
         budgets: list[Sequence[int]] = [(entries,)] * len(geometry.layers)
         for layer, share in zip(layers, shares.tolist(), strict=True):

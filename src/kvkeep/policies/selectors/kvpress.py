@@ -230,10 +230,10 @@ def _ahead(rotary: Any, rows: Tensor, positions: Tensor, *args: Any) -> Any:
 
 def _entering(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     # Layers that are run to rebuild entries are handed other caches; nobody scores by them.
-    if getattr(kwargs.get("past_key_values"), "streams", False):
+    if getattr(kwargs.get("past_key_values"), "stream", None) is not None:
         _running.set((module, (args[0] if args else kwargs["hidden_states"]).detach(), kwargs))
 
 
 def _leaving(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    if getattr(kwargs.get("past_key_values"), "streams", False):
+    if getattr(kwargs.get("past_key_values"), "stream", None) is not None:
         _running.set(None)

@@ -39,7 +39,6 @@ class Kept(Fate):
     returns: ClassVar[str] = "not needed"
     exactness: ClassVar[Exactness] = Exactness.EXACT
     keeps: ClassVar[bool] = False
-    records: ClassVar[bool] = True
 
     def store(self, site: Site, shared: Any) -> EvictedStore:
         """Return the one that holds nothing."""
