@@ -9,8 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from kvkeep_lab.experiment import Inquiry, load_experiment, packaged
-from kvkeep_lab.runner import Desk
+from kvkeep_lab.experiment import StudyExperiment, load_experiment, packaged
+from kvkeep_lab.runner import Runner
 from kvkeep_lab.studies import STUDIES
 from official import write_official
 
@@ -61,7 +61,7 @@ def test_the_smoke_version_of_every_experiment(
     code, out, err = run(*command)
     assert (json.loads(out)["done"], json.loads(out)["found"]) == (0, tally["done"])
     code, out, err = run("lab", "report", tally["store"])
-    study = isinstance(experiment, Inquiry)
+    study = isinstance(experiment, StudyExperiment)
     assert code == 0 and out.startswith("# Results of the lab") and (study or "| `full` | - | all |" in out)
     code, out, err = run("lab", "report", tally["store"], "--json")
     found = json.loads(out)
@@ -110,7 +110,7 @@ def test_ctrl_c_ends_with_a_sentence_and_130(
     def interrupted(*arguments: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Desk, "measure", interrupted)
+    monkeypatch.setattr(Runner, "measure", interrupted)
     store = str(tmp_path / "r.jsonl")
     code, out, err = run("lab", "run", "needle-25", "--smoke", "--data", str(data), "--store", store)
     assert (code, out) == (130, "") and "the same command goes on from there" in err

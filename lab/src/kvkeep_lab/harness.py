@@ -16,7 +16,7 @@ from kvkeep.errors import UsageError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.models.loading import load
 from kvkeep_lab.reading import takes
-from kvkeep_lab.subject import Cost, Subject
+from kvkeep_lab.subject import AnswerCost, Subject
 
 try:
     from lm_eval.api.model import TemplateLM
@@ -51,7 +51,7 @@ class KeepLM(TemplateLM):
         positions = ModelGeometry.from_config(subject.loaded.model.config).max_positions
         self._longest = max_length or positions or 2048
         self._device = subject.loaded.model.device
-        self.costs: list[Cost] = []
+        self.costs: list[AnswerCost] = []
 
     @classmethod
     def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> KeepLM:

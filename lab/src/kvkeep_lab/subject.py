@@ -1,4 +1,4 @@
-"""Who is examined: one model with one cache method within one budget. Tasks ask it, and know nothing of caches."""
+"""A model under test: one model with one cache method within one budget. Tasks ask it, and know nothing of caches."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from kvkeep_lab.reading import cache_for, continued, read, scores
 
 
 @dataclass(frozen=True)
-class Cost:
-    """What one answer took. prefill_s: seconds of the prompt. token_s: of each token after it, None where there was but
-    one. memory: bytes afterwards, as ``cache.memory()`` has them. entries: the budget of a full layer, None: all."""
+class AnswerCost:
+    """What one answer took. prefill_s: seconds of the prompt. token_s: seconds of each token after the first, None
+    where there is none. memory: bytes afterwards, as ``cache.memory()`` gives them. entries: the budget of a full
+    layer, None where it has none."""
 
     prompt_tokens: int
     prefill_s: float
@@ -31,6 +32,11 @@ class Cost:
     exactness: str
     entries: int | None
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of entries that attention reads, in full or compressed."""
+        return int(self.memory["resident_bytes"]) + int(self.memory["compressed_bytes"])
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -38,7 +44,7 @@ class Answer:
 
     text: str
     tokens: list[int]
-    cost: Cost
+    cost: AnswerCost
 
 
 @dataclass(frozen=True)
@@ -47,7 +53,7 @@ class Examination:
 
     text: str
     logs: list[float]
-    cost: Cost
+    cost: AnswerCost
 
 
 @dataclass(frozen=True)
@@ -55,7 +61,7 @@ class Scores:
     """ln p of each token of a given text, and the cost."""
 
     logs: list[float]
-    cost: Cost
+    cost: AnswerCost
 
 
 @dataclass(frozen=True)
@@ -98,16 +104,9 @@ class Subject:
         if isinstance(cache, Reader):
             return self._written(cache, ids, new, ended or (lambda text: False))
         made = generate(self.loaded.model, self.tokenizer, ids, cache, max_new_tokens=new, ended=ended)
-        steps, timing = len(made.tokens) - 1, made.timing
-        cost = Cost(
-            len(ids),
-            timing.prefill_s,
-            timing.decode_s / steps if steps > 0 else None,
-            made.memory.as_dict(),
-            made.exactness,
-            getattr(cache, "entries", None),
-        )
-        return Answer(made.text, made.tokens, cost)
+        steps = len(made.tokens) - 1
+        token_s = made.timing.decode_s / steps if steps > 0 else None
+        return Answer(made.text, made.tokens, _cost(cache, len(ids), made.timing.prefill_s, token_s))
 
     def examine(self, ids: Sequence[int], right: Sequence[int], new: int) -> Examination:
         """Tell what this subject makes of a ``right`` answer to a prompt, and what it writes by itself.
@@ -139,7 +138,7 @@ class Subject:
         token_s = stepwise / (len(logs) - 1) if len(logs) > 1 else None
         return Scores(logs, _cost(cache, len(ids), passed[0][1], token_s))
 
-    def weigh(self, ids: Sequence[int], continuations: Sequence[Sequence[int]]) -> tuple[list[Likelihood], Cost]:
+    def weigh(self, ids: Sequence[int], continuations: Sequence[Sequence[int]]) -> tuple[list[Likelihood], AnswerCost]:
         """Read a prompt once, and tell how likely each of several ``continuations`` (a token each at least) is.
 
         They are given token by token, as decoding would, side by side; where the cache is exact many at once, and the
@@ -204,8 +203,8 @@ def _paces(seconds: Sequence[float]) -> tuple[float, float | None]:
     return seconds[0], fmean(seconds[1:]) if len(seconds) > 1 else None
 
 
-def _cost(cache: Any, prompt_tokens: int, prefill_s: float, token_s: float | None) -> Cost:
-    return Cost(
+def _cost(cache: Any, prompt_tokens: int, prefill_s: float, token_s: float | None) -> AnswerCost:
+    return AnswerCost(
         prompt_tokens,
         prefill_s,
         token_s,

@@ -20,13 +20,13 @@ from kvkeep.cli.output import err, note, print_json, show
 from kvkeep.errors import KvkeepError, Stopped, UsageError
 
 if TYPE_CHECKING:
-    from kvkeep_lab.experiment import Outline
+    from kvkeep_lab.experiment import ExperimentBase
     from kvkeep_lab.store import Store
     from kvkeep_lab.studies import Study
     from kvkeep_lab.tasks import Task
 
 FOLDER = Path("kvkeep-lab")
-_MEMORY = 3600.0  # seconds that the time left is told by: a cell may take minutes
+_PACE = 3600.0  # seconds that the time left is estimated from: a cell may take minutes
 
 app = typer.Typer(
     help="Experiments that stand beside the papers': list them, run them, report what they found.",
@@ -43,7 +43,7 @@ def _lab() -> None:
 
 @app.command("list")
 def list_(json: options.Json = False) -> None:
-    """List the experiments that come with the library, what they are made of, and whom else they may ask."""
+    """List the experiments that come with the library, what they are made of, and the peers they may name."""
     from kvkeep_lab.experiment import load_experiment, packaged
     from kvkeep_lab.peers import PEERS
     from kvkeep_lab.studies import STUDIES
@@ -144,7 +144,7 @@ def run(
             console=err,
             transient=True,
             disable=not err.is_terminal,
-            speed_estimate_period=_MEMORY,
+            speed_estimate_period=_PACE,
         )
         with progress as bar, redirect_stdout(sys.stderr):  # Ray prints, too
             line = bar.add_task("", total=None)
@@ -158,13 +158,13 @@ def run(
                 workers=workers,
                 ray=ray,
                 progress=lambda label, done, total: bar.update(line, description=label, completed=done, total=total),
-                tell=note,
+                notify=note,
             )
     results.refresh()
-    _tell_torn(results)
+    _note_torn(results)
     if json:
-        told = {"model", "method", "budget", "point", "seed", "error"}
-        failed = [record.model_dump(mode="json", include=told) for record in tally.failed]
+        fields = {"model", "method", "budget", "point", "seed", "error"}
+        failed = [record.model_dump(mode="json", include=fields) for record in tally.failed]
         print_json({"experiment": chosen.name, "store": str(results.path), **asdict(tally), "failed": failed})
     else:
         for sentence in dict.fromkeys(f"{record.label} failed: {record.error}" for record in tally.failed):
@@ -187,7 +187,8 @@ def report(
     json: options.Json = False,
 ) -> None:
     """Report what stores hold, as Markdown or as a page: first where it differs from the papers, then all tables."""
-    from kvkeep_lab.report import chapters, markdown, sections, studied, study_chapters, unmeasured, unread, write
+    from kvkeep_lab.report import groups, markdown, unmeasured, unread, write
+    from kvkeep_lab.report.studies import StudyGroup
     from kvkeep_lab.store import Store
 
     read = [Store(path) for path in stores]
@@ -195,33 +196,32 @@ def report(
         if not one.path.is_file():
             raise UsageError(f"There are no results at '{one.path}'; 'kvkeep lab run' writes them.")
         one.refresh()
-        _tell_torn(one)
-    found, studies = sections(read), studied(read)
-    foreign = unread(read)
-    for sentence in (sentence for chapter in foreign for sentence in chapter.missing):
-        note(sentence)
-    if not found and not studies:
+        _note_torn(one)
+    found, foreign = groups(read), unread(read)
+    for chapter in foreign:
+        note(" ".join(chapter.missing))
+    if not found:
         raise UsageError("There is nothing to report: no cell of an experiment that can be read is in these results.")
-    names = {*(one.experiment.name for one in found), *(one.experiment.name for one in studies)}
-    told = [*chapters(found), *study_chapters(studies), *foreign, *unmeasured(names)]
-    files = write(told, output) if output is not None else []
+    chapters = [group.chapter() for group in found]
+    chapters += [*foreign, *unmeasured({group.experiment.name for group in found})]
+    files = write(chapters, output) if output is not None else []
     if json:
-        judged = [{"title": chapter.title, **asdict(verdict)} for chapter in told for verdict in chapter.verdicts]
+        judged = [{"title": chapter.title, **asdict(verdict)} for chapter in chapters for verdict in chapter.verdicts]
         print_json(
             {
-                "sections": [section.as_dict() for section in found],
-                "studies": [one.as_dict() for one in studies],
+                "sections": [group.as_dict() for group in found if not isinstance(group, StudyGroup)],
+                "studies": [group.as_dict() for group in found if isinstance(group, StudyGroup)],
                 "verdicts": judged,
                 "files": [str(path) for path in files],
             }
         )
     elif output is None:
-        print(markdown(told), end="")
+        print(markdown(chapters), end="")
     for path in files:
         note(f"Written: {path}")
 
 
-def _check_only(experiment: Outline, only: list[str]) -> None:
+def _check_only(experiment: ExperimentBase, only: list[str]) -> None:
     from kvkeep.errors import unknown
 
     methods = list(dict.fromkeys(cell.method for cell in experiment.cells("")))
@@ -230,7 +230,7 @@ def _check_only(experiment: Outline, only: list[str]) -> None:
             raise unknown(f"method of experiment '{experiment.name}'", name, methods)
 
 
-def _tell_torn(store: Store) -> None:
+def _note_torn(store: Store) -> None:
     if store.torn or store.unfinished:
         count = store.torn + store.unfinished
         note(f"{count} line{'s' if count > 1 else ''} of '{store.path}' cannot be read, and counted for nothing.")

@@ -6,38 +6,41 @@ import math
 import os
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvkeep_lab.figures import COLOURS, DPI, WIDTH_PX, plain, save
+from kvkeep_lab.report.formatting import shown, titled
 from kvkeep_lab.report.frontier import NOISE, Axis, frontier
 from kvkeep_lab.report.labels import Label, place
-from kvkeep_lab.report.sections import Line, Section, places
-from kvkeep_lab.report.telling import shown, titled
+from kvkeep_lab.report.methods import MethodResult
 from kvkeep_lab.tasks.base import Metric, named
+
+if TYPE_CHECKING:
+    from kvkeep_lab.report.tasks import TaskGroup
 
 _BLUE = COLOURS[0]
 _PANELS = 4
 """Maps, or methods, beside each other."""
 
 
-def draw_frontier(section: Section, axis: Axis, path: str | os.PathLike[str]) -> None:
+def draw_frontier(group: TaskGroup, axis: Axis, path: str | os.PathLike[str]) -> None:
     """Draw the task's first metric against ``axis``: every row a point, the points of a method joined in grey, those on
     the frontier and the line through them in colour. Raises StoreError if the file cannot be written."""
     from matplotlib.figure import Figure
 
-    metric = section.experiment.task.metrics[0]
-    points = {line: cost for line in section.measured if (cost := axis.cost(line)) is not None}
+    metric = group.task.metrics[0]
+    points = {result: cost for result in group.measured if (cost := axis.cost(result)) is not None}
     best = frontier(list(points), metric, axis)
     figure = Figure(figsize=(WIDTH_PX / DPI, 5.6), dpi=DPI, layout="constrained")
     axes: Any = figure.subplots()
-    for method in dict.fromkeys(line.method for line in points):
-        mine = [line for line in points if line.method == method]  # by budget
-        costs, means = [points[line] for line in mine], [_mean(metric, line) for line in mine]
+    for method in dict.fromkeys(result.method for result in points):
+        mine = [result for result in points if result.method == method]  # by budget
+        costs, means = [points[result] for result in mine], [_mean(metric, result) for result in mine]
         axes.plot(costs, means, color="0.82", linewidth=1)
         axes.plot(costs, means, "o", color="0.65", markersize=4, clip_on=False)
     axes.step(
-        [points[line] for line in best],
-        [_mean(metric, line) for line in best],
+        [points[result] for result in best],
+        [_mean(metric, result) for result in best],
         where="post",
         color=_BLUE,
         linewidth=1.5,
@@ -51,14 +54,14 @@ def draw_frontier(section: Section, axis: Axis, path: str | os.PathLike[str]) ->
     _plain_numbers(axes.xaxis, points.values())
     axes.set_xlabel(f"{axis.of} ({axis.unit})")
     axes.set_title(f"{titled(metric)}: {metric.better} is better", loc="left", fontsize=10)
-    _quality_axis(axes, metric, section.measured)
+    _quality_axis(axes, metric, group.measured)
     plain(axes, "both")
-    figure.suptitle(f"{section.experiment.title}: {section.model}", fontsize=11)
-    at = {line: (cost, _mean(metric, line)) for line, cost in points.items()}
-    labels = [Label(line.label, at[line], {"fontsize": 9, "color": _BLUE, "zorder": 5}) for line in best]
-    others = [line for line in points if line.method not in {one.method for one in best}]
-    for method in dict.fromkeys(line.method for line in others):
-        last = max((line for line in others if line.method == method), key=points.__getitem__)
+    figure.suptitle(f"{group.experiment.title}: {group.model}", fontsize=11)
+    at = {result: (cost, _mean(metric, result)) for result, cost in points.items()}
+    labels = [Label(result.label, at[result], {"fontsize": 9, "color": _BLUE, "zorder": 5}) for result in best]
+    others = [result for result in points if result.method not in {one.method for one in best}]
+    for method in dict.fromkeys(result.method for result in others):
+        last = max((result for result in others if result.method == method), key=points.__getitem__)
         labels.append(Label(method, at[last], {"fontsize": 8, "color": "0.35"}))
     corners = [
         (first, second)
@@ -69,55 +72,57 @@ def draw_frontier(section: Section, axis: Axis, path: str | os.PathLike[str]) ->
     save(figure, path)
 
 
-def draw_quality(section: Section, path: str | os.PathLike[str]) -> None:
+def draw_quality(group: TaskGroup, path: str | os.PathLike[str]) -> None:
     """Draw quality and memory, with 95 % intervals: a panel for each method with the task's first metric against the
     bytes held, the other methods in grey and the baseline across; of one budget alone, bars of the metrics that are
     told relative to the baseline. Raises StoreError if the file cannot be written."""
     from matplotlib.figure import Figure
 
-    budgets = {line.budget for line in section.measured if line.budget is not None}
+    budgets = {result.budget for result in group.measured if result.budget is not None}
     figure = Figure(dpi=DPI, layout="constrained")
-    (_bars if len(budgets) < 2 else _methods)(figure, section)
-    figure.suptitle(f"{section.experiment.title}: {section.model}", fontsize=11)
+    (_bars if len(budgets) < 2 else _methods)(figure, group)
+    figure.suptitle(f"{group.experiment.title}: {group.model}", fontsize=11)
     save(figure, path)
 
 
-def _bars(figure: Any, section: Section) -> None:
-    task, lines = section.experiment.task, section.measured
-    figure.set_size_inches(WIDTH_PX / DPI, 1.2 + 0.3 * len(lines))
+def _bars(figure: Any, group: TaskGroup) -> None:
+    task, results = group.task, group.measured
+    figure.set_size_inches(WIDTH_PX / DPI, 1.2 + 0.3 * len(results))
     metrics = [metric for metric in task.metrics if metric.name in task.relative] or [task.metrics[0]]
     grid: Any = figure.subplots(1, len(metrics), sharey=True, squeeze=False)
-    places = list(range(len(lines)))
-    colours = ["0.6" if line.method != section.experiment.baseline else _BLUE for line in lines]
+    places = list(range(len(results)))
+    colours = ["0.6" if result.method != group.experiment.baseline else _BLUE for result in results]
     for axes, metric in zip(grid[0], metrics, strict=True):
-        means, below, above = zip(*(_bar(metric, line) for line in lines), strict=True)
+        means, below, above = zip(*(_bar(metric, result) for result in results), strict=True)
         axes.barh(places, means, xerr=[below, above], color=colours, height=0.65, error_kw={"elinewidth": 0.8})
         axes.set_title(titled(metric), loc="left", fontsize=10)
         if metric.kind == "share":
             axes.set_xlim(0, 100)
         plain(axes, "x")
-    grid[0][0].set_yticks(places, [f"{line.label}, {line.held_bytes / 1e6:.1f} MB" for line in lines], fontsize=9)
-    grid[0][0].invert_yaxis()  # shared: the first line on top
+    grid[0][0].set_yticks(
+        places, [f"{result.label}, {result.held_bytes / 1e6:.1f} MB" for result in results], fontsize=9
+    )
+    grid[0][0].invert_yaxis()  # shared: the first result on top
 
 
-def _methods(figure: Any, section: Section) -> None:
-    metric, baseline = section.experiment.task.metrics[0], section.experiment.baseline
-    of: dict[str, list[Line]] = {}
-    for line in sorted(section.measured, key=lambda line: line.held_bytes):
-        of.setdefault(line.method, []).append(line)
-    across = [_mean(metric, line) for line in of.get(baseline, ())]
-    names = [name for name in dict.fromkeys(line.method for line in section.measured) if name != baseline]
+def _methods(figure: Any, group: TaskGroup) -> None:
+    metric, baseline = group.task.metrics[0], group.experiment.baseline
+    of: dict[str, list[MethodResult]] = {}
+    for result in sorted(group.measured, key=lambda result: result.held_bytes):
+        of.setdefault(result.method, []).append(result)
+    across = [_mean(metric, result) for result in of.get(baseline, ())]
+    names = [name for name in dict.fromkeys(result.method for result in group.measured) if name != baseline]
     rows = math.ceil(len(names) / _PANELS)
     figure.set_size_inches(WIDTH_PX / DPI, 0.9 + 1.75 * rows)
     grid: Any = figure.subplots(rows, _PANELS, sharex=True, sharey=True, squeeze=False)
     for axes, name in zip(grid.flat, names, strict=False):
         for other in names:
-            held = [line.held_bytes / 1e6 for line in of[other]]
-            axes.plot(held, [_mean(metric, line) for line in of[other]], color="0.87", linewidth=0.8, zorder=1)
+            held = [result.held_bytes / 1e6 for result in of[other]]
+            axes.plot(held, [_mean(metric, result) for result in of[other]], color="0.87", linewidth=0.8, zorder=1)
         for mean in across:
             axes.axhline(mean, color="0.3", linewidth=0.8, linestyle=":")
-        means, below, above = zip(*(_bar(metric, line) for line in of[name]), strict=True)
-        held = [line.held_bytes / 1e6 for line in of[name]]
+        means, below, above = zip(*(_bar(metric, result) for result in of[name]), strict=True)
+        held = [result.held_bytes / 1e6 for result in of[name]]
         style: dict[str, Any] = {"color": _BLUE, "marker": "o", "markersize": 4, "elinewidth": 0.8, "capsize": 2}
         axes.errorbar(held, means, yerr=[below, above], zorder=3, clip_on=False, **style)
         axes.set_title(name, loc="left", fontsize=9)
@@ -127,21 +132,21 @@ def _methods(figure: Any, section: Section) -> None:
         axes.set_visible(False)
     first: Any = grid[0][0]
     first.set_xscale("log")
-    _plain_numbers(first.xaxis, [line.held_bytes / 1e6 for name in names for line in of[name]])
-    _quality_axis(first, metric, section.measured)
+    _plain_numbers(first.xaxis, [result.held_bytes / 1e6 for name in names for result in of[name]])
+    _quality_axis(first, metric, group.measured)
     for axes in list(grid.flat)[max(0, len(names) - _PANELS) : len(names)]:
         axes.tick_params(labelbottom=True)
     figure.supxlabel("keys and values held (MB); dotted: the baseline; grey: the other methods", fontsize=9)
     figure.supylabel(titled(metric), fontsize=9)
 
 
-def _quality_axis(axes: Any, metric: Metric, lines: Sequence[Line]) -> None:
+def _quality_axis(axes: Any, metric: Metric, results: Sequence[MethodResult]) -> None:
     """Scale the axis of a metric: from 0 on where that is a number of it, by decades where less is better."""
     if metric.kind == "share":
         axes.set_ylim(bottom=0)
-    elif metric.better == "lower" and all(_mean(metric, line) >= 0 for line in lines):
-        axes.set_yscale("symlog", linthresh=_smallest(metric, lines))  # exact methods are at 0, or near
-        axes.set_ylim(0, 2 * max(_mean(metric, line) for line in lines) or None)
+    elif metric.better == "lower" and all(_mean(metric, result) >= 0 for result in results):
+        axes.set_yscale("symlog", linthresh=_smallest(metric, results))  # exact methods are at 0, or near
+        axes.set_ylim(0, 2 * max(_mean(metric, result) for result in results) or None)
 
 
 def _plain_numbers(axis: Any, values: Any) -> None:
@@ -158,42 +163,42 @@ def _plain_numbers(axis: Any, values: Any) -> None:
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
-def draw_maps(section: Section, path: str | os.PathLike[str]) -> None:
+def draw_maps(group: TaskGroup, path: str | os.PathLike[str]) -> None:
     """Draw a map for each metric of ``mapped`` and each value of the first axis: a row for each method, a column for
     each value of the second axis. Raises StoreError if the file cannot be written."""
     from matplotlib.figure import Figure
 
-    task = section.experiment.task
+    task = group.task
     metrics = [metric for metric in task.metrics if metric.name in task.mapped]
     across, along = task.axes
-    panels, ticks = places(section, across), places(section, along)
-    columns, lines = min(len(panels), _PANELS), section.measured
+    panels, ticks = group.places(across), group.places(along)
+    columns, results = min(len(panels), _PANELS), group.measured
     rows = len(metrics) * math.ceil(len(panels) / columns)
-    size = (WIDTH_PX / DPI, rows * (1.1 + 0.27 * len(lines)))
+    size = (WIDTH_PX / DPI, rows * (1.1 + 0.27 * len(results)))
     figure = Figure(figsize=size, dpi=DPI, layout="constrained")
     grid: Any = figure.subplots(rows, columns, sharey=True, squeeze=False)
     free = iter(grid.flat)
     for metric in metrics:
-        values = [shown(metric, scores[metric.name]) for line in lines for _, scores in line.at]
+        values = [shown(metric, scores[metric.name]) for result in results for _, scores in result.at]
         low, high = (0.0, 100.0) if metric.kind == "share" else (min(values), max(values))
         for panel in panels:
             axes = next(free)
-            image = _map(axes, lines, metric, (across, panel), (along, ticks), (low, high))
+            image = _map(axes, results, metric, (across, panel), (along, ticks), (low, high))
             axes.set_title(f"{titled(metric)}, {across} {named(panel)}", loc="left", fontsize=10)
         for _ in range(-len(panels) % columns):
             next(free).set_visible(False)
         figure.colorbar(image, ax=axes, pad=0.01)
     for axes in grid[:, 0]:
-        axes.set_yticks(range(len(lines)), [line.label for line in lines], fontsize=8)
+        axes.set_yticks(range(len(results)), [result.label for result in results], fontsize=8)
     for axes in grid[-1]:
         axes.set_xlabel(f"{along} (%)" if along == "depth" else along)
-    figure.suptitle(f"{section.experiment.title}: {section.model}", fontsize=11)
+    figure.suptitle(f"{group.experiment.title}: {group.model}", fontsize=11)
     save(figure, path)
 
 
 def _map(
     axes: Any,
-    lines: Sequence[Line],
+    results: Sequence[MethodResult],
     metric: Metric,
     panel: tuple[str, float | str],
     columns: tuple[str, Sequence[float | str]],
@@ -201,15 +206,15 @@ def _map(
 ) -> Any:
     (across, value), (along, ticks) = panel, columns
     cells = []
-    for line in lines:
+    for result in results:
         found = {
-            point[along]: shown(metric, scores[metric.name]) for point, scores in line.at if point[across] == value
+            point[along]: shown(metric, scores[metric.name]) for point, scores in result.at if point[across] == value
         }
         cells.append([found.get(tick, math.nan) for tick in ticks])
     image = axes.imshow(cells, aspect="auto", interpolation="nearest", cmap="viridis", vmin=limits[0], vmax=limits[1])
     middle = sum(limits) / 2
-    for row, line_cells in enumerate(cells):
-        for column, cell in enumerate(line_cells):
+    for row, row_cells in enumerate(cells):
+        for column, cell in enumerate(row_cells):
             if not math.isnan(cell):
                 text = f"{cell:.0f}" if metric.kind == "share" else f"{cell:.2g}"
                 axes.text(
@@ -223,21 +228,19 @@ def _map(
     return image
 
 
-def _bar(metric: Metric, line: Line) -> tuple[float, float, float]:
+def _bar(metric: Metric, result: MethodResult) -> tuple[float, float, float]:
     """Return a mean and how far its interval goes down and up, as they are told."""
-    assert line.scores is not None
-    found = line.scores[metric.name]
+    found = result.scores[metric.name]
     mean, low, high = (shown(metric, value) for value in (found.mean, found.low, found.high))
     return mean, max(mean - low, 0.0), max(high - mean, 0.0)
 
 
-def _mean(metric: Metric, line: Line) -> float:
-    assert line.scores is not None
-    return shown(metric, line.scores[metric.name].mean)
+def _mean(metric: Metric, result: MethodResult) -> float:
+    return shown(metric, result.scores[metric.name].mean)
 
 
-def _smallest(metric: Metric, lines: Sequence[Line]) -> float:
+def _smallest(metric: Metric, results: Sequence[MethodResult]) -> float:
     """Return the decade of the smallest mean that is more than rounding: below it the axis is linear."""
     return 10.0 ** math.floor(
-        math.log10(min((mean for line in lines if (mean := _mean(metric, line)) > NOISE), default=NOISE))
+        math.log10(min((mean for result in results if (mean := _mean(metric, result)) > NOISE), default=NOISE))
     )

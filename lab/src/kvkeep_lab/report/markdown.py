@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from kvkeep_lab.report.chapter import Chapter, Outcome, Picture, Verdict
-from kvkeep_lab.report.telling import escaped, listed
+from kvkeep_lab.report.formatting import escaped, listed
 
 TITLE = "Results of the lab"
 

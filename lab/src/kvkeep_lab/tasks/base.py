@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from kvkeep_lab.subject import Cost, Subject
+from kvkeep_lab.subject import AnswerCost, Subject
 
 Point = dict[str, int | float | str]
 """One value for each of a task's axes: a size, or a name."""
@@ -62,7 +62,7 @@ class Outcome:
     """One sample's numbers, for each of the task's metrics that is about it (the first always is), and their cost."""
 
     scores: dict[str, float]
-    cost: Cost
+    cost: AnswerCost
 
 
 class Task(BaseModel, ABC):

@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 
 from kvkeep.errors import UsageError
 from kvkeep.models.quiet import quiet
-from kvkeep_lab.subject import Cost, Subject
+from kvkeep_lab.subject import AnswerCost, Subject
 from kvkeep_lab.tasks.base import Metric, Outcome, Point, Sample, Task
 from kvkeep_lab.tasks.rows import rows, source
 
@@ -143,10 +143,10 @@ def _dataset(found: list[dict[str, Any]]) -> Any:
     return dict.fromkeys(SPLITS, Dataset.from_list(found))
 
 
-def _summed(costs: Sequence[Cost]) -> Cost:
+def _summed(costs: Sequence[AnswerCost]) -> AnswerCost:
     """Return what all readings took together: bytes of the one that held most, and the mean of a token's seconds."""
     steps = [cost.token_s for cost in costs if cost.token_s is not None]
-    largest = max(costs, key=lambda cost: cost.memory["resident_bytes"] + cost.memory["compressed_bytes"])
+    largest = max(costs, key=lambda cost: cost.held_bytes)
     prompt_tokens = max(cost.prompt_tokens for cost in costs)
     prefill_s = sum(cost.prefill_s for cost in costs)
     return replace(largest, prompt_tokens=prompt_tokens, prefill_s=prefill_s, token_s=fmean(steps) if steps else None)

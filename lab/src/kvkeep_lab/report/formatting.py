@@ -1,10 +1,10 @@
-"""How numbers are told: percent of a share, the perplexity of nats, intervals in brackets."""
+"""Numbers, names and tables as a report writes them: shares in percent, nats as perplexity, intervals in brackets."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from kvkeep_lab.intervals import Estimate
 from kvkeep_lab.tasks.base import Metric
@@ -80,6 +80,13 @@ def ways(found: Iterable[tuple[str, str | None]]) -> str:
     for name, own in budgets.items():
         names.setdefault(tuple(own), []).append(name)
     return "; ".join(f"{listed(some)} at {listed(own)}" if own else listed(some) for own, some in names.items())
+
+
+def table(headings: Sequence[str], rows: Iterable[Sequence[str]], right: int | None = None) -> str:
+    """Return a Markdown table: the first two columns to the left, ``right`` others (None: all) to the right."""
+    numbers = len(headings) - 2 if right is None else right
+    rule = ["---", "---", *["---:"] * numbers, *["---"] * (len(headings) - 2 - numbers)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (headings, rule, *rows))
 
 
 def listed(words: Iterable[str]) -> str:
