@@ -79,14 +79,17 @@ def interpreter(folder: Path, *lines: str) -> str:
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """An interpreter whose kvpress is the one above; its process stays for all tests."""
-    folder = tmp_path_factory.mktemp("kvpress")
+    """An interpreter that has the kvpress above and no kvkeep; its process stays for all tests. Its packages lie below
+    a folder called kvkeep, as those of a clone do."""
+    folder = tmp_path_factory.mktemp("kvkeep") / "kvkeep" / "site-packages"
+    folder.mkdir(parents=True)
     (folder / "kvpress.py").write_text(KVPRESS)
     yield interpreter(
         folder,
         "import runpy, sys",
         "assert sys.argv[1] == '-I'",
-        f"sys.path[:] = [{str(folder)!r}] + [path for path in sys.path if 'kvkeep' not in path]",
+        f"sys.path.insert(0, {str(folder)!r})",
+        "sys.modules |= dict.fromkeys(('kvkeep', 'kvkeep_lab'))  # not to be found",
         "runpy.run_path(sys.argv[2], run_name='__main__')",
     )
     Worker.stop()
@@ -202,7 +205,7 @@ def test_cells_of_peers_stand_beside_ours(
     tally = run_lab(experiment, store, tmp_path)
     assert (tally.done, [row.method for row in tally.failed]) == (4, ["peer-kvpress:nobody"])
     store.refresh()
-    rows = {row.method: row for row in store.rows}
+    rows = {row.method: row for row in store.records}
     assert rows["peer-kvpress:full"].scores["match"] == [1.0] and rows["peer-kvpress:full"].scores["kl"][0] < 1e-9
     assert rows["peer-kvpress:ends"].entries == rows["streaming-llm:sinks=2"].entries == 24
     assert rows["peer-kvpress:ends"].versions["kvpress"] == "made up" and "kvpress" not in rows["full"].versions
