@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -17,7 +16,7 @@ from kvkeep.errors import UsageError
 from kvkeep.models.quiet import quiet
 from kvkeep_lab.subject import AnswerCost, Subject
 from kvkeep_lab.tasks.base import Metric, Outcome, Point, Sample, Task
-from kvkeep_lab.tasks.rows import rows, source
+from kvkeep_lab.tasks.rows import drawn, rows, source
 
 SPLITS = ("train", "validation", "test")
 
@@ -74,12 +73,10 @@ class LmEval(Task):
         with quiet():
             task = self._task(sources)
             count = len(task.eval_docs)
-        if count < self.samples:
-            raise UsageError(f"Task '{self.task}' has {count} rows, and {self.samples} are wanted.")
-        taken = range(self.samples) if seed == 0 else sorted(random.Random(seed).sample(range(count), self.samples))
+        taken = sorted(drawn(range(count), self.samples, seed, f"Task '{self.task}' has {count} rows"))
         task.set_fewshot_seed(seed)
         with quiet():
-            task.build_all_requests(samples=list(taken))
+            task.build_all_requests(samples=taken)
         made = []
         for _, group in groupby(task.instances, lambda instance: instance.doc_id):
             instances = list(group)

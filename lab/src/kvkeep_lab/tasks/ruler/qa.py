@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kvkeep.errors import UsageError
 from kvkeep_lab.tasks.rows import rows
-from kvkeep_lab.tasks.ruler.family import Asked
+from kvkeep_lab.tasks.ruler.generated import Asked
 
 _ONLY = "Answer the question based on the given documents. Only give me the answer and do not output any other words."
 _TEXT = f"{_ONLY}\n\nThe following are given documents.\n\n{{context}}\n\n{_ONLY}\n\nQuestion: {{query}}"

@@ -16,8 +16,8 @@ from kvkeep.errors import UsageError, unknown
 from kvkeep_lab.subject import Subject
 from kvkeep_lab.tasks.base import Metric, Outcome, Point, Sample, Task
 from kvkeep_lab.tasks.rows import source
-from kvkeep_lab.tasks.ruler.families import FAMILIES, GENERATED
-from kvkeep_lab.tasks.ruler.family import ESSAYS, Asked
+from kvkeep_lab.tasks.ruler.families import ESSAYS, FAMILIES, GENERATED
+from kvkeep_lab.tasks.ruler.generated import Asked
 from kvkeep_lab.tasks.texts import text_files
 
 
