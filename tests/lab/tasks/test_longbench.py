@@ -12,7 +12,7 @@ from kvkeep_lab.subject import Subject
 from kvkeep_lab.tasks.longbench import GROUPS, SETTINGS, LongBench, cut
 from kvkeep_lab.tasks.longbench_scores import JUDGES
 from kvkeep_lab.tasks.longbench_v2 import LongBenchV2, chosen, filled
-from official import longbench_rows, longbench_v2_rows, write_lines, write_official
+from official import CLASSES, longbench_rows, longbench_v2_rows, write_lines, write_official
 
 from kvkeep.errors import UsageError
 from kvkeep.models.loading import Loaded
