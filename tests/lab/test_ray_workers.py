@@ -87,7 +87,7 @@ def test_without_ray_it_is_a_sentence(tmp_path: Path, words: str, monkeypatch: p
     experiment = Experiment.model_validate(
         {"name": "small", "title": "S", "methods": ["full"], "budgets": ["9"], "task": {"name": "match"}}
     )
-    with pytest.raises(UsageError, match=r"needs the package 'ray'.*pip install 'kvkeep\[ray\]'"):
+    with pytest.raises(UsageError, match=r"needs the package 'ray'.*pip install 'kvkeep-lab\[ray\]'"):
         run(experiment, Store(tmp_path / "r.jsonl"), tmp_path, ray="auto")
 
 

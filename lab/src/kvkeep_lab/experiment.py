@@ -120,9 +120,9 @@ class ExperimentBase(BaseModel, ABC):
         """Return the files that are read; raises UsageError where files or packages are missing."""
         for module, package in self.subject.packages.items():
             if find_spec(module) is None:
+                extra = "kvkeep[lab]" if self.subject.extra == "lab" else f"kvkeep-lab[{self.subject.extra}]"
                 raise UsageError(
-                    f"'{self.subject.name}' needs the package '{package}', which is missing: "
-                    f"pip install 'kvkeep[{self.subject.extra}]'."
+                    f"'{self.subject.name}' needs the package '{package}', which is missing: pip install '{extra}'."
                 )
         return self.subject.sources(data)
 

@@ -41,7 +41,7 @@ def work_on_ray(job: Job, store: Store, address: str, poll: Callable[[], None]) 
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
     except ImportError as error:
-        raise UsageError("--ray needs the package 'ray', which is missing: pip install 'kvkeep[ray]'.") from error
+        raise UsageError("--ray needs the package 'ray', which is missing: pip install 'kvkeep-lab[ray]'.") from error
     files = _contents(job.sources)
     size = sum(map(len, files.values()))
     with nullcontext() if ray.is_initialized() else _connected(address, job.workers, _OBJECTS + 2 * size):
