@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -96,12 +95,6 @@ def test_only_some_methods_a_report_in_a_folder_and_torn_lines(
 def test_wrong_requests_are_one_sentence(run: Run, arguments: tuple[str, ...], sentence: str) -> None:
     code, out, err = run("lab", *arguments)
     assert (code, out) == (2, "") and err.count("\n") == 1 and sentence in err
-
-
-def test_missing_packages_are_one_sentence(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(import_module("kvkeep_lab.cli.lab"), "find_spec", lambda name: None)
-    code, _, err = run("lab", "list")
-    assert code == 2 and "pip install 'kvkeep[lab]'" in err
 
 
 def test_ctrl_c_ends_with_a_sentence_and_130(

@@ -9,13 +9,11 @@ from pathlib import Path
 
 import pytest
 from kvkeep_lab.report import markdown, unmeasured
-from kvkeep_lab.report.html import check_page, page
+from kvkeep_lab.report.html import page
 from kvkeep_lab.report.markdown import anchors
 from results import chapters, filled
 
-from kvkeep.errors import StoreError, UsageError
-
-pytest.importorskip("markdown_it")
+from kvkeep.errors import StoreError
 
 VOID = {"meta", "link", "img", "br", "hr", "input"}
 
@@ -110,10 +108,3 @@ def test_pictures_are_inside_by_what_they_are(tmp_path: Path) -> None:
     assert "three" in read(made).text
     with pytest.raises(StoreError, match="cannot be read: no such file"):
         page("![two](b.png)", {"b.png": tmp_path / "none.png"})
-
-
-def test_a_missing_package_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_page()
-    monkeypatch.setattr("kvkeep_lab.report.html.find_spec", lambda name: None)
-    with pytest.raises(UsageError, match=r"'markdown-it-py', which is missing: pip install 'kvkeep\[lab\]'"):
-        check_page()

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict
-from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -17,10 +16,11 @@ from rich.table import Table
 
 from kvkeep.cli import options
 from kvkeep.cli.output import err, note, print_json, show
-from kvkeep.errors import KvkeepError, Stopped, UsageError
+from kvkeep.errors import KvkeepError, Stopped, UsageError, unknown
 
 if TYPE_CHECKING:
     from kvkeep_lab.experiment import ExperimentBase
+    from kvkeep_lab.runner import Tally
     from kvkeep_lab.store import Store
     from kvkeep_lab.studies import Study
     from kvkeep_lab.tasks import Task
@@ -32,13 +32,6 @@ app = typer.Typer(
     help="Experiments that stand beside the papers': list them, run them, report what they found.",
     no_args_is_help=True,
 )
-
-
-@app.callback()
-def _lab() -> None:
-    for package in ("pydantic", "filelock"):
-        if find_spec(package) is None:
-            raise UsageError(f"The lab needs the package '{package}', which is missing: pip install 'kvkeep[lab]'.")
 
 
 @app.command("list")
@@ -62,27 +55,25 @@ def list_(json: options.Json = False) -> None:
         peers = {name: {"about": peer.about, "needs": peer.needs} for name, peer in PEERS.items()}
         print_json({"experiments": [one.model_dump(mode="json") for one in found], **about, "peers": peers})
         return
-    table = _table("Experiments", "name", "title", "task or study", "beside", "cells")
-    for one in found:
-        beside = "-" if one.paper is None else f"{one.paper.title.partition(':')[0]}, {one.paper.where}"
-        table.add_row(one.name, one.title, one.subject.name, beside, str(len(one.cells(""))))
-    show(table)
+    beside = ("-" if one.paper is None else f"{one.paper.title.partition(':')[0]}, {one.paper.where}" for one in found)
+    rows = [
+        (one.name, one.title, one.subject.name, paper, str(len(one.cells(""))))
+        for one, paper in zip(found, beside, strict=True)
+    ]
+    _show("Experiments", ("name", "title", "task or study", "beside", "cells"), rows)
     for title, known in kinds.items():
-        table = _table(f"\n{title.capitalize()}", "name", "about", "sizes")
-        for name, kind in known.items():
-            table.add_row(name, kind.about, ", ".join(kind.model_fields))
-        show(table)
-    table = _table("\nPeers", "name", "about", "needs")
-    for name, peer in PEERS.items():
-        table.add_row(name, peer.about, peer.needs or "-")
-    show(table)
+        sizes = ((name, kind.about, ", ".join(kind.model_fields)) for name, kind in known.items())
+        _show(f"\n{title.capitalize()}", ("name", "about", "sizes"), sizes)
+    _show("\nPeers", ("name", "about", "needs"), ((name, p.about, p.needs or "-") for name, p in PEERS.items()))
 
 
-def _table(title: str, *headings: str) -> Table:
+def _show(title: str, headings: Iterable[str], rows: Iterable[tuple[str, ...]]) -> None:
     table = Table(box=None, header_style="bold", title=title, title_justify="left", title_style="bold")
     for heading in headings:
         table.add_column(heading, overflow="fold")
-    return table
+    for row in rows:
+        table.add_row(*row)
+    show(table)
 
 
 @app.command()
@@ -123,7 +114,7 @@ def run(
     json: options.Json = False,
 ) -> None:
     """Run an experiment. Only missing cells are measured, so it may be stopped, and gone on with, at any time."""
-    with _stoppable():
+    try:
         from kvkeep_lab.experiment import load_experiment
         from kvkeep_lab.peers.kvpress import PYTHON
         from kvkeep_lab.runner import run as measure
@@ -136,18 +127,7 @@ def run(
         chosen = chosen.with_(models=model) if model else chosen
         _check_only(chosen, only or [])
         results = Store(store or FOLDER / f"{chosen.name}{'-smoke' if smoke else ''}.jsonl")
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        progress = Progress(
-            *columns,
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            console=err,
-            transient=True,
-            disable=not err.is_terminal,
-            speed_estimate_period=_PACE,
-        )
-        with progress as bar, redirect_stdout(sys.stderr):  # Ray prints, too
-            line = bar.add_task("", total=None)
+        with _progress() as progress:
             tally = measure(
                 chosen,
                 results,
@@ -157,24 +137,50 @@ def run(
                 device=device,
                 workers=workers,
                 ray=ray,
-                progress=lambda label, done, total: bar.update(line, description=label, completed=done, total=total),
+                progress=progress,
                 notify=note,
             )
+    except KeyboardInterrupt:
+        raise Stopped("Stopped; what was measured is kept, and the same command goes on from there.") from None
     results.refresh()
     _note_torn(results)
+    _print_tally(chosen.name, results.path, tally, json)
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str, int, int], None]]:
+    """Show a bar of what the function that is yielded is told."""
+    progress = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        console=err,
+        transient=True,
+        disable=not err.is_terminal,
+        speed_estimate_period=_PACE,
+    )
+    with progress as bar, redirect_stdout(sys.stderr):  # Ray prints, too
+        line = bar.add_task("", total=None)
+        yield lambda label, done, total: bar.update(line, description=label, completed=done, total=total)
+
+
+def _print_tally(name: str, store: Path, tally: Tally, json: bool) -> None:
     if json:
         fields = {"model", "method", "budget", "point", "seed", "error"}
         failed = [record.model_dump(mode="json", include=fields) for record in tally.failed]
-        print_json({"experiment": chosen.name, "store": str(results.path), **asdict(tally), "failed": failed})
+        print_json({"experiment": name, "store": str(store), **asdict(tally), "failed": failed})
     else:
         for sentence in dict.fromkeys(f"{record.label} failed: {record.error}" for record in tally.failed):
             note(sentence)
         note(
             f"{tally.done} cells measured, {tally.found} were there, {len(tally.failed)} failed, {tally.elsewhere} are "
-            f"another run's. See: kvkeep lab report {results.path}"
+            f"another run's. See: kvkeep lab report {store}"
         )
     if tally.failed and not tally.done + tally.found:
-        raise KvkeepError(f"No cell of '{chosen.name}' could be measured; the reasons are in '{results.path}'.")
+        raise KvkeepError(f"No cell of '{name}' could be measured; the reasons are in '{store}'.")
 
 
 @app.command()
@@ -206,12 +212,11 @@ def report(
     chapters += [*foreign, *unmeasured({group.experiment.name for group in found})]
     files = write(chapters, output) if output is not None else []
     if json:
-        judged = [{"title": chapter.title, **asdict(verdict)} for chapter in chapters for verdict in chapter.verdicts]
         print_json(
             {
                 "sections": [group.as_dict() for group in found if not isinstance(group, StudyGroup)],
                 "studies": [group.as_dict() for group in found if isinstance(group, StudyGroup)],
-                "verdicts": judged,
+                "verdicts": [{"title": one.title, **asdict(verdict)} for one in chapters for verdict in one.verdicts],
                 "files": [str(path) for path in files],
             }
         )
@@ -222,8 +227,6 @@ def report(
 
 
 def _check_only(experiment: ExperimentBase, only: list[str]) -> None:
-    from kvkeep.errors import unknown
-
     methods = list(dict.fromkeys(cell.method for cell in experiment.cells("")))
     for name in only:
         if name not in methods:
@@ -234,11 +237,3 @@ def _note_torn(store: Store) -> None:
     if store.torn or store.unfinished:
         count = store.torn + store.unfinished
         note(f"{count} line{'s' if count > 1 else ''} of '{store.path}' cannot be read, and counted for nothing.")
-
-
-@contextmanager
-def _stoppable() -> Iterator[Any]:
-    try:
-        yield
-    except KeyboardInterrupt:
-        raise Stopped("Stopped; what was measured is kept, and the same command goes on from there.") from None

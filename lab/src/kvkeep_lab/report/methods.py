@@ -1,9 +1,10 @@
-"""What was measured of each method at each budget: means and intervals over all points, seeds and samples."""
+"""What was measured of each method at each budget: means and intervals over all points, seeds and samples; and which
+of them no other beats in both quality and cost."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean
 from typing import Any
@@ -12,13 +13,16 @@ from kvkeep_lab.experiment import Experiment
 from kvkeep_lab.intervals import Estimate, estimate
 from kvkeep_lab.paper import PaperValue
 from kvkeep_lab.store import TaskRecord
-from kvkeep_lab.tasks.base import Point
+from kvkeep_lab.tasks.base import Metric, Point
 
 Place = tuple[str, int]
 """A point, as JSON, and a seed: methods share its prompts."""
 
 Samples = dict[Place, dict[str, list[float]]]
 """The numbers of each metric, in the samples' order, by place."""
+
+NOISE = 1e-6
+"""A mean is better by more than this: below lies the rounding of exact methods."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,3 +138,38 @@ def _at(done: Sequence[TaskRecord]) -> Iterator[tuple[Point, dict[str, float]]]:
 
 def _samples(done: Sequence[TaskRecord]) -> Samples:
     return {(json.dumps(record.point, sort_keys=True), record.seed): record.scores for record in done}
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A cost that quality is compared with. name: in files and tables; of: in a sentence; cost: of a result, in
+    ``unit``, None where it was not measured. timed: it compares only within one machine."""
+
+    name: str
+    of: str
+    unit: str
+    cost: Callable[[MethodResult], float | None]
+    timed: bool = False
+
+
+AXES = (
+    Axis("memory", "memory", "MB", lambda result: result.total_bytes / 1e6 or None),
+    Axis("speed", "time a token", "ms a token", lambda result: result.token_s and 1e3 * result.token_s, timed=True),
+)
+"""Memory, and speed."""
+
+
+def frontier(results: Sequence[MethodResult], metric: Metric, axis: Axis) -> list[MethodResult]:
+    """Return the Pareto-optimal results of those with numbers, the cheapest first: each is better than all that cost
+    less, by its mean and by more than :data:`NOISE`."""
+    found, best, sign = list[MethodResult](), float("-inf"), 1 if metric.better == "higher" else -1
+    priced = [
+        (cost, -sign * result.scores[metric.name].mean, result)
+        for result in results
+        if (cost := axis.cost(result)) is not None
+    ]
+    for _, badness, result in sorted(priced, key=lambda one: one[:2]):
+        if -badness > best + NOISE:
+            found.append(result)
+            best = -badness
+    return found

@@ -29,9 +29,8 @@ from kvkeep_lab.report.formatting import (
     told,
     ways,
 )
-from kvkeep_lab.report.frontier import AXES, frontier
 from kvkeep_lab.report.group import Group
-from kvkeep_lab.report.methods import MethodResult, method_results
+from kvkeep_lab.report.methods import AXES, MethodResult, frontier, method_results
 from kvkeep_lab.report.verdicts import ClaimCase
 from kvkeep_lab.store import TaskRecord
 from kvkeep_lab.tasks.base import Metric, Task, named

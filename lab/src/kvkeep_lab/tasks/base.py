@@ -71,7 +71,8 @@ class Task(BaseModel, ABC):
     name: what experiments call it. about: one line. protocol: how its numbers come about, for the report. metrics: the
     first is the one that figures show. relative: those told relative to the baseline, too. mapped: those drawn by
     point, which takes two axes. axes: fields that list values, of which every combination is a cell of its own.
-    packages: what must be installed, by module and by the name that pip knows; ``extra``: which of kvkeep-lab's extras brings it, "lab" for none.
+    packages: what must be installed, by module and by the name that pip knows; ``extra``: the extra of kvkeep-lab that
+    brings it, "lab" for none.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

@@ -60,5 +60,5 @@ class Perplexity(Task):
 
     def measure(self, subject: Subject, sample: Sample) -> Outcome:
         """Let the window's tokens be scored."""
-        told = subject.score(sample.ids, sample.facts["first"], self.step)
-        return Outcome({"nll": -fmean(told.logs)}, told.cost)
+        logs, cost = subject.score(sample.ids, sample.facts["first"], self.step)
+        return Outcome({"nll": -fmean(logs)}, cost)

@@ -58,7 +58,6 @@ class Summary(Task):
         Metric("rougeL", "ROUGE-L"),
     )
     relative = ("rouge1", "rougeL")
-    packages: ClassVar[dict[str, str]] = {"rouge_score": "rouge-score"}
 
     file: str = Field("xsum_0shot_first200.jsonl", description="the file in the data folder")
     samples: int = Field(8, ge=1, description="articles of each cell")
