@@ -69,7 +69,7 @@ class KeepLM(TemplateLM):
         """
         device = (additional_config or {}).get("device")
         if not torch.cuda.is_available() and str(device).startswith("cuda"):
-            device = None  # what the harness says where nothing was said
+            device = None  # the harness's default, not the user's
         given = {"device": device, **arg_dict}
         known = {"pretrained", "method", "budget", "chunk", "dtype", "device", "max_length"}
         if unknown := sorted(set(given) - known):
@@ -134,9 +134,9 @@ class KeepLM(TemplateLM):
         found = []
         with tqdm(total=len(requests), disable=disable_tqdm, desc="Running loglikelihood requests") as bar:
             for context, group in self._by_context(requests):
-                told, cost = self.subject.weigh(context, [tokens for _, _, tokens in group])
+                likely, cost = self.subject.weigh(context, [tokens for _, _, tokens in group])
                 self.costs.append(cost)
-                for (texts, _, _), one in zip(group, told, strict=True):
+                for (texts, _, _), one in zip(group, likely, strict=True):
                     found.append((sum(one.logs), one.greedy))
                     if texts is not None:
                         self.cache_hook.add_partial("loglikelihood", texts, found[-1])
@@ -164,8 +164,8 @@ class KeepLM(TemplateLM):
         found = []
         for (text,) in tqdm([request.args for request in requests], disable=disable_tqdm):
             windows = get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.max_length, 1)
-            told = self._loglikelihood_tokens([(None, *make_disjoint_window(one)) for one in windows], True)
-            found.append(sum(log for log, _ in told))
+            likely = self._loglikelihood_tokens([(None, *make_disjoint_window(one)) for one in windows], True)
+            found.append(sum(log for log, _ in likely))
             self.cache_hook.add_partial("loglikelihood_rolling", (text,), found[-1])
         return found
 

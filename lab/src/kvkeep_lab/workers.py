@@ -11,7 +11,7 @@ import os
 import pickle
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import groupby
 from multiprocessing.connection import Connection, wait
@@ -99,14 +99,14 @@ def work_in_processes(job: Job, store: Store, poll: Callable[[], None]) -> None:
     running: list[_Worker] = []
     try:
         for number, order in enumerate(orders):
-            running.append(_Worker(order, number, store))
+            _start(running, order, number, store)
         while running:
             wait([worker.process.sentinel for worker in running], POLL)
             poll()
             for worker in [worker for worker in running if not worker.process.is_alive()]:
                 running.remove(worker)
                 if worker.died():
-                    running.append(_Worker(worker.order, worker.number, store))
+                    _start(running, worker.order, worker.number, store)
     finally:
         for worker in running:
             worker.process.kill()
@@ -139,6 +139,17 @@ def unpacked(order: bytes) -> Job:
         raise _not_importable(error) from error
 
 
+def _start(running: list[_Worker], order: bytes, number: int, store: Store) -> None:
+    """Start a worker. Ctrl-C is blocked until it is one of ``running``, and in its process for good: its parent ends
+    it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT}) if hasattr(signal, "pthread_sigmask") else None
+    try:
+        running.append(_Worker(order, number, store))
+    finally:
+        if before is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 class _Worker:
     """A process, and what it has sent: None when it begins, and the error that ended it."""
 
@@ -146,8 +157,7 @@ class _Worker:
         self.order, self.number = order, number
         self._messages, sending = _SPAWN.Pipe(duplex=False)
         self.process = _SPAWN.Process(target=_work, args=(sending, order, number, store.path, store.start))
-        with _interrupts_blocked():
-            self.process.start()
+        self.process.start()
         sending.close()
 
     def died(self) -> bool:
@@ -189,19 +199,6 @@ def _end_with_parent() -> None:
     assert parent is not None
     parent.join()
     os._exit(1)
-
-
-@contextmanager
-def _interrupts_blocked() -> Iterator[None]:
-    """Block Ctrl-C within the block, and for good in processes that are started there: their parent ends them."""
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _not_importable(error: Exception) -> UsageError:

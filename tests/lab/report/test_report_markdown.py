@@ -9,7 +9,7 @@ from kvkeep_lab.experiment import packaged
 from kvkeep_lab.intervals import Estimate, student
 from kvkeep_lab.report import markdown, unmeasured
 from kvkeep_lab.report.chapter import Chapter, Outcome, Picture, Verdict
-from kvkeep_lab.report.formatting import differing, escaped, listed, told, ways
+from kvkeep_lab.report.formatting import difference_text, escaped, estimate_text, listed, ways
 from kvkeep_lab.report.markdown import anchors
 from kvkeep_lab.tasks.base import Metric
 from results import EXPERIMENT, PAPER, chapters, filled
@@ -34,12 +34,12 @@ def part(text: str, heading: str) -> str:
 
 def test_numbers_as_they_are_told() -> None:
     found = Estimate(0.5, 0.25, 0.75, 4)
-    assert told(Metric("a", "a"), found) == "50.0 [25.0, 75.0]"
+    assert estimate_text(Metric("a", "a"), found) == "50.0 [25.0, 75.0]"
     saving = Metric("a", "a", kind="saving")
-    assert told(saving, student([0.1, -0.2, 0.1], scale=saving.scale)) == "0.0 [-43.0, 43.0]"  # it may be none
-    assert told(Metric("a", "a", "lower", "number"), Estimate(1.23456, 1, 2, 2)) == "1.23 [1, 2]"
-    assert told(Metric("a", "a", "lower", "perplexity"), Estimate(0.0, 0.0, 0.0, 1)) == "1"
-    assert differing(Metric("a", "a"), found) == "+50.0 [+25.0, +75.0]"
+    assert estimate_text(saving, student([0.1, -0.2, 0.1], scale=saving.scale)) == "0.0 [-43.0, 43.0]"  # it may be none
+    assert estimate_text(Metric("a", "a", "lower", "number"), Estimate(1.23456, 1, 2, 2)) == "1.23 [1, 2]"
+    assert estimate_text(Metric("a", "a", "lower", "perplexity"), Estimate(0.0, 0.0, 0.0, 1)) == "1"
+    assert difference_text(Metric("a", "a"), found) == "+50.0 [+25.0, +75.0]"
     assert listed(["a"]) == "a" and listed(["a", "b", "c"]) == "a, b and c"
     assert ways([("x", "10%"), ("y", "10%"), ("x", "25%"), ("z", None), ("y", "25%"), ("v", "1")]) == (
         "x and y at 10% and 25%; z; v at 1"

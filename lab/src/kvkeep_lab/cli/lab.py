@@ -149,7 +149,7 @@ def run(
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """Show a bar of what the function that is yielded is told."""
+    """Yield a function that moves a progress bar."""
     progress = Progress(
         TextColumn("{task.description}"),
         BarColumn(),

@@ -16,7 +16,7 @@ def titled(metric: Metric) -> str:
 
 
 def shown(metric: Metric, value: float) -> float:
-    """Return a mean as it is told: percent of a share, the perplexity of nats."""
+    """Return a mean in the unit that readers see: percent of a share, the perplexity of nats."""
     match metric.kind:
         case "share" | "saving":
             return 100 * value
@@ -49,13 +49,13 @@ def limit(metric: Metric, value: float, difference: bool) -> str:
     return change(metric, value) if difference else number(metric, value)
 
 
-def told(metric: Metric, found: Estimate) -> str:
+def estimate_text(metric: Metric, found: Estimate) -> str:
     """Return an estimate as a person reads it, its interval in brackets."""
     mean, low, high = (number(metric, value) for value in (found.mean, found.low, found.high))
     return mean if found.n == 1 else f"{mean} [{low}, {high}]"
 
 
-def differing(metric: Metric, found: Estimate) -> str:
+def difference_text(metric: Metric, found: Estimate) -> str:
     """Return an estimate of a difference as a person reads it, its interval in brackets."""
     mean, low, high = (change(metric, value) for value in (found.mean, found.low, found.high))
     return mean if found.n == 1 else f"{mean} [{low}, {high}]"

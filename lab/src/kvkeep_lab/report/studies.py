@@ -12,7 +12,7 @@ from kvkeep_lab.experiment import StudyExperiment
 from kvkeep_lab.intervals import student
 from kvkeep_lab.paper import Claim
 from kvkeep_lab.report.chapter import Picture
-from kvkeep_lab.report.formatting import listed, number, titled, told
+from kvkeep_lab.report.formatting import estimate_text, listed, number, titled
 from kvkeep_lab.report.group import Group
 from kvkeep_lab.report.verdicts import ClaimCase
 from kvkeep_lab.store import StudyRecord
@@ -81,7 +81,7 @@ class StudyGroup(Group):
         for metric in self.experiment.study.metrics:
             theirs = [value for value in ([] if paper is None else paper.values) if value.metric == metric.name]
             if metric.name in self.values or theirs:
-                ours = told(metric, student(self.values[metric.name])) if metric.name in self.values else "-"
+                ours = estimate_text(metric, student(self.values[metric.name])) if metric.name in self.values else "-"
                 printed = (f"{number(metric, v.value)}{f' ({v.note})' if v.note else ''}" for v in theirs)
                 table.rows.append([titled(metric), ours, "; ".join(printed)])
         return table

@@ -18,15 +18,15 @@ from kvkeep_lab.report.chapter import Picture, Verdict
 from kvkeep_lab.report.figures import draw_frontier, draw_maps, draw_quality
 from kvkeep_lab.report.formatting import (
     code,
-    differing,
+    difference_text,
     escaped,
+    estimate_text,
     listed,
     megabytes,
     milliseconds,
     number,
     table,
     titled,
-    told,
     ways,
 )
 from kvkeep_lab.report.group import Group
@@ -214,9 +214,9 @@ def _table(group: TaskGroup) -> str:
         cells = [code(result.method), result.budget or "-", entries]
         for metric in group.task.metrics:
             name = metric.name
-            cells.append(told(metric, result.scores[name]) if name in result.scores else "-")
+            cells.append(estimate_text(metric, result.scores[name]) if name in result.scores else "-")
             if metric in relative:
-                cells.append(differing(metric, result.beside[name]) if name in result.beside else "-")
+                cells.append(difference_text(metric, result.beside[name]) if name in result.beside else "-")
         cells += [", ".join(map(group.paper_value, result.paper)) or "-"] if paper else []
         cells.append(megabytes(result.held_bytes))
         cells += [megabytes(result.checkpoint_bytes) if result.checkpoint_bytes else "-"] if checkpoints else []
@@ -259,7 +259,7 @@ def _frontiers(group: TaskGroup) -> Iterator[str | Picture]:
         [
             code(result.method),
             result.budget or "-",
-            told(metric, result.scores[metric.name]),
+            estimate_text(metric, result.scores[metric.name]),
             megabytes(result.total_bytes),
             milliseconds(result.token_s),
             listed(of[result]),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from kvkeep_lab.intervals import Estimate, student
 from kvkeep_lab.paper import Claim
 from kvkeep_lab.report.chapter import Outcome, Verdict
-from kvkeep_lab.report.formatting import code, differing, limit, listed, titled, told, ways
+from kvkeep_lab.report.formatting import code, difference_text, estimate_text, limit, listed, titled, ways
 from kvkeep_lab.tasks.base import Metric
 
 ERROR = 0.05
@@ -117,7 +117,9 @@ def _ours(metric: Metric, claim: Claim, judged: Sequence[JudgedCase]) -> Iterato
                 names = ways((one.case.name, one.case.budget) for one in some)
                 yield f"{word}: {names}{_numbers(metric, claim, found)}."
             else:
-                yield from (f"{titled(metric)}: {told(metric, one.found)}." for one in found if one.found is not None)
+                yield from (
+                    f"{titled(metric)}: {estimate_text(metric, one.found)}." for one in found if one.found is not None
+                )
 
 
 def _numbers(metric: Metric, claim: Claim, judged: Sequence[JudgedCase]) -> str:
@@ -133,10 +135,10 @@ def _numbers(metric: Metric, claim: Claim, judged: Sequence[JudgedCase]) -> str:
 def _one(metric: Metric, claim: Claim, judged: JudgedCase) -> str:
     found = judged.found
     assert found is not None
-    text = differing(metric, found) if claim.than else told(metric, found)
+    text = difference_text(metric, found) if claim.than else estimate_text(metric, found)
     if claim.at_least is not None and claim.at_least == claim.at_most and not claim.than:
         mean, low, high = (value - claim.at_least for value in (found.mean, found.low, found.high))
-        text += f", {differing(metric, Estimate(mean, low, high, found.n))} from theirs"
+        text += f", {difference_text(metric, Estimate(mean, low, high, found.n))} from theirs"
     return f"{text} (N = {found.n})"
 
 

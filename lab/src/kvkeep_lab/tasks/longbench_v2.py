@@ -40,7 +40,7 @@ class LongBenchV2(Task):
     protocol = (
         "The authors' prompt without reasoning, cut in the middle to max_length tokens, in the model's chat template, "
         'read in chunks under the budget and answered greedily. The choice is the letter after "The correct answer '
-        'is"; without one the answer is wrong, as if nothing were said. Guessing gives 25 %.'
+        'is"; without one the answer is wrong. Guessing gives 25 %.'
     )
     metrics: ClassVar[tuple[Metric, ...]] = (
         Metric("overall", "overall"),

@@ -68,9 +68,9 @@ def _fetched(hub: Hub, path: Path, file: str) -> Path:
             with (folder / path.name).open("w", encoding="utf-8") as lines:
                 lines.writelines(f"{json.dumps(row, ensure_ascii=False)}\n" for row in islice(found, hub.rows))
         except Exception as error:  # of many libraries: the hub's, the network's, the file format's
-            said = str(error).strip().splitlines() or [repr(error)]
+            reason = str(error).strip().splitlines() or [repr(error)]
             raise KvkeepError(
-                f"The data set '{hub.repository}' could not be fetched from the hub ({said[0]}); "
+                f"The data set '{hub.repository}' could not be fetched from the hub ({reason[0]}); "
                 f"check the network, or give the folder that holds {file} (--data FOLDER)."
             ) from error
         os.replace(folder / path.name, path)

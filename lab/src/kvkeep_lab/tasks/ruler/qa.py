@@ -76,7 +76,7 @@ def hotpotqa(paths: Sequence[Path]) -> Documents:
     """Read HotpotQA's JSON list, each question of which has documents of its own, as (title, sentences)."""
     with _understood(paths[0], "HotpotQA"):
         found = [
-            (row["question"], row["answer"], [f"{title}\n{''.join(said)}" for title, said in row["context"]])
+            (row["question"], row["answer"], [f"{title}\n{''.join(sentences)}" for title, sentences in row["context"]])
             for row in rows(paths[0])
         ]
         texts = sorted({text for _, _, own in found for text in own})
