@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import BaseModel, Field, ValidationError, field_serializer, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, PlainSerializer, ValidationError, model_validator
 
 from kvkeep.errors import UsageError, unknown
 from kvkeep_lab.paper import STRICT, Claim, Paper, Text
@@ -49,11 +49,35 @@ class Cell:
         return " ".join(part for part in (self.method, self.budget, f"({place})" if place else "") if part)
 
 
+def _chosen(what: str, known: Mapping[str, type[BaseModel]]) -> BeforeValidator:
+    """Read a table with a ``name`` as the task or study of that name, with its sizes."""
+
+    def read(given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        sizes = dict(given)
+        name = sizes.pop("name", None)
+        if name is None:
+            raise UsageError(f"it needs a name: {', '.join(known)}")
+        if name not in known:
+            raise unknown(what, str(name), known)
+        return known[name].model_validate(sizes)
+
+    return BeforeValidator(read)
+
+
+def _dumped(one: Task | Study) -> dict[str, Any]:
+    return {"name": one.name, **one.model_dump(mode="json")}
+
+
 class ExperimentBase(BaseModel, ABC):
     """What every experiment has. It is measured for each of ``models`` and ``seeds``. smoke: changes for a run that
     only shows that everything works, in the form of the file."""
 
     model_config = STRICT
+
+    WITH_METHODS: ClassVar[bool]
+    """Whether its numbers are of methods, so that claims have to name some."""
 
     name: Text
     title: Text
@@ -69,9 +93,9 @@ class ExperimentBase(BaseModel, ABC):
         """What is measured."""
 
     @property
-    @abstractmethod
     def steps(self) -> int:
-        """Steps of a cell's work, for progress."""
+        """Steps of a cell's work, for progress: samples, or percent."""
+        return self.subject.samples if isinstance(self.subject, Task) else 100
 
     @abstractmethod
     def _setting(self) -> dict[str, Any]:
@@ -79,16 +103,20 @@ class ExperimentBase(BaseModel, ABC):
 
     @abstractmethod
     def _variants(self) -> Iterator[dict[str, Any]]:
-        """Yield the fields that tell the cells of one model and seed apart."""
+        """Yield the fields that distinguish the cells of one model and seed."""
 
     @model_validator(mode="after")
-    def _metrics(self) -> Self:
+    def _decidable(self) -> Self:
         known = [metric.name for metric in self.subject.metrics]
-        used = [claim.metric for claim in self.claims]
-        used += [] if self.paper is None else [value.metric for value in self.paper.values]
-        for metric in used:
+        values = () if self.paper is None else self.paper.values
+        for metric in [*(claim.metric for claim in self.claims), *(value.metric for value in values)]:
             if metric is not None and metric not in known:
                 raise unknown("metric", metric, known)
+        for claim in self.claims:
+            if claim.metric is not None and bool(claim.methods) != self.WITH_METHODS:
+                wrong = "names methods, and a study has none"
+                wrong = "does not name the methods that its metric is of" if self.WITH_METHODS else wrong
+                raise UsageError(f"the claim '{claim.says}' {wrong}")
         return self
 
     @property
@@ -133,37 +161,18 @@ class Experiment(ExperimentBase):
     baseline: the method that differences are taken from; it is measured first, whether ``methods`` names it or not.
     """
 
-    task: Task
+    WITH_METHODS = True
+
+    task: Annotated[Task, _chosen("task", TASKS), PlainSerializer(_dumped)]
     methods: Annotated[tuple[MethodName, ...], Field(min_length=1)]
     budgets: Annotated[tuple[BudgetText, ...], Field(min_length=1)]
     baseline: MethodName = "full"
     chunk: Annotated[int, Field(ge=1)] | None = None
 
-    @field_validator("task", mode="before")
-    @classmethod
-    def _task(cls, given: Any) -> Any:
-        return _chosen("task", given, TASKS)
-
-    @field_serializer("task")
-    def _dump_task(self, task: Task) -> dict[str, Any]:
-        return {"name": task.name, **task.model_dump(mode="json")}
-
-    @model_validator(mode="after")
-    def _decidable(self) -> Self:
-        for claim in self.claims:
-            if claim.metric is not None and not claim.methods:
-                raise UsageError(f"the claim '{claim.says}' does not name the methods that its metric is of")
-        return self
-
     @property
     def subject(self) -> Task:
         """The task."""
         return self.task
-
-    @property
-    def steps(self) -> int:
-        """The samples."""
-        return self.task.samples
 
     def _setting(self) -> dict[str, Any]:
         return {"task": {"name": self.task.name, **self.task.setting()}, "chunk": self.chunk}
@@ -184,38 +193,17 @@ class Experiment(ExperimentBase):
 class StudyExperiment(ExperimentBase):
     """A study, for every model and seed."""
 
-    STEPS: ClassVar[int] = 100
+    WITH_METHODS = False
 
-    study: Study
-
-    @field_validator("study", mode="before")
-    @classmethod
-    def _study(cls, given: Any) -> Any:
-        return _chosen("study", given, STUDIES)
-
-    @field_serializer("study")
-    def _dump_study(self, study: Study) -> dict[str, Any]:
-        return {"name": study.name, **study.model_dump(mode="json")}
-
-    @model_validator(mode="after")
-    def _decidable(self) -> Self:
-        for claim in self.claims:
-            if claim.methods:
-                raise UsageError(f"the claim '{claim.says}' names methods, and a study has none")
-        return self
+    study: Annotated[Study, _chosen("study", STUDIES), PlainSerializer(_dumped)]
 
     @property
     def subject(self) -> Study:
         """The study."""
         return self.study
 
-    @property
-    def steps(self) -> int:
-        """Percent."""
-        return self.STEPS
-
     def _setting(self) -> dict[str, Any]:
-        return {"study": self._dump_study(self.study)}
+        return {"study": _dumped(self.study)}
 
     def _variants(self) -> Iterator[dict[str, Any]]:
         yield {}
@@ -270,19 +258,6 @@ def digest(sources: Sequence[Path]) -> str:
 def hashed(value: Any) -> str:
     """Return 16 hex digits of plain types."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _chosen(what: str, given: Any, known: Mapping[str, type[BaseModel]]) -> Any:
-    """Return the task or study that ``given`` names, with its sizes."""
-    if not isinstance(given, dict):
-        return given
-    sizes = dict(given)
-    name = sizes.pop("name", None)
-    if name is None:
-        raise UsageError(f"it needs a name: {', '.join(known)}")
-    if name not in known:
-        raise unknown(what, str(name), known)
-    return known[name].model_validate(sizes)
 
 
 def _merged(given: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

@@ -69,10 +69,10 @@ class Task(BaseModel, ABC):
     """A task and its sizes: the fields are what an experiment's ``[task]`` may set.
 
     name: what experiments call it. about: one line. protocol: how its numbers come about, for the report. metrics: the
-    first is the one that figures show. relative: those also shown as a difference from the baseline. mapped: those drawn by
-    point, which takes two axes. axes: fields that list values, of which every combination is a cell of its own.
-    packages: what must be installed, by module and by the name that pip knows; ``extra``: the extra of kvkeep-lab that
-    brings it, "lab" for none.
+    first is the one that figures show. relative: those also shown as a difference from the baseline. mapped: those
+    drawn by point, which takes two axes. axes: fields that list values, of which every combination is a cell of its
+    own. packages: what must be installed, by module and by the name that pip knows; ``extra``: the extra of kvkeep-lab
+    that brings it, "lab" for none.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
