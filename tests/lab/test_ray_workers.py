@@ -18,7 +18,7 @@ from kvkeep_lab.tasks.base import Outcome, Sample
 from kvkeep_lab.tasks.match import Match
 from living import descendants, living, until
 
-from kvkeep.errors import UsageError
+from kvkeep.errors import ModelError, UsageError
 
 
 class Killed(Match):
@@ -67,6 +67,9 @@ def test_two_workers_of_which_one_is_killed(
     assert list((Path(os.environ["KVKEEP_CACHE"]) / "lab-data").glob("[!.]*")) == []  # data are there for a while
     assert not ray.is_initialized() and len(processes) > 3
     until(lambda: not processes & living())
+    with pytest.raises(ModelError, match="no model at './nowhere'"):  # as a worker raises it
+        run(experiment.with_(models=["./nowhere"]), Store(tmp_path / "no.jsonl"), tmp_path, workers=1, ray="local")
+    assert not ray.is_initialized() and [left.name for left in tmp_path.glob("no.jsonl.*")] == ["no.jsonl.lock"]
 
     here = run(experiment, Store(tmp_path / "here.jsonl"), tmp_path)
     assert (here.done, len(here.failed)) == (6, 2)

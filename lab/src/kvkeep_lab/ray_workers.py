@@ -72,7 +72,7 @@ def work_on_ray(job: Job, store: Store, address: str, poll: Callable[[], None]) 
 
 def _wait(running: Sequence[Any], poll: Callable[[], None]) -> None:
     import ray
-    from ray.exceptions import RayTaskError
+    from ray.exceptions import RayError, RayTaskError
 
     left = list(running)
     while left:
@@ -80,8 +80,14 @@ def _wait(running: Sequence[Any], poll: Callable[[], None]) -> None:
         poll()
         try:
             ray.get(ended)
-        except RayTaskError as error:
-            raise error.cause from None
+        except RayError as error:
+            cause: BaseException = error
+            while isinstance(cause, RayTaskError):  # the store's own error comes by way of the worker's
+                cause = cause.cause
+            if isinstance(cause, RayError):
+                reason = str(cause).partition("\n")[0].rstrip(".")
+                raise KvkeepError(f"Ray could not go on: {reason}; the same command goes on from there.") from error
+            raise cause from None
 
 
 class _Remote:

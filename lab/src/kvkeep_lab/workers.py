@@ -93,7 +93,7 @@ def work_in_processes(job: Job, store: Store, poll: Callable[[], None]) -> None:
 
     They share the cores, unless OMP_NUM_THREADS says how many threads each has, and take GPUs in turn, unless the job
     names a device. poll: called now and then. Raises what a worker raises, UsageError for a job that cannot be sent to
-    another process, and KvkeepError where none can be started.
+    another process, and KvkeepError where one cannot be started.
     """
     orders = [packed(pickle.dumps, replace(job, device=device)) for device in devices(job.device, job.workers)]
     running: list[_Worker] = []
