@@ -7,7 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvkeep_lab.experiment import Cell, Experiment
-from kvkeep_lab.store import Row, Store
+from kvkeep_lab.report import groups
+from kvkeep_lab.report.chapter import Chapter
+from kvkeep_lab.store import Store, TaskRecord
 
 PAPER = {
     "title": "A Paper",
@@ -59,7 +61,7 @@ def filled(
         if cell.method == missing and cell.point == {"length": 256, "depth": 50}:
             continue
         store.append(
-            Row(
+            TaskRecord(
                 cell=cell.key, setting=cell.setting, experiment="small", model=cell.model, method=cell.method,
                 budget=cell.budget, seed=cell.seed, point=cell.point, status="failed" if refused else "done",
                 error="The budget is too small." if refused else "",
@@ -73,3 +75,8 @@ def filled(
     store = Store(path)
     store.refresh()
     return store
+
+
+def chapters(*stores: Store) -> list[Chapter]:
+    """What a report makes of stores."""
+    return [group.chapter() for group in groups(stores)]

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from kvkeep_lab.experiment import Inquiry, load_experiment, packaged
-from kvkeep_lab.runner import Desk
+from kvkeep_lab.experiment import StudyExperiment, load_experiment, packaged
+from kvkeep_lab.runner import Runner
 from kvkeep_lab.studies import STUDIES
 from official import write_official
 
@@ -61,7 +60,7 @@ def test_the_smoke_version_of_every_experiment(
     code, out, err = run(*command)
     assert (json.loads(out)["done"], json.loads(out)["found"]) == (0, tally["done"])
     code, out, err = run("lab", "report", tally["store"])
-    study = isinstance(experiment, Inquiry)
+    study = isinstance(experiment, StudyExperiment)
     assert code == 0 and out.startswith("# Results of the lab") and (study or "| `full` | - | all |" in out)
     code, out, err = run("lab", "report", tally["store"], "--json")
     found = json.loads(out)
@@ -98,19 +97,13 @@ def test_wrong_requests_are_one_sentence(run: Run, arguments: tuple[str, ...], s
     assert (code, out) == (2, "") and err.count("\n") == 1 and sentence in err
 
 
-def test_missing_packages_are_one_sentence(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(import_module("kvkeep_lab.cli.lab"), "find_spec", lambda name: None)
-    code, _, err = run("lab", "list")
-    assert code == 2 and "pip install 'kvkeep[lab]'" in err
-
-
 def test_ctrl_c_ends_with_a_sentence_and_130(
     run: Run, data: Path, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(*arguments: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Desk, "measure", interrupted)
+    monkeypatch.setattr(Runner, "measure", interrupted)
     store = str(tmp_path / "r.jsonl")
     code, out, err = run("lab", "run", "needle-25", "--smoke", "--data", str(data), "--store", store)
     assert (code, out) == (130, "") and "the same command goes on from there" in err

@@ -1,4 +1,4 @@
-"""Cells and desks that measure nothing: processes that use them import neither torch nor a model."""
+"""A job that measures nothing: processes that work on it import neither torch nor a model."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import os
 import signal
 import sys
 import time
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvkeep_lab.workers import local_workers, measured
+from kvkeep_lab.store import Store, StudyRecord
+from kvkeep_lab.workers import Job, work_in_processes
 
 from kvkeep.errors import ModelError
 
@@ -25,49 +27,50 @@ class StandIn:
     model: str = "m"
     point: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def label(self) -> str:
+        return self.key
+
 
 @dataclass
-class Desk:
-    """folder: for marks of what happened."""
+class Measures:
+    """folder: for a file of each cell, with the process that measured it last."""
 
     folder: Path
+    sources: Sequence[Path] = ()
     device: str | None = None
     workers: int = 1
+    notify: Any = None
 
-    def measure(self, cell: StandIn, step: Any = None) -> dict[str, Any]:
-        mark = self.folder / cell.key
-        known = mark.exists()
-        mark.touch()
+    def measure(self, cell: Any, step: Any = None) -> StudyRecord:
+        known = (self.folder / cell.key).exists()
+        (self.folder / cell.key).write_text(f"{os.getpid()}")
         if cell.key == "kills always" or (cell.key == "kills once" and not known):
             os.kill(os.getpid(), signal.SIGKILL)
         if cell.key == "raises":
             raise ModelError("There is no such model.")
-        if cell.key.startswith("hangs"):
-            time.sleep(600)
-        return {"cell": cell.key, "process": os.getpid(), "workers": self.workers}
+        if cell.key == "breaks":
+            raise ZeroDivisionError("by zero")
+        time.sleep(600 if cell.key.startswith("hangs") else 0.05)
+        return self._record(cell, status="done", machine={"process": os.getpid(), "workers": self.workers})
+
+    def lost(self, cell: Any) -> StudyRecord:
+        return self._record(cell, status="failed", error="lost")
+
+    def _record(self, cell: Any, **found: Any) -> StudyRecord:
+        return StudyRecord(cell=cell.key, setting="s", experiment="e", model=cell.model, seed=cell.seed, **found)
 
 
-@contextmanager
-def yes(cell: StandIn) -> Any:
-    yield True
-
-
-class Makes:
-    """What makes desks: :func:`functools.partial` of a class, but one that nothing else shares."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __call__(self, **options: Any) -> Desk:
-        return Desk(self.folder, **options)
+def job(folder: Path, cells: Sequence[StandIn], workers: int = 2, make: Any = None) -> Job:
+    folder.mkdir(exist_ok=True)
+    some: Any = tuple(cells)
+    return Job(make or partial(Measures, folder), (), some, workers=workers)
 
 
 def main(folder: str) -> None:
     """Measure what hangs, until somebody ends it."""
-    cells = [StandIn("quick"), StandIn("hangs"), StandIn("hangs too")]
-    with local_workers(Makes(Path(folder)), None, 2) as workers:
-        for cell, _ in measured(workers, cells, yes, dict):
-            print(cell.key, flush=True)
+    cells = [StandIn("quick"), StandIn("hangs"), StandIn("hangs too", 1)]
+    work_in_processes(job(Path(folder), cells), Store(Path(folder) / "r.jsonl"), lambda: None)
 
 
 if __name__ == "__main__":

@@ -126,7 +126,7 @@ def test_models_are_made_of_the_harness_words(model_folder: Path, monkeypatch: p
     ):
         with pytest.raises(UsageError, match=sentence):
             KeepLM.create_from_arg_obj(given)
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    project = tomllib.loads((Path(__file__).parents[2] / "lab" / "pyproject.toml").read_text())
     module, _, name = project["project"]["entry-points"]["lm_eval.models"]["kvkeep"].partition(":")
     assert getattr(import_module(module), name) is KeepLM
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from kvkeep_lab.experiment import Experiment
-from kvkeep_lab.ray_workers import _contents, _cores, _laid
+from kvkeep_lab.ray_workers import _contents, cores
 from kvkeep_lab.runner import run
 from kvkeep_lab.store import Store
 from kvkeep_lab.subject import Subject
@@ -18,7 +18,7 @@ from kvkeep_lab.tasks.base import Outcome, Sample
 from kvkeep_lab.tasks.match import Match
 from living import descendants, living, until
 
-from kvkeep.errors import UsageError
+from kvkeep.errors import ModelError, UsageError
 
 
 class Killed(Match):
@@ -64,9 +64,12 @@ def test_two_workers_of_which_one_is_killed(
     tally = run(experiment, Store(tmp_path / "ray.jsonl"), tmp_path, workers=2, ray="local", progress=progress)
     assert (tally.done, tally.found, tally.elsewhere, len(tally.failed)) == (6, 0, 0, 2)
     assert (tmp_path / "killed").exists() and told[-1] == (8, 8)
-    assert [path.name for path in (Path(os.environ["KVKEEP_CACHE"]) / "lab-data").glob("*/*")] == ["text.txt"]
+    assert list((Path(os.environ["KVKEEP_CACHE"]) / "lab-data").glob("[!.]*")) == []  # data are there for a while
     assert not ray.is_initialized() and len(processes) > 3
     until(lambda: not processes & living())
+    with pytest.raises(ModelError, match="no model at './nowhere'"):  # as a worker raises it
+        run(experiment.with_(models=["./nowhere"]), Store(tmp_path / "no.jsonl"), tmp_path, workers=1, ray="local")
+    assert not ray.is_initialized() and [left.name for left in tmp_path.glob("no.jsonl.*")] == ["no.jsonl.lock"]
 
     here = run(experiment, Store(tmp_path / "here.jsonl"), tmp_path)
     assert (here.done, len(here.failed)) == (6, 2)
@@ -76,8 +79,8 @@ def test_two_workers_of_which_one_is_killed(
 def scores(path: Path) -> dict[str, Any]:
     store = Store(path)
     store.refresh()
-    found = {row.cell: (row.status, row.error, row.scores) for row in store.rows}
-    assert len(found) == len(store.rows) == 8
+    found = {row.cell: (row.status, row.error, row.scores) for row in store.records}
+    assert len(found) == len(store.records) == 8
     return found
 
 
@@ -87,27 +90,20 @@ def test_without_ray_it_is_a_sentence(tmp_path: Path, words: str, monkeypatch: p
     experiment = Experiment.model_validate(
         {"name": "small", "title": "S", "methods": ["full"], "budgets": ["9"], "task": {"name": "match"}}
     )
-    with pytest.raises(UsageError, match=r"needs the package 'ray'.*pip install 'kvkeep\[ray\]'"):
+    with pytest.raises(UsageError, match=r"needs the package 'ray'.*pip install 'kvkeep-lab\[ray\]'"):
         run(experiment, Store(tmp_path / "r.jsonl"), tmp_path, ray="auto")
 
 
-def test_files_are_laid_as_they_lay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_keep_their_places(tmp_path: Path) -> None:
     for name in ("data/a.txt", "data/inner/a.txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
     files = _contents([tmp_path / "data/inner/a.txt", tmp_path / "data/a.txt"])
-    assert list(files) == ["inner/a.txt", "a.txt"]
-    folder = _laid(files)
-    assert _laid(files) == folder and [(folder / name).read_text() for name in files] == [
-        "data/inner/a.txt",
-        "data/a.txt",
-    ]
-    assert _laid({**files, "a.txt": b"other"}) != folder
-    assert _contents([]) == {} and _laid({}).is_dir()
+    assert files == {"inner/a.txt": b"data/inner/a.txt", "a.txt": b"data/a.txt"} and _contents([]) == {}
 
 
-def test_cores_are_shared_as_machines_allow() -> None:
-    assert _cores([8], 1) == 8 and _cores([8], 3) == 2 and _cores([8, 8], 2) == 8 and _cores([3, 5], 2) == 3
-    assert _cores([16, 2, 0], 3) == 5
+def testcores_are_shared_as_machines_allow() -> None:
+    assert cores([8], 1) == 8 and cores([8], 3) == 2 and cores([8, 8], 2) == 8 and cores([3, 5], 2) == 3
+    assert cores([16, 2, 0], 3) == 5
     with pytest.raises(UsageError, match="has 4 cores, too few for 5 workers"):
-        _cores([2, 2], 5)
+        cores([2, 2], 5)

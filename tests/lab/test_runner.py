@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from kvkeep_lab.experiment import Cell, Experiment, load_experiment
-from kvkeep_lab.runner import Desk, run
-from kvkeep_lab.store import Row, Store
+from kvkeep_lab.runner import Runner, run
+from kvkeep_lab.store import Store, TaskRecord
 
 from kvkeep.errors import BudgetError, ModelError
 
@@ -53,7 +55,7 @@ def test_rows_hold_everything(experiment: Experiment, data: Path, tmp_path: Path
     tally = run(experiment, Store(tmp_path / "r.jsonl"), data, progress=lambda *given: told.append(given))
     assert (tally.done, tally.found, tally.elsewhere, len(tally.failed)) == (5, 0, 0, 2)
     store = read(tmp_path / "r.jsonl")
-    rows = {(row.method, row.budget): row for row in store.rows}
+    rows = {(row.method, row.budget): row for row in store.records}
     assert list(rows) == [
         ("full", None), ("h2o", "25%"), ("kv-direct", "25%"), ("static", "25%"),
         ("h2o", "24"), ("kv-direct", "24"), ("static", "24"),
@@ -82,7 +84,7 @@ def test_a_second_run_does_only_what_is_missing_and_what_failed(
     assert (third.done, third.found, len(third.failed)) == (0, 5, 2)
     fresh = run(experiment, Store(path), data, only=["h2o"], fresh=True)
     assert (fresh.done, fresh.found) == (2, 0)
-    again = [(row.method, row.scores) for row in read(path).rows if row.method == "h2o"]
+    again = [(row.method, row.scores) for row in read(path).records if row.method == "h2o"]
     assert again[:2] == again[2:]  # the same numbers again
 
 
@@ -95,11 +97,13 @@ def test_two_workers_measure_what_one_does(experiment: Experiment, data: Path, t
         one[1] for one in told
     )
     one, two = read(tmp_path / "one.jsonl"), read(tmp_path / "two.jsonl")
-    assert {row.cell: (row.scores, row.error) for row in one.rows} == {
-        row.cell: (row.scores, row.error) for row in two.rows
+    assert {row.cell: (row.scores, row.error) for row in one.records} == {
+        row.cell: (row.scores, row.error) for row in two.records
     }
-    assert len(one.rows) == len(two.rows) == 7
-    assert {row.machine["workers"] for row in two.rows} == {2} and {row.machine["workers"] for row in one.rows} == {1}
+    assert len(one.records) == len(two.records) == 7
+    assert {row.machine["workers"] for row in two.records} == {2} and {
+        row.machine["workers"] for row in one.records
+    } == {1}
 
 
 def test_other_data_are_other_cells(experiment: Experiment, data: Path, tmp_path: Path, words: str) -> None:
@@ -136,12 +140,12 @@ def test_what_goes_wrong_is_the_cells_sentence_and_the_others_go_on(
 def test_a_model_that_is_not_there_is_told_at_once(experiment: Experiment, data: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no model at"):
         run(experiment.with_(models=["./nowhere"]), Store(tmp_path / "r.jsonl"), data)
-    assert read(tmp_path / "r.jsonl").rows == []
+    assert read(tmp_path / "r.jsonl").records == []
 
 
-def made_up(desk: Desk, cell: Cell, step: Any) -> Row:
+def made_up(runner: Runner, cell: Cell, step: Any) -> TaskRecord:
     common = {"setting": cell.setting, "experiment": "small", "model": cell.model, "method": cell.method}
-    return Row(cell=cell.key, **common, budget=cell.budget, seed=0, point=cell.point, status="done")
+    return TaskRecord(cell=cell.key, **common, budget=cell.budget, seed=0, point=cell.point, status="done")
 
 
 def test_a_killed_run_loses_at_most_the_cell_in_hand(
@@ -149,20 +153,20 @@ def test_a_killed_run_loses_at_most_the_cell_in_hand(
 ) -> None:
     path, (here, there) = tmp_path / "r.jsonl", FORK.Pipe()
 
-    def stuck_at_the_third(desk: Desk, cell: Cell, step: Any) -> Row:
+    def stuck_at_the_third(runner: Runner, cell: Cell, step: Any) -> TaskRecord:
         if cell.method == "kv-direct":
             there.send("now")
             time.sleep(60)
-        return made_up(desk, cell, step)
+        return made_up(runner, cell, step)
 
-    monkeypatch.setattr(Desk, "measure", stuck_at_the_third)
+    monkeypatch.setattr(Runner, "measure", stuck_at_the_third)
     killed = FORK.Process(target=run, args=(experiment, Store(path), data))
     killed.start()
     assert here.recv() == "now"
     killed.kill()
     killed.join()
-    assert [row.method for row in read(path).rows] == ["full", "h2o"]
-    monkeypatch.setattr(Desk, "measure", made_up)
+    assert [row.method for row in read(path).records] == ["full", "h2o"]
+    monkeypatch.setattr(Runner, "measure", made_up)
     tally = run(experiment, Store(path), data)
     assert (tally.done, tally.found, tally.elsewhere) == (5, 2, 0)
 
@@ -170,11 +174,11 @@ def test_a_killed_run_loses_at_most_the_cell_in_hand(
 def test_two_runs_at_once_do_each_cell_once(
     experiment: Experiment, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def slow(desk: Desk, cell: Cell, step: Any) -> Row:
+    def slow(runner: Runner, cell: Cell, step: Any) -> TaskRecord:
         time.sleep(0.05)
-        return made_up(desk, cell, step)
+        return made_up(runner, cell, step)
 
-    monkeypatch.setattr(Desk, "measure", slow)
+    monkeypatch.setattr(Runner, "measure", slow)
     path, larger = tmp_path / "r.jsonl", experiment.with_(seeds=[0, 1, 2])
     both = [FORK.Process(target=run, args=(larger, Store(path), data)) for _ in range(2)]
     for one in both:
@@ -183,19 +187,42 @@ def test_two_runs_at_once_do_each_cell_once(
         one.join()
         assert one.exitcode == 0
     found = read(path)
-    assert len(found.rows) == len(found.done()) == 21 and found.torn == 0
+    assert len(found.records) == len(found.done()) == 21 and found.torn == 0
+
+
+def test_a_cell_that_three_runs_died_of_is_recorded_as_failed_and_the_others_go_on(
+    experiment: Experiment, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kills(runner: Runner, cell: Cell, step: Any) -> TaskRecord:
+        if cell.method == "h2o":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return made_up(runner, cell, step)
+
+    monkeypatch.setattr(Runner, "measure", kills)
+    path, two = tmp_path / "r.jsonl", experiment.with_(budgets=["24"])
+    for _ in range(3):
+        killed = FORK.Process(target=run, args=(two, Store(path), data))
+        killed.start()
+        killed.join()
+        assert killed.exitcode == -signal.SIGKILL
+    tally = run(two, Store(path), data)
+    assert (tally.done, tally.found) == (2, 1)
+    assert [record.error for record in tally.failed] == [
+        "3 processes ended while they measured it; it may need more memory than they have."
+    ]
+    assert [left.name for left in tmp_path.glob("r.jsonl.*")] == ["r.jsonl.lock"]
 
 
 def test_an_interrupt_is_raised_on_and_keeps_what_was_measured(
     experiment: Experiment, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(desk: Desk, cell: Cell, step: Any) -> Row:
+    def interrupted(runner: Runner, cell: Cell, step: Any) -> TaskRecord:
         if cell.method == "kv-direct":
             raise KeyboardInterrupt
-        return made_up(desk, cell, step)
+        return made_up(runner, cell, step)
 
-    monkeypatch.setattr(Desk, "measure", interrupted)
+    monkeypatch.setattr(Runner, "measure", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run(experiment, Store(tmp_path / "r.jsonl"), data)
-    assert len(read(tmp_path / "r.jsonl").rows) == 2
+    assert len(read(tmp_path / "r.jsonl").records) == 2
     assert not list(tmp_path.glob("*.*.lock")) or [path.name for path in tmp_path.glob("*.lock")] == ["r.jsonl.lock"]

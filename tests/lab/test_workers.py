@@ -8,9 +8,6 @@ import pickle
 import signal
 import subprocess
 import sys
-from collections import Counter
-from concurrent.futures import Future
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -20,9 +17,10 @@ import pytest
 import standins
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvkeep_lab.workers import Died, Queue, local_workers, measured, packed, unpacked
+from kvkeep_lab.store import Store, StudyRecord
+from kvkeep_lab.workers import devices, packed, work_in_processes
 from living import in_group, until
-from standins import Desk, StandIn, yes
+from standins import Measures, StandIn, job
 
 from kvkeep.errors import KvkeepError, ModelError, UsageError
 
@@ -32,163 +30,87 @@ def of_groups(*sizes: int) -> list[StandIn]:
 
 
 @settings(deadline=None)
-@given(st.lists(st.integers(1, 6), max_size=5), st.integers(1, 4), st.randoms(use_true_random=False))
-def test_every_cell_is_taken_once_and_groups_stay_together(sizes: list[int], count: int, draw: Any) -> None:
-    cells, workers = of_groups(*sizes), [object() for _ in range(count)]
-    queue: Any = Queue(cells)
-    taken: list[StandIn] = []
-    latest: dict[Any, int] = {}
-    while queue:
-        worker = draw.choice(workers)
-        whole = set(range(len(sizes))) - {cell.seed for cell in taken}
-        cell = queue.take(worker)  # never None: while anything waits, nobody has to
-        assert not whole or cell.seed in (latest.get(worker), min(whole))  # no group is cut while one is whole
-        latest[worker] = cell.seed
-        taken.append(cell)
-    assert all(queue.take(worker) is None for worker in workers)
-    assert sorted(cell.key for cell in taken) == sorted(cell.key for cell in cells)
-    assert taken == cells or count > 1
+@given(st.lists(st.integers(1, 4), max_size=6), st.integers(1, 4))
+def test_each_worker_takes_every_cell_once_and_groups_stay_together(sizes: list[int], workers: int) -> None:
+    cells = of_groups(*sizes)
+    one: Any = job(Path(), cells, workers)
+    orders = [list(one.order(number)) for number in range(workers)]
+    for order in orders:
+        assert sorted(cell.key for cell in order) == sorted(cell.key for cell in cells)
+        groups = list(dict.fromkeys(cell.seed for cell in order))
+        assert order == [cell for group in groups for cell in cells if cell.seed == group]
+    assert orders[0] == cells
+    if len(sizes) >= workers:
+        assert len({order[0].seed for order in orders}) == workers
 
 
-def test_who_has_nothing_takes_half_of_the_longest_rest() -> None:
-    queue: Any = Queue(of_groups(7))
-    assert queue.take("a").key == "0.0"
-    assert queue.take("b").key == "0.4"  # three of six stay with a
-    assert [queue.take(who).key for who in "aabb"] == ["0.1", "0.2", "0.5", "0.6"]
-    queue.put_back(StandIn("again"))
-    assert [queue.take("c").key, queue.take("c").key, queue.take("c")] == ["again", "0.3", None]
+def work(folder: Path, cells: list[StandIn], **changes: Any) -> tuple[dict[str, StudyRecord], list[Any]]:
+    """Return the records by cell, and the processes that were there when somebody looked."""
+    store, seen = Store(folder / "r.jsonl"), list[Any]()
+    work_in_processes(job(folder, cells, **changes), store, lambda: seen.append(multiprocessing.active_children()))
+    assert multiprocessing.active_children() == []
+    return records(folder), seen
 
 
-class Fragile:
-    """A worker in this process that dies and raises as it is told."""
-
-    def __init__(self, deaths: Counter[str], starts: int = 100) -> None:
-        self.deaths, self.starts, self.given = deaths, starts, Counter[str]()
-
-    def start(self) -> Future[Any]:
-        self.starts -= 1
-        return self._future(Died("no room") if self.starts < 0 else None)
-
-    def measure(self, cell: StandIn) -> Future[Any]:
-        self.given[cell.key] += 1
-        self.deaths[cell.key] -= 1
-        return self._future(Died() if self.deaths[cell.key] >= 0 else f"row of {cell.key}")
-
-    def result(self, future: Future[Any]) -> Any:
-        return future.result()
-
-    def _future(self, result: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        if isinstance(result, BaseException):
-            future.set_exception(result)
-        else:
-            future.set_result(result)
-        return future
-
-
-class Claims:
-    """Who holds what, and how many at most."""
-
-    def __init__(self, others: tuple[str, ...] = ()) -> None:
-        self.others, self.held, self.most = others, Counter[str](), 0
-
-    @contextmanager
-    def __call__(self, cell: StandIn) -> Any:
-        self.held[cell.key] += 1
-        self.most = max(self.most, self.held.total())
-        try:
-            yield cell.key not in self.others
-        finally:
-            self.held[cell.key] -= 1
-
-
-def found(workers: Any, cells: Any, claim: Any = yes) -> dict[str, Any]:
-    listed = [(cell.key, row) for cell, row in measured(workers, cells, claim, lambda cell: f"{cell.key} is lost")]
-    assert len(dict(listed)) == len(listed)
-    return dict(listed)
-
-
-@pytest.mark.parametrize("count", [1, 2, 5])
-def test_a_cell_that_workers_die_of_is_given_out_again_and_counts_as_failed_after_three(count: int) -> None:
-    deaths, claims = Counter({"0.1": 1, "0.2": 3, "1.0": 2}), Claims(others=("1.1",))
-    workers = [Fragile(deaths) for _ in range(count)]
-    rows = found(workers, of_groups(4, 2), claims)
-    assert rows == {
-        "0.0": "row of 0.0", "0.1": "row of 0.1", "0.2": "0.2 is lost", "0.3": "row of 0.3", "1.0": "row of 1.0",
-        "1.1": None,
-    }  # fmt: skip
-    times = sum((worker.given for worker in workers), Counter())
-    assert times == {"0.0": 1, "0.1": 2, "0.2": 3, "0.3": 1, "1.0": 3}
-    assert claims.held.total() == 0 and claims.most <= count
-
-
-def test_a_claim_is_held_until_the_row_has_been_dealt_with() -> None:
-    claims = Claims()
-    for cell, _ in measured([Fragile(Counter())], of_groups(3), claims, dict):
-        assert claims.held[cell.key] == 1
-    results = measured([Fragile(Counter()), Fragile(Counter())], of_groups(3), claims, dict)
-    next(results)
-    results.close()
-    assert claims.held.total() == 0
-
-
-def test_who_cannot_start_is_done_without_and_nobody_at_all_is_an_error() -> None:
-    assert len(found([Fragile(Counter(), starts=0), Fragile(Counter())], of_groups(4))) == 4
-    with pytest.raises(KvkeepError, match=r"No worker could be started: no room\. Workers import the script"):
-        found([Fragile(Counter(), starts=0) for _ in range(2)], of_groups(4))
-    with pytest.raises(KvkeepError, match=r"No worker could be started"):
-        found([Fragile(Counter({"0.1": 1}), starts=1)], of_groups(4))
-    assert found([], []) == {}
+def records(folder: Path) -> dict[str, StudyRecord]:
+    store = Store(folder / "r.jsonl")
+    store.refresh()
+    found = {record.cell: record for record in store.records if isinstance(record, StudyRecord)}
+    assert len(found) == len(store.records) and store.torn == 0  # each cell once
+    assert [path.name for path in folder.glob("r.jsonl.*") if path.name != "r.jsonl.lock"] == []
+    return found
 
 
 def test_processes_that_are_killed_lose_nothing_and_leave_nothing(tmp_path: Path) -> None:
     cells = [*of_groups(2, 2), StandIn("kills once", 1), StandIn("kills always", 2)]
-    with local_workers(partial(Desk, tmp_path), None, 2) as workers:
-        rows = found(workers, cells)
-        assert len(multiprocessing.active_children()) == 2
-    assert multiprocessing.active_children() == []
-    assert rows.pop("kills always") == "kills always is lost"
-    assert sorted(rows) == ["0.0", "0.1", "1.0", "1.1", "kills once"] and all(
-        row["cell"] == key and row["workers"] == 2 and row["process"] != os.getpid() for key, row in rows.items()
-    )
-    assert len({row["process"] for row in rows.values()}) >= 2
+    found, seen = work(tmp_path, cells)
+    assert set(found) == {cell.key for cell in cells} and max(map(len, seen)) == 2
+    lost = found.pop("kills always")
+    assert (lost.status, lost.error) == ("failed", "lost")
+    assert all(record.status == "done" and record.machine["workers"] == 2 for record in found.values())
+    processes = {record.machine["process"] for record in found.values()}
+    assert len(processes) >= 2 and os.getpid() not in processes
 
 
-def test_gpus_are_taken_in_turn_unless_one_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    for device, taken in ((None, ["cuda:0", "cuda:1", "cuda:0"]), ("cuda:1", ["cuda:1"] * 3), ("cpu", ["cpu"] * 3)):
-        with local_workers(partial(Desk, tmp_path), device, 3) as workers:
-            assert [unpacked(worker._order)().device for worker in workers] == taken
-
-
-def test_what_is_raised_over_there_is_raised_here(tmp_path: Path) -> None:
-    with (
-        pytest.raises(ModelError, match=r"^There is no such model\.$"),
-        local_workers(partial(Desk, tmp_path), None, 2) as workers,
-    ):
-        found(workers, [StandIn("quick"), StandIn("raises"), StandIn("hangs")])
-    assert multiprocessing.active_children() == []
+def test_what_a_worker_raises_is_raised_here(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"^There is no such model\.$"):
+        work(tmp_path, [StandIn("quick"), StandIn("raises"), StandIn("hangs", 1)])
+    assert multiprocessing.active_children() == [] and set(records(tmp_path)) == {"quick"}
+    with pytest.raises(KvkeepError, match=r"^A worker failed \(ZeroDivisionError: by zero\)\.$"):
+        work(tmp_path, [StandIn("breaks")])
 
 
 def test_what_cannot_be_sent_or_is_not_there_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Local(Desk):
+    class Local(Measures):
         pass
 
-    with pytest.raises(UsageError, match=r"cannot have what is to be measured.*put a task of your own into a module"):
-        packed(pickle.dumps, partial(Local, tmp_path))
+    with pytest.raises(UsageError, match=r"cannot import what is to be measured.*put a task of your own into a module"):
+        packed(pickle.dumps, job(tmp_path, [], make=partial(Local, tmp_path)))
     notebook: Any = ModuleType("notebook_of_somebody")
-    notebook.Makes = type("Makes", (standins.Makes,), {"__module__": "notebook_of_somebody"})
+    notebook.Makes = type("Makes", (Measures,), {"__module__": "notebook_of_somebody"})
     monkeypatch.setitem(sys.modules, "notebook_of_somebody", notebook)
-    with (
-        pytest.raises(UsageError, match=r"No module named 'notebook_of_somebody'.*or measure with one worker\.$"),
-        local_workers(notebook.Makes(tmp_path), None, 2) as workers,
-    ):
-        found(workers, [StandIn("quick")])
+    with pytest.raises(UsageError, match=r"No module named 'notebook_of_somebody'.*or measure with one worker\.$"):
+        work(tmp_path, [StandIn("quick")], make=partial(notebook.Makes, tmp_path))
+
+
+def test_a_script_without_a_guard_is_a_sentence(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(f"import sys; sys.path.append({str(Path(__file__).parent)!r})\nimport standins\n")
+    script.write_text(script.read_text() + f"standins.main({str(tmp_path / 'out')!r})\n")
+    ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 1
+    assert ended.stderr.strip().splitlines()[-1].startswith("kvkeep.errors.KvkeepError: A worker could not be started.")
+
+
+def test_gpus_are_taken_in_turn_unless_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert devices(None, 3) == devices("cuda", 3) == ["cuda:0", "cuda:1", "cuda:0"]
+    assert devices("cuda:1", 2) == ["cuda:1"] * 2 and devices("cpu", 2) == ["cpu"] * 2
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
 @pytest.mark.parametrize("end", ["Ctrl-C", "a kill of the driver alone"])
-def test_workers_end_with_their_driver(tmp_path: Path, end: str) -> None:
+def test_workers_end_with_their_driver_and_the_next_run_goes_on(tmp_path: Path, end: str) -> None:
     driver = subprocess.Popen(
         [sys.executable, standins.__file__, str(tmp_path)],
         stdout=subprocess.PIPE,
@@ -203,11 +125,12 @@ def test_workers_end_with_their_driver(tmp_path: Path, end: str) -> None:
             os.killpg(driver.pid, signal.SIGINT)
         else:
             driver.kill()
-        out, err = driver.communicate(timeout=60)
+        _, err = driver.communicate(timeout=60)
         until(lambda: not in_group(driver.pid))
     finally:
         if in_group(driver.pid):
             os.killpg(driver.pid, signal.SIGKILL)
-    assert out == "quick\n"
     assert driver.returncode == -(signal.SIGINT if end == "Ctrl-C" else signal.SIGKILL)
     assert err.count("Traceback") == (end == "Ctrl-C")  # the driver's own, which the command line turns into a sentence
+    cell: Any = StandIn("hangs")
+    assert Store(tmp_path / "r.jsonl").claim(cell) == (1 if end == "Ctrl-C" else 2)  # free, and a kill was counted

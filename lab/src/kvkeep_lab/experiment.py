@@ -1,4 +1,4 @@
-"""Experiments: small files that say what is measured, and what of which paper it stands beside."""
+"""Experiments: small files that say what is measured, and which part of which paper it is compared with."""
 
 from __future__ import annotations
 
@@ -7,109 +7,40 @@ import json
 import tomllib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import resources
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_serializer, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, PlainSerializer, ValidationError, model_validator
 
-from kvkeep.budget import Budget
 from kvkeep.errors import UsageError, unknown
+from kvkeep_lab.paper import STRICT, Claim, Paper, Text
 from kvkeep_lab.reading import takes
 from kvkeep_lab.studies import STUDIES, Study
+from kvkeep_lab.studies.base import BudgetText, MethodName
 from kvkeep_lab.tasks import TASKS, Task
 from kvkeep_lab.tasks.base import Point, named
 
-Text = Annotated[str, Field(min_length=1)]
-_STRICT = ConfigDict(extra="forbid", frozen=True)
-_Outline = TypeVar("_Outline", bound="Outline")
-
-
-class PaperValue(BaseModel):
-    """One of the paper's numbers: ``metric`` and ``value`` as the task tells them (shares from 0 to 1). method, budget:
-    as here, where there is such a row (no budget: at every budget); note: what else is to be known."""
-
-    model_config = _STRICT
-
-    metric: Text
-    value: float
-    method: str = ""
-    budget: str | None = None
-    note: str = ""
-
-
-class Claim(BaseModel):
-    """What the paper says, and which of our numbers decide it; a sentence alone is one that no number here decides.
-
-    says: the sentence. metric: whose mean is asked for. methods: each of them is meant, at each of ``budgets`` (none:
-    at every budget of the experiment). at_least, at_most: the limits, as the task tells the metric; where ``than``
-    names other methods, limits of the difference from each of them at the same budget.
-    """
-
-    model_config = _STRICT
-
-    says: Text
-    metric: Text | None = None
-    methods: tuple[Text, ...] = ()
-    budgets: tuple[Text, ...] = ()
-    than: tuple[Text, ...] = ()
-    at_least: float | None = None
-    at_most: float | None = None
-
-    @field_validator("methods", "than")
-    @classmethod
-    def _methods(cls, given: tuple[str, ...]) -> tuple[str, ...]:
-        return _known(given)
-
-    @field_validator("budgets")
-    @classmethod
-    def _budgets(cls, given: tuple[str, ...]) -> tuple[str, ...]:
-        return _readable(given)
-
-    @model_validator(mode="after")
-    def _decidable(self) -> Claim:
-        limits = [limit for limit in (self.at_least, self.at_most) if limit is not None]
-        if (self.metric is None) == bool(limits):
-            raise UsageError("what decides it is a metric, and at_least or at_most")
-        if self.metric is None and (self.methods or self.budgets or self.than):
-            raise UsageError("methods and budgets say nothing without a metric")
-        if limits != sorted(limits):
-            raise UsageError(f"no number is at least {self.at_least:g} and at most {self.at_most:g}")
-        return self
-
-
-class Paper(BaseModel):
-    """What an experiment stands beside. where: the figure or table. setting: their model, precision and machine.
-    claims: what the paper says of it."""
-
-    model_config = _STRICT
-
-    title: Text
-    where: Text
-    setting: Text
-    claims: tuple[Claim, ...] = ()
-    values: tuple[PaperValue, ...] = ()
-
-    @field_validator("claims", mode="before")
-    @classmethod
-    def _claims(cls, given: Any) -> Any:
-        listed = isinstance(given, list | tuple)
-        return [{"says": claim} if isinstance(claim, str) else claim for claim in given] if listed else given
+_Kind = TypeVar("_Kind", bound="ExperimentBase")
 
 
 @dataclass(frozen=True)
 class Cell:
-    """What is measured in one go. ``setting`` and ``key``: see :meth:`Outline.cells`. method: of a study, its name."""
+    """One unit of work, measured in one go and kept as one record.
+
+    Cells of the same ``setting`` can be compared; ``key`` is the cell's own. Both are hashes, of everything that
+    changes numbers and of nothing else. method: of a study, the study's name.
+    """
 
     key: str
     setting: str
     model: str
-    method: str
-    budget: str | None
-    point: Point
     seed: int
+    method: str
+    budget: str | None = None
+    point: Point = field(default_factory=dict)
 
     @property
     def label(self) -> str:
@@ -118,11 +49,35 @@ class Cell:
         return " ".join(part for part in (self.method, self.budget, f"({place})" if place else "") if part)
 
 
-class Outline(BaseModel, ABC):
-    """What every experiment says. It is measured for each of ``models`` and ``seeds``. smoke: what is other in a run
-    that only shows that everything works, in the shape of the file."""
+def _chosen(what: str, known: Mapping[str, type[BaseModel]]) -> BeforeValidator:
+    """Read a table with a ``name`` as the task or study of that name, with its sizes."""
 
-    model_config = _STRICT
+    def read(given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        sizes = dict(given)
+        name = sizes.pop("name", None)
+        if name is None:
+            raise UsageError(f"it needs a name: {', '.join(known)}")
+        if name not in known:
+            raise unknown(what, str(name), known)
+        return known[name].model_validate(sizes)
+
+    return BeforeValidator(read)
+
+
+def _dumped(one: Task | Study) -> dict[str, Any]:
+    return {"name": one.name, **one.model_dump(mode="json")}
+
+
+class ExperimentBase(BaseModel, ABC):
+    """What every experiment has. It is measured for each of ``models`` and ``seeds``. smoke: changes for a run that
+    only shows that everything works, in the form of the file."""
+
+    model_config = STRICT
+
+    WITH_METHODS: ClassVar[bool]
+    """Whether its numbers are of methods, so that claims have to name some."""
 
     name: Text
     title: Text
@@ -138,26 +93,30 @@ class Outline(BaseModel, ABC):
         """What is measured."""
 
     @property
-    @abstractmethod
     def steps(self) -> int:
-        """Into how many steps the work of a cell is divided."""
+        """Steps of a cell's work, for progress: samples, or percent."""
+        return self.subject.samples if isinstance(self.subject, Task) else 100
 
     @abstractmethod
-    def cells(self, digest: str) -> list[Cell]:
-        """Return all cells; ``digest``: of the files that are read.
+    def _setting(self) -> dict[str, Any]:
+        """Return what the hashes are of, besides the name, the dtype and the data."""
 
-        A cell's *setting* is what it has to share with another to be compared with it, its *key* is the setting with
-        all that is its own: both are hashes, of what changes numbers and of nothing else.
-        """
+    @abstractmethod
+    def _variants(self) -> Iterator[dict[str, Any]]:
+        """Yield the fields that distinguish the cells of one model and seed."""
 
     @model_validator(mode="after")
-    def _metrics(self) -> Self:
+    def _decidable(self) -> Self:
         known = [metric.name for metric in self.subject.metrics]
-        named = [claim.metric for claim in self.claims]
-        named += [] if self.paper is None else [value.metric for value in self.paper.values]
-        for metric in named:
+        values = () if self.paper is None else self.paper.values
+        for metric in [*(claim.metric for claim in self.claims), *(value.metric for value in values)]:
             if metric is not None and metric not in known:
                 raise unknown("metric", metric, known)
+        for claim in self.claims:
+            if claim.metric is not None and bool(claim.methods) != self.WITH_METHODS:
+                wrong = "names methods, and a study has none"
+                wrong = "does not name the methods that its metric is of" if self.WITH_METHODS else wrong
+                raise UsageError(f"the claim '{claim.says}' {wrong}")
         return self
 
     @property
@@ -165,8 +124,19 @@ class Outline(BaseModel, ABC):
         """The paper's."""
         return () if self.paper is None else self.paper.claims
 
+    def cells(self, digest: str) -> list[Cell]:
+        """Return all cells, those that share a prompt side by side; ``digest``: of the files that are read."""
+        common = {"experiment": self.name, "dtype": self.dtype, "data": digest, **self._setting()}
+        setting, listed = hashed(common), []
+        for model in self.models:
+            for seed in self.seeds:
+                for variant in self._variants():
+                    own = {"model": model, "seed": seed, **variant}
+                    listed.append(Cell(hashed({**common, **own}), setting, **{"method": self.subject.name, **own}))
+        return listed
+
     def with_(self, **changes: Any) -> Self:
-        """Return the experiment with some fields changed; raises UsageError as reading it does."""
+        """Return the experiment with some fields changed; raises UsageError as reading a file does."""
         return _validated(type(self), {**self.model_dump(mode="json"), **changes}, f"experiment '{self.name}'")
 
     def smoked(self) -> Self:
@@ -175,79 +145,42 @@ class Outline(BaseModel, ABC):
         return _validated(type(self), changed, f"[smoke] of experiment '{self.name}'")
 
     def sources(self, data: Path | None) -> list[Path]:
-        """Return the files that are read; raises UsageError where they, or packages, are missing."""
+        """Return the files that are read; raises UsageError where files or packages are missing."""
         for module, package in self.subject.packages.items():
             if find_spec(module) is None:
+                extra = "kvkeep[lab]" if self.subject.extra == "lab" else f"kvkeep-lab[{self.subject.extra}]"
                 raise UsageError(
-                    f"'{self.subject.name}' needs the package '{package}', which is missing: "
-                    f"pip install 'kvkeep[{self.subject.extra}]'."
+                    f"'{self.subject.name}' needs the package '{package}', which is missing: pip install '{extra}'."
                 )
         return self.subject.sources(data)
 
 
-class Experiment(Outline):
+class Experiment(ExperimentBase):
     """A task: every method at every budget, for every model, seed and point of the task's axes.
 
-    baseline: the method that others are told relative to; measured first, whether ``methods`` names it or not.
+    baseline: the method that differences are taken from; it is measured first, whether ``methods`` names it or not.
     """
 
-    task: Task
-    methods: Annotated[tuple[Text, ...], Field(min_length=1)]
-    budgets: Annotated[tuple[Text, ...], Field(min_length=1)]
-    baseline: Text = "full"
+    WITH_METHODS = True
+
+    task: Annotated[Task, _chosen("task", TASKS), PlainSerializer(_dumped)]
+    methods: Annotated[tuple[MethodName, ...], Field(min_length=1)]
+    budgets: Annotated[tuple[BudgetText, ...], Field(min_length=1)]
+    baseline: MethodName = "full"
     chunk: Annotated[int, Field(ge=1)] | None = None
-
-    @field_validator("task", mode="before")
-    @classmethod
-    def _task(cls, given: Any) -> Any:
-        return _chosen("task", given, TASKS)
-
-    @field_serializer("task")
-    def _dump_task(self, task: Task) -> dict[str, Any]:
-        return {"name": task.name, **task.model_dump(mode="json")}
-
-    @field_validator("methods", "baseline")
-    @classmethod
-    def _methods(cls, given: Any) -> Any:
-        _known((given,) if isinstance(given, str) else given)
-        return given
-
-    @field_validator("budgets")
-    @classmethod
-    def _budgets(cls, given: tuple[str, ...]) -> tuple[str, ...]:
-        return _readable(given)
-
-    @model_validator(mode="after")
-    def _decidable(self) -> Self:
-        for claim in self.claims:
-            if claim.metric is not None and not claim.methods:
-                raise UsageError(f"the claim '{claim.says}' does not name the methods that its metric is asked of")
-        return self
 
     @property
     def subject(self) -> Task:
         """The task."""
         return self.task
 
-    @property
-    def steps(self) -> int:
-        """The samples."""
-        return self.task.samples
+    def _setting(self) -> dict[str, Any]:
+        return {"task": {"name": self.task.name, **self.task.setting()}, "chunk": self.chunk}
 
-    def cells(self, digest: str) -> list[Cell]:
-        """Return all cells, those that share a prompt side by side. The setting is of the experiment's name, the task's
-        sizes, dtype, chunk and data; a cell's own are model, method, budget, seed and point."""
-        task = {"name": self.task.name, **self.task.setting()}
-        common = {"experiment": self.name, "task": task, "dtype": self.dtype, "chunk": self.chunk, "data": digest}
-        setting, listed = hashed(common), []
-        for model in self.models:
-            for seed in self.seeds:
-                for point in self.task.points():
-                    for method, budget in self.ways():
-                        own: dict[str, Any] = {"model": model, "method": method, "budget": budget}
-                        own |= {"seed": seed, "point": point}
-                        listed.append(Cell(hashed({**common, **own}), setting, **own))
-        return listed
+    def _variants(self) -> Iterator[dict[str, Any]]:
+        for point in self.task.points():
+            for method, budget in self.ways():
+                yield {"method": method, "budget": budget, "point": point}
 
     def ways(self) -> Iterator[tuple[str, str | None]]:
         """Yield methods and budgets: the baseline, the others that take no budget, and the rest by budget."""
@@ -257,64 +190,23 @@ class Experiment(Outline):
             yield from ((method, budget) for method in methods if "budget" in takes(method))
 
 
-class Inquiry(Outline):
+class StudyExperiment(ExperimentBase):
     """A study, for every model and seed."""
 
-    STEPS: ClassVar[int] = 100
+    WITH_METHODS = False
 
-    study: Study
-
-    @field_validator("study", mode="before")
-    @classmethod
-    def _study(cls, given: Any) -> Any:
-        return _chosen("study", given, STUDIES)
-
-    @model_validator(mode="after")
-    def _decidable(self) -> Self:
-        for claim in self.claims:
-            if claim.methods:
-                raise UsageError(f"the claim '{claim.says}' names methods, and a study's numbers are of none")
-        return self
-
-    @field_serializer("study")
-    def _dump_study(self, study: Study) -> dict[str, Any]:
-        return {"name": study.name, **study.model_dump(mode="json")}
+    study: Annotated[Study, _chosen("study", STUDIES), PlainSerializer(_dumped)]
 
     @property
     def subject(self) -> Study:
         """The study."""
         return self.study
 
-    @property
-    def steps(self) -> int:
-        """Percent."""
-        return self.STEPS
+    def _setting(self) -> dict[str, Any]:
+        return {"study": _dumped(self.study)}
 
-    def cells(self, digest: str) -> list[Cell]:
-        """Return one cell for each model and seed. The setting is of the experiment's name, the study's sizes, dtype
-        and data."""
-        study = {"name": self.study.name, **self.study.model_dump(mode="json")}
-        common = {"experiment": self.name, "study": study, "dtype": self.dtype, "data": digest}
-        listed = []
-        for model in self.models:
-            for seed in self.seeds:
-                own: dict[str, Any] = {"model": model, "seed": seed}
-                key = hashed({**common, **own})
-                listed.append(Cell(key, hashed(common), model, self.study.name, None, {}, seed))
-        return listed
-
-
-def _chosen(what: str, given: Any, known: Mapping[str, type[BaseModel]]) -> Any:
-    """Return the task or study that ``given`` names, with the sizes it has."""
-    if not isinstance(given, dict):
-        return given
-    sizes = dict(given)
-    name = sizes.pop("name", None)
-    if name is None:
-        raise UsageError(f"it needs a name: {', '.join(known)}")
-    if name not in known:
-        raise unknown(what, str(name), known)
-    return known[name].model_validate(sizes)
+    def _variants(self) -> Iterator[dict[str, Any]]:
+        yield {}
 
 
 def packaged() -> list[str]:
@@ -323,10 +215,10 @@ def packaged() -> list[str]:
     return sorted(file.name.removesuffix(".toml") for file in folder.iterdir() if file.name.endswith(".toml"))
 
 
-def load_experiment(name: str) -> Experiment | Inquiry:
+def load_experiment(name: str) -> Experiment | StudyExperiment:
     """Return a packaged experiment by its name, or a file by its path: one with a ``[task]`` or with a ``[study]``.
 
-    Raises UsageError with one sentence that says what is wrong with it; its smoke version is checked, too."""
+    Raises UsageError with one sentence that says what is wrong with it or with its smoke version."""
     path = Path(name)
     if name in packaged():
         text, where = resources.files("kvkeep_lab").joinpath(f"experiments/{name}.toml").read_text("utf-8"), name
@@ -349,21 +241,9 @@ def load_experiment(name: str) -> Experiment | Inquiry:
     return experiment
 
 
-def read_experiment(given: dict[str, Any], where: str) -> Experiment | Inquiry:
+def read_experiment(given: dict[str, Any], where: str) -> Experiment | StudyExperiment:
     """Return the experiment that plain types describe; raises UsageError, naming it as ``where``."""
-    return _validated(Inquiry, given, where) if "study" in given else _validated(Experiment, given, where)
-
-
-def _known(methods: tuple[str, ...]) -> tuple[str, ...]:
-    for method in methods:
-        takes(method)
-    return methods
-
-
-def _readable(budgets: tuple[str, ...]) -> tuple[str, ...]:
-    for budget in budgets:
-        Budget.parse(budget)
-    return budgets
+    return _validated(StudyExperiment, given, where) if "study" in given else _validated(Experiment, given, where)
 
 
 def digest(sources: Sequence[Path]) -> str:
@@ -389,7 +269,7 @@ def _merged(given: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _validated(kind: type[_Outline], given: dict[str, Any], where: str) -> _Outline:
+def _validated(kind: type[_Kind], given: dict[str, Any], where: str) -> _Kind:
     try:
         return kind.model_validate(given)
     except ValidationError as error:
@@ -404,10 +284,10 @@ def _sentence(error: ValidationError, where: str) -> str:
     own = first.get("ctx", {}).get("error")
     match first["type"]:
         case "extra_forbidden":
-            said = "there is no such setting"
+            reason = "there is no such setting"
         case "missing":
-            said = "it is missing"
+            reason = "it is missing"
         case _:
-            said = str(own) if own is not None else f"{first['msg'][:1].lower()}{first['msg'][1:]}"
+            reason = str(own) if own is not None else f"{first['msg'][:1].lower()}{first['msg'][1:]}"
     rest = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-    return f"{where[:1].upper()}{where[1:]} is wrong at '{place}': {said.rstrip('.')}{rest}."
+    return f"{where[:1].upper()}{where[1:]} is wrong at '{place}': {reason.rstrip('.')}{rest}."

@@ -16,7 +16,7 @@ from kvkeep.errors import UsageError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.models.loading import load
 from kvkeep_lab.reading import takes
-from kvkeep_lab.subject import Cost, Subject
+from kvkeep_lab.subject import AnswerCost, Subject
 
 try:
     from lm_eval.api.model import TemplateLM
@@ -25,7 +25,7 @@ try:
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, simple_parse_args_string
     from tqdm import tqdm
 except ImportError as error:
-    raise UsageError("lm-evaluation-harness is missing (pip install 'kvkeep[harness]').") from error
+    raise UsageError("lm-evaluation-harness is missing (pip install 'kvkeep-lab[harness]').") from error
 
 Request = tuple[Any, list[int], list[int]]
 """The texts, where there are some, and the tokens of a context and of what follows it."""
@@ -51,7 +51,7 @@ class KeepLM(TemplateLM):
         positions = ModelGeometry.from_config(subject.loaded.model.config).max_positions
         self._longest = max_length or positions or 2048
         self._device = subject.loaded.model.device
-        self.costs: list[Cost] = []
+        self.costs: list[AnswerCost] = []
 
     @classmethod
     def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> KeepLM:
@@ -69,7 +69,7 @@ class KeepLM(TemplateLM):
         """
         device = (additional_config or {}).get("device")
         if not torch.cuda.is_available() and str(device).startswith("cuda"):
-            device = None  # what the harness says where nothing was said
+            device = None  # the harness's default, not the user's
         given = {"device": device, **arg_dict}
         known = {"pretrained", "method", "budget", "chunk", "dtype", "device", "max_length"}
         if unknown := sorted(set(given) - known):
@@ -134,9 +134,9 @@ class KeepLM(TemplateLM):
         found = []
         with tqdm(total=len(requests), disable=disable_tqdm, desc="Running loglikelihood requests") as bar:
             for context, group in self._by_context(requests):
-                told, cost = self.subject.weigh(context, [tokens for _, _, tokens in group])
+                likely, cost = self.subject.weigh(context, [tokens for _, _, tokens in group])
                 self.costs.append(cost)
-                for (texts, _, _), one in zip(group, told, strict=True):
+                for (texts, _, _), one in zip(group, likely, strict=True):
                     found.append((sum(one.logs), one.greedy))
                     if texts is not None:
                         self.cache_hook.add_partial("loglikelihood", texts, found[-1])
@@ -164,8 +164,8 @@ class KeepLM(TemplateLM):
         found = []
         for (text,) in tqdm([request.args for request in requests], disable=disable_tqdm):
             windows = get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.max_length, 1)
-            told = self._loglikelihood_tokens([(None, *make_disjoint_window(one)) for one in windows], True)
-            found.append(sum(log for log, _ in told))
+            likely = self._loglikelihood_tokens([(None, *make_disjoint_window(one)) for one in windows], True)
+            found.append(sum(log for log, _ in likely))
             self.cache_hook.add_partial("loglikelihood_rolling", (text,), found[-1])
         return found
 

@@ -1,4 +1,4 @@
-"""Running an experiment: only what is missing, one line of the store for each cell, written by one process."""
+"""Running an experiment: which cells are missing, how one is measured, and what became of all."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import math
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -21,92 +20,97 @@ from kvkeep import __version__
 from kvkeep.errors import KvkeepError
 from kvkeep.models.loading import Loaded, load
 from kvkeep_lab.compare import Reference
-from kvkeep_lab.experiment import Cell, Experiment, Inquiry, digest
-from kvkeep_lab.store import Finding, Record, Row, Store
+from kvkeep_lab.experiment import Cell, Experiment, StudyExperiment, digest
+from kvkeep_lab.store import Record, Store, StudyRecord, TaskRecord
 from kvkeep_lab.subject import Subject
 from kvkeep_lab.tasks.base import Metric, Outcome, Sample, Task
-from kvkeep_lab.workers import ATTEMPTS, Here, Worker, local_workers, measured
-
-Progress = Callable[[str, int, int], None]
-"""Gets the cell in hand, the steps (samples) done and those in all, those of cells done earlier not counted."""
+from kvkeep_lab.workers import ATTEMPTS, Job, RunProgress, work_in_processes
 
 
 @dataclass
-class Desk:
-    """Where cells are measured: the model, the samples and the references that the last one needed stay for the next.
+class Runner:
+    """Measures cells. The model, the samples and the references of one cell stay for the next that needs the same.
 
-    sources: the files that prompts are made of. device: None is the loader's choice. tell: gets what takes long.
-    workers: how many measure at the same time, with this one; each row says so.
+    sources: the files that prompts are made of. device: None is the loader's choice. workers: how many measure at the
+    same time, with this one; every record says so. notify: gets what takes long, in words.
     """
 
-    experiment: Experiment | Inquiry
+    experiment: Experiment | StudyExperiment
     sources: Sequence[Path]
     device: str | None = None
-    tell: Callable[[str], None] = lambda text: None
     workers: int = 1
+    notify: Callable[[str], None] = lambda text: None
     _loaded: Loaded | None = None
-    _asked: object = None  # what the samples and references are of
+    _prepared: object = None  # what the samples and references are of
     _samples: list[Sample] = field(default_factory=list)
     _references: dict[tuple[int, ...], Reference] = field(default_factory=dict)
 
     def measure(self, cell: Cell, step: Callable[[int], None] = lambda done: None) -> Record:
-        """Measure one cell; ``step`` gets the steps done. What goes wrong in it is the record's sentence. Raises as
-        loading a model does, and KeyboardInterrupt."""
+        """Measure one cell; ``step`` gets the steps done. An error becomes the record's sentence. Raises as loading a
+        model does, and KeyboardInterrupt."""
         loaded = self._model(cell.model)
-        begun, start = datetime.now(UTC), time.perf_counter()
+        started, start = _now(), time.perf_counter()
         found: dict[str, Any]
         try:
             found = {"status": "done", **self._found(loaded, cell, step)}
         except KvkeepError as error:
             found = {"status": "failed", "error": str(error)}
         except Exception as error:  # a fault of a method or a model must not end hours of work
-            said = str(error).strip().splitlines()
-            found = {"status": "failed", "error": f"{type(error).__name__}: {said[0] if said else 'no reason given'}"}
-        return _record(
-            self.experiment,
-            cell,
-            machine=_machine(loaded) | {"workers": self.workers},
-            started=begun.isoformat(timespec="seconds"),
-            seconds=_compact(time.perf_counter() - start),
-            **found,
-        )
+            lines = str(error).strip().splitlines()
+            found = {"status": "failed", "error": f"{type(error).__name__}: {lines[0] if lines else 'no reason given'}"}
+        machine = _machine(loaded) | {"workers": self.workers}
+        seconds = _compact(time.perf_counter() - start)
+        return self._record(cell, machine=machine, started=started, seconds=seconds, **found)
+
+    def lost(self, cell: Cell) -> Record:
+        """Return the record of a cell that processes die of."""
+        error = f"{ATTEMPTS} processes ended while they measured it; it may need more memory than they have."
+        return self._record(cell, status="failed", error=error, started=_now())
+
+    def _record(self, cell: Cell, **found: Any) -> Record:
+        common: dict[str, Any] = {"cell": cell.key, "setting": cell.setting, "experiment": self.experiment.name}
+        common |= {"model": cell.model, "seed": cell.seed, "versions": _versions(), **found}
+        if isinstance(self.experiment, StudyExperiment):
+            return StudyRecord(**common)
+        return TaskRecord(method=cell.method, budget=cell.budget, point=cell.point, **common)
 
     def _found(self, loaded: Loaded, cell: Cell, step: Callable[[int], None]) -> dict[str, Any]:
-        """Return what is a record's own: of a study its data, of a task the figures of its samples."""
-        if isinstance(self.experiment, Inquiry):
+        """Return the fields that a study's or a task's record has of its own."""
+        if isinstance(self.experiment, StudyExperiment):
             study, steps = self.experiment.study, self.experiment.steps
 
             def progress(what: str, done: float, total: float) -> None:
                 step(min(steps, round(steps * done / max(total, 1e-9))))
 
             return {"data": study.plain(study.measure(loaded, self.sources, cell.seed, progress))}
-        outcomes: list[Outcome] = []
+        task, outcomes = self.experiment.task, list[Outcome]()
         subject = Subject(loaded, cell.method, cell.budget, self.experiment.chunk, self._references)
-        for sample in self._prepared(loaded, self.experiment.task, cell):
-            outcomes.append(_finite(self.experiment.task.measure(subject, sample)))
+        for sample in self._prepare(loaded, task, cell):
+            outcomes.append(_finite(task.measure(subject, sample)))
             step(len(outcomes))
-        return {"versions": _versions() | subject.versions, **_figures(self.experiment.task.metrics, outcomes)}
+        return {"versions": _versions() | subject.versions, **_numbers(task.metrics, outcomes)}
 
     def _model(self, name: str) -> Loaded:
         if self._loaded is None or self._loaded.name != name:
-            self._loaded, self._asked = None, None  # one model at a time
+            self._loaded, self._prepared = None, None  # one model at a time
             self._references.clear()
-            self._loaded = load(name, dtype=self.experiment.dtype, device=self.device, progress=self.tell)
+            self._loaded = load(name, dtype=self.experiment.dtype, device=self.device, progress=self.notify)
         return self._loaded
 
-    def _prepared(self, loaded: Loaded, task: Task, cell: Cell) -> list[Sample]:
-        """Return the samples of a cell, and forget what only other cells need."""
-        asked = (cell.model, cell.point, cell.seed)
-        if asked != self._asked:
+    def _prepare(self, loaded: Loaded, task: Task, cell: Cell) -> list[Sample]:
+        """Return the samples of a cell, and drop what only other cells need."""
+        wanted = (cell.model, cell.point, cell.seed)
+        if wanted != self._prepared:
             self._references.clear()
             self._samples = task.prepare(loaded.tokenizer, self.sources, cell.point, cell.seed)
-            self._asked = asked
+            self._prepared = wanted
         return self._samples
 
 
 @dataclass(frozen=True)
 class Tally:
-    """What became of an experiment's cells. found: done before. elsewhere: another process has them in hand."""
+    """What became of an experiment's cells. found: measured before. done, failed: since the run began, by it or by
+    another run. elsewhere: another run is measuring them."""
 
     done: int = 0
     found: int = 0
@@ -115,7 +119,7 @@ class Tally:
 
 
 def run(
-    experiment: Experiment | Inquiry,
+    experiment: Experiment | StudyExperiment,
     store: Store,
     data: Path | None = None,
     *,
@@ -124,88 +128,51 @@ def run(
     device: str | None = None,
     workers: int | None = None,
     ray: str | None = None,
-    progress: Progress = lambda label, done, total: None,
-    tell: Callable[[str], None] = lambda text: None,
+    progress: RunProgress = lambda label, done, total: None,
+    notify: Callable[[str], None] = lambda text: None,
 ) -> Tally:
-    """Measure the cells that ``store`` does not have, those that failed earlier among them.
+    """Measure the cells that ``store`` does not have, those that failed before among them.
 
-    only: measure these methods of a task (and nothing else). fresh: what was measured before counts for nothing; a
-    report takes the newest. workers: processes that measure side by side; None is one, this one. ray: the address of a
-    Ray cluster, ``auto`` or ``local``: workers run there, None being as many as it has GPUs or, without any, machines.
+    only: measure these methods of a task (and nothing else). fresh: measure what was measured before again; a report
+    takes the newest. workers: processes that measure side by side; None is one, this one. ray: the address of a Ray
+    cluster, ``auto`` or ``local``: the workers run there, None being as many as it has GPUs or, without any, machines.
     An interrupt is raised on: what was measured until then is in the store. Raises UsageError for data that is missing,
-    StoreError where nothing can be written.
+    StoreError where nothing can be written, and as loading a model does.
     """
-    sources = experiment.sources(data)
+    sources = tuple(experiment.sources(data))
     cells = [cell for cell in experiment.cells(digest(sources)) if not only or cell.method in only]
     store.refresh()
     if cells:
         store.define(cells[0].setting, experiment.model_dump(mode="json"))
     before = store.done()
-    todo = [cell for cell in cells if fresh or cell.key not in before]
-    steps, finished, done, elsewhere = experiment.steps, 0, 0, 0
-    failed: list[Record] = []
+    todo = tuple(cell for cell in cells if fresh or cell.key not in before)
+    since = Store(store.path, store.end)
+    job = Job(partial(Runner, experiment), sources, todo, experiment.steps, device, workers or 1)
 
-    def step(cell: Cell, count: int = 0) -> None:
-        progress(cell.label, finished * steps + count, len(todo) * steps)
+    def poll() -> None:
+        """Report how far other processes are."""
+        since.refresh()
+        found = list(_latest(since, todo).values())
+        progress(found[-1].label if found else "", len(found) * job.steps, len(todo) * job.steps)
 
-    @contextmanager
-    def claim(cell: Cell) -> Iterator[bool]:
-        step(cell)
-        with store.claim(cell) as ours:
-            store.refresh()
-            yield ours and (fresh or cell.key not in store.done())
+    if ray is not None and todo:
+        from kvkeep_lab.ray_workers import work_on_ray
 
-    crew = _workers(Desk(experiment, sources, device, tell), workers, ray, step) if todo else nullcontext([])
-    with crew as hired, closing(measured(hired, todo, claim, partial(_lost, experiment))) as results:
-        for cell, row in results:
-            finished += 1
-            step(cell)
-            if row is None:  # by a process that runs beside this one
-                elsewhere += 1
-                continue
-            store.append(row)
-            done += row.status == "done"
-            failed += [row] if row.status == "failed" else []
-    return Tally(done, len(cells) - len(todo), elsewhere, tuple(failed))
+        work_on_ray(replace(job, workers=workers or 0), since, ray, poll)
+    elif job.workers > 1 and todo:
+        work_in_processes(job, since, poll)
+    else:
+        job.work(since, progress=progress, notify=notify)
+    since.refresh()
+    found = _latest(since, todo)
+    failed = tuple(record for record in found.values() if record.status == "failed")
+    return Tally(len(found) - len(failed), len(cells) - len(todo), len(todo) - len(found), failed)
 
 
-def _record(experiment: Experiment | Inquiry, cell: Cell, **found: Any) -> Record:
-    """Return what the store keeps of a cell."""
-    common: dict[str, Any] = {
-        "cell": cell.key,
-        "setting": cell.setting,
-        "experiment": experiment.name,
-        "model": cell.model,
-        "seed": cell.seed,
-        "versions": _versions(),
-        **found,
-    }
-    if isinstance(experiment, Inquiry):
-        return Finding(**common)
-    return Row(method=cell.method, budget=cell.budget, point=cell.point, **common)
-
-
-def _workers(
-    desk: Desk, count: int | None, ray: str | None, step: Callable[[Cell, int], None]
-) -> AbstractContextManager[Sequence[Worker]]:
-    if ray is not None:
-        from kvkeep_lab.ray_workers import ray_workers
-
-        return ray_workers(partial(Desk, desk.experiment), desk.sources, desk.device, ray, count)
-    if count is not None and count > 1:
-        return local_workers(partial(Desk, desk.experiment, desk.sources), desk.device, count)
-    return nullcontext([Here(desk, step)])
-
-
-def _lost(experiment: Experiment | Inquiry, cell: Cell) -> Record:
-    """Return the record of a cell that workers die of."""
-    return _record(
-        experiment,
-        cell,
-        status="failed",
-        error=f"{ATTEMPTS} workers died while they measured it; it may need more memory than they have.",
-        started=datetime.now(UTC).isoformat(timespec="seconds"),
-    )
+def _latest(store: Store, cells: Sequence[Cell]) -> dict[str, Record]:
+    """Return the newest record of each of ``cells``, in the order they came."""
+    keys = {cell.key for cell in cells}
+    return {record.cell: record for record in store.records if record.cell in keys}
 
 
 def _finite(outcome: Outcome) -> Outcome:
@@ -215,9 +182,10 @@ def _finite(outcome: Outcome) -> Outcome:
     return outcome
 
 
-def _figures(metrics: Sequence[Metric], outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def _numbers(metrics: Sequence[Metric], outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """Return the scores and costs of a cell's samples, as its record keeps them."""
     costs = [outcome.cost for outcome in outcomes]
-    largest = max(costs, key=lambda cost: cost.memory["resident_bytes"] + cost.memory["compressed_bytes"])
+    largest = max(costs, key=lambda cost: cost.held_bytes)
     return {
         "scores": {
             metric.name: [
@@ -236,6 +204,10 @@ def _figures(metrics: Sequence[Metric], outcomes: Sequence[Outcome]) -> dict[str
 
 def _compact(value: float) -> float:
     return float(f"{value:.6g}")
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def _versions() -> dict[str, str]:

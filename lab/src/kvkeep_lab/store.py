@@ -1,22 +1,23 @@
-"""Where results are kept: a file of lines that no kill can spoil (:mod:`~kvkeep_lab.lines`).
+"""The store: a file of JSON lines (:mod:`~kvkeep_lab.lines`), one for each cell, and who is measuring which cell.
 
-Who measures a cell holds that cell's lock; a process that dies lets go of it.
+A cell is measured under a lock file of its own. The operating system releases the lock of a process that dies.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from filelock import FileLock, Timeout
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from kvkeep_lab import lines
-from kvkeep_lab.experiment import Cell
-from kvkeep_lab.tasks.base import Point
+
+if TYPE_CHECKING:
+    from kvkeep_lab.experiment import Cell
 
 
 class Definition(BaseModel):
@@ -28,8 +29,7 @@ class Definition(BaseModel):
 
 
 class Record(BaseModel):
-    """One cell, measured or failed. error: the sentence of one that failed. started: UTC. seconds: of the whole cell,
-    with everything."""
+    """One cell, measured or failed. error: why it failed, in a sentence. started: UTC. seconds: the whole cell's."""
 
     cell: str
     setting: str
@@ -49,18 +49,18 @@ class Record(BaseModel):
         return self.model
 
 
-class Row(Record):
+class TaskRecord(Record):
     """One cell of a task.
 
-    scores: each metric's number for every sample that it is about, in the samples' order. prompt_tokens, prefill_s,
-    token_s (seconds of a token after the first): by sample, too. memory: bytes, of the sample that held most. entries:
-    the budget of a full layer.
+    scores: for each metric, the number of every sample that has one, in the samples' order. prompt_tokens, prefill_s,
+    token_s (seconds for each token after the first): by sample, too. memory: bytes, of the sample that held most.
+    entries: the budget of a full layer.
     """
 
     kind: Literal["cell"] = "cell"
     method: str
     budget: str | None
-    point: Point
+    point: dict[str, int | float | str]
     scores: dict[str, list[float]] = {}
     prompt_tokens: list[int] = []
     prefill_s: list[float] = []
@@ -71,8 +71,13 @@ class Row(Record):
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of entries that attention reads, in full or in a smaller form."""
+        """Bytes of entries that attention reads, in full or compressed."""
         return int(self.memory.get("resident_bytes", 0)) + int(self.memory.get("compressed_bytes", 0))
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of checkpoints, wherever they are."""
+        return sum(self.memory.get("checkpoint_bytes", {}).values())
 
     @property
     def label(self) -> str:
@@ -80,81 +85,114 @@ class Row(Record):
         return f"{self.method} at {self.budget}" if self.budget else self.method
 
 
-class Finding(Record):
-    """One cell of a study. data: what it found, as :meth:`~kvkeep_lab.studies.base.Study.plain` gives it."""
+class StudyRecord(Record):
+    """One cell of a study. data: what it found, as :meth:`~kvkeep_lab.studies.base.Study.plain` returns it."""
 
     kind: Literal["study"] = "study"
     data: Any = None
 
 
-_RECORD: TypeAdapter[Definition | Row | Finding] = TypeAdapter(
-    Annotated[Definition | Row | Finding, Field(discriminator="kind")]
+_LINE: TypeAdapter[Definition | TaskRecord | StudyRecord] = TypeAdapter(
+    Annotated[Definition | TaskRecord | StudyRecord, Field(discriminator="kind")]
 )
 
 
 class Store:
-    """One file of results, and what was read of it so far. torn: lines that are no results."""
+    """One file of results, and what was read of it so far. start: the byte that reading begins at, the beginning of a
+    line. torn: lines that are no results."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], start: int = 0) -> None:
         self.path = Path(path)
-        self.rows: list[Row] = []
-        self.findings: list[Finding] = []
+        self.start = self.end = start  # end: the byte after the last whole line that was read
+        self.records: list[TaskRecord | StudyRecord] = []
         self.definitions: list[Definition] = []
         self.torn = 0
-        self._read = 0  # bytes
+        self._held: dict[int, tuple[Cell, FileLock]] = {}  # by worker
 
     def refresh(self) -> None:
-        """Read what came since the last time; raises StoreError where the file cannot be read."""
-        found, self._read = lines.whole(self.path, self._read)
+        """Read what was added since the last time; raises StoreError where the file cannot be read."""
+        found, self.end = lines.whole(self.path, self.end)
         for line in found:
             try:
-                record = _RECORD.validate_json(line)
+                record = _LINE.validate_json(line)
             except ValidationError:
                 self.torn += 1
                 continue
-            match record:
-                case Row():
-                    self.rows.append(record)
-                case Finding():
-                    self.findings.append(record)
-                case Definition():
-                    self.definitions.append(record)
+            if isinstance(record, Definition):
+                self.definitions.append(record)
+            else:
+                self.records.append(record)
 
     @property
     def unfinished(self) -> bool:
-        """Whether the file ends in the middle of a line that nobody goes on with, as far as was read."""
-        return self.path.exists() and self.path.stat().st_size > self._read
+        """Whether the file, as far as it was read, ends within a line that no process goes on with."""
+        return self.path.exists() and self.path.stat().st_size > self.end
 
     def done(self) -> set[str]:
-        """Return the keys of the cells that were measured, as far as was read."""
-        return {record.cell for record in (*self.rows, *self.findings) if record.status == "done"}
+        """Return the keys of the cells that were measured, as far as the file was read."""
+        return {record.cell for record in self.records if record.status == "done"}
 
     def append(self, record: Record | Definition) -> None:
-        """Add one line; raises StoreError where there is no room for it."""
+        """Add one line; raises StoreError where it cannot be written."""
         lines.append(self.path, record.model_dump_json())
 
     def define(self, setting: str, experiment: dict[str, Any]) -> None:
-        """Note what an experiment is, unless that was the last thing said of its setting."""
-        said = [definition for definition in self.definitions if definition.setting == setting]
-        if not said or said[-1].experiment != experiment:
+        """Add what an experiment is, unless the last definition of its setting is the same."""
+        known = [definition for definition in self.definitions if definition.setting == setting]
+        if not known or known[-1].experiment != experiment:
             self.append(Definition(setting=setting, experiment=experiment))
 
-    @contextmanager
-    def claim(self, cell: Cell) -> Iterator[bool]:
-        """Hold a cell while the block runs, and tell whether it is ours: no other process measures it."""
-        try:
+    def claim(self, cell: Cell, worker: int = 0) -> int:
+        """Lock a cell for a worker, and return how many have begun it, this one included: others have died of it where
+        that is more than one. Return 0 where it is not free: another process is measuring it, or there is a record of
+        it beyond ``start``. What the worker holds already, it has died of. Raises StoreError."""
+        if worker in self._held:
+            self._held.pop(worker)[1].release()
+        if (lock := self._locked(cell)) is None:
+            return 0
+        self.refresh()
+        if cell.key in {record.cell for record in self.records}:
+            self._free(cell, lock)
+            return 0
+        self._held[worker] = cell, lock
+        with self._writing(), self._begun(cell).open("ab") as file:
+            file.write(b".")
+            return file.tell()
+
+    def release(self, worker: int = 0) -> None:
+        """Free what a worker holds; one that dies never comes to this."""
+        if worker in self._held:
+            self._free(*self._held.pop(worker))
+
+    def forget(self, cells: Iterable[Cell]) -> None:
+        """Forget that cells were begun, except those that are being measured: their workers were ended on purpose."""
+        for cell in cells:
+            if self._begun(cell).exists() and (lock := self._locked(cell)) is not None:
+                self._free(cell, lock)
+
+    def _begun(self, cell: Cell) -> Path:
+        """A byte for each worker that has begun the cell and not come to its end."""
+        return Path(f"{self.path}.{cell.key}.begun")
+
+    def _locked(self, cell: Cell) -> FileLock | None:
+        lock = FileLock(f"{self.path}.{cell.key}.lock", timeout=0)
+        with self._writing(), suppress(Timeout):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            lock = FileLock(f"{self.path}.{cell.key}.lock", timeout=0)
-            try:
-                lock.acquire()
-            except Timeout:
-                yield False
-                return
+            lock.acquire()
+            return lock
+        return None
+
+    def _free(self, cell: Cell, lock: FileLock) -> None:
+        with suppress(OSError):  # Windows removes no open file; an empty one stays there
+            self._begun(cell).unlink(missing_ok=True)
+            os.unlink(lock.lock_file)
+        lock.release()
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except Timeout:  # an OSError, and no fault of the disk
+            raise
         except OSError as error:
             raise lines.unwritable(self.path, error) from error
-        try:
-            yield True
-        finally:
-            with suppress(OSError):  # where an open file cannot be removed, it stays: it is empty
-                os.unlink(lock.lock_file)
-            lock.release()

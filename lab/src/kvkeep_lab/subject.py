@@ -1,4 +1,4 @@
-"""Who is examined: one model with one cache method within one budget. Tasks ask it, and know nothing of caches."""
+"""A model under test: one model with one cache method within one budget. Tasks ask it, and know nothing of caches."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from kvkeep_lab.reading import cache_for, continued, read, scores
 
 
 @dataclass(frozen=True)
-class Cost:
-    """What one answer took. prefill_s: seconds of the prompt. token_s: of each token after it, None where there was but
-    one. memory: bytes afterwards, as ``cache.memory()`` has them. entries: the budget of a full layer, None: all."""
+class AnswerCost:
+    """What one answer took. prefill_s: seconds of the prompt. token_s: seconds of each token after the first, None
+    where there is none. memory: bytes afterwards, as ``cache.memory()`` gives them. entries: the budget of a full
+    layer, None where it has none."""
 
     prompt_tokens: int
     prefill_s: float
@@ -31,36 +32,25 @@ class Cost:
     exactness: str
     entries: int | None
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of entries that attention reads, in full or compressed."""
+        return int(self.memory["resident_bytes"]) + int(self.memory["compressed_bytes"])
+
 
 @dataclass(frozen=True)
 class Answer:
-    """What was written, greedily, and its cost."""
+    """What was written, greedily, and its cost. logs: ln p of each token of the right answer, where one was given."""
 
     text: str
     tokens: list[int]
-    cost: Cost
-
-
-@dataclass(frozen=True)
-class Examination:
-    """What was written, greedily; ln p of each token of the right answer; and the cost."""
-
-    text: str
-    logs: list[float]
-    cost: Cost
-
-
-@dataclass(frozen=True)
-class Scores:
-    """ln p of each token of a given text, and the cost."""
-
-    logs: list[float]
-    cost: Cost
+    cost: AnswerCost
+    logs: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Likelihood:
-    """What a continuation is to a model: ln p of each of its tokens, and whether each is the likeliest."""
+    """How likely a continuation is: ln p of each of its tokens, and whether each is the likeliest."""
 
     logs: list[float]
     greedy: bool
@@ -98,49 +88,41 @@ class Subject:
         if isinstance(cache, Reader):
             return self._written(cache, ids, new, ended or (lambda text: False))
         made = generate(self.loaded.model, self.tokenizer, ids, cache, max_new_tokens=new, ended=ended)
-        steps, timing = len(made.tokens) - 1, made.timing
-        cost = Cost(
-            len(ids),
-            timing.prefill_s,
-            timing.decode_s / steps if steps > 0 else None,
-            made.memory.as_dict(),
-            made.exactness,
-            getattr(cache, "entries", None),
-        )
-        return Answer(made.text, made.tokens, cost)
+        steps = len(made.tokens) - 1
+        token_s = made.timing.decode_s / steps if steps > 0 else None
+        return Answer(made.text, made.tokens, _cost(cache, len(ids), made.timing.prefill_s, token_s))
 
-    def examine(self, ids: Sequence[int], right: Sequence[int], new: int) -> Examination:
-        """Tell what this subject makes of a ``right`` answer to a prompt, and what it writes by itself.
+    def examine(self, ids: Sequence[int], right: Sequence[int], new: int) -> Answer:
+        """Return ln p of each token of a ``right`` answer to a prompt, and what is written without it.
 
-        The right answer is given token by token, as decoding would. Where each of its tokens is the likeliest, what is
-        written greedily begins with it, and nothing more is run; elsewhere the prompt is read again, and up to ``new``
+        The right answer is given token by token, as decoding would. Where each of its tokens is the likeliest, the
+        greedy answer begins with it, and nothing more is run; elsewhere the prompt is read again, and up to ``new``
         tokens are written. The cost is of the first reading, so methods that draft make no rounds.
         """
         cache = self._cache(len(ids) + max(new, len(right)))
-        prompt = torch.tensor([list(ids)], device=self.loaded.model.device)
         logs, seconds, agrees = [], [], True
-        passed = read(self.loaded.model, prompt, cache, len(right), right)
+        passed = read(self.loaded.model, self._tensor(ids), cache, len(right), right)
         for (logits, took), token in zip(passed, right, strict=True):
             logs.append(float(logits.double().log_softmax(-1)[token]))
             seconds.append(took)
             agrees = agrees and int(logits.argmax()) == token
-        cost = _cost(cache, len(ids), *_paces(seconds))
-        text = self.tokenizer.decode(list(right)) if agrees else self.write(ids, new).text
-        return Examination(text, logs, cost)
+        cost = _cost(cache, len(ids), seconds[0], _mean(seconds[1:]))
+        if agrees:
+            return Answer(self.tokenizer.decode(list(right)), list(right), cost, logs)
+        return replace(self.write(ids, new), cost=cost, logs=logs)
 
-    def score(self, ids: Sequence[int], first: int, step: int = 1) -> Scores:
+    def score(self, ids: Sequence[int], first: int, step: int = 1) -> tuple[list[float], AnswerCost]:
         """Return ln p of each token from number ``first`` on: those before it are read as a prompt, the others ``step``
-        at a time, as decoding would. Each attends to what the cache holds of earlier steps, and to its own step."""
+        at a time. Each attends to what the cache holds of earlier steps, and to its own step."""
         cache = self._full(len(ids))
-        given = torch.tensor([list(ids)], device=self.loaded.model.device)
-        passed = list(scores(self.loaded.model, given, cache, first, step))
+        passed = list(scores(self.loaded.model, self._tensor(ids), cache, first, step))
         logs = [log for found, _ in passed for log in found]
         stepwise = sum(seconds for _, seconds in passed[1:])
         token_s = stepwise / (len(logs) - 1) if len(logs) > 1 else None
-        return Scores(logs, _cost(cache, len(ids), passed[0][1], token_s))
+        return logs, _cost(cache, len(ids), passed[0][1], token_s)
 
-    def weigh(self, ids: Sequence[int], continuations: Sequence[Sequence[int]]) -> tuple[list[Likelihood], Cost]:
-        """Read a prompt once, and tell how likely each of several ``continuations`` (a token each at least) is.
+    def weigh(self, ids: Sequence[int], continuations: Sequence[Sequence[int]]) -> tuple[list[Likelihood], AnswerCost]:
+        """Read a prompt once, and return how likely each of ``continuations`` (a token each at least) is.
 
         They are given token by token, as decoding would, side by side; where the cache is exact many at once, and the
         cost has no seconds of a token. A budget in percent is of the prompt and the longest of them. The cost's bytes
@@ -148,19 +130,19 @@ class Subject:
         """
         cache = self._full(len(ids) + max(map(len, continuations)))
         exact = getattr(cache, "exactness", Exactness.EXACT) == Exactness.EXACT
-        prompt = torch.tensor([list(ids)], device=self.loaded.model.device)
         logs: list[list[float]] = [[] for _ in continuations]
         greedy, seconds, cost = [True] * len(continuations), [], None
-        for position, (logits, took) in enumerate(continued(self.loaded.model, prompt, cache, continuations, exact)):
+        passed = continued(self.loaded.model, self._tensor(ids), cache, continuations, exact)
+        for position, (logits, took) in enumerate(passed):
             cost = cost or _cost(cache, len(ids), took, None)
             seconds.append(took)
-            told, best = logits.double().log_softmax(-1), logits.argmax(-1).tolist()
+            likely, best = logits.double().log_softmax(-1), logits.argmax(-1).tolist()
             for row, tokens in enumerate(continuations):
                 if position < len(tokens):
-                    logs[row].append(float(told[row, tokens[position]]))
+                    logs[row].append(float(likely[row, tokens[position]]))
                     greedy[row] = greedy[row] and best[row] == tokens[position]
         assert cost is not None
-        token_s = None if exact or len(seconds) < 2 else fmean(seconds[1:])
+        token_s = None if exact else _mean(seconds[1:])
         return [Likelihood(*found) for found in zip(logs, greedy, strict=True)], replace(cost, token_s=token_s)
 
     def compare(self, ids: Sequence[int], new: int) -> Row:
@@ -170,6 +152,9 @@ class Subject:
             self.references[key] = Reference.of(self.loaded.model, ids, new, self.chunk)
         return self.references[key].measure(Case(self.method, self.budget))
 
+    def _tensor(self, ids: Sequence[int]) -> torch.Tensor:
+        return torch.tensor([list(ids)], device=self.loaded.model.device)
+
     def _cache(self, context: int) -> Any:
         return cache_for(self.loaded.model, self.method, self.budget, context, self.chunk)
 
@@ -177,9 +162,7 @@ class Subject:
         """Return a cache for texts that are scored; raises UsageError where a peer reads by itself."""
         cache = self._cache(context)
         if isinstance(cache, Reader):
-            raise UsageError(
-                f"'{self.method}' reads prompts by itself, and tells nothing of texts that are to be scored."
-            )
+            raise UsageError(f"'{self.method}' reads prompts by itself, and cannot score texts that are given.")
         return cache
 
     def _written(self, reader: Reader, ids: Sequence[int], new: int, ended: Callable[[str], bool]) -> Answer:
@@ -190,22 +173,21 @@ class Subject:
         tokens: list[int] = []
         seconds: list[float] = []
         text = ""
-        for logits, took in read(model, torch.tensor([list(ids)], device=model.device), reader, new):
+        for logits, took in read(model, self._tensor(ids), reader, new):
             tokens.append(int(logits.argmax()))
             seconds.append(took)
             text = self.tokenizer.decode(tokens, skip_special_tokens=True)
             if tokens[-1] in ends or ended(text):
                 break
-        return Answer(text, tokens, _cost(reader, len(ids), *_paces(seconds)))
+        return Answer(text, tokens, _cost(reader, len(ids), seconds[0], _mean(seconds[1:])))
 
 
-def _paces(seconds: Sequence[float]) -> tuple[float, float | None]:
-    """Return the seconds of a prompt, and of each token after the first."""
-    return seconds[0], fmean(seconds[1:]) if len(seconds) > 1 else None
+def _mean(seconds: Sequence[float]) -> float | None:
+    return fmean(seconds) if seconds else None
 
 
-def _cost(cache: Any, prompt_tokens: int, prefill_s: float, token_s: float | None) -> Cost:
-    return Cost(
+def _cost(cache: Any, prompt_tokens: int, prefill_s: float, token_s: float | None) -> AnswerCost:
+    return AnswerCost(
         prompt_tokens,
         prefill_s,
         token_s,

@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import tokenizer
 from kvkeep_lab.experiment import Experiment
-from kvkeep_lab.peers.kvpress import PYTHON, Worker
+from kvkeep_lab.peers.kvpress import PYTHON, KvpressProcess
 from kvkeep_lab.runner import run as run_lab
 from kvkeep_lab.store import Store
 from kvkeep_lab.subject import Subject
@@ -79,17 +79,20 @@ def interpreter(folder: Path, *lines: str) -> str:
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """An interpreter whose kvpress is the one above; its process stays for all tests."""
-    folder = tmp_path_factory.mktemp("kvpress")
+    """An interpreter that has the kvpress above and no kvkeep; its process stays for all tests. Its packages lie below
+    a folder called kvkeep, as those of a clone do."""
+    folder = tmp_path_factory.mktemp("kvkeep") / "kvkeep" / "site-packages"
+    folder.mkdir(parents=True)
     (folder / "kvpress.py").write_text(KVPRESS)
     yield interpreter(
         folder,
         "import runpy, sys",
         "assert sys.argv[1] == '-I'",
-        f"sys.path[:] = [{str(folder)!r}] + [path for path in sys.path if 'kvkeep' not in path]",
+        f"sys.path.insert(0, {str(folder)!r})",
+        "sys.modules |= dict.fromkeys(('kvkeep', 'kvkeep_lab'))  # not to be found",
         "runpy.run_path(sys.argv[2], run_name='__main__')",
     )
-    Worker.stop()
+    KvpressProcess.stop()
 
 
 @pytest.fixture
@@ -163,7 +166,7 @@ def test_ends_of_text_end_what_is_written(subjects: Any) -> None:
     ("method", "said"),
     [
         ("peer-kvpress:nobody", "kvpress has no press 'nobody', but ends, rateless"),
-        ("peer-kvpress:rateless", "RatelessPress is not told which share"),
+        ("peer-kvpress:rateless", "RatelessPress takes no share"),
         ("peer-kvpress:ends,compression_ratio=0.1", "EndsPress has no parameter 'compression_ratio'"),
         ("peer-kvpress:ends,n_sink=30", "kvpress could not do it: RuntimeError: 30 sinks are too many"),
     ],
@@ -202,7 +205,7 @@ def test_cells_of_peers_stand_beside_ours(
     tally = run_lab(experiment, store, tmp_path)
     assert (tally.done, [row.method for row in tally.failed]) == (4, ["peer-kvpress:nobody"])
     store.refresh()
-    rows = {row.method: row for row in store.rows}
+    rows = {row.method: row for row in store.records}
     assert rows["peer-kvpress:full"].scores["match"] == [1.0] and rows["peer-kvpress:full"].scores["kl"][0] < 1e-9
     assert rows["peer-kvpress:ends"].entries == rows["streaming-llm:sinks=2"].entries == 24
     assert rows["peer-kvpress:ends"].versions["kvpress"] == "made up" and "kvpress" not in rows["full"].versions
@@ -220,7 +223,7 @@ def test_an_interpreter_that_is_missing_or_dies_is_told(
         monkeypatch.setenv(PYTHON, python)
         with pytest.raises(KvkeepError, match=said):
             subjects("peer-kvpress:ends", str(BUDGET)).write(IDS, 2)
-        assert Worker.current is None or not python
+        assert KvpressProcess.current is None or not python
     subjects("full").loaded.model.name_or_path = ""
     with pytest.raises(UsageError, match="no name or folder to read it from"):
         subjects("peer-kvpress:full").write(IDS, 2)
@@ -256,7 +259,7 @@ def test_a_process_that_speaks_the_protocol_is_all_it_takes(
     second.step(torch.tensor([IDS]))
     with pytest.raises(KvkeepError, match="one prompt at a time"):
         first.step(torch.tensor([[3]]))
-    Worker.stop()
+    KvpressProcess.stop()
 
 
 def iter_reader(peer: Subject) -> Any:

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvkeep_lab.report import chapters, sections, write
-from kvkeep_lab.report.sections import places
+from kvkeep_lab.report import groups, write
 from results import EXPERIMENT, filled
 
 from kvkeep.errors import StoreError
@@ -30,11 +29,12 @@ pytest.importorskip("matplotlib")
     ],
 )
 def test_files_are_a_page_its_source_and_pictures(tmp_path: Path, changes: dict[str, Any], drawn: list[str]) -> None:
-    found = sections([filled(tmp_path / "r.jsonl", EXPERIMENT.with_(**changes))])
-    page, source, *pictures = write(chapters(found), tmp_path / "out" / "report")
+    (group,) = groups([filled(tmp_path / "r.jsonl", EXPERIMENT.with_(**changes))])
+    page, source, *pictures = write([group.chapter()], tmp_path / "out" / "report")
     assert (page.name, source.name) == ("report.html", "report.md")
-    name = found[0].name
-    assert [path.name for path in pictures] == [f"{name}-{kind}{end}" for kind in drawn for end in (".png", ".svg")]
+    assert [path.name for path in pictures] == [
+        f"{group.name}-{kind}{end}" for kind in drawn for end in (".png", ".svg")
+    ]
     text, html = source.read_text(), page.read_text()
     for path in pictures:
         data = path.read_bytes()
@@ -53,10 +53,10 @@ def test_axes_of_names_have_a_table_of_their_own_and_a_map(tmp_path: Path) -> No
     """The task is RULER, whose families are an axis."""
     families = {"name": "ruler", "length": [512, 300], "family": ["vt", "niah_single_1"], "samples": 2}
     experiment = EXPERIMENT.with_(task=families, paper=None)
-    (section,) = sections([filled(tmp_path / "r.jsonl", experiment)])
-    assert places(section, "length") == [300, 512] and places(section, "family") == ["vt", "niah_single_1"]
+    (group,) = groups([filled(tmp_path / "r.jsonl", experiment)])
+    assert group.places("length") == [300, 512] and group.places("family") == ["vt", "niah_single_1"]
     assert experiment.cells("data")[0].label == "full (length 512, family vt)"
-    files = write(chapters([section]), tmp_path / "out" / "report")
+    files = write([group.chapter()], tmp_path / "out" / "report")
     text = next(path for path in files if path.suffix == ".md").read_text()
     table = text.split("| string match (%) | budget | `vt` | `niah_single_1` |\n")[1].split("\n\n")[0]
     assert "| `full` | - | 100.0 | 100.0 |" in table and "| `h2o` | 25% | 50.0 | 50.0 |" in table

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from kvkeep_lab.experiment import packaged
 from kvkeep_lab.intervals import Estimate, student
-from kvkeep_lab.report import chapters, markdown, sections, unmeasured
+from kvkeep_lab.report import markdown, unmeasured
 from kvkeep_lab.report.chapter import Chapter, Outcome, Picture, Verdict
+from kvkeep_lab.report.formatting import difference_text, escaped, estimate_text, listed, ways
 from kvkeep_lab.report.markdown import anchors
-from kvkeep_lab.report.telling import differing, escaped, listed, told, ways
 from kvkeep_lab.tasks.base import Metric
-from results import EXPERIMENT, PAPER, filled
+from results import EXPERIMENT, PAPER, chapters, filled
 
 FRONT = [
     "Where ours differ from the papers",
@@ -34,12 +34,12 @@ def part(text: str, heading: str) -> str:
 
 def test_numbers_as_they_are_told() -> None:
     found = Estimate(0.5, 0.25, 0.75, 4)
-    assert told(Metric("a", "a"), found) == "50.0 [25.0, 75.0]"
+    assert estimate_text(Metric("a", "a"), found) == "50.0 [25.0, 75.0]"
     saving = Metric("a", "a", kind="saving")
-    assert told(saving, student([0.1, -0.2, 0.1], scale=saving.scale)) == "0.0 [-43.0, 43.0]"  # it may be none
-    assert told(Metric("a", "a", "lower", "number"), Estimate(1.23456, 1, 2, 2)) == "1.23 [1, 2]"
-    assert told(Metric("a", "a", "lower", "perplexity"), Estimate(0.0, 0.0, 0.0, 1)) == "1"
-    assert differing(Metric("a", "a"), found) == "+50.0 [+25.0, +75.0]"
+    assert estimate_text(saving, student([0.1, -0.2, 0.1], scale=saving.scale)) == "0.0 [-43.0, 43.0]"  # it may be none
+    assert estimate_text(Metric("a", "a", "lower", "number"), Estimate(1.23456, 1, 2, 2)) == "1.23 [1, 2]"
+    assert estimate_text(Metric("a", "a", "lower", "perplexity"), Estimate(0.0, 0.0, 0.0, 1)) == "1"
+    assert difference_text(Metric("a", "a"), found) == "+50.0 [+25.0, +75.0]"
     assert listed(["a"]) == "a" and listed(["a", "b", "c"]) == "a, b and c"
     assert ways([("x", "10%"), ("y", "10%"), ("x", "25%"), ("z", None), ("y", "25%"), ("v", "1")]) == (
         "x and y at 10% and 25%; z; v at 1"
@@ -48,7 +48,7 @@ def test_numbers_as_they_are_told() -> None:
 
 
 def test_a_table_says_what_there_is_to_know(tmp_path: Path) -> None:
-    text = markdown(chapters(sections([filled(tmp_path / "r.jsonl", missing="window")])))
+    text = markdown(chapters(filled(tmp_path / "r.jsonl", missing="window")))
     body = part(text, "A small thing: smollm2")
     table, frontier = ([line for line in block.splitlines()] for block in body.split("\n\n") if block.startswith("|"))
     for lines in (table, frontier):
@@ -63,7 +63,7 @@ def test_a_table_says_what_there_is_to_know(tmp_path: Path) -> None:
 
 
 def test_what_differs_comes_first(tmp_path: Path) -> None:
-    text = markdown(chapters(sections([filled(tmp_path / "r.jsonl")])))
+    text = markdown(chapters(filled(tmp_path / "r.jsonl")))
     assert headings(text, 2) == [*FRONT, "A small thing: smollm2"]
     differing_, agreeing, open_, claims, _ = (part(text, heading) for heading in FRONT)
     assert text.index("Does not hold here: 1, holds here: 1, cannot be told: 2 and not measured: 1.") < text.index(
@@ -79,32 +79,32 @@ def test_what_differs_comes_first(tmp_path: Path) -> None:
 
 
 def test_without_claims_there_are_no_verdicts(tmp_path: Path) -> None:
-    text = markdown(chapters(sections([filled(tmp_path / "r.jsonl", EXPERIMENT.with_(paper=None))])))
+    text = markdown(chapters(filled(tmp_path / "r.jsonl", EXPERIMENT.with_(paper=None))))
     assert headings(text, 2) == [FRONT[-1], "A small thing: smollm2"] and "claims" not in text
 
 
 def test_what_is_not_there_is_named_with_its_reason(tmp_path: Path) -> None:
     store = filled(tmp_path / "r.jsonl", missing="window")
-    missing = part(markdown(chapters(sections([store]))), FRONT[-1])
+    missing = part(markdown(chapters(store)), FRONT[-1])
     assert "* `quantized` at 10%: 0 of 4 cells measured: The budget is too small." in missing
     assert "* `window` at 10% and 25%: 3 of 4 cells measured so far." in missing and "Not measured yet" not in missing
-    store.rows = [row for row in store.rows if row.method != "h2o"]
-    assert "* Not measured yet: `h2o` at 10% and 25%." in markdown(chapters(sections([store])))
+    store.records = [row for row in store.records if getattr(row, "method", "") != "h2o"]
+    assert "* Not measured yet: `h2o` at 10% and 25%." in markdown(chapters(store))
     full = filled(tmp_path / "s.jsonl", EXPERIMENT.with_(methods=["h2o", "window"]))
-    assert part(markdown(chapters(sections([full]))), FRONT[-1]).strip() == "Everything was run."
+    assert part(markdown(chapters(full)), FRONT[-1]).strip() == "Everything was run."
 
 
 def test_experiments_without_rows_are_named(tmp_path: Path) -> None:
     bare = unmeasured({"xsum"})
     assert len(bare) == len(packaged()) - 1 and all(not chapter.blocks for chapter in bare)
-    text = markdown([*chapters(sections([filled(tmp_path / "r.jsonl")])), *bare])
+    text = markdown([*chapters(filled(tmp_path / "r.jsonl")), *bare])
     assert "`kvkeep lab run needle-25` has not been run." in part(text, FRONT[-1]) and "lab run xsum" not in text
     assert headings(text, 2) == [*FRONT, "A small thing: smollm2"]
 
 
 def test_times_of_different_machines_are_not_compared(tmp_path: Path) -> None:
-    one = chapters(sections([filled(tmp_path / "r.jsonl")]))
-    two = chapters(sections([filled(tmp_path / "s.jsonl", machine=lambda cell: {"threads": len(cell.method)})]))
+    one = chapters(filled(tmp_path / "r.jsonl"))
+    two = chapters(filled(tmp_path / "s.jsonl", machine=lambda cell: {"threads": len(cell.method)}))
     for found, compared in ((one, True), (two, False)):
         text, names = markdown(found), [picture.name for picture in found[0].pictures]
         assert ("times are not to be compared" in text) is not compared
@@ -115,7 +115,7 @@ def test_times_of_different_machines_are_not_compared(tmp_path: Path) -> None:
 def test_links_lead_to_their_headings(tmp_path: Path) -> None:
     other = EXPERIMENT.with_(task={**EXPERIMENT.model_dump(mode="json")["task"], "new": 5})
     filled(tmp_path / "r.jsonl")
-    text = markdown(chapters(sections([filled(tmp_path / "r.jsonl", other)])))
+    text = markdown(chapters(filled(tmp_path / "r.jsonl", other)))
     made = anchors(re.findall(r"^#+ (.*)$", text, re.MULTILINE))
     links = re.findall(r"\]\(#([^)]*)\)", text)
     assert len(made) == len(set(made)) and set(links) <= set(made)

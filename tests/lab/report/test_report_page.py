@@ -8,14 +8,12 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from kvkeep_lab.report import chapters, markdown, sections, unmeasured
-from kvkeep_lab.report.html import check_page, page
+from kvkeep_lab.report import markdown, unmeasured
+from kvkeep_lab.report.html import page
 from kvkeep_lab.report.markdown import anchors
-from results import filled
+from results import chapters, filled
 
-from kvkeep.errors import StoreError, UsageError
-
-pytest.importorskip("markdown_it")
+from kvkeep.errors import StoreError
 
 VOID = {"meta", "link", "img", "br", "hr", "input"}
 
@@ -65,7 +63,7 @@ def read(text: str) -> Reader:
 
 
 def test_every_table_is_there_whole_and_every_link_leads_somewhere(tmp_path: Path) -> None:
-    text = markdown([*chapters(sections([filled(tmp_path / "r.jsonl")])), *unmeasured(())])
+    text = markdown([*chapters(filled(tmp_path / "r.jsonl")), *unmeasured(())])
     made = page(text, {})
     found = read(made)
     blocks = [block.splitlines() for block in text.split("\n\n") if block.startswith("|")]
@@ -82,7 +80,7 @@ def test_every_table_is_there_whole_and_every_link_leads_somewhere(tmp_path: Pat
 
 
 def test_nothing_comes_from_elsewhere(tmp_path: Path) -> None:
-    made = page(markdown(chapters(sections([filled(tmp_path / "r.jsonl")]))), {})
+    made = page(markdown(chapters(filled(tmp_path / "r.jsonl"))), {})
     found = read(made)
     assert all(address.startswith(("#", "data:")) for address in found.addresses)
     assert "script" not in found.tags and "default-src 'none'" in made
@@ -110,10 +108,3 @@ def test_pictures_are_inside_by_what_they_are(tmp_path: Path) -> None:
     assert "three" in read(made).text
     with pytest.raises(StoreError, match="cannot be read: no such file"):
         page("![two](b.png)", {"b.png": tmp_path / "none.png"})
-
-
-def test_a_missing_package_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_page()
-    monkeypatch.setattr("kvkeep_lab.report.html.find_spec", lambda name: None)
-    with pytest.raises(UsageError, match=r"'markdown-it-py', which is missing: pip install 'kvkeep\[lab\]'"):
-        check_page()

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvkeep_lab.experiment import Claim
 from kvkeep_lab.intervals import student
+from kvkeep_lab.report import groups
 from kvkeep_lab.report.chapter import Outcome, Verdict
-from kvkeep_lab.report.sections import Section, sections
-from kvkeep_lab.report.verdicts import cases, judge, verdicts
+from kvkeep_lab.report.tasks import TaskGroup
+from kvkeep_lab.report.verdicts import JudgedCase, judge, judged_cases
 from results import EXPERIMENT, PAPER, filled
 
 SHARE = (0.0, 1.0)
@@ -61,50 +61,48 @@ def test_limits_belong_to_what_is_within() -> None:
     assert judge([1.0, 2.0, 4.0], at_most=interval.low - 1e-9)[0] is DIFFERS
 
 
-def section_of(path: Path, **claim: Any) -> Section:
+def group_of(path: Path, **claim: Any) -> TaskGroup:
     paper = {**PAPER, "claims": [{"says": "So it is.", "metric": "found", **claim}], "values": []}
-    (section,) = sections([filled(path / "r.jsonl", EXPERIMENT.with_(paper=paper))])
-    return section
+    (group,) = groups([filled(path / "r.jsonl", EXPERIMENT.with_(paper=paper))])
+    assert isinstance(group, TaskGroup)
+    return group
 
 
 def verdict_of(path: Path, **claim: Any) -> Verdict:
-    section = section_of(path, **claim)
-    (verdict,) = verdicts(section.experiment, section.lines)
+    (verdict,) = group_of(path, **claim).judged()
     return verdict
 
 
-def outcomes(path: Path, **claim: Any) -> dict[tuple[str, str | None, str | None], Outcome]:
-    section = section_of(path, **claim)
-    assert section.experiment.paper is not None
-    found = cases(section.experiment, section.lines, section.experiment.paper.claims[0])
-    return {(case.method, case.budget, case.than): case.outcome for case in found}
+def cases_of(path: Path, **claim: Any) -> list[JudgedCase]:
+    group = group_of(path, **claim)
+    (asked,) = group.experiment.claims
+    return judged_cases(asked, group.metric("found"), group.cases(asked))
+
+
+def outcomes(path: Path, **claim: Any) -> dict[tuple[str, str | None], Outcome]:
+    return {(one.case.name.replace("`", ""), one.case.budget): one.outcome for one in cases_of(path, **claim)}
 
 
 def test_cases_are_methods_at_budgets_against_others(tmp_path: Path) -> None:
     assert outcomes(tmp_path / "a", methods=["window", "h2o+merge"], at_least=0.9) == {
-        ("window", "10%", None): DIFFERS, ("window", "25%", None): DIFFERS,
-        ("h2o+merge", "10%", None): UNMEASURED, ("h2o+merge", "25%", None): UNMEASURED,
+        ("window", "10%"): DIFFERS, ("window", "25%"): DIFFERS,
+        ("h2o+merge", "10%"): UNMEASURED, ("h2o+merge", "25%"): UNMEASURED,
     }  # fmt: skip
     assert outcomes(tmp_path / "b", methods=["quantized", "full"], budgets=["10%"], at_least=1.0) == {
-        ("quantized", "10%", None): UNMEASURED, ("full", None, None): HOLDS,
+        ("quantized", "10%"): UNMEASURED, ("full", None): HOLDS,
     }  # fmt: skip
     # The baseline takes no budget and stands beside every one; h2o finds 4 of 8, full 8.
     assert outcomes(tmp_path / "c", methods=["h2o"], than=["full", "window", "quantized"], at_most=0.0) == {
-        ("h2o", "10%", "full"): OPEN, ("h2o", "10%", "window"): OPEN, ("h2o", "10%", "quantized"): UNMEASURED,
-        ("h2o", "25%", "full"): OPEN, ("h2o", "25%", "window"): OPEN, ("h2o", "25%", "quantized"): OPEN,
+        ("h2o less full", "10%"): OPEN, ("h2o less window", "10%"): OPEN, ("h2o less quantized", "10%"): UNMEASURED,
+        ("h2o less full", "25%"): OPEN, ("h2o less window", "25%"): OPEN, ("h2o less quantized", "25%"): OPEN,
     }  # fmt: skip
 
 
 def test_many_cases_are_judged_together(tmp_path: Path) -> None:
-    alone = cases_of(tmp_path / "a", methods=["h2o"], budgets=["25%"], at_least=0.9)
-    beside = cases_of(tmp_path / "b", methods=["h2o", "window"], at_least=0.9)
-    assert alone[0].found.low > beside[1].found.low and alone[0].found.mean == beside[1].found.mean == 0.5
-    assert (beside[1].method, beside[1].budget) == ("h2o", "25%")
-
-
-def cases_of(path: Path, **claim: Any) -> list[Any]:
-    section = section_of(path, **claim)
-    return cases(section.experiment, section.lines, Claim(says="So it is.", metric="found", **claim))
+    alone = cases_of(tmp_path / "a", methods=["h2o"], budgets=["25%"], at_least=0.9)[0].found
+    second = cases_of(tmp_path / "b", methods=["h2o", "window"], at_least=0.9)[1]
+    assert alone is not None and second.found is not None and second.case.budget == "25%"
+    assert alone.low > second.found.low and alone.mean == second.found.mean == 0.5
 
 
 def test_one_case_against_a_claim_is_enough_and_all_are_told(tmp_path: Path) -> None:
@@ -143,10 +141,9 @@ def test_numbers_of_the_paper_are_judged_and_the_difference_told(tmp_path: Path)
         {"metric": "found", "value": value, "method": method, "budget": "25%"}
         for value, method in ((0.75, "h2o"), (0.75, "window"), (0.0, "window"), (0.5, "unheard-of"))
     ]
-    (section,) = sections(
-        [filled(tmp_path / "r.jsonl", EXPERIMENT.with_(paper={**PAPER, "claims": [], "values": values}))]
-    )
-    near, far, met = verdicts(section.experiment, section.lines)
+    experiment = EXPERIMENT.with_(paper={**PAPER, "claims": [], "values": values})
+    (group,) = groups([filled(tmp_path / "r.jsonl", experiment)])
+    near, far, met = group.judged()
     assert (near.outcome, far.outcome, met.outcome) == (OPEN, DIFFERS, HOLDS)
     assert near.says == "found (%) of h2o at 25%: 75.0" and near.reading == ""
     assert near.ours[0].startswith("Cannot be told: `h2o` at 25%: 50.0 [") and ", -25.0 [" in near.ours[0]
@@ -154,5 +151,5 @@ def test_numbers_of_the_paper_are_judged_and_the_difference_told(tmp_path: Path)
 
 
 def test_without_a_paper_there_is_nothing_to_judge() -> None:
-    assert verdicts(EXPERIMENT.with_(paper=None), ()) == []
-    assert {verdict.outcome for verdict in verdicts(EXPERIMENT, ())} == {UNMEASURED}
+    assert list(TaskGroup(EXPERIMENT.with_(paper=None), "s", "m", ()).judged()) == []
+    assert {verdict.outcome for verdict in TaskGroup(EXPERIMENT, "s", "m", ()).judged()} == {UNMEASURED}

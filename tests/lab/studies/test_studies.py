@@ -14,12 +14,8 @@ import pytest
 from conftest import WORDS, tokenizer
 from families import tiny
 from kvkeep_lab.bench import NAIVE, Case, run
-from kvkeep_lab.experiment import Inquiry, load_experiment, packaged
-from kvkeep_lab.report import markdown, studied, study_chapters
-from kvkeep_lab.report.chapter import Outcome
-from kvkeep_lab.runner import run as run_experiment
+from kvkeep_lab.experiment import StudyExperiment, load_experiment, packaged
 from kvkeep_lab.shapes import SHAPES, config_of
-from kvkeep_lab.store import Store
 from kvkeep_lab.studies import STUDIES
 from kvkeep_lab.studies.base import Drawn, Study
 from kvkeep_lab.studies.decoding import Decoding
@@ -45,8 +41,8 @@ PUBLISHED = {
 }
 
 
-def inquiries() -> list[Inquiry]:
-    return [one for one in map(load_experiment, packaged()) if isinstance(one, Inquiry)]
+def study_experiments() -> list[StudyExperiment]:
+    return [one for one in map(load_experiment, packaged()) if isinstance(one, StudyExperiment)]
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +64,7 @@ def measured(text: Path) -> Callable[[str], tuple[Study, Any]]:
     @cache
     def measure(name: str) -> tuple[Study, Any]:
         experiment = load_experiment(name).smoked()
-        assert isinstance(experiment, Inquiry)
+        assert isinstance(experiment, StudyExperiment)
         told: list[float] = []
         found = experiment.study.measure(loaded(), [text], 0, lambda what, done, total: told.append(done / total))
         assert all(0 <= share <= 1.01 for share in told)
@@ -82,10 +78,10 @@ def test_studies_say_what_they_are(study: type[Study]) -> None:
     names = [metric.name for metric in study.metrics]
     assert len(set(names)) == len(names) and set(study.certain) <= set(names)
     assert study.about and study.protocol.endswith(".") and is_dataclass(study.found)
-    assert any(type(one.study) is study for one in inquiries())
+    assert any(type(one.study) is study for one in study_experiments())
 
 
-@pytest.mark.parametrize("name", [one.name for one in inquiries()])
+@pytest.mark.parametrize("name", [one.name for one in study_experiments()])
 def test_what_was_found_can_be_kept_told_and_drawn(
     measured: Callable[[str], tuple[Study, Any]], name: str, tmp_path: Path
 ) -> None:
@@ -178,84 +174,3 @@ def test_the_sketch_is_as_its_lemma_says_for_normal_vectors(text: Path) -> None:
     for row in (row for row in found.rows if row.sort == NORMAL):
         assert row.median == pytest.approx(row.predicted, rel=0.15) and row.mean < row.median < row.bound
         assert row.constant == pytest.approx(1, abs=0.02) and row.crowded < row.chance
-
-
-# -- in stores and reports --------------------------------------------------------------------------
-
-
-@pytest.fixture
-def inquiry(model_folder: Path) -> Inquiry:
-    claims = [
-        {"says": "It is so.", "metric": "rho", "at_least": 3.9, "at_most": 4.1},
-        {"says": "It is not.", "metric": "rho", "at_most": 1.0},
-        {"says": "Nobody knows."},
-    ]
-    values = [{"metric": "rho", "value": 20.0, "note": "another model"}]
-    paper = {"title": "A Paper", "where": "Table 1", "setting": "large", "claims": claims, "values": values}
-    return Inquiry.model_validate(
-        {
-            "name": "small",
-            "title": "Small",
-            "models": [str(model_folder)],
-            "study": {"name": "token-bytes", "shapes": ["qwen3-0.6b"]},
-            "paper": paper,
-        }
-    )
-
-
-def test_a_study_is_run_once_and_its_chapter_says_what_it_found(inquiry: Inquiry, tmp_path: Path) -> None:
-    store, told = Store(tmp_path / "r.jsonl"), []
-    tally = run_experiment(inquiry, store, progress=lambda *given: told.append(given[1:]))
-    assert (tally.done, tally.found, told[0]) == (1, 0, (0, 100))
-    assert run_experiment(inquiry, Store(tmp_path / "r.jsonl")).found == 1
-    store = Store(tmp_path / "r.jsonl")
-    store.refresh()
-    (finding,) = store.findings
-    assert store.rows == [] and finding.machine["dtype"] == "float32" and finding.seconds > 0
-    (one,) = studied([store])
-    (chapter,) = study_chapters([one])
-    assert [verdict.outcome for verdict in chapter.verdicts] == [Outcome.HOLDS, Outcome.DIFFERS]
-    text = markdown([chapter])
-    assert "| ρ | 4 | 20 (another model) |" in text and "* The paper says: Nobody knows." in text
-    assert "KB a token" in text and "112.0, 2.0, 56.0" in text and f"![Small: {one.model}]" not in text
-    assert len(chapter.pictures) == 1 and one.as_dict()["values"]["rho"] == [4.0]
-
-
-def test_what_fails_is_told_and_a_later_failure_undoes_nothing(
-    inquiry: Inquiry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refused(*given: Any) -> Any:
-        raise KvkeepError("It cannot be.")
-
-    store = Store(tmp_path / "r.jsonl")
-    with monkeypatch.context() as patch:
-        patch.setattr(TokenBytes, "measure", refused)
-        tally = run_experiment(inquiry, store)
-    assert [(record.error, record.label) for record in tally.failed] == [("It cannot be.", inquiry.models[0])]
-    store.refresh()
-    (chapter,) = study_chapters(studied([store]))
-    assert chapter.missing == ("Seed 0: It cannot be.",) and chapter.verdicts[0].outcome is Outcome.UNMEASURED
-    run_experiment(inquiry, store)
-    store.refresh()
-    store.append(store.findings[0].model_copy(update={"started": "9999"}))
-    store.refresh()
-    (one,) = studied([store])
-    assert [record.status for record in one.records] == ["done"]
-
-
-def test_numbers_that_vary_are_judged_over_seeds(inquiry: Inquiry, tmp_path: Path) -> None:
-    study = {"name": "sketch-error", "tokens": 64, "loads": [6]}
-    claims = [{"says": "Less.", "metric": "lemma", "at_most": 50.0}]
-    paper = {**inquiry.model_dump(mode="json")["paper"], "claims": claims, "values": []}
-    varying = inquiry.with_(study=study, paper=paper, seeds=[0, 1, 2])
-    (tmp_path / "text.txt").write_text(" ".join(WORDS * 5))
-    store = Store(tmp_path / "r.jsonl")
-    run_experiment(varying.with_(seeds=[0]), store, tmp_path)
-    store.refresh()
-    (chapter,) = study_chapters(studied([store]))
-    assert chapter.verdicts[0].outcome is Outcome.OPEN  # of one number nothing is sure
-    run_experiment(varying, store, tmp_path)
-    store.refresh()
-    (chapter,) = study_chapters(studied([store]))
-    assert chapter.verdicts[0].outcome is Outcome.HOLDS and chapter.verdicts[0].samples == 3
-    assert "seeds 0, 1 and 2" in chapter.ours

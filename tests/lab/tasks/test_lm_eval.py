@@ -100,5 +100,5 @@ def test_examples_are_not_taken_of_the_rows_to_be_asked() -> None:
 
 def test_without_the_harness_one_sentence_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvkeep_lab.experiment.find_spec", lambda name: None)
-    with pytest.raises(UsageError, match=r"needs the package 'lm-eval'.*pip install 'kvkeep\[harness\]'"):
+    with pytest.raises(UsageError, match=r"needs the package 'lm-eval'.*pip install 'kvkeep-lab\[harness\]'"):
         load_experiment("hellaswag").sources(tmp_path)

@@ -12,7 +12,7 @@ from kvkeep_lab.subject import Subject
 from kvkeep_lab.tasks.longbench import GROUPS, SETTINGS, LongBench, cut
 from kvkeep_lab.tasks.longbench_scores import JUDGES
 from kvkeep_lab.tasks.longbench_v2 import LongBenchV2, chosen, filled
-from official import CLASSES, longbench_rows, longbench_v2_rows, write_official
+from official import CLASSES, longbench_rows, longbench_v2_rows, write_lines, write_official
 
 from kvkeep.errors import UsageError
 from kvkeep.models.loading import Loaded
@@ -100,10 +100,26 @@ def test_rows_that_are_not_there_are_told(data: Path, words: str) -> None:
     (data / "qasper.jsonl").write_text('{"input": "", "context": "", "answers": []}')
     with pytest.raises(UsageError, match="has no field 'all_classes'"):
         LongBench(dataset=["qasper"], samples=1).prepare(tokenizer(), [data / "qasper.jsonl"], point, 0)
+    rest = '"context": "", "answers": [], "all_classes": []}'
+    (data / "qasper.jsonl").write_text("{" + rest)
+    with pytest.raises(UsageError, match="A row of qasper has no field 'input'"):
+        LongBench(dataset=["qasper"], samples=1).prepare(tokenizer(), [data / "qasper.jsonl"], point, 0)
     with pytest.raises(ValueError, match="Unknown data set of LongBench 'hotpot'"):
         LongBench(dataset=["hotpot"])
     with pytest.raises(UsageError, match=r"There is no file '.*qmsum.jsonl'"):
         LongBench(dataset=["qmsum"]).sources(data / "haystack")
+
+
+def test_the_hub_calls_the_question_by_another_name(data: Path, words: str) -> None:
+    task, samples = LongBench(dataset=["qasper"], samples=2), []
+    for name in ("input", "question"):
+        found = [
+            {(name if key == "input" else key): value for key, value in row.items()}
+            for row in longbench_rows("qasper", words)
+        ]
+        write_lines(data / "qasper.jsonl", found)
+        samples.append(task.prepare(tokenizer(), [data / "qasper.jsonl"], {"dataset": "qasper"}, 0))
+    assert samples[0] == samples[1]
 
 
 # -- version 2 ----------------------------------------------------------------------------------------

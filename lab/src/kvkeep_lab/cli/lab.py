@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict
-from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -17,16 +16,17 @@ from rich.table import Table
 
 from kvkeep.cli import options
 from kvkeep.cli.output import err, note, print_json, show
-from kvkeep.errors import KvkeepError, Stopped, UsageError
+from kvkeep.errors import KvkeepError, Stopped, UsageError, unknown
 
 if TYPE_CHECKING:
-    from kvkeep_lab.experiment import Outline
+    from kvkeep_lab.experiment import ExperimentBase
+    from kvkeep_lab.runner import Tally
     from kvkeep_lab.store import Store
     from kvkeep_lab.studies import Study
     from kvkeep_lab.tasks import Task
 
 FOLDER = Path("kvkeep-lab")
-_MEMORY = 3600.0  # seconds that the time left is told by: a cell may take minutes
+_PACE = 3600.0  # seconds that the time left is estimated from: a cell may take minutes
 
 app = typer.Typer(
     help="Experiments that stand beside the papers': list them, run them, report what they found.",
@@ -34,16 +34,9 @@ app = typer.Typer(
 )
 
 
-@app.callback()
-def _lab() -> None:
-    for package in ("pydantic", "filelock"):
-        if find_spec(package) is None:
-            raise UsageError(f"The lab needs the package '{package}', which is missing: pip install 'kvkeep[lab]'.")
-
-
 @app.command("list")
 def list_(json: options.Json = False) -> None:
-    """List the experiments that come with the library, what they are made of, and whom else they may ask."""
+    """List the experiments that come with the library, what they are made of, and the peers they may name."""
     from kvkeep_lab.experiment import load_experiment, packaged
     from kvkeep_lab.peers import PEERS
     from kvkeep_lab.studies import STUDIES
@@ -62,27 +55,25 @@ def list_(json: options.Json = False) -> None:
         peers = {name: {"about": peer.about, "needs": peer.needs} for name, peer in PEERS.items()}
         print_json({"experiments": [one.model_dump(mode="json") for one in found], **about, "peers": peers})
         return
-    table = _table("Experiments", "name", "title", "task or study", "beside", "cells")
-    for one in found:
-        beside = "-" if one.paper is None else f"{one.paper.title.partition(':')[0]}, {one.paper.where}"
-        table.add_row(one.name, one.title, one.subject.name, beside, str(len(one.cells(""))))
-    show(table)
+    beside = ("-" if one.paper is None else f"{one.paper.title.partition(':')[0]}, {one.paper.where}" for one in found)
+    rows = [
+        (one.name, one.title, one.subject.name, paper, str(len(one.cells(""))))
+        for one, paper in zip(found, beside, strict=True)
+    ]
+    _show("Experiments", ("name", "title", "task or study", "beside", "cells"), rows)
     for title, known in kinds.items():
-        table = _table(f"\n{title.capitalize()}", "name", "about", "sizes")
-        for name, kind in known.items():
-            table.add_row(name, kind.about, ", ".join(kind.model_fields))
-        show(table)
-    table = _table("\nPeers", "name", "about", "needs")
-    for name, peer in PEERS.items():
-        table.add_row(name, peer.about, peer.needs or "-")
-    show(table)
+        sizes = ((name, kind.about, ", ".join(kind.model_fields)) for name, kind in known.items())
+        _show(f"\n{title.capitalize()}", ("name", "about", "sizes"), sizes)
+    _show("\nPeers", ("name", "about", "needs"), ((name, p.about, p.needs or "-") for name, p in PEERS.items()))
 
 
-def _table(title: str, *headings: str) -> Table:
+def _show(title: str, headings: Iterable[str], rows: Iterable[tuple[str, ...]]) -> None:
     table = Table(box=None, header_style="bold", title=title, title_justify="left", title_style="bold")
     for heading in headings:
         table.add_column(heading, overflow="fold")
-    return table
+    for row in rows:
+        table.add_row(*row)
+    show(table)
 
 
 @app.command()
@@ -123,7 +114,7 @@ def run(
     json: options.Json = False,
 ) -> None:
     """Run an experiment. Only missing cells are measured, so it may be stopped, and gone on with, at any time."""
-    with _stoppable():
+    try:
         from kvkeep_lab.experiment import load_experiment
         from kvkeep_lab.peers.kvpress import PYTHON
         from kvkeep_lab.runner import run as measure
@@ -136,18 +127,7 @@ def run(
         chosen = chosen.with_(models=model) if model else chosen
         _check_only(chosen, only or [])
         results = Store(store or FOLDER / f"{chosen.name}{'-smoke' if smoke else ''}.jsonl")
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        progress = Progress(
-            *columns,
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            console=err,
-            transient=True,
-            disable=not err.is_terminal,
-            speed_estimate_period=_MEMORY,
-        )
-        with progress as bar, redirect_stdout(sys.stderr):  # Ray prints, too
-            line = bar.add_task("", total=None)
+        with _progress() as progress:
             tally = measure(
                 chosen,
                 results,
@@ -157,24 +137,50 @@ def run(
                 device=device,
                 workers=workers,
                 ray=ray,
-                progress=lambda label, done, total: bar.update(line, description=label, completed=done, total=total),
-                tell=note,
+                progress=progress,
+                notify=note,
             )
+    except KeyboardInterrupt:
+        raise Stopped("Stopped; what was measured is kept, and the same command goes on from there.") from None
     results.refresh()
-    _tell_torn(results)
+    _note_torn(results)
+    _print_tally(chosen.name, results.path, tally, json)
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str, int, int], None]]:
+    """Yield a function that moves a progress bar."""
+    progress = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        console=err,
+        transient=True,
+        disable=not err.is_terminal,
+        speed_estimate_period=_PACE,
+    )
+    with progress as bar, redirect_stdout(sys.stderr):  # Ray prints, too
+        line = bar.add_task("", total=None)
+        yield lambda label, done, total: bar.update(line, description=label, completed=done, total=total)
+
+
+def _print_tally(name: str, store: Path, tally: Tally, json: bool) -> None:
     if json:
-        told = {"model", "method", "budget", "point", "seed", "error"}
-        failed = [record.model_dump(mode="json", include=told) for record in tally.failed]
-        print_json({"experiment": chosen.name, "store": str(results.path), **asdict(tally), "failed": failed})
+        fields = {"model", "method", "budget", "point", "seed", "error"}
+        failed = [record.model_dump(mode="json", include=fields) for record in tally.failed]
+        print_json({"experiment": name, "store": str(store), **asdict(tally), "failed": failed})
     else:
         for sentence in dict.fromkeys(f"{record.label} failed: {record.error}" for record in tally.failed):
             note(sentence)
         note(
             f"{tally.done} cells measured, {tally.found} were there, {len(tally.failed)} failed, {tally.elsewhere} are "
-            f"another run's. See: kvkeep lab report {results.path}"
+            f"another run's. See: kvkeep lab report {store}"
         )
     if tally.failed and not tally.done + tally.found:
-        raise KvkeepError(f"No cell of '{chosen.name}' could be measured; the reasons are in '{results.path}'.")
+        raise KvkeepError(f"No cell of '{name}' could be measured; the reasons are in '{store}'.")
 
 
 @app.command()
@@ -187,7 +193,8 @@ def report(
     json: options.Json = False,
 ) -> None:
     """Report what stores hold, as Markdown or as a page: first where it differs from the papers, then all tables."""
-    from kvkeep_lab.report import chapters, markdown, sections, studied, study_chapters, unmeasured, unread, write
+    from kvkeep_lab.report import groups, markdown, unmeasured, unread, write
+    from kvkeep_lab.report.studies import StudyGroup
     from kvkeep_lab.store import Store
 
     read = [Store(path) for path in stores]
@@ -195,50 +202,38 @@ def report(
         if not one.path.is_file():
             raise UsageError(f"There are no results at '{one.path}'; 'kvkeep lab run' writes them.")
         one.refresh()
-        _tell_torn(one)
-    found, studies = sections(read), studied(read)
-    foreign = unread(read)
-    for sentence in (sentence for chapter in foreign for sentence in chapter.missing):
-        note(sentence)
-    if not found and not studies:
+        _note_torn(one)
+    found, foreign = groups(read), unread(read)
+    for chapter in foreign:
+        note(" ".join(chapter.missing))
+    if not found:
         raise UsageError("There is nothing to report: no cell of an experiment that can be read is in these results.")
-    names = {*(one.experiment.name for one in found), *(one.experiment.name for one in studies)}
-    told = [*chapters(found), *study_chapters(studies), *foreign, *unmeasured(names)]
-    files = write(told, output) if output is not None else []
+    chapters = [group.chapter() for group in found]
+    chapters += [*foreign, *unmeasured({group.experiment.name for group in found})]
+    files = write(chapters, output) if output is not None else []
     if json:
-        judged = [{"title": chapter.title, **asdict(verdict)} for chapter in told for verdict in chapter.verdicts]
         print_json(
             {
-                "sections": [section.as_dict() for section in found],
-                "studies": [one.as_dict() for one in studies],
-                "verdicts": judged,
+                "sections": [group.as_dict() for group in found if not isinstance(group, StudyGroup)],
+                "studies": [group.as_dict() for group in found if isinstance(group, StudyGroup)],
+                "verdicts": [{"title": one.title, **asdict(verdict)} for one in chapters for verdict in one.verdicts],
                 "files": [str(path) for path in files],
             }
         )
     elif output is None:
-        print(markdown(told), end="")
+        print(markdown(chapters), end="")
     for path in files:
         note(f"Written: {path}")
 
 
-def _check_only(experiment: Outline, only: list[str]) -> None:
-    from kvkeep.errors import unknown
-
+def _check_only(experiment: ExperimentBase, only: list[str]) -> None:
     methods = list(dict.fromkeys(cell.method for cell in experiment.cells("")))
     for name in only:
         if name not in methods:
             raise unknown(f"method of experiment '{experiment.name}'", name, methods)
 
 
-def _tell_torn(store: Store) -> None:
+def _note_torn(store: Store) -> None:
     if store.torn or store.unfinished:
         count = store.torn + store.unfinished
         note(f"{count} line{'s' if count > 1 else ''} of '{store.path}' cannot be read, and counted for nothing.")
-
-
-@contextmanager
-def _stoppable() -> Iterator[Any]:
-    try:
-        yield
-    except KeyboardInterrupt:
-        raise Stopped("Stopped; what was measured is kept, and the same command goes on from there.") from None

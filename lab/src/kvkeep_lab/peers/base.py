@@ -10,6 +10,8 @@ from typing import Any, ClassVar
 from torch import Tensor
 from transformers import Cache
 
+from kvkeep.budget import Budget
+from kvkeep.geometry import ModelGeometry
 from kvkeep.policies.request import Exactness
 from kvkeep.stores.meter import Memory
 
@@ -17,7 +19,7 @@ from kvkeep.stores.meter import Memory
 class Reader(ABC):
     """Reads one prompt and what follows it, where a cache in the model's own forward pass does not say it all.
 
-    exactness, entries: as a cache of kvkeep's tells them.
+    exactness, entries: as a cache of kvkeep's has them.
     """
 
     exactness: Exactness = Exactness.LOSSY
@@ -57,6 +59,11 @@ class Peer(ABC):
     def open(self, model: Any, budget: str | None, context: int) -> Cache | Reader:
         """Return what reads one prompt with ``model``; ``context``: tokens read and written, which a budget in percent
         is of. Raises UsageError where it cannot be used here, BudgetError for a budget that it cannot keep."""
+
+
+def entries_of(model: Any, budget: str, context: int) -> int:
+    """Return the entries of a layer that a budget in the user's words is; raises as reading a budget does."""
+    return Budget.parse(budget).entries(ModelGeometry.from_config(model.config, model.dtype.itemsize), context=context)
 
 
 def installed(package: str) -> dict[str, str]:

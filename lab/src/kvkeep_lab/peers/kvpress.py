@@ -18,12 +18,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvkeep.budget import Budget
 from kvkeep.errors import KvkeepError, UsageError
-from kvkeep.geometry import ModelGeometry
 from kvkeep.policies.request import Exactness
 from kvkeep.stores.meter import Memory
-from kvkeep_lab.peers.base import Peer, Reader
+from kvkeep_lab.peers.base import Peer, Reader, entries_of
 
 PYTHON = "KVKEEP_KVPRESS_PYTHON"
 """The environment variable that says which interpreter has kvpress."""
@@ -72,20 +70,19 @@ class Kvpress(Peer):
     @property
     def versions(self) -> dict[str, str]:
         """Those of the process at work."""
-        return {} if Worker.current is None else Worker.current.versions
+        return {} if KvpressProcess.current is None else KvpressProcess.current.versions
 
     def open(self, model: Any, budget: str | None, context: int) -> Reader:
         """Return a reader in the other process, which is started where it is not there yet."""
-        geometry = ModelGeometry.from_config(model.config, model.dtype.itemsize)
-        entries = None if budget is None else Budget.parse(budget).entries(geometry, context=context)
+        entries = None if budget is None else entries_of(model, budget, context)
         if entries is not None and entries <= self.unseen:
             raise UsageError(f"A budget of {entries} entries has no room beside the {self.unseen} tokens left unseen.")
-        return _Remote(Worker.serving(model), self, entries)
+        return _Remote(KvpressProcess.serving(model), self, entries)
 
 
 class _Remote(Reader):
-    def __init__(self, worker: Worker, peer: Kvpress, entries: int | None) -> None:
-        self.worker, self.peer, self.entries = worker, peer, entries
+    def __init__(self, process: KvpressProcess, peer: Kvpress, entries: int | None) -> None:
+        self.process, self.peer, self.entries = process, peer, entries
         self.exactness = Exactness.EXACT if entries is None else Exactness.LOSSY
         self._last: dict[str, Any] = {}
 
@@ -95,14 +92,14 @@ class _Remote(Reader):
         if not self._last:
             press = "" if self.entries is None else self.peer.press
             keep = len(given) if self.entries is None else self.entries - self.peer.unseen
-            self._last = self.worker.ask(
+            self._last = self.process.ask(
                 do="read", ids=given, press=press, options=self.peer.options, keep=keep, unseen=self.peer.unseen
             )
-            self.worker.reader = self
-        elif self.worker.reader is not self:
+            self.process.reader = self
+        elif self.process.reader is not self:
             raise KvkeepError("kvpress reads one prompt at a time, and another one was begun.")
         else:
-            self._last = self.worker.ask(do="next", token=given[0])
+            self._last = self.process.ask(do="next", token=given[0])
         logits = torch.frombuffer(bytearray(base64.b64decode(self._last["logits"])), dtype=torch.float32)
         return logits, self._last["seconds"]
 
@@ -112,13 +109,13 @@ class _Remote(Reader):
         return Memory(held, peak_cache_bytes=peak, peak_workspace_bytes=largest)
 
 
-class Worker:
+class KvpressProcess:
     """A process that answers questions about one model, a line of JSON each."""
 
-    current: ClassVar[Worker | None] = None
+    current: ClassVar[KvpressProcess | None] = None
 
     @classmethod
-    def serving(cls, model: Any) -> Worker:
+    def serving(cls, model: Any) -> KvpressProcess:
         """Return the process for ``model``; there is one at a time. Raises UsageError where no interpreter is named, or
         the model lies in no folder, KvkeepError where the process does not get so far."""
         python, folder = os.environ.get(PYTHON, ""), str(model.name_or_path)
@@ -135,11 +132,11 @@ class Worker:
             cls.stop()
             cls.current = cls(python, key)
             try:
-                told = cls.current.ask(do="load", folder=folder, threads=torch.get_num_threads(), **about)
+                answer = cls.current.ask(do="load", folder=folder, threads=torch.get_num_threads(), **about)
             except KvkeepError:
                 cls.stop()
                 raise
-            cls.current.versions = told["versions"]
+            cls.current.versions = answer["versions"]
         return cls.current
 
     @classmethod
@@ -151,20 +148,20 @@ class Worker:
 
     def __init__(self, python: str, key: tuple[Any, ...]) -> None:
         self.key, self.versions, self.reader = key, dict[str, str](), object()
-        self._words = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process; a pipe could fill up
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process; a pipe could fill up
         quiet = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
         try:
             self._process = subprocess.Popen(
                 [python, "-I", str(_WORKER)],  # not this folder's modules, and not kvkeep's packages
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=self._words,
+                stderr=self._stderr,
                 text=True,
                 env={**os.environ, **quiet},
-                start_new_session=True,  # Ctrl-C is for us: it ends when there are no more questions
+                start_new_session=True,  # no Ctrl-C: it ends when its input does
             )
         except OSError as error:
-            self._words.close()
+            self._stderr.close()
             raise UsageError(f"'{python}' cannot be run: {(error.strerror or str(error)).lower()}.") from error
 
     def ask(self, **question: Any) -> dict[str, Any]:
@@ -177,13 +174,13 @@ class Worker:
         except OSError:
             line = ""
         except BaseException:  # an interrupt: the answer would be taken for the next one's
-            Worker.stop()
+            KvpressProcess.stop()
             raise
         if not line:
-            self._words.seek(0)
-            said = self._words.read().decode(errors="replace").strip().splitlines() or ["it gave no reason"]
-            Worker.stop()
-            raise KvkeepError(f"The process that runs kvpress ended: {said[-1].rstrip('.')}.")
+            self._stderr.seek(0)
+            lines = self._stderr.read().decode(errors="replace").strip().splitlines() or ["it gave no reason"]
+            KvpressProcess.stop()
+            raise KvkeepError(f"The process that runs kvpress ended: {lines[-1].rstrip('.')}.")
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise KvkeepError(f"kvpress could not do it: {answer['error'].rstrip('.')}.")
@@ -193,7 +190,7 @@ class Worker:
         """Let the process end."""
         self._process.kill()
         self._process.communicate()
-        self._words.close()
+        self._stderr.close()
 
 
-atexit.register(Worker.stop)
+atexit.register(KvpressProcess.stop)

@@ -128,7 +128,7 @@ def _press(name: str, options: str, keep: int, tokens: int) -> Any:
     made: Any = known[_short(name)]
     defaults = {field.name: field.default for field in dataclasses.fields(made) if field.init}
     if "compression_ratio" not in defaults:
-        raise Wrong(f"{made.__name__} is not told which share of the entries to prune, which is what a budget says")
+        raise Wrong(f"{made.__name__} takes no share of the entries to prune, so it cannot keep a budget")
     given: dict[str, Any] = {}
     for part in (part for part in options.split(",") if part):
         key, _, text = part.partition("=")
@@ -168,8 +168,8 @@ def main() -> None:
         try:
             answer = getattr(answerer, question.pop("do"))(**question)
         except Exception as error:  # whatever a press raises is its user's to read
-            said = " ".join(str(error).split()) or type(error).__name__
-            answer = {"error": said if isinstance(error, Wrong) else f"{type(error).__name__}: {said}"}
+            reason = " ".join(str(error).split()) or type(error).__name__
+            answer = {"error": reason if isinstance(error, Wrong) else f"{type(error).__name__}: {reason}"}
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
 

@@ -17,12 +17,11 @@ import torch
 from torch import Tensor
 from transformers import BatchEncoding, DynamicCache
 
-from kvkeep.budget import Budget
 from kvkeep.cache import stock_memory
 from kvkeep.errors import BudgetError, KvkeepError, UsageError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.stores.meter import Memory, nbytes
-from kvkeep_lab.peers.base import Peer, Reader, installed
+from kvkeep_lab.peers.base import Peer, Reader, entries_of, installed
 
 _TRIES = 6
 _SIZE = 200
@@ -56,8 +55,7 @@ class LLMLingua(Peer):
         """Return a reader that compresses first."""
         if find_spec("llmlingua") is None:
             raise UsageError("'peer-llmlingua' needs the package llmlingua, which is missing: pip install llmlingua.")
-        geometry = ModelGeometry.from_config(model.config, model.dtype.itemsize)
-        entries = Budget.parse(budget or "0").entries(geometry, context=context)
+        entries = entries_of(model, budget or "0", context)
         if entries <= 2 * self.edge:
             raise BudgetError(
                 f"A prompt of {entries} tokens has no room between {self.edge} at either end that stay; give a larger "

@@ -125,5 +125,5 @@ class Quantised(Peer):
                 return _Quantised("fp8", model.config)
             return _Quantised("quanto", model.config, nbits=int(self.bits))
         except ValueError as error:
-            said = " ".join(str(error).split()).rstrip(".")
-            raise UnsupportedModelError(f"transformers cannot quantise this cache: {said}.") from error
+            reason = " ".join(str(error).split()).rstrip(".")
+            raise UnsupportedModelError(f"transformers cannot quantise this cache: {reason}.") from error

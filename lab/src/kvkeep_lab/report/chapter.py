@@ -56,7 +56,7 @@ class Chapter:
     beside: the paper and its figure or table. theirs, ours: model, precision and sizes, so that differences can be
     seen. verdicts: of the paper's claims and numbers, in its order. missing: what could not be run or was not, and why,
     a sentence each. blocks: Markdown (headings from the third level on) and pictures, in their order; a chapter without
-    any is only told of in the report's beginning.
+    any is only named at the report's beginning.
     """
 
     title: str

@@ -4,147 +4,204 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvkeep_lab.figures import COLOURS, DPI, WIDTH_PX, plain, save
-from kvkeep_lab.report.frontier import NOISE, Axis, frontier
+from kvkeep_lab.report.formatting import shown, titled
 from kvkeep_lab.report.labels import Label, place
-from kvkeep_lab.report.sections import Line, Section, places
-from kvkeep_lab.report.telling import shown, titled
+from kvkeep_lab.report.methods import NOISE, Axis, MethodResult, frontier
 from kvkeep_lab.tasks.base import Metric, named
+
+if TYPE_CHECKING:
+    from kvkeep_lab.report.tasks import TaskGroup
+
+Path = str | os.PathLike[str]
 
 _BLUE = COLOURS[0]
 _PANELS = 4
 """Maps, or methods, beside each other."""
 
 
-def draw_frontier(section: Section, axis: Axis, path: str | os.PathLike[str]) -> None:
+@contextmanager
+def _figure(group: TaskGroup, path: Path, height: float) -> Iterator[Any]:
+    """Yield a figure, ``height`` in inches, and write it afterwards; raises StoreError if that cannot be."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(WIDTH_PX / DPI, height), dpi=DPI, layout="constrained")
+    figure.suptitle(f"{group.experiment.title}: {group.model}", fontsize=11)
+    yield figure
+    save(figure, path)
+
+
+def draw_frontier(group: TaskGroup, axis: Axis, path: Path) -> None:
     """Draw the task's first metric against ``axis``: every row a point, the points of a method joined in grey, those on
     the frontier and the line through them in colour. Raises StoreError if the file cannot be written."""
-    from matplotlib.figure import Figure
-
-    metric = section.experiment.task.metrics[0]
-    points = {line: cost for line in section.measured if (cost := axis.cost(line)) is not None}
-    best = frontier(list(points), metric, axis)
-    figure = Figure(figsize=(WIDTH_PX / DPI, 5.6), dpi=DPI, layout="constrained")
-    axes: Any = figure.subplots()
-    for method in dict.fromkeys(line.method for line in points):
-        mine = [line for line in points if line.method == method]  # by budget
-        costs, means = [points[line] for line in mine], [_mean(metric, line) for line in mine]
-        axes.plot(costs, means, color="0.82", linewidth=1)
-        axes.plot(costs, means, "o", color="0.65", markersize=4, clip_on=False)
-    axes.step(
-        [points[line] for line in best],
-        [_mean(metric, line) for line in best],
-        where="post",
-        color=_BLUE,
-        linewidth=1.5,
-        marker="o",
-        markersize=6.5,
-        zorder=3,
-        clip_on=False,
-    )
-    axes.set_xscale("log")
-    axes.set_xlim(right=1.15 * max(points.values()))  # room for words
-    _plain_numbers(axes.xaxis, points.values())
-    axes.set_xlabel(f"{axis.of} ({axis.unit})")
-    axes.set_title(f"{titled(metric)}: {metric.better} is better", loc="left", fontsize=10)
-    _quality_axis(axes, metric, section.measured)
-    plain(axes, "both")
-    figure.suptitle(f"{section.experiment.title}: {section.model}", fontsize=11)
-    at = {line: (cost, _mean(metric, line)) for line, cost in points.items()}
-    labels = [Label(line.label, at[line], {"fontsize": 9, "color": _BLUE, "zorder": 5}) for line in best]
-    others = [line for line in points if line.method not in {one.method for one in best}]
-    for method in dict.fromkeys(line.method for line in others):
-        last = max((line for line in others if line.method == method), key=points.__getitem__)
-        labels.append(Label(method, at[last], {"fontsize": 8, "color": "0.35"}))
-    corners = [
-        (first, second)
-        for one, other in pairwise(best)
-        for first, second in pairwise((at[one], (at[other][0], at[one][1]), at[other]))
-    ]
-    place(axes, labels, list(at.values()), corners)
-    save(figure, path)
+    metric = group.task.metrics[0]
+    at = {result: (cost, _mean(metric, result)) for result in group.measured if (cost := axis.cost(result)) is not None}
+    best = frontier(list(at), metric, axis)
+    with _figure(group, path, 5.6) as figure:
+        axes = figure.subplots()
+        for mine in _by_method(at).values():
+            costs, means = zip(*(at[result] for result in mine), strict=True)
+            axes.plot(costs, means, color="0.82", linewidth=1)
+            axes.plot(costs, means, "o", color="0.65", markersize=4, clip_on=False)
+        style: dict[str, Any] = {"color": _BLUE, "linewidth": 1.5, "marker": "o", "markersize": 6.5}
+        axes.step(*zip(*(at[result] for result in best), strict=True), where="post", zorder=3, clip_on=False, **style)
+        every = [cost for cost, _ in at.values()]
+        axes.set_xscale("log")
+        axes.set_xlim(right=1.15 * max(every))  # room for words
+        _plain_numbers(axes.xaxis, every)
+        axes.set_xlabel(f"{axis.of} ({axis.unit})")
+        axes.set_title(f"{titled(metric)}: {metric.better} is better", loc="left", fontsize=10)
+        _quality_axis(axes, metric, group.measured)
+        plain(axes, "both")
+        labels = [Label(result.label, at[result], {"fontsize": 9, "color": _BLUE, "zorder": 5}) for result in best]
+        for method, mine in _by_method(at).items():
+            if method not in {result.method for result in best}:
+                last = max(at[result] for result in mine)
+                labels.append(Label(method, last, {"fontsize": 8, "color": "0.35"}))
+        steps = [
+            step for one, other in pairwise(best) for step in pairwise((at[one], (at[other][0], at[one][1]), at[other]))
+        ]
+        place(axes, labels, list(at.values()), steps)
 
 
-def draw_quality(section: Section, path: str | os.PathLike[str]) -> None:
+def draw_quality(group: TaskGroup, path: Path) -> None:
     """Draw quality and memory, with 95 % intervals: a panel for each method with the task's first metric against the
-    bytes held, the other methods in grey and the baseline across; of one budget alone, bars of the metrics that are
-    told relative to the baseline. Raises StoreError if the file cannot be written."""
-    from matplotlib.figure import Figure
+    bytes held, the other methods in grey and the baseline across; of one budget alone, bars of the metrics that have a
+    difference from the baseline. Raises StoreError if the file cannot be written."""
+    one_budget = len({result.budget for result in group.measured if result.budget is not None}) < 2
+    methods = _by_method(group.measured)
+    rows = math.ceil(len(methods.keys() - {group.experiment.baseline}) / _PANELS)
+    with _figure(group, path, 1.2 + 0.3 * len(group.measured) if one_budget else 0.9 + 1.75 * rows) as figure:
+        if one_budget:
+            _bars(figure, group)
+        else:
+            _panels(figure, group, methods, rows)
 
-    budgets = {line.budget for line in section.measured if line.budget is not None}
-    figure = Figure(dpi=DPI, layout="constrained")
-    (_bars if len(budgets) < 2 else _methods)(figure, section)
-    figure.suptitle(f"{section.experiment.title}: {section.model}", fontsize=11)
-    save(figure, path)
 
-
-def _bars(figure: Any, section: Section) -> None:
-    task, lines = section.experiment.task, section.measured
-    figure.set_size_inches(WIDTH_PX / DPI, 1.2 + 0.3 * len(lines))
+def _bars(figure: Any, group: TaskGroup) -> None:
+    task, results = group.task, group.measured
     metrics = [metric for metric in task.metrics if metric.name in task.relative] or [task.metrics[0]]
-    grid: Any = figure.subplots(1, len(metrics), sharey=True, squeeze=False)
-    places = list(range(len(lines)))
-    colours = ["0.6" if line.method != section.experiment.baseline else _BLUE for line in lines]
+    grid = figure.subplots(1, len(metrics), sharey=True, squeeze=False)
+    colours = ["0.6" if result.method != group.experiment.baseline else _BLUE for result in results]
     for axes, metric in zip(grid[0], metrics, strict=True):
-        means, below, above = zip(*(_bar(metric, line) for line in lines), strict=True)
-        axes.barh(places, means, xerr=[below, above], color=colours, height=0.65, error_kw={"elinewidth": 0.8})
+        means, reach = _means(metric, results)
+        axes.barh(range(len(results)), means, xerr=reach, color=colours, height=0.65, error_kw={"elinewidth": 0.8})
         axes.set_title(titled(metric), loc="left", fontsize=10)
         if metric.kind == "share":
             axes.set_xlim(0, 100)
         plain(axes, "x")
-    grid[0][0].set_yticks(places, [f"{line.label}, {line.held_bytes / 1e6:.1f} MB" for line in lines], fontsize=9)
-    grid[0][0].invert_yaxis()  # shared: the first line on top
+    labels = [f"{result.label}, {result.held_bytes / 1e6:.1f} MB" for result in results]
+    grid[0][0].set_yticks(range(len(results)), labels, fontsize=9)
+    grid[0][0].invert_yaxis()  # shared: the first result on top
 
 
-def _methods(figure: Any, section: Section) -> None:
-    metric, baseline = section.experiment.task.metrics[0], section.experiment.baseline
-    of: dict[str, list[Line]] = {}
-    for line in sorted(section.measured, key=lambda line: line.held_bytes):
-        of.setdefault(line.method, []).append(line)
-    across = [_mean(metric, line) for line in of.get(baseline, ())]
-    names = [name for name in dict.fromkeys(line.method for line in section.measured) if name != baseline]
-    rows = math.ceil(len(names) / _PANELS)
-    figure.set_size_inches(WIDTH_PX / DPI, 0.9 + 1.75 * rows)
-    grid: Any = figure.subplots(rows, _PANELS, sharex=True, sharey=True, squeeze=False)
-    for axes, name in zip(grid.flat, names, strict=False):
-        for other in names:
-            held = [line.held_bytes / 1e6 for line in of[other]]
-            axes.plot(held, [_mean(metric, line) for line in of[other]], color="0.87", linewidth=0.8, zorder=1)
+def _panels(figure: Any, group: TaskGroup, methods: dict[str, list[MethodResult]], rows: int) -> None:
+    metric, baseline = group.task.metrics[0], group.experiment.baseline
+    across = [_mean(metric, result) for result in methods.pop(baseline, ())]
+    held = {
+        name: [result.held_bytes / 1e6 for result in sorted(mine, key=lambda result: result.held_bytes)]
+        for name, mine in methods.items()
+    }
+    of = {name: _means(metric, sorted(mine, key=lambda result: result.held_bytes)) for name, mine in methods.items()}
+    grid = list(figure.subplots(rows, _PANELS, sharex=True, sharey=True, squeeze=False).flat)
+    for axes, name in zip(grid, methods, strict=False):
+        for other, (means, _) in of.items():
+            axes.plot(held[other], means, color="0.87", linewidth=0.8, zorder=1)
         for mean in across:
             axes.axhline(mean, color="0.3", linewidth=0.8, linestyle=":")
-        means, below, above = zip(*(_bar(metric, line) for line in of[name]), strict=True)
-        held = [line.held_bytes / 1e6 for line in of[name]]
         style: dict[str, Any] = {"color": _BLUE, "marker": "o", "markersize": 4, "elinewidth": 0.8, "capsize": 2}
-        axes.errorbar(held, means, yerr=[below, above], zorder=3, clip_on=False, **style)
+        axes.errorbar(held[name], of[name][0], yerr=of[name][1], zorder=3, clip_on=False, **style)
         axes.set_title(name, loc="left", fontsize=9)
         axes.tick_params(labelsize=8)
         plain(axes, "both")
-    for axes in list(grid.flat)[len(names) :]:
+    for axes in grid[len(methods) :]:
         axes.set_visible(False)
-    first: Any = grid[0][0]
-    first.set_xscale("log")
-    _plain_numbers(first.xaxis, [line.held_bytes / 1e6 for name in names for line in of[name]])
-    _quality_axis(first, metric, section.measured)
-    for axes in list(grid.flat)[max(0, len(names) - _PANELS) : len(names)]:
+    grid[0].set_xscale("log")
+    _plain_numbers(grid[0].xaxis, [value for values in held.values() for value in values])
+    _quality_axis(grid[0], metric, group.measured)
+    for axes in grid[max(0, len(methods) - _PANELS) : len(methods)]:
         axes.tick_params(labelbottom=True)
     figure.supxlabel("keys and values held (MB); dotted: the baseline; grey: the other methods", fontsize=9)
     figure.supylabel(titled(metric), fontsize=9)
 
 
-def _quality_axis(axes: Any, metric: Metric, lines: Sequence[Line]) -> None:
+def draw_maps(group: TaskGroup, path: Path) -> None:
+    """Draw a map for each metric of ``mapped`` and each value of the first axis: a row for each method, a column for
+    each value of the second axis. Raises StoreError if the file cannot be written."""
+    task, results = group.task, group.measured
+    metrics = [metric for metric in task.metrics if metric.name in task.mapped]
+    across, along = task.axes
+    panels, ticks = group.places(across), group.places(along)
+    columns = min(len(panels), _PANELS)
+    rows = len(metrics) * math.ceil(len(panels) / columns)
+    with _figure(group, path, rows * (1.1 + 0.27 * len(results))) as figure:
+        grid = figure.subplots(rows, columns, sharey=True, squeeze=False)
+        free = iter(grid.flat)
+        for metric in metrics:
+            values = [shown(metric, scores[metric.name]) for result in results for _, scores in result.at]
+            limits = (0.0, 100.0) if metric.kind == "share" else (min(values), max(values))
+            for panel in panels:
+                axes = next(free)
+                image = _map(axes, _cells(group, metric, panel), metric, limits)
+                _ticks(axes, ticks)
+                axes.set_title(f"{titled(metric)}, {across} {named(panel)}", loc="left", fontsize=10)
+            for _ in range(-len(panels) % columns):
+                next(free).set_visible(False)
+            figure.colorbar(image, ax=axes, pad=0.01)
+        for axes in grid[:, 0]:
+            axes.set_yticks(range(len(results)), [result.label for result in results], fontsize=8)
+        for axes in grid[-1]:
+            axes.set_xlabel(f"{along} (%)" if along == "depth" else along)
+
+
+def _cells(group: TaskGroup, metric: Metric, panel: float | str) -> list[list[float]]:
+    """Return a map's numbers by method and value of the second axis, nan where there is none."""
+    across, along = group.task.axes
+    cells = []
+    for result in group.measured:
+        found = {
+            point[along]: shown(metric, scores[metric.name]) for point, scores in result.at if point[across] == panel
+        }
+        cells.append([found.get(tick, math.nan) for tick in group.places(along)])
+    return cells
+
+
+def _map(axes: Any, cells: Sequence[Sequence[float]], metric: Metric, limits: tuple[float, float]) -> Any:
+    image = axes.imshow(cells, aspect="auto", interpolation="nearest", cmap="viridis", vmin=limits[0], vmax=limits[1])
+    for row, row_cells in enumerate(cells):
+        for column, cell in enumerate(row_cells):
+            if not math.isnan(cell):
+                text = f"{cell:.0f}" if metric.kind == "share" else f"{cell:.2g}"
+                colour = "black" if cell > sum(limits) / 2 else "white"
+                axes.text(column, row, text, ha="center", va="center", fontsize=7, color=colour)
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    return image
+
+
+def _ticks(axes: Any, ticks: Sequence[float | str]) -> None:
+    names = any(isinstance(tick, str) for tick in ticks)
+    slanted = {"rotation": 35, "ha": "right", "rotation_mode": "anchor", "fontsize": 8} if names else {}
+    axes.set_xticks(range(len(ticks)), [named(tick) for tick in ticks], **slanted)
+
+
+def _quality_axis(axes: Any, metric: Metric, results: Sequence[MethodResult]) -> None:
     """Scale the axis of a metric: from 0 on where that is a number of it, by decades where less is better."""
+    means = [_mean(metric, result) for result in results]
     if metric.kind == "share":
         axes.set_ylim(bottom=0)
-    elif metric.better == "lower" and all(_mean(metric, line) >= 0 for line in lines):
-        axes.set_yscale("symlog", linthresh=_smallest(metric, lines))  # exact methods are at 0, or near
-        axes.set_ylim(0, 2 * max(_mean(metric, line) for line in lines) or None)
+    elif metric.better == "lower" and min(means) >= 0:
+        smallest = min((mean for mean in means if mean > NOISE), default=NOISE)  # exact methods are at 0, or near
+        axes.set_yscale("symlog", linthresh=10.0 ** math.floor(math.log10(smallest)))
+        axes.set_ylim(0, 2 * max(means) or None)
 
 
-def _plain_numbers(axis: Any, values: Any) -> None:
+def _plain_numbers(axis: Any, values: Sequence[float]) -> None:
     """Mark a logarithmic axis at a few round numbers within ``values``."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
@@ -158,86 +215,21 @@ def _plain_numbers(axis: Any, values: Any) -> None:
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
-def draw_maps(section: Section, path: str | os.PathLike[str]) -> None:
-    """Draw a map for each metric of ``mapped`` and each value of the first axis: a row for each method, a column for
-    each value of the second axis. Raises StoreError if the file cannot be written."""
-    from matplotlib.figure import Figure
-
-    task = section.experiment.task
-    metrics = [metric for metric in task.metrics if metric.name in task.mapped]
-    across, along = task.axes
-    panels, ticks = places(section, across), places(section, along)
-    columns, lines = min(len(panels), _PANELS), section.measured
-    rows = len(metrics) * math.ceil(len(panels) / columns)
-    size = (WIDTH_PX / DPI, rows * (1.1 + 0.27 * len(lines)))
-    figure = Figure(figsize=size, dpi=DPI, layout="constrained")
-    grid: Any = figure.subplots(rows, columns, sharey=True, squeeze=False)
-    free = iter(grid.flat)
-    for metric in metrics:
-        values = [shown(metric, scores[metric.name]) for line in lines for _, scores in line.at]
-        low, high = (0.0, 100.0) if metric.kind == "share" else (min(values), max(values))
-        for panel in panels:
-            axes = next(free)
-            image = _map(axes, lines, metric, (across, panel), (along, ticks), (low, high))
-            axes.set_title(f"{titled(metric)}, {across} {named(panel)}", loc="left", fontsize=10)
-        for _ in range(-len(panels) % columns):
-            next(free).set_visible(False)
-        figure.colorbar(image, ax=axes, pad=0.01)
-    for axes in grid[:, 0]:
-        axes.set_yticks(range(len(lines)), [line.label for line in lines], fontsize=8)
-    for axes in grid[-1]:
-        axes.set_xlabel(f"{along} (%)" if along == "depth" else along)
-    figure.suptitle(f"{section.experiment.title}: {section.model}", fontsize=11)
-    save(figure, path)
+def _by_method(results: Iterable[MethodResult]) -> dict[str, list[MethodResult]]:
+    of: dict[str, list[MethodResult]] = {}
+    for result in results:
+        of.setdefault(result.method, []).append(result)
+    return of
 
 
-def _map(
-    axes: Any,
-    lines: Sequence[Line],
-    metric: Metric,
-    panel: tuple[str, float | str],
-    columns: tuple[str, Sequence[float | str]],
-    limits: tuple[float, float],
-) -> Any:
-    (across, value), (along, ticks) = panel, columns
-    cells = []
-    for line in lines:
-        found = {
-            point[along]: shown(metric, scores[metric.name]) for point, scores in line.at if point[across] == value
-        }
-        cells.append([found.get(tick, math.nan) for tick in ticks])
-    image = axes.imshow(cells, aspect="auto", interpolation="nearest", cmap="viridis", vmin=limits[0], vmax=limits[1])
-    middle = sum(limits) / 2
-    for row, line_cells in enumerate(cells):
-        for column, cell in enumerate(line_cells):
-            if not math.isnan(cell):
-                text = f"{cell:.0f}" if metric.kind == "share" else f"{cell:.2g}"
-                axes.text(
-                    column, row, text, ha="center", va="center", fontsize=7, color="black" if cell > middle else "white"
-                )
-    names = any(isinstance(tick, str) for tick in ticks)
-    slanted = {"rotation": 35, "ha": "right", "rotation_mode": "anchor", "fontsize": 8} if names else {}
-    axes.set_xticks(range(len(ticks)), [named(tick) for tick in ticks], **slanted)
-    axes.tick_params(length=0)
-    axes.spines[:].set_visible(False)
-    return image
+def _mean(metric: Metric, result: MethodResult) -> float:
+    return shown(metric, result.scores[metric.name].mean)
 
 
-def _bar(metric: Metric, line: Line) -> tuple[float, float, float]:
-    """Return a mean and how far its interval goes down and up, as they are told."""
-    assert line.scores is not None
-    found = line.scores[metric.name]
-    mean, low, high = (shown(metric, value) for value in (found.mean, found.low, found.high))
-    return mean, max(mean - low, 0.0), max(high - mean, 0.0)
-
-
-def _mean(metric: Metric, line: Line) -> float:
-    assert line.scores is not None
-    return shown(metric, line.scores[metric.name].mean)
-
-
-def _smallest(metric: Metric, lines: Sequence[Line]) -> float:
-    """Return the decade of the smallest mean that is more than rounding: below it the axis is linear."""
-    return 10.0 ** math.floor(
-        math.log10(min((mean for line in lines if (mean := _mean(metric, line)) > NOISE), default=NOISE))
-    )
+def _means(metric: Metric, results: Sequence[MethodResult]) -> tuple[list[float], list[list[float]]]:
+    """Return means, and how far their intervals go down and up."""
+    found = [result.scores[metric.name] for result in results]
+    means, lows, highs = ([shown(metric, getattr(one, end)) for one in found] for end in ("mean", "low", "high"))
+    below = [max(mean - low, 0.0) for mean, low in zip(means, lows, strict=True)]
+    above = [max(high - mean, 0.0) for mean, high in zip(means, highs, strict=True)]
+    return means, [below, above]

@@ -1,41 +1,61 @@
-"""The report as one page that needs nothing else: the Markdown, rendered, with its pictures inside."""
+"""The report as files: the Markdown, the figures, and one page that holds both and needs nothing else."""
 
 from __future__ import annotations
 
 import html
 import re
 from base64 import b64encode
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import resources
-from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from markdown_it import MarkdownIt
 
 from kvkeep import __version__
-from kvkeep.errors import StoreError, UsageError
-from kvkeep_lab.report.markdown import FRONT, anchors
-
-if TYPE_CHECKING:
-    from markdown_it import MarkdownIt
+from kvkeep.errors import StoreError
+from kvkeep_lab.figures import check_figure
+from kvkeep_lab.page import write_page
+from kvkeep_lab.report.chapter import Chapter
+from kvkeep_lab.report.markdown import FRONT, anchors, markdown
 
 _TYPES = {".svg": "image/svg+xml", ".png": "image/png"}
 _LONG = 48
 """Characters from which on a cell's words are broken into lines."""
 
 
-def check_page() -> None:
-    """Raise UsageError where what renders Markdown is missing."""
-    if find_spec("markdown_it") is None:
-        raise UsageError(
-            "The page of a report needs the package 'markdown-it-py', which is missing: pip install 'kvkeep[lab]'."
-        )
+SUFFIXES = (".png", ".svg")
 
 
-def page(markdown: str, pictures: Mapping[str, Path]) -> str:
-    """Return the page that ``markdown`` makes. pictures: the files to put into it, by what Markdown calls them; another
-    picture is told of by its title alone. Raises StoreError where one cannot be read."""
+def write(chapters: Sequence[Chapter], folder: Path) -> list[Path]:
+    """Write ``report.html``, ``report.md`` and the figures, each as PNG and SVG, into ``folder``, and return the files.
+    The page needs no other file; the Markdown shows the PNG files.
+
+    Raises StoreError where files cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StoreError(f"The folder '{folder}' cannot be made: {(error.strerror or str(error)).lower()}.") from error
+    check_figure(folder / "report.png")
+    files: list[Path] = []
+    for picture in (picture for chapter in chapters for picture in chapter.pictures):
+        for suffix in SUFFIXES:
+            files.append(folder / f"{picture.name}{suffix}")
+            picture.draw(files[-1])
+    text = markdown(chapters, pictures=SUFFIXES[0])
+    drawn = {file.with_suffix(SUFFIXES[0]).name: file for file in files if file.suffix == ".svg"}
+    pages = {"report.html": page(text, drawn), "report.md": text}
+    for name, content in pages.items():
+        write_page(folder / name, content)
+    return [*(folder / name for name in pages), *files]
+
+
+def page(text: str, pictures: Mapping[str, Path]) -> str:
+    """Return the page that ``text``, Markdown, makes. pictures: the files to put into it, by what Markdown calls them;
+    another picture is replaced by its title. Raises StoreError where one cannot be read."""
     reader = _reader(pictures)
-    tokens = reader.parse(markdown)
+    tokens = reader.parse(text)
     found = [
         (token, "".join(part.content for part in tokens[at + 1].children or ()))
         for at, token in enumerate(tokens)
@@ -62,8 +82,6 @@ def page(markdown: str, pictures: Mapping[str, Path]) -> str:
 
 def _reader(pictures: Mapping[str, Path]) -> MarkdownIt:
     """Return a reader of Markdown with tables and without HTML, whose tables and pictures are in boxes of their own."""
-    from markdown_it import MarkdownIt
-
     reader = MarkdownIt("commonmark", {"html": False}).enable("table")
 
     def picture(self: Any, tokens: Any, at: int, options: Any, env: Any) -> str:

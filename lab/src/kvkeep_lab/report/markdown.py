@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from kvkeep_lab.report.chapter import Chapter, Outcome, Picture, Verdict
-from kvkeep_lab.report.telling import escaped, listed
+from kvkeep_lab.report.formatting import escaped, listed
 
 TITLE = "Results of the lab"
 
@@ -55,12 +55,12 @@ def slug(title: str) -> str:
 
 
 def anchors(titles: Sequence[str]) -> list[str]:
-    """Return the anchors of headings that follow each other; what is said again gets a number."""
-    said: Counter[str] = Counter()
+    """Return the anchors of headings that follow each other; a repeated one gets a number."""
+    seen: Counter[str] = Counter()
     made = []
     for anchor in map(slug, titles):
-        made.append(f"{anchor}-{said[anchor]}" if said[anchor] else anchor)
-        said[anchor] += 1
+        made.append(f"{anchor}-{seen[anchor]}" if seen[anchor] else anchor)
+        seen[anchor] += 1
     return made
 
 

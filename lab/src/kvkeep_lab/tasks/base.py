@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from kvkeep_lab.subject import Cost, Subject
+from kvkeep_lab.subject import AnswerCost, Subject
 
 Point = dict[str, int | float | str]
 """One value for each of a task's axes: a size, or a name."""
@@ -27,9 +27,9 @@ def named(value: float | str) -> str:
 class Metric:
     """A number that a task gives each sample, or each that it is about.
 
-    better: which way is better. kind: "share" (0 to 1, told in percent), "saving" (what one takes less than another,
-    as a share of it, told in percent; below 0 where it takes more), "number", or "perplexity" (nats a token, whose mean
-    is told as its exponential). least: what no number is below.
+    better: which way is better. kind: "share" (0 to 1, shown in percent), "saving" (what one takes less than another,
+    as a share of it, in percent; below 0 where it takes more), "number", or "perplexity" (nats a token, whose mean is
+    shown as its exponential). least: the least that a number can be.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Metric:
 
     @property
     def percent(self) -> bool:
-        """Whether it is told in percent."""
+        """Whether it is shown in percent."""
         return self.kind in ("share", "saving")
 
     @property
@@ -62,16 +62,17 @@ class Outcome:
     """One sample's numbers, for each of the task's metrics that is about it (the first always is), and their cost."""
 
     scores: dict[str, float]
-    cost: Cost
+    cost: AnswerCost
 
 
 class Task(BaseModel, ABC):
     """A task and its sizes: the fields are what an experiment's ``[task]`` may set.
 
     name: what experiments call it. about: one line. protocol: how its numbers come about, for the report. metrics: the
-    first is the one that figures show. relative: those told relative to the baseline, too. mapped: those drawn by
-    point, which takes two axes. axes: fields that list values, of which every combination is a cell of its own.
-    packages: what must be installed, by module and by the name that pip knows; ``extra``: which of kvkeep's brings it.
+    first is the one that figures show. relative: those also shown as a difference from the baseline. mapped: those
+    drawn by point, which takes two axes. axes: fields that list values, of which every combination is a cell of its
+    own. packages: what must be installed, by module and by the name that pip knows; ``extra``: the extra of kvkeep-lab
+    that brings it, "lab" for none.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

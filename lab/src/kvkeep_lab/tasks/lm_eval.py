@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -15,9 +14,9 @@ from pydantic import Field, model_validator
 
 from kvkeep.errors import UsageError
 from kvkeep.models.quiet import quiet
-from kvkeep_lab.subject import Cost, Subject
+from kvkeep_lab.subject import AnswerCost, Subject
 from kvkeep_lab.tasks.base import Metric, Outcome, Point, Sample, Task
-from kvkeep_lab.tasks.rows import rows, source
+from kvkeep_lab.tasks.rows import drawn, rows, source
 
 SPLITS = ("train", "validation", "test")
 
@@ -74,12 +73,10 @@ class LmEval(Task):
         with quiet():
             task = self._task(sources)
             count = len(task.eval_docs)
-        if count < self.samples:
-            raise UsageError(f"Task '{self.task}' has {count} rows, and {self.samples} are wanted.")
-        taken = range(self.samples) if seed == 0 else sorted(random.Random(seed).sample(range(count), self.samples))
+        taken = sorted(drawn(range(count), self.samples, seed, f"Task '{self.task}' has {count} rows"))
         task.set_fewshot_seed(seed)
         with quiet():
-            task.build_all_requests(samples=list(taken))
+            task.build_all_requests(samples=taken)
         made = []
         for _, group in groupby(task.instances, lambda instance: instance.doc_id):
             instances = list(group)
@@ -143,10 +140,10 @@ def _dataset(found: list[dict[str, Any]]) -> Any:
     return dict.fromkeys(SPLITS, Dataset.from_list(found))
 
 
-def _summed(costs: Sequence[Cost]) -> Cost:
+def _summed(costs: Sequence[AnswerCost]) -> AnswerCost:
     """Return what all readings took together: bytes of the one that held most, and the mean of a token's seconds."""
     steps = [cost.token_s for cost in costs if cost.token_s is not None]
-    largest = max(costs, key=lambda cost: cost.memory["resident_bytes"] + cost.memory["compressed_bytes"])
+    largest = max(costs, key=lambda cost: cost.held_bytes)
     prompt_tokens = max(cost.prompt_tokens for cost in costs)
     prefill_s = sum(cost.prefill_s for cost in costs)
     return replace(largest, prompt_tokens=prompt_tokens, prefill_s=prefill_s, token_s=fmean(steps) if steps else None)

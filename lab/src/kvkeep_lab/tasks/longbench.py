@@ -1,8 +1,12 @@
-"""LongBench: sixteen English tasks on long texts, as its authors ask and judge them."""
+"""LongBench: sixteen English tasks on long texts, as its authors ask and judge them.
+
+lm-evaluation-harness (0.4.13) has these tasks in another protocol: long prompts lose their beginning, not their middle;
+the chat template is put around all prompts or none; and they need the hub and the packages jieba, fuzzywuzzy and rouge.
+Its LongBench v2 compares the likelihoods of four letters, where the authors have an answer written.
+"""
 
 from __future__ import annotations
 
-import random
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +21,7 @@ from kvkeep.errors import UsageError, unknown
 from kvkeep_lab.subject import Subject
 from kvkeep_lab.tasks.base import Metric, Outcome, Point, Sample, Task
 from kvkeep_lab.tasks.longbench_scores import JUDGES
-from kvkeep_lab.tasks.rows import Hub, rows, source
+from kvkeep_lab.tasks.rows import Hub, drawn, rows, source
 
 HUB = "Xnhyacinth/LongBench"
 """The authors' own repository needs a script that ``datasets`` no longer runs; this has the same rows, and
@@ -104,21 +108,18 @@ class LongBench(Task):
     def prepare(self, tokenizer: Any, sources: Sequence[Path], point: Point, seed: int) -> list[Sample]:
         """Take rows of one data set; seed 0 takes the first ones, any other draws."""
         name = str(point["dataset"])
-        found = self._rows(name, sources[self.dataset.index(name)])
-        taken = found[: self.samples] if seed == 0 else random.Random(seed).sample(found, self.samples)
-        return [self._sample(tokenizer, name, row) for row in taken]
-
-    def _rows(self, name: str, path: Path) -> list[dict[str, Any]]:
-        found = rows(path, "input", "context", "answers", "all_classes")
+        path = sources[self.dataset.index(name)]
+        found = rows(path, "context", "answers", "all_classes")
         if other := {row.get("dataset", name) for row in found} - {name}:
             raise UsageError(f"'{path}' holds rows of {other.pop()}, not of {name}; give the folder of all (--data).")
-        if len(found) < self.samples:
-            raise UsageError(f"'{path}' has {len(found)} rows, and {self.samples} are wanted.")
-        return found
+        taken = drawn(found, self.samples, seed, f"'{path}' has {len(found)} rows")
+        return [self._sample(tokenizer, name, row) for row in taken]
 
     def _sample(self, tokenizer: Any, name: str, row: dict[str, Any]) -> Sample:
         setting = SETTINGS[name]
-        text = cut(tokenizer, setting.prompt.format(input=row["input"], context=row["context"]), self.max_length)
+        if (asked := row.get("input", row.get("question"))) is None:  # as the release calls it, and as the hub does
+            raise UsageError(f"A row of {name} has no field 'input'; take the official release (--data).")
+        text = cut(tokenizer, setting.prompt.format(input=asked, context=row["context"]), self.max_length)
         ids = encode(tokenizer, [{"role": "user", "content": text}], raw=not setting.chat)
         return Sample(ids, {"dataset": name, "answers": row["answers"], "classes": row["all_classes"] or []})
 

@@ -20,9 +20,9 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 def qa_f1(text: str, right: str, classes: Sequence[str] = ()) -> float:
     """F1 of the words, as SQuAD has them: lower case, no punctuation, no articles."""
-    said, wanted = Counter(_words(text)), Counter(_words(right))
-    common = (said & wanted).total()
-    return 2 * common / (said.total() + wanted.total()) if common else 0.0
+    written, wanted = Counter(_words(text)), Counter(_words(right))
+    common = (written & wanted).total()
+    return 2 * common / (written.total() + wanted.total()) if common else 0.0
 
 
 def rouge_l(text: str, right: str, classes: Sequence[str] = ()) -> float:
@@ -34,12 +34,12 @@ def rouge_l(text: str, right: str, classes: Sequence[str] = ()) -> float:
     case, repeated words counted, so the two are not to be compared. The package's own recursion fails, and LongBench
     then counts 0, for sentences of about a thousand words together; here they are counted.
     """
-    said, wanted = _sentences(text), _sentences(right)
-    if not said or not wanted:
+    written, wanted = _sentences(text), _sentences(right)
+    if not written or not wanted:
         return 0.0
-    common = {word for sentence in wanted for other in said for word in _in_common(sentence, other)}
+    common = {word for sentence in wanted for other in written for word in _in_common(sentence, other)}
     recall = len(common) / len({word for sentence in wanted for word in sentence})
-    precision = len(common) / len({word for sentence in said for word in sentence})
+    precision = len(common) / len({word for sentence in written for word in sentence})
     return 2 * precision * recall / (precision + recall + 1e-8)
 
 

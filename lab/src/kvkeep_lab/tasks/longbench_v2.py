@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import re
 from collections.abc import Sequence
 from importlib import resources
@@ -12,11 +11,10 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from kvkeep.decode.prompt import encode
-from kvkeep.errors import UsageError
 from kvkeep_lab.subject import Subject
 from kvkeep_lab.tasks.base import Metric, Outcome, Point, Sample, Task
 from kvkeep_lab.tasks.longbench import cut
-from kvkeep_lab.tasks.rows import Hub, rows, source
+from kvkeep_lab.tasks.rows import Hub, drawn, rows, source
 
 PROMPT = resources.files("kvkeep_lab.tasks").joinpath("longbench_v2.txt").read_text("utf-8")
 """The authors' own (prompts/0shot.txt of THUDM/LongBench, MIT), to the letter."""
@@ -42,7 +40,7 @@ class LongBenchV2(Task):
     protocol = (
         "The authors' prompt without reasoning, cut in the middle to max_length tokens, in the model's chat template, "
         'read in chunks under the budget and answered greedily. The choice is the letter after "The correct answer '
-        'is"; without one the answer is wrong, as if nothing were said. Guessing gives 25 %.'
+        'is"; without one the answer is wrong. Guessing gives 25 %.'
     )
     metrics: ClassVar[tuple[Metric, ...]] = (
         Metric("overall", "overall"),
@@ -62,9 +60,7 @@ class LongBenchV2(Task):
     def prepare(self, tokenizer: Any, sources: Sequence[Path], point: Point, seed: int) -> list[Sample]:
         """Take questions; seed 0 takes the first ones, any other draws."""
         found = rows(sources[0], *_PLACES.values(), "answer", "difficulty", "length")
-        if len(found) < self.samples:
-            raise UsageError(f"'{sources[0]}' has {len(found)} questions, and {self.samples} are wanted.")
-        taken = found[: self.samples] if seed == 0 else random.Random(seed).sample(found, self.samples)
+        taken = drawn(found, self.samples, seed, f"'{sources[0]}' has {len(found)} questions")
         return [self._sample(tokenizer, row) for row in taken]
 
     def _sample(self, tokenizer: Any, row: dict[str, Any]) -> Sample:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from kvkeep_lab.subject import Cost, Subject
+from kvkeep_lab.subject import AnswerCost, Subject
 from kvkeep_lab.tasks.base import Metric, Outcome, Point, Sample, Task
 from kvkeep_lab.tasks.texts import joined, passage, text_files
 
@@ -51,5 +51,5 @@ class Match(Task):
         assert row.kl_mean is not None and row.match is not None and row.top1 is not None and row.perplexity is not None
         scores = {"kl": row.kl_mean, "match": row.match, "top1": row.top1, "nll": math.log(row.perplexity)}
         token_s = None if row.tokens_per_s is None else 1 / row.tokens_per_s
-        cost = Cost(len(sample.ids), row.prefill_s or 0.0, token_s, row.memory, row.exactness, row.entries)
+        cost = AnswerCost(len(sample.ids), row.prefill_s or 0.0, token_s, row.memory, row.exactness, row.entries)
         return Outcome(scores, cost)

@@ -113,9 +113,9 @@ class Needle(Task):
 
     def measure(self, subject: Subject, sample: Sample) -> Outcome:
         """Let the right answer be judged, and one be written."""
-        told, value = subject.examine(sample.ids, sample.facts["right"], self.new), sample.facts["value"]
-        scores = {"found": float(contains(told.text, value)), "words": share(told.text, value)}
-        return Outcome({**scores, "loglik": fmean(told.logs)}, told.cost)
+        answer, value = subject.examine(sample.ids, sample.facts["right"], self.new), sample.facts["value"]
+        scores = {"found": float(contains(answer.text, value)), "words": share(answer.text, value)}
+        return Outcome({**scores, "loglik": fmean(answer.logs)}, answer.cost)
 
 
 def hidden(hay: str, needle: str, depth: float) -> str:
@@ -128,14 +128,14 @@ def hidden(hay: str, needle: str, depth: float) -> str:
 
 def contains(text: str, value: str) -> bool:
     """Tell whether ``value`` stands in ``text``, case and spaces aside."""
-    said, wanted = (f" {' '.join(_words(part))} " for part in (text, value))
-    return wanted in said
+    written, wanted = (f" {' '.join(_words(part))} " for part in (text, value))
+    return wanted in written
 
 
 def share(text: str, value: str) -> float:
     """Return the share of the words of ``value`` that are in ``text``."""
-    said, wanted = set(_words(text)), _words(value)
-    return fmean(word in said for word in wanted)
+    written, wanted = set(_words(text)), _words(value)
+    return fmean(word in written for word in wanted)
 
 
 def _words(text: str) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
@@ -14,7 +13,7 @@ from kvkeep.decode.prompt import read_text
 from kvkeep.errors import UsageError
 from kvkeep_lab.subject import Subject
 from kvkeep_lab.tasks.base import Metric, Outcome, Point, Sample, Task
-from kvkeep_lab.tasks.rows import source
+from kvkeep_lab.tasks.rows import drawn, source
 
 
 class Perplexity(Task):
@@ -54,15 +53,12 @@ class Perplexity(Task):
         stride = self.stride or length
         ids = list(tokenizer(read_text(str(sources[0])), add_special_tokens=False, verbose=False).input_ids)
         count = (len(ids) - length) // stride + 1
-        if count < self.samples:
-            raise UsageError(
-                f"'{sources[0]}' has {max(count, 0)} windows of {length} tokens, and {self.samples} are wanted."
-            )
-        numbers = range(self.samples) if seed == 0 else sorted(random.Random(seed).sample(range(count), self.samples))
+        there = f"'{sources[0]}' has {max(count, 0)} windows of {length} tokens"
+        numbers = sorted(drawn(range(count), self.samples, seed, there))
         first = max(1, length - stride)
         return [Sample(ids[number * stride :][:length], {"first": first}) for number in numbers]
 
     def measure(self, subject: Subject, sample: Sample) -> Outcome:
         """Let the window's tokens be scored."""
-        told = subject.score(sample.ids, sample.facts["first"], self.step)
-        return Outcome({"nll": -fmean(told.logs)}, told.cost)
+        logs, cost = subject.score(sample.ids, sample.facts["first"], self.step)
+        return Outcome({"nll": -fmean(logs)}, cost)

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from kvkeep.decode.prompt import read_text
 from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.models.folders import cache_folder
 from kvkeep.models.scratch import scratch
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -64,9 +68,9 @@ def _fetched(hub: Hub, path: Path, file: str) -> Path:
             with (folder / path.name).open("w", encoding="utf-8") as lines:
                 lines.writelines(f"{json.dumps(row, ensure_ascii=False)}\n" for row in islice(found, hub.rows))
         except Exception as error:  # of many libraries: the hub's, the network's, the file format's
-            said = str(error).strip().splitlines() or [repr(error)]
+            reason = str(error).strip().splitlines() or [repr(error)]
             raise KvkeepError(
-                f"The data set '{hub.repository}' could not be fetched from the hub ({said[0]}); "
+                f"The data set '{hub.repository}' could not be fetched from the hub ({reason[0]}); "
                 f"check the network, or give the folder that holds {file} (--data FOLDER)."
             ) from error
         os.replace(folder / path.name, path)
@@ -94,6 +98,14 @@ def rows(path: Path, *wanted: str) -> list[dict[str, Any]]:
                 f"{place} {number} of '{path}' has no field '{missing[0]}'; wanted are {', '.join(wanted)}."
             )
     return found
+
+
+def drawn(found: Sequence[T], count: int, seed: int, what: str) -> list[T]:
+    """Return ``count`` of what was found: the first ones for seed 0, for any other seed a draw. Raises UsageError where
+    there are fewer; ``what`` says how many of what there are, and where."""
+    if len(found) < count:
+        raise UsageError(f"{what}, and {count} are wanted.")
+    return list(found[:count]) if seed == 0 else random.Random(seed).sample(found, count)
 
 
 def _parsed(line: str) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -15,7 +14,7 @@ from kvkeep.decode.prompt import encode, question
 from kvkeep.errors import UsageError
 from kvkeep_lab.subject import Subject
 from kvkeep_lab.tasks.base import Metric, Outcome, Point, Sample, Task
-from kvkeep_lab.tasks.rows import Hub, rows, source
+from kvkeep_lab.tasks.rows import Hub, drawn, rows, source
 
 _KINDS = ("rouge1", "rouge2", "rougeL")
 
@@ -59,7 +58,6 @@ class Summary(Task):
         Metric("rougeL", "ROUGE-L"),
     )
     relative = ("rouge1", "rougeL")
-    packages: ClassVar[dict[str, str]] = {"rouge_score": "rouge-score"}
 
     file: str = Field("xsum_0shot_first200.jsonl", description="the file in the data folder")
     samples: int = Field(8, ge=1, description="articles of each cell")
@@ -77,10 +75,8 @@ class Summary(Task):
             for article, summary in articles(sources[0])
             if len(ids := _prompt(tokenizer, article)) >= self.least
         ]
-        if len(found) < self.samples:
-            count = f"{len(found)} articles of {self.least} tokens or more"
-            raise UsageError(f"'{sources[0]}' has {count}, and {self.samples} are wanted.")
-        return found[: self.samples] if seed == 0 else random.Random(seed).sample(found, self.samples)
+        there = f"'{sources[0]}' has {len(found)} articles of {self.least} tokens or more"
+        return drawn(found, self.samples, seed, there)
 
     def measure(self, subject: Subject, sample: Sample) -> Outcome:
         """Let the summary be written, and compare it."""

@@ -11,10 +11,8 @@ from typing import Any
 
 import pytest
 from kvkeep_lab.tasks.ruler import qa
-from kvkeep_lab.tasks.ruler.families import FAMILIES, GENERATED
-from kvkeep_lab.tasks.ruler.family import ESSAYS, Asked
-from kvkeep_lab.tasks.ruler.niah import NOISE
-from kvkeep_lab.tasks.ruler.vocabulary import ADJECTIVES, NOUNS, VERBS, WORDS
+from kvkeep_lab.tasks.ruler.families import ESSAYS, FAMILIES, GENERATED
+from kvkeep_lab.tasks.ruler.generated import LISTS, NOISE, WORDS, Asked
 
 from kvkeep.errors import UsageError
 
@@ -66,8 +64,8 @@ def asked(name: str, size: int = 40, length: int = 4096, seed: int = 0) -> Asked
 
 
 def test_words_are_different_and_many_enough() -> None:
-    assert len(WORDS) == len(set(NOUNS) | set(ADJECTIVES) | set(VERBS)) > 800
-    assert all(len(words) == len(set(words)) for words in (NOUNS, ADJECTIVES, VERBS))
+    assert list(LISTS) == ["nouns", "adjectives", "verbs"] and len(WORDS) == len(set().union(*LISTS.values())) > 800
+    assert all(len(words) == len(set(words)) for words in LISTS.values())
     assert all(re.fullmatch("[a-z]+", word) for word in WORDS)
 
 

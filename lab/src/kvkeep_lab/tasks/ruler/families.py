@@ -1,15 +1,39 @@
-"""The families by RULER's own names, in its order and with its settings (scripts/synthetic.yaml, constants.py)."""
+"""RULER's families by its own names, in its order and with its settings (scripts/synthetic.yaml, constants.py)."""
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 from kvkeep_lab.tasks.ruler import qa
-from kvkeep_lab.tasks.ruler.aggregation import COMMON, common_words, frequent_words
-from kvkeep_lab.tasks.ruler.family import ESSAYS, Family
-from kvkeep_lab.tasks.ruler.niah import Niah, words
-from kvkeep_lab.tasks.ruler.tracking import track
-from kvkeep_lab.tasks.ruler.vocabulary import WORDS
+from kvkeep_lab.tasks.ruler.generated import COMMON, WORDS, Asked, Niah, common_words, frequent_words, track, words
+
+ESSAYS = "haystack"
+"""Stands for the essays among the files that families read."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """One of RULER's tasks.
+
+    ask: makes a question of what was loaded, draws, a size (in the family's own units: words, lines, documents), and
+    the length wanted in tokens, which sets how hard it is. The same draws make the same question. new: tokens that
+    RULER lets a model write. least, most: sizes, None being no end. reads: the file, :data:`ESSAYS`, or "" for none;
+    load: makes of the files what ``ask`` takes. some: one of the answers is enough.
+    """
+
+    ask: Callable[[Any, random.Random, int, int], Asked]
+    new: int
+    least: int = 1
+    most: Callable[[Any], int | None] = lambda loaded: None
+    reads: str = ""
+    load: Callable[[Sequence[Path]], Any] = lambda paths: None
+    some: bool = False
+
 
 _niah = partial(Family, new=128)
 _in_essays = partial(_niah, least=20, reads=ESSAYS, load=words)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kvkeep.errors import UsageError
 from kvkeep_lab.tasks.rows import rows
-from kvkeep_lab.tasks.ruler.family import Asked
+from kvkeep_lab.tasks.ruler.generated import Asked
 
 _ONLY = "Answer the question based on the given documents. Only give me the answer and do not output any other words."
 _TEXT = f"{_ONLY}\n\nThe following are given documents.\n\n{{context}}\n\n{_ONLY}\n\nQuestion: {{query}}"
@@ -76,7 +76,7 @@ def hotpotqa(paths: Sequence[Path]) -> Documents:
     """Read HotpotQA's JSON list, each question of which has documents of its own, as (title, sentences)."""
     with _understood(paths[0], "HotpotQA"):
         found = [
-            (row["question"], row["answer"], [f"{title}\n{''.join(said)}" for title, said in row["context"]])
+            (row["question"], row["answer"], [f"{title}\n{''.join(sentences)}" for title, sentences in row["context"]])
             for row in rows(paths[0])
         ]
         texts = sorted({text for _, _, own in found for text in own})

@@ -16,8 +16,8 @@ from kvkeep.errors import UsageError, unknown
 from kvkeep_lab.subject import Subject
 from kvkeep_lab.tasks.base import Metric, Outcome, Point, Sample, Task
 from kvkeep_lab.tasks.rows import source
-from kvkeep_lab.tasks.ruler.families import FAMILIES, GENERATED
-from kvkeep_lab.tasks.ruler.family import ESSAYS, Asked
+from kvkeep_lab.tasks.ruler.families import ESSAYS, FAMILIES, GENERATED
+from kvkeep_lab.tasks.ruler.generated import Asked
 from kvkeep_lab.tasks.texts import text_files
 
 
@@ -88,16 +88,16 @@ class Ruler(Task):
     def measure(self, subject: Subject, sample: Sample) -> Outcome:
         """Let the right answer be judged, and one be written."""
         facts = sample.facts
-        told = subject.examine(sample.ids, facts["right"], facts["new"])
-        matched = string_match(told.text, facts["answers"], some=facts["some"])
-        return Outcome({"match": matched, "loglik": fmean(told.logs)}, told.cost)
+        answer = subject.examine(sample.ids, facts["right"], facts["new"])
+        matched = string_match(answer.text, facts["answers"], some=facts["some"])
+        return Outcome({"match": matched, "loglik": fmean(answer.logs)}, answer.cost)
 
 
 def string_match(text: str, answers: Sequence[str], *, some: bool) -> float:
     """Return RULER's ``string_match_all`` of one answer, from 0 to 1: the share of ``answers`` in ``text``; with
     ``some`` its ``string_match_part``: whether one of them is."""
-    said = re.sub(r"[\x00-\x1f]", "\n", text.strip()).strip().lower()
-    found = [answer.lower() in said for answer in answers]
+    written = re.sub(r"[\x00-\x1f]", "\n", text.strip()).strip().lower()
+    found = [answer.lower() in written for answer in answers]
     return float(any(found)) if some else fmean(found)
 
 

@@ -1,0 +1,105 @@
+"""Numbers, names and tables as a report writes them: shares in percent, nats as perplexity, intervals in brackets."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+
+from kvkeep_lab.intervals import Estimate
+from kvkeep_lab.tasks.base import Metric
+
+
+def titled(metric: Metric) -> str:
+    """Return what stands over a column of a metric, or over its figure."""
+    return f"{metric.label} (%)" if metric.percent else metric.label
+
+
+def shown(metric: Metric, value: float) -> float:
+    """Return a mean in the unit that readers see: percent of a share, the perplexity of nats."""
+    match metric.kind:
+        case "share" | "saving":
+            return 100 * value
+        case "number":
+            return value
+        case "perplexity":
+            return math.exp(value)
+
+
+def number(metric: Metric, value: float) -> str:
+    """Return a mean as a person reads it."""
+    return f"{shown(metric, value):.1f}" if metric.percent else f"{shown(metric, value):.3g}"
+
+
+def change(metric: Metric, value: float) -> str:
+    """Return a difference as a person reads it: signed, or of perplexities a factor."""
+    match metric.kind:
+        case "share" | "saving":
+            return f"{100 * value:+.1f}"
+        case "number":
+            return f"{value:+.3g}"
+        case "perplexity":
+            return f"× {math.exp(value):.3g}"
+
+
+def limit(metric: Metric, value: float, difference: bool) -> str:
+    """Return a limit of a mean, or of a difference, with its unit."""
+    if metric.percent:
+        return f"{100 * value:+g} points" if difference else f"{100 * value:g} %"
+    return change(metric, value) if difference else number(metric, value)
+
+
+def estimate_text(metric: Metric, found: Estimate) -> str:
+    """Return an estimate as a person reads it, its interval in brackets."""
+    mean, low, high = (number(metric, value) for value in (found.mean, found.low, found.high))
+    return mean if found.n == 1 else f"{mean} [{low}, {high}]"
+
+
+def difference_text(metric: Metric, found: Estimate) -> str:
+    """Return an estimate of a difference as a person reads it, its interval in brackets."""
+    mean, low, high = (change(metric, value) for value in (found.mean, found.low, found.high))
+    return mean if found.n == 1 else f"{mean} [{low}, {high}]"
+
+
+def megabytes(count: float) -> str:
+    """Return bytes as a person reads them."""
+    return f"{count / 1e6:.1f} MB"
+
+
+def milliseconds(seconds: float | None) -> str:
+    """Return the seconds of a token as a person reads them."""
+    return "-" if seconds is None else f"{1e3 * seconds:.0f} ms"
+
+
+def ways(found: Iterable[tuple[str, str | None]]) -> str:
+    """Return names (Markdown) and budgets, those with the same budgets together."""
+    budgets: dict[str, list[str]] = {}
+    for name, budget in found:
+        budgets.setdefault(name, []).extend([budget] if budget else [])
+    names: dict[tuple[str, ...], list[str]] = {}
+    for name, own in budgets.items():
+        names.setdefault(tuple(own), []).append(name)
+    return "; ".join(f"{listed(some)} at {listed(own)}" if own else listed(some) for own, some in names.items())
+
+
+def table(headings: Sequence[str], rows: Iterable[Sequence[str]], right: int | None = None) -> str:
+    """Return a Markdown table: the first two columns to the left, ``right`` others (None: all) to the right."""
+    numbers = len(headings) - 2 if right is None else right
+    rule = ["---", "---", *["---:"] * numbers, *["---"] * (len(headings) - 2 - numbers)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (headings, rule, *rows))
+
+
+def listed(words: Iterable[str]) -> str:
+    """Return words with commas, and "and" before the last."""
+    *most, last = words
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+def code(word: str) -> str:
+    """Return a name as Markdown."""
+    return f"`{word}`"
+
+
+def escaped(text: str) -> str:
+    """Return a sentence as Markdown that says the same, whatever is in it, on one line."""
+    return re.sub(r"([\\`*_\[\]<>|#])", r"\\\1", " ".join(text.split()))

@@ -1,0 +1,121 @@
+"""The records of one experiment, in one setting (sizes, data, dtype), on one model, and the chapter made of them."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvkeep_lab.experiment import ExperimentBase
+from kvkeep_lab.paper import Claim
+from kvkeep_lab.report.chapter import Chapter, Picture, Verdict
+from kvkeep_lab.report.verdicts import ClaimCase, verdict
+from kvkeep_lab.store import Record
+from kvkeep_lab.tasks.base import Metric
+
+
+@dataclass(frozen=True)
+class Group(ABC):
+    """records: one for each cell, the newest; where a cell was measured, a later failure counts for nothing."""
+
+    experiment: ExperimentBase
+    setting: str
+    model: str
+    records: Sequence[Record]
+
+    @property
+    def name(self) -> str:
+        """What files about it are called."""
+        model = Path(self.model).name.removesuffix(".gguf")
+        return f"{self.experiment.name}-{model}-{self.setting[:6]}"
+
+    @property
+    def title(self) -> str:
+        """The chapter's."""
+        return f"{self.experiment.title}: {self.model}"
+
+    @property
+    def versions(self) -> list[dict[str, str]]:
+        """Versions that took part."""
+        return _different(record.versions for record in self.records)
+
+    @property
+    def machines(self) -> list[dict[str, Any]]:
+        """Machines that took part; records that do not say how many processes measured side by side are of one."""
+        return _different({"workers": 1} | record.machine for record in self.records)
+
+    @property
+    def dtypes(self) -> str:
+        """The precisions of all machines."""
+        return " and ".join(sorted({str(machine.get("dtype")) for machine in self.machines}))
+
+    @property
+    def origin(self) -> str:
+        """The experiment, machines and versions, as a sentence of Markdown."""
+        machines = "; ".join(
+            f"{one.get('device')}, {one.get('dtype')}, {one.get('platform')}, threads {one.get('threads')}"
+            + (f", {one['workers']} processes" if one["workers"] > 1 else "")
+            for one in self.machines
+        )
+        versions = "; ".join(", ".join(f"{name} {version}" for name, version in one.items()) for one in self.versions)
+        return f"Experiment `{self.experiment.name}`: {machines}. {versions}."
+
+    @property
+    @abstractmethod
+    def ours(self) -> str:
+        """Model, precision and sizes, beside the paper's own setting."""
+
+    @abstractmethod
+    def blocks(self) -> Iterator[str | Picture]:
+        """Yield Markdown and pictures."""
+
+    @abstractmethod
+    def missing(self) -> Iterator[str]:
+        """Yield what was not measured, and why, in sentences."""
+
+    @abstractmethod
+    def cases(self, claim: Claim) -> list[ClaimCase]:
+        """Return the cases of a claim with a metric, and what was measured of each."""
+
+    @abstractmethod
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything as plain types."""
+
+    def undecided(self) -> Iterator[str]:
+        """Yield, in sentences, what the paper says and no number here decides."""
+        yield from (f"The paper says: {claim.says}" for claim in self.experiment.claims if claim.metric is None)
+
+    def judged(self) -> Iterator[Verdict]:
+        """Yield a verdict for each claim that numbers decide."""
+        yield from (self.verdict(claim) for claim in self.experiment.claims if claim.metric is not None)
+
+    def verdict(self, claim: Claim) -> Verdict:
+        """Return what was found of a claim with a metric."""
+        assert claim.metric is not None
+        return verdict(claim, self.metric(claim.metric), self.cases(claim))
+
+    def metric(self, name: str) -> Metric:
+        """Return a metric of the task or study."""
+        return next(metric for metric in self.experiment.subject.metrics if metric.name == name)
+
+    def chapter(self) -> Chapter:
+        """Return the chapter."""
+        paper, blocks = self.experiment.paper, list(self.blocks())
+        if undecided := list(self.undecided()):
+            blocks.append("What no number here decides:\n\n" + "\n".join(f"* {sentence}" for sentence in undecided))
+        return Chapter(
+            self.title,
+            tuple(blocks),
+            beside="" if paper is None else f"{paper.title}, {paper.where}",
+            theirs="" if paper is None else paper.setting,
+            ours=self.ours,
+            verdicts=tuple(self.judged()),
+            missing=tuple(self.missing()),
+        )
+
+
+def _different(found: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    return list({json.dumps(one, sort_keys=True): one for one in found}.values())

@@ -1,0 +1,175 @@
+"""What was measured of each method at each budget: means and intervals over all points, seeds and samples; and which
+of them no other beats in both quality and cost."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from statistics import fmean
+from typing import Any
+
+from kvkeep_lab.experiment import Experiment
+from kvkeep_lab.intervals import Estimate, estimate
+from kvkeep_lab.paper import PaperValue
+from kvkeep_lab.store import TaskRecord
+from kvkeep_lab.tasks.base import Metric, Point
+
+Place = tuple[str, int]
+"""A point, as JSON, and a seed: methods share its prompts."""
+
+Samples = dict[Place, dict[str, list[float]]]
+"""The numbers of each metric, in the samples' order, by place."""
+
+NOISE = 1e-6
+"""A mean is better by more than this: below lies the rounding of exact methods."""
+
+
+@dataclass(frozen=True, eq=False)
+class MethodResult:
+    """One method at one budget.
+
+    cells: how many were measured, of how many. scores: by metric. beside: the difference from the baseline, sample by
+    sample. held_bytes: mean over the cells of the bytes of entries that attention reads; checkpoint_bytes: of
+    checkpoints, wherever they are. prefill_s, token_s: mean seconds of a prompt, and of each token after the first.
+    entries: the fewest and the most of a full layer. at: each point's mean of each metric. error: why a cell is
+    missing. samples: the numbers themselves.
+    """
+
+    method: str
+    budget: str | None
+    cells: int
+    of: int
+    exactness: str = ""
+    entries: tuple[int, int] | None = None
+    scores: dict[str, Estimate] = field(default_factory=dict)
+    beside: dict[str, Estimate] = field(default_factory=dict)
+    held_bytes: float = 0.0
+    checkpoint_bytes: float = 0.0
+    prefill_s: float = 0.0
+    token_s: float | None = None
+    at: tuple[tuple[Point, dict[str, float]], ...] = ()
+    paper: tuple[PaperValue, ...] = ()
+    error: str = ""
+    samples: Samples = field(default_factory=dict, repr=False)
+
+    @property
+    def label(self) -> str:
+        """Method and budget as a person reads them."""
+        return self.method if self.budget is None else f"{self.method} at {self.budget}"
+
+    @property
+    def total_bytes(self) -> float:
+        """Bytes of entries and of checkpoints."""
+        return self.held_bytes + self.checkpoint_bytes
+
+    def values(self, metric: str) -> list[float]:
+        """Return all numbers of a metric."""
+        return [value for scores in self.samples.values() for value in scores[metric]]
+
+    def minus(self, other: Samples, metric: str) -> list[float]:
+        """Return the differences from another's samples, one by one, wherever both were measured."""
+        return [
+            mine - theirs
+            for place, scores in self.samples.items()
+            if place in other
+            for mine, theirs in zip(scores[metric], other[place][metric], strict=True)
+        ]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything but the single samples as plain types; scores are None where nothing was measured."""
+        plain = {key: value for key, value in asdict(self).items() if key != "samples"}
+        plain |= {} if self.scores else {"scores": None, "beside": None}
+        return {**plain, "paper": [value.model_dump(mode="json") for value in self.paper]}
+
+
+def method_results(experiment: Experiment, records: Sequence[TaskRecord]) -> tuple[MethodResult, ...]:
+    """Return what ``records`` hold of each method and budget, in the experiment's order."""
+    of: dict[tuple[str, str | None], list[TaskRecord]] = {way: [] for way in experiment.ways()}
+    for record in records:
+        of.setdefault((record.method, record.budget), []).append(record)
+    first = next((mine for (method, _), mine in of.items() if method == experiment.baseline and mine), [])
+    baseline = _samples([record for record in first if record.status == "done"])
+    return tuple(_result(experiment, *way, mine, baseline) for way, mine in of.items() if mine)
+
+
+def _result(
+    experiment: Experiment, method: str, budget: str | None, records: Sequence[TaskRecord], baseline: Samples
+) -> MethodResult:
+    done = [record for record in records if record.status == "done"]
+    values = () if experiment.paper is None else experiment.paper.values
+    bare = MethodResult(
+        method,
+        budget,
+        cells=len(done),
+        of=max(len(records), len(experiment.task.points()) * len(experiment.seeds)),
+        paper=tuple(value for value in values if value.method == method and value.budget in (None, budget)),
+        error=next((record.error for record in records if record.status == "failed"), ""),
+        samples=_samples(done),
+    )
+    if not done:
+        return bare
+    metrics = [metric.name for metric in experiment.task.metrics]
+    pairs = {} if method == experiment.baseline else {name: bare.minus(baseline, name) for name in metrics}
+    steps = [value for record in done for value in record.token_s if value is not None]
+    entries = [record.entries for record in done if record.entries is not None]
+    return replace(
+        bare,
+        exactness=done[-1].exactness,
+        entries=(min(entries), max(entries)) if entries else None,
+        scores={name: estimate(found) for name in metrics if (found := bare.values(name))},  # some are of few samples
+        beside={name: estimate(values) for name, values in pairs.items() if values},
+        held_bytes=fmean(record.held_bytes for record in done),
+        checkpoint_bytes=fmean(record.checkpoint_bytes for record in done),
+        prefill_s=fmean(value for record in done for value in record.prefill_s),
+        token_s=fmean(steps) if steps else None,
+        at=tuple(_at(done)),
+    )
+
+
+def _at(done: Sequence[TaskRecord]) -> Iterator[tuple[Point, dict[str, float]]]:
+    points: dict[str, list[TaskRecord]] = {}
+    for record in done:
+        points.setdefault(json.dumps(record.point, sort_keys=True), []).append(record)
+    for records in points.values():
+        found = {name: [value for record in records for value in record.scores[name]] for name in records[0].scores}
+        yield records[0].point, {name: fmean(values) for name, values in found.items() if values}
+
+
+def _samples(done: Sequence[TaskRecord]) -> Samples:
+    return {(json.dumps(record.point, sort_keys=True), record.seed): record.scores for record in done}
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A cost that quality is compared with. name: in files and tables; of: in a sentence; cost: of a result, in
+    ``unit``, None where it was not measured. timed: it compares only within one machine."""
+
+    name: str
+    of: str
+    unit: str
+    cost: Callable[[MethodResult], float | None]
+    timed: bool = False
+
+
+AXES = (
+    Axis("memory", "memory", "MB", lambda result: result.total_bytes / 1e6 or None),
+    Axis("speed", "time a token", "ms a token", lambda result: result.token_s and 1e3 * result.token_s, timed=True),
+)
+"""Memory, and speed."""
+
+
+def frontier(results: Sequence[MethodResult], metric: Metric, axis: Axis) -> list[MethodResult]:
+    """Return the Pareto-optimal results of those with numbers, the cheapest first: each is better than all that cost
+    less, by its mean and by more than :data:`NOISE`."""
+    found, best, sign = list[MethodResult](), float("-inf"), 1 if metric.better == "higher" else -1
+    priced = [
+        (cost, -sign * result.scores[metric.name].mean, result)
+        for result in results
+        if (cost := axis.cost(result)) is not None
+    ]
+    for _, badness, result in sorted(priced, key=lambda one: one[:2]):
+        if -badness > best + NOISE:
+            found.append(result)
+            best = -badness
+    return found

@@ -1,0 +1,96 @@
+"""Studies in stores and reports: what they find, what becomes of claims, and what failed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import WORDS
+from kvkeep_lab.experiment import StudyExperiment
+from kvkeep_lab.report import groups, markdown
+from kvkeep_lab.report.chapter import Outcome
+from kvkeep_lab.runner import run
+from kvkeep_lab.store import Store
+from kvkeep_lab.studies.token_bytes import TokenBytes
+from results import chapters
+
+from kvkeep.errors import KvkeepError
+
+
+@pytest.fixture
+def experiment(model_folder: Path) -> StudyExperiment:
+    claims = [
+        {"says": "It is so.", "metric": "rho", "at_least": 3.9, "at_most": 4.1},
+        {"says": "It is not.", "metric": "rho", "at_most": 1.0},
+        {"says": "Nobody knows."},
+    ]
+    values = [{"metric": "rho", "value": 20.0, "note": "another model"}]
+    paper = {"title": "A Paper", "where": "Table 1", "setting": "large", "claims": claims, "values": values}
+    return StudyExperiment.model_validate(
+        {
+            "name": "small",
+            "title": "Small",
+            "models": [str(model_folder)],
+            "study": {"name": "token-bytes", "shapes": ["qwen3-0.6b"]},
+            "paper": paper,
+        }
+    )
+
+
+def test_a_study_is_run_once_and_its_chapter_says_what_it_found(experiment: StudyExperiment, tmp_path: Path) -> None:
+    store, told = Store(tmp_path / "r.jsonl"), []
+    tally = run(experiment, store, progress=lambda *given: told.append(given[1:]))
+    assert (tally.done, tally.found, told[0]) == (1, 0, (0, 100))
+    assert run(experiment, Store(tmp_path / "r.jsonl")).found == 1
+    store = Store(tmp_path / "r.jsonl")
+    store.refresh()
+    (record,) = store.records
+    assert record.machine["dtype"] == "float32" and record.seconds > 0
+    (one,) = groups([store])
+    (chapter,) = chapters(store)
+    assert [verdict.outcome for verdict in chapter.verdicts] == [Outcome.HOLDS, Outcome.DIFFERS]
+    text = markdown([chapter])
+    assert "| ρ | 4 | 20 (another model) |" in text and "* The paper says: Nobody knows." in text
+    assert "KB a token" in text and "112.0, 2.0, 56.0" in text and f"![Small: {one.model}]" not in text
+    assert len(chapter.pictures) == 1 and one.as_dict()["values"]["rho"] == [4.0]
+
+
+def test_what_fails_is_told_and_a_later_failure_undoes_nothing(
+    experiment: StudyExperiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*given: Any) -> Any:
+        raise KvkeepError("It cannot be.")
+
+    store = Store(tmp_path / "r.jsonl")
+    with monkeypatch.context() as patch:
+        patch.setattr(TokenBytes, "measure", refused)
+        tally = run(experiment, store)
+    assert [(record.error, record.label) for record in tally.failed] == [("It cannot be.", experiment.models[0])]
+    store.refresh()
+    (chapter,) = chapters(store)
+    assert chapter.missing == ("Seed 0: It cannot be.",) and chapter.verdicts[0].outcome is Outcome.UNMEASURED
+    run(experiment, store)
+    store.refresh()
+    store.append(store.records[0].model_copy(update={"started": "9999"}))
+    store.refresh()
+    (one,) = groups([store])
+    assert [record.status for record in one.records] == ["done"]
+
+
+def test_numbers_that_vary_are_judged_over_seeds(experiment: StudyExperiment, tmp_path: Path) -> None:
+    study = {"name": "sketch-error", "tokens": 64, "loads": [6]}
+    claims = [{"says": "Less.", "metric": "lemma", "at_most": 50.0}]
+    paper = {**experiment.model_dump(mode="json")["paper"], "claims": claims, "values": []}
+    varying = experiment.with_(study=study, paper=paper, seeds=[0, 1, 2])
+    (tmp_path / "text.txt").write_text(" ".join(WORDS * 5))
+    store = Store(tmp_path / "r.jsonl")
+    run(varying.with_(seeds=[0]), store, tmp_path)
+    store.refresh()
+    (chapter,) = chapters(store)
+    assert chapter.verdicts[0].outcome is Outcome.OPEN  # of one number nothing is sure
+    run(varying, store, tmp_path)
+    store.refresh()
+    (chapter,) = chapters(store)
+    assert chapter.verdicts[0].outcome is Outcome.HOLDS and chapter.verdicts[0].samples == 3
+    assert "seeds 0, 1 and 2" in chapter.ours
