@@ -218,7 +218,8 @@ class Resident(Protocol):
         once they are settled."""
 
     def held(self, alone: bool = False) -> Tensor:
-        """Return which slots are resident, (lanes, slots) bool; ``alone``: and stand for no other."""
+        """Return which slots are resident, (lanes, slots) bool, or (1, slots) where lanes are alike; ``alone``: and
+        stand for no other."""
 
     def truncate(self, length: int) -> None:
         """Forget the slots from ``length`` on; entries that left before do not come back by it."""

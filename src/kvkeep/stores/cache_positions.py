@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvkeep.memory.meter import storage_bytes
 from kvkeep.models.adapter import Adapter
 from kvkeep.stores.layer import Layer
 
@@ -71,8 +72,8 @@ class CachePositions:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the angles that sinks are turned by."""
-        return sum(one.nbytes for angles in self._angles.values() for one in angles)
+        """Bytes of gaps, and of the angles that sinks are turned by."""
+        return storage_bytes(self._next, self.gap, *(one for angles in self._angles.values() for one in angles))
 
     def select(self, index: Tensor) -> None:
         """Make the batch the rows of ``index``."""

@@ -19,9 +19,11 @@ GROUP = 32
 
 
 class Codec(ABC):
-    """What a group is kept as, and how attention reads it. kept: what becomes of an entry in a group."""
+    """What a group is kept as, and how attention reads it. kept: what becomes of an entry in a group. nbytes: bytes of
+    what it needs for that."""
 
     kept: ClassVar[EntryState]
+    nbytes: int = 0
 
     @abstractmethod
     def encode(self, keys: Tensor, values: Tensor, slots: Tensor) -> list[Tensor]:
@@ -147,8 +149,8 @@ class Groups(EvictedStore):
 
     @property
     def bookkeeping_bytes(self) -> int:  # type: ignore[override]
-        """Bytes allocated for slots."""
-        return nbytes(self.slots, *self.waiting[2:])
+        """Bytes allocated for slots, and for what groups are read by."""
+        return nbytes(self.slots, *self.waiting[2:]) + self.codec.nbytes
 
 
 def grown(held: int, room: int | None) -> int:

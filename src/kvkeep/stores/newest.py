@@ -78,9 +78,8 @@ class Newest:
         """Nothing: nobody asks what entries received."""
 
     def held(self, alone: bool = False) -> Tensor:
-        """Return which slots are resident, (lanes, slots) bool."""
-        lanes = 0 if self._keys.data is None else len(self._keys.data)
-        return (torch.arange(self.length) >= self.evicted).expand(lanes, -1)
+        """Return which slots are resident, (1, slots) bool: the same of all lanes."""
+        return (torch.arange(self.length) >= self.evicted)[None]
 
     def truncate(self, length: int) -> None:
         """Forget the slots from ``length`` on; those that left do not come back by it."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from kvkeep.attention import Segment
 from kvkeep.attention.step import Step
 from kvkeep.contracts import Evicted, Piece, Site
+from kvkeep.memory.meter import storage_bytes
 
 BLOCK_SIZE = 32
 """Entries a block. A row wastes half a block on average; a shared prefix is copied by at most one."""
@@ -106,7 +107,7 @@ class BlockTable:
     def nbytes(self) -> int:
         """Bytes of the places of blocks that rows do not share."""
         spans = self._spans or ()
-        return sum(where.nbytes for _, _, where in spans if not isinstance(where, int))
+        return storage_bytes(*(where for _, _, where in spans if not isinstance(where, int)))
 
     def truncate(self, length: int) -> None:
         """Give back the blocks beyond slot ``length``."""

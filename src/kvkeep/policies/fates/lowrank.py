@@ -13,7 +13,7 @@ from kvkeep.contracts import EntryState, EvictedStore, Fate, Held, Piece, Site
 from kvkeep.errors import UnsupportedModelError, UsageError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.memory.ledger import Ledger
-from kvkeep.memory.meter import Meter
+from kvkeep.memory.meter import Meter, storage_bytes
 from kvkeep.models.adapter import Adapter
 from kvkeep.models.binding import bind
 from kvkeep.policies.fates.base import exact_entries, spare
@@ -98,6 +98,11 @@ class Coordinates(Codec):
             weight = projection.weight.detach().float().view(layer.kv_heads, dim, -1)
             left = torch.linalg.svd(weight, full_matrices=False).U[:, :, :rank]
             self.bases.append(left.to(projection.weight.dtype))
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        """Bytes of the directions."""
+        return storage_bytes(*self.bases)
 
     def encode(self, keys: Tensor, values: Tensor, slots: Tensor) -> list[Tensor]:
         """Return the coordinates of keys before rotation, and of values."""
