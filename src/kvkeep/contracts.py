@@ -526,6 +526,11 @@ class Fate(ABC):
     merges: ClassVar[bool] = False
     makes_room: ClassVar[bool] = False
 
+    @property
+    def swaps(self) -> bool:
+        """Whether entries may be resident again as what they are estimated to be."""
+        return False
+
     def refuses(self, selector: Selector) -> str | None:
         """Return why it cannot be the fate of what ``selector`` lets go, in a sentence, or None."""
         return None

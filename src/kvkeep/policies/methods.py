@@ -92,6 +92,8 @@ class Method:
             return reason
         if self.recall.reads_single and (self.fate.merges or self.fate.makes_room):
             return "An entry that was merged into others would count twice once it is recalled beside them."
+        if self.recall.reads_single and self.fate.swaps:
+            return "An entry that is resident again as an estimate hides the exact one from the recall; with swap=0 none is."
         return None
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvkeep.memory.meter import storage_bytes
 from kvkeep.models.adapter import Adapter
+from kvkeep.stores.banks import Bank
 from kvkeep.stores.layer import Layer
 
 
@@ -24,6 +25,9 @@ class CachePositions:
         self.base = 0  # what is taken off every position
         self.gap = torch.zeros(1, dtype=torch.long)  # (rows or 1,): entries gone between the sinks and the rest
         self._next = self.gap
+        self._turned = self.gap > 0  # (rows or 1,): whose sinks have been turned, and are held as they came
+        self._before = self._turned  # the same, before this step
+        self._placed: set[int] = set()  # layers that this step has seen
         self._bases: dict[int, int] = {}  # the base that a layer's entries are turned for
         self._angles: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}  # of this step, by layer type and bank
         self._moved = False
@@ -41,11 +45,18 @@ class CachePositions:
         # A single token makes room before it is attended, a chunk afterwards.
         self.gap = self._next if count == 1 else held
         self._moved = length + (count == 1) > self.entries
+        self._before = self._turned.to(ordinals.device)
+        self._turned = self._before | (self.gap > 0)
+        self._placed.clear()
         self._angles.clear()
         return ordinals - self.base
 
     def place(self, layer: Layer) -> None:
         """Turn the keys of ``layer`` to where this step wants them."""
+        if self._moved and layer.index not in self._placed:
+            self._placed.add(layer.index)
+            for bank in layer.resident.banks:
+                self._keep(layer, bank)
         if (behind := self.base - self._bases.get(layer.index, 0)) > 0:
             self._bases[layer.index] = self.base
             for bank in layer.resident.banks:
@@ -55,42 +66,59 @@ class CachePositions:
         if not self._moved:
             return
         for number, bank in enumerate(layer.resident.banks):
-            if bank.sinks is None:
-                bank.sinks = bank.keys[:, : self.sinks].clone()
             angles = self._of(layer, number)
             bank.keys[:, : self.sinks] = self.adapter.turn(layer.index, bank.sinks[:, None], angles)[:, 0]
+
+    def _keep(self, layer: Layer, bank: Bank) -> None:
+        """Keep the sinks of a bank as they came, of lanes whose sinks have not been turned: they may not all be there
+        yet."""
+        came = bank.keys[:, None, : self.sinks]
+        if base := self._bases.get(layer.index, 0):
+            by = torch.full(came.shape[1:3], base, device=came.device)
+            came = self.adapter.turn(layer.index, came, self.adapter.angles(layer.index, came, by))
+        if bank.sinks is None:
+            bank.sinks = came[:, 0].clone()
+        else:
+            turned = _by_lane(layer, bank, self._before)
+            bank.sinks = torch.where(turned[:, None, None], bank.sinks, came[:, 0])
 
     def _of(self, layer: Layer, number: int) -> tuple[Tensor, Tensor]:
         """Return the angles that bring a bank's sinks to the window; layers of one type share them."""
         key = self.adapter.layer_type(layer.index), number
         if key not in self._angles:
-            bank, by = layer.resident.banks.banks[number], self.gap - self.base
-            if len(by) > 1:
-                by = bank.of(by.repeat_interleave(layer.heads))
+            bank = layer.resident.banks.banks[number]
+            by = _by_lane(layer, bank, self.gap - self.base)
             self._angles[key] = self.adapter.angles(layer.index, bank.keys, by[:, None].expand(-1, self.sinks))
         return self._angles[key]
 
     @property
     def nbytes(self) -> int:
         """Bytes of gaps, and of the angles that sinks are turned by."""
-        return storage_bytes(self._next, self.gap, *(one for angles in self._angles.values() for one in angles))
+        flags = self._turned, self._before
+        return storage_bytes(self._next, self.gap, *flags, *(one for angles in self._angles.values() for one in angles))
 
     def select(self, index: Tensor) -> None:
         """Make the batch the rows of ``index``."""
         if len(self._next) > 1:
             self._next = self._next[index.to(self._next.device)]
+        if len(self._turned) > 1:
+            self._turned = self._turned[index.to(self._turned.device)]
 
     def state(self) -> Tensor:
-        """Return what must be saved: the base, whether anything moved, bases by layer, and the gap of every row."""
+        """Return what must be saved: the base, whether anything moved, bases by layer, and of every row the gap and
+        whether its sinks were turned."""
         bases = [number for layer in sorted(self._bases.items()) for number in layer]
-        return torch.tensor([self.base, self._moved, len(bases), *bases, *self._next.tolist()])
+        turned = self._turned.expand(len(self._next)).tolist()
+        return torch.tensor([self.base, self._moved, len(bases), *bases, *self._next.tolist(), *turned])
 
     def restore(self, state: Tensor) -> None:
         """Take what :meth:`state` gave."""
         self.base, moved, count, *rest = state.tolist()
         self._moved, bases = bool(moved), rest[:count]
         self._bases = dict(zip(bases[::2], bases[1::2], strict=True))
-        self._next = self.gap = torch.tensor(rest[count:])
+        gaps, turned = torch.tensor(rest[count:]).chunk(2)
+        self._next = self.gap = gaps
+        self._turned = self._before = turned.bool()
 
     def holds_on_to(self, length: int) -> bool:
         """Tell whether cutting to ``length`` would cut into the sinks, which have moved already."""
@@ -99,3 +127,8 @@ class CachePositions:
     def truncate(self, length: int) -> None:
         """Forget the slots from ``length`` on."""
         self._next = self._next.clamp(max=max(0, length - self.sinks))
+
+
+def _by_lane(layer: Layer, bank: Bank, rows: Tensor) -> Tensor:
+    """Return a bank's share of something that every row has, or (1,) that all have."""
+    return rows if len(rows) == 1 else bank.of(rows.repeat_interleave(layer.heads))

@@ -258,14 +258,17 @@ class MergeNeighbours(EvictedStore):
     def state(self) -> dict[str, Tensor]:
         """Return what must be saved."""
         saved = {name: rows for name in _BY_LANE if (rows := getattr(self, name)) is not None}
-        return saved | {"tally": self.tally, "counts": torch.tensor([self.length, self.heads])}
+        scaling = torch.tensor([self.scaling], dtype=torch.float64)
+        counts = torch.tensor([self.length, self.heads, self.group])
+        return saved | {"tally": self.tally, "scaling": scaling, "counts": counts}
 
     def restore(self, state: dict[str, Tensor]) -> None:
         """Take what :meth:`state` gave."""
         for name in _BY_LANE:
             setattr(self, name, state.get(name))
         self.tally = state["tally"]
-        self.length, self.heads = state["counts"].tolist()
+        self.scaling = float(state["scaling"][0])
+        self.length, self.heads, self.group = state["counts"].tolist()
 
     def states(self, lanes: int, length: int) -> Tensor:
         """Return what became of the entry of each slot."""

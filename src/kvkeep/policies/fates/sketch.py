@@ -49,6 +49,11 @@ class Sketch(Fate):
         if self.rows not in MEDIAN:
             raise UsageError(f"A sketch has {', '.join(map(str, MEDIAN))} rows, not {self.rows}.")
 
+    @property
+    def swaps(self) -> bool:
+        """Where ``swap`` is given."""
+        return self.swap > 0
+
     def refuses(self, selector: Selector) -> str | None:
         """Selectors that look at keys and values, where entries would have to be compared with those in the sketch."""
         if self.swap and selector.needs_kv:
