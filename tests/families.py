@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
@@ -99,55 +98,17 @@ REFUSES: dict[str, tuple[str, ...]] = {"gemma4": ("residual:3", "tokens")}
 
 
 @cache
-def tiny(family: str) -> Any:
+def tiny(family: str, layers: int | None = None, positions: int | None = None) -> Any:
     """Return the tiny model of ``family``, the same for every call: float32, eval mode, larger-than-usual weights
-    so that attention is not flat."""
+    so that attention is not flat. ``layers``: of full attention, so many, and ``positions`` so many."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(FAMILIES[family]()).float().eval()
+    config = FAMILIES[family]()
+    if layers is not None:
+        config.num_hidden_layers, config.layer_types = layers, ["full_attention"] * layers
+    config.max_position_embeddings = positions or config.max_position_embeddings
+    model = AutoModelForCausalLM.from_config(config).float().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.mul_(6.0)
     return model
-
-
-def padded(lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random ids of rows of these lengths, padded at the left, and their mask."""
-    ids = torch.randint(2, VOCABULARY, (len(lengths), max(lengths)), generator=torch.Generator().manual_seed(3))
-    mask = torch.ones_like(ids)
-    for row, length in enumerate(lengths):
-        ids[row, : max(lengths) - length] = mask[row, : max(lengths) - length] = 0
-    return ids, mask
-
-
-def read(family: str, cache: Any, ids: torch.Tensor, mask: torch.Tensor, single: int) -> torch.Tensor:
-    """Read all but the last ``single`` tokens at once and those one by one; return their logits."""
-    length, logits = ids.shape[1], []
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    starts = [0, *range(length - single, length)]
-    for low, high in zip(starts, [*starts[1:], length], strict=True):
-        with torch.no_grad():
-            out = tiny(family)(
-                ids[:, low:high],
-                attention_mask=mask[:, :high],
-                position_ids=positions[:, low:high],
-                past_key_values=cache,
-                logits_to_keep=1,
-            )
-        logits.append(out.logits)
-    return torch.cat(logits, 1)
-
-
-def leave_in_the_middle(cache: Any, step: Callable[[], Any]) -> None:
-    """Take a step on ``cache`` that fails in its third layer."""
-    own = cache.stream.attend
-
-    def fails(module: Any, *args: Any) -> Any:
-        if module.layer_idx == 2:
-            raise RuntimeError("in the middle")
-        return own(module, *args)
-
-    cache.stream.attend = fails
-    with pytest.raises(RuntimeError, match="in the middle"):
-        step()
-    del cache.stream.attend

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvkeep.attention import Segment, attend, received, weighed
-from kvkeep.attention.visibility import new_mask, past_mask
 
 
 def dense(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float) -> Tensor:
@@ -97,18 +96,6 @@ def test_nothing_to_attend_is_an_error() -> None:
         attend(torch.randn(1, 1, 1, 8), [], 1.0)
 
 
-def test_masks_by_slot() -> None:
-    visible = torch.tensor([[False, True, True, True], [True, True, True, True]])
-    mask = past_mask(4, 2, 0, 4, visible=visible, device=visible.device)
-    assert mask is not None and mask.shape == (2, 1, 2, 4)
-    assert not mask[0, 0, :, 0].any() and mask[1].all()
-    assert past_mask(4, 2, 0, 4, visible=None, device=visible.device) is None
-    near = past_mask(4, 2, 0, 4, visible=None, device=visible.device, window=3)
-    assert near is not None and near[0, 0].tolist() == [[False, False, True, True], [False, False, False, True]]
-    assert new_mask(1, 3, visible.device).tolist() == [[[[True, True, True]]]]
-    assert new_mask(2, 3, visible.device)[0, 0].tolist() == [[True, True, False], [True, True, True]]
-
-
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("heads", [1, 2])
 def test_weighed_is_attend_with_its_weights(masked: bool, heads: int) -> None:
@@ -120,12 +107,12 @@ def test_weighed_is_attend_with_its_weights(masked: bool, heads: int) -> None:
     torch.testing.assert_close(output, expected)
     torch.testing.assert_close(weights, received(query, segment, lse, 0.3))
     other = Segment(torch.randn(3, 1, 4, 8), torch.randn(3, 1, 4, 5), torch.rand(3, 1, 1, 4) > 0.5)
-    for most in (False, True):
-        output, shares = weighed(query, [segment, other], 0.3, most)
+    for reduce in ("sum", "max"):
+        output, shares = weighed(query, [segment, other], 0.3, reduce)
         expected, lse = attend(query, [segment, other], 0.3)
         torch.testing.assert_close(output, expected)
         for share, part in zip(shares, (segment, other), strict=True):
-            torch.testing.assert_close(share, received(query, part, lse, 0.3, most=most))
+            torch.testing.assert_close(share, received(query, part, lse, 0.3, reduce=reduce))
 
 
 def test_a_query_that_sees_nothing_gives_nothing() -> None:

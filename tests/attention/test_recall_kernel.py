@@ -22,10 +22,10 @@ from torch import Tensor
 
 from kvkeep import KeepCache
 from kvkeep.attention import Segment, attend, recall, recall_attend
+from kvkeep.memory.meter import Meter
 from kvkeep.models.binding import bind
 from kvkeep.models.projection import Projection
-from kvkeep.stores.meter import Meter
-from kvkeep.stores.residual_page import ResidualPage
+from kvkeep.stores.checkpoints.lazy_page import LazyPage
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"

@@ -70,7 +70,7 @@ def test_received_is_a_sum_over_the_weights(
         torch.testing.assert_close(received(query, segment, lse, SCALING, last).double(), share, atol=1e-5, rtol=1e-4)
     most = asked.amax((1, 2)).split([past, queries], 1)
     for segment, share in zip(segments, most, strict=True):
-        found = received(query, segment, lse, SCALING, last, most=True)
+        found = received(query, segment, lse, SCALING, last, reduce="max")
         torch.testing.assert_close(found.double(), share, atol=1e-5, rtol=1e-4)
     in_turn = attend(query, segments[1:], SCALING, attend(query, segments[:1], SCALING))
     torch.testing.assert_close(in_turn, (output, lse), atol=1e-5, rtol=1e-4)
@@ -110,7 +110,7 @@ def test_rows_receive_from_their_own_queries() -> None:
     rows = [torch.tensor([3, 0]), torch.tensor([1, 2])]
     keys = [torch.randn(2, 1, 5, 8), torch.randn(2, 1, 7, 8)]
     masks = [torch.rand(2, 1, 1, 5) > 0.3, None]
-    parts = [Segment(key, key * 2, mask, rows=index) for key, mask, index in zip(keys, masks, rows, strict=True)]
+    parts = [Segment(key, key * 2, mask, lanes=index) for key, mask, index in zip(keys, masks, rows, strict=True)]
     fresh = Segment(new, new * 2, causal=True)
     for segments in ([*parts, fresh], [fresh, *parts], [parts[1], fresh, parts[0]]):
         output, lse = attend(query, segments, SCALING)
@@ -138,7 +138,7 @@ def test_rows_receive_from_their_own_queries() -> None:
 def test_rows_that_no_piece_is_about_see_nothing() -> None:
     torch.manual_seed(0)
     query, key = torch.randn(3, 2, 2, 8), torch.randn(1, 1, 4, 8)
-    output, lse = attend(query, [Segment(key, key, rows=torch.tensor([1]))], SCALING)
+    output, lse = attend(query, [Segment(key, key, lanes=torch.tensor([1]))], SCALING)
     assert (output[[0, 2]] == 0).all() and (lse[[0, 2]] == float("-inf")).all()
     torch.testing.assert_close(output[1:2], attend(query[1:2], [Segment(key, key)], SCALING)[0])
 

@@ -1,207 +1,121 @@
-"""Decoding in rounds: what transformers' own cache gives, token for token, whoever drafts."""
+"""Decoding in rounds: what transformers' own cache gives, token for token, whoever drafts.
+
+Greedy decoding of one row is in the contract (``tests/test_contract.py``), for every method that drafts on every family.
+"""
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from cases import CASES, DRAFTING, new_cache, pairs
 from conftest import tokenizer
-from families import FAMILIES, REFUSES, tiny
+from families import tiny
+from helpers import NEW, PROMPT, assert_near, assert_same, generate, generated, padded, prompt, step, stock
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_contract import NEW, PROMPT, assert_same, generate, held_within_budget, padded, prompt, stock
-from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList, set_seed
+from transformers import StoppingCriteria, StoppingCriteriaList, set_seed
 
 import kvkeep
 from kvkeep import KeepCache, UsageError
 from kvkeep.decode.lookup import Lookup
 from kvkeep.decode.pace import Pace
 from kvkeep.errors import BudgetError
-from kvkeep.stores.drafting import DraftingLayer, Phase
+from kvkeep.stores.round import RoundStatistics
 
-DRAFTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "snapkv, kv": ("snapkv:window=4,kernel=3+verified:5", {"budget": 16, "checkpoint": "kv", "where": "disk"}),
-    "h2o, residual": ("h2o+verified:3", {"budget": 16, "checkpoint": "residual", "where": "host", "page": 6}),
-    "window, residual:3": ("window+verified:7", {"budget": 18, "checkpoint": "residual:3", "where": "host"}),
-    "tova, tokens": ("tova+verified:2", {"budget": 16, "checkpoint": "tokens", "where": "device", "page": 6}),
-    "duo-attention, kv": ("duo-attention:sinks=2+verified:4", {"budget": 16, "where": "host"}),
-    "knorm, kv": ("knorm+checkpoint:kv+verified:4", {"budget": 16, "chunk": 5}),
-    "h2o+quantize:8": ("h2o+quantize:8+verified:5", {"budget": 140, "checkpoint": "kv", "where": "host"}),
-    "quantized:4": ("quantized:4+verified:5", {"budget": 160, "checkpoint": "kv", "where": "host"}),
-    "longcache": ("longcache+verified:5", {"budget": 24, "checkpoint": "kv", "where": "host"}),
-}
-EVERY = list(itertools.product(FAMILIES, DRAFTS))
-SOME = [(family, draft) for family in ("llama", "gemma3") for draft in ("snapkv, kv", "h2o, residual", "tova, tokens")]
-
-
-def new_cache(family: str, draft: str, **options: Any) -> KeepCache:
-    spec, own = DRAFTS[draft]
-    if own.get("checkpoint") in REFUSES.get(family, ()):
-        pytest.skip(f"{family} refuses {own['checkpoint']}")
-    if "quantize" in spec or "quantized" in spec:
-        widths = tiny(family).config
-        if getattr(widths, "kv_lora_rank", None):
-            pytest.skip("heads of latents do not divide into groups here")
-    return KeepCache(tiny(family), spec, **(own | options))
+SAMPLES = {"do_sample": True, "temperature": 0.7, "top_k": 0}
+KV, RESIDUAL = "snapkv+verified, kv", "h2o+verified, residual"
+SOME = [(name, family) for family in ("llama", "gemma3") for name in (KV, RESIDUAL, "tova+verified, tokens")]
 
 
 def rounds(family: str, cache: Any, ids: Any, mask: Any = None, **options: Any) -> Any:
     return generate(family, cache, ids, mask, custom_generate=kvkeep.verified, **options)
 
 
-@pytest.mark.parametrize(("family", "draft"), EVERY)
-def test_greedy_equals_stock(family: str, draft: str) -> None:
-    cache = new_cache(family, draft)
-    assert_same(rounds(family, cache, prompt()), stock(family, 1))
-    held_within_budget(cache)
-    assert cache.get_seq_length() == PROMPT + NEW - 1
-    assert cache.rounds.rounds <= NEW
+def statistics(cache: KeepCache) -> RoundStatistics:
+    assert cache.round is not None and cache.round.statistics is not None
+    return cache.round.statistics
 
 
-@pytest.mark.parametrize(("family", "draft"), EVERY)
-def test_left_padded_batch_equals_stock(family: str, draft: str) -> None:
-    """Rows accept different numbers of drafts, and stay apart all the same."""
-    cache = new_cache(family, draft)
-    assert_same(rounds(family, cache, *padded()), stock(family, 3))
-    held_within_budget(cache)
+@pytest.mark.parametrize(
+    ("name", "family", "way"), [(*pair, number % 3) for number, pair in enumerate(pairs(lambda case: case.drafts))]
+)
+def test_batches_and_samples_equal_stock(name: str, family: str, way: int) -> None:
+    """A left-padded batch, greedily and sampled, and one row sampled. Rows accept different numbers of drafts, and stay
+    apart all the same; draft and exact pass share their noise, drawn as transformers draws it."""
+    length, cache = CASES[name].length, new_cache(name, family)
+    lengths = (length,) if way == 1 else (length, length - 9, length - 18)
+    options = {} if way == 0 else SAMPLES
+    ours = rounds(family, cache, *padded(list(lengths)), **options)
+    assert_same(ours, generated(family, lengths, **options))
+    assert cache.get_seq_length() >= length + NEW - 1
+    assert 0 < statistics(cache).rounds <= NEW * len(lengths)
 
 
-@pytest.mark.parametrize(("family", "draft"), SOME)
-@pytest.mark.parametrize("copies", [None, 0])
-def test_samples_are_those_of_stock(family: str, draft: str, copies: int | None) -> None:
-    """Draft and exact pass share their noise, drawn as transformers draws it: the same seed gives the same tokens."""
-    options = (("do_sample", True), ("temperature", 0.7), ("top_k", 0))
-    lookup = {} if copies is None else {"prompt_lookup_num_tokens": copies}
-    ours = rounds(family, new_cache(family, draft), *padded(2), **dict(options), **lookup)
-    assert ours.sequences.tolist() == stock(family, 2, *options).sequences.tolist()
-
-
-@pytest.mark.parametrize(("family", "draft"), SOME)
-def test_logits_processors_see_what_stock_shows_them(family: str, draft: str) -> None:
-    options = (("repetition_penalty", 1.4), ("no_repeat_ngram_size", 2), ("min_new_tokens", 3))
-    ours = rounds(family, new_cache(family, draft), *padded(2), **dict(options), output_scores=True)
-    theirs = generate(family, DynamicCache(config=tiny(family).config), *padded(2), **dict(options), output_scores=True)
-    assert ours.sequences.tolist() == theirs.sequences.tolist()
-    for mine, yours in zip(ours.scores, theirs.scores, strict=True):
-        torch.testing.assert_close(mine, yours, atol=2e-4, rtol=2e-4)
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
-def test_rows_that_end_earlier(family: str) -> None:
-    """An end of text in mid-run ends its row there, pads it, and lets the others go on."""
-    expected = stock(family, 3).sequences[:, PROMPT:]
-    end = int(expected[1, 4])  # a token that some row comes upon
-    theirs = generate(family, DynamicCache(config=tiny(family).config), *padded(), eos_token_id=end)
-    ours = rounds(family, new_cache(family, "snapkv, kv"), *padded(), eos_token_id=end)
-    assert ours.sequences.tolist() == theirs.sequences.tolist()
-
-
-@pytest.mark.parametrize(("family", "draft"), SOME)
-def test_several_turns_on_one_cache(family: str, draft: str) -> None:
-    ours, theirs = new_cache(family, draft), DynamicCache(config=tiny(family).config)
-    conversation = prompt()
-    for turn in range(3):
-        question = torch.cat([conversation, prompt(1, 6 + turn)], dim=1)
-        mine, yours = rounds(family, ours, question), generate(family, theirs, question)
-        assert_same(mine, yours)
-        conversation = yours.sequences
-    held_within_budget(ours)
-
-
-@pytest.mark.parametrize("draft", DRAFTS)
-def test_the_budget_holds_within_a_round(draft: str) -> None:
-    """Drafts and what is being verified lie within the budget, too, in every layer and at every pass."""
-    cache, seen = new_cache("llama", draft), []
-    per_entry = cache.geometry.kv_bytes_per_token
+@pytest.mark.parametrize("name", DRAFTING)
+def test_drafts_are_refused_and_sampling_is_stock_without_copies_too(name: str) -> None:
+    """The budget holds within a round: drafts and what is being verified lie within it, in every layer at every
+    pass. Were no draft refused, nothing above would show that the exact pass decides."""
+    case, cache, seen = CASES[name], new_cache(name, "llama"), []
 
     def watch(*_: Any) -> None:
         held = sum(
             part.nbytes for layer in cache.layers for bank in layer.resident.banks for part in (bank.keys, bank.values)
         )
-        seen.append((held + cache.compressed_bytes()) / per_entry)  # type: ignore[union-attr]
+        seen.append((held + cache.compressed_bytes()) / cache.geometry.kv_bytes_per_token)
 
+    options = {**SAMPLES, "max_new_tokens": 3 * NEW}
     handle = tiny("llama").register_forward_hook(watch)
     try:
-        rounds("llama", cache, prompt())
+        ours = rounds("llama", cache, prompt(1, case.length), prompt_lookup_num_tokens=0, **options)
     finally:
         handle.remove()
-    assert cache.entries is not None and seen
-    if "longcache" not in draft:  # which bounds work, not memory
-        assert max(seen) <= cache.entries
+    assert ours.sequences.tolist() == generated("llama", (case.length,), **options).sequences.tolist()
+    assert 0 < statistics(cache).drafted and statistics(cache).accepted < statistics(cache).drafted
+    assert case.budget is not None and seen
+    assert not case.holds or max(seen) <= case.budget
 
 
-def kept_state(cache: KeepCache) -> dict[str, torch.Tensor]:
-    return {
-        f"{number}.{key}": value for number, layer in enumerate(cache.layers) for key, value in layer.state().items()
-    }
+@pytest.mark.parametrize(("name", "family"), SOME)
+def test_logits_processors_see_what_stock_shows_them(name: str, family: str) -> None:
+    options = {"repetition_penalty": 1.4, "no_repeat_ngram_size": 2, "min_new_tokens": 3, "output_scores": True}
+    ours = rounds(family, new_cache(name, family), *padded([45, 36]), **options)
+    theirs = generated(family, (45, 36), **options)
+    assert ours.sequences.tolist() == theirs.sequences.tolist()
+    for mine, yours in zip(ours.scores, theirs.scores, strict=True):
+        assert_near(mine, yours)
 
 
-def test_drafts_change_nothing_that_is_kept() -> None:
-    """Marks, resident entries and checkpoints are those of committed tokens: a round without any leaves no trace."""
-    cache = new_cache("llama", "h2o, residual")
-    with torch.no_grad():
-        tiny("llama")(prompt(), past_key_values=cache)
-        cache.draft()
-        tiny("llama")(torch.tensor([[4]]), past_key_values=cache)  # now the resident entries are chosen
-        before = {name: tensor.clone() for name, tensor in kept_state(cache).items()}
-        for token in (5, 6, 7):
-            tiny("llama")(torch.tensor([[token]]), past_key_values=cache)
-        cache.retract()
-    held = kept_state(cache)
-    for name, tensor in before.items():
-        if name.endswith(("keys", "values")):
-            columns = held[name.rpartition(".")[0] + ".slots"].shape[1]
-            assert torch.equal(held[name][:, :columns], tensor[:, :columns]), name
-        else:
-            assert torch.equal(held[name], tensor), name
-    assert cache.get_seq_length() == PROMPT and cache.ledger.length == PROMPT
-    assert all(rows.length == PROMPT for _, rows in cache.checkpoint_rows())
-
-
-def test_entries_return_to_which_attention_returns() -> None:
-    """After a wrong draft the resident entries are those that the selector ranks highest among all."""
-    cache = KeepCache(tiny("llama"), "tova+verified:3", 16, checkpoint="kv", where="host")
-    with torch.no_grad():
-        tiny("llama")(prompt(), past_key_values=cache)
-        cache.draft()
-        tiny("llama")(torch.tensor([[5]]), past_key_values=cache)
-    full = tiny("llama")
-    kept = full.config._attn_implementation
-    try:
-        full.set_attn_implementation("eager")
-        with torch.no_grad():
-            weights = full(prompt(), output_attentions=True).attentions
-    finally:
-        full.set_attn_implementation(kept)
-    for layer, attention in zip(cache.layers, weights, strict=True):
-        assert isinstance(layer, DraftingLayer)
-        last = attention[0, :, -1].mean(0)  # TOVA: the last query, mean over heads
-        expected = set(last.topk(layer.resident.banks[0].columns).indices.tolist())
-        assert all(set(row.tolist()) == expected for row in layer.resident.banks[0].slots)
-    cache.retract()
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
+def test_rows_that_end_earlier(family: str) -> None:
+    """An end of text in mid-run ends its row there, pads it, and lets the others go on."""
+    end = int(generated(family, (45, 36, 27)).sequences[1, PROMPT + 4])  # a token that some row comes upon
+    theirs = generated(family, (45, 36, 27), eos_token_id=end)
+    ours = rounds(family, new_cache(KV, family), *padded([45, 36, 27]), eos_token_id=end)
+    assert ours.sequences.tolist() == theirs.sequences.tolist()
 
 
 def test_an_interrupt_in_a_round_leaves_what_was_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = new_cache("gemma3", "snapkv, kv")
-    calls = itertools.count()
-    original = cache.begin_forward
+    cache, calls = new_cache(KV, "gemma3"), []
+    assert cache.stream is not None and cache.round is not None
+    original = cache.stream.begin_forward
 
     def interrupting(*arguments: Any) -> Any:
-        assert cache.round is not None
-        if cache.round.phase is Phase.DRAFT and next(calls) == 4:
-            raise KeyboardInterrupt
+        if cache.round.drafting:
+            calls.append(1)
+            if len(calls) == 5:
+                raise KeyboardInterrupt
         return original(*arguments)
 
-    monkeypatch.setattr(cache, "begin_forward", interrupting)
+    monkeypatch.setattr(cache.stream, "begin_forward", interrupting)
     with pytest.raises(KeyboardInterrupt):
         rounds("gemma3", cache, prompt(), prompt_lookup_num_tokens=0)
     monkeypatch.undo()
     known = cache.get_seq_length()
     assert known >= PROMPT
-    text = stock("gemma3", 1).sequences
+    text = generated("gemma3", (PROMPT,)).sequences
     again = rounds("gemma3", cache, text[:, : known + 1])
     assert again.sequences[:, : PROMPT + NEW].tolist() == text.tolist()
 
@@ -218,7 +132,7 @@ def test_a_stream_shows_committed_tokens_only() -> None:
             self.told.append(-1)
 
     stream = Hears()
-    out = rounds("llama", new_cache("llama", "snapkv, kv"), prompt(), listener=stream)
+    out = rounds("llama", new_cache(KV, "llama"), prompt(), listener=stream)
     assert stream.told == [*out.sequences[0].tolist(), -1]
 
 
@@ -275,10 +189,10 @@ class _After(StoppingCriteria):
 
 
 def test_criteria_of_ones_own_by_row() -> None:
-    criteria = StoppingCriteriaList([_After([3, 9, 6])])
-    ours = rounds("llama", new_cache("llama", "snapkv, kv"), *padded(), stopping_criteria=criteria)
-    expected = stock("llama", 3).sequences
-    for row, length in enumerate((3, 9, 6)):
+    criteria = StoppingCriteriaList([_After([3, 8, 6])])
+    ours = rounds("llama", new_cache(KV, "llama"), *padded([45, 36, 27]), stopping_criteria=criteria)
+    expected = generated("llama", (45, 36, 27)).sequences
+    for row, length in enumerate((3, 8, 6)):
         assert ours.sequences[row, : PROMPT + length].tolist() == expected[row, : PROMPT + length].tolist()
 
 
@@ -286,12 +200,11 @@ def test_what_cannot_be_done_is_said() -> None:
     model = tiny("llama")
     with pytest.raises(UsageError, match=r"\+verified"):
         generate("llama", KeepCache(model, "h2o", 16), prompt(), custom_generate=kvkeep.verified)
-    with pytest.raises(UsageError, match="does not draft"):
-        KeepCache(model, "h2o", 16).draft()
+    assert KeepCache(model, "h2o", 16).round is None
     with pytest.raises(UsageError, match="Beams"):
-        rounds("llama", new_cache("llama", "snapkv, kv"), prompt(), num_beams=2)
+        rounds("llama", new_cache(KV, "llama"), prompt(), num_beams=2)
     with pytest.raises(UsageError, match="output_attentions"):
-        rounds("llama", new_cache("llama", "snapkv, kv"), prompt(), output_attentions=True)
+        rounds("llama", new_cache(KV, "llama"), prompt(), output_attentions=True)
     with pytest.raises(UsageError, match="capacity"):
         KeepCache(model, "snapkv+verified", 16, capacity=9)
     with pytest.raises(BudgetError, match="at least 4"):
@@ -305,12 +218,11 @@ def test_what_cannot_be_done_is_said() -> None:
 
 
 def test_uneven_rows_take_no_further_text() -> None:
-    cache = new_cache("llama", "h2o, residual")
-    out = rounds("llama", cache, *padded(), eos_token_id=int(stock("llama", 3).sequences[0, PROMPT + 2]))
-    if len({int((row != 0).sum()) for row in out.sequences[:, PROMPT:]}) == 1:
-        pytest.skip("all rows ended alike")
-    with pytest.raises(UsageError, match="reset"), torch.no_grad():
-        tiny("llama")(torch.tensor([[5], [5], [5]]), past_key_values=cache)
+    cache, end = new_cache(RESIDUAL, "llama"), int(generated("llama", (45, 36, 27)).sequences[0, PROMPT + 2])
+    out = rounds("llama", cache, *padded([45, 36, 27]), eos_token_id=end)
+    assert len({int((row != 0).sum()) for row in out.sequences[:, PROMPT:]}) > 1
+    with pytest.raises(UsageError, match="reset"):
+        step("llama", cache, torch.tensor([[5], [5], [5]]))
 
 
 def test_a_recall_may_be_an_argument() -> None:
@@ -319,7 +231,7 @@ def test_a_recall_may_be_an_argument() -> None:
 
 
 def test_a_session_goes_on_in_rounds(tmp_path: Path) -> None:
-    talk = kvkeep.Conversation(tiny("llama"), tokenizer(), new_cache("llama", "snapkv, kv"))
+    talk = kvkeep.Conversation(tiny("llama"), tokenizer(), new_cache(KV, "llama"))
     plain = kvkeep.Conversation(tiny("llama"), tokenizer(), KeepCache(tiny("llama")))
     for question in ("the man was here", "and then"):
         assert talk.answer(question, max_new_tokens=9).tokens == plain.answer(question, max_new_tokens=9).tokens

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kvkeep import StoreError, UsageError
-from kvkeep.stores.places import Disk, place
+from kvkeep.memory.places import Disk, place
 
 CPU = torch.device("cpu")
 
@@ -37,7 +37,7 @@ def test_disk_memory_is_mapped_from_the_folder(tmp_path: Path) -> None:
 def test_nothing_is_left_after_a_kill(tmp_path: Path) -> None:
     code = (
         "import sys, os, signal, torch\n"
-        "from kvkeep.stores.places import Disk\n"
+        "from kvkeep.memory.places import Disk\n"
         "t = Disk(sys.argv[1]).allocate((1 << 20,), torch.float32); t.fill_(1)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvkeep.stores.places import Device, Disk, Host, Place
-from kvkeep.stores.rows import Buffer, Pages, Ring, Rows, concatenated
+from kvkeep.memory.places import Device, Disk, Host, Place
+from kvkeep.memory.rows import Buffer, Pages, Ring, Rows, concatenated
 
 CPU = torch.device("cpu")
 OPERATIONS = st.lists(

@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from kvkeep.stores.bounds import PAGE, Bounds
 
 
-def keys(count: int, seed: int, rows: int = 2, scale: float = 3.0) -> torch.Tensor:
-    return torch.randn(rows, 3, count, 5, generator=torch.Generator().manual_seed(seed)) * scale
+def keys(count: int, seed: int, lanes: int = 6, scale: float = 3.0) -> torch.Tensor:
+    return torch.randn(lanes, count, 5, generator=torch.Generator().manual_seed(seed)) * scale
 
 
 def recomputed(whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Page by page, from all keys."""
-    pages = [whole[:, :, low : low + PAGE] for low in range(0, whole.shape[2], PAGE)]
-    return torch.stack([page.amin(2) for page in pages], 2), torch.stack([page.amax(2) for page in pages], 2)
+    pages = [whole[:, low : low + PAGE] for low in range(0, whole.shape[1], PAGE)]
+    return torch.stack([page.amin(1) for page in pages], 1), torch.stack([page.amax(1) for page in pages], 1)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -24,9 +24,9 @@ def recomputed(whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def test_step_by_step_is_all_at_once(chunks: list[int], seed: int) -> None:
     whole, bounds = keys(sum(chunks), seed), Bounds()
     for low, count in zip([sum(chunks[:number]) for number in range(len(chunks))], chunks, strict=True):
-        bounds.extend(whole[:, :, low : low + count])
-        low_now, high_now = recomputed(whole[:, :, : low + count])
-        assert bounds.length == low + count and bounds.pages == low_now.shape[2]
+        bounds.extend(whole[:, low : low + count])
+        low_now, high_now = recomputed(whole[:, : low + count])
+        assert bounds.length == low + count and bounds.pages == low_now.shape[1]
         assert (bounds.low == low_now).all() and (bounds.high == high_now).all()
 
 
@@ -46,10 +46,10 @@ def test_no_score_is_above_its_bound(count: int, gone: int, more: int, seed: int
     bounds.truncate(kept)
     assert bounds.pages == -(-kept // PAGE)
     bounds.extend(rest)
-    index = torch.tensor([1, 0, 1])
+    index = torch.tensor([1, 0, 5, 1, 3])
     bounds.select(index)
-    whole = torch.cat([first[:, :, :kept], rest], 2)[index].flatten(0, 1)  # lanes
-    query = torch.randn(9, 2, 4, 5, generator=torch.Generator().manual_seed(seed + 2))
+    whole = torch.cat([first[:, :kept], rest], 1)[index]
+    query = torch.randn(5, 2, 4, 5, generator=torch.Generator().manual_seed(seed + 2))
     upper = bounds.upper(query).repeat_interleave(PAGE, 3)[..., : whole.shape[1]]
     scores = torch.einsum("lhqd,lsd->lhqs", query, whole)
     assert (scores <= upper + 1e-5 * upper.abs().clamp(min=scale)).all()
@@ -62,13 +62,11 @@ def test_a_page_of_one_key_is_bounded_by_its_score() -> None:
     bounds, whole = Bounds(), keys(PAGE + 1, 0)
     bounds.extend(whole)
     query = torch.randn(6, 1, 1, 5)
-    torch.testing.assert_close(
-        bounds.upper(query)[..., -1], torch.einsum("lhqd,ld->lhq", query, whole[:, :, -1].flatten(0, 1))
-    )
+    torch.testing.assert_close(bounds.upper(query)[..., -1], torch.einsum("lhqd,ld->lhq", query, whole[:, -1]))
 
 
 def test_bytes_are_those_of_its_tensors() -> None:
     bounds = Bounds()
     assert bounds.nbytes == 0 and bounds.state() == {}
     bounds.extend(keys(33, 0))
-    assert bounds.nbytes == 2 * 2 * 3 * 8 * 5 * 4  # low and high, rows, heads, a block of pages, channels, floats
+    assert bounds.nbytes == 2 * 6 * 8 * 5 * 4  # low and high, lanes, a block of pages, channels, floats

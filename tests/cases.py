@@ -1,0 +1,251 @@
+"""Every method that contract tests walk, what it promises, and the families it works on: one list."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from families import FAMILIES, REFUSES, tiny
+
+import kvkeep
+from kvkeep import EntryState, KeepCache
+
+ALL = tuple(FAMILIES)
+SIX = ("llama", "gemma3", "gpt2", "deepseek_v3", "gemma4", "phi3")
+"""Families that differ in what a cache sees: grouped heads, windows, no rotation, latents, shared layers, fused weights."""
+ROTARY = tuple(family for family in ALL if family not in ("gpt2", "deepseek_v3", "gemma4"))
+PLAIN = ("llama", "mistral", "qwen2")
+"""Families with projections of keys by themselves, and no norm after them."""
+
+ELSEWHERE = {"kvpress": "tests/policies/test_kvpress.py: it needs a package, or a double of one"}
+"""Registered parts that are in no case here, and where they are tested."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One method as the contract tests it.
+
+    spec, options: of a :class:`KeepCache`. equals: what it gives is what the unbounded cache gives. length: of the
+    longest prompt, chunk: tokens of it at a time, None by default. becomes: what is made of what leaves. alone: a row of a
+    padded batch is what it is "alone", or alone and "padded" as much; "" where others' padding changes what it is kept as.
+    holds: resident and compressed entries are within the budget; else what leaves is kept whole and memory grows.
+    """
+
+    spec: str
+    budget: int | None = 16
+    options: Mapping[str, Any] = field(default_factory=dict)
+    equals: bool = True
+    promise: str = "exact"
+    length: int = 45
+    chunk: int | None = None
+    becomes: EntryState = EntryState.CHECKPOINTED
+    alone: str = "alone"
+    holds: bool = True
+    families: tuple[str, ...] = ALL
+
+    @property
+    def drafts(self) -> bool:
+        """Whether it decodes in rounds."""
+        return "verified" in self.spec
+
+    @property
+    def rounds(self) -> dict[str, Any]:
+        """What :meth:`generate` takes to decode in rounds, where that can be done."""
+        return {"custom_generate": kvkeep.verified} if self.drafts else {}
+
+    @property
+    def backed(self) -> bool:
+        """Whether all entries are in a checkpoint, resident or not."""
+        return any(recall in self.spec for recall in ("verified", "pages", "certified", "missed", "kv-lru"))
+
+    @property
+    def waits(self) -> bool:
+        """Whether what leaves waits as it is until it is a group."""
+        return any(fate in self.spec for fate in ("quantize", "revive", "tiers", "lowrank", "longcache", "segments"))
+
+    @property
+    def loses(self) -> bool:
+        """Whether what is kept in a smaller form is gone in the end."""
+        return self.becomes == EntryState.QUANTISED
+
+    @property
+    def lengths(self) -> list[int]:
+        """Of three prompts that are padded by whole chunks, so that each is cut as it is alone."""
+        chunk = self.chunk or 16
+        return [self.length, self.length - chunk, self.length - 2 * chunk]
+
+
+def _exact(spec: str, budget: int | None = 16, **given: Any) -> Case:
+    own = {name: given.pop(name) for name in [*given] if name in Case.__dataclass_fields__}
+    return Case(spec, budget, given, **own)
+
+
+def _lossy(spec: str, budget: int = 16, **given: Any) -> Case:
+    about = {"equals": False, "promise": "lossy", "chunk": 16, "becomes": EntryState.DROPPED, "families": SIX}
+    return Case(spec, budget, **(about | given))
+
+
+def _grouped(spec: str, budget: int, **given: Any) -> Case:
+    """What leaves is kept by groups of 32, which takes a longer text."""
+    about = {"length": 170, "chunk": 32, "becomes": EntryState.QUANTISED, "alone": ""}
+    return _lossy(spec, budget, **(about | given))
+
+
+EXACT: dict[str, Case] = {
+    "full": _exact("full", None, becomes=EntryState.RESIDENT),
+    "static": _exact("static", 200, becomes=EntryState.RESIDENT),
+    "paged": _exact("paged", None, becomes=EntryState.RESIDENT),
+    "kv-0": _exact("kv-direct", 0, chunk=7, checkpoint="kv", where="host"),
+    "kv": _exact("kv-direct", checkpoint="kv", where="disk"),
+    "residual": _exact("kv-direct", chunk=5, checkpoint="residual", where="host", page=6),
+    "residual:3": _exact("kv-direct", checkpoint="residual:3", where="host", page=6),
+    "tokens": _exact("kv-direct", chunk=11, checkpoint="tokens", where="device", page=6),
+    # Any selector with checkpoints is exact.
+    "window+kv": _exact("window+checkpoint:kv", where="disk"),
+    "streaming-llm+residual": _exact("streaming-llm+checkpoint:residual", where="host", page=6),
+    "h2o+kv": _exact("h2o+checkpoint:kv", where="host"),
+    "h2o+kv-0": _exact("h2o+checkpoint:kv", 0, chunk=7, where="host"),
+    "snapkv+kv": _exact("snapkv:window=4,kernel=3+checkpoint:kv", 17, chunk=9, where="device"),
+    "tova+residual": _exact("tova+checkpoint:residual", where="host", page=6),
+    "pyramidkv+kv": _exact("pyramidkv:window=4,kernel=3+checkpoint:kv", 24, chunk=11, where="host"),
+    "knorm+residual:3": _exact("knorm+checkpoint:residual:3", where="host", page=6),
+    "random+tokens": _exact("random+checkpoint:tokens", where="device", page=6),
+    "duo-attention+kv": _exact("duo-attention:sinks=2+checkpoint:kv", where="host"),
+    # What is recalled is all that could matter.
+    "h2o+segments:99": _exact("h2o+segments:99", promise="reversible", holds=False),
+    "h2o+certified:0": _exact("h2o+certified:0", promise="reversible", checkpoint="kv", where="host"),
+    "snapkv+residual+pages:all": _exact(
+        "snapkv:window=4,kernel=3+checkpoint:residual+pages:all", 17, promise="reversible", chunk=9, where="host", page=6
+    ),
+    "duo-attention+pages:all": _exact(
+        "duo-attention:sinks=2+pages:all", promise="reversible", checkpoint="kv", where="disk"
+    ),
+    # The same beside a store that keeps what leaves in a smaller form, of which then nothing is needed.
+    **{
+        f"{store}+{recall}": _exact(
+            f"{selector}+{store}+{recall}", budget, promise="reversible", length=length, checkpoint="kv", where=where, **given
+        )
+        for store, selector, budget, length, given in (
+            ("quantize:4", "h2o", 100, 170, {"becomes": EntryState.QUANTISED}),
+            ("tiers", "snapkv:window=4,kernel=3", 60, 170, {"becomes": EntryState.QUANTISED}),
+            ("sketch", "random", 24, 45, {"becomes": EntryState.SKETCHED}),
+            ("segments:2", "tova", 16, 110, {"holds": False}),
+        )
+        for recall, where in (("pages:all", "host"), ("certified:0", "disk"))
+    },
+}  # fmt: skip
+"""What these give is what the unbounded cache gives."""
+
+DRAFTING: dict[str, Case] = {
+    "snapkv+verified, kv": _exact("snapkv:window=4,kernel=3+verified:5", chunk=9, checkpoint="kv", where="disk"),
+    "h2o+verified, residual": _exact("h2o+verified:3", checkpoint="residual", where="host", page=6),
+    "window+verified, residual:3": _exact("window+verified:7", 18, checkpoint="residual:3", where="host"),
+    "tova+verified, tokens": _exact("tova+verified:2", checkpoint="tokens", where="device", page=6),
+    "duo-attention+verified, kv": _exact("duo-attention:sinks=2+verified:4", checkpoint="kv", where="host"),
+    "knorm+kv+verified": _exact("knorm+checkpoint:kv+verified:4", chunk=5),
+    "h2o+quantize:8+verified": _exact("h2o+quantize:8+verified:5", 130, length=170, checkpoint="kv", becomes=EntryState.QUANTISED),
+    "quantized:4+verified": _exact("quantized:4+verified:5", 110, length=170, checkpoint="residual", becomes=EntryState.QUANTISED),
+    "longcache+verified": _exact("longcache+verified:5", 24, length=90, checkpoint="kv", holds=False),
+    "kvslimmer+verified": _exact("kvslimmer:sinks=2,slack=3+verified:3", 22, checkpoint="kv", becomes=EntryState.MERGED, families=ROTARY),
+    "asymkv+verified": _exact("asymkv:sinks=1,cap=0+verified:4", 22, checkpoint="residual", becomes=EntryState.MERGED, families=ROTARY),
+    "revive+verified": _exact("revive+verified:4", 64, length=170, checkpoint="kv", becomes=EntryState.QUANTISED),
+    "h2o+merge+verified": _exact("h2o+merge+verified:3", 20, checkpoint="kv", becomes=EntryState.MERGED),
+    "snapkv+sketch+verified": _exact(
+        "snapkv:window=4,kernel=3+sketch+verified:3", 24, checkpoint="kv", becomes=EntryState.SKETCHED
+    ),
+    "kvreviver+verified": _exact("kvreviver+verified:3", 24, checkpoint="residual", becomes=EntryState.SKETCHED),
+    "lowrank+verified": _exact(
+        "lowrank:4+verified:4", 60, length=170, checkpoint="kv", becomes=EntryState.QUANTISED, families=PLAIN
+    ),
+}  # fmt: skip
+"""Whatever drafts, the forward pass itself is exact, and so is decoding in rounds."""
+
+LOSSY: dict[str, Case] = {
+    "window": _lossy("window"),
+    "streaming-llm": _lossy("streaming-llm:sinks=3", families=("llama", "gemma3", "phi3")),
+    "streaming-llm, absolute": _lossy("streaming-llm:positions=absolute"),
+    "h2o": _lossy("h2o"),
+    "h2o-fisher": _lossy("h2o-fisher", families=("llama", "qwen3", "gemma3")),
+    "snapkv": _lossy("snapkv:window=6,kernel=3"),
+    "tova": _lossy("tova"),
+    "pyramidkv": _lossy("pyramidkv:window=4,kernel=3"),
+    "duo-attention": _lossy("duo-attention:sinks=2"),
+    "knorm": _lossy("knorm"),
+    "random": _lossy("random", alone="padded"),  # it draws by slot
+    "lru": _lossy("lru"),
+    **{
+        # Pages are of slots, so with padding they are compared with as much padding.
+        name: _lossy(spec, promise="reversible", becomes=EntryState.CHECKPOINTED, alone="padded")
+        for name, spec in (
+            ("h2o+pages:1", "h2o+pages:1"),
+            ("snapkv+certified", "snapkv:window=6,kernel=3+certified:0.5"),
+            ("kv-lru", "kv-lru"),
+            ("tova+residual+missed", "tova+checkpoint:residual+missed:3"),
+        )
+    },
+    **{
+        name: _lossy(spec, becomes=EntryState.MERGED, **given)
+        for name, spec, given in (
+            ("h2o+merge", "h2o+merge", {}),
+            ("snapkv+merge:slot", "snapkv:window=6,kernel=3+merge:slot", {}),
+            ("tova+merge", "tova+merge", {}),
+            ("cam", "cam:2", {"alone": "padded"}),
+            ("kvslimmer", "kvslimmer:sinks=2,slack=3", {"families": ROTARY}),
+            ("asymkv", "asymkv:sinks=1,cap=0", {"families": ROTARY}),
+            ("kvslimmer-exact", "kvslimmer-exact:sinks=2,cap=3", {"families": ROTARY}),
+        )
+    },
+    **{
+        name: _lossy(spec, promise="reversible", becomes=EntryState.SKETCHED)
+        for name, spec in (
+            ("h2o+sketch", "h2o+sketch"),
+            ("kvreviver", "kvreviver"),
+            ("h2o+sketch, shrunk", "h2o:recent=0.2+sketch:vague=0.4,swap=1,estimate=shrunk,by=mean,keys=signed"),
+        )
+    },
+    "quantized": _grouped("quantized:4", 100),
+    "h2o+quantize:8": _grouped("h2o+quantize:8", 120),
+    "snapkv+quantize:2": _grouped("snapkv:window=6,kernel=3+quantize:2", 90),
+    "revive": _grouped("revive", 60),
+    "lowrank": _grouped("lowrank:4", 50, families=PLAIN),
+    "longcache": _grouped("longcache", 40, promise="reversible", becomes=EntryState.CHECKPOINTED, holds=False),
+    "tova+segments:2": _grouped(
+        "tova+segments:2", 40, promise="reversible", becomes=EntryState.CHECKPOINTED, holds=False
+    ),
+    # A store that keeps what leaves in a smaller form, and a recall of what matters most of it.
+    "h2o+quantize:4+pages:1": _grouped("h2o+quantize:4+pages:1", 100, promise="reversible"),
+    "snapkv+quantize:8+certified": _grouped(
+        "snapkv:window=6,kernel=3+quantize:8+certified:0.5", 120, promise="reversible"
+    ),
+    "lru+quantize:4+missed": _grouped("lru+quantize:4+missed:9", 100, promise="reversible"),
+}
+"""These give something else than the unbounded cache does."""
+
+CASES = EXACT | DRAFTING | LOSSY
+Pair = tuple[str, str]  # the name of a case, and a family
+
+
+def taken(name: str, family: str) -> bool:
+    """Tell whether a case works on a family."""
+    case = CASES[name]
+    kind = str(case.options.get("checkpoint", case.spec.partition("+checkpoint:")[2]))
+    return family in case.families and kind not in REFUSES.get(family, ())
+
+
+def pairs(wanted: Callable[[Case], bool] = lambda case: True, turn: int | None = None) -> list[Pair]:
+    """Return cases with the families that they work on; ``turn``: a third of them, another one for each of three turns,
+    that has each case on a third of the families and each family with a third of the cases."""
+    return [
+        (name, family)
+        for row, (name, case) in enumerate(CASES.items())
+        for column, family in enumerate(family for family in case.families if taken(name, family))
+        if wanted(case) and (turn is None or (row + column + turn) % 3 == 0)
+    ]
+
+
+def new_cache(name: str, family: str, **options: Any) -> KeepCache:
+    """Return an empty cache of a case."""
+    case = CASES[name]
+    given = {"budget": case.budget, "chunk": case.chunk} | dict(case.options) | options
+    return KeepCache(tiny(family), case.spec, **given)

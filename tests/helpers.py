@@ -1,0 +1,184 @@
+"""What many tests do: texts, readings, generations, and what a cache holds, looked at from outside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache as memoised
+from typing import Any
+
+import pytest
+import torch
+from families import VOCABULARY, tiny
+from torch import Tensor
+from transformers import DynamicCache, set_seed
+
+from kvkeep import KeepCache
+from kvkeep.stores.layer import Layer
+
+PROMPT, NEW = 45, 8
+
+
+# -- texts --------------------------------------------------------------------------------------------
+
+
+def prompt(rows: int = 1, length: int = PROMPT, seed: int | None = None) -> Tensor:
+    """Rows of tokens, no token twice where there are enough: equal tokens have keys of equal norm."""
+    generator = torch.Generator().manual_seed(rows if seed is None else seed)
+    if length > VOCABULARY - 2:
+        return torch.randint(2, VOCABULARY, (rows, length), generator=generator)
+    return torch.stack([torch.randperm(VOCABULARY - 2, generator=generator)[:length] + 2 for _ in range(rows)])
+
+
+def padded(lengths: list[int]) -> tuple[Tensor, Tensor]:
+    """Rows of these lengths, padded at the left, and their mask."""
+    ids = prompt(len(lengths), max(lengths))
+    mask = torch.ones_like(ids)
+    for row, length in enumerate(lengths):
+        ids[row, : max(lengths) - length] = mask[row, : max(lengths) - length] = 0
+    return ids, mask
+
+
+# -- readings -----------------------------------------------------------------------------------------
+
+
+def stock(model: Any) -> DynamicCache:
+    """transformers' own cache."""
+    return DynamicCache(config=(tiny(model) if isinstance(model, str) else model).config)
+
+
+def step(model: Any, cache: Any, tokens: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
+    """Read ids (rows, n) or vectors (rows, n, hidden) at once, and return the last logits. ``model``: or its family."""
+    name = "input_ids" if tokens.ndim == 2 else "inputs_embeds"
+    given = {name: tokens, "attention_mask": mask, "past_key_values": cache, "logits_to_keep": 1} | options
+    with torch.no_grad():
+        return (tiny(model) if isinstance(model, str) else model)(**given).logits
+
+
+def read(model: Any, cache: Any, tokens: Tensor, mask: Tensor | None = None, single: int = NEW) -> Tensor:
+    """Read all but the last ``single`` tokens at once and those one by one; return the logits after each part."""
+    length, logits = tokens.shape[1], []
+    mask = torch.ones(tokens.shape[:2], dtype=torch.long) if mask is None else mask
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    for low, high in [(0, length - single), *((at, at + 1) for at in range(length - single, length))]:
+        place = {"position_ids": positions[:, low:high]}
+        logits.append(step(model, cache, tokens[:, low:high], mask[:, :high], **place))
+    return torch.cat(logits, 1)
+
+
+def expected(model: Any, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Return transformers' own logits of all positions of a text, computed once for each."""
+    key = tokens.tolist()
+    return _expected(model, _frozen(key), None if mask is None else _frozen(mask.tolist()))
+
+
+def _frozen(rows: list[list[int]]) -> tuple[tuple[int, ...], ...]:
+    return tuple(map(tuple, rows))
+
+
+@memoised
+def _expected(model: Any, tokens: tuple[tuple[int, ...], ...], mask: tuple[tuple[int, ...], ...] | None) -> Tensor:
+    flags = torch.ones(len(tokens), len(tokens[0]), dtype=torch.long) if mask is None else torch.tensor(mask)
+    positions = (flags.cumsum(1) - 1).clamp(min=0)
+    return step(model, stock(model), torch.tensor(tokens), flags, position_ids=positions, logits_to_keep=0)
+
+
+def generate(family: str, cache: Any, ids: Tensor, mask: Tensor | None = None, **options: Any) -> Any:
+    """transformers' own generation of :data:`NEW` tokens: greedy, unless ``options`` say otherwise."""
+    set_seed(5)
+    return tiny(family).generate(
+        ids,
+        attention_mask=torch.ones_like(ids) if mask is None else mask,
+        past_key_values=cache,
+        return_dict_in_generate=True,
+        output_logits=True,
+        **({"do_sample": False, "max_new_tokens": NEW} | options),
+    )
+
+
+def generated(family: str, lengths: tuple[int, ...], **options: Any) -> Any:
+    """What transformers' own cache gives for :func:`padded` rows, computed once."""
+    return _generated(family, lengths, tuple(options.items()))
+
+
+@memoised
+def _generated(family: str, lengths: tuple[int, ...], options: tuple[tuple[str, Any], ...]) -> Any:
+    return generate(family, stock(family), *padded(list(lengths)), **dict(options))
+
+
+# -- comparisons --------------------------------------------------------------------------------------
+
+
+def assert_near(ours: Tensor, theirs: Tensor, within: float = 2e-4) -> None:
+    """Equal up to the order in which numbers are added."""
+    torch.testing.assert_close(ours, theirs, atol=within, rtol=within)
+
+
+def assert_same(ours: Any, theirs: Any) -> None:
+    """The same tokens were generated, from the same logits."""
+    assert ours.sequences.tolist() == theirs.sequences.tolist()
+    for mine, yours in zip(ours.logits, theirs.logits, strict=True):
+        assert_near(mine, yours)
+
+
+# -- what a cache holds -------------------------------------------------------------------------------
+
+
+def bounded(cache: KeepCache) -> list[Layer]:
+    """The layers whose entries kvkeep streams."""
+    return [layer for layer in cache.layers if isinstance(layer, Layer)]
+
+
+def slots_of(layer: Layer) -> list[list[int]]:
+    """The slots each lane holds, read from the banks themselves, in the order in which they lie."""
+    lanes: dict[int, list[int]] = {}
+    for bank in layer.resident.banks:
+        owners = range(bank.slots.shape[0]) if bank.lanes is None else bank.lanes.tolist()
+        for lane, slots in zip(owners, bank.slots.tolist(), strict=True):
+            assert lane not in lanes
+            lanes[lane] = [slot for slot in slots if slot >= 0]
+    assert sorted(lanes) == list(range(len(lanes)))
+    return [lanes[lane] for lane in sorted(lanes)]
+
+
+def allocated(cache: KeepCache) -> int:
+    """Bytes of all tensors that can be reached from a cache, each storage once; not those of models and requests."""
+    seen: dict[int, int] = {}
+
+    def walk(value: Any, depth: int = 0) -> None:
+        if isinstance(value, Tensor):
+            seen[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+        elif isinstance(value, dict | list | tuple):
+            for item in value.values() if isinstance(value, dict) else value:
+                walk(item, depth + 1)
+        elif (
+            type(value).__module__.startswith(("kvkeep", "transformers.cache_utils"))
+            and type(value).__name__ not in ("Adapter", "Request")
+            and depth < 20
+        ):
+            walk(dict(vars(value)), depth + 1)
+
+    walk(cache)
+    return sum(seen.values())
+
+
+def counted(cache: KeepCache) -> int:
+    """Bytes that a cache says it holds, and those of what each sliding layer keeps of its width."""
+    memory = cache.memory()
+    held = memory.resident_bytes + memory.compressed_bytes + memory.bookkeeping_bytes
+    return held + sum(memory.checkpoint_bytes.values()) + 8 * sum(cache.is_sliding)
+
+
+def leave_in_the_middle(cache: KeepCache, call: Callable[[], Any]) -> None:
+    """Make ``call``, a step on ``cache``, fail in its third layer, or where that is another's, in its fourth."""
+    assert cache.stream is not None
+    own = cache.stream.attend
+
+    def fails(module: Any, *args: Any) -> Any:
+        if module.layer_idx >= 2:
+            raise RuntimeError("in the middle")
+        return own(module, *args)
+
+    cache.stream.attend = fails  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="in the middle"):
+        call()
+    del cache.stream.attend
