@@ -410,9 +410,10 @@ class PairMerging(Protocol):
 class Checkpoint(Protocol):
     """What entries are rebuilt from, for all layers of one cache: a residual may serve several layers.
 
-    where: the place it is in. capacity: entries it may hold, None: no end.
+    spec: what was asked for. where: the place it is in. capacity: entries it may hold, None: no end.
     """
 
+    spec: Any
     where: str
     capacity: int | None
 
@@ -427,6 +428,10 @@ class Checkpoint(Protocol):
     @property
     def picks(self) -> bool:
         """Whether single entries come back without all those before them."""
+
+    @property
+    def replays(self) -> bool:
+        """Whether layers are run again, by the model's own masks."""
 
     @property
     def reads_ids(self) -> bool:

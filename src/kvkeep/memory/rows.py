@@ -89,7 +89,8 @@ class Buffer:
 
     def _grow(self, rows: Tensor, needed: int) -> None:
         capacity = self.limit if self.limit is not None else up(needed, self.block)
-        grown = rows.new_empty((*rows.shape[:-2], capacity, rows.shape[-1]))
+        with torch.inference_mode(False):  # what is made in it cannot be written outside of it
+            grown = rows.new_empty((*rows.shape[:-2], capacity, rows.shape[-1]))
         if self.data is not None:
             grown[..., : self.length, :] = self.data[..., : self.length, :]
         self.data = grown
