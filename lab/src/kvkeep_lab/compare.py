@@ -33,12 +33,11 @@ from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.policies.methods import Exactness
 from kvkeep.stores.meter import Memory
+from kvkeep_lab.partial import INTERRUPTED, Interruption
 from kvkeep_lab.reading import cache_for, read, takes
 
-INTERRUPTED = "interrupted before it was measured"
-
-Progress = Callable[[str, float, float | None], None]
-"""Gets what is being measured, the work done and the work in all, in seconds of the reference's own speed; all is None
+Progress = Callable[[str, float, float], None]
+"""Gets what is being measured, the work done and the work in all, in seconds of the reference's own speed; all is 1
 until the reference has been measured."""
 
 
@@ -52,7 +51,7 @@ class Case:
     @property
     def label(self) -> str:
         """The case as a person reads it."""
-        return self.method if self.budget is None else f"{self.method} at {self.budget}"
+        return labelled(self.method, self.budget)
 
 
 @dataclass(frozen=True)
@@ -91,9 +90,19 @@ class Row:
     error: str = ""
 
     @property
+    def label(self) -> str:
+        """Method and budget."""
+        return labelled(self.method, self.budget)
+
+    @property
     def held_bytes(self) -> int:
         """Bytes of entries that attention reads, in full or in a smaller form."""
         return self.memory["resident_bytes"] + self.memory["compressed_bytes"]
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of what is kept in a smaller form, or elsewhere."""
+        return self.memory["compressed_bytes"] + sum(self.memory["checkpoint_bytes"].values())
 
 
 @dataclass(frozen=True)
@@ -135,6 +144,11 @@ class Position:
     agrees: bool
 
 
+def labelled(method: str, budget: str | None) -> str:
+    """Return a method and its budget as a person reads them."""
+    return f"{method} at {budget}" if budget else method
+
+
 def cases(methods: Sequence[str], budgets: Sequence[str]) -> list[Case]:
     """Return every method at every budget; those that take none come first, once. Raises UsageError for a name nobody
     knows."""
@@ -155,10 +169,10 @@ def compare(
     """Measure every case on ``prompt`` (token ids) and ``new`` tokens after it.
 
     ``chunk``: tokens of a prompt taken at a time, for the methods that take prompts in chunks. A method that refuses
-    has its sentence in its row. An interrupt ends the run, and what was measured until then is returned; one before the
-    reference is complete is raised on. Raises UsageError for a prompt that the model has no positions for.
+    has its sentence in its row. Raises :class:`Interruption` with the comparison when it is interrupted after the
+    reference is complete, and UsageError for a prompt that the model has no positions for.
     """
-    progress("the reference", 0.0, None)
+    progress("the reference", 0.0, 1.0)
     reference = Reference.of(model, prompt, new, chunk)
     rows: list[Row] = []
     total = 2 * len(listed) * reference.work(len(prompt), new - 1)
@@ -175,7 +189,7 @@ def compare(
             rows.append(Row(case.method, case.budget, error=str(error)))
         except KeyboardInterrupt:
             rows += [Row(missing.method, missing.budget, error=INTERRUPTED) for missing in listed[number:]]
-            break
+            raise Interruption(Comparison(len(prompt), new, reference.row, rows)) from None
     return Comparison(len(prompt), new, reference.row, rows)
 
 

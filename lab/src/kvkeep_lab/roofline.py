@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from kvkeep_lab.buffers import Shelf, Sweep
+from kvkeep_lab.timing import synchronize
 
 _BYTES = 64 << 20  # of a copy: more than fits the caches
 _ROWS = 2048  # of a product
@@ -73,11 +74,3 @@ def _seconds(action: Callable[[], object], device: torch.device, prepare: Callab
         synchronize(device)
         took.append(time.perf_counter() - start)
     return min(took)  # a bound: what else the machine does is no part of it
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for ``device``, if it is one that has to be waited for."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()

@@ -1,0 +1,26 @@
+"""Measurements that end early: what was measured until then is not lost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvkeep.errors import UsageError
+
+INTERRUPTED = "interrupted before it was measured"
+"""What is said of a row that an interruption left without figures."""
+
+
+class Interruption(KeyboardInterrupt):
+    """Ctrl-C in the middle of a measurement; ``found``: what was measured until then."""
+
+    def __init__(self, found: Any) -> None:
+        super().__init__()
+        self.found = found
+
+
+class Ending(UsageError):
+    """A refusal in the middle of a measurement; ``found``: what was measured until then."""
+
+    def __init__(self, reason: str, found: Any) -> None:
+        super().__init__(reason)
+        self.found = found
