@@ -179,12 +179,12 @@ def compare(
     for number, case in enumerate(listed):
         before = total * number / len(listed)
 
-        def tell(done: float, label: str = case.label, before: float = before) -> None:
+        def report(done: float, label: str = case.label, before: float = before) -> None:
             progress(label, before + done, total)
 
-        tell(0.0)
+        report(0.0)
         try:
-            rows.append(reference.measure(case, tell))
+            rows.append(reference.measure(case, report))
         except KvkeepError as error:
             rows.append(Row(case.method, case.budget, error=str(error)))
         except KeyboardInterrupt:
@@ -214,9 +214,9 @@ def _fits(model: Any, prompt_tokens: int, new: int) -> None:
 def _free(
     method: str, budget: str | None, tokens: list[int], expected: list[int], seconds: Sequence[float], cache: Any
 ) -> Row:
-    """Return what a free run tells, bytes included."""
+    """Return the results of a free run, bytes included."""
     same = [a == b for a, b in zip(tokens, expected, strict=True)]
-    told = cache.certificate() if isinstance(cache, KeepCache) else []
+    recall = cache.certificate() if isinstance(cache, KeepCache) else []
     decoding = sum(seconds[1:])
     return Row(
         method,
@@ -229,15 +229,15 @@ def _free(
         prefill_s=seconds[0],
         tokens_per_s=(len(seconds) - 1) / decoding if decoding else None,
         tokens=tokens,
-        away=fmean(layer.away for layer in told) if told else None,
-        recalled=fmean(layer.recalled for layer in told) if told else None,
-        left_out=max(layer.worst for layer in told) if told else None,
+        away=fmean(layer.away for layer in recall) if recall else None,
+        recalled=fmean(layer.recalled for layer in recall) if recall else None,
+        left_out=max(layer.worst for layer in recall) if recall else None,
         merges=cache.merges() if isinstance(cache, KeepCache) else (0, 0),
     )
 
 
 def _forced(row: Row, judged: Sequence[Position]) -> Row:
-    """Return ``row`` with what the positions tell that were given the reference's text."""
+    """Return ``row`` with what the positions report that were given the reference's text."""
     divergences = [position.kl for position in judged]
     return replace(
         row,
@@ -283,18 +283,18 @@ class Reference:
         """Return the seconds that the reference took for so many tokens of the prompt and steps after it."""
         return (self.row.prefill_s or 0.0) * tokens / self.ids.shape[1] + self.step_s * steps
 
-    def measure(self, case: Case, tell: Callable[[float], None] = lambda done: None) -> Row:
-        """Run one case freely, and then forced unless the free run was given the same text anyway. ``tell`` gets the
+    def measure(self, case: Case, report: Callable[[float], None] = lambda done: None) -> Row:
+        """Run one case freely, and then forced unless the free run was given the same text anyway. ``report`` gets the
         work done, in seconds of the reference's own speed."""
-        row, judged = self._run_freely(case, tell)
+        row, judged = self._run_freely(case, report)
         if len(judged) < len(self.logits):
             one_pass = self.work(self.ids.shape[1], len(self.logits) - 1)
-            judged = self._run_forced(case, lambda done: tell(one_pass + done))
+            judged = self._run_forced(case, lambda done: report(one_pass + done))
         return _forced(row, judged)
 
-    def _run_freely(self, case: Case, tell: Callable[[float], None]) -> tuple[Row, list[Position]]:
+    def _run_freely(self, case: Case, report: Callable[[float], None]) -> tuple[Row, list[Position]]:
         expected = self.row.tokens
-        cache = self._cache(case, tell)
+        cache = self._cache(case, report)
         tokens: list[int] = []
         seconds: list[float] = []
         judged: list[Position] = []
@@ -303,22 +303,22 @@ class Reference:
                 judged.append(judge(self.logits[step], logits, expected[step]))
             tokens.append(int(logits.argmax()))
             seconds.append(took)
-            tell(self.work(self.ids.shape[1], step))
+            report(self.work(self.ids.shape[1], step))
         return _free(case.method, case.budget, tokens, expected, seconds, cache), judged
 
-    def _run_forced(self, case: Case, tell: Callable[[float], None]) -> list[Position]:
+    def _run_forced(self, case: Case, report: Callable[[float], None]) -> list[Position]:
         expected = self.row.tokens
         judged: list[Position] = []
-        passed = read(self.model, self.ids, self._cache(case, tell), len(expected), expected)
+        passed = read(self.model, self.ids, self._cache(case, report), len(expected), expected)
         for step, (logits, _) in enumerate(passed):
             judged.append(judge(self.logits[step], logits, expected[step]))
-            tell(self.work(self.ids.shape[1], step))
+            report(self.work(self.ids.shape[1], step))
         return judged
 
-    def _cache(self, case: Case, tell: Callable[[float], None]) -> Any:
+    def _cache(self, case: Case, report: Callable[[float], None]) -> Any:
         context = self.ids.shape[1] + len(self.row.tokens)
         cache = cache_for(self.model, case.method, case.budget, context, self.chunk)
         if isinstance(cache, KeepCache):
             prompt = self.ids.shape[1]
-            cache.on_progress = lambda done: tell(self.work(done, 0)) if done < prompt else None
+            cache.on_progress = lambda done: report(self.work(done, 0)) if done < prompt else None
         return cache

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from kvkeep.errors import UsageError
@@ -24,3 +26,14 @@ class Ending(UsageError):
     def __init__(self, reason: str, found: Any) -> None:
         super().__init__(reason)
         self.found = found
+
+
+@contextmanager
+def keeping(found: Any, rows: Sequence[Any]) -> Iterator[None]:
+    """Within the block, let an interruption or a refusal carry ``found``, if it has ``rows`` by then."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise (Interruption(found) if rows else KeyboardInterrupt) from None
+    except UsageError as error:
+        raise (Ending(str(error), found) if rows else error) from None

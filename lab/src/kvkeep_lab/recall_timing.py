@@ -15,21 +15,20 @@ import torch
 from torch import Tensor
 
 from kvkeep.attention import Segment, attend
+from kvkeep.cache import KeepCache
 from kvkeep.errors import UnsupportedModelError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
-from kvkeep.models.adapter import Adapter
 from kvkeep.models.binding import bind
-from kvkeep.stores.checkpoints import CheckpointSpec, Residuals
-from kvkeep.stores.ledger import Ledger
-from kvkeep.stores.meter import Meter
-from kvkeep.stores.places import PLACES, Device
-from kvkeep_lab.buffers import Shelf, Sweep, faults
+from kvkeep.stores.places import PLACES
+from kvkeep_lab.buffers import Storage, Sweep, faults
 from kvkeep_lab.partial import Interruption
 from kvkeep_lab.roofline import Roofline, measure
 from kvkeep_lab.timing import synchronize
 
 RECOMPUTE, READ, APART, ATTEND = "recompute", "read", "read, entry by entry", "attend in place"
-ROLLED = ("residual:4", "tokens")
+RERUN = {"residual:4": 4, "tokens": 1 << 30}
+"""Kinds of checkpoints that run layers again, and how many from one kept residual on."""
+
 SLOW_TO = 500
 WARMTHS = ("warm", "cold")
 
@@ -107,7 +106,7 @@ def run(
             for case, sample in bench.samples(count, turn):
                 took.setdefault(case, []).append(sample)
             if slow and count <= SLOW_TO and turn < 2:
-                for case, sample in bench.rolled(count):
+                for case, sample in bench.rerun(count):
                     took.setdefault(case, []).append(sample)
     except KeyboardInterrupt:
         interrupted = True
@@ -153,29 +152,28 @@ class _Bench:
         if not full:
             raise UnsupportedModelError(f"'{self.geometry.model_type}' has no layer that keeps every token's entries.")
         self.layers = sorted({full[0].index, full[len(full) // 2].index, full[-1].index})
-        bind(model)
-        self.adapter = Adapter(model)
+        self.model, self.adapter = model, bind(model)
         self.adapter.require("project", self.layers, "recomputing from residuals")
         self.hidden, self.width = self.geometry.hidden_size, full[0].entry_elements
-        self.shelves = {name: Shelf(name, self.device, folder) for name in places(self.device)}
+        self.storages = {name: Storage(name, self.device, folder) for name in places(self.device)}
         self.sweep = Sweep(self.device)
-        self.roofline = measure(self.shelves, self.sweep, self.device, self.dtype, self.hidden, self.width)
+        self.roofline = measure(self.storages, self.sweep, self.device, self.dtype, self.hidden, self.width)
         self._held = {
-            (name, count): self._hold(shelf, count) for count in counts for name, shelf in self.shelves.items()
+            (name, count): self._hold(storage, count) for count in counts for name, storage in self.storages.items()
         }
 
-    def _hold(self, shelf: Shelf, count: int) -> _Held:
-        """Lay residuals and entries of ``count`` tokens on a shelf; all layers read the same, of the same shape."""
+    def _hold(self, storage: Storage, count: int) -> _Held:
+        """Lay residuals and entries of ``count`` tokens in a storage; all layers read the same, of the same shape."""
         hidden = torch.randn(1, count, self.hidden, generator=torch.Generator().manual_seed(0))
         hidden = hidden.to(self.device, self.dtype)
         positions = torch.arange(count, device=self.device).unsqueeze(0)
         entries = self.adapter.project(self.layers[0], hidden, positions)
         apart = []
-        if shelf.name == "device":
+        if storage.name == "device":
             apart = [[part[..., slot : slot + 1, :].clone() for slot in range(count)] for part in entries]
         return _Held(
-            shelf.put(hidden),
-            [shelf.put(part) for part in entries],
+            storage.put(hidden),
+            [storage.put(part) for part in entries],
             apart,
             [torch.zeros_like(part) for part in entries],
             positions,
@@ -184,17 +182,17 @@ class _Bench:
     def close(self) -> None:
         """Let go of everything that was laid out."""
         self._held.clear()
-        for shelf in self.shelves.values():
-            shelf.clear()
+        for storage in self.storages.values():
+            storage.clear()
 
     @torch.inference_mode()
     def samples(self, count: int, turn: int) -> Iterator[tuple[_Case, tuple[float, int, int]]]:
         """Time every way once for ``count`` tokens, in one of the layers."""
         layer = self.geometry.layers[self.layers[turn % len(self.layers)]]
-        for name, shelf in self.shelves.items():
+        for name, storage in self.storages.items():
             for buffers in WARMTHS:
                 for way, action in self._ways(layer, self._held[name, count], buffers == "warm"):
-                    yield _Case(way, name, buffers, count), self._time(action, shelf, buffers)
+                    yield _Case(way, name, buffers, count), self._time(action, storage, buffers)
 
     def _ways(self, layer: LayerGeometry, held: _Held, warm: bool) -> list[tuple[str, Callable[[], object]]]:
         def recompute() -> object:
@@ -218,12 +216,12 @@ class _Bench:
             ways.append((ATTEND, lambda: attend(query, [segment], layer.key_dim**-0.5)))
         return ways
 
-    def _time(self, action: Callable[[], object], shelf: Shelf, buffers: str) -> tuple[float, int, int]:
+    def _time(self, action: Callable[[], object], storage: Storage, buffers: str) -> tuple[float, int, int]:
         """Return seconds, page faults and bytes from a block device of one run of ``action``."""
         if buffers == "warm":
             action()
         else:
-            shelf.chill()
+            storage.drop_pages()
             self.sweep.run()
         synchronize(self.device)
         before, start = faults(), time.perf_counter()
@@ -234,29 +232,28 @@ class _Bench:
         return seconds, after[0] - before[0], after[1] - before[1]
 
     @torch.inference_mode()
-    def rolled(self, count: int) -> Iterator[tuple[_Case, tuple[float, int, int]]]:
-        """Time the recall of checkpoints that keep fewer residuals, and so run layers; by layer."""
+    def rerun(self, count: int) -> Iterator[tuple[_Case, tuple[float, int, int]]]:
+        """Time the recall of checkpoints that keep fewer residuals, and so run layers; by layer. What the model's
+        family refuses is left out."""
         ids = torch.zeros(1, count, dtype=torch.long, device=self.device)
-        total = len(self.geometry.layers)
-        ledger = Ledger()
-        ledger.append(ids, None, None, None)
-        for kind in ROLLED:
-            spec = CheckpointSpec.parse(kind, "device")
-            home = Device(self.device)
-            kept = Residuals(self.adapter, ledger, home, self.geometry, spec, Meter(), page=512)
-            stride = min(kept.stride, total)
-            first = 0 if stride == total else stride
+        for kind, stride in RERUN.items():
+            try:
+                cache = KeepCache(self.model, "kv-direct", 0, checkpoint=kind, where="device")
+            except UnsupportedModelError:
+                continue
+            self.model(ids, past_key_values=cache, logits_to_keep=1)
+            kept: Any = cache.checkpoint
+            total = len(self.geometry.layers)
+            first = stride if stride < total else 0
             group = range(first, min(first + stride, total))
-            hidden = torch.randn(1, count, self.hidden, device=self.device, dtype=self.dtype)
-            kept.begin_forward(True, 0)
-            kept.enter_layer(first, hidden)
+            kept.begin_forward(True, count)  # drops what the last pass rebuilt
 
-            def recall(kept: Residuals = kept, group: range = group) -> None:
+            def recall(kept: Any = kept, group: range = group) -> None:
                 for layer in group:
                     for _ in kept.recall(layer, count):
                         pass
 
-            seconds, minor, read = self._time(recall, self.shelves["device"], "cold")
+            seconds, minor, read = self._time(recall, self.storages["device"], "cold")
             parts = len(group)
             yield _Case(kind, "device", "cold", count), (seconds / parts, minor // parts, read // parts)
 
@@ -264,7 +261,7 @@ class _Bench:
         """Yield what was measured, in the order of ways, places and N."""
         best = {case: min(sample[0] for sample in samples) for case, samples in took.items()}
         shape = (self.hidden, self.width, self.itemsize)
-        for case in sorted(took, key=lambda case: (list(self.shelves).index(case.place), WARMTHS.index(case.buffers))):
+        for case in sorted(took, key=lambda case: (list(self.storages).index(case.place), WARMTHS.index(case.buffers))):
             seconds, samples = best[case], took[case]
             rival = best.get(_Case(RECOMPUTE, case.place, case.buffers, case.n))
             roof = None

@@ -26,8 +26,8 @@ NAIVE = "naive"
 HELD = "stock, the budget's entries"
 
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "processor": time.process_time}
-"""Seconds that pass, and those in which this process's threads work, together: these tell what a pass costs where
-others use the machine, too, but nothing of waiting, nor of a GPU."""
+"""Seconds that pass, and those in which this process's threads work, together: what a pass costs where others use
+the machine, too, but without waiting, and without a GPU."""
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ def _until(steps: int, patience_s: float, measure: Callable[[int], float]) -> li
 
 
 def _peak_from_here(device: torch.device) -> Callable[[], dict[str, int]]:
-    """Return what tells how much memory a GPU will have given out at most from now on; on a CPU it tells nothing."""
+    """Return a function of the most memory that a GPU gives out from here on; on a CPU of nothing."""
     if device.type != "cuda":
         return dict
     torch.cuda.synchronize(device)

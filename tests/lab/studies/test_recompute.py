@@ -8,7 +8,7 @@ import pytest
 import torch
 from families import tiny
 from kvkeep_lab import recall_timing as lab
-from kvkeep_lab.buffers import Shelf, faults
+from kvkeep_lab.buffers import Storage, faults
 from kvkeep_lab.partial import Interruption
 from kvkeep_lab.recall_timing import APART, ATTEND, READ, RECOMPUTE, run
 from kvkeep_lab.roofline import Roofline
@@ -51,7 +51,7 @@ def test_the_ways_give_the_same_entries(family: str) -> None:
     """What is read, whole or entry by entry, is what is recomputed."""
     bench = lab._Bench(tiny(family), [17], None)
     layer = bench.geometry.layers[bench.layers[0]]
-    for place in bench.shelves:
+    for place in bench.storages:
         held = bench._held[place, 17]
         for warm in (True, False):
             ways = dict(bench._ways(layer, held, warm))
@@ -74,16 +74,16 @@ def test_an_interrupt_keeps_what_was_measured() -> None:
 
 
 def test_files_on_disk_leave_memory_and_come_back(tmp_path: Path) -> None:
-    shelf = Shelf("disk", CPU, tmp_path)
+    storage = Storage("disk", CPU, tmp_path)
     tensor = torch.randn(3, 4096)
-    kept = shelf.put(tensor)
+    kept = storage.put(tensor)
     before = faults()
-    shelf.chill()
+    storage.drop_pages()
     assert torch.equal(kept, tensor) and faults() >= before
     assert not list(tmp_path.iterdir())  # files have no names
-    shelf.clear()
+    storage.clear()
     with pytest.raises(StoreError):
-        Shelf("disk", CPU, tmp_path / "missing")
+        Storage("disk", CPU, tmp_path / "missing")
 
 
 def test_the_roofline_is_arithmetic() -> None:

@@ -22,7 +22,9 @@ def show(table: Table) -> None:
     is printed in parts, each with the columns that name a row."""
     console = out if out.is_terminal else Console(width=1000, highlight=False)
     out.print(Text(table.title, style="bold"), soft_wrap=True)
-    for columns in _parts(table, console.width):
+    for place, columns in enumerate(_parts(table, console.width)):
+        if place:
+            out.print()
         console.print(_drawing(table, columns), crop=False, no_wrap=True)
     for sentence in table.notes:
         out.print(_text(sentence), style="dim", soft_wrap=True)

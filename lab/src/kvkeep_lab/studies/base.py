@@ -95,7 +95,7 @@ unique = AfterValidator(lambda values: list(dict.fromkeys(values)))
 
 class Study(BaseModel, ABC):
     """A study and its sizes: the fields are what an experiment's ``[study]`` and a command's options may set. A field
-    that is None is not part of what an experiment is told by, so that one may be added without measuring all again.
+    that is None is left out of what identifies an experiment, so that one may be added without measuring all again.
 
     name: what experiments call it; command: what ``kvkeep analyse`` does, where that differs. about: one line.
     protocol: how its numbers come about, for the report. found: the dataclass that :meth:`measure` returns. metrics: of

@@ -75,7 +75,7 @@ class Bench(Study):
         return {"clock": self.clock}
 
     def tables(self, found: Benched) -> list[Table]:
-        """Return times and bytes; what was refused is told below."""
+        """Return times and bytes, and below what was refused."""
         merging = any(row.merging_ms for row in found.rows)
         on_gpu = any("device_peak_bytes" in row.memory for row in found.rows)
         table = Table(

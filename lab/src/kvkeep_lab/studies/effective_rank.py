@@ -41,7 +41,7 @@ from kvkeep_lab.tasks.base import Metric
 ENERGY = 0.9
 DISTANCES = (1, 16, 256)
 PAPER = {1.0: ("100", "5e-4"), 0.5: ("5-15", "10.9"), 0.125: ("5-10", "> 11")}
-"""Token match in percent and KL by the share of d_head, as section 5.7 tells them of its models (below 15 of 64: one
+"""Token match in percent and KL by the share of d_head, as section 5.7 gives them for its models (below 15 of 64: one
 range)."""
 
 

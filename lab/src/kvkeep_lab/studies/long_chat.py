@@ -22,7 +22,7 @@ from kvkeep.geometry import ModelGeometry
 from kvkeep.models.loading import Loaded
 from kvkeep.stores.meter import Memory
 from kvkeep_lab.figures import dress, panels, styled
-from kvkeep_lab.partial import Ending, Interruption
+from kvkeep_lab.partial import keeping
 from kvkeep_lab.reading import takes
 from kvkeep_lab.studies.base import BudgetText, Flag, Kind, OwnMethod, PlaceName, Progress, Study
 from kvkeep_lab.tables import Table, fixed, megabytes, times
@@ -159,15 +159,11 @@ class LongChat(Study):
     def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int | None, progress: Progress) -> Chat:
         """Hold the conversation."""
         self.check(())
-        turns: list[Turn] = []
-        try:
+        found = Chat([])
+        with keeping(found, found.turns):
             for turn in self.converse(loaded, progress):
-                turns.append(turn)
-        except KeyboardInterrupt:
-            raise (Interruption(Chat(turns)) if turns else KeyboardInterrupt) from None
-        except UsageError as error:
-            raise (Ending(str(error), Chat(turns)) if turns else error) from None
-        return Chat(turns)
+                found.turns.append(turn)
+        return found
 
     def converse(self, loaded: Loaded, progress: Progress, questions: Sequence[str] = QUESTIONS) -> Iterator[Turn]:
         """Hold one conversation with each cache, all of them a turn at a time; yield each turn as it ends. Raises

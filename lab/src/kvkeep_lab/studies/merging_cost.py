@@ -43,7 +43,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Costs:
-    """All of them. answer: tokens that an answer has, where seconds of a whole request are told."""
+    """All of them. answer: tokens that an answer has, for seconds of a whole request."""
 
     rows: list[Cost]
     answer: int

@@ -29,7 +29,7 @@ from kvkeep.decode.generate import Generation, generate
 from kvkeep.errors import KvkeepError
 from kvkeep.models.loading import Loaded
 from kvkeep_lab import lines
-from kvkeep_lab.partial import Interruption
+from kvkeep_lab.partial import keeping
 from kvkeep_lab.prompts import TEXT, Prompt, prompts
 from kvkeep_lab.reading import takes
 from kvkeep_lab.studies.base import BudgetText, Flag, Kind, OwnMethod, PlaceName, Progress, Study, text_of, unique
@@ -181,13 +181,11 @@ class Prove(Study):
         ]
         found = Proof([known[key] for *_, key in asking if key in known], {})
         missing = [one for one in asking if one[2] not in known]
-        try:
+        with keeping(found, found.answers):
             for answer in self._answers(loaded, missing, found.refused, progress):
                 found.answers.append(answer)
                 if self.store is not None:
                     lines.append(self.store, json.dumps(asdict(answer)))
-        except KeyboardInterrupt:
-            raise (Interruption(found) if found.answers else KeyboardInterrupt) from None
         return found
 
     def cases(self) -> list[Case]:
@@ -238,7 +236,7 @@ class Prove(Study):
         return {"rows": [asdict(row) for row in found.rows], "answers": [asdict(one) for one in found.answers]}
 
     def tables(self, found: Proof) -> list[Table]:
-        """Return a row for each case; differences are told below."""
+        """Return a row for each case, and below the differences."""
         table = Table(
             f"Answers of {self.new} tokens",
             ["", "prompts", "identical", "ties", "tokens", "prefill", "decoding", "a round", "right", "budget"],

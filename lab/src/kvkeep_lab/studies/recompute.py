@@ -18,15 +18,15 @@ from pydantic import Field
 from kvkeep.models.loading import Loaded
 from kvkeep_lab.figures import COLOURS, blank, dress, save, styled
 from kvkeep_lab.partial import Interruption
-from kvkeep_lab.recall_timing import APART, ATTEND, READ, RECOMPUTE, ROLLED, Report, Row, run
+from kvkeep_lab.recall_timing import APART, ATTEND, READ, RECOMPUTE, RERUN, Report, Row, run
 from kvkeep_lab.shapes import SHAPES, Shape, shaped
 from kvkeep_lab.studies.base import Count, Flag, Progress, Study, part, rising
 from kvkeep_lab.tables import Table, fixed, number
 from kvkeep_lab.tasks.base import Metric
 
-WAYS = (RECOMPUTE, READ, APART, ATTEND, *ROLLED)
+WAYS = (RECOMPUTE, READ, APART, ATTEND, *RERUN)
 PAPER = {1: (1.1, 1.1), 100: (0.46, 0.68), 500: (0.17, 0.3)}
-"""KV-Direct's Fig. 7, as its section 5.8 tells it: the ratio of its models at N tokens, from least to most."""
+"""KV-Direct's Fig. 7, as its section 5.8 gives it: the ratio of its models at N tokens, from least to most."""
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ def _number(row: Row | None, name: str, digits: int = 3) -> str:
 
 def _draw_times(axes: Any, report: Report, place: str) -> None:
     rows = [row for row in report.rows if (row.place, row.buffers) == (place, "cold")]
-    for series, way in enumerate((RECOMPUTE, READ, ATTEND, APART, *ROLLED)):
+    for series, way in enumerate((RECOMPUTE, READ, ATTEND, APART, *RERUN)):
         if not (mine := _by_count(rows, way)):
             continue
         counts, roofs = [row.n for row in mine], [row.roofline_ms for row in mine]

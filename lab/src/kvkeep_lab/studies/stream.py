@@ -20,7 +20,7 @@ from kvkeep.cache import memory_of, new_cache
 from kvkeep.errors import UsageError
 from kvkeep.models.loading import Loaded
 from kvkeep.stores.meter import Memory
-from kvkeep_lab.partial import Ending, Interruption
+from kvkeep_lab.partial import keeping
 from kvkeep_lab.studies.base import BudgetText, Flag, OwnMethod, Progress, TextStudy, counted, text_of
 from kvkeep_lab.tables import Table, fixed, megabytes
 
@@ -79,13 +79,9 @@ class Stream(TextStudy):
         ids = (ids * -(-self.tokens // len(ids)))[: self.tokens]
         cache = new_cache(loaded.model, self.method, budget=self.budget, chunk=self.chunk, context=len(ids))
         found = Streamed(loaded.name, self.method, self.budget, [])
-        try:
+        with keeping(found, found.stretches):
             for row in stretches(loaded.model, ids, cache, self.stretch, counted(progress, "reading")):
                 found.stretches.append(row)
-        except KeyboardInterrupt:
-            raise (Interruption(found) if found.stretches else KeyboardInterrupt) from None
-        except UsageError as error:
-            raise (Ending(str(error), found) if found.stretches else error) from None
         return found
 
     def tables(self, found: Streamed) -> list[Table]:
