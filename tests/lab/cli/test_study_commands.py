@@ -179,7 +179,7 @@ def test_turns_models_and_stretches(call: Run) -> None:
             "seconds",
         }
         assert set(row["memory"]["checkpoint_bytes"]) == {"device", "host", "disk"} and row["text"]
-    _, out, _ = call("recompute", "--counts", "1,9", "--rounds", "1", "--beside", "qwen2.5-0.5b", "--json")
+    _, out, _ = call("recompute", "--counts", "1,9", "--rounds", "1", "--beside", "smollm2-135m", "--json")
     models = json.loads(out)["models"]
     assert len(models) == 2 and all({row["n"] for row in model["rows"]} == {1, 9} for model in models)
     for model in models:
@@ -353,8 +353,9 @@ def test_an_interrupt_leaves_the_counts_until_then(call: Run, monkeypatch: pytes
     assert json.loads(out)["models"][0]["interrupted"]
 
 
-def test_what_cannot_go_on_leaves_what_was_measured(call: Run) -> None:
-    code, out, err = call("longchat", "-b", "16", "-n", "200", "--turns", "9", "-x", "stock,kv-direct")
+def test_what_cannot_go_on_leaves_what_was_measured(call: Run, monkeypatch: pytest.MonkeyPatch, words: str) -> None:
+    monkeypatch.setattr("kvkeep_lab.studies.long_chat.QUESTIONS", (words,))
+    code, out, err = call("longchat", "-b", "16", "-n", "5", "--turns", "9", "-x", "stock,kv-direct")
     assert code == 1 and "512 positions" in err and "held" in out and "Traceback" not in err
     code, out, err = call("stream", *COMMANDS["stream"][0].split(), "-x", "snapkv")
     assert code == 1 and "600 tokens are more than the 512" in err and "perplexity" in out and "Traceback" not in err

@@ -17,12 +17,18 @@ from kvkeep.decode.chat import Conversation
 from kvkeep.errors import SessionError
 
 QUESTIONS = ("the of and to in", "was it for on", "by from her she that")
+LONG = ("the of and to in was it for on " * 12,)
+
+
+@pytest.fixture(autouse=True)
+def short_questions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvkeep_lab.studies.long_chat.QUESTIONS", QUESTIONS)
 
 
 def turns(*methods: str, family: str = "llama", count: int = 6) -> list[Turn]:
     """All turns of a conversation within 16 entries."""
     sizes = {"methods": methods, "budget": "16", "checkpoint": "kv", "where": "host", "turns": count, "new": 6}
-    return list(LongChat.model_validate(sizes).converse(loaded(family), quiet, QUESTIONS))
+    return list(LongChat.model_validate(sizes).converse(loaded(family), quiet))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
@@ -48,14 +54,13 @@ def test_a_dropping_method_is_another_conversation() -> None:
     assert not all(row.same for row in rows) and all(row.same for row in rows if row.method == "stock")
 
 
-def test_the_models_positions_end_it_before_the_turn() -> None:
+def test_the_models_positions_end_it_before_the_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tiny model has 512 positions."""
-    with pytest.raises(
-        Ending, match=r"Turn \d+ would take the conversation to \d+ tokens, and the model has 512"
-    ) as end:
-        measured(LongChat(methods=["stock"], turns=99, new=100))
-    assert end.value.found.turns[-1].context > 300
-    endless = measured(LongChat(methods=["streaming-llm"], budget="32", turns=6, new=100))
+    monkeypatch.setattr("kvkeep_lab.studies.long_chat.QUESTIONS", LONG)
+    with pytest.raises(Ending, match=r"Turn 5 would take the conversation to \d+ tokens, and the model has 512") as end:
+        measured(LongChat(methods=["stock"], turns=99, new=6))
+    assert 400 < end.value.found.turns[-1].context <= 512 and len(end.value.found.turns) == 4
+    endless = measured(LongChat(methods=["streaming-llm"], budget="32", turns=6, new=6))
     assert len(endless.turns) == 6 and endless.turns[-1].context > 512  # gives the model positions of its own
 
 

@@ -12,9 +12,10 @@ from kvkeep_lab.buffers import Storage, faults
 from kvkeep_lab.partial import Interruption
 from kvkeep_lab.recall_timing import APART, ATTEND, READ, RECOMPUTE, run
 from kvkeep_lab.roofline import Roofline
-from kvkeep_lab.shapes import SHAPES, shaped
+from kvkeep_lab.shapes import SHAPES, config_of, shaped
 
 from kvkeep import StoreError, UsageError
+from kvkeep.geometry import ModelGeometry
 
 CPU = torch.device("cpu")
 
@@ -101,7 +102,12 @@ def test_the_roofline_is_arithmetic() -> None:
     list(zip(SHAPES[:-2], (576, 896, 1024, 1536), (384, 256, 2048, 512), strict=True)),
 )
 def test_shapes_are_the_published_ones(name: str, hidden: int, width: int) -> None:
-    report = run(shaped(name, torch.float32, CPU, layers=1), name, counts=(2,), rounds=1)
-    assert (report.hidden, report.width) == (hidden, width) and len(report.rows) >= 12
+    geometry = ModelGeometry.from_config(config_of(name))
+    assert geometry.hidden_size == hidden and {layer.entry_elements for layer in geometry.layers} == {width}
+
+
+def test_layers_of_a_shape_are_measured_as_a_model_is() -> None:
+    report = run(shaped(SHAPES[0], torch.float32, CPU, layers=1), SHAPES[0], counts=(2,), rounds=1)
+    assert (report.hidden, report.width) == (576, 384) and len(report.rows) >= 12
     with pytest.raises(UsageError, match="qwen3"):
         shaped("qwen3", torch.float32, CPU)

@@ -165,12 +165,12 @@ class LongChat(Study):
                 found.turns.append(turn)
         return found
 
-    def converse(self, loaded: Loaded, progress: Progress, questions: Sequence[str] = QUESTIONS) -> Iterator[Turn]:
+    def converse(self, loaded: Loaded, progress: Progress) -> Iterator[Turn]:
         """Hold one conversation with each cache, all of them a turn at a time; yield each turn as it ends. Raises
         UsageError before a turn that would go past the model's positions."""
         talks = self._conversations(loaded)
         for number in range(self.turns):
-            question = questions[number % len(questions)]
+            question = QUESTIONS[number % len(QUESTIONS)]
             reference: list[int] | None = None
             for place, (name, talk) in enumerate(talks.items()):
                 progress(f"{name}, turn {number + 1}", number * len(talks) + place, self.turns * len(talks))
