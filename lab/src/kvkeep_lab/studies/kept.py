@@ -63,7 +63,9 @@ class Kept(TextStudy):
     found = Agreements
 
     methods: Annotated[list[OwnMethod], unique, Flag("--methods", "-x")] = Field(
-        ["snapkv", "h2o", "tova"], min_length=2, description="every pair of them is compared"
+        ["snapkv", "h2o", "tova"],
+        min_length=2,
+        description="every pair of them is compared; the figure is of the first and the others",
     )
     budget: Annotated[BudgetText, Flag("--budget", "-b")] = Field("25%", description="of each, a share of the text")
     chunk: int | None = Field(None, ge=1, description="tokens of the text taken at a time")
@@ -102,12 +104,14 @@ class Kept(TextStudy):
         return [table]
 
     def draw(self, found: Agreements, path: str | os.PathLike[str], *, title: str) -> None:
-        """Draw the shares by layer."""
+        """Draw the shares of the first method with each other one, by layer."""
+        first = found.rows[0].method
         with panels(path, f"{title}, {found.tokens:,} tokens, budget {self.budget}") as (axes,):
-            for place, row in enumerate(found.rows):
+            for place, row in enumerate(row for row in found.rows if row.method == first):
                 shares = [100 * share for share in row.layers]
-                axes.plot(range(len(shares)), shares, **styled(place, f"{row.method}, {row.other}"))
-            dress(axes, "kept entries that both keep, %", "layer", y=0, legend=True)
+                axes.plot(range(len(shares)), shares, **styled(place, row.other))
+            dress(axes, f"entries that are kept by {first}, too, %", "layer", y=0)
+            axes.figure.legend(loc="outside lower center", ncols=7, frameon=False, fontsize=8)
 
 
 def agreement(method: str, other: str, one: Sequence[Tensor], two: Sequence[Tensor]) -> Agreement:
