@@ -306,6 +306,7 @@ def test_an_interrupt_before_anything_is_measured_leaves_nothing(call: Run, monk
         ("compare", "kvkeep_lab.compare.Reference.of"),
         ("longchat", "kvkeep_lab.studies.long_chat.LongChat.converse"),
         ("verify", "kvkeep_lab.studies.verify.checkpoint_kinds"),
+        ("analyse throughput", "kvkeep_lab.timing._measure"),
     ):
         monkeypatch.setattr(place, interrupted)
         code, out, err = call(command)

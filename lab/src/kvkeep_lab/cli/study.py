@@ -24,7 +24,7 @@ from kvkeep.errors import Interrupted, KvkeepError, UsageError
 from kvkeep.models.loading import load
 from kvkeep_lab.cli.console import show
 from kvkeep_lab.figures import check_figure
-from kvkeep_lab.partial import Ending, Interruption
+from kvkeep_lab.partial import Ending
 from kvkeep_lab.studies import STUDIES, Study
 from kvkeep_lab.studies.base import Drawn, Flag
 from kvkeep_lab.studies.base import Progress as Report
@@ -36,7 +36,7 @@ OUTPUT = "Also draw a figure: a .png, .svg or .pdf file."
 def command(study: type[Study]) -> Callable[..., None]:
     """Return the command of a study, a function that Typer understands: its signature has an option for each field, and
     those that all commands share."""
-    fields = {name: _field(name, field) for name, field in study.model_fields.items()}
+    fields = {name: _field(field) for name, field in study.model_fields.items()}
     shared: dict[str, tuple[Any, Any]] = {"model": (options.Model, "smollm2")}
     if study.text != "none":
         files = list[str] if study.text == "needed" else list[str] | None
@@ -45,6 +45,7 @@ def command(study: type[Study]) -> Callable[..., None]:
     if issubclass(study, Drawn):
         shared["output"] = (Annotated[str | None, typer.Option("--output", "-o", help=OUTPUT)], None)
     shared |= {"dtype": (options.Dtype, "float32"), "device": (options.Device, None), "json": (options.Json, False)}
+    assert not set(fields) & set(shared), "a field of the study has the name of an option that all commands share"
 
     def run(**given: Any) -> None:
         sizes = {name: given.pop(name) for name in fields}
@@ -61,18 +62,17 @@ def command(study: type[Study]) -> Callable[..., None]:
     return run
 
 
-def _field(name: str, field: FieldInfo) -> tuple[Any, Any]:
+def _field(field: FieldInfo) -> tuple[Any, Any]:
     """Return the annotation and the default of a field's option. Lists are given by commas, or by repeating it."""
     flag = _flag(field)
     default = field.get_default(call_default_factory=True) if flag.default is ... else flag.default
-    kind = _plain(field.annotation)
-    text = field.description or ""
-    help_ = f"{text[:1].upper()}{text[1:]}."
+    kind, text = _plain(field.annotation), field.description or ""
+    text = f"{text[:1].upper()}{text[1:]}."
     if kind is list:
         shown = ",".join(map(str, default)) if default else False
-        option = typer.Option(*flag.names, help=f"{help_} By commas, or repeated.", show_default=shown)
+        option = typer.Option(*flag.names, help=f"{text} By commas, or repeated.", show_default=shown)
         return Annotated[list[str] | None, option], None
-    option = typer.Option(*flag.names, help=help_)
+    option = typer.Option(*flag.names, help=text)
     return Annotated[kind if default is not None else kind | None, option], default
 
 
@@ -158,10 +158,10 @@ def _run(
     with _bar() as report:
         try:
             found = study.measure(loaded, files, None, report)
-        except (Interruption, Ending) as stop:
-            found, stopped = stop.found, str(stop) or "Interrupted."
-        except KeyboardInterrupt:
-            raise Interrupted("Interrupted before it was measured; there is nothing to show.") from None
+        except (KeyboardInterrupt, Ending) as stop:
+            found, stopped = getattr(stop, "found", None), str(stop) or "Interrupted."
+            if not isinstance(found, study.found):
+                raise Interrupted("Interrupted before it was measured; there is nothing to show.") from None
     where = machine(loaded, dtype) | study.conditions()
     problem = study.problem(found)
     if output is not None and problem is None:
