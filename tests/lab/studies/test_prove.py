@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from conftest import tokenizer
+from kvkeep_lab.answers import Answer, generate
 from kvkeep_lab.partial import Interruption
 from kvkeep_lab.prompts import KINDS, Prompt, prompts
 from kvkeep_lab.studies import prove as lab
@@ -89,7 +90,7 @@ def test_answers_are_kept_and_not_asked_for_again(tmp_path: Path, monkeypatch: p
         if done == 5:
             raise KeyboardInterrupt
 
-    def run() -> tuple[list[lab.Answer], list[str]]:
+    def run() -> tuple[list[Answer], list[str]]:
         told: list[str] = []
         found = proof("full", "window", store=store, progress=lambda label, done, total: told.append(label))
         return found.answers, told
@@ -113,14 +114,12 @@ def test_a_refusal_is_a_row() -> None:
 
 
 def test_an_interrupt_keeps_what_was_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = lab.generate
-
     def interrupting(*arguments: Any, **options: Any) -> Any:
         if arguments[3].__class__.__name__ == "KeepCache" and arguments[3].method.name == "snapkv+verified":
             raise KeyboardInterrupt
-        return whole(*arguments, **options)
+        return generate(*arguments, **options)
 
-    monkeypatch.setattr(lab, "generate", interrupting)
+    monkeypatch.setattr("kvkeep_lab.answers.generate", interrupting)
     with pytest.raises(Interruption) as stop:
         proof("full", "snapkv+verified")
     assert [answer.label for answer in stop.value.found.answers] == ["full"]

@@ -1,11 +1,6 @@
 """``prove``: the same answers from other caches, compared token by token with transformers' own cache, and timed in the
-same run.
-
-Every prompt is answered greedily with the stock cache, ends of text ignored, and with the caches to be proved. Where a
-token differs, the model is asked how near the two tokens were: the *gap* between their logits at that position, and the
-*noise*, the most by which the stock model's logits of that answer differ when it reads all of it at once instead of one
-token at a time. A gap of at most twice the noise is a tie that rounding decides; any other difference is an error.
-"""
+same run. Every prompt is answered greedily with the stock cache, ends of text ignored, and with the caches to be
+proved; differences are judged by :mod:`kvkeep_lab.answers`."""
 
 from __future__ import annotations
 
@@ -19,72 +14,20 @@ from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, Literal
 
-import torch
 from pydantic import Field, TypeAdapter, ValidationError
-from transformers import DynamicCache
 
-from kvkeep.cache import STOCK, KeepCache, new_cache
+from kvkeep.cache import STOCK
 from kvkeep.cli.output import machine
-from kvkeep.decode.generate import Generation, generate
+from kvkeep.decode.generate import Generation
 from kvkeep.errors import KvkeepError
 from kvkeep.models.loading import Loaded
 from kvkeep_lab import lines
+from kvkeep_lab.answers import Answer, Case, judged, written
 from kvkeep_lab.partial import keeping
 from kvkeep_lab.prompts import TEXT, Prompt, prompts
 from kvkeep_lab.reading import takes
 from kvkeep_lab.studies.base import BudgetText, Flag, Kind, OwnMethod, PlaceName, Progress, Study, text_of, unique
 from kvkeep_lab.tables import Table, fixed, number, percent, times
-
-
-@dataclass(frozen=True)
-class Case:
-    """One cache. ``copies``: as in :func:`~kvkeep.decode.generate.generate`; for "stock", transformers' own lookup."""
-
-    method: str
-    budget: str | None = None
-    checkpoint: str | None = None
-    where: str | None = None
-    copies: int | None = None
-
-    @property
-    def label(self) -> str:
-        """The case as a person reads it."""
-        kind = "" if self.checkpoint is None and self.where is None else f" {self.checkpoint or ''}@{self.where or ''}"
-        copies = "" if self.copies is None else ", no copies" if self.copies == 0 else f", copies of {self.copies}"
-        return f"{self.method}{kind}{'' if self.budget is None else f' at {self.budget}'}{copies}"
-
-
-@dataclass(frozen=True)
-class Answer:
-    """One case's answer to one prompt.
-
-    key: what a store knows it by. same: leading tokens that are the stock cache's, of ``tokens``; differs_at: the first
-    that is not. gap, noise: of logits, see above. resident_bytes: entries held at their peak, in full or smaller, the
-    chunk in hand not counted.
-    """
-
-    key: str
-    label: str
-    kind: str
-    prompt_tokens: int
-    tokens: int
-    same: int
-    differs_at: int | None
-    gap: float | None
-    noise: float | None
-    prefill_s: float
-    decode_s: float
-    prefill_ratio: float
-    decode_ratio: float
-    resident_bytes: int
-    budget_bytes: int | None
-    rounds: dict[str, Any] | None
-
-    @property
-    def tie(self) -> bool:
-        """Whether the first difference is one that rounding decides."""
-        return self.gap is not None and self.noise is not None and self.gap <= 2 * self.noise
-
 
 _ANSWER = TypeAdapter(Answer)
 
@@ -216,16 +159,16 @@ class Prove(Study):
                 about = f"{prompt.kind} of {len(prompt.ids)}"
                 if reference is None:
                     progress(f"{about}, {STOCK}", done, total)
-                    reference = _written(loaded, prompt, Case(STOCK), self.new)[0]
+                    reference = written(loaded, prompt, Case(STOCK), self.new)[0]
                     done += 1
                 progress(f"{about}, {case.label}", done, total)
                 done += 1
                 try:
-                    result, cache = _written(loaded, prompt, case, self.new)
+                    result, cache = written(loaded, prompt, case, self.new)
                 except KvkeepError as error:
                     refused[case.label] = str(error)
                     continue
-                yield _judged(loaded.model, prompt, case, key, result, reference, cache)
+                yield judged(loaded.model, prompt, case, key, result, reference, cache)
 
     def problem(self, found: Proof) -> str | None:
         """Tell if nothing was answered."""
@@ -298,59 +241,3 @@ def _known(store: Path) -> dict[str, Answer]:
             answer = _ANSWER.validate_json(line)
             found[answer.key] = answer
     return found
-
-
-def _written(loaded: Loaded, prompt: Prompt, case: Case, new: int) -> tuple[Generation, Any]:
-    options = {"budget": case.budget, "checkpoint": case.checkpoint, "where": case.where}
-    cache = new_cache(loaded.model, case.method, context=len(prompt.ids) + new, **options)
-    asked: dict[str, Any] = {"max_new_tokens": new, "ignore_eos": True, "copies": case.copies}
-    return generate(loaded.model, loaded.tokenizer, prompt.ids, cache, **asked), cache
-
-
-def _judged(
-    model: Any, prompt: Prompt, case: Case, key: str, result: Generation, reference: Generation, cache: Any
-) -> Answer:
-    pairs = list(zip(result.tokens, reference.tokens, strict=False))
-    differs_at = next((place for place, (ours, theirs) in enumerate(pairs) if ours != theirs), None)
-    gap = noise = None
-    if differs_at is not None:
-        gap, noise = _margin(model, list(prompt.ids), list(reference.tokens), differs_at, pairs[differs_at][0])
-    budget = None
-    if isinstance(cache, KeepCache) and cache.entries is not None:
-        budget = cache.entries * cache.geometry.kv_bytes_per_token
-        budget += sum(  # sliding windows are the model's own, and bounded by it
-            layer.keys.nbytes + layer.values.nbytes
-            for layer, sliding in zip(cache.layers, cache.is_sliding, strict=True)
-            if sliding
-        )
-    return Answer(
-        key,
-        case.label,
-        prompt.kind,
-        len(prompt.ids),
-        len(result.tokens),
-        len(pairs) if differs_at is None else differs_at,
-        differs_at,
-        gap,
-        noise,
-        result.timing.prefill_s,
-        result.timing.decode_s,
-        result.timing.prefill_s / reference.timing.prefill_s,
-        result.timing.decode_s / reference.timing.decode_s,
-        result.memory.resident_bytes + result.memory.compressed_bytes,
-        budget,
-        None if result.rounds is None else asdict(result.rounds),
-    )
-
-
-@torch.no_grad()
-def _margin(model: Any, prompt: list[int], answer: list[int], place: int, ours: int) -> tuple[float, float]:
-    """Return by how much the stock model prefers token ``place`` of its answer to ``ours``, and the most by which its
-    two largest logits differ, at any token of the answer, when it reads all at once."""
-    text = torch.tensor([[*prompt, *answer[:-1]]], device=next(model.parameters()).device)
-    cache = DynamicCache(config=model.config)
-    parts = text.split([len(prompt), *[1] * (len(answer) - 1)], 1)
-    steps = torch.stack([model(part, past_key_values=cache, logits_to_keep=1).logits[0, -1].float() for part in parts])
-    whole = model(text, use_cache=False, logits_to_keep=len(answer)).logits[0].float()
-    noise = (steps - whole).gather(1, steps.topk(2).indices).abs().max()
-    return float(steps[place, answer[place]] - steps[place, ours]), float(noise)
