@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from kvkeep_lab import recall_timing
+from kvkeep_lab.cli.study import command
 from kvkeep_lab.compare import Reference
 from kvkeep_lab.partial import INTERRUPTED
 from kvkeep_lab.studies import STUDIES
+from kvkeep_lab.studies.base import Drawn
 from kvkeep_lab.studies.compare import nats
 from kvkeep_lab.studies.long_chat import LongChat
 
@@ -95,33 +98,31 @@ def call(run: Run, model_folder: Path, text: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("kvkeep_lab.buffers.SWEEP_BYTES", 1 << 12)
     monkeypatch.setattr("kvkeep_lab.roofline._BYTES", 1 << 16)
 
-    def called(command: str, *options: str) -> tuple[int, str, str]:
-        study = study_of(command)
-        file = ("-f", text) if study.text != "none" and "-f" not in options and "-p" not in options else ()
-        return run(*command.split(), "-m", str(model_folder), *file, *options)
+    def called(name: str, *options: str) -> tuple[int, str, str]:
+        reads = study_of(name).text != "none" and not {"-f", "-p"} & set(options)
+        return run(*name.split(), "-m", str(model_folder), *(("-f", text) if reads else ()), *options)
 
     return called
 
 
-def study_of(command: str) -> Any:
-    name = command.split()[-1]
-    return next(study for study in STUDIES.values() if name == (study.command or study.name))
+def study_of(name: str) -> Any:
+    return next(study for study in STUDIES.values() if name.split()[-1] == (study.command or study.name))
 
 
-def answered(call: Run, command: str, *options: str) -> dict[str, Any]:
+def answered(call: Run, name: str, *options: str) -> dict[str, Any]:
     """The JSON object that a command prints with its own options and these."""
-    code, out, err = call(command, *COMMANDS[command][0].split(), *options, "--json")
+    code, out, err = call(name, *COMMANDS[name][0].split(), *options, "--json")
     assert code == 0, err
     return json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_one_object_for_programs_and_tables_for_people(call: Run, command: str) -> None:
-    options, fields, words = COMMANDS[command]
-    report = answered(call, command)
+@pytest.mark.parametrize("name", COMMANDS)
+def test_one_object_for_programs_and_tables_for_people(call: Run, name: str) -> None:
+    options, fields, words = COMMANDS[name]
+    report = answered(call, name)
     assert set(report) == fields | {"machine"} and report.get("figure") is None
     assert set(report["machine"]) >= {"model", "dtype", "threads", "torch", "device"}
-    code, out, err = call(command, *options.split())
+    code, out, err = call(name, *options.split())
     assert code == 0 and all(word in out for word in words), out + err
     assert "dtype=float32" in err and "Traceback" not in err
 
@@ -225,7 +226,7 @@ def test_zero_is_printed_where_it_is_zero() -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "options", "sentence"),
+    ("name", "options", "sentence"),
     [
         ("analyse spectra", "-f none.txt", "cannot be read"),
         ("analyse spectra", "-o picture.doc", "end in .png"),
@@ -262,8 +263,8 @@ def test_zero_is_printed_where_it_is_zero() -> None:
         ("stream", "-f missing", "cannot be read"),
     ],
 )
-def test_bad_input_is_one_sentence(call: Run, command: str, options: str, sentence: str) -> None:
-    code, out, err = call(command, *options.split())
+def test_bad_input_is_one_sentence(call: Run, name: str, options: str, sentence: str) -> None:
+    code, out, err = call(name, *options.split())
     lines = [line for line in err.splitlines() if line.strip()]
     assert code == 2 and out == "" and len(lines) == 1 and sentence in lines[0], err
 
@@ -301,7 +302,7 @@ def interrupted(*given: Any, **options: Any) -> Any:
 
 
 def test_an_interrupt_before_anything_is_measured_leaves_nothing(call: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    for command, place in (
+    for name, place in (
         ("analyse spectra", "kvkeep_lab.studies.spectra.head_weights"),
         ("compare", "kvkeep_lab.compare.Reference.of"),
         ("longchat", "kvkeep_lab.studies.long_chat.LongChat.converse"),
@@ -309,7 +310,7 @@ def test_an_interrupt_before_anything_is_measured_leaves_nothing(call: Run, monk
         ("analyse throughput", "kvkeep_lab.timing._measure"),
     ):
         monkeypatch.setattr(place, interrupted)
-        code, out, err = call(command)
+        code, out, err = call(name)
         assert code == 1 and out == "" and "nothing to show" in err and "Traceback" not in err
 
 
@@ -371,12 +372,18 @@ def test_a_claim_that_does_not_hold_is_a_failure(call: Run, monkeypatch: pytest.
 # -- help ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, "inspect"])
-def test_help(run: Run, command: str) -> None:
-    code, out, _ = run(*command.split(), "--help")
+@pytest.mark.parametrize("name", [*COMMANDS, "inspect"])
+def test_help(run: Run, name: str) -> None:
+    code, out, _ = run(*name.split(), "--help")
     assert code == 0 and "--json" in out and "--dtype" in out
 
 
 def test_every_study_is_a_command_with_an_option_for_each_field(run: Run) -> None:
     code, out, _ = run("analyse", "--help")
-    assert code == 0 and all(study.command or study.name in out for study in STUDIES.values())
+    assert code == 0 and all((study.command or study.name) in out for study in STUDIES.values())
+    for study in STUDIES.values():
+        app = typer.Typer()
+        app.command()(command(study))
+        parameters = {parameter.name for parameter in typer.main.get_command(app).params}
+        assert parameters >= {*study.model_fields, "model", "dtype", "device", "json"}
+        assert ("output" in parameters) == issubclass(study, Drawn) and ("file" in parameters) == (study.text != "none")
