@@ -18,14 +18,15 @@ from conftest import tokenizer
 from families import tiny
 from hypothesis import given
 from hypothesis import strategies as st
+from kvkeep.stores.whereabouts import Whereabouts
 from kvkeep_lab.inspection import Inspection, Recorder, Step, Trace, arrived, decoded, encoded, inspect, token_texts
 from kvkeep_lab.page import check_output, render, write_page
 
-from kvkeep.cache import KeepCache, new_cache
+from kvkeep.cache import KeepCache
 from kvkeep.decode.generate import Generation, Timing
 from kvkeep.errors import StoreError, UsageError
-from kvkeep.stores.meter import Memory
-from kvkeep.stores.whereabouts import Whereabouts
+from kvkeep.memory.meter import Memory
+from kvkeep.stock import new_cache
 
 PROMPT = torch.randint(5, 97, (100,), generator=torch.Generator().manual_seed(0)).tolist()
 

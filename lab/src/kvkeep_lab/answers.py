@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from kvkeep.cache import KeepCache, new_cache
+from kvkeep.cache import KeepCache
 from kvkeep.decode.generate import Generation, generate
 from kvkeep.models.loading import Loaded
+from kvkeep.stock import new_cache
 from kvkeep_lab.prompts import Prompt
 
 

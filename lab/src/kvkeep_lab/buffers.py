@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.errors import StoreError
-from kvkeep.stores.places import Disk, Place, place
+from kvkeep.memory.places import Disk, Place, place
 
 SWEEP_BYTES = 128 << 20
 """Walked through to push everything else out of the CPU's caches; several times the largest."""

@@ -28,11 +28,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvkeep.cache import STOCK, KeepCache, memory_of
+from kvkeep.cache import KeepCache
+from kvkeep.contracts import Exactness
 from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.geometry import ModelGeometry
-from kvkeep.policies.methods import Exactness
-from kvkeep.stores.meter import Memory
+from kvkeep.memory.meter import Memory
+from kvkeep.stock import STOCK, memory_of
 from kvkeep_lab.partial import INTERRUPTED, Interruption
 from kvkeep_lab.reading import cache_for, read, takes
 
@@ -320,5 +321,5 @@ class Reference:
         cache = cache_for(self.model, case.method, case.budget, context, self.chunk)
         if isinstance(cache, KeepCache):
             prompt = self.ids.shape[1]
-            cache.on_progress = lambda done: report(self.work(done, 0)) if done < prompt else None
+            cache.stream.on_progress = lambda done: report(self.work(done, 0)) if done < prompt else None
         return cache

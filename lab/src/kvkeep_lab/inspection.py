@@ -12,11 +12,11 @@ from torch import Tensor
 from transformers import Cache
 
 from kvkeep.cache import KeepCache
+from kvkeep.contracts import EntryState
 from kvkeep.decode.generate import Generation, generate
 from kvkeep.errors import UsageError
-from kvkeep.stores.whereabouts import Whereabouts
 
-STATES = [code.name.lower() for code in Whereabouts]
+STATES = [code.name.lower() for code in EntryState]
 """What an entry can be, by the code that stands for it."""
 
 LONGEST_PART = 8
@@ -115,12 +115,12 @@ class Recorder:
 def entry_states(cache: KeepCache) -> list[Tensor]:
     """Return what became of every entry of a cache of one row: for each layer (kv_heads, tokens) int8, an index of
     :data:`STATES`."""
-    return [layer[0] for layer in cache.whereabouts()]
+    return [layer[0] for layer in cache.entry_states()]
 
 
 def arrived(state: Tensor, tokens: int) -> Tensor:
     """Return ``state`` (lanes, before) widened to ``tokens``: what is new is taken to be resident."""
-    new = state.new_full((state.shape[0], tokens - state.shape[1]), Whereabouts.RESIDENT)
+    new = state.new_full((state.shape[0], tokens - state.shape[1]), EntryState.RESIDENT)
     return torch.cat([state, new], dim=1)
 
 

@@ -72,13 +72,13 @@ def check(
         share = Budget.parse(budget).entries(shape.geometry, context=context)
         for candidate in candidates(shape.geometry):
             # The bench reads random tokens, which nobody drafts: what rounds take, kvkeep prove measures.
-            if candidate.family.fate != "verified" and wanted(str(candidate)):
-                planned.append((candidate, context, None if candidate.family.keeps else share))
+            if not candidate.method.recall.drafts and wanted(str(candidate)):
+                planned.append((candidate, context, None if candidate.keeps_all else share))
     cases = []
     for candidate, context, entries in planned:
-        given: int | None = context + steps + 1 if candidate.method == "static" else entries
+        given: int | None = context + steps + 1 if candidate.spec == "static" else entries
         options = {name: value for name, value in candidate.options(given).items() if value is not None}
-        cases.append(Case(str(candidate), context, candidate.method, options))
+        cases.append(Case(str(candidate), context, candidate.spec, options))
     try:
         rows = run(model, cases, rounds=rounds, steps=steps, progress=progress)
     except Interruption as stop:

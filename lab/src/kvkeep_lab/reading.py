@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvkeep.cache import STOCK, new_cache
 from kvkeep.errors import UnsupportedModelError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.models.binding import bind
 from kvkeep.models.watching import Attended, watching
 from kvkeep.policies.methods import resolve
+from kvkeep.stock import STOCK, new_cache
 from kvkeep_lab.peers import Reader, peer_of
 
 _AT_ONCE = 128

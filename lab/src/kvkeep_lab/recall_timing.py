@@ -18,8 +18,8 @@ from kvkeep.attention import Segment, attend
 from kvkeep.cache import KeepCache
 from kvkeep.errors import UnsupportedModelError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
+from kvkeep.memory.places import PLACES
 from kvkeep.models.binding import bind
-from kvkeep.stores.places import PLACES
 from kvkeep_lab.buffers import Storage, Sweep, faults
 from kvkeep_lab.partial import Interruption
 from kvkeep_lab.roofline import Roofline, measure

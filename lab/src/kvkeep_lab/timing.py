@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvkeep.cache import STOCK, KeepCache, memory_of, new_cache
+from kvkeep.cache import KeepCache
 from kvkeep.errors import KvkeepError, UsageError
-from kvkeep.stores.meter import Memory
+from kvkeep.memory.meter import Memory
+from kvkeep.stock import STOCK, memory_of, new_cache
 from kvkeep_lab.partial import INTERRUPTED, Interruption
 
 NAIVE = "naive"

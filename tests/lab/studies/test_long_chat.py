@@ -12,9 +12,9 @@ from kvkeep_lab.studies.long_chat import LongChat, Turn
 from measuring import loaded, measured, quiet
 
 from kvkeep import UsageError
-from kvkeep.cache import new_cache
 from kvkeep.decode.chat import Conversation
 from kvkeep.errors import SessionError
+from kvkeep.stock import new_cache
 
 QUESTIONS = ("the of and to in", "was it for on", "by from her she that")
 LONG = ("the of and to in was it for on " * 12,)

@@ -16,10 +16,10 @@ import torch
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, model_serializer
 from torch import Tensor
 
-from kvkeep.cache import check_request
 from kvkeep.decode.prompt import read_text
 from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.models.loading import Loaded
+from kvkeep.stock import requested
 from kvkeep_lab.reading import takes
 from kvkeep_lab.tables import Table
 from kvkeep_lab.tasks.base import Metric
@@ -66,16 +66,16 @@ def _share(value: float) -> None:
 MethodName = Annotated[str, _checked(takes)]
 """A method or a peer."""
 
-OwnMethod = Annotated[str, _checked(lambda method: check_request(method, None, None, None))]
+OwnMethod = Annotated[str, _checked(lambda method: requested(method))]
 """A method of kvkeep's, or the stock cache."""
 
-BudgetText = Annotated[str, _checked(lambda budget: check_request(None, budget, None, None))]
+BudgetText = Annotated[str, _checked(lambda budget: requested(None, budget))]
 """A budget in the user's words."""
 
-Kind = Annotated[str, _checked(lambda kind: check_request(None, "1", kind, None))]
+Kind = Annotated[str, _checked(lambda kind: requested(None, "1", checkpoint=kind))]
 """A kind of checkpoint."""
 
-PlaceName = Annotated[str, _checked(lambda where: check_request(None, "1", None, where))]
+PlaceName = Annotated[str, _checked(lambda where: requested(None, "1", where=where))]
 """Where checkpoints live."""
 
 Share = Annotated[float, _checked(_share)]

@@ -10,24 +10,19 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from kvkeep.budget import Budget
-from kvkeep.cache import STOCK
+from kvkeep.contracts import Exactness
 from kvkeep.geometry import ModelGeometry
 from kvkeep.models.loading import Loaded
-from kvkeep.policies.merging import MERGING
-from kvkeep.policies.methods import METHODS
-from kvkeep.policies.selectors import SELECTORS
+from kvkeep.plan.candidates import specs
+from kvkeep.policies.methods import resolve
+from kvkeep.stock import STOCK
 from kvkeep_lab.partial import Interruption
 from kvkeep_lab.studies.base import BudgetText, Count, Flag, Progress, Study
 from kvkeep_lab.tables import Table, fixed, megabytes
 from kvkeep_lab.timing import HELD, NAIVE, Case, Timed, run
 
-SHRINKING = (
-    *(name for name in METHODS if name in SELECTORS),
-    *("quantized:8", "quantized:4", "quantized:2", "lowrank:32", "longcache", "h2o+quantize:4", "revive"),
-    *(*MERGING, "h2o+merge", "cam"),
-    *("kvreviver", "kvreviver:estimate=shrunk,by=mean"),
-)
-"""Methods that drop entries, keep them smaller or merge them."""
+COMBINED = ("h2o+quantize:4", "h2o+merge", "kvreviver:estimate=shrunk,by=mean")
+"""Combinations without a name of their own that are timed beside the lossy methods that lists name."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +102,7 @@ def cases(model: Any, contexts: Sequence[int], budget: str, steps: int, *, slow:
     kv-direct with a budget of the whole context, where nothing is recalled: its own overhead; every method that drops
     or shrinks, and beside them a stock cache that holds the budget's entries only."""
     geometry = ModelGeometry.from_config(model.config, next(model.parameters()).dtype.itemsize)
+    lossy = [*(spec for spec in specs() if resolve(spec).exactness is Exactness.LOSSY), *COMBINED]
     listed = []
     for length in contexts:
 
@@ -121,7 +117,7 @@ def cases(model: Any, contexts: Sequence[int], budget: str, steps: int, *, slow:
             Case("paged", length, "paged"),
             Case("kv-direct, no recall", length, "kv-direct", {"budget": length + steps + 1}),
             *(direct(kind, where) for kind in ("kv", "residual") for where in ("device", "host", "disk")),
-            *(Case(name, length, name, {"budget": budget, "context": length}) for name in SHRINKING),
+            *(Case(name, length, name, {"budget": budget, "context": length}) for name in lossy),
         ]
         if entries := Budget.parse(budget).entries(geometry, context=length):
             listed.append(Case(HELD, length, STOCK, reads=entries))

@@ -12,10 +12,10 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from kvkeep.contracts import Exactness
 from kvkeep.decode.prompt import encode, question, shortened
 from kvkeep.errors import UsageError
 from kvkeep.models.loading import Loaded
-from kvkeep.policies.request import Exactness
 from kvkeep_lab.compare import Comparison, Row, cases, compare
 from kvkeep_lab.figures import COLOURS, blank, dress, save, styled
 from kvkeep_lab.studies.base import BudgetText, Flag, MethodName, Progress, Study, text_of, unique

@@ -13,9 +13,9 @@ from typing import Annotated, Any, ClassVar
 import torch
 from pydantic import AfterValidator, Field
 
-from kvkeep.cache import STOCK, new_cache
 from kvkeep.geometry import ModelGeometry
 from kvkeep.models.loading import Loaded
+from kvkeep.stock import STOCK, new_cache
 from kvkeep_lab.figures import COLOURS, dress, panels, styled
 from kvkeep_lab.studies.base import Count, MethodName, Progress, Study
 from kvkeep_lab.tables import Table, milliseconds, number, times

@@ -9,11 +9,10 @@ from pathlib import Path
 import torch
 from pydantic import Field
 
-from kvkeep.cache import KeepCache, held_by
+from kvkeep.cache import KeepCache
 from kvkeep.geometry import CheckpointKind
+from kvkeep.memory.meter import nbytes
 from kvkeep.models.loading import Loaded
-from kvkeep.stores.bounded import BoundedLayer
-from kvkeep.stores.meter import nbytes
 from kvkeep_lab.prompts import built_in
 from kvkeep_lab.studies.base import Count, Progress, Study
 from kvkeep_lab.tables import Table
@@ -116,8 +115,8 @@ def _count(cache: KeepCache, kind: CheckpointKind, tokens: int, entries: int) ->
 def _used(cache: KeepCache) -> int:
     """Add up the tensors of all rows held, resident and checkpointed."""
     used = 0
-    for layer in cache.layers:
-        used += nbytes(*(layer.state().values() if isinstance(layer, BoundedLayer) else held_by(layer)))
+    for held in cache.held:
+        used += nbytes(*held.state().values())
     for _, rows in cache.checkpoint_rows():
         used += nbytes(*(piece for _, piece in rows.read(rows.first, rows.length)))
     if cache.checkpoint is not None and cache.checkpoint.reads_ids:

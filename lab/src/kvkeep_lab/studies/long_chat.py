@@ -15,12 +15,13 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from kvkeep.cache import STOCK, KeepCache, new_cache
+from kvkeep.cache import KeepCache
 from kvkeep.decode.chat import Conversation
 from kvkeep.errors import UsageError
 from kvkeep.geometry import ModelGeometry
+from kvkeep.memory.meter import Memory
 from kvkeep.models.loading import Loaded
-from kvkeep.stores.meter import Memory
+from kvkeep.stock import STOCK, new_cache
 from kvkeep_lab.figures import dress, panels, styled
 from kvkeep_lab.partial import keeping
 from kvkeep_lab.reading import takes

@@ -16,11 +16,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from kvkeep.cache import STOCK
 from kvkeep.cli.output import machine
 from kvkeep.decode.generate import Generation
 from kvkeep.errors import KvkeepError
 from kvkeep.models.loading import Loaded
+from kvkeep.stock import STOCK
 from kvkeep_lab import lines
 from kvkeep_lab.answers import Answer, Case, judged, written
 from kvkeep_lab.partial import keeping

@@ -16,10 +16,10 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field
 
-from kvkeep.cache import memory_of, new_cache
 from kvkeep.errors import UsageError
+from kvkeep.memory.meter import Memory
 from kvkeep.models.loading import Loaded
-from kvkeep.stores.meter import Memory
+from kvkeep.stock import memory_of, new_cache
 from kvkeep_lab.partial import keeping
 from kvkeep_lab.studies.base import BudgetText, Flag, OwnMethod, Progress, TextStudy, counted, text_of
 from kvkeep_lab.tables import Table, fixed, megabytes

@@ -10,8 +10,8 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from kvkeep.cache import STOCK
 from kvkeep.models.loading import Loaded
+from kvkeep.stock import STOCK
 from kvkeep_lab.figures import dress, panels, styled
 from kvkeep_lab.reading import takes
 from kvkeep_lab.studies.base import BudgetText, Count, Flag, MethodName, Progress, Study

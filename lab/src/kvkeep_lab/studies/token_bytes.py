@@ -13,8 +13,8 @@ from pydantic import Field
 from transformers import DynamicCache
 
 from kvkeep.geometry import ModelGeometry
+from kvkeep.memory.meter import nbytes
 from kvkeep.models.loading import Loaded
-from kvkeep.stores.meter import nbytes
 from kvkeep_lab.figures import COLOURS, dress, panels
 from kvkeep_lab.shapes import SHAPES, Shape, config_of
 from kvkeep_lab.studies.base import Progress, Study
