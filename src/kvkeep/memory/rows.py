@@ -308,5 +308,6 @@ def pages_of(counts: Iterable[int]) -> list[int]:
 
 
 def concatenated(rows: Rows, start: int, stop: int) -> Tensor:
-    """Return the rows ``start``..``stop`` of any store as one new tensor."""
-    return torch.cat([piece for _, piece in rows.read(start, stop)], dim=-2)
+    """Return the rows ``start``..``stop`` of any store as one tensor: a view where they lie together."""
+    pieces = [piece for _, piece in rows.read(start, stop)]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=-2)

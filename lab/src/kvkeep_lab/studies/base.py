@@ -19,7 +19,8 @@ from torch import Tensor
 from kvkeep.decode.prompt import read_text
 from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.models.loading import Loaded
-from kvkeep.stock import requested
+from kvkeep.policies.methods import resolve
+from kvkeep.stock import STOCK, requested
 from kvkeep_lab.reading import takes
 from kvkeep_lab.tables import Table
 from kvkeep_lab.tasks.base import Metric
@@ -66,7 +67,7 @@ def _share(value: float) -> None:
 MethodName = Annotated[str, _checked(takes)]
 """A method or a peer."""
 
-OwnMethod = Annotated[str, _checked(lambda method: requested(method))]
+OwnMethod = Annotated[str, _checked(lambda method: None if method == STOCK else resolve(method))]
 """A method of kvkeep's, or the stock cache."""
 
 BudgetText = Annotated[str, _checked(lambda budget: requested(None, budget))]

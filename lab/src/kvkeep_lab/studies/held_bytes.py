@@ -95,7 +95,7 @@ class HeldBytesStudy(Study):
 
 def _count(cache: KeepCache, kind: CheckpointKind, tokens: int, entries: int) -> Bytes:
     geometry, memory = cache.geometry, cache.memory()
-    resident, sliding = min(entries, tokens), geometry.sliding_bytes(tokens)
+    resident, sliding = min(entries, tokens), geometry.sliding_bytes(tokens, stepped=False)
     checkpointed = tokens - resident if kind == "kv" else tokens
     return Bytes(
         kind,
@@ -116,7 +116,7 @@ def _used(cache: KeepCache) -> int:
     """Add up the tensors of all rows held, resident and checkpointed."""
     used = 0
     for held in cache.held:
-        used += nbytes(*held.state().values())
+        used += nbytes(*(tensor for tensor in held.state().values() if tensor.is_floating_point()))
     for _, rows in cache.checkpoint_rows():
         used += nbytes(*(piece for _, piece in rows.read(rows.first, rows.length)))
     if cache.checkpoint is not None and cache.checkpoint.reads_ids:
