@@ -16,14 +16,14 @@ from kvkeep.policies.assembly import Assembly
 class Passes:
     """The forward passes of a cache whose attention is transformers' own.
 
-    open: a step is in progress, or was left in the middle. chunk: tokens of a prompt taken at a time. earlier_outputs: of a prompt's earlier chunks, for the last. on_progress:
+    decoder: the only one whose passes these may be, None: any. open: a step is in progress, or was left in the middle. chunk: tokens of a prompt taken at a time. earlier_outputs: of a prompt's earlier chunks, for the last. on_progress:
     called with the tokens so far, after every pass.
     """
 
     streams = False
 
     def __init__(self, geometry: ModelGeometry, made: Assembly) -> None:
-        self.geometry, self.layers = geometry, made.layers
+        self.geometry, self.layers, self.decoder = geometry, made.layers, made.decoder
         self.chunk = made.chunk or sys.maxsize
         self.bounded: list[Any] = [made.layers[layer.index] for layer in geometry.full_layers]
         self.moving = any(layer.kind not in ("full", "shared") for layer in geometry.layers)
@@ -39,8 +39,8 @@ class Passes:
     def _processed(self) -> int:
         return next(iter(self.bounded), self.layers[0]).get_seq_length()
 
-    def admit(self, tokens: int, decoder: Any) -> None:
-        """Raise if ``decoder`` cannot take ``tokens`` more with this cache, before anything is read."""
+    def admit(self, tokens: int) -> None:
+        """Raise if there is no room for ``tokens`` more, before anything is read."""
 
     def begin_forward(
         self, ids: Tensor | None, embeddings: Tensor | None, positions: Tensor | None, mask: Any

@@ -30,7 +30,7 @@ class Stream(Passes):
 
     def __init__(self, method: Method, geometry: ModelGeometry, made: Assembly) -> None:
         super().__init__(geometry, made)
-        self.method, self.device, self.decoder = method, made.device, made.decoder
+        self.method, self.device = method, made.device
         self.held = [held_by(layer) for layer in made.layers]
         self.ledger, self.meter, self.checkpoint = made.ledger, made.meter, made.checkpoint
         self.positions, self.round = made.positions, made.round
@@ -43,11 +43,8 @@ class Stream(Passes):
     def _processed(self) -> int:
         return self.ledger.length
 
-    def admit(self, tokens: int, decoder: Any) -> None:
-        """Raise UsageError, before anything is read, if ``tokens`` more would go past the positions the model has, or if
-        it is another model."""
-        if decoder is not self.decoder:
-            raise UsageError("This cache was made for another model; make one for this model.")
+    def admit(self, tokens: int) -> None:
+        """Raise UsageError if ``tokens`` more would go past the positions the model has, before anything is read."""
         limit = self.geometry.max_positions
         if self.ends and limit is not None and (total := self.length + tokens) > limit:
             raise UsageError(

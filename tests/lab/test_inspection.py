@@ -18,11 +18,11 @@ from conftest import tokenizer
 from families import tiny
 from hypothesis import given
 from hypothesis import strategies as st
-from kvkeep.contracts import EntryState
 from kvkeep_lab.inspection import Inspection, Recorder, Step, Trace, arrived, decoded, encoded, inspect, token_texts
 from kvkeep_lab.page import check_output, render, write_page
 
 from kvkeep.cache import KeepCache
+from kvkeep.contracts import EntryState
 from kvkeep.decode.generate import Generation, Timing
 from kvkeep.errors import StoreError, UsageError
 from kvkeep.memory.meter import Memory
@@ -42,7 +42,7 @@ class Watched(Recorder):
         before = len(self.steps)
         super().look()
         if len(self.steps) > before:
-            self.seen.append(torch.cat([layer[0] for layer in self.cache.whereabouts()]))
+            self.seen.append(torch.cat([layer[0] for layer in self.cache.entry_states()]))
 
 
 @given(st.integers(1, 5), st.integers(1, 300), st.integers(0, 2**31), st.floats(0, 1))

@@ -250,7 +250,7 @@ class _Bench:
 
             def recall(kept: Any = kept, group: range = group) -> None:
                 for layer in group:
-                    for _ in kept.recall(layer, count):
+                    for _ in kept.pieces(layer, count):
                         pass
 
             seconds, minor, read = self._time(recall, self.storages["device"], "cold")

@@ -191,7 +191,9 @@ def _open(decoder: nn.Module, given: dict[str, Any], cache: Taking | None) -> tu
     tokens = ids if ids is not None else embeddings
     if tokens is None:
         return None
-    cache.admit(total := tokens.shape[1], decoder)
+    if cache.decoder not in (None, decoder):
+        raise UsageError("This cache was made for another model; make one for this model.")
+    cache.admit(total := tokens.shape[1])
     if total > cache.chunk:
         given = _all_but_last_chunk(decoder, given, cache, total)
         ids, embeddings = given.get("input_ids"), given.get("inputs_embeds")

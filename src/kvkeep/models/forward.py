@@ -38,9 +38,10 @@ class Attender(Protocol):
 
 class Taking(Attender, Protocol):
     """What takes part in the forward pass for a cache: prompts in chunks, residuals, streamed attention. Hooks find it as
-    the cache's ``stream``, and let every other cache pass. streams: whether any layer attends through it."""
+    the cache's ``stream``, and let every other cache pass. streams: whether any layer attends through it. decoder: the only one that it takes part in, None: any."""
 
     streams: bool
+    decoder: Any
     chunk: int
     earlier_outputs: list[Tensor]
 
@@ -54,8 +55,8 @@ class Taking(Attender, Protocol):
         """Take note of the tokens about to be processed (at most ``chunk``); return the positions to tell the model,
         None for its own."""
 
-    def admit(self, tokens: int, decoder: Any) -> None:
-        """Raise if ``decoder`` cannot take ``tokens`` more with this cache, before any of them is processed."""
+    def admit(self, tokens: int) -> None:
+        """Raise if there is no room for ``tokens`` more, before any of them is processed."""
 
     def end_forward(self, completed: bool) -> None:
         """Close the forward pass; ``completed`` is False where it was left by an exception."""

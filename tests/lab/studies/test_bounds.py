@@ -40,7 +40,7 @@ def test_as_the_store_keeps_them() -> None:
     generator = torch.Generator().manual_seed(2)
     keys, queries = torch.randn(1, 2, 70, 8, generator=generator), torch.randn(1, 2, 70, 8, generator=generator)
     kept = Bounds()
-    kept.extend(keys[:, :, :64])
+    kept.extend(keys[0, :, :64])
     upper = 0.5 * kept.upper(queries[:, :, -6:].flatten(0, 1)[:, None])[:, 0]
     scores = 0.5 * (queries[0, :, -6:] @ keys[0].transpose(1, 2))[..., :64].unflatten(-1, (2, PAGE)).amax(-1)
     assert loose(made(keys, queries), 6, PAGE, 0.01)[0] == pytest.approx(float((upper - scores).mean()), abs=1e-4)

@@ -26,7 +26,8 @@ from kvkeep.errors import UsageError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.models.adapter import Adapter
 from kvkeep.models.binding import bind
-from kvkeep.stores import checkpoints
+from kvkeep.stores.checkpoints import replay
+from kvkeep.stores.checkpoints.residuals import Residuals
 
 IDS = torch.randint(2, 97, (1, 400), generator=torch.Generator().manual_seed(0))
 
@@ -129,13 +130,13 @@ def test_wrong_entries_fail_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_other_tokens_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = checkpoints.Residuals._projected
+    honest = Residuals._projected
 
     def projected(self: Any, *arguments: Any) -> Any:
-        for start, keys, values in honest(self, *arguments):
-            yield start, keys, -values
+        for piece in honest(self, *arguments):
+            yield piece._replace(values=-piece.values)
 
-    monkeypatch.setattr(checkpoints.Residuals, "_projected", projected)
+    monkeypatch.setattr(Residuals, "_projected", projected)
     rows = {row.way: row for row in measured(SameTokens(kinds=["kv", "residual"], prompt=80)).rows}
     assert rows["kv-direct B=64, kv"].holds and rows["no cache"].holds
     wrong = rows["kv-direct B=64, residual"]
@@ -151,9 +152,9 @@ def test_an_end_of_text_does_not_end_the_comparison(monkeypatch: pytest.MonkeyPa
 
 def test_a_forgotten_window_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Recompute as the paper does it, in our own machinery: the check must see it."""
-    honest = checkpoints._Scratch.__init__
+    honest = replay._Scratch.__init__
     monkeypatch.setattr(
-        checkpoints._Scratch, "__init__", lambda self, slots, visible, window: honest(self, slots, visible, None)
+        replay._Scratch, "__init__", lambda self, slots, visible, window: honest(self, slots, visible, None)
     )
     found = beyond_the_window(tiny("gemma3"), IDS, new=24)
     assert not found.holds and found.matching["tokens"] < found.of

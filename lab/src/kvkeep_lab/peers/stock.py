@@ -13,7 +13,7 @@ from transformers.utils import is_optimum_quanto_available
 from kvkeep.contracts import Exactness
 from kvkeep.errors import UnsupportedModelError, UsageError
 from kvkeep.memory.meter import Memory
-from kvkeep.stock import memory_of
+from kvkeep.stock import account
 from kvkeep.stores.dynamic import held_by
 from kvkeep_lab.peers.base import Peer, installed
 
@@ -21,7 +21,7 @@ from kvkeep_lab.peers.base import Peer, installed
 class _Static(StaticCache):
     def memory(self) -> Memory:
         """Return the bytes allocated; nothing is copied at a step."""
-        total = memory_of(self).resident_bytes
+        total = account(self).resident_bytes
         return Memory(total, peak_cache_bytes=total)
 
 
@@ -41,7 +41,7 @@ class _Offloaded(DynamicCache):
         """Return the bytes by where they lie; one layer and the next are on the device while they are read."""
         device = next(layer.device for layer in self.layers if layer.is_initialized)
         there = sum(held_by(layer).resident_bytes for layer in self.layers if layer.keys.device == device)
-        all_of_it = memory_of(self)
+        all_of_it = account(self)
         host = all_of_it.resident_bytes - there
         places = {"device": 0, "host": host, "disk": 0}
         return Memory(there, 0, places, 0, there, 2 * all_of_it.peak_workspace_bytes)

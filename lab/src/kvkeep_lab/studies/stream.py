@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field
 
+from kvkeep.cache import KeepCache
 from kvkeep.errors import UsageError
 from kvkeep.memory.meter import Memory
 from kvkeep.models.loading import Loaded
@@ -116,8 +117,8 @@ def stretches(
     for start in range(0, tokens.shape[1] - 1, stretch):
         own = tokens[:, start : min(start + stretch, tokens.shape[1] - 1)]
         steps = min(STEPS, own.shape[1] - 1)
-        if callable(admit := getattr(cache, "admit", None)):
-            admit(own.shape[1])
+        if isinstance(cache, KeepCache):
+            cache.stream.admit(own.shape[1])
         rows, took = [], []
         for part in own.split([own.shape[1] - steps, *[1] * steps], dim=1):
             begin = time.perf_counter()
