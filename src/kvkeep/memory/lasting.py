@@ -19,6 +19,8 @@ def lasting(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not (torch.is_grad_enabled() or torch.is_inference_mode_enabled()):
+            return function(*args, **kwargs)
         with torch.inference_mode(False), torch.no_grad():
             return function(*args, **kwargs)
 
