@@ -139,7 +139,7 @@ def generate(
     ending = _Ended(tokenizer, len(prompt), ended) if ended else None
     if ending is not None:
         criteria.append(ending)
-    if isinstance(cache, KeepCache) and cache.stream is not None:
+    if isinstance(cache, KeepCache):
         cache.stream.on_progress = _between_chunks(len(prompt), on_progress, interrupted)
     if seed is not None:
         torch.manual_seed(seed)
@@ -163,7 +163,7 @@ def generate(
             **sampling,
         )
     finally:
-        if isinstance(cache, KeepCache) and cache.stream is not None:
+        if isinstance(cache, KeepCache):
             cache.stream.on_progress = None
     sequence = output[0].tolist()
     return _report(

@@ -44,7 +44,8 @@ class CachePositions:
         self._next = torch.maximum(held, ordinals[:, -1] + 1 - self.entries)
         # A single token makes room before it is attended, a chunk afterwards.
         self.gap = self._next if count == 1 else held
-        self._moved = length + (count == 1) > self.entries
+        if not self._moved and length + (count == 1) > self.entries:
+            self._moved = bool((self.gap > 0).any())  # slots may be padding
         self._before = self._turned.to(ordinals.device)
         self._turned = self._before | (self.gap > 0)
         self._placed.clear()
@@ -100,7 +101,7 @@ class CachePositions:
     def select(self, index: Tensor) -> None:
         """Make the batch the rows of ``index``."""
         if len(self._next) > 1:
-            self._next = self._next[index.to(self._next.device)]
+            self._next, self.gap = (one[index.to(one.device)] for one in (self._next, self.gap))
         if len(self._turned) > 1:
             self._turned = self._turned[index.to(self._turned.device)]
 
@@ -116,9 +117,9 @@ class CachePositions:
         self.base, moved, count, *rest = state.tolist()
         self._moved, bases = bool(moved), rest[:count]
         self._bases = dict(zip(bases[::2], bases[1::2], strict=True))
-        gaps, turned = torch.tensor(rest[count:]).chunk(2)
-        self._next = self.gap = gaps
-        self._turned = self._before = turned.bool()
+        self._next, *turned = torch.tensor(rest[count:]).chunk(2)
+        self.gap = self._next
+        self._turned = self._before = turned[0].bool() if turned else self.gap > 0  # older sessions
 
     def holds_on_to(self, length: int) -> bool:
         """Tell whether cutting to ``length`` would cut into the sinks, which have moved already."""
