@@ -124,7 +124,7 @@ def test_percent_is_of_the_context_or_of_the_positions_of_the_model() -> None:
 
 
 def test_bytes_pay_the_windows_first() -> None:
-    window_bytes = 2 * 32 * 64  # 2 sliding layers, window 33 holds 32 entries
+    window_bytes = 2 * 33 * 64  # 2 sliding layers of 33: 32 entries, and after a step the memory of one more
     budget = Budget.parse(f"{window_bytes + 100 * 128 + 127}B")
     assert budget.entries(MIXED) == 100
     assert budget.entries(MIXED, context=10) == 100 + (2 * 22 * 64 + 127) // 128
@@ -181,7 +181,7 @@ def test_messages_keep_the_unit_of_the_user() -> None:
         Budget.parse("1KB").entries(FULL)
     with pytest.raises(BudgetError, match=r"below one chunk of 64; the smallest is 64 "):
         Budget.parse(63).entries(FULL, chunk=64)
-    with pytest.raises(BudgetError, match=r"less than the 4096B that the sliding-window layers hold.*is 6144B"):
+    with pytest.raises(BudgetError, match=r"less than the 4224B that the sliding-window layers hold.*is 6272B"):
         Budget.parse("4KB").entries(MIXED)
 
 

@@ -155,7 +155,7 @@ def test_geometry_is_what_a_forward_pass_caches(name: str) -> None:
         assert cached.values.shape == (batch, layer.kv_heads, entries, layer.value_dim)
         measured += cached.keys.numel() * cached.keys.element_size()
         measured += cached.values.numel() * cached.values.element_size()
-    promised = tokens * geometry.full_bytes_per_token + geometry.sliding_bytes(tokens)
+    promised = tokens * geometry.full_bytes_per_token + geometry.sliding_bytes(tokens, stepped=False)
     assert measured == batch * promised
 
 
@@ -197,7 +197,7 @@ def test_gemma_3_has_five_full_and_29_sliding_layers() -> None:
     assert geometry.model_type == "gemma3_text"
     assert [layer.index for layer in geometry.full_layers] == [5, 11, 17, 23, 29]
     assert len(geometry.sliding_layers) == 29
-    assert geometry.sliding_bytes() == 29 * 1023 * 4 * (256 + 256) * 2
+    assert geometry.sliding_bytes() == 29 * 1024 * 4 * (256 + 256) * 2
     assert geometry.sliding_bytes(100) == 29 * 100 * 4 * (256 + 256) * 2
 
 

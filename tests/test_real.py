@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from kvkeep_lab.verify import TEXT
+from kvkeep_lab.prompts import TEXT
 
 from kvkeep import KeepCache, generate, load
 from kvkeep.cache import new_cache

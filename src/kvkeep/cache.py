@@ -15,8 +15,10 @@ from kvkeep.budget import Budget
 from kvkeep.contracts import Exactness
 from kvkeep.errors import UsageError
 from kvkeep.geometry import ModelGeometry
+from kvkeep.memory.lasting import lasting
 from kvkeep.memory.meter import Memory
 from kvkeep.memory.rows import Rows
+from kvkeep.passes import Passes
 from kvkeep.policies.assembly import assemble
 from kvkeep.policies.methods import Method
 from kvkeep.policies.request import PAGE, Request
@@ -84,25 +86,27 @@ class KeepCache(Cache):
         self.ledger, self.meter, self.positions, self.round = made.ledger, made.meter, made.positions, made.round
         super().__init__(layers=made.layers)
         self.held = [held_by(layer) for layer in made.layers]
-        self.stream = Stream(self.method, self.geometry, made) if made.streams else None
+        self.stream = Stream(self.method, self.geometry, made) if made.streams else Passes(self.geometry, made)
 
     # -- the cache contract -------------------------------------------------------------------------
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the number of tokens processed, those of an unfinished step not counted."""
-        if self.stream is not None:
+        if self.stream.streams or self.stream.open:
             return self.stream.length
         return super().get_seq_length(self.geometry.layers[layer_idx].source)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Return what masks must cover: (length, offset); only the new entries where the past is streamed."""
-        if self.stream is not None and self.stream.attends(layer_idx):
+        if self.stream.attends(layer_idx):
             return query_length, self.stream.length
         return super().get_mask_sizes(query_length, layer_idx)
 
+    @lasting
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``-tokens_to_remove`` tokens. Raises UsageError for a positive number or more than there are,
         and RuntimeError where a sliding window has forgotten what would be needed."""
+        self.stream.roll_back()
         if tokens_to_remove > 0 or -tokens_to_remove > self.get_seq_length():
             raise UsageError(
                 f"crop() takes the tokens to remove as a negative number, of {self.get_seq_length()} at most, not "
@@ -111,8 +115,7 @@ class KeepCache(Cache):
         if self.positions is not None and self.positions.holds_on_to(self.ledger.length + tokens_to_remove):
             raise UsageError("The first entries have moved along with the stream and cannot be cut off; call reset().")
         super().crop(tokens_to_remove)
-        if self.stream is not None:
-            self.stream.forget_from(self.ledger.length + tokens_to_remove)
+        self.stream.forget_from(self.ledger.length + tokens_to_remove)
 
     def reset(self) -> None:
         """Forget everything and free the memory."""
@@ -134,12 +137,14 @@ class KeepCache(Cache):
     @property
     def rows(self) -> int:
         """Rows of the batch held, 0 before the first token."""
-        if self.stream is not None:
+        if self.stream.streams:
             return self.ledger.batch
         return next((rows for held in self.held if (rows := held.rows)), 0)
 
+    @lasting
     def select(self, index: Tensor) -> None:
         """Make the batch the rows of ``index``, repeats and reorders allowed."""
+        self.stream.roll_back()
         for held in self.held:
             held.select(index)
         self.ledger.select(index.to(self.made.device))
@@ -148,6 +153,7 @@ class KeepCache(Cache):
         if self.positions is not None:
             self.positions.select(index)
 
+    @lasting
     def fork(self, method: str | None = None, budget: int | str | Budget | None = None, **options: Any) -> KeepCache:
         """Return a second cache with the same past; what either of them takes in afterwards the other does not see.
 
@@ -162,7 +168,7 @@ class KeepCache(Cache):
 
     # -- entries that leave and come back by hand -------------------------------------------------------
 
-    @torch.no_grad()
+    @lasting
     def evict(self, count: int) -> None:
         """Let the ``count`` lowest-ranked resident entries of every KV head leave now; they stay in the checkpoints,
         and those that come next find room. Raises UsageError for a method that does not keep all entries there."""
@@ -171,7 +177,7 @@ class KeepCache(Cache):
         for layer in self._backed():
             layer.resident.evict(count)
 
-    @torch.no_grad()
+    @lasting
     def recall(self, positions: Sequence[int], limit: int = 64) -> int:
         """Bring the slots ``positions`` (places in the sequence, padding included) back from the checkpoints, in every
         layer and KV head where they are not resident: the first ``limit`` of them, in place of the lowest-ranked.
@@ -189,11 +195,10 @@ class KeepCache(Cache):
         return sum(recall(layer, layer.reader.backing, chosen, limit) for layer in layers)
 
     def _bounded(self) -> list[Layer]:
-        return [] if self.stream is None else self.stream.bounded
+        return self.stream.bounded if self.stream.streams else []
 
     def _backed(self) -> list[Layer]:
-        if self.stream is not None:
-            self.stream.roll_back()
+        self.stream.roll_back()
         fate = self.method.store_fate
         if not self.method.recall.backed or fate.merges or fate.makes_room:
             raise UsageError(

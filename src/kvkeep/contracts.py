@@ -82,7 +82,7 @@ class Evicted(NamedTuple):
     """Entries that leave: keys, values (lanes, n, dim), slots (lanes, n), -1 for none.
 
     scores: (lanes, n) float32 where the store asks for them. extra: (lanes, n) float32, for how many tokens besides its
-    own each stands, and newest: the last slot among those; where the store merges.
+    own each stands, and newest: the last slot among those; where the store merges. holes: whether any slot may be -1.
     """
 
     keys: Tensor
@@ -91,6 +91,12 @@ class Evicted(NamedTuple):
     scores: Tensor | None = None
     extra: Tensor | None = None
     newest: Tensor | None = None
+    holes: bool = True
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """All but the last."""
+        return self[:-1]
 
 
 @dataclass(frozen=True)
@@ -418,9 +424,10 @@ class PairMerging(Protocol):
 class Checkpoint(Protocol):
     """What entries are rebuilt from, for all layers of one cache: a residual may serve several layers.
 
-    where: the place it is in. capacity: entries it may hold, None: no end.
+    spec: what was asked for. where: the place it is in. capacity: entries it may hold, None: no end.
     """
 
+    spec: Any
     where: str
     capacity: int | None
 
@@ -435,6 +442,10 @@ class Checkpoint(Protocol):
     @property
     def picks(self) -> bool:
         """Whether single entries come back without all those before them."""
+
+    @property
+    def replays(self) -> bool:
+        """Whether layers are run again, by the model's own masks."""
 
     @property
     def reads_ids(self) -> bool:

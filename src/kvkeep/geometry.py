@@ -158,15 +158,16 @@ class ModelGeometry:
         """Bytes of keys and values per token over the full layers only."""
         return self.dtype_bytes * sum(layer.entry_elements for layer in self.full_layers)
 
-    def sliding_bytes(self, context: int | None = None) -> int:
+    def sliding_bytes(self, context: int | None = None, *, stepped: bool = True) -> int:
         """Bytes the sliding layers hold for one sequence of ``context`` tokens (None: windows filled).
 
-        A window of w keeps w - 1 entries between steps: the token being decoded is the w-th.
+        A window of w needs w - 1 entries for the next token. ``stepped``: after a step of one token the memory is that
+        of w, until the next one.
         """
         return self.dtype_bytes * sum(
-            layer.entry_elements * min(layer.window - 1, layer.window - 1 if context is None else context)
+            layer.entry_elements * min(window, window if context is None else context)
             for layer in self.sliding_layers
-            if layer.window is not None
+            if layer.window is not None and (window := layer.window - (not stepped))
         )
 
     @property

@@ -40,8 +40,11 @@ def memory_of(cache: Any) -> Memory:
     """Return the bytes any cache holds, by its own account where it keeps one; each step of one of transformers' own
     copies the largest layer's whole."""
     own = getattr(cache, "memory", None)
-    if own is not None:
-        return own()
+    return account(cache) if own is None else own()
+
+
+def account(cache: Cache) -> Memory:
+    """Return the bytes that one of transformers' own caches holds."""
     held = [StockState(layer).resident_bytes for layer in cache.layers]
     total = sum(held)
     return Memory(resident_bytes=total, peak_cache_bytes=total, peak_workspace_bytes=max(held, default=0))

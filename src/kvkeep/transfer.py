@@ -19,7 +19,9 @@ Kind = tuple[str | None, Any, dict[str, Any]]  # method, budget, other options o
 
 
 def state(cache: KeepCache) -> dict[str, Tensor]:
-    """Return all that a cache's past is made of, by name. Views: what is kept must be copied."""
+    """Return all that a cache's past is made of, by name. Views: what is kept must be copied. Raises KvkeepError where a
+    step was left in the middle and cannot be undone."""
+    cache.stream.roll_back()
     tensors: dict[str, Tensor] = {}
     for number, held in enumerate(cache.held):
         tensors |= {f"layer.{number}.{name}": tensor for name, tensor in held.state().items()}
@@ -73,8 +75,7 @@ def restore(cache: KeepCache, names: set[str], tensor: Callable[[str], Tensor], 
 
 def fork(cache: KeepCache, kind: Kind | None) -> KeepCache:
     """Return a second cache with the same past: of the same kind, or of another one."""
-    if cache.stream is not None:
-        cache.stream.roll_back()
+    cache.stream.roll_back()
     if kind is not None:
         method, budget, options = kind
         return _adopted(cache, Request.parse(method or cache.method.name, budget, **options))
@@ -89,7 +90,6 @@ def fork(cache: KeepCache, kind: Kind | None) -> KeepCache:
 def _sharing(cache: KeepCache) -> KeepCache:
     """Return a second cache over the same blocks."""
     twin = cache.__class__(cache.model, request=cache.request)
-    assert cache.stream is not None and twin.stream is not None
     assert cache.made.table is not None and twin.made.table is not None
     if not cache.get_seq_length():
         return twin
@@ -144,20 +144,22 @@ def _adopted(cache: KeepCache, request: Request) -> KeepCache:
         return twin
     _copy_windows(cache, twin)
     _copy_ledger(cache, twin)
-    chunk = length if twin.stream is None else min(length, twin.stream.chunk)
+    chunk = min(length, twin.stream.chunk)
     for layer in cache.geometry.full_layers:
         for keys, values in _chunks(cache, layer.index, chunk):
             target = twin.layers[layer.index]
-            target.update(keys, values)
-            if twin.stream is not None:
+            if twin.stream.streams:
+                target.take(keys, values)
                 target.settle()
+            else:
+                target.update(keys, values)
     return twin
 
 
 def _chunks(cache: KeepCache, index: int, chunk: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield all entries of a layer in order, exactly, (batch, kv_heads, n, dim), at most ``chunk`` at a time."""
     layer, rows = cache.layers[index], cache.rows
-    if cache.stream is None:
+    if not cache.stream.streams:
         keys, values = layer.keys, layer.values
     else:
         keys, values = layer.everything()

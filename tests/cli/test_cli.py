@@ -139,33 +139,6 @@ def test_methods_and_models_as_json(run: Run) -> None:
     assert "kv-direct" in run("methods")[1] and "smollm2" in run("models")[1]
 
 
-def test_bench_as_json(run: Run, model_folder: Path) -> None:
-    code, out, err = run(
-        "bench", "-m", str(model_folder), "--contexts", "64", "-b", "16", "--rounds", "1", "--steps", "3", "--json"
-    )
-    assert code == 0, err
-    report = json.loads(out)
-    rows = {row["label"]: row for row in report["rows"]}
-    assert {"stock", "naive", "full", "static", "paged", "kv-direct tokens@device"} <= set(rows)
-    small = {name for name, row in rows.items() if row["error"]}  # the budget has no room for groups of 32, or sinks
-    groups = {"quantized:8", "quantized:4", "quantized:2", "lowrank:32", "h2o+quantize:4", "revive"}
-    assert small <= {*groups, "kvslimmer", "asymkv", "kvslimmer-exact"}
-    assert all("no room" in rows[name]["error"] or "too few" in rows[name]["error"] for name in small)
-    assert all(row["step_ms"] > 0 for name, row in rows.items() if name not in small)
-    assert rows["stock"]["step_ratio"] == 1.0
-    assert rows["kv-direct kv@disk"]["memory"]["resident_bytes"] < rows["stock"]["memory"]["resident_bytes"]
-    assert run("bench", "-m", str(model_folder), "--contexts", "x")[0] == 2
-    assert run("bench", "-m", str(model_folder), "--clock", "sun")[0] == 2
-
-
-def test_verify_as_json_and_as_tables(run: Run, model_folder: Path) -> None:
-    code, out, err = run("verify", "-m", str(model_folder), "--quick", "--json")
-    assert code == 0, err
-    assert json.loads(out)["holds"] is True
-    code, out, _ = run("verify", "-m", str(model_folder), "--quick")
-    assert code == 0 and "Every claim held" in out
-
-
 def test_demo_compares_token_by_token(run: Run, model_folder: Path, text: str) -> None:
     code, out, err = run("demo", "-m", str(model_folder), "--doc", text, "--max-tokens", "8")
     assert code == 0, err
@@ -219,7 +192,7 @@ def test_interrupting_leaves_one_sentence_and_no_files(tmp_path: Path, model_fol
 
 def test_help_is_quick_and_every_command_has_one(run: Run) -> None:
     assert tiny  # torch is not needed for this: see kvkeep/__init__.py
-    for command in ("generate", "chat", "verify", "bench", "methods", "models", "demo"):
+    for command in ("generate", "chat", "methods", "models", "demo"):
         code, out, _ = run(command, "--help")
         assert code == 0 and "--json" in out
 

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_contract import NEW, PROMPT, assert_same, generate, held_within_budget, padded, prompt, stock
 from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList, set_seed
+from transformers.generation import StopStringCriteria
 
 import kvkeep
 from kvkeep import KeepCache, UsageError
@@ -370,3 +371,13 @@ def test_pace_follows_acceptance_and_costs() -> None:
         pace.copies.note(0, 24)
         pace.drafts.note(8, 8)
     assert not pace.prefers_copies(24, 8)
+
+
+def test_stop_strings_end_a_run_of_rounds() -> None:
+    """transformers loses generate(tokenizer=...) on the way to a custom_generate, but not a criterion."""
+    free = stock("llama", 1).sequences
+    word = tokenizer().convert_ids_to_tokens(free[0, PROMPT + 5].item())
+    stop = StoppingCriteriaList([StopStringCriteria(tokenizer(), [word])])
+    cache = KeepCache(tiny("llama"), "snapkv+verified", 24)
+    ended = rounds("llama", cache, prompt(), stopping_criteria=stop).sequences
+    assert PROMPT < ended.shape[1] <= PROMPT + 6 and torch.equal(ended, free[:, : ended.shape[1]])

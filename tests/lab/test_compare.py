@@ -13,7 +13,9 @@ from families import FAMILIES, tiny
 from kvkeep_lab import compare as lab
 from kvkeep_lab import reading
 from kvkeep_lab.compare import Case, Comparison, Row, cases, compare, judge
-from kvkeep_lab.figures import check_figure, draw_comparison
+from kvkeep_lab.figures import check_figure
+from kvkeep_lab.partial import INTERRUPTED, Interruption
+from kvkeep_lab.studies.compare import Compare
 
 from kvkeep.cache import KeepCache
 from kvkeep.errors import KvkeepError, StoreError, UsageError
@@ -156,14 +158,14 @@ def test_what_cannot_be_compared_is_refused() -> None:
 
 
 def test_progress_reaches_its_total() -> None:
-    told: list[tuple[str, float, float | None]] = []
+    told: list[tuple[str, float, float]] = []
     compare(
         tiny("llama"), PROMPT, cases(["kv-direct", "full"], ["16", "32"]), new=4,
         progress=lambda *given: told.append(given),
     )  # fmt: skip
-    assert told[0] == ("the reference", 0.0, None)
+    assert told[0] == ("the reference", 0.0, 1.0)
     done = [given[1] for given in told[1:]]
-    assert done == sorted(done) and told[-1][2] is not None and 0 < done[-1] <= told[-1][2]
+    assert done == sorted(done) and 0 < done[-1] <= told[-1][2]
     assert {given[0] for given in told} == {"the reference", "full", "kv-direct at 16", "kv-direct at 32"}
 
 
@@ -177,8 +179,10 @@ def test_an_interrupt_keeps_what_was_measured(monkeypatch: pytest.MonkeyPatch) -
         return honest(*arguments)
 
     monkeypatch.setattr(lab.Reference, "measure", second_time_interrupted)
-    found = compare(tiny("llama"), PROMPT, cases(["kv-direct"], ["16", "32", "64"]), new=3)
-    assert [row.error for row in found.rows] == ["", lab.INTERRUPTED, lab.INTERRUPTED]
+    with pytest.raises(Interruption) as stop:
+        compare(tiny("llama"), PROMPT, cases(["kv-direct"], ["16", "32", "64"]), new=3)
+    found = stop.value.found
+    assert [row.error for row in found.rows] == ["", INTERRUPTED, INTERRUPTED]
     assert found.rows[0].match == 1.0
 
 
@@ -211,7 +215,7 @@ def test_the_figure_is_a_picture(
     pytest.importorskip("matplotlib")
     path = tmp_path / "compare.png"
     check_figure(path)
-    draw_comparison(_made(methods, budgets), path, model="tiny")
+    Compare().draw(_made(methods, budgets), path, title="tiny")
     data = path.read_bytes()
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
     width, height = struct.unpack(">II", data[16:24])
@@ -229,5 +233,5 @@ def test_a_figure_that_cannot_be_is_refused_before_anything_is_measured(
         (tmp_path / "folder.png").mkdir()
         check_figure(tmp_path / "folder.png")
     monkeypatch.setattr("kvkeep_lab.figures.find_spec", lambda name: None)
-    with pytest.raises(KvkeepError, match=r"pip install 'kvkeep\[figures\]'"):
+    with pytest.raises(KvkeepError, match=r"pip install 'kvkeep\[lab\]'"):
         check_figure(tmp_path / "compare.png")

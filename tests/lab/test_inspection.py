@@ -21,11 +21,12 @@ from hypothesis import strategies as st
 from kvkeep_lab.inspection import Inspection, Recorder, Step, Trace, arrived, decoded, encoded, inspect, token_texts
 from kvkeep_lab.page import check_output, render, write_page
 
-from kvkeep.cache import KeepCache, new_cache
+from kvkeep.cache import KeepCache
+from kvkeep.contracts import EntryState
 from kvkeep.decode.generate import Generation, Timing
 from kvkeep.errors import StoreError, UsageError
-from kvkeep.stores.meter import Memory
-from kvkeep.stores.whereabouts import Whereabouts
+from kvkeep.memory.meter import Memory
+from kvkeep.stock import new_cache
 
 PROMPT = torch.randint(5, 97, (100,), generator=torch.Generator().manual_seed(0)).tolist()
 
@@ -41,7 +42,7 @@ class Watched(Recorder):
         before = len(self.steps)
         super().look()
         if len(self.steps) > before:
-            self.seen.append(torch.cat([layer[0] for layer in self.cache.whereabouts()]))
+            self.seen.append(torch.cat([layer[0] for layer in self.cache.entry_states()]))
 
 
 @given(st.integers(1, 5), st.integers(1, 300), st.integers(0, 2**31), st.floats(0, 1))
@@ -78,7 +79,7 @@ def test_the_recording_is_what_the_cache_said(family: str, method: str, monkeypa
     full = [layer.index for layer in cache.geometry.layers if layer.kind == "full"]
     for state in states if method != "full" else []:
         lanes = dict(enumerate(state.split(found.trace.heads)))
-        assert all(int((lanes[layer] == Whereabouts.RESIDENT).sum(1).max()) <= 32 for layer in full)
+        assert all(int((lanes[layer] == EntryState.RESIDENT).sum(1).max()) <= 32 for layer in full)
 
 
 def test_stock_is_refused() -> None:
@@ -128,13 +129,13 @@ def a_trace(lanes: list[int], steps: list[int], budget: int, codes: int = 6) -> 
     generator = torch.Generator().manual_seed(1)
     scores = torch.rand(sum(lanes), steps[-1], generator=generator)
     fates = torch.randint(0, codes, scores.shape, generator=generator).to(torch.int8)
-    fates[fates == Whereabouts.RESIDENT] = Whereabouts.DROPPED
+    fates[fates == EntryState.RESIDENT] = EntryState.DROPPED
     state, out = torch.zeros(sum(lanes), 0, dtype=torch.int8), []
     for tokens in steps:
         before = arrived(state, tokens)
-        kept = scores[:, :tokens].masked_fill(before != Whereabouts.RESIDENT, -1).topk(min(budget, tokens)).indices
-        state = fates[:, :tokens].scatter(1, kept, Whereabouts.RESIDENT)
-        state = torch.where(before == Whereabouts.RESIDENT, state, before)
+        kept = scores[:, :tokens].masked_fill(before != EntryState.RESIDENT, -1).topk(min(budget, tokens)).indices
+        state = fates[:, :tokens].scatter(1, kept, EntryState.RESIDENT)
+        state = torch.where(before == EntryState.RESIDENT, state, before)
         out.append(Step(tokens, encoded(before, state)))
     return Trace(lanes, out)
 
@@ -273,19 +274,19 @@ def test_a_browser_shows_what_was_recorded(tmp_path: Path) -> None:
             if slot >= steps[step - 1]:
                 assert "future" in classes
                 continue
-            resident = int((state[:, slot] == Whereabouts.RESIDENT).sum())
+            resident = int((state[:, slot] == EntryState.RESIDENT).sum())
             if resident == len(lanes):
                 assert "f1" in classes and "a" not in classes
             else:
                 others = torch.bincount(state[:, slot].long(), minlength=6)
-                others[Whereabouts.RESIDENT] = 0
+                others[EntryState.RESIDENT] = 0
                 fate = next(int(name[1]) for name in classes if re.fullmatch(r"f\d", name))
                 assert others[fate] == others.max() and ("a" in classes) == (resident > 0)
-        counted = {code.name.lower(): int((state == code).sum()) for code in Whereabouts}
+        counted = {code.name.lower(): int((state == code).sum()) for code in EntryState}
         assert {name: count for name, count in counted.items() if count} == {
             name: count for name, count in shown.counts.items() if count
         }
         before = arrived(states[step - 2][lanes], steps[step - 1]) if step > 1 else torch.ones_like(state)
-        left = ((before == Whereabouts.RESIDENT) & (state != Whereabouts.RESIDENT)).any(0)
+        left = ((before == EntryState.RESIDENT) & (state != EntryState.RESIDENT)).any(0)
         assert int(shown.body["data-left"]) == int(left.sum())
         assert ("chosen" in shown.tokens[5][0]) == ("token=5" in fragment)

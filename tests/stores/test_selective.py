@@ -168,7 +168,7 @@ def test_the_certificate_holds_for_random_inputs(
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["snapkv+pages:4", "snapkv+certified:0.1", "kv-lru"])
 def test_the_certificate_holds_on_real_text(method: str) -> None:
-    from kvkeep_lab.verify import TEXT
+    from kvkeep_lab.prompts import TEXT
 
     loaded = load("smollm2")
     ids = loaded.tokenizer(TEXT * 2, return_tensors="pt").input_ids[:, :700]

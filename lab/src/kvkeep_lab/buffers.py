@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from kvkeep.errors import StoreError
-from kvkeep.stores.places import Disk, Place, place
+from kvkeep.memory.places import Disk, Place, place
 
 SWEEP_BYTES = 128 << 20
 """Walked through to push everything else out of the CPU's caches; several times the largest."""
 
 
-class Shelf:
+class Storage:
     """Tensors in one of the places that checkpoints live in; on disk as ``Disk`` does: mapped files without a name.
 
     ``Disk`` keeps no descriptor, and without one a file cannot be pushed out of memory; so files are mapped here.
@@ -51,7 +51,7 @@ class Shelf:
         self._files.append((file, mapped))
         return torch.frombuffer(mapped, dtype=tensor.dtype).view(tensor.shape)
 
-    def chill(self) -> None:
+    def drop_pages(self) -> None:
         """Push the files out of memory, where the system can be asked to."""
         for file, mapped in self._files:
             if hasattr(mmap, "MADV_DONTNEED") and hasattr(os, "posix_fadvise"):

@@ -28,17 +28,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvkeep.cache import STOCK, KeepCache, memory_of
+from kvkeep.cache import KeepCache
+from kvkeep.contracts import Exactness
 from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.geometry import ModelGeometry
-from kvkeep.policies.methods import Exactness
-from kvkeep.stores.meter import Memory
+from kvkeep.memory.meter import Memory
+from kvkeep.stock import STOCK, memory_of
+from kvkeep_lab.partial import INTERRUPTED, Interruption
 from kvkeep_lab.reading import cache_for, read, takes
 
-INTERRUPTED = "interrupted before it was measured"
-
-Progress = Callable[[str, float, float | None], None]
-"""Gets what is being measured, the work done and the work in all, in seconds of the reference's own speed; all is None
+Progress = Callable[[str, float, float], None]
+"""Gets what is being measured, the work done and the work in all, in seconds of the reference's own speed; all is 1
 until the reference has been measured."""
 
 
@@ -52,7 +52,7 @@ class Case:
     @property
     def label(self) -> str:
         """The case as a person reads it."""
-        return self.method if self.budget is None else f"{self.method} at {self.budget}"
+        return labelled(self.method, self.budget)
 
 
 @dataclass(frozen=True)
@@ -91,9 +91,19 @@ class Row:
     error: str = ""
 
     @property
+    def label(self) -> str:
+        """Method and budget."""
+        return labelled(self.method, self.budget)
+
+    @property
     def held_bytes(self) -> int:
         """Bytes of entries that attention reads, in full or in a smaller form."""
         return self.memory["resident_bytes"] + self.memory["compressed_bytes"]
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of what is kept in a smaller form, or elsewhere."""
+        return self.memory["compressed_bytes"] + sum(self.memory["checkpoint_bytes"].values())
 
 
 @dataclass(frozen=True)
@@ -135,6 +145,11 @@ class Position:
     agrees: bool
 
 
+def labelled(method: str, budget: str | None) -> str:
+    """Return a method and its budget as a person reads them."""
+    return f"{method} at {budget}" if budget else method
+
+
 def cases(methods: Sequence[str], budgets: Sequence[str]) -> list[Case]:
     """Return every method at every budget; those that take none come first, once. Raises UsageError for a name nobody
     knows."""
@@ -155,27 +170,27 @@ def compare(
     """Measure every case on ``prompt`` (token ids) and ``new`` tokens after it.
 
     ``chunk``: tokens of a prompt taken at a time, for the methods that take prompts in chunks. A method that refuses
-    has its sentence in its row. An interrupt ends the run, and what was measured until then is returned; one before the
-    reference is complete is raised on. Raises UsageError for a prompt that the model has no positions for.
+    has its sentence in its row. Raises :class:`Interruption` with the comparison when it is interrupted after the
+    reference is complete, and UsageError for a prompt that the model has no positions for.
     """
-    progress("the reference", 0.0, None)
+    progress("the reference", 0.0, 1.0)
     reference = Reference.of(model, prompt, new, chunk)
     rows: list[Row] = []
     total = 2 * len(listed) * reference.work(len(prompt), new - 1)
     for number, case in enumerate(listed):
         before = total * number / len(listed)
 
-        def tell(done: float, label: str = case.label, before: float = before) -> None:
+        def report(done: float, label: str = case.label, before: float = before) -> None:
             progress(label, before + done, total)
 
-        tell(0.0)
+        report(0.0)
         try:
-            rows.append(reference.measure(case, tell))
+            rows.append(reference.measure(case, report))
         except KvkeepError as error:
             rows.append(Row(case.method, case.budget, error=str(error)))
         except KeyboardInterrupt:
             rows += [Row(missing.method, missing.budget, error=INTERRUPTED) for missing in listed[number:]]
-            break
+            raise Interruption(Comparison(len(prompt), new, reference.row, rows)) from None
     return Comparison(len(prompt), new, reference.row, rows)
 
 
@@ -200,9 +215,9 @@ def _fits(model: Any, prompt_tokens: int, new: int) -> None:
 def _free(
     method: str, budget: str | None, tokens: list[int], expected: list[int], seconds: Sequence[float], cache: Any
 ) -> Row:
-    """Return what a free run tells, bytes included."""
+    """Return the results of a free run, bytes included."""
     same = [a == b for a, b in zip(tokens, expected, strict=True)]
-    told = cache.certificate() if isinstance(cache, KeepCache) else []
+    recall = cache.certificate() if isinstance(cache, KeepCache) else []
     decoding = sum(seconds[1:])
     return Row(
         method,
@@ -215,15 +230,15 @@ def _free(
         prefill_s=seconds[0],
         tokens_per_s=(len(seconds) - 1) / decoding if decoding else None,
         tokens=tokens,
-        away=fmean(layer.away for layer in told) if told else None,
-        recalled=fmean(layer.recalled for layer in told) if told else None,
-        left_out=max(layer.worst for layer in told) if told else None,
+        away=fmean(layer.away for layer in recall) if recall else None,
+        recalled=fmean(layer.recalled for layer in recall) if recall else None,
+        left_out=max(layer.worst for layer in recall) if recall else None,
         merges=cache.merges() if isinstance(cache, KeepCache) else (0, 0),
     )
 
 
 def _forced(row: Row, judged: Sequence[Position]) -> Row:
-    """Return ``row`` with what the positions tell that were given the reference's text."""
+    """Return ``row`` with what the positions report that were given the reference's text."""
     divergences = [position.kl for position in judged]
     return replace(
         row,
@@ -269,18 +284,18 @@ class Reference:
         """Return the seconds that the reference took for so many tokens of the prompt and steps after it."""
         return (self.row.prefill_s or 0.0) * tokens / self.ids.shape[1] + self.step_s * steps
 
-    def measure(self, case: Case, tell: Callable[[float], None] = lambda done: None) -> Row:
-        """Run one case freely, and then forced unless the free run was given the same text anyway. ``tell`` gets the
+    def measure(self, case: Case, report: Callable[[float], None] = lambda done: None) -> Row:
+        """Run one case freely, and then forced unless the free run was given the same text anyway. ``report`` gets the
         work done, in seconds of the reference's own speed."""
-        row, judged = self._run_freely(case, tell)
+        row, judged = self._run_freely(case, report)
         if len(judged) < len(self.logits):
             one_pass = self.work(self.ids.shape[1], len(self.logits) - 1)
-            judged = self._run_forced(case, lambda done: tell(one_pass + done))
+            judged = self._run_forced(case, lambda done: report(one_pass + done))
         return _forced(row, judged)
 
-    def _run_freely(self, case: Case, tell: Callable[[float], None]) -> tuple[Row, list[Position]]:
+    def _run_freely(self, case: Case, report: Callable[[float], None]) -> tuple[Row, list[Position]]:
         expected = self.row.tokens
-        cache = self._cache(case, tell)
+        cache = self._cache(case, report)
         tokens: list[int] = []
         seconds: list[float] = []
         judged: list[Position] = []
@@ -289,22 +304,22 @@ class Reference:
                 judged.append(judge(self.logits[step], logits, expected[step]))
             tokens.append(int(logits.argmax()))
             seconds.append(took)
-            tell(self.work(self.ids.shape[1], step))
+            report(self.work(self.ids.shape[1], step))
         return _free(case.method, case.budget, tokens, expected, seconds, cache), judged
 
-    def _run_forced(self, case: Case, tell: Callable[[float], None]) -> list[Position]:
+    def _run_forced(self, case: Case, report: Callable[[float], None]) -> list[Position]:
         expected = self.row.tokens
         judged: list[Position] = []
-        passed = read(self.model, self.ids, self._cache(case, tell), len(expected), expected)
+        passed = read(self.model, self.ids, self._cache(case, report), len(expected), expected)
         for step, (logits, _) in enumerate(passed):
             judged.append(judge(self.logits[step], logits, expected[step]))
-            tell(self.work(self.ids.shape[1], step))
+            report(self.work(self.ids.shape[1], step))
         return judged
 
-    def _cache(self, case: Case, tell: Callable[[float], None]) -> Any:
+    def _cache(self, case: Case, report: Callable[[float], None]) -> Any:
         context = self.ids.shape[1] + len(self.row.tokens)
         cache = cache_for(self.model, case.method, case.budget, context, self.chunk)
         if isinstance(cache, KeepCache):
             prompt = self.ids.shape[1]
-            cache.on_progress = lambda done: tell(self.work(done, 0)) if done < prompt else None
+            cache.stream.on_progress = lambda done: report(self.work(done, 0)) if done < prompt else None
         return cache

@@ -12,9 +12,12 @@ from torch import Tensor
 from transformers import Cache
 
 from kvkeep.cache import KeepCache
+from kvkeep.contracts import EntryState
 from kvkeep.decode.generate import Generation, generate
 from kvkeep.errors import UsageError
-from kvkeep.stores.whereabouts import Whereabouts
+
+STATES = [code.name.lower() for code in EntryState]
+"""What an entry can be, by the code that stands for it."""
 
 LONGEST_PART = 8
 """Tokens after which half a character is shown as it is: no character has more than four bytes."""
@@ -30,7 +33,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Trace:
-    """Whereabouts over time. ``heads``: KV heads of each layer; a lane is one of these heads, layers first."""
+    """States of entries over time. ``heads``: KV heads of each layer; a lane is one of these heads, layers first."""
 
     heads: list[int]
     steps: list[Step]
@@ -46,7 +49,7 @@ class Trace:
         return self.steps[-1].tokens if self.steps else 0
 
     def states(self) -> Iterator[Tensor]:
-        """Yield the whereabouts after each step, (lanes, tokens so far) int8."""
+        """Yield the states after each step, (lanes, tokens so far) int8."""
         state = torch.zeros(self.lanes, 0, dtype=torch.int8)
         for step in self.steps:
             state = arrived(state, step.tokens)
@@ -59,8 +62,8 @@ class Trace:
         last = torch.zeros(0, dtype=torch.int8)
         for state in self.states():
             last = state
-        found = torch.bincount(last.flatten().long(), minlength=len(Whereabouts)).tolist()
-        return {code.name.lower(): found[code] for code in Whereabouts if found[code]}
+        found = torch.bincount(last.flatten().long(), minlength=len(STATES)).tolist()
+        return {state: count for state, count in zip(STATES, found, strict=True) if count}
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain types, as the page reads them."""
@@ -94,7 +97,7 @@ class Recorder:
 
     def look(self) -> None:
         """Record a step if there was one since the last look."""
-        layers = [layer[0] for layer in self.cache.whereabouts()]
+        layers = entry_states(self.cache)
         now = torch.cat(layers) if layers else self._state
         if now.shape[1] <= self._state.shape[1]:
             return
@@ -109,9 +112,15 @@ class Recorder:
         return Trace(self.heads, self.steps)
 
 
+def entry_states(cache: KeepCache) -> list[Tensor]:
+    """Return what became of every entry of a cache of one row: for each layer (kv_heads, tokens) int8, an index of
+    :data:`STATES`."""
+    return [layer[0] for layer in cache.entry_states()]
+
+
 def arrived(state: Tensor, tokens: int) -> Tensor:
     """Return ``state`` (lanes, before) widened to ``tokens``: what is new is taken to be resident."""
-    new = state.new_full((state.shape[0], tokens - state.shape[1]), Whereabouts.RESIDENT)
+    new = state.new_full((state.shape[0], tokens - state.shape[1]), EntryState.RESIDENT)
     return torch.cat([state, new], dim=1)
 
 
@@ -208,18 +217,18 @@ def inspect(
 
 def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     """Return each token's part of the text. Where several tokens make one character, the last of them has it."""
-    texts, start, told = [], 0, 0  # ids from start are decoded together, and those before told are already out
+    texts, start, given = [], 0, 0  # ids from start are decoded together, and those before ``given`` have their texts
 
     def text(stop: int) -> str:
         return str(tokenizer.decode(ids[start:stop], skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     for stop in range(1, len(ids) + 1):
-        known, so_far = text(told), text(stop)
-        half = so_far.endswith("\N{REPLACEMENT CHARACTER}") and stop < len(ids) and stop - told < LONGEST_PART
+        known, so_far = text(given), text(stop)
+        half = so_far.endswith("\N{REPLACEMENT CHARACTER}") and stop < len(ids) and stop - given < LONGEST_PART
         if half:
             texts.append("")
             continue
         texts.append(so_far[len(known) :])
         # The token before stays in view: some tokenizers drop the space at the start of what they decode.
-        start, told = told, stop
+        start, given = given, stop
     return texts

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from kvkeep import __version__
 from kvkeep.errors import StoreError, UsageError
-from kvkeep.stores.whereabouts import Whereabouts
-from kvkeep_lab.inspection import Inspection
+from kvkeep_lab.inspection import STATES, Inspection
 
 
 def render(inspection: Inspection) -> str:
@@ -28,7 +27,7 @@ def render(inspection: Inspection) -> str:
         "memory": generation.memory.as_dict(),
         "prompt": generation.prompt_tokens,
         "stopped": generation.stopped,
-        "codes": [code.name.lower() for code in Whereabouts],
+        "codes": STATES,
         "texts": inspection.texts,
         "trace": inspection.trace.as_dict(),
     }

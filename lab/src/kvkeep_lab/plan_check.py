@@ -14,7 +14,8 @@ from kvkeep.plan.machine import Machine
 from kvkeep.plan.planner import ACCEPTANCE
 from kvkeep.plan.shape import Shape
 from kvkeep.plan.sizes import sizes
-from kvkeep_lab.bench import Case, run
+from kvkeep_lab.partial import Interruption
+from kvkeep_lab.timing import Case, run
 
 GOOD = 0.25
 """An error up to which a prediction counts as right."""
@@ -71,14 +72,17 @@ def check(
         share = Budget.parse(budget).entries(shape.geometry, context=context)
         for candidate in candidates(shape.geometry):
             # The bench reads random tokens, which nobody drafts: what rounds take, kvkeep prove measures.
-            if candidate.family.fate != "verified" and wanted(str(candidate)):
-                planned.append((candidate, context, None if candidate.family.keeps else share))
+            if not candidate.method.recall.drafts and wanted(str(candidate)):
+                planned.append((candidate, context, None if candidate.keeps_all else share))
     cases = []
     for candidate, context, entries in planned:
-        given: int | None = context + steps + 1 if candidate.method == "static" else entries
+        given: int | None = context + steps + 1 if candidate.spec == "static" else entries
         options = {name: value for name, value in candidate.options(given).items() if value is not None}
-        cases.append(Case(str(candidate), context, candidate.method, options))
-    rows = run(model, cases, rounds=rounds, steps=steps, progress=progress)
+        cases.append(Case(str(candidate), context, candidate.spec, options))
+    try:
+        rows = run(model, cases, rounds=rounds, steps=steps, progress=progress)
+    except Interruption as stop:
+        rows = stop.found
     checked = []
     for (candidate, context, entries), row in zip(planned, rows, strict=True):
         try:
@@ -89,14 +93,13 @@ def check(
         except KvkeepError as error:
             checked.append(Checked(row.label, context, entries, 0, 0, 0.0, None, 0.0, None, row.error or str(error)))
             continue
-        memory = row.memory
         checked.append(
             Checked(
                 row.label,
                 context,
                 entries,
                 after.resident + after.compressed + after.checkpoints,
-                memory["resident_bytes"] + memory["compressed_bytes"] + sum(memory["checkpoint_bytes"].values()),
+                row.held_bytes + sum(row.memory["checkpoint_bytes"].values()),
                 costs.step,
                 None if row.step_ms is None else row.step_ms / 1e3,
                 costs.prefill,

@@ -7,14 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvkeep.errors import StoreError
-from kvkeep.policies.request import Exactness
-from kvkeep_lab.figures import DPI, WIDTH_PX
+from kvkeep.contracts import Exactness
+from kvkeep_lab.figures import COLOURS, blank, dress, save
 
 if TYPE_CHECKING:
     from kvkeep.plan.planner import Planned, Row
 
-EXACT, OTHER = "#0072B2", "#D55E00"  # of Okabe and Ito's palette
+EXACT, OTHER = COLOURS[:2]
 
 
 def draw_plan(planned: Planned, path: str | os.PathLike[str], *, model: str) -> None:
@@ -22,9 +21,7 @@ def draw_plan(planned: Planned, path: str | os.PathLike[str], *, model: str) -> 
 
     Raises StoreError if the file cannot be written.
     """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(WIDTH_PX / DPI, 5.6), dpi=DPI, layout="constrained")
+    figure = blank(5.6)
     left, right = figure.subplots(1, 2, sharex=True)
     _panel(left, planned, lambda row: 1e3 * row.cost.step, "Time of a token (ms)", named=True)
     _panel(right, planned, lambda row: row.cost.prefill, "Time of the prompt (s)", named=False)
@@ -35,10 +32,7 @@ def draw_plan(planned: Planned, path: str | os.PathLike[str], *, model: str) -> 
     )
     handles, labels = left.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=9)
-    try:
-        figure.savefig(path, dpi=DPI)
-    except OSError as error:
-        raise StoreError(f"The figure '{path}' cannot be written: {(error.strerror or str(error)).lower()}.") from error
+    save(figure, path)
 
 
 def _panel(axes: Any, planned: Planned, value: Callable[[Row], float], title: str, *, named: bool) -> None:
@@ -57,18 +51,12 @@ def _panel(axes: Any, planned: Planned, value: Callable[[Row], float], title: st
             _name(axes, best, value, colour, above=exact)
     ring = planned.best
     axes.scatter(*_points([ring], value), s=130, facecolors="none", edgecolors="black", label="recommended", zorder=4)
-    axes.set_xscale("log")
-    axes.set_yscale("log")
+    dress(axes, title, "memory of the device at the worst moment (MB)", x="log", y="log")
     axes.margins(x=0.08, y=0.22)
     plain = FuncFormatter(lambda number, place: f"{number:,.10g}")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(plain)
         axis.set_minor_formatter("")
-    axes.set_title(title, loc="left", fontsize=10)
-    axes.set_xlabel("memory of the device at the worst moment (MB)")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(color="0.9", which="major")
-    axes.set_axisbelow(True)
 
 
 def _points(rows: list[Row], value: Callable[[Row], float]) -> tuple[list[float], list[float]]:

@@ -1,10 +1,13 @@
-"""Prompts made of one text, of the kinds that people write: for measuring on what is real."""
+"""A text that is built in, and prompts made of a text, of the kinds that people write."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from kvkeep.decode.prompt import Messages, encode, question
 from kvkeep.errors import UsageError
@@ -18,12 +21,37 @@ SUMMARIES = (
 )
 
 
+TEXT = (
+    "A library keeps its books on shelves that a reader can reach, and the rest in a store below. When a shelf is "
+    "full, the books that nobody has asked for leave it first; they are carried down, not thrown away, and "
+    "whoever wants one of them later waits a moment while it is brought up again. The catalogue does not change: "
+    "every book is still in the house, and the reader who asks for a page gets that page, word for word. What "
+    "changes is only how long it takes, and how much room the shelves need. A good librarian knows which books "
+    "are asked for every day, which are read once and then forgotten, and which are so thin that copying them "
+    "anew is quicker than walking down the stairs. There are houses that keep every book within reach, and build "
+    "another hall whenever the last one is full. There are houses that burn what does not fit, and hope that "
+    "nobody will ask. And there are houses that write a short summary of what they burn, which serves well until "
+    "somebody needs the very sentence that the summary left out. This house does none of these. It counts its "
+    "shelves before the first reader comes in, and it tells the readers how many there are. It writes down, for "
+    "every book that is carried below, from what it can be set again, letter by letter: from the author's "
+    "manuscript, from the printer's plates, or from the book itself. In the evening, when the doors are closed, "
+    "the librarian takes a few books at random, sets them again from the manuscript, and lays the new pages over "
+    "the old ones, against the light. If a single letter differs, the house does not open in the morning."
+)
+
+
 @dataclass(frozen=True)
 class Prompt:
     """Token ids of about so many tokens; ``kind``: one of :data:`KINDS`."""
 
     kind: str
     ids: list[int]
+
+
+def built_in(tokenizer: Any, count: int) -> Tensor:
+    """Return the first ``count`` tokens of the built-in text (over again if it is shorter), (1, count)."""
+    ids = tokenizer(TEXT).input_ids
+    return torch.tensor([(ids * (count // len(ids) + 1))[:count]])
 
 
 def prompts(

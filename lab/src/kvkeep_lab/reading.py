@@ -1,16 +1,20 @@
-"""Reading a text into a cache and then going on one token at a time, as decoding does."""
+"""Reading a text: into a cache and then on one token at a time, as decoding does, or once, to look at its attention."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvkeep.cache import STOCK, new_cache
+from kvkeep.errors import UnsupportedModelError
+from kvkeep.geometry import ModelGeometry
+from kvkeep.models.binding import bind
+from kvkeep.models.watching import Attended, watching
 from kvkeep.policies.methods import resolve
+from kvkeep.stock import STOCK, new_cache
 from kvkeep_lab.peers import Reader, peer_of
 
 _AT_ONCE = 128
@@ -37,6 +41,27 @@ def cache_for(model: Any, method: str, budget: str | None, context: int, chunk: 
 
 
 @torch.no_grad()
+def watch(
+    model: Any, ids: Tensor, look: Callable[[Attended], None], progress: Callable[[str, float, float], None]
+) -> None:
+    """Read ``ids`` (1, tokens) once, and hand ``look`` the attention of every layer that sees all of it; layers with a
+    sliding window forget by themselves and are left out. Raises UnsupportedModelError where there is no other."""
+    decoder = bind(model).decoder
+    geometry = ModelGeometry.from_config(model.config)
+    full = [layer.index for layer in geometry.layers if geometry.layers[layer.source].kind == "full"]
+    if not full:
+        raise UnsupportedModelError(f"'{geometry.model_type}' has no layer that sees the whole text.")
+
+    def see(attended: Attended) -> None:
+        if attended.layer in full:
+            look(attended)
+            progress("layers", full.index(attended.layer) + 1, len(full))
+
+    with watching(see):
+        decoder(input_ids=ids, use_cache=False)
+
+
+@torch.no_grad()
 def read(
     model: Any, ids: Tensor, cache: Any, new: int, forced: Sequence[int] | None = None
 ) -> Iterator[tuple[Tensor, float]]:
@@ -47,6 +72,17 @@ def read(
         logits, seconds = cache.step(given) if isinstance(cache, Reader) else _step(model, given, cache)
         yield logits, seconds
         given = ids.new_tensor([[int(logits.argmax()) if forced is None else forced[position]]])
+
+
+def greedy(model: Any, ids: Tensor, new: int, **options: Any) -> tuple[list[int], float]:
+    """Return ``new`` greedy tokens after ``ids`` (1, tokens) by transformers' ``generate``, ends of text ignored, and
+    the seconds they took. options: ``generate``'s, such as ``past_key_values``."""
+    ids = ids.to(next(model.parameters()).device)
+    start = time.perf_counter()
+    output = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, eos_token_id=None, **options
+    )
+    return output[0, ids.shape[1] :].tolist(), time.perf_counter() - start
 
 
 @torch.no_grad()

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kvkeep_lab.buffers import Shelf, Sweep
+from kvkeep_lab.buffers import Storage, Sweep
+from kvkeep_lab.timing import synchronize
 
 _BYTES = 64 << 20  # of a copy: more than fits the caches
 _ROWS = 2048  # of a product
@@ -38,27 +39,27 @@ class Roofline:
 
 @torch.inference_mode()
 def measure(
-    shelves: dict[str, Shelf], sweep: Sweep, device: torch.device, dtype: torch.dtype, hidden: int, width: int
+    storages: dict[str, Storage], sweep: Sweep, device: torch.device, dtype: torch.dtype, hidden: int, width: int
 ) -> Roofline:
-    """Return the machine's roofline for products (n, hidden) x (hidden, width), and copies from every shelf."""
+    """Return the machine's roofline for products (n, hidden) x (hidden, width), and copies from every storage."""
     left = torch.randn(_ROWS, hidden, device=device, dtype=dtype)
     right = torch.randn(hidden, width, device=device, dtype=dtype)
     target = torch.zeros(_BYTES // dtype.itemsize, device=device, dtype=dtype)
     seconds = _seconds(lambda: left @ right, device, lambda: None)
     bandwidth = {}
-    for name, shelf in shelves.items():
-        source = shelf.put(torch.zeros_like(target))
+    for name, storage in storages.items():
+        source = storage.put(torch.zeros_like(target))
 
-        def chill(shelf: Shelf = shelf) -> None:
-            shelf.chill()
+        def cool(storage: Storage = storage) -> None:
+            storage.drop_pages()
             sweep.run()
 
         def copy(source: torch.Tensor = source) -> object:
             return target.copy_(source)
 
-        bandwidth[name] = _BYTES / _seconds(copy, device, chill)
+        bandwidth[name] = _BYTES / _seconds(copy, device, cool)
         del source, copy
-        shelf.clear()
+        storage.clear()
     return Roofline(2 * _ROWS * hidden * width / seconds, bandwidth)
 
 
@@ -73,11 +74,3 @@ def _seconds(action: Callable[[], object], device: torch.device, prepare: Callab
         synchronize(device)
         took.append(time.perf_counter() - start)
     return min(took)  # a bound: what else the machine does is no part of it
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for ``device``, if it is one that has to be waited for."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()

@@ -3,9 +3,10 @@ takes does not depend on them."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import AfterValidator
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Qwen2Config, Qwen3Config
 
 from kvkeep.errors import unknown
@@ -35,12 +36,20 @@ SHAPES = tuple(_SHAPES)
 """The models of KV-Direct's Table 1."""
 
 
+def _known(name: str) -> str:
+    if name not in _SHAPES:
+        raise unknown("shape", name, SHAPES)
+    return name
+
+
+Shape = Annotated[str, AfterValidator(_known)]
+"""A field that names a shape."""
+
+
 def config_of(name: str, layers: int | None = None) -> Any:
     """Return the config of the shape called ``name``, with all its layers or so many; raises UsageError for other
     names. Its vocabulary is a small one, which no entry depends on."""
-    if name not in _SHAPES:
-        raise unknown("shape", name, SHAPES)
-    kind, sizes = _SHAPES[name]
+    kind, sizes = _SHAPES[_known(name)]
     given = sizes if layers is None else {**sizes, "num_hidden_layers": layers}
     config = kind(**given, vocab_size=256, max_position_embeddings=32768)
     config.bos_token_id = config.eos_token_id = config.pad_token_id = None

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from kvkeep.cache import memory_of
+from kvkeep.contracts import Exactness
 from kvkeep.decode.generate import generate
 from kvkeep.errors import UsageError
 from kvkeep.models.loading import Loaded
-from kvkeep.policies.request import Exactness
+from kvkeep.stock import memory_of
 from kvkeep_lab.compare import Case, Reference, Row
 from kvkeep_lab.peers import Reader, peer_of
 from kvkeep_lab.reading import cache_for, continued, read, scores

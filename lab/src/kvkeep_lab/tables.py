@@ -8,12 +8,14 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Table:
-    """A table: headings, and rows as long. notes: what is to be said below it, a sentence each."""
+    """A table: headings, and rows as long, in Markdown. notes: what is to be said below it, a sentence each. named:
+    columns at the left that say what a row is of."""
 
     title: str
     headings: Sequence[str]
     rows: list[Sequence[str]] = field(default_factory=list)
     notes: Sequence[str] = ()
+    named: int = 1
 
     def markdown(self) -> str:
         """Return it as Markdown: the title as a heading of the third level, the first column to the left."""
@@ -35,6 +37,11 @@ def number(value: float | None, digits: int = 3) -> str:
     if value is None:
         return "-"
     return f"{value:,.0f}" if abs(value) >= 10**digits else f"{value:.{digits}g}"
+
+
+def fixed(value: float | None, digits: int = 2) -> str:
+    """Return a number with so many digits after the point; "-" where there is none."""
+    return "-" if value is None else f"{value:,.{digits}f}"
 
 
 def percent(value: float | None, digits: int = 1) -> str:

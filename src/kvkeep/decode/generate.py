@@ -178,7 +178,7 @@ def generate(
     ending = _Ended(tokenizer, len(prompt), ended) if ended else None
     if ending is not None:
         criteria.append(ending)
-    if isinstance(cache, KeepCache) and cache.stream is not None:
+    if isinstance(cache, KeepCache):
         cache.stream.on_progress = reading.between_chunks
     if seed is not None:
         torch.manual_seed(seed)
@@ -202,7 +202,7 @@ def generate(
             **sampling,
         )
     finally:
-        if isinstance(cache, KeepCache) and cache.stream is not None:
+        if isinstance(cache, KeepCache):
             cache.stream.on_progress = None
     sequence = output[0].tolist()
     return _report(

@@ -89,7 +89,7 @@ class _Run:
         config: GenerationConfig,
         streamer: Any,
     ) -> None:
-        assert cache.round is not None and cache.stream is not None
+        assert cache.round is not None
         self.stream = cache.stream
         self.model, self.cache, self.processor, self.criteria = model, cache, processor, criteria
         self.config, self.streamer = config, streamer

@@ -89,7 +89,8 @@ class Buffer:
 
     def _grow(self, rows: Tensor, needed: int) -> None:
         capacity = self.limit if self.limit is not None else up(needed, self.block)
-        grown = rows.new_empty((*rows.shape[:-2], capacity, rows.shape[-1]))
+        with torch.inference_mode(False):  # what is made in it cannot be written outside of it
+            grown = rows.new_empty((*rows.shape[:-2], capacity, rows.shape[-1]))
         if self.data is not None:
             grown[..., : self.length, :] = self.data[..., : self.length, :]
         self.data = grown
@@ -307,5 +308,6 @@ def pages_of(counts: Iterable[int]) -> list[int]:
 
 
 def concatenated(rows: Rows, start: int, stop: int) -> Tensor:
-    """Return the rows ``start``..``stop`` of any store as one new tensor."""
-    return torch.cat([piece for _, piece in rows.read(start, stop)], dim=-2)
+    """Return the rows ``start``..``stop`` of any store as one tensor: a view where they lie together."""
+    pieces = [piece for _, piece in rows.read(start, stop)]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=-2)

@@ -13,6 +13,7 @@ import inspect
 import logging
 import sys
 from collections.abc import Callable
+from contextvars import Context
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from kvkeep.errors import UnsupportedModelError
-from kvkeep.models.forward import attending, probing
+from kvkeep.models.forward import attending, probing, set_attender
 from kvkeep.models.projection import Projection, read
 
 log = logging.getLogger(__name__)
@@ -65,9 +66,12 @@ class Adapter:
         def stop(layer_idx: int, hidden: Tensor) -> None:
             raise _Taken(hidden)
 
-        try:
+        def run() -> None:
             with probing(stop):
                 self.decoder(input_ids=ids.long(), position_ids=positions.long(), use_cache=False)
+
+        try:
+            _aside(None, run)
         except _Taken as signal:
             return signal.taken[0]
         raise UnsupportedModelError(
@@ -103,8 +107,7 @@ class Adapter:
 
         ``cache`` is handed the layer's new keys and values and answers its attention (an Attender).
         """
-        with attending(cache):
-            output = self._call(layer_idx, hidden, positions, cache)
+        output = self._call(layer_idx, hidden, positions, cache, cache)
         return output[0] if isinstance(output, tuple) else output
 
     def layer_type(self, layer_idx: int) -> str:
@@ -126,8 +129,10 @@ class Adapter:
 
     # -- how ----------------------------------------------------------------------------------------
 
-    def _call(self, layer_idx: int, hidden: Tensor, positions: Tensor, cache: Any) -> Any:
-        return self.layers[layer_idx](
+    def _call(self, layer_idx: int, hidden: Tensor, positions: Tensor, cache: Any, attender: Any = None) -> Any:
+        return _aside(
+            attender,
+            self.layers[layer_idx],
             hidden,
             attention_mask=None,
             position_ids=positions.long(),
@@ -145,8 +150,7 @@ class Adapter:
 
     def _project_by_layer(self, layer_idx: int, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         try:
-            with attending(None):
-                self._call(layer_idx, hidden, positions, _Take())
+            self._call(layer_idx, hidden, positions, _Take())
         except _Taken as signal:
             keys, values = signal.taken
             return keys, values
@@ -267,6 +271,14 @@ class _Whole:
 
     def attends(self, layer_idx: int) -> bool:
         return False
+
+
+def _aside(attender: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call ``function`` in a context of its own, where ``attender`` answers attention: the forward pass in progress does
+    not see it, nor do those who capture what its layers put out."""
+    context = Context()
+    context.run(set_attender, attender)
+    return context.run(function, *args, **kwargs)
 
 
 def _close(a: Tensor, b: Tensor) -> bool:

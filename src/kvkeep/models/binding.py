@@ -2,13 +2,18 @@
 
 transformers documents three: attention functions by name, mask functions by name, and torch's module
 hooks. Nothing else is touched, and none of them changes anything while another cache is in use: without
-a cache with a :class:`~kvkeep.models.forward.Streaming` the model runs stock SDPA with stock masks.
+a cache with a :class:`~kvkeep.models.forward.Taking` the model runs stock SDPA with stock masks. A cache that
+keeps everything only has its forward passes watched (:func:`watch`), so that one that was interrupted is undone.
+
+Hooks are named functions, so that a bound model can be saved and pickled; ``torch.compile`` leaves them as they are,
+and compiles what is between.
 """
 
 from __future__ import annotations
 
 import inspect
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +24,7 @@ from transformers.masking_utils import sdpa_mask
 
 from kvkeep.errors import UnsupportedModelError, UsageError
 from kvkeep.models.adapter import Adapter, decoder_of, layers_of
-from kvkeep.models.forward import current_attender, current_probe, set_attender
+from kvkeep.models.forward import Taking, current_attender, current_probe, set_attender
 
 NAME = "kvkeep"
 _ALONG_SEQUENCE = (
@@ -31,6 +36,7 @@ _ALONG_SEQUENCE = (
     "cache_position",
     "per_layer_inputs",
 )
+_BY_LAYER = ("output_hidden_states", "output_attentions", "output_router_logits")  # what of each layer is handed out
 # How many of the last positions' outputs the caller will use (0: all), told by the outermost forward.
 _keep_last: ContextVar[int] = ContextVar("kvkeep_keep_last", default=0)
 
@@ -46,21 +52,35 @@ def attention_forward(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention function registered with transformers: streamed where a bounded cache says so, else SDPA."""
+    output = _streamed(module, query, key, value, attention_mask, scaling, kwargs)
+    if output is not None:
+        return output, None
+    return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+
+
+@torch.compiler.disable
+def _streamed(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None,
+    given: dict[str, Any],
+) -> Tensor | None:
+    """Return (batch, queries, heads, value_dim), None where nobody but transformers answers."""
     attender = current_attender()
     layer_idx = getattr(module, "layer_idx", None)
     if attender is None or layer_idx is None or not attender.attends(layer_idx):
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-        )
+        return None
     for unsupported in ("softcap", "s_aux", "position_bias"):
-        if kwargs.get(unsupported) is not None:
+        if given.get(unsupported) is not None:
             raise UnsupportedModelError(
                 f"'{type(module).__name__}' uses '{unsupported}' in its attention, which streamed attention does not "
                 "compute; use method 'full'."
             )
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    output = attender.attend(module, query, key, value, attention_mask, scale)
-    return output.transpose(1, 2).contiguous(), None
+    return attender.attend(module, query, key, value, mask, scale).transpose(1, 2).contiguous()
 
 
 AttentionInterface.register(NAME, attention_forward)
@@ -68,10 +88,27 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
 class Binding:
-    """What binding left on a model: its adapter and the handles that undo it."""
+    """What binding left on a model: its adapter, and the handles that undo it."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
+        self.adapter: Adapter | None = None
+        self.decoder = decoder_of(model)
+        names = list(inspect.signature(self.decoder.forward).parameters)
+        before = partial(_before_decoder, names)
+        self._handles = [
+            self.decoder.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
+            self.decoder.register_forward_hook(_after_decoder, with_kwargs=True, always_call=True),
+        ]
+        if self.decoder is not model:
+            self._handles.append(model.register_forward_pre_hook(_before_model, with_kwargs=True))
+            self._handles.append(model.register_forward_hook(_after_model, always_call=True))
+
+    def stream(self) -> Adapter:
+        """Let bounded caches answer the model's attention, and see what enters its layers."""
+        if self.adapter is not None:
+            return self.adapter
+        model, layers = self.model, layers_of(self.decoder)
         before = model.config._attn_implementation
         if before not in ("sdpa", NAME):
             raise UnsupportedModelError(
@@ -84,95 +121,101 @@ class Binding:
                 f"'{type(model).__name__}' does not take its attention from transformers' attention interface, so no "
                 "bounded cache can stream it; use method 'full'."
             )
-        decoder = decoder_of(model)
-        names = list(inspect.signature(decoder.forward).parameters)
-        self._handles = [
-            layer.register_forward_pre_hook(_entering(index), with_kwargs=True)
-            for index, layer in enumerate(layers_of(decoder))
+        self._handles += [
+            layer.register_forward_pre_hook(partial(_entering, index), with_kwargs=True)
+            for index, layer in enumerate(layers)
         ]
-        self._handles.append(decoder.register_forward_pre_hook(_before_decoder(names), with_kwargs=True, prepend=True))
-        self._handles.append(decoder.register_forward_hook(_after_decoder, with_kwargs=True, always_call=True))
-        if decoder is not model:
-            self._handles.append(model.register_forward_pre_hook(_before_model, with_kwargs=True))
-            self._handles.append(model.register_forward_hook(_after_model, always_call=True))
         self.adapter = Adapter(model)
+        return self.adapter
 
     def undo(self) -> None:
         """Take the hooks off again and restore stock attention."""
         for handle in self._handles:
             handle.remove()
-        self.model.set_attn_implementation("sdpa")
+        if self.adapter is not None:
+            self.model.set_attn_implementation("sdpa")
         del self.model._kvkeep_binding
 
 
-def bind(model: Any) -> Adapter:
-    """Bind ``model`` (once; a second call returns the same) and return its adapter."""
+def watch(model: Any) -> Binding:
+    """Tell caches of ``model`` when a forward pass begins and ends; once, a second call changes nothing."""
     binding = getattr(model, "_kvkeep_binding", None)
     if binding is None:
-        binding = Binding(model)
-        model._kvkeep_binding = binding
-    return binding.adapter
+        binding = model._kvkeep_binding = Binding(model)
+    return binding
+
+
+def bind(model: Any) -> Adapter:
+    """Bind ``model`` (once; a second call returns the same) and return its adapter. Raises UnsupportedModelError where
+    its attention cannot be streamed."""
+    return watch(model).stream()
 
 
 def unbind(model: Any) -> None:
-    """Undo :func:`bind`, if it was done."""
+    """Undo :func:`bind` and :func:`watch`, if they were done."""
     if (binding := getattr(model, "_kvkeep_binding", None)) is not None:
         binding.undo()
 
 
-def _entering(index: int) -> Any:
-    """Return the hook that reports the residual entering layer ``index``."""
-
-    def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        probe, attender = current_probe(), current_attender()
-        if probe is None and attender is None:
-            return
-        hidden = args[0] if args else kwargs["hidden_states"]
-        if probe is not None:
-            probe(index, hidden)
-        if (enter := getattr(attender, "enter_layer", None)) is not None:
-            enter(index, hidden)
-
-    return hook
+@torch.compiler.disable
+def _entering(index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Report the residual entering layer ``index``."""
+    probe, attender = current_probe(), current_attender()
+    if probe is None and attender is None:
+        return
+    hidden = args[0] if args else kwargs["hidden_states"]
+    if probe is not None:
+        probe(index, hidden)
+    if (enter := getattr(attender, "enter_layer", None)) is not None:
+        enter(index, hidden)
 
 
-def _before_decoder(names: list[str]) -> Any:
-    """Return the hook that takes prompts in chunks and opens the cache's forward pass."""
+def _before_decoder(
+    names: list[str], decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, ...] | None:
+    """Take prompts in chunks, and open the cache's forward pass."""
+    given = dict(zip(names, args, strict=False)) | kwargs
+    cache: Taking | None = getattr(given.get("past_key_values"), "stream", None)
+    if torch.compiler.is_compiling() and (cache is None or not cache.streams):
+        return None  # stock caches are compiled whole
+    return _open(decoder, given, cache)
 
-    def hook(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
-        given = dict(zip(names, args, strict=False)) | kwargs
-        cache: Any = getattr(given.get("past_key_values"), "stream", None)
-        if cache is None:
-            if current_probe() is None:
-                set_attender(None)  # an interrupt may have left another cache's pass unclosed
-            return None
+
+@torch.compiler.disable
+def _open(decoder: nn.Module, given: dict[str, Any], cache: Taking | None) -> tuple[Any, ...] | None:
+    if cache is None:
+        if current_probe() is None:
+            set_attender(None)  # an interrupt may have left another cache's pass unclosed
+        return None
+    ids, embeddings = given.get("input_ids"), given.get("inputs_embeds")
+    tokens = ids if ids is not None else embeddings
+    if tokens is None:
+        return None
+    if cache.decoder not in (None, decoder):
+        raise UsageError("This cache was made for another model; make one for this model.")
+    cache.admit(total := tokens.shape[1])
+    if total > cache.chunk:
+        given = _all_but_last_chunk(decoder, given, cache, total)
         ids, embeddings = given.get("input_ids"), given.get("inputs_embeds")
-        tokens = ids if ids is not None else embeddings
-        if tokens is None:
-            return None
-        cache.admit(total := tokens.shape[1])
-        if total > cache.chunk:
-            given = _all_but_last_chunk(decoder, given, cache, total)
-            ids, embeddings = given.get("input_ids"), given.get("inputs_embeds")
-        mask = given.get("attention_mask")
-        mask = mask if isinstance(mask, Tensor) else None
-        if (positions := cache.begin_forward(ids, embeddings, given.get("position_ids"), mask)) is not None:
-            given["position_ids"] = positions
-        set_attender(cache)
-        return (), given
-
-    return hook
+    positions = cache.begin_forward(ids, embeddings, given.get("position_ids"), given.get("attention_mask"))
+    if positions is not None:
+        given["position_ids"] = positions
+    set_attender(cache)
+    return (), given
 
 
-def _all_but_last_chunk(decoder: nn.Module, given: dict[str, Any], cache: Any, total: int) -> dict[str, Any]:
+def _all_but_last_chunk(decoder: nn.Module, given: dict[str, Any], cache: Taking, total: int) -> dict[str, Any]:
     """Run all chunks of a long input but the last; return the last one's arguments.
 
     What does not divide is the first one's: methods that choose by a prompt's last queries find them in the last chunk.
     The outputs of earlier chunks that the caller will ask for wait on the cache for the last.
     """
-    for wish in ("output_hidden_states", "output_attentions"):
-        if given.get(wish):
-            raise UsageError(f"'{wish}' is not available for an input longer than the cache's chunk of {cache.chunk}.")
+    for wish in _BY_LAYER:
+        if given.get(wish, getattr(getattr(decoder, "config", None), wish, None)):
+            raise UsageError(
+                f"'{wish}' is not available for an input longer than the cache's chunk of {cache.chunk}; give the cache "
+                "a larger one."
+            )
     keep, past = _keep_last.get(), cache.length
     earlier = []
     stops = list(range(total, 0, -cache.chunk))[::-1]
@@ -206,10 +249,16 @@ def _slice(given: dict[str, Any], start: int, stop: int, total: int, past: int) 
 
 def _after_decoder(decoder: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
     """Close the cache's forward pass, and put the outputs of earlier chunks before the last one's."""
-    running = current_attender()
-    if running is None or running is not getattr(kwargs.get("past_key_values"), "stream", None):
+    cache: Taking | None = getattr(kwargs.get("past_key_values"), "stream", None)
+    if cache is None or (torch.compiler.is_compiling() and not cache.streams):
         return None
-    cache: Any = running
+    return _close(cache, output)
+
+
+@torch.compiler.disable
+def _close(cache: Taking, output: Any) -> Any:
+    if current_attender() is not cache:
+        return None
     set_attender(None)
     cache.end_forward(completed=output is not None)
     earlier, cache.earlier_outputs = cache.earlier_outputs, []
@@ -222,10 +271,12 @@ def _after_decoder(decoder: nn.Module, args: Any, kwargs: dict[str, Any], output
     return output
 
 
+@torch.compiler.disable
 def _before_model(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     wanted = kwargs.get("logits_to_keep", 0)
     _keep_last.set(wanted if isinstance(wanted, int) else 0)
 
 
+@torch.compiler.disable
 def _after_model(model: nn.Module, args: Any, output: Any) -> None:
     _keep_last.set(0)

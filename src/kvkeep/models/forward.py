@@ -36,10 +36,12 @@ class Attender(Protocol):
         """
 
 
-class Streaming(Attender, Protocol):
+class Taking(Attender, Protocol):
     """What takes part in the forward pass for a cache: prompts in chunks, residuals, streamed attention. Hooks find it as
-    the cache's ``stream``, and let every other cache pass."""
+    the cache's ``stream``, and let every other cache pass. streams: whether any layer attends through it. decoder: the only one that it takes part in, None: any."""
 
+    streams: bool
+    decoder: Any
     chunk: int
     earlier_outputs: list[Tensor]
 
@@ -48,7 +50,7 @@ class Streaming(Attender, Protocol):
         """Tokens processed."""
 
     def begin_forward(
-        self, ids: Tensor | None, embeddings: Tensor | None, positions: Tensor | None, mask: Tensor | None
+        self, ids: Tensor | None, embeddings: Tensor | None, positions: Tensor | None, mask: Any
     ) -> Tensor | None:
         """Take note of the tokens about to be processed (at most ``chunk``); return the positions to tell the model,
         None for its own."""

@@ -70,7 +70,7 @@ def sizes(
     Raises BudgetError where the method cannot work in so few entries.
     """
     method, prompt, tokens = candidate.method, tokens, tokens + steps
-    sliding = _windows(geometry, tokens, steps > 0 or prompt == 1)
+    sliding = geometry.sliding_bytes(tokens, stepped=steps > 0 or prompt == 1)
     largest = max(_entry(layer, geometry) for layer in geometry.full_layers)
     if candidate.keeps_all:
         lies = method.selector.lies  # type: ignore[attr-defined]
@@ -168,16 +168,6 @@ def _checkpointed(
 
 
 # -- rules ------------------------------------------------------------------------------------------------
-
-
-def _windows(geometry: ModelGeometry, tokens: int, stepped: bool) -> int:
-    """Return the bytes of sliding windows after ``tokens`` tokens; ``stepped``: the last came alone, and a step's window
-    holds the token that was read, too."""
-    return geometry.dtype_bytes * sum(
-        layer.entry_elements * min(tokens, layer.window - (0 if stepped else 1))
-        for layer in geometry.sliding_layers
-        if layer.window is not None
-    )
 
 
 def _entry(layer: LayerGeometry, geometry: ModelGeometry) -> int:

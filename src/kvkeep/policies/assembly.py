@@ -16,7 +16,7 @@ from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.memory.ledger import Ledger
 from kvkeep.memory.meter import Meter
 from kvkeep.memory.places import place
-from kvkeep.models.binding import bind
+from kvkeep.models.binding import bind, watch
 from kvkeep.policies.methods import Method
 from kvkeep.policies.request import Request
 from kvkeep.stores.cache_positions import CachePositions
@@ -36,7 +36,8 @@ class Assembly:
     """What a cache is made of: the layers, and what they share. ``entries``: the effective budget of each full layer;
     ``chunk``: tokens of a prompt taken at a time; ``streams``: attention adds the past itself; ``budgets``: entries
     by layer and head, where they differ; ``positions``: those within the cache, if so; ``round``: of draft and verify,
-    where drafts can be made; ``table``: of blocks, where entries are paged."""
+    where drafts can be made; ``table``: of blocks, where entries are paged; ``decoder``: whose forward passes these
+    are, where it streams."""
 
     layers: list[Any]
     ledger: Ledger
@@ -51,6 +52,7 @@ class Assembly:
     positions: CachePositions | None = None
     round: Round | None = None
     table: BlockTable | None = None
+    decoder: Any = None
 
 
 def assemble(request: Request, model: Any, geometry: ModelGeometry) -> Assembly:
@@ -62,6 +64,7 @@ def assemble(request: Request, model: Any, geometry: ModelGeometry) -> Assembly:
     ledger, meter = Ledger(method.store_fate.records or (spec is not None and spec.kind != "kv")), Meter()
     if not method.selector.keeps_all:
         return _bounded(request, model, geometry, ledger, meter, spec)
+    watch(model)
     lies = method.selector.lies  # type: ignore[attr-defined]
     if lies == "dynamic":
         return Assembly(_layers(model, geometry, lambda layer: DynamicLayer()), ledger, meter, device)
@@ -69,11 +72,11 @@ def assemble(request: Request, model: Any, geometry: ModelGeometry) -> Assembly:
         assert request.budget is not None
         limit = request.budget.entries(geometry, context=request.context, batch=request.batch)
         return Assembly(_layers(model, geometry, lambda layer: DynamicLayer(limit)), ledger, meter, device, limit)
-    bind(model)
+    adapter = bind(model)
     table = BlockTable(BlockPool())
     build = _Builder(request, model, geometry, ledger, meter, 0, None)
     layers = _layers(model, geometry, lambda layer: build.layer(layer, (), lambda site, store: Paged(site, table)))
-    return Assembly(layers, ledger, meter, device, chunk=sys.maxsize, streams=True, table=table)
+    return Assembly(layers, ledger, meter, device, chunk=sys.maxsize, streams=True, table=table, decoder=adapter.decoder)
 
 
 def _bounded(
@@ -88,7 +91,7 @@ def _bounded(
         raise BudgetError(f"A budget of {entries} entries leaves '{method.name}' nothing to attend to; give it more.")
     fate.fits(method.name, geometry, within)
     fate.check(model, geometry)
-    bind(model)
+    adapter = bind(model)
     build = _Builder(request, model, geometry, ledger, meter, within, spec)
     held = fate.resident(within)
     sinks = selector.sinks_in_cache(not (fate.keeps or recall.backed))
@@ -125,6 +128,7 @@ def _bounded(
         None if selector.in_order else budgets,
         positions,
         build.round,
+        decoder=adapter.decoder,
     )
 
 

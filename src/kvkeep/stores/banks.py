@@ -94,13 +94,11 @@ class Bank:
         """Return copies of what lies in ``columns`` (lanes, n); ``scored``: with scores."""
         index = columns[..., None]
         keys, values = (rows.gather(1, index.expand(-1, -1, rows.shape[2])) for rows in (self.keys, self.values))
-        rest = (self.scored() if scored else None, self.extra, self.newest)
-        return Evicted(
-            keys,
-            values,
-            self.slots.gather(1, columns),
-            *(None if one is None else one.gather(1, columns) for one in rest),
+        scores, extra, newest = (
+            None if one is None else one.gather(1, columns)
+            for one in (self.scored() if scored else None, self.extra, self.newest)
         )
+        return Evicted(keys, values, self.slots.gather(1, columns), scores, extra, newest)
 
     def check(self, extent: Extent, tail: int, sinks: int | None) -> None:
         """Raise Misfit where this cannot be a bank of a layer of ``extent`` with so many columns behind it."""
@@ -213,15 +211,17 @@ class Banks:
         there = [(bank, left) for bank, left in zip(self.banks, parts, strict=True) if left is not None]
         if not there or there[0][0].lanes is None:
             return there[0][1] if there else None
-        like = there[0][1]
         shape = self.lanes, max(left.slots.shape[1] for _, left in there)
+        like = there[0][1].tensors
         whole = [None if part is None else part.new_zeros(*shape, *part.shape[2:]) for part in like]
-        whole[2] = like.slots.new_full(shape, -1)
+        whole[2] = there[0][1].slots.new_full(shape, -1)
         for bank, left in there:
-            for kept, part in zip(whole, left, strict=True):
+            for kept, part in zip(whole, left.tensors, strict=True):
                 if kept is not None and part is not None:
                     kept[bank.lanes, : part.shape[1]] = part
-        return Evicted(*whole)  # type: ignore[arg-type]
+        full = len(there) == len(self.banks) and all(left.slots.shape[1] == shape[1] for _, left in there)
+        gathered = Evicted(*whole)  # type: ignore[arg-type]
+        return gathered._replace(holes=not full or any(left.holes for _, left in there))
 
     def held(self, length: int, alone: bool = False) -> Tensor:
         """Return which of ``length`` slots are resident, (lanes, slots) bool; ``alone``: and stand for no other."""

@@ -27,6 +27,7 @@ class CachePositions:
         self._bases: dict[int, int] = {}  # the base that a layer's entries are turned for
         self._angles: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}  # of this step, by layer type and bank
         self._moved = False
+        self._still = self.gap == 0  # (rows or 1,): whose sinks had not moved before this step
 
     def begin(self, ordinals: Tensor, length: int) -> Tensor:
         """Return what to tell the model instead of ``ordinals`` (batch or 1, new): each row's tokens numbered from 0.
@@ -36,11 +37,12 @@ class CachePositions:
         count = ordinals.shape[1]
         if length + count - self.base > self.limit:
             self.base = length - self.entries
-        held = self._next.to(ordinals.device)
+        self._still, held = self.gap <= 0, self._next.to(ordinals.device)
         self._next = torch.maximum(held, ordinals[:, -1] + 1 - self.entries)
         # A single token makes room before it is attended, a chunk afterwards.
         self.gap = self._next if count == 1 else held
-        self._moved = length + (count == 1) > self.entries
+        if not self._moved and length + (count == 1) > self.entries:
+            self._moved = bool((self.gap > 0).any())  # slots may be padding
         self._angles.clear()
         return ordinals - self.base
 
@@ -55,10 +57,15 @@ class CachePositions:
         if not self._moved:
             return
         for number, bank in enumerate(layer.resident.banks):
+            held = bank.keys[:, : self.sinks]
+            if held.shape[1] < self.sinks:  # rows of padding so far
+                continue
             if bank.sinks is None:
-                bank.sinks = bank.keys[:, : self.sinks].clone()
-            angles = self._of(layer, number)
-            bank.keys[:, : self.sinks] = self.adapter.turn(layer.index, bank.sinks[:, None], angles)[:, 0]
+                bank.sinks = held.clone()
+            elif len(self._still) > 1 and self.base == 0:  # rows begin at different slots
+                still = bank.of(self._still.to(held.device).repeat_interleave(layer.heads))
+                bank.sinks = torch.where(still[:, None, None], held, bank.sinks)
+            held.copy_(self.adapter.turn(layer.index, bank.sinks[:, None], self._of(layer, number))[:, 0])
 
     def _of(self, layer: Layer, number: int) -> tuple[Tensor, Tensor]:
         """Return the angles that bring a bank's sinks to the window; layers of one type share them."""
@@ -78,7 +85,7 @@ class CachePositions:
     def select(self, index: Tensor) -> None:
         """Make the batch the rows of ``index``."""
         if len(self._next) > 1:
-            self._next = self._next[index.to(self._next.device)]
+            self._next, self.gap = (one[index.to(one.device)] for one in (self._next, self.gap))
 
     def state(self) -> Tensor:
         """Return what must be saved: the base, whether anything moved, bases by layer, and the gap of every row."""
@@ -91,6 +98,7 @@ class CachePositions:
         self._moved, bases = bool(moved), rest[:count]
         self._bases = dict(zip(bases[::2], bases[1::2], strict=True))
         self._next = self.gap = torch.tensor(rest[count:])
+        self._still = self.gap <= 0
 
     def check(self, rows: int, length: int, layers: int) -> None:
         """Raise Misfit where it is not of a cache of so many rows, tokens and layers."""

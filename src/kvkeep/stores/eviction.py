@@ -109,14 +109,14 @@ def append(bank: Bank, new: Arriving, scores: Tensor | None) -> None:
 def replace_lowest(bank: Bank, new: Arriving, ranking: Ranking, wanted: bool) -> Evicted | None:
     """Write a single new entry over the lowest-ranked one: the step of every decoded token. Return that one if it is
     ``wanted``."""
-    rank = ranking.of(bank, new.first + 1)
-    if bank.vacant:
+    rank, holes = ranking.of(bank, new.first + 1), bank.vacant > 0
+    if holes:
         rank = rank.float().masked_fill(bank.slots < 0, float("-inf"))
         bank.vacant -= 1
     if ranking.selector.may_tie:
         rank = torch.where(rank == rank.amin(1, keepdim=True), bank.slots, 2**31 - 1)
     victim = rank.argmin(1, keepdim=True)
-    left = bank.at(victim, ranking.scored) if wanted else None
+    left = bank.at(victim, ranking.scored)._replace(holes=holes) if wanted else None
     for rows, own in ((bank.keys, new.keys), (bank.values, new.values)):
         rows.scatter_(1, victim[..., None].expand(-1, -1, rows.shape[2]), own)
     bank.slots.scatter_(1, victim, new.first)
@@ -183,4 +183,5 @@ def _leaving(bank: Bank, new: Arriving, leaving: Tensor, refused: Tensor, scores
         None if scores is None else scores.gather(1, leaving),
         None if bank.extra is None else picked(bank.extra, None),
         None if bank.newest is None else picked(bank.newest, None),
+        not new.whole or bank.vacant > 0 or bank.used < bank.columns,
     )

@@ -16,7 +16,9 @@ from transformers.cache_utils import CacheLayerMixin
 from kvkeep.attention import Segment
 from kvkeep.attention.step import Step
 from kvkeep.contracts import EntryState, EvictedStore, Piece, Reader, Site
+from kvkeep.errors import UsageError
 from kvkeep.memory.extent import Extent, Misfit
+from kvkeep.memory.lasting import lasting, lasts
 
 
 class Layer(CacheLayerMixin):
@@ -43,11 +45,22 @@ class Layer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Take new entries (batch, kv_heads, n, dim) in hand and return them; attention adds the past itself."""
-        self.is_initialized, self.heads = True, key_states.shape[1]
-        self.pending = key_states.detach().flatten(0, 1), value_states.detach().flatten(0, 1)
-        self.reader.arrive(self, *self.pending)
+        """Take new entries (batch, kv_heads, n, dim) in hand and return them; attention adds the past itself. Raises
+        UsageError outside a forward pass of the cache's own model, where nothing would."""
+        if self.arrived + key_states.shape[2] != self.ledger.length:
+            raise UsageError(
+                "Entries came from outside a forward pass of the model that this cache was made for; make another cache "
+                "for this model."
+            )
+        self.take(key_states, value_states)
         return key_states, value_states
+
+    @lasting
+    def take(self, keys: Tensor, values: Tensor) -> None:
+        """Take new entries (batch, kv_heads, n, dim) in hand."""
+        self.is_initialized, self.heads = True, keys.shape[1]
+        self.pending = lasts(keys).flatten(0, 1), lasts(values).flatten(0, 1)
+        self.reader.arrive(self, *self.pending)
 
     def attend(self, step: Step) -> Tensor:
         """Return attention over the past and what is new, (lanes, heads, queries, value_dim)."""

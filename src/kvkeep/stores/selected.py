@@ -148,7 +148,8 @@ class Selected:
         store = self.store
         if not bank.columns:  # a budget of nothing, or a row of padding so far
             scores = self.ranking.arrived(bank, new) if store.listens else None
-            return Evicted(new.keys, new.values, new.slots, scores) if store.keeps and not store.merges else None
+            wanted = store.keeps and not store.merges
+            return Evicted(new.keys, new.values, new.slots, scores, holes=not new.whole) if wanted else None
         if new.whole and bank.used + new.count <= bank.columns:
             append(bank, new, self.ranking.arrived(bank, new))
             return None

@@ -139,7 +139,7 @@ class Sketched(EvictedStore):
             return
         columns = resident.columns
         count = min(SWAPS, columns, self.inside.shape[1] - 1)
-        for _ in range(0, columns, count):
+        for _ in range(0, columns, max(1, count)):
             inside, scores = self.inside[:, :-1], self.scores[:, :-1]
             slots = torch.arange(inside.shape[1], dtype=torch.int32, device=inside.device)
             ranks = resident.ranks(slots.masked_fill(~inside, -1), scores)

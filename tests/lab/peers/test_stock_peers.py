@@ -14,9 +14,9 @@ from kvkeep_lab.reading import cache_for, read, takes
 from kvkeep_lab.subject import Subject
 from transformers.utils import is_optimum_quanto_available
 
-from kvkeep.cache import memory_of
 from kvkeep.errors import UnsupportedModelError, UsageError
 from kvkeep.models.loading import Loaded
+from kvkeep.stock import memory_of
 
 IDS = torch.randint(2, 97, (1, 60), generator=torch.Generator().manual_seed(3))
 

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import WORDS, tokenizer
+from conftest import WORDS
 from families import tiny
-from kvkeep_lab.bench import NAIVE, Case, run
 from kvkeep_lab.experiment import StudyExperiment, load_experiment, packaged
 from kvkeep_lab.shapes import SHAPES, config_of
 from kvkeep_lab.studies import STUDIES
@@ -24,11 +23,13 @@ from kvkeep_lab.studies.sketch_error import NORMAL, SketchError
 from kvkeep_lab.studies.throughput import Throughput
 from kvkeep_lab.studies.token_bytes import TokenBytes
 from kvkeep_lab.tables import Table
+from kvkeep_lab.timing import NAIVE, Case, run
+from measuring import loaded, measured
+from pydantic import ValidationError
 from transformers import AutoConfig
 
 from kvkeep.errors import KvkeepError
 from kvkeep.geometry import ModelGeometry
-from kvkeep.models.loading import Loaded
 
 CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"
 PUBLISHED = {
@@ -52,23 +53,31 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@cache
-def loaded(family: str = "llama") -> Loaded:
-    return Loaded(tiny(family), tokenizer(), f"tiny-{family}", "")
+SMALL: dict[str, dict[str, Any]] = {
+    "bounds": {"tokens": 100, "pages": [2, 8], "queries": 20},
+    "held-bytes": {"lengths": [96], "kinds": ["kv"]},
+    "kept": {"tokens": 100, "budget": "32"},
+    "verify": {"quick": True},
+    "prove": {"prompts": 1, "lengths": [60], "new": 4, "budgets": ["20"]},
+    "bench": {"contexts": [64], "budget": "32", "rounds": 1, "steps": 3, "only": ["full", "h2o"], "slow": False},
+    "compare": {"limit": 60, "new": 4, "methods": ["full", "h2o"], "budgets": ["32"]},
+    "stream": {"tokens": 300, "stretch": 100, "budget": "32"},
+}
+"""Sizes of the studies that no experiment is packaged of."""
 
 
 @pytest.fixture(scope="module")
-def measured(text: Path) -> Callable[[str], tuple[Study, Any]]:
-    """What the smoke version of an experiment finds in the tiny model, measured once."""
+def found(text: Path) -> Callable[[str], tuple[Study, Any]]:
+    """What the smoke version of an experiment, or a small study, finds in the tiny model, measured once."""
 
     @cache
     def measure(name: str) -> tuple[Study, Any]:
-        experiment = load_experiment(name).smoked()
-        assert isinstance(experiment, StudyExperiment)
+        study = STUDIES[name].model_validate(SMALL[name]) if name in SMALL else load_experiment(name).smoked().subject
+        assert isinstance(study, Study)
         told: list[float] = []
-        found = experiment.study.measure(loaded(), [text], 0, lambda what, done, total: told.append(done / total))
+        result = study.measure(loaded(), [text], 0, lambda what, done, total: told.append(done / total))
         assert all(0 <= share <= 1.01 for share in told)
-        return experiment.study, found
+        return study, result
 
     return measure
 
@@ -78,23 +87,34 @@ def test_studies_say_what_they_are(study: type[Study]) -> None:
     names = [metric.name for metric in study.metrics]
     assert len(set(names)) == len(names) and set(study.certain) <= set(names)
     assert study.about and study.protocol.endswith(".") and is_dataclass(study.found)
-    assert any(type(one.study) is study for one in study_experiments())
+    assert all(field.description for field in study.model_fields.values())
+    packaged_of = any(type(one.study) is study for one in study_experiments())
+    assert packaged_of == bool(study.metrics) == (study.name not in SMALL)
 
 
-@pytest.mark.parametrize("name", [one.name for one in study_experiments()])
+def test_what_is_none_is_no_part_of_an_experiment() -> None:
+    """So that a field can be added without measuring all again."""
+    names = {name for study in STUDIES.values() for name, value in study.model_validate({}) if value is None}
+    assert {"folder", "where", "kinds"} <= names
+    for study in STUDIES.values():
+        assert None not in study.model_validate({}).model_dump(mode="json").values()
+
+
+@pytest.mark.parametrize("name", [*(one.name for one in study_experiments()), *SMALL])
 def test_what_was_found_can_be_kept_told_and_drawn(
-    measured: Callable[[str], tuple[Study, Any]], name: str, tmp_path: Path
+    found: Callable[[str], tuple[Study, Any]], name: str, tmp_path: Path
 ) -> None:
-    study, found = measured(name)
-    data = json.loads(json.dumps(study.plain(found)))
+    study, result = found(name)
+    data = json.loads(json.dumps(study.plain(result)))
     again = study.restored(data)
-    assert type(again) is type(found) and study.plain(again) == data
+    assert type(again) is type(result) and study.plain(again) == data
     scores = study.scores(again)
-    assert scores and set(scores) <= {metric.name for metric in study.metrics}
+    assert bool(scores) == bool(study.metrics) and set(scores) <= {metric.name for metric in study.metrics}
     assert all(math.isfinite(value) for value in scores.values())
-    for key, value in study.scores(found).items():
+    for key, value in study.scores(result).items():
         assert scores[key] == pytest.approx(value, rel=1e-2, abs=1e-4)
-    for table in study.tables(again):
+    assert study.problem(again) is None and json.dumps(study.as_json(again))
+    for table in (*study.details(again), *study.tables(again)):
         assert table.rows and all(len(row) == len(table.headings) for row in table.rows)
         lines = [line for line in table.markdown().splitlines() if line.startswith("|")]
         assert len({line.count(" | ") for line in lines}) == 1
@@ -106,7 +126,7 @@ def test_what_was_found_can_be_kept_told_and_drawn(
 
 def test_numbers_that_are_none_are_refused() -> None:
     study = TokenBytes()
-    found = study.measure(loaded(), [], 0, lambda what, done, total: None)
+    found = measured(study)
     found.rows[0].checkpoints["kv"] = 1
     bad = type(found)([type(row)(**{**row.__dict__, "rho": math.nan}) for row in found.rows])
     with pytest.raises(KvkeepError, match="nan"):
@@ -116,6 +136,23 @@ def test_numbers_that_are_none_are_refused() -> None:
 def test_tables_are_markdown() -> None:
     table = Table("T", ["a|b", "c"], [["1", "2"]], notes=["One.", "Two."])
     assert table.markdown() == "### T\n\n| a\\|b | c |\n| --- | ---: |\n| 1 | 2 |\n\nOne. Two."
+
+
+def test_sizes_that_cannot_be_are_refused() -> None:
+    """By the types that studies share."""
+    for name, wrong in (
+        ("bounds", {"share": 1.0}),
+        ("compare", {"methods": ["nonsense"]}),
+        ("compare", {"budgets": ["12.5.1%"]}),
+        ("prove", {"checkpoints": ["x"]}),
+        ("long-chat", {"methods": ["stock-static"]}),
+        ("long-chat", {"where": "nowhere"}),
+        ("recompute", {"beside": ["qwen3"]}),
+        ("recompute", {"counts": []}),
+    ):
+        with pytest.raises(ValidationError):
+            STUDIES[name].model_validate(wrong)
+    assert STUDIES["recompute"].model_validate({"counts": [9, 1, 9]}).model_dump()["counts"] == [1, 9]
 
 
 # -- one by one -------------------------------------------------------------------------------------
@@ -130,11 +167,11 @@ def test_shapes_are_those_of_the_published_configs(name: str) -> None:
 
 def test_token_bytes_are_table_1_and_what_a_cache_holds() -> None:
     study = TokenBytes()
-    found = study.measure(loaded("gemma3"), [], 0, lambda what, done, total: None)
+    found = measured(study, "gemma3")
     rows = {row.model: row for row in found.rows}
     assert rows["smollm2-135m"].entries == 22.5 * 1024 and rows["gemma3-4b"].rho == pytest.approx(27.2)
     assert rows["gemma3-4b"].checkpoints["residual"] == 5 * 5 * 1024  # five full layers, 5 KB each
-    whole = TokenBytes().measure(loaded(), [], 0, lambda what, done, total: None).rows[0]
+    whole = measured(TokenBytes()).rows[0]
     assert whole.held == whole.entries
     (table,) = study.tables(found)
     assert any("22.5, 1.1, 20.0" in row for row in table.rows)
@@ -142,7 +179,7 @@ def test_token_bytes_are_table_1_and_what_a_cache_holds() -> None:
 
 def test_rebuilding_is_looked_at_beyond_windows_too() -> None:
     study = Rebuilt(lengths=[16], dtypes=["float32"])
-    found = study.measure(loaded("gemma3"), [], 0, lambda what, done, total: None)
+    found = measured(study, "gemma3")
     assert {row.kind for row in found.rows} == {"full", "sliding"} and found.windows is not None
     assert study.scores(found) == {"keys": 0, "values": 0, "window": 0}
     assert len(study.tables(found)) == 2
@@ -150,7 +187,7 @@ def test_rebuilding_is_looked_at_beyond_windows_too() -> None:
 
 def test_decoding_takes_every_step_of_every_way() -> None:
     study = Decoding(prompt=8, new=12, lengths=[16, 32], rounds=1, caches=["paged"])
-    found = study.measure(loaded(), [], 0, lambda what, done, total: None)
+    found = measured(study)
     assert [one.way for one in found.runs] == [NAIVE, "stock", "paged"]
     assert all(len(one.step_ms) == 11 and one.total_s > one.first_s > 0 for one in found.runs)
     assert [(one.way, one.length) for one in found.appends] == [
@@ -162,7 +199,7 @@ def test_batches_hold_as_many_rows() -> None:
     rows = run(tiny("llama"), [Case(f"{n}", 40, "stock", batch=n) for n in (1, 3)], rounds=1, steps=2)
     assert rows[1].memory["resident_bytes"] == 3 * rows[0].memory["resident_bytes"]
     study = Throughput(methods=["stock", "h2o", "static"], batches=[1, 8], budget="25%", length=96, steps=3, rounds=1)
-    found = study.measure(loaded(), [], 0, lambda what, done, total: None)
+    found = measured(study)
     one, eight = found.of(1, "h2o"), found.of(8, "h2o")
     assert one is not None and eight is not None and eight.held_bytes == 8 * one.held_bytes
     assert any("static" in note for note in study.tables(found)[0].notes)  # too small a budget: refused, and said
@@ -170,7 +207,7 @@ def test_batches_hold_as_many_rows() -> None:
 
 def test_the_sketch_is_as_its_lemma_says_for_normal_vectors(text: Path) -> None:
     study = SketchError(tokens=500, loads=[5, 20], dim=32)
-    found = study.measure(loaded(), [text], 0, lambda what, done, total: None)
+    found = measured(study, files=[text])
     for row in (row for row in found.rows if row.sort == NORMAL):
         assert row.median == pytest.approx(row.predicted, rel=0.15) and row.mean < row.median < row.bound
         assert row.constant == pytest.approx(1, abs=0.02) and row.crowded < row.chance

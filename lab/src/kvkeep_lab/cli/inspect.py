@@ -30,13 +30,13 @@ def inspect(
     json: options.Json = False,
 ) -> None:
     """Write an HTML page that shows what became of every token of a text, step by step, layer by layer."""
-    from kvkeep.cache import STOCK, check_request, new_cache
     from kvkeep.decode.prompt import encode, question, read_text
     from kvkeep.models.loading import load
+    from kvkeep.stock import STOCK, new_cache, requested
     from kvkeep_lab.inspection import inspect as run
     from kvkeep_lab.page import check_output, render, write_page
 
-    check_request(method, budget, None, None)
+    requested(method, budget)
     if method == STOCK:
         raise UsageError("Method 'stock' is transformers' own cache, which keeps every entry: there is nothing to see.")
     target = check_output(output)

@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import Cache
 
 from kvkeep.budget import Budget
+from kvkeep.contracts import Exactness
 from kvkeep.geometry import ModelGeometry
-from kvkeep.policies.request import Exactness
-from kvkeep.stores.meter import Memory
+from kvkeep.memory.meter import Memory
 
 
 class Reader(ABC):

@@ -18,9 +18,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from kvkeep.contracts import Exactness
 from kvkeep.errors import KvkeepError, UsageError
-from kvkeep.policies.request import Exactness
-from kvkeep.stores.meter import Memory
+from kvkeep.memory.meter import Memory
 from kvkeep_lab.peers.base import Peer, Reader, entries_of
 
 PYTHON = "KVKEEP_KVPRESS_PYTHON"

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from transformers import BatchEncoding, DynamicCache
 
-from kvkeep.cache import stock_memory
 from kvkeep.errors import BudgetError, KvkeepError, UsageError
 from kvkeep.geometry import ModelGeometry
-from kvkeep.stores.meter import Memory, nbytes
+from kvkeep.memory.meter import Memory, nbytes
+from kvkeep.stock import account
 from kvkeep_lab.peers.base import Peer, Reader, entries_of, installed
 
 _TRIES = 6
@@ -83,7 +83,7 @@ class _Compressed(Reader):
 
     def memory(self) -> Memory:
         """Return the bytes of the short prompt's cache; the most was while the whole prompt was looked at."""
-        held = stock_memory(self._cache)
+        held = account(self._cache)
         peak = max(held.peak_cache_bytes, self._most)
         return Memory(held.resident_bytes, peak_cache_bytes=peak, peak_workspace_bytes=held.peak_workspace_bytes)
 

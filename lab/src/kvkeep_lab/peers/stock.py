@@ -10,17 +10,18 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, QuantizedCache, StaticCache
 from transformers.utils import is_optimum_quanto_available
 
-from kvkeep.cache import held_by, stock_memory
+from kvkeep.contracts import Exactness
 from kvkeep.errors import UnsupportedModelError, UsageError
-from kvkeep.policies.request import Exactness
-from kvkeep.stores.meter import Memory, nbytes
+from kvkeep.memory.meter import Memory
+from kvkeep.stock import account
+from kvkeep.stores.dynamic import held_by
 from kvkeep_lab.peers.base import Peer, installed
 
 
 class _Static(StaticCache):
     def memory(self) -> Memory:
         """Return the bytes allocated; nothing is copied at a step."""
-        total = stock_memory(self).resident_bytes
+        total = account(self).resident_bytes
         return Memory(total, peak_cache_bytes=total)
 
 
@@ -39,8 +40,8 @@ class _Offloaded(DynamicCache):
     def memory(self) -> Memory:
         """Return the bytes by where they lie; one layer and the next are on the device while they are read."""
         device = next(layer.device for layer in self.layers if layer.is_initialized)
-        there = sum(nbytes(*held_by(layer)) for layer in self.layers if layer.keys.device == device)
-        all_of_it = stock_memory(self)
+        there = sum(held_by(layer).resident_bytes for layer in self.layers if layer.keys.device == device)
+        all_of_it = account(self)
         host = all_of_it.resident_bytes - there
         places = {"device": 0, "host": host, "disk": 0}
         return Memory(there, 0, places, 0, there, 2 * all_of_it.peak_workspace_bytes)
@@ -70,7 +71,7 @@ class _Quantised(QuantizedCache):
     def memory(self) -> Memory:
         """Return the bytes of the codes with their scales, and of what is not in codes yet. Each step decodes a layer,
         whose entries are then in full for a moment."""
-        recent = sum(nbytes(*held_by(layer)) for layer in self.layers)
+        recent = sum(held_by(layer).resident_bytes for layer in self.layers)
         codes = sum(
             tensor.nbytes
             for layer in self.layers

@@ -1,27 +1,36 @@
-"""Measurements of a model or a machine that have tables and figures of their own: one file each."""
+"""Measurements of a model or a machine, one file each: studies of an experiment, and commands."""
 
 from __future__ import annotations
 
-from kvkeep_lab.studies.alignment import Aligned
+from kvkeep_lab.studies.alignment import AlignmentStudy
 from kvkeep_lab.studies.base import Study
+from kvkeep_lab.studies.bench import Bench
+from kvkeep_lab.studies.bounds import BoundsStudy
+from kvkeep_lab.studies.compare import Compare
 from kvkeep_lab.studies.decoding import Decoding
 from kvkeep_lab.studies.effective_rank import EffectiveRank
+from kvkeep_lab.studies.held_bytes import HeldBytesStudy
+from kvkeep_lab.studies.kept import Kept
 from kvkeep_lab.studies.long_chat import LongChat
 from kvkeep_lab.studies.merging_cost import MergingCost
-from kvkeep_lab.studies.patching import Patched
-from kvkeep_lab.studies.reactivation import Reactivated
+from kvkeep_lab.studies.patching import PatchingStudy
+from kvkeep_lab.studies.prove import Prove
+from kvkeep_lab.studies.reactivation import ReactivationStudy
 from kvkeep_lab.studies.rebuilt import Rebuilt
 from kvkeep_lab.studies.recompute import Recompute
 from kvkeep_lab.studies.same_tokens import SameTokens
 from kvkeep_lab.studies.sketch_error import SketchError
-from kvkeep_lab.studies.spectra import Spectra
+from kvkeep_lab.studies.spectra import SpectraStudy
+from kvkeep_lab.studies.stream import Stream
 from kvkeep_lab.studies.throughput import Throughput
 from kvkeep_lab.studies.token_bytes import TokenBytes
+from kvkeep_lab.studies.verify import Verify
 
 _LISTED: tuple[type[Study], ...] = (
-    *(TokenBytes, Rebuilt, SameTokens, Patched, LongChat, EffectiveRank, Recompute),
-    *(Decoding, Reactivated, Throughput, SketchError, Spectra, Aligned, MergingCost),
+    *(TokenBytes, Rebuilt, SameTokens, PatchingStudy, HeldBytesStudy, LongChat, EffectiveRank, Recompute),
+    *(Decoding, ReactivationStudy, Throughput, SketchError, SpectraStudy, AlignmentStudy, MergingCost, BoundsStudy),
+    *(Kept, Verify, Prove, Bench, Compare, Stream),
 )
 
 STUDIES: dict[str, type[Study]] = {study.name: study for study in _LISTED}
-"""The studies by name, by the papers they are of."""
+"""The studies by name: those of the papers, by paper, and those of one's own model and text."""

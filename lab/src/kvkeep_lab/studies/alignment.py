@@ -1,21 +1,75 @@
-"""``alignment``: whether the gradient that KVSlimmer leaves out stands as it says."""
+"""``alignment``: whether E can be left out of merging (KVSlimmer's Fig. 3 and 10-14, arXiv:2603.00907, Eqs. 31-33).
+
+E = dL/do is the gradient of the loss by a head's output, by backpropagation; L is the sum of the text's next-token
+losses. The paper's closed form (Eq. 33) needs cos(E, c_11) = cos(E, c_22) = -cos(E, c_12) (Eq. 32), and its figure
+shows the means of a head's cosines over all pairs. Those say little: cos(E, c_22) of one pair is cos(E, c_11) of the
+next, so the two means are over the same numbers. The closed form is used for each pair, so here the relation is
+looked at pair by pair, too: how the cosines correlate, whether their signs agree, and what becomes of the weight of
+the merged key.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import ClassVar
+from statistics import fmean
+from typing import Any, ClassVar
 
+import torch
+import torch.nn.functional as F
 from pydantic import Field
+from torch import Tensor
 
+from kvkeep.errors import UnsupportedModelError
+from kvkeep.geometry import ModelGeometry
+from kvkeep.models.binding import bind
 from kvkeep.models.loading import Loaded
-from kvkeep_lab.analyses.alignment import MEASURES, QUERIES, Alignment, alignment
-from kvkeep_lab.analyses.figures import draw_alignment
-from kvkeep_lab.studies.base import Progress, TextStudy, counted
-from kvkeep_lab.tables import Table, number, percent
+from kvkeep.models.watching import Attended, grouped, watching
+from kvkeep_lab.figures import blank, dress, save, styled
+from kvkeep_lab.measures import rank_correlation
+from kvkeep_lab.sensitivity import sensitivity
+from kvkeep_lab.studies.base import Progress, TextStudy
+from kvkeep_lab.tables import Table, fixed, number, percent
 from kvkeep_lab.tasks.base import Metric
 
+ALIKE = 0.25
+"""The share of a head's pairs with the most similar keys, which merging is meant for."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """One query head. Means and shares are over ``pairs``, all pairs of neighbours that a sampled query sees.
+
+    cos11, cos12, cos22: the mean of cos(E, c_ij), a point of the paper's figure. size: the mean of |cos(E, c_11)|.
+    corr22, corr12: the correlation, over pairs, of cos(E, c_11) with cos(E, c_22) and with -cos(E, c_12); 1 is what
+    Eq. 32 says; of two independent residuals of one length it is 0 and 0.71. agree: the share of pairs at which the
+    signs of all three are as in Eq. 32; agree_alike: of the quarter of pairs whose keys are most similar. By chance
+    it is 0.5: c_12 lies between -c_11 and -c_22. convex, convex_closed: the share of pairs whose weight is within 0
+    and 1 by Eq. 30, and by Eq. 33. gap: the mean difference of the two weights where both are; gap_half: of Eq. 30's
+    and 1/2 there. None: there is no such figure.
+    """
+
+    layer: int
+    head: int
+    kind: str
+    pairs: int
+    cos11: float
+    cos12: float
+    cos22: float
+    size: float
+    corr22: float | None
+    corr12: float | None
+    agree: float
+    agree_alike: float
+    convex: float
+    convex_closed: float
+    gap: float | None
+    gap_half: float | None
+
+
+MEASURES = tuple(field.name for field in fields(Head))[4:]
 _SHARES = ("agree", "agree_alike", "convex", "convex_closed")
 _HEADINGS = {
     "cos11": "cos(E, c11)",
@@ -33,8 +87,30 @@ _HEADINGS = {
 }
 
 
-class Aligned(TextStudy):
-    """KVSlimmer's Fig. 3 and 10-14; see :mod:`kvkeep_lab.analyses.alignment` for what is measured."""
+@dataclass(frozen=True)
+class Alignment:
+    """All heads whose output the loss depends on.
+
+    queries: positions that were sampled. loss: the mean, in nats, of the next-token losses from the first of them on.
+    spread: over all heads, the rank correlation of the means cos11 with cos22 and with -cos12, which is what the
+    paper's scatter plots show; None where there are fewer than three heads.
+    """
+
+    tokens: int
+    queries: list[int]
+    loss: float
+    rows: list[Head]
+    spread: dict[str, float | None]
+
+    def mean(self, measure: str, layer: int | None = None) -> float | None:
+        """Return the mean of one of :data:`MEASURES` over all heads, or those of a layer; None where none has it."""
+        found = [getattr(row, measure) for row in self.rows if layer in (None, row.layer)]
+        values = [value for value in found if value is not None]
+        return fmean(values) if values else None
+
+
+class AlignmentStudy(TextStudy):
+    """KVSlimmer's Fig. 3 and 10-14, on any text."""
 
     name = "alignment"
     about = "cosines of E = dL/do with c11, c12 and c22, by head, and the relation pair by pair"
@@ -55,21 +131,33 @@ class Aligned(TextStudy):
         Metric("gap_half", "difference of 1/2 and Eq. 30", "lower", "number"),
     )
 
-    queries: int = Field(QUERIES, ge=1, description="queries, over the second half")
+    queries: int = Field(64, ge=1, description="queries, over the second half")
 
-    def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int, progress: Progress) -> Alignment:
-        """Pass forward and back."""
-        ids = self.passage(loaded, sources, seed)
-        return alignment(loaded.model, ids, queries=self.queries, progress=counted(progress, "layers"))
+    def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int | None, progress: Progress) -> Alignment:
+        """Pass forward and back, and compare E with the c_ij in every head, for queries spread over the second half."""
+        model, ids = loaded.model, self.passage(loaded, sources, seed)
+        tokens = ids.shape[1]
+        bind(model)
+        geometry = ModelGeometry.from_config(model.config)
+        at = torch.linspace(tokens // 2, tokens - 2, self.queries)  # the last token has no loss
+        at = at.round().long().unique().to(ids.device)
+        seen, gradients, loss = backward(model, ids, int(at[0]))
+        rows: list[Head] = []
+        with torch.no_grad():
+            for done, (attended, gradient) in enumerate(zip(seen, gradients, strict=True), start=1):
+                if gradient is None:
+                    raise UnsupportedModelError(f"The loss does not depend on the attention of layer {attended.layer}.")
+                rows += _layer(attended, gradient, at, geometry.layers[attended.layer].kind)
+                progress("layers", done, len(seen))
+        cos11, cos12, cos22 = (torch.tensor([getattr(row, name) for row in rows]) for name in MEASURES[:3])
+        spread = {"cos22": rank_correlation(cos11, cos22), "-cos12": rank_correlation(cos11, -cos12)}
+        return Alignment(tokens, at.tolist(), loss, rows, spread)
 
     def scores(self, found: Alignment) -> dict[str, float]:
         """Return correlations and means over heads."""
-        spread = {"spread22": found.spread["cos22"], "spread12": found.spread["-cos12"]}
-        scores = {name: value for name, value in spread.items() if value is not None}
-        for name in ("corr22", "corr12", "agree", "convex", "gap", "gap_half"):
-            if any(getattr(row, name) is not None for row in found.rows):
-                scores[name] = found.mean(name)
-        return scores
+        scores = {"spread22": found.spread["cos22"], "spread12": found.spread["-cos12"]}
+        scores |= {name: found.mean(name) for name in ("corr22", "corr12", "agree", "convex", "gap", "gap_half")}
+        return {name: value for name, value in scores.items() if value is not None}
 
     def tables(self, found: Alignment) -> list[Table]:
         """Return the means beside Eq. 32's and chance's."""
@@ -84,12 +172,142 @@ class Aligned(TextStudy):
         beside = {"corr22": ("1", "0"), "corr12": ("1", "0.71"), "agree": ("100 %", "50 %")}
         beside |= {"agree_alike": ("100 %", "50 %"), "convex": ("100 %", ""), "gap": ("0", "")}
         for name in MEASURES:
-            if any(getattr(row, name) is not None for row in found.rows):
-                mean = found.mean(name)
-                told = percent(mean, 0) if name in _SHARES else number(mean, 2)
-                table.rows.append([_HEADINGS[name], told, *beside.get(name, ("", ""))])
+            if (mean := found.mean(name)) is not None:
+                shown = percent(mean, 0) if name in _SHARES else number(mean, 2)
+                table.rows.append([_HEADINGS[name], shown, *beside.get(name, ("", ""))])
+        return [table]
+
+    def details(self, found: Alignment) -> list[Table]:
+        """Return the same by layer."""
+        pairs = [fixed(found.spread[name]) for name in ("cos22", "-cos12")]
+        table = Table(
+            "By layer, means over its heads",
+            ["layer", *_HEADINGS.values()],
+            notes=[
+                f"Rank correlation over heads of the mean of cos(E, c11) with that of c22 {pairs[0]}, of -c12 "
+                f"{pairs[1]}; but these are means over the same tokens, one apart."
+            ],
+        )
+        for layer in dict.fromkeys(row.layer for row in found.rows):
+            means = [(name, found.mean(name, layer)) for name in MEASURES]
+            cells = (percent(mean, 0) if name in _SHARES else fixed(mean, 3) for name, mean in means)
+            table.rows.append([f"{layer}", *cells])
         return [table]
 
     def draw(self, found: Alignment, path: str | os.PathLike[str], *, title: str) -> None:
-        """Draw Fig. 3, and the relation pair by pair."""
-        draw_alignment(found, path, title=f"{title}, {found.tokens:,} tokens, {len(found.queries)} queries")
+        """Draw Fig. 3, one point a head, coloured by layer, and below it the relation pair by pair, by layer."""
+        figure = blank(7.4)
+        above, below = figure.subfigures(2, 1, height_ratios=[1.25, 1])
+        _scatter(above, found)
+        _pairs(below.subplots(1, 2), found)
+        figure.suptitle(f"{title}, {found.tokens:,} tokens, {len(found.queries)} queries", fontsize=11)
+        save(figure, path)
+
+
+def backward(model: Any, ids: Tensor, first: int) -> tuple[list[Attended], Sequence[Tensor | None], float]:
+    """Return what every layer attended in a pass over ``ids`` (1, tokens), the gradient of the loss by its output (None
+    where it has none), and the mean loss of a token. The loss is of what follows token ``first``: what is predicted
+    before it does not depend on later outputs."""
+    seen: list[Attended] = []
+
+    def see(attended: Attended) -> None:
+        if not attended.output.requires_grad:
+            attended.output.requires_grad_()
+        seen.append(attended)
+
+    with torch.enable_grad(), watching(see):
+        kept = torch.arange(first, ids.shape[1], device=ids.device)
+        logits = model(ids, use_cache=False, logits_to_keep=kept).logits[0, :-1]
+        loss = F.cross_entropy(logits.float(), ids[0, first + 1 :], reduction="sum")
+        gradients = torch.autograd.grad(loss, [attended.output for attended in seen], allow_unused=True)
+    return seen, gradients, float(loss.detach()) / (ids.shape[1] - first - 1)
+
+
+def _layer(attended: Attended, gradient: Tensor, at: Tensor, kind: str) -> list[Head]:
+    heads = attended.query.shape[1]
+    values, keys = grouped(attended.value, heads)[0], grouped(attended.key, heads)[0]
+    external, outputs = gradient[0][:, at], attended.output[0][:, at]
+    pairs = sensitivity(external, attended.weights(at)[0], values, outputs)
+    visible = attended.visible(at)[0].expand(heads, -1, -1)
+    cos11, cos12, cos22 = pairs.cosines
+    usable = visible[..., :-1] & visible[..., 1:] & (cos11 + cos12 + cos22).isfinite()
+    likeness = F.cosine_similarity(keys[:, :-1].float(), keys[:, 1:].float(), dim=-1)  # (heads, tokens - 1)
+    exact, closed = pairs.exact_weight, pairs.closed_weight
+    signs = (cos11 * cos22 > 0) & (cos11 * cos12 < 0)
+    rows = []
+    for head in range(heads):
+        use = usable[head]
+        if not use.any():  # a gradient of 0 has no direction
+            continue
+        a, b, c = (part[head][use] for part in (cos11, cos12, cos22))
+        agree, like = signs[head][use], likeness[head].expand_as(use)[use]
+        wanted, got = exact[head][use], closed[head][use]
+        convex, convex_closed = ((weights >= 0) & (weights <= 1) for weights in (wanted, got))
+        both = convex & convex_closed
+        rows.append(
+            Head(
+                attended.layer,
+                head,
+                kind,
+                len(a),
+                cos11=float(a.mean()),
+                cos12=float(b.mean()),
+                cos22=float(c.mean()),
+                size=float(a.abs().mean()),
+                corr22=_correlation(a, c),
+                corr12=_correlation(a, -b),
+                agree=_mean(agree),
+                agree_alike=_mean(agree[like >= like.quantile(1 - ALIKE)]),
+                convex=_mean(convex),
+                convex_closed=_mean(convex_closed),
+                gap=_finite((wanted - got)[both].abs().mean()),
+                gap_half=_finite((wanted - 0.5)[both].abs().mean()),
+            )
+        )
+    return rows
+
+
+def _mean(flags: Tensor) -> float:
+    return float(flags.double().mean())
+
+
+def _correlation(a: Tensor, b: Tensor) -> float | None:
+    return _finite(torch.corrcoef(torch.stack([a, b]))[0, 1]) if len(a) > 1 else None
+
+
+def _finite(value: Tensor) -> float | None:
+    return float(value) if value.isfinite() else None
+
+
+def _scatter(part: Any, found: Alignment) -> None:
+    above, points = part.subplots(1, 3), None
+    layers = [row.layer for row in found.rows]
+    for axes, (x, y, sign) in zip(above, (("11", "12", -1), ("11", "22", 1), ("12", "22", -1)), strict=True):
+        across, up = ([getattr(row, f"cos{name}") for row in found.rows] for name in (x, y))
+        points = axes.scatter(across, up, c=layers, cmap="viridis", s=12)
+        reach = 1.05 * max(map(abs, across + up))
+        axes.plot([-reach, reach], [-sign * reach, sign * reach], color="0.5", linewidth=0.8, linestyle="--")
+        dress(axes, f"cos(E, c{y}), mean of each head", f"cos(E, c{x})")
+    part.colorbar(points, ax=above, label="layer", pad=0.01)
+
+
+def _pairs(below: Any, found: Alignment) -> None:
+    order = list(dict.fromkeys(row.layer for row in found.rows))
+    lines = (
+        (below[0], "corr22", "correlation of cos(E, c11), cos(E, c22)", 1),
+        (below[0], "corr12", "correlation of cos(E, c11), -cos(E, c12)", 1),
+        (below[1], "agree", "signs as in Eq. 32", 100),
+        (below[1], "agree_alike", "the same, quarter with the most similar keys", 100),
+    )
+    for place, (axes, measure, label, scale) in enumerate(lines):
+        means = [found.mean(measure, layer) for layer in order]
+        axes.plot(order, [None if mean is None else scale * mean for mean in means], **styled(place, label, 3.5))
+    below[0].axhline(1, color="0.5", linewidth=0.8, linestyle="--")
+    below[0].set_ylim(min(0, *below[0].get_ylim()), 1.05)
+    below[1].axhline(50, color="0.5", linewidth=0.8, linestyle=":")
+    below[1].set_ylim(0, 100)
+    for axes, words in zip(
+        below, ("pair by pair: 1 is what Eq. 32 says", "share of pairs, % (dotted: by chance)"), strict=True
+    ):
+        dress(axes, words, "layer")
+        axes.legend(frameon=False, fontsize=8, loc="lower right")

@@ -1,4 +1,5 @@
-"""What a study is: a measurement of a model or a machine with tables and a figure of its own."""
+"""What a study is: one measurement with its result, tables, figure and verdicts. It is part of an experiment, and a
+command whose options are its fields (:mod:`kvkeep_lab.cli.study`)."""
 
 from __future__ import annotations
 
@@ -7,58 +8,108 @@ import os
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Protocol, runtime_checkable
+from typing import Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, model_serializer
 from torch import Tensor
 
-from kvkeep.budget import Budget
-from kvkeep.errors import KvkeepError
+from kvkeep.decode.prompt import read_text
+from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.models.loading import Loaded
+from kvkeep.policies.methods import resolve
+from kvkeep.stock import STOCK, requested
 from kvkeep_lab.reading import takes
 from kvkeep_lab.tables import Table
 from kvkeep_lab.tasks.base import Metric
 from kvkeep_lab.tasks.texts import joined, passage, text_files
 
-
-def _known(method: str) -> str:
-    takes(method)
-    return method
-
-
-def _readable(budget: str) -> str:
-    Budget.parse(budget)
-    return budget
-
-
 Progress = Callable[[str, float, float], None]
 """Gets what is being done, how much is done, and of how much."""
-
-MethodName = Annotated[str, AfterValidator(_known)]
-"""A size that is a method or a peer, by its name."""
-
-BudgetText = Annotated[str, AfterValidator(_readable)]
-"""A size that is a budget in the user's words."""
 
 DIGITS = 5
 """Digits that count of every number that is kept."""
 
+LEAST = 16
+"""Tokens of the shortest text that is measured."""
+
+
+class Flag:
+    """How a command spells a field, beside its type: ``new: Annotated[int, Flag("--max-tokens", "-n")]``.
+
+    names: of the option; without any it is the field's own. default: the command's, where it is another.
+    """
+
+    def __init__(self, *names: str, default: Any = ...) -> None:
+        self.names, self.default = names, default
+
+
+# -- types of fields ----------------------------------------------------------------------------------
+
+
+def _checked(check: Callable[[Any], object]) -> AfterValidator:
+    """Return a validator that leaves a value as it is, or raises what ``check`` raises."""
+
+    def validate(value: Any) -> Any:
+        check(value)
+        return value
+
+    return AfterValidator(validate)
+
+
+def _share(value: float) -> None:
+    if not 0 < value < 1:
+        raise UsageError(f"A share is between 0 and 1, not {value:g}.")
+
+
+MethodName = Annotated[str, _checked(takes)]
+"""A method or a peer."""
+
+OwnMethod = Annotated[str, _checked(lambda method: None if method == STOCK else resolve(method))]
+"""A method of kvkeep's, or the stock cache."""
+
+BudgetText = Annotated[str, _checked(lambda budget: requested(None, budget))]
+"""A budget in the user's words."""
+
+Kind = Annotated[str, _checked(lambda kind: requested(None, "1", checkpoint=kind))]
+"""A kind of checkpoint."""
+
+PlaceName = Annotated[str, _checked(lambda where: requested(None, "1", where=where))]
+"""Where checkpoints live."""
+
+Share = Annotated[float, _checked(_share)]
+"""A number between 0 and 1, both left out."""
+
+Count = Annotated[int, Field(ge=1)]
+
+rising = AfterValidator(lambda values: sorted(set(values)))
+"""Sorts a list of numbers, each once."""
+
+unique = AfterValidator(lambda values: list(dict.fromkeys(values)))
+"""Keeps the first of those that are the same."""
+
+
+# -- studies ------------------------------------------------------------------------------------------
+
 
 class Study(BaseModel, ABC):
-    """A study and its sizes: the fields are what an experiment's ``[study]`` may set.
+    """A study and its sizes: the fields are what an experiment's ``[study]`` and a command's options may set. A field
+    that is None is left out of what identifies an experiment, so that one may be added without measuring all again.
 
-    name: what experiments call it. about: one line. protocol: how its numbers come about, for the report. found: the
-    dataclass that :meth:`measure` returns. metrics: of the few numbers that say most, which a paper's stand beside;
-    :meth:`scores` has them. certain: those that neither a seed nor another run changes, so that one is enough.
-    packages: what must be installed, by module and by the name that pip knows; ``extra``: which of kvkeep's brings it.
+    name: what experiments call it; command: what ``kvkeep analyse`` does, where that differs. about: one line.
+    protocol: how its numbers come about, for the report. found: the dataclass that :meth:`measure` returns. metrics: of
+    the few numbers that say most, which a paper's stand beside; :meth:`scores` has them. certain: those that neither a
+    seed nor another run changes, so that one is enough. packages: what must be installed, by module and by the name
+    that pip knows; ``extra``: which of kvkeep's brings it. text: whether a command asks for files to read.
     One that is :class:`Drawn` has a figure, too.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: ClassVar[str]
+    command: ClassVar[str] = ""
     about: ClassVar[str]
     protocol: ClassVar[str]
     found: ClassVar[type]
@@ -66,22 +117,50 @@ class Study(BaseModel, ABC):
     certain: ClassVar[tuple[str, ...]] = ()
     packages: ClassVar[dict[str, str]] = {}
     extra: ClassVar[str] = "lab"
+    text: ClassVar[Literal["none", "optional", "needed"]] = "none"
+
+    @model_serializer(mode="wrap")
+    def _without_none(self, dump: Any) -> dict[str, Any]:
+        return {name: value for name, value in dump(self).items() if value is not None}
 
     def sources(self, data: Path | None) -> list[Path]:
-        """Return the files that are read; raises UsageError, saying what ``data`` has to hold."""
+        """Return the files that an experiment reads; raises UsageError, saying what ``data`` has to hold."""
         return []
 
+    def check(self, files: Sequence[Path]) -> None:
+        """Raise UsageError for fields and a command's files that do not go together, before a model is loaded."""
+
     @abstractmethod
-    def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int, progress: Progress) -> Any:
-        """Measure, and return a ``found``."""
+    def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int | None, progress: Progress) -> Any:
+        """Measure, and return a ``found``. seed: of an experiment; None in a command: texts are read from their start.
+
+        Raises :class:`~kvkeep_lab.partial.Interruption`, or KeyboardInterrupt where nothing was measured, when it is
+        interrupted, and :class:`~kvkeep_lab.partial.Ending` where it cannot go on.
+        """
 
     @abstractmethod
     def tables(self, found: Any) -> list[Table]:
         """Return what was found, the paper's numbers beside it where it prints some."""
 
+    def details(self, found: Any) -> list[Table]:
+        """Return what a command shows besides, before the others: by layer, or by step."""
+        return []
+
     def scores(self, found: Any) -> dict[str, float]:
         """Return the numbers of ``metrics``, those that there are."""
         return {}
+
+    def problem(self, found: Any) -> str | None:
+        """Return the sentence a command fails with after it has shown what was found; None where all is well."""
+        return None
+
+    def conditions(self) -> dict[str, Any]:
+        """Return what a command says beside model, machine and versions: what else figures depend on."""
+        return {}
+
+    def as_json(self, found: Any) -> dict[str, Any]:
+        """Return what a command prints for programs."""
+        return asdict(found)
 
     def plain(self, found: Any) -> Any:
         """Return what was found as plain types, numbers with :data:`DIGITS` digits. Raises KvkeepError for one that is
@@ -102,22 +181,45 @@ class Drawn(Protocol):
 
 
 class TextStudy(Study):
-    """A study that reads a passage of a text, another one for every seed."""
+    """A study that reads a passage of a text, in an experiment another one for every seed."""
 
-    tokens: int = Field(512, ge=16, description="tokens of the passage")
+    text = "needed"
+
+    tokens: Annotated[int, Flag("--limit")] = Field(512, ge=LEAST, description="tokens of the text that are read")
 
     def sources(self, data: Path | None) -> list[Path]:
         """Return the texts."""
         return text_files(data)
 
-    def passage(self, loaded: Loaded, sources: Sequence[Path], seed: int) -> Tensor:
-        """Return the passage's ids, (1, tokens)."""
+    def passage(self, loaded: Loaded, sources: Sequence[Path], seed: int | None) -> Tensor:
+        """Return the ids of a passage that ``seed`` chooses, or of the first tokens, (1, tokens)."""
+        if seed is None:
+            return first_tokens(loaded, sources, self.tokens)
         ids = passage(loaded.tokenizer, joined(sources), self.tokens, random.Random(seed))
         return torch.tensor([ids], device=loaded.model.device)
 
 
+def first_tokens(loaded: Loaded, files: Sequence[Path], limit: int | None) -> Tensor:
+    """Return the first ``limit`` tokens (None: all) of files, one after another, (1, tokens); "-" is standard input.
+    Raises UsageError for a text of fewer than :data:`LEAST` tokens."""
+    ids = loaded.tokenizer(text_of(files), verbose=False).input_ids[:limit]
+    if len(ids) < LEAST:
+        raise UsageError(f"The text has {len(ids)} tokens; give one of at least {LEAST}.")
+    return torch.tensor([ids], device=loaded.model.device)
+
+
+def text_of(files: Sequence[Path]) -> str:
+    """Return the texts of files, one after another; raises UsageError for one that cannot be read."""
+    return "\n\n".join(read_text(str(path)) for path in files)
+
+
+def part(progress: Progress, place: int, parts: int) -> Progress:
+    """Return what reports the progress of one of several ``parts`` of equal size, the one at ``place``."""
+    return lambda what, done, total: progress(what, place + done / max(total, 1e-9), parts)
+
+
 def counted(progress: Progress, what: str) -> Callable[[int, int], None]:
-    """Return what tells ``progress`` of done and total, of one thing."""
+    """Return a function of done and total that reports both to ``progress`` as ``what``."""
     return lambda done, total: progress(what, done, total)
 
 

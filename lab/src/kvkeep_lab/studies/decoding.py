@@ -6,21 +6,21 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import torch
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field
 
-from kvkeep.cache import STOCK, new_cache
 from kvkeep.geometry import ModelGeometry
 from kvkeep.models.loading import Loaded
-from kvkeep_lab.bench import NAIVE, Case, run, timed
-from kvkeep_lab.figures import COLOURS, DPI, MARKERS, WIDTH_PX, plain, save
-from kvkeep_lab.reading import takes
-from kvkeep_lab.studies.base import Progress, Study
+from kvkeep.stock import STOCK, new_cache
+from kvkeep_lab.figures import COLOURS, dress, panels, styled
+from kvkeep_lab.studies.base import Count, MethodName, Progress, Study
 from kvkeep_lab.tables import Table, milliseconds, number, times
 from kvkeep_lab.tasks.base import Metric
+from kvkeep_lab.timing import NAIVE, Case, random_ids, run, synchronize, timed
 
 GROWING = (STOCK, "full", "static")
 """Layers that append by a copy of everything, into blocks, and into room for all."""
@@ -100,20 +100,15 @@ class Decoding(Study):
 
     prompt: int = Field(64, ge=1, description="tokens before the first step")
     new: int = Field(192, ge=8, description="tokens written")
-    caches: list[str] = Field([STOCK, "full", "static", "paged"], description="caches; stock is one of them")
-    lengths: list[Annotated[int, Field(ge=1)]] = Field(
+    caches: Annotated[list[MethodName], AfterValidator(lambda names: list(dict.fromkeys((STOCK, *names))))] = Field(
+        [STOCK, "full", "static", "paged"], description="caches; stock is one of them"
+    )
+    lengths: list[Count] = Field(
         [64, 128, 256, 512, 1024, 2048], min_length=1, description="of prompts, for the phases and for appending"
     )
     rounds: int = Field(2, ge=1, description="how often everything is measured")
 
-    @field_validator("caches")
-    @classmethod
-    def _known(cls, caches: list[str]) -> list[str]:
-        for name in caches:
-            takes(name)
-        return list(dict.fromkeys((STOCK, *caches)))
-
-    def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int, progress: Progress) -> Decoded:
+    def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int | None, progress: Progress) -> Decoded:
         """Decode, then measure phases, then append."""
         ways = (NAIVE, *self.caches)
         total = self.rounds * len(ways) + 2
@@ -121,7 +116,7 @@ class Decoding(Study):
         for turn in range(self.rounds):
             for place, way in enumerate(ways):
                 progress(way, turn * len(ways) + place, total)
-                runs[way].append(self._run(loaded.model, way, seed))
+                runs[way].append(self._run(loaded.model, way, seed or 0))
         best = {way: [min(step) for step in zip(*rounds, strict=True)] for way, rounds in runs.items()}
         decoded = [Run(way, first, [1e3 * step for step in steps]) for way, (first, *steps) in best.items()]
         progress("prefill and decode", total - 2, total)
@@ -135,8 +130,7 @@ class Decoding(Study):
     def _run(self, model: Any, way: str, seed: int) -> list[float]:
         """Return the seconds of every token, the prompt's being the first's."""
         length = self.prompt + self.new
-        generator = torch.Generator().manual_seed(seed)
-        ids = torch.randint(0, model.config.vocab_size, (1, length), generator=generator).to(model.device)
+        ids = random_ids(model, length, seed=seed)
         if way == NAIVE:
             return [timed(model, ids[:, :stop], None) for stop in range(self.prompt, length)]
         cache = _cache(model, way, length)
@@ -146,8 +140,6 @@ class Decoding(Study):
     def _phases(self, model: Any) -> list[Phase]:
         listed = [Case(way, length, way) for length in self.lengths for way in (STOCK, NAIVE)]
         rows = {(row.context, row.label): row for row in run(model, listed, rounds=self.rounds, steps=6)}
-        if any(row.error for row in rows.values()):  # neither can be refused
-            raise KeyboardInterrupt
         phases = []
         for length in self.lengths:
             stock, naive = rows[length, STOCK], rows[length, NAIVE]
@@ -175,8 +167,7 @@ class Decoding(Study):
                 start = time.perf_counter()
                 for layer, (keys, values) in zip(layers, entries, strict=True):
                     layer.update(keys, values)
-                if model.device.type == "cuda":
-                    torch.cuda.synchronize(model.device)
+                synchronize(model.device)
                 return time.perf_counter() - start
 
             append(length)
@@ -234,37 +225,18 @@ class Decoding(Study):
 
     def draw(self, found: Decoded, path: str | os.PathLike[str], *, title: str) -> None:
         """Draw latency by step, the sum of it, and what appending takes."""
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(WIDTH_PX / DPI, 4.4), dpi=DPI, layout="constrained")
-        grid: Any = figure.subplots(1, 3)
-        steps, sums, appends = grid
-        for place, one in enumerate(found.runs):
-            style: dict[str, Any] = {"color": COLOURS[place % len(COLOURS)], "linewidth": 1.2}
-            across = range(found.prompt + 1, found.prompt + 1 + len(one.step_ms))
-            steps.plot(across, one.step_ms, label=one.way, **style)
-            total, sofar = [], one.first_s
-            for step in one.step_ms:
-                sofar += step / 1e3
-                total.append(sofar)
-            sums.plot(across, total, **style)
-        for place, way in enumerate(dict.fromkeys(one.way for one in found.appends), start=1):
-            mine = [one for one in found.appends if one.way == way]
-            style = {"color": COLOURS[place], "marker": MARKERS[place], "markersize": 4}
-            appends.plot([one.length for one in mine], [one.microseconds for one in mine], label=way, **style)
-        steps.set_title("ms of a step", loc="left", fontsize=10)
-        sums.set_title("seconds until then", loc="left", fontsize=10)
-        appends.set_title("µs to append a token", loc="left", fontsize=10)
-        appends.set_xscale("log", base=2)
-        appends.set_yscale("log")
-        steps.set_yscale("log")
-        for axes in grid:
-            axes.set_xlabel("tokens")
-            plain(axes, "both")
-        steps.legend(frameon=False, fontsize=8)
-        appends.legend(frameon=False, fontsize=8)
-        figure.suptitle(title, fontsize=11)
-        save(figure, path)
+        with panels(path, title, 3) as (steps, sums, appends):
+            for place, one in enumerate(found.runs):
+                style: dict[str, Any] = {"color": COLOURS[place % len(COLOURS)], "linewidth": 1.2}
+                across = range(found.prompt + 1, found.prompt + 1 + len(one.step_ms))
+                steps.plot(across, one.step_ms, label=one.way, **style)
+                sums.plot(across, list(accumulate((ms / 1e3 for ms in one.step_ms), initial=one.first_s))[1:], **style)
+            for place, way in enumerate(dict.fromkeys(one.way for one in found.appends), start=1):
+                mine = [one for one in found.appends if one.way == way]
+                appends.plot([one.length for one in mine], [one.microseconds for one in mine], **styled(place, way))
+            dress(steps, "ms of a step", "tokens", y="log", legend=True)
+            dress(sums, "seconds until then", "tokens")
+            dress(appends, "µs to append a token", "tokens", x="log2", y="log", legend=True)
 
 
 def _cache(model: Any, way: str, length: int) -> Any:

@@ -1,29 +1,93 @@
-"""``effective-rank``: the rank of what scores attention, and what truncation to a rank does."""
+"""``effective-rank``: the rank of what scores attention, and what truncation to a rank does: KV-Direct's Fig. 5 and 6
+(arXiv:2603.19664, sections 3.3 and 5.7).
+
+Norms and rotation left aside, a head's score of residuals i and j is h_i M h_j^T / sqrt(d), M = W_q W_k^T (Eq. 18).
+Its effective rank at 90 % is the least r with (s_1^2 + ... + s_r^2) / sum_i s_i^2 >= 0.9 (Eqs. 19-20). M is never
+formed: with W_q = Q_q R_q and W_k = Q_k R_k its singular values are those of R_q R_k^T, which is d_head by d_head.
+
+Three things are measured beside it. Several query heads share a KV head: a key is asked by all of them, by M stacked
+over the group. And a score at distance D is h_i W_q R_D W_k^T h_j: rotation stands between the two, so the rank
+depends on the distance. And energies of s_i^4, as they come of squaring the eigenvalues of M M^T where those are
+taken for singular values: not what Eq. 19 says, but near what the paper prints for the model that is also ours.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
+import torch
 from pydantic import Field
+from torch import Tensor
 
 from kvkeep.decode.prompt import encode, question
+from kvkeep.errors import UnsupportedModelError, UsageError
+from kvkeep.geometry import LayerGeometry, ModelGeometry
+from kvkeep.models.adapter import Adapter
+from kvkeep.models.binding import bind
+from kvkeep.models.head_weights import HeadWeights, head_weights
 from kvkeep.models.loading import Loaded
-from kvkeep_lab.analyses.figures import draw_rank
-from kvkeep_lab.analyses.rank import EVERY, LEFT, PAPER, Ranks, ranks, truncations
-from kvkeep_lab.studies.base import Progress, Study
-from kvkeep_lab.tables import Table, number, percent
+from kvkeep_lab.figures import blank, dress, save, styled
+from kvkeep_lab.measures import effective_rank
+from kvkeep_lab.studies.base import LEAST, Count, Flag, Progress, Study, first_tokens, part, rising
+from kvkeep_lab.studies.truncation import LOWRANK, WAYS, Truncation, truncations
+from kvkeep_lab.tables import Table, fixed, number, percent
 from kvkeep_lab.tasks.base import Metric
+
+ENERGY = 0.9
+DISTANCES = (1, 16, 256)
+PAPER = {1.0: ("100", "5e-4"), 0.5: ("5-15", "10.9"), 0.125: ("5-10", "> 11")}
+"""Token match in percent and KL by the share of d_head, as section 5.7 gives them for its models (below 15 of 64: one
+range)."""
+
+
+@dataclass(frozen=True)
+class LayerRank:
+    """One layer. dim: d_head. heads: the effective rank of each query head's M; groups: of each KV head's, stacked;
+    turned: the mean over query heads by distance, None where positions are not rotated. energy: E(r) of r = 1 ...
+    dim, the mean over query heads. fourth, fourth_energy: as ``heads`` and ``energy``, of fourth powers of the
+    singular values."""
+
+    layer: int
+    kind: str
+    dim: int
+    heads: list[float]
+    groups: list[float]
+    turned: dict[int, float] | None
+    energy: list[float]
+    fourth: list[float]
+    fourth_energy: list[float]
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """All layers, and what truncation does to a prompt."""
+
+    layers: list[LayerRank]
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    truncations: tuple[Truncation, ...] = ()
+
+    def values(self, of: str) -> list[float]:
+        """Return the ranks of all "heads" or "groups", or those of fourth powers of all heads ("fourth")."""
+        return [value for layer in self.layers for value in getattr(layer, of)]
+
+    def energy(self, rank: int, of: str = "energy") -> float:
+        """Return the share of M's "energy" (or "fourth_energy") that ``rank`` holds, the mean over all query
+        heads."""
+        weighted = [(getattr(layer, of)[min(rank, layer.dim) - 1], len(layer.heads)) for layer in self.layers]
+        return sum(share * count for share, count in weighted) / sum(count for _, count in weighted)
 
 
 class EffectiveRank(Study):
-    """KV-Direct's Fig. 5 and 6; see :mod:`kvkeep_lab.analyses.rank` for the formulas."""
+    """KV-Direct's Fig. 5 and 6; truncation only where there is a text to continue."""
 
     name = "effective-rank"
+    command = "rank"
     about = "the effective rank of W_q W_k^T at 90 % of its energy, and tokens and KL after truncation"
     protocol = (
         "From the weights: the least rank with 90 % of the energy of M = W_q W_k^T, by query head. Then a prompt is "
@@ -40,37 +104,53 @@ class EffectiveRank(Study):
         Metric("whole_match", "tokens that are the same at all of the width"),
     )
     certain = ("rank", "share", "half_energy", "half_match", "half_kl", "whole_match")
+    text = "optional"
 
-    shares: list[Annotated[float, Field(gt=0, le=1)]] = Field(
+    shares: Annotated[list[Annotated[float, Field(gt=0, le=1)]], Flag(default=[0.25, 0.5, 0.75, 1.0])] = Field(
         [0.125, 0.25, 0.5, 0.75, 0.9375, 1.0], description="of a head's width, ranks that are truncated to"
     )
-    prompt: str = Field("Explain why the sky is blue in simple terms.", min_length=1, description="what is continued")
-    new: int = Field(30, ge=2, description="tokens written")
+    ranks: Annotated[list[Count], rising] | None = Field(None, description="ranks that are truncated to, for shares")
+    prompt: Annotated[str | None, Flag("--prompt", "-p", default=None)] = Field(
+        "Explain why the sky is blue in simple terms.",
+        min_length=1,
+        description="what is continued, in the chat template, with truncated keys and values",
+    )
+    limit: Annotated[int | None, Flag(default=512)] = Field(
+        None, ge=LEAST, description="tokens of the file that are read and continued"
+    )
+    new: Annotated[int, Flag("--max-tokens", "-n", default=32)] = Field(30, ge=1, description="tokens written")
 
-    def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int, progress: Progress) -> Ranks:
-        """Take ranks, and truncate to some."""
-        found = Ranks(ranks(loaded.model))
-        dim = found.layers[0].dim
-        listed = sorted({max(1, round(share * dim)) for share in self.shares})
-        ids = encode(loaded.tokenizer, question(None, self.prompt))
+    def check(self, files: Sequence[Path]) -> None:
+        """Refuse two texts, and ranks without any."""
+        if files and self.prompt is not None:
+            raise UsageError("One text is continued: give --prompt or --file.")
+        if self.ranks is not None and self.prompt is None and not files:
+            raise UsageError("To truncate to ranks there has to be a text to continue: give --prompt or --file.")
 
-        def tell(text: str, done: float, total: float | None) -> None:
-            begun = text != "truncated weights"  # the first of two halves
-            progress(text, begun + (done / total if total else 0), 2)
-
-        rows = truncations(loaded.model, ids, listed, new=self.new, progress=tell)
-        return replace(found, prompt_tokens=len(ids), new_tokens=self.new, truncations=tuple(rows))
+    def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int | None, progress: Progress) -> Ranks:
+        """Take ranks, and truncate to some. Raises UnsupportedModelError for a family whose heads have no weights of
+        their own."""
+        layers = layer_ranks(loaded.model, part(progress, 0, 2))
+        dim = layers[0].dim
+        if self.prompt is not None:
+            ids = encode(loaded.tokenizer, question(None, self.prompt))
+        elif sources:
+            ids = first_tokens(loaded, sources, self.limit)[0].tolist()
+        else:
+            return Ranks(layers)
+        listed = self.ranks or sorted({max(1, round(share * dim)) for share in self.shares})
+        rows = truncations(loaded.model, ids, listed, new=self.new, progress=part(progress, 1, 2))
+        return Ranks(layers, len(ids), self.new, tuple(rows))
 
     def scores(self, found: Ranks) -> dict[str, float]:
         """Return the mean rank, and what half of the width holds and does."""
         dim = found.layers[0].dim
         scores = {
-            "rank": found.mean(),
+            "rank": fmean(found.values("heads")),
             "share": fmean(rank / layer.dim for layer in found.layers for rank in layer.heads),
             "half_energy": found.energy(dim // 2),
         }
-        every = next(iter(EVERY))
-        for row in (row for row in found.truncations if row.way == every):
+        for row in (row for row in found.truncations if row.way == WAYS[0]):
             if row.match is not None and row.kl is not None:
                 scores |= {"half_match": row.match, "half_kl": row.kl} if row.rank == dim // 2 else {}
                 scores |= {"whole_match": row.match} if row.rank == dim else {}
@@ -90,29 +170,145 @@ class EffectiveRank(Study):
         )
         energies = {"heads": found.energy(dim // 2), "fourth": found.energy(dim // 2, "fourth_energy")}
         for of, words in (("heads", "query heads"), ("groups", "KV heads, stacked"), ("fourth", "fourth powers")):
-            values = [rank for layer in found.layers for rank in getattr(layer, of)]
+            values = found.values(of)
             sizes = [number(fmean(values)), percent(fmean(values) / dim, 0), number(min(values)), number(max(values))]
             shape.rows.append([words, *sizes, percent(energies.get(of))])
         for distance in found.layers[0].turned or {}:
             mean = fmean((layer.turned or {})[distance] for layer in found.layers)
             shape.rows.append([f"turned by {distance}", number(mean), percent(mean / dim, 0), "", "", ""])
-        return [shape, self._truncated(found)]
+        return [shape, *([self._truncated(found)] if found.truncations else [])]
 
     def _truncated(self, found: Ranks) -> Table:
-        ways, dim = [*EVERY, LEFT], found.layers[0].dim
+        dim = found.layers[0].dim
         table = Table(
             f"Truncated: match and KL (nats), {found.prompt_tokens} tokens read, {found.new_tokens} written",
-            ["rank", "energy of M", *ways, "the paper's"],
+            ["rank", "energy of M", *WAYS, "the paper's"],
             notes=sorted({row.error for row in found.truncations if row.error}),
         )
         by_rank = {(row.way, row.rank): row for row in found.truncations}
         for rank in dict.fromkeys(row.rank for row in found.truncations):
-            rows = [by_rank[way, rank] for way in ways]
+            rows = [by_rank[way, rank] for way in WAYS]
             cells = [f"{percent(row.match, 0)}, {number(row.kl, 2)}" for row in rows]
             paper = "{} %, {}".format(*PAPER[rank / dim]) if rank / dim in PAPER else ""
             table.rows.append([f"{rank}", percent(found.energy(rank)), *cells, paper])
         return table
 
+    def details(self, found: Ranks) -> list[Table]:
+        """Return the ranks by layer, and how many heads have low ones."""
+        distances, heads = list(found.layers[0].turned or {}), found.values("heads")
+        table = Table(
+            "By layer, mean over its heads",
+            ["layer", "", "d_head", "query heads", "least", "most", "stacked", *(f"turned by {d}" for d in distances)],
+            notes=[f"{sum(rank <= 10 for rank in heads)} of {len(heads)} query heads have a rank of 10 or less."],
+        )
+        for layer in found.layers:
+            ends = [f"{end(layer.heads):.0f}" for end in (min, max)]
+            means = [fmean(layer.groups), *((layer.turned or {})[distance] for distance in distances)]
+            row = [f"{layer.layer}", layer.kind, f"{layer.dim}", fixed(fmean(layer.heads), 1), *ends]
+            table.rows.append([*row, *(fixed(mean, 1) for mean in means)])
+        return [table]
+
     def draw(self, found: Ranks, path: str | os.PathLike[str], *, title: str) -> None:
-        """Draw Fig. 5 and 6."""
-        draw_rank(found, path, title=title)
+        """Draw Fig. 5, a dot for each query head (colour and area: effective rank over d_head), and where ranks were
+        truncated to, Fig. 6."""
+        tall = 1.6 + 0.24 * max(len(layer.heads) for layer in found.layers)
+        figure = blank(tall + (3.4 if found.truncations else 0))
+        parts: Any = figure.subfigures(2, 1, height_ratios=[tall, 3.4]) if found.truncations else [figure]
+        _dots(parts[0].subplots(), found)
+        if found.truncations:
+            _fig_6(parts[1].subplots(1, 2), found)
+        figure.suptitle(title, fontsize=11)
+        save(figure, path)
+
+
+@torch.no_grad()
+def layer_ranks(model: Any, progress: Progress = lambda what, done, total: None) -> list[LayerRank]:
+    """Return every layer's effective ranks, from the weights alone. Raises UnsupportedModelError for a family whose
+    heads have no weights of their own."""
+    adapter = bind(model)
+    geometry = ModelGeometry.from_config(model.config)
+    weights = head_weights(model)
+    turns = _turns(adapter, geometry)
+    found = []
+    for layer, mine in zip(geometry.layers, weights, strict=True):
+        keys = weights[layer.source].key
+        assert keys is not None
+        found.append(_layer(adapter, layer, mine, keys, turns))
+        progress("layers", layer.index + 1, len(weights))
+    return found
+
+
+def _turns(adapter: Adapter, geometry: ModelGeometry) -> bool:
+    try:
+        adapter.require("turn", [layer.index for layer in geometry.full_layers], "ranks by distance")
+    except UnsupportedModelError:
+        return False
+    return True
+
+
+def _layer(adapter: Adapter, layer: LayerGeometry, weights: HeadWeights, keys: Tensor, turns: bool) -> LayerRank:
+    query = weights.query.transpose(1, 2)  # (heads, hidden, dim)
+    key = keys.transpose(1, 2)  # (kv_heads, hidden, dim)
+    heads, kv_heads = len(query), len(key)
+    energies = product_singular_values(query, key.repeat_interleave(heads // kv_heads, 0)).square()
+    stacked = product_singular_values(query.reshape(kv_heads, -1, query.shape[-1]), key)
+    turned: dict[int, float] = {}
+    for distance in DISTANCES if turns else ():
+        by = torch.full((1, key.shape[1]), distance, device=key.device)
+        far = adapter.turn(layer.index, key[None], adapter.angles(layer.index, key, by))[0]
+        values = product_singular_values(query, far.repeat_interleave(heads // kv_heads, 0))
+        turned[distance] = float(effective_rank(values.square(), ENERGY).mean())
+    return LayerRank(
+        layer.index,
+        layer.kind,
+        query.shape[-1],
+        effective_rank(energies, ENERGY).tolist(),
+        effective_rank(stacked.square(), ENERGY).tolist(),
+        turned or None,
+        _held(energies),
+        effective_rank(energies.square(), ENERGY).tolist(),
+        _held(energies.square()),
+    )
+
+
+def _held(energies: Tensor) -> list[float]:
+    """Return E(r), the mean over heads."""
+    return (energies.cumsum(-1) / energies.sum(-1, keepdim=True)).mean(0).tolist()
+
+
+def product_singular_values(a: Tensor, b: Tensor) -> Tensor:
+    """Return the singular values of A B^T that can differ from 0, falling, for a (..., m, dim), b (..., n, dim) with
+    m and n at least dim: (..., dim) float64."""
+    triangles = [torch.linalg.qr(part.double(), mode="r").R for part in (a, b)]
+    return torch.linalg.svdvals(triangles[0] @ triangles[1].transpose(-1, -2))
+
+
+def _dots(axes: Any, found: Ranks) -> None:
+    dots = [(layer.layer, head, rank / layer.dim) for layer in found.layers for head, rank in enumerate(layer.heads)]
+    across, up, shares = zip(*dots, strict=True)
+    drawn = axes.scatter(across, up, c=shares, s=[160 * share for share in shares], cmap="coolwarm", vmin=0, vmax=0.8)
+    axes.figure.colorbar(drawn, ax=axes, label="rank / d_head", pad=0.01, extend="max")
+    dress(axes, "effective rank of W_q W_k^T at 90 % of the energy", "layer")
+    axes.grid(False)
+    axes.set_ylabel("query head")
+    axes.set_yticks(range(max(up) + 1))
+    axes.margins(0.03, 0.12)
+
+
+def _fig_6(panels: Any, found: Ranks) -> None:
+    match, divergence = panels
+    dim = found.layers[0].dim
+    for place, way in enumerate(WAYS):
+        rows = [row for row in found.truncations if row.way == way and row.match is not None]
+        if rows:
+            ranks = [row.rank for row in rows]
+            style = styled(place, "all but the newest (lowrank:r)" if way == LOWRANK else way, None)
+            match.plot(ranks, [100 * (row.match or 0) for row in rows], **style)
+            divergence.plot(ranks, [row.kl for row in rows], **style)
+    paper: dict[str, Any] = {"color": "black", "alpha": 0.5, "linewidth": 5, "label": "the paper's"}
+    match.plot([dim / 2, dim / 2], [5, 15], **paper)
+    divergence.plot([dim / 2 - 1.5, dim / 2 + 1.5], [10.9, 10.9], **paper)
+    dress(match, "tokens that are the full cache's, %", "rank r", legend=True)
+    dress(divergence, "mean KL, nats", "rank r", y="log", legend=True)
+    match.set_ylim(0, 104)
+    divergence.set_ylim(1e-3, 30)  # what all of a head leaves is rounding, and below

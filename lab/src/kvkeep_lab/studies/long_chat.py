@@ -1,27 +1,104 @@
-"""``long-chat``: memory and time of every turn of a conversation, with several caches."""
+"""``long-chat``: memory and time of every turn of a long conversation, with several caches.
+
+The KV-Direct paper's Fig. 3 (arXiv:2603.19664): its system prompt, 30 tokens a turn. Its appendix A names subjects of
+the questions ("France, the Eiffel Tower, etc.") and not the questions, so these are ours.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import ClassVar
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
+from kvkeep.cache import KeepCache
+from kvkeep.decode.chat import Conversation
+from kvkeep.errors import UsageError
+from kvkeep.geometry import ModelGeometry
+from kvkeep.memory.meter import Memory
 from kvkeep.models.loading import Loaded
-from kvkeep_lab.longchat import METHODS, Turn, caches, converse
-from kvkeep_lab.longchat_figure import draw_longchat
-from kvkeep_lab.studies.base import BudgetText, MethodName, Progress, Study
-from kvkeep_lab.tables import Table, megabytes, times
+from kvkeep.stock import STOCK, new_cache
+from kvkeep_lab.figures import dress, panels, styled
+from kvkeep_lab.partial import keeping
+from kvkeep_lab.reading import takes
+from kvkeep_lab.studies.base import BudgetText, Flag, Kind, OwnMethod, PlaceName, Progress, Study
+from kvkeep_lab.tables import Table, fixed, megabytes, times
 from kvkeep_lab.tasks.base import Metric
+
+SYSTEM = "You are a helpful, concise AI assistant."
+
+QUESTIONS = (
+    "Tell me about France.",
+    "Describe the Eiffel Tower.",
+    "Tell me how it was built.",
+    "Tell me about the engineer who designed it.",
+    "Describe Paris to somebody who has never been there.",
+    "Tell me about the river Seine.",
+    "Describe the Louvre.",
+    "Tell me about the Mona Lisa.",
+    "Describe the countries around France.",
+    "Tell me about Lyon.",
+    "Tell me about the French language.",
+    "Describe French cuisine.",
+    "Explain how cheese is made.",
+    "Tell me about the French Revolution.",
+    "Tell me about Napoleon.",
+    "Describe Mont Blanc.",
+    "Tell me about the wines of Bordeaux.",
+    "Plan a day in Paris for me.",
+    "Describe Versailles.",
+    "Summarise what we have talked about.",
+)
+"""Asked in this order, and again from the first when they run out."""
+
+SHOWN = 20
+"""Turns in a table, of longer conversations."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One answer of one method.
+
+    turn: from 1. context: tokens in the cache afterwards. read: tokens that were new to the cache before the answer,
+    written: the answer's. prefill_s, decode_s: seconds for reading, the first token included, and for the other tokens.
+    same: whether the answer's tokens are the first method's of the same turn (a method that once differed is in another
+    conversation from then on). memory: bytes, afterwards.
+    """
+
+    method: str
+    turn: int
+    context: int
+    read: int
+    written: int
+    prefill_s: float
+    decode_s: float
+    same: bool
+    memory: Memory
+    text: str
+
+    @property
+    def seconds(self) -> float:
+        """The whole turn."""
+        return self.prefill_s + self.decode_s
+
+    @property
+    def held(self) -> int:
+        """Bytes of entries that attention reads, in full or in a smaller form."""
+        return self.memory.resident_bytes + self.memory.compressed_bytes
+
+    @property
+    def kept(self) -> int:
+        """Bytes of checkpoints."""
+        return sum(self.memory.checkpoint_bytes.values())
 
 
 @dataclass(frozen=True)
 class Chat:
-    """Every turn of every method, without the texts."""
+    """Every turn of every method."""
 
     turns: list[Turn]
 
@@ -34,11 +111,20 @@ class Chat:
         """Return one method's turns."""
         return [turn for turn in self.turns if turn.method == method]
 
+    def ratio(self, turn: Turn) -> float:
+        """Return the seconds of a turn by the first method's."""
+        return turn.seconds / self.of(self.methods[0])[turn.turn - 1].seconds
+
+    def ratios(self, method: str) -> float:
+        """Return the median of the same over one method's turns."""
+        return median(self.ratio(turn) for turn in self.of(method))
+
 
 class LongChat(Study):
     """KV-Direct's Fig. 3: its system prompt, 30 tokens a turn; its appendix names subjects, the questions are ours."""
 
     name = "long-chat"
+    command = "longchat"
     about = "a conversation of many turns: memory and seconds of each, by method"
     protocol = (
         "One conversation with each cache, a turn of each in turn, so that they share what else the machine does. A "
@@ -55,29 +141,83 @@ class LongChat(Study):
     )
     certain = ("grown", "held", "kept", "same")
 
-    methods: list[MethodName] = Field(
-        list(METHODS), min_length=1, description="the first is whom others are compared with"
+    methods: Annotated[list[OwnMethod], Flag("--methods", "-x")] = Field(
+        [STOCK, "kv-direct", "snapkv+verified"],
+        min_length=1,
+        description="the first is whom others are compared with",
     )
-    budget: BudgetText = Field("256", description="of those that have one")
-    turns: int = Field(20, ge=1, description="questions")
-    new: int = Field(30, ge=1, description="tokens written a turn")
+    budget: Annotated[BudgetText, Flag("--budget", "-b")] = Field("256", description="of those that have one")
+    checkpoint: Annotated[Kind | None, Flag("--checkpoint", "-c")] = Field(None, description="what leaves becomes")
+    where: Annotated[PlaceName | None, Flag("--where", "-w")] = Field(None, description="where checkpoints live")
+    turns: int = Field(20, ge=1, description="questions; they begin again when they run out")
+    new: Annotated[int, Flag("--max-tokens", "-n")] = Field(30, ge=1, description="tokens written a turn")
 
-    def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int, progress: Progress) -> Chat:
+    def check(self, files: Sequence[Path]) -> None:
+        """Refuse a method named twice."""
+        if len(set(self.methods)) < len(self.methods):
+            raise UsageError("A method was named twice; each is one conversation.")
+
+    def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int | None, progress: Progress) -> Chat:
         """Hold the conversation."""
-        listed = caches(loaded.model, self.methods, budget=self.budget)
-        spoken = converse(
-            loaded.model, loaded.tokenizer, listed, turns=self.turns, max_new_tokens=self.new, progress=progress
-        )
-        return Chat([replace(turn, text="") for turn in spoken])
+        self.check(())
+        found = Chat([])
+        with keeping(found, found.turns):
+            for turn in self.converse(loaded, progress):
+                found.turns.append(turn)
+        return found
+
+    def converse(self, loaded: Loaded, progress: Progress) -> Iterator[Turn]:
+        """Hold one conversation with each cache, all of them a turn at a time; yield each turn as it ends. Raises
+        UsageError before a turn that would go past the model's positions."""
+        talks = self._conversations(loaded)
+        for number in range(self.turns):
+            question = QUESTIONS[number % len(QUESTIONS)]
+            reference: list[int] | None = None
+            for place, (name, talk) in enumerate(talks.items()):
+                progress(f"{name}, turn {number + 1}", number * len(talks) + place, self.turns * len(talks))
+                prompt = talk.prompt(question)
+                _check_room(loaded.model, talk.cache, len(prompt) + self.new, number + 1)
+                result = talk.answer(question, prompt, max_new_tokens=self.new)
+                reference = result.tokens if reference is None else reference
+                yield Turn(
+                    name,
+                    number + 1,
+                    talk.cache.get_seq_length(),
+                    result.timing.prefill_tokens,
+                    len(result.tokens),
+                    result.timing.prefill_s,
+                    result.timing.decode_s,
+                    result.tokens == reference,
+                    result.memory,
+                    result.text,
+                )
+
+    def _conversations(self, loaded: Loaded) -> dict[str, Conversation]:
+        """Return a conversation for each method; options go to those that take them."""
+        given = {"budget": self.budget, "checkpoint": self.checkpoint, "where": self.where}
+        talks = {}
+        for name in self.methods:
+            options = {key: value for key, value in given.items() if key in takes(name)}
+            cache: Any = new_cache(loaded.model, name, **options)
+            talks[name] = Conversation(loaded.model, loaded.tokenizer, cache, system=SYSTEM)
+        return talks
+
+    def as_json(self, found: Chat) -> dict[str, Any]:
+        """Return the budget and every turn, with its seconds."""
+        return {"budget": self.budget, "turns": [asdict(turn) | {"seconds": turn.seconds} for turn in found.turns]}
+
+    def plain(self, found: Chat) -> Any:
+        """Return plain types, the texts left out."""
+        return super().plain(Chat([replace(turn, text="") for turn in found.turns]))
 
     def scores(self, found: Chat) -> dict[str, float]:
         """Return the first two methods' numbers."""
         first, *others = found.methods
-        scores = {"grown": _held(found.of(first)[-1]) / 1e6}
+        scores = {"grown": found.of(first)[-1].held / 1e6}
         if others:
             mine = found.of(others[0])
-            scores |= {"held": _held(mine[-1]) / 1e6, "kept": _kept(mine[-1]) / 1e6}
-            scores |= {"ratio": _ratio(found, others[0]), "same": sum(turn.same for turn in mine) / len(mine)}
+            scores |= {"held": mine[-1].held / 1e6, "kept": mine[-1].kept / 1e6}
+            scores |= {"ratio": found.ratios(others[0]), "same": sum(turn.same for turn in mine) / len(mine)}
         return scores
 
     def tables(self, found: Chat) -> list[Table]:
@@ -90,32 +230,54 @@ class LongChat(Study):
         )
         for name in found.methods:
             mine = found.of(name)
-            table.rows.append(
-                [
-                    f"`{name}`",
-                    f"{mine[-1].context:,}",
-                    megabytes(_held(mine[-1])),
-                    megabytes(_kept(mine[-1])),
-                    f"{median(turn.seconds for turn in mine):.2f} s",
-                    times(_ratio(found, name)),
-                    f"{sum(turn.same for turn in mine)}/{len(mine)}",
-                ]
-            )
+            sizes = [f"{mine[-1].context:,}", megabytes(mine[-1].held), megabytes(mine[-1].kept)]
+            took = [f"{median(turn.seconds for turn in mine):.2f} s", times(found.ratios(name))]
+            table.rows.append([f"`{name}`", *sizes, *took, f"{sum(turn.same for turn in mine)}/{len(mine)}"])
+        return [table]
+
+    def details(self, found: Chat) -> list[Table]:
+        """Return the turns, some of a long conversation."""
+        last = max(turn.turn for turn in found.turns)
+        table = Table(
+            "Turns",
+            ["turn", "method", "tokens", "new", "read s", "write s", "by the first's", "held", "checkpoints", "same"],
+            notes=["New: tokens read + written. Same: whether the answer is the first method's."],
+            named=2,
+        )
+        for turn in found.turns:
+            if turn.turn == 1 or not turn.turn % -(-last // SHOWN) or turn.turn == last:
+                own = [f"{turn.turn}", f"`{turn.method}`", f"{turn.context:,}", f"{turn.read}+{turn.written}"]
+                took = [fixed(turn.prefill_s), fixed(turn.decode_s), times(found.ratio(turn))]
+                sizes = [megabytes(turn.held), megabytes(turn.kept or None)]
+                table.rows.append([*own, *took, *sizes, "yes" if turn.same else "no"])
         return [table]
 
     def draw(self, found: Chat, path: str | os.PathLike[str], *, title: str) -> None:
-        """Draw Fig. 3 (a) and (b)."""
-        draw_longchat(found.turns, path, title=f"{title}, budget {self.budget}")
+        """Draw Fig. 3 (a) and (b): resident bytes (lines), checkpoints (dotted) and seconds of each turn, by method."""
+        from matplotlib.ticker import MaxNLocator
+
+        with panels(path, f"{title}, budget {self.budget}", 2, 4.6) as (memory, latency):
+            for place, name in enumerate(found.methods):
+                mine = found.of(name)
+                turns, style = [turn.turn for turn in mine], styled(place)
+                style["markevery"] = max(1, len(turns) // 20)
+                memory.plot(turns, [turn.held / 1e6 for turn in mine], label=name, **style)
+                if any(turn.kept for turn in mine):
+                    places = [where for where, size in mine[-1].memory.checkpoint_bytes.items() if size]
+                    label = f"{name}, checkpoints on {' and '.join(places)}"
+                    kept = [turn.kept / 1e6 for turn in mine]
+                    memory.plot(turns, kept, label=label, color=style["color"], linestyle=":", linewidth=1.5)
+                latency.plot(turns, [turn.seconds for turn in mine], label=name, **style)
+            dress(memory, "Keys and values held after each turn (MB)", "turn", y=0, legend=True, grid="y")
+            dress(latency, "Time of each turn (s)", "turn", y=0, legend=True, grid="y")
+            for axes in (memory, latency):
+                axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
-def _held(turn: Turn) -> int:
-    return turn.memory.resident_bytes + turn.memory.compressed_bytes
-
-
-def _kept(turn: Turn) -> int:
-    return sum(turn.memory.checkpoint_bytes.values())
-
-
-def _ratio(found: Chat, method: str) -> float:
-    rival = {turn.turn: turn.seconds for turn in found.of(found.methods[0])}
-    return median(turn.seconds / rival[turn.turn] for turn in found.of(method))
+def _check_room(model: Any, cache: Any, tokens: int, turn: int) -> None:
+    positions = ModelGeometry.from_config(model.config).max_positions
+    endless = isinstance(cache, KeepCache) and cache.positions is not None
+    if positions is not None and tokens > positions and not endless:
+        raise UsageError(
+            f"Turn {turn} would take the conversation to {tokens:,} tokens, and the model has {positions:,} positions."
+        )

@@ -11,14 +11,14 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from kvkeep.cache import STOCK
 from kvkeep.models.loading import Loaded
-from kvkeep_lab.bench import INTERRUPTED, Case, run
-from kvkeep_lab.figures import COLOURS, DPI, MARKERS, WIDTH_PX, plain, save
+from kvkeep.stock import STOCK
+from kvkeep_lab.figures import dress, panels, styled
 from kvkeep_lab.reading import takes
-from kvkeep_lab.studies.base import BudgetText, MethodName, Progress, Study, counted
+from kvkeep_lab.studies.base import BudgetText, Flag, MethodName, Progress, Study
 from kvkeep_lab.tables import Table, megabytes, milliseconds, number, times
 from kvkeep_lab.tasks.base import Metric
+from kvkeep_lab.timing import Case, run
 
 OURS, RIVAL = "kvslimmer", "asymkv"
 
@@ -43,7 +43,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Costs:
-    """All of them. answer: tokens that an answer has, where seconds of a whole request are told."""
+    """All of them. answer: tokens that an answer has, for seconds of a whole request."""
 
     rows: list[Cost]
     answer: int
@@ -82,11 +82,11 @@ class MergingCost(Study):
     )
     certain = ("peak_first", "peak_last", "peak_gap")
 
-    methods: list[MethodName] = Field(
+    methods: Annotated[list[MethodName], Flag("--methods", "-x")] = Field(
         [OURS, RIVAL, "kvslimmer-exact", "streaming-llm", "longcache", STOCK], min_length=1, description="by length"
     )
     lengths: list[Annotated[int, Field(ge=32)]] = Field([512, 1024, 2048], min_length=1, description="of prompts")
-    budget: BudgetText = Field("256", description="of those that have one")
+    budget: Annotated[BudgetText, Flag("--budget", "-b")] = Field("256", description="of those that have one")
     chunks: list[Annotated[int, Field(ge=16)]] = Field(
         [32, 64, 128, 256], min_length=1, description="of kvslimmer and asymkv, at the middle length"
     )
@@ -98,25 +98,22 @@ class MergingCost(Study):
         """The length at which chunks are compared."""
         return self.lengths[len(self.lengths) // 2]
 
-    def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int, progress: Progress) -> Costs:
+    def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int | None, progress: Progress) -> Costs:
         """Measure by length, then by chunk."""
         wanted = [(method, length, 0) for length in self.lengths for method in self.methods]
         wanted += [(method, self.middle, chunk) for chunk in self.chunks for method in (OURS, RIVAL)]
-        told = counted(progress, "cases")
         rows = run(
             loaded.model,
             [self._case(*one) for one in wanted],
             rounds=self.rounds,
             steps=self.answer + 1,
             patience_s=600,
-            progress=lambda label, done, total: told(done, total),
+            progress=progress,
         )
         costs = []
         for one, row in zip(wanted, rows, strict=True):
-            if row.error == INTERRUPTED:
-                raise KeyboardInterrupt
             memory = row.memory
-            held = memory["resident_bytes"] + memory["compressed_bytes"] + memory["bookkeeping_bytes"]
+            held = row.held_bytes + memory["bookkeeping_bytes"]
             peak = memory["peak_cache_bytes"] + memory["peak_workspace_bytes"] + memory["bookkeeping_bytes"]
             peak = memory.get("device_peak_bytes", peak)
             costs.append(Cost(*one, row.prefill_s, row.mean_ms, held, peak, row.error))
@@ -159,14 +156,9 @@ class MergingCost(Study):
             rival = found.of(RIVAL, row.length)
             ratio = None if rival is None else found.seconds(row) / found.seconds(rival)
             assert row.prefill_s is not None and row.mean_ms is not None
-            told = [
-                f"{row.prefill_s:.2f} s",
-                milliseconds(row.mean_ms / 1e3),
-                f"{found.seconds(row):.2f} s",
-                times(ratio),
-            ]
+            took = [f"{row.prefill_s:.2f} s", milliseconds(row.mean_ms / 1e3), f"{found.seconds(row):.2f} s"]
             sizes = [megabytes(row.held_bytes), megabytes(row.peak_bytes)]
-            seconds.rows.append([f"`{row.method}`, {row.length:,}", *told, *sizes])
+            seconds.rows.append([f"`{row.method}`, {row.length:,}", *took, times(ratio), *sizes])
         peaks = Table(
             f"Peak memory by chunk, {self.middle:,} tokens",
             ["chunk", f"`{OURS}`", f"`{RIVAL}`", "less"],
@@ -181,30 +173,15 @@ class MergingCost(Study):
 
     def draw(self, found: Costs, path: str | os.PathLike[str], *, title: str) -> None:
         """Draw seconds of a request and of a step by length, and peaks by chunk."""
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(WIDTH_PX / DPI, 4.4), dpi=DPI, layout="constrained")
-        grid: Any = figure.subplots(1, 3)
-        for place, method in enumerate(self.methods):
-            mine = [row for row in found.rows if row.method == method and not row.chunk and not row.error]
-            style: dict[str, Any] = {
-                "color": COLOURS[place % len(COLOURS)],
-                "marker": MARKERS[place],
-                "label": method,
-            }
-            lengths = [row.length for row in mine]
-            grid[0].plot(lengths, [found.seconds(row) for row in mine], **style)
-            grid[1].plot(lengths, [row.mean_ms for row in mine], **style)
-            chunked = [row for row in found.rows if row.method == method and row.chunk and not row.error]
-            if chunked:
-                grid[2].plot([row.chunk for row in chunked], [row.peak_bytes / 1e6 for row in chunked], **style)
         titles = (f"seconds of a request of {found.answer}", "ms of a step, mean", f"peak MB, {self.middle:,} tokens")
-        for axes, words, across in zip(grid, titles, ("tokens", "tokens", "chunk"), strict=True):
-            axes.set_title(words, loc="left", fontsize=10)
-            axes.set_xlabel(across)
-            axes.set_xscale("log", base=2)
-            axes.set_ylim(bottom=0)
-            plain(axes, "both")
-        grid[0].legend(frameon=False, fontsize=8)
-        figure.suptitle(f"{title}, budget {self.budget}", fontsize=11)
-        save(figure, path)
+        with panels(path, f"{title}, budget {self.budget}", 3) as grid:
+            for place, method in enumerate(self.methods):
+                own = [row for row in found.rows if row.method == method and not row.error]
+                mine, chunked = ([row for row in own if bool(row.chunk) is by] for by in (False, True))
+                lengths, style = [row.length for row in mine], styled(place, method, None)
+                grid[0].plot(lengths, [found.seconds(row) for row in mine], **style)
+                grid[1].plot(lengths, [row.mean_ms for row in mine], **style)
+                if chunked:
+                    grid[2].plot([row.chunk for row in chunked], [row.peak_bytes / 1e6 for row in chunked], **style)
+            for axes, words, across in zip(grid, titles, ("tokens", "tokens", "chunk"), strict=True):
+                dress(axes, words, across, x="log2", y=0, legend=axes is grid[0])

@@ -1,19 +1,46 @@
-"""``patching``: another prompt's residuals at one layer, and what the rest of the model makes of them."""
+"""``patching``: another prompt's residuals at one layer, and what the rest of the model makes of them (KV-Direct's
+Fig. 8, arXiv:2603.19664, section 5.3)."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
+from torch import Tensor, nn
+
+from kvkeep.geometry import ModelGeometry
+from kvkeep.models.adapter import layers_of
+from kvkeep.models.binding import bind
+from kvkeep.models.forward import probing
 from kvkeep.models.loading import Loaded
-from kvkeep_lab.figures import COLOURS, DPI, WIDTH_PX, plain, save
-from kvkeep_lab.patching import DONOR, RECIPIENT, Patching, patching
+from kvkeep_lab.figures import COLOURS, dress, panels
 from kvkeep_lab.studies.base import Progress, Study
 from kvkeep_lab.tables import Table, number
 from kvkeep_lab.tasks.base import Metric
+
+DONOR, RECIPIENT = "What is the capital of Australia?", "What language is spoken in France?"  # the paper's
+
+
+@dataclass(frozen=True)
+class Patching:
+    """KL(patched || donor) of the next token's distributions, in nats, with the residuals entering ``layer`` replaced.
+
+    also_reads: what later layers read beside the residuals, so that the paper's claim is not about this model.
+    """
+
+    layer: int
+    kl: float
+    also_reads: str = ""
+
+    @property
+    def holds(self) -> bool:
+        """The residual stream determines everything after it, wherever it is all that is handed on."""
+        return self.kl == 0 or bool(self.also_reads)
 
 
 @dataclass(frozen=True)
@@ -23,7 +50,7 @@ class Patches:
     rows: list[Patching]
 
 
-class Patched(Study):
+class PatchingStudy(Study):
     """KV-Direct's Fig. 8."""
 
     name = "patching"
@@ -39,13 +66,26 @@ class Patched(Study):
     )
     certain = ("kl", "layers")
 
-    def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int, progress: Progress) -> Patches:
-        """Patch every layer."""
+    @torch.no_grad()
+    def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int | None, progress: Progress) -> Patches:
+        """Patch every layer, at all positions. Both prompts are tokenized without a chat template; the longer one loses
+        its first tokens until both are as long."""
+        model = loaded.model
+        layers = layers_of(bind(model).decoder)
+        geometry = ModelGeometry.from_config(model.config)
+        prompts = [loaded.tokenizer(text).input_ids for text in (DONOR, RECIPIENT)]
+        length = min(map(len, prompts))
+        donor, recipient = (torch.tensor([prompt[-length:]], device=model.device) for prompt in prompts)
+        entering: list[Tensor] = []
+        with probing(lambda index, hidden: entering.append(hidden)):
+            expected = _distribution(model, donor)
         rows: list[Patching] = []
-        total = loaded.model.config.get_text_config(decoder=True).num_hidden_layers
-        for row in patching(loaded.model, loaded.tokenizer):
-            rows.append(row)
-            progress("layers", len(rows), total)
+        for index, layer in enumerate(layers):
+            with replacing(layer, hidden_states=entering[index]):
+                patched = _distribution(model, recipient)
+            kl = float((patched.exp() * (patched - expected)).sum())
+            rows.append(Patching(index, kl, _also_reads(model, geometry, index)))
+            progress("layers", len(rows), len(layers))
         return Patches(rows)
 
     def scores(self, found: Patches) -> dict[str, float]:
@@ -66,27 +106,47 @@ class Patched(Study):
         for reads in dict.fromkeys(row.also_reads for row in found.rows):
             mine = [row for row in found.rows if row.also_reads == reads]
             worst = max((row.kl for row in mine), key=abs)
-            told = f"the residual, and {reads}" if reads else "the residual alone"
             counts = [f"{len(mine)}", f"{sum(row.kl == 0 for row in mine)}"]
-            table.rows.append([told, *counts, number(worst), "" if reads else "0"])
+            what = f"the residual, and {reads}" if reads else "the residual alone"
+            table.rows.append([what, *counts, number(worst), "" if reads else "0"])
         return [table]
 
     def draw(self, found: Patches, path: str | os.PathLike[str], *, title: str) -> None:
         """Draw the KL at each layer; what is 0 lies on the axis."""
-        from matplotlib.figure import Figure
+        with panels(path, title, height=3) as (axes,):
+            for place, (alone, words) in enumerate(((True, "nothing else is read"), (False, "something else is, too"))):
+                mine = [row for row in found.rows if (not row.also_reads) == alone]
+                if mine:
+                    layers, sizes = [row.layer for row in mine], [abs(row.kl) for row in mine]
+                    axes.plot(layers, sizes, "o", color=COLOURS[place], label=words, clip_on=False)
+            dress(axes, "|KL (patched || donor)|, nats", "layer whose input is replaced", legend=True)
+            axes.set_yscale("symlog", linthresh=1e-12)
+            axes.set_ylim(0, 100)
 
-        figure = Figure(figsize=(WIDTH_PX / DPI, 3), dpi=DPI, layout="constrained")
-        axes: Any = figure.subplots()
-        for place, (alone, words) in enumerate(((True, "nothing else is read"), (False, "something else is, too"))):
-            mine = [row for row in found.rows if (not row.also_reads) == alone]
-            if mine:
-                layers, sizes = [row.layer for row in mine], [abs(row.kl) for row in mine]
-                axes.plot(layers, sizes, "o", color=COLOURS[place], label=words, clip_on=False)
-        axes.set_yscale("symlog", linthresh=1e-12)
-        axes.set_ylim(0, 100)
-        axes.set_xlabel("layer whose input is replaced")
-        axes.set_title("|KL (patched || donor)|, nats", loc="left", fontsize=10)
-        axes.legend(frameon=False, fontsize=8)
-        plain(axes, "both")
-        figure.suptitle(title, fontsize=11)
-        save(figure, path)
+
+@contextmanager
+def replacing(layer: nn.Module, **replaced: Any) -> Iterator[None]:
+    """Within the block, hand ``layer`` other ``hidden_states`` (its first argument) or other keyword arguments."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        wanted = dict(replaced)
+        if args and "hidden_states" in wanted:
+            args = (wanted.pop("hidden_states"), *args[1:])
+        return args, kwargs | wanted
+
+    handle = layer.register_forward_pre_hook(hook, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _distribution(model: Any, ids: Tensor) -> Tensor:
+    return model(ids, use_cache=False).logits[0, -1].double().log_softmax(-1)
+
+
+def _also_reads(model: Any, geometry: ModelGeometry, index: int) -> str:
+    if getattr(model.config.get_text_config(decoder=True), "hidden_size_per_layer_input", None):
+        return "an embedding of the token at every layer"
+    sources = {layer.source for layer in geometry.layers[index:] if layer.source < index}
+    return f"the keys and values of layer {min(sources)}" if sources else ""

@@ -1,26 +1,101 @@
-"""``reactivation``: tokens that were no heavy hitters and are needed after all."""
+"""``reactivation``: tokens that were not heavy hitters and are needed after all (KVReviver's Fig. 2).
+
+The text's first half is a prompt, after which each KV head has its heavy hitters, a share of the tokens; none is one
+for being recent, as in the paper. The second half's queries then read with the whole cache. A token is *active* for a
+query that pays it more than a threshold (the paper's 0.5 %) of its attention: the mean of the KV head's query heads,
+which is also what heavy hitters accumulate. Who the heavy hitters are:
+
+    h2o         the most attention from all of the prompt's queries
+    snapkv      the most from its last 32, each pooled with its 3 neighbours on either side (the largest)
+    foresight   the most from the queries to come: what no rule can know, and the least that this measure can give
+
+Layers with a sliding window forget by themselves and are left out.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar
+from statistics import fmean
+from typing import Annotated, Any, ClassVar
 
+import torch
+import torch.nn.functional as F
 from pydantic import Field
+from torch import Tensor
 
 from kvkeep.models.loading import Loaded
-from kvkeep_lab.analyses.figures import draw_reactivation
-from kvkeep_lab.analyses.reactivation import RATIOS, RULES, THRESHOLD, Reactivation, reactivation
-from kvkeep_lab.studies.base import Progress, TextStudy, counted
-from kvkeep_lab.tables import Table, number, percent
+from kvkeep.models.watching import Attended
+from kvkeep_lab.figures import dress, panels, styled
+from kvkeep_lab.reading import watch
+from kvkeep_lab.studies.base import LEAST, Flag, Progress, Share, TextStudy, rising
+from kvkeep_lab.tables import Table, fixed, number, percent
 from kvkeep_lab.tasks.base import Metric
 
-Share = Annotated[float, Field(gt=0, lt=1)]
+RATIOS = (0.1, 0.2, 0.4)
+RULES = ("h2o", "snapkv", "foresight")
+WINDOW, KERNEL = 32, 7
 
 
-class Reactivated(TextStudy):
-    """KVReviver's Fig. 2; see :mod:`kvkeep_lab.analyses.reactivation` for the rules."""
+@dataclass(frozen=True)
+class Row:
+    """One layer, one rule and one share of heavy hitters; means over KV heads.
+
+    others: tokens of the prompt that are not heavy hitters. reactivated: the share of them that some later query
+    makes active. activations: how many queries do, the mean over the others. missed: the share of all activations of
+    the prompt's tokens that are of others. mass: the share of its attention to the prompt that a query pays to
+    others, mean. by_distance: of pairs of a query and one of the others as far apart as
+    :data:`Reactivation.distances` says, the share that is active; None where there are no pairs.
+    """
+
+    layer: int
+    rule: str
+    ratio: float
+    others: int
+    reactivated: float
+    activations: float
+    missed: float
+    mass: float
+    by_distance: list[float | None]
+
+
+@dataclass(frozen=True)
+class Reactivation:
+    """All rows. distances: the least and the most tokens from a query back to a token, by bin. active: by layer, how
+    many of the prompt's tokens a query makes active, mean."""
+
+    tokens: int
+    prompt: int
+    threshold: float
+    ratios: list[float]
+    distances: list[tuple[int, int]]
+    active: dict[int, float]
+    rows: list[Row]
+
+    @property
+    def rules(self) -> list[tuple[str, float]]:
+        """Rules and ratios."""
+        return list(dict.fromkeys((row.rule, row.ratio) for row in self.rows))
+
+    def of(self, rule: str, ratio: float) -> list[Row]:
+        """Return the rows of a rule and a ratio, by layer."""
+        return [row for row in self.rows if (row.rule, row.ratio) == (rule, ratio)]
+
+    def mean(self, rule: str, ratio: float, measure: str) -> float:
+        """Return the mean of a measure over layers."""
+        return fmean(getattr(row, measure) for row in self.of(rule, ratio))
+
+    def at_distance(self, rule: str, ratio: float) -> list[float | None]:
+        """Return ``by_distance``, the mean over layers."""
+        columns = zip(*(row.by_distance for row in self.of(rule, ratio)), strict=True)
+        found = [[value for value in column if value is not None] for column in columns]
+        return [fmean(column) if column else None for column in found]
+
+
+class ReactivationStudy(TextStudy):
+    """KVReviver's Fig. 2, on any text."""
 
     name = "reactivation"
     about = "how often tokens that are no heavy hitters become active later, by rule, ratio, layer and distance"
@@ -37,54 +112,152 @@ class Reactivated(TextStudy):
         for ratio in RATIOS
     )
 
-    tokens: int = Field(1024, ge=16, description="tokens of the passage, half of them the prompt")
-    threshold: Share = Field(THRESHOLD, description="the share of its attention beyond which a query makes one active")
-    ratios: list[Share] = Field(list(RATIOS), min_length=1, description="shares of the prompt that are heavy hitters")
+    tokens: Annotated[int, Flag("--limit")] = Field(
+        1024, ge=LEAST, description="tokens of the text that are read, half of them the prompt"
+    )
+    threshold: Share = Field(0.005, description="the share of its attention beyond which a query makes a token active")
+    ratios: Annotated[list[Share], rising] = Field(
+        list(RATIOS), min_length=1, description="shares of the prompt that are heavy hitters"
+    )
 
-    def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int, progress: Progress) -> Reactivation:
-        """Look at every full layer."""
-        return reactivation(
-            loaded.model,
-            self.passage(loaded, sources, seed),
-            threshold=self.threshold,
-            ratios=self.ratios,
-            progress=counted(progress, "layers"),
-        )
+    def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int | None, progress: Progress) -> Reactivation:
+        """Look at every full layer while the passage is read once."""
+        ids = self.passage(loaded, sources, seed)
+        tokens, prompt = ids.shape[1], ids.shape[1] // 2
+        bins = _bins(tokens)
+        rows: list[Row] = []
+        active: dict[int, float] = {}
+
+        def look(attended: Attended) -> None:
+            half = torch.arange(tokens, device=attended.query.device).split([prompt, tokens - prompt])
+            before, after = (_by_kv_head(attended, part) for part in half)
+            for rule, ratio, measured in reactivated(before, after, self.threshold, self.ratios, bins):
+                rows.append(Row(attended.layer, rule, ratio, **measured))
+            active[attended.layer] = float((after[..., :prompt] > self.threshold).float().sum(-1).mean())
+
+        watch(loaded.model, ids, look, progress)
+        return Reactivation(tokens, prompt, self.threshold, list(self.ratios), bins, active, rows)
 
     def scores(self, found: Reactivation) -> dict[str, float]:
         """Return how many others become active, at the paper's ratios."""
         return {
             f"{rule}_{ratio:g}": found.mean(rule, ratio, "reactivated")
-            for rule in RULES
-            for ratio in found.ratios
+            for rule, ratio in found.rules
             if ratio in RATIOS
         }
 
     def tables(self, found: Reactivation) -> list[Table]:
         """Return all measures by rule and ratio, and rates by distance."""
-        rules = list(dict.fromkeys((row.rule, row.ratio) for row in found.rows))
+        even, headings = 1 / found.prompt, [f"{rule}, {ratio:g}" for rule, ratio in found.rules]
         table = Table(
             "Tokens that are no heavy hitters",
             ["heavy hitters", "become active", "queries each is active for", "of all activations", "of the attention"],
             notes=[
-                f"An even share of the prompt's {found.prompt:,} tokens is {percent(1 / found.prompt, 2)}, the "
-                f"threshold {percent(found.threshold, 2)}. The paper prints a figure without numbers."
+                f"An even share of the prompt's {found.prompt:,} tokens is {percent(even, 2)}, the threshold "
+                f"{percent(found.threshold, 2)}. The paper prints a figure without numbers."
             ],
-        )  # fmt: skip
-        for rule, ratio in rules:
-            shares = [percent(found.mean(rule, ratio, name)) for name in ("reactivated", "missed", "mass")]
-            each = number(found.mean(rule, ratio, "activations"))
-            table.rows.append([f"{rule}, {ratio:g}", shares[0], each, *shares[1:]])
-        distances = Table("Active, of pairs of a query and another token, by distance", ["tokens back", *_told(rules)])
-        columns = [found.at_distance(*rule) for rule in rules]
+        )
+        for heading, rule in zip(headings, found.rules, strict=True):
+            shares = [percent(found.mean(*rule, name)) for name in ("reactivated", "missed", "mass")]
+            table.rows.append([heading, shares[0], number(found.mean(*rule, "activations")), *shares[1:]])
+        distances = Table("Active, of pairs of a query and another token, by distance", ["tokens back", *headings])
+        columns = [found.at_distance(*rule) for rule in found.rules]
         for (low, high), *cells in zip(found.distances, *columns, strict=True):
             distances.rows.append([f"{low:,}-{high:,}", *(percent(cell, 2) for cell in cells)])
         return [table, distances]
 
+    def details(self, found: Reactivation) -> list[Table]:
+        """Return how many become active by layer."""
+        headings = [f"{rule}, {ratio:g}" for rule, ratio in found.rules]
+        table = Table(
+            "Others that become active, by layer",
+            ["layer", *headings, "active tokens a query"],
+            notes=[
+                f"A query makes {fmean(found.active.values()):.1f} of the {found.prompt:,} tokens active, on average."
+            ],
+        )
+        shares = {(row.layer, row.rule, row.ratio): row.reactivated for row in found.rows}
+        for layer, active in found.active.items():
+            cells = (percent(shares[layer, *rule], 0) for rule in found.rules)
+            table.rows.append([f"{layer}", *cells, fixed(active, 1)])
+        return [table]
+
     def draw(self, found: Reactivation, path: str | os.PathLike[str], *, title: str) -> None:
-        """Draw shares by ratio, layer and distance."""
-        draw_reactivation(found, path, title=f"{title}, {found.tokens:,} tokens")
+        """Draw how much is missed by rule and ratio, by layer and by distance."""
+        title = f"{title}, {found.tokens:,} tokens; active: above {100 * found.threshold:g} % of a query's attention"
+        ratio = found.ratios[len(found.ratios) // 2]
+        with panels(path, title, 3, 4.6) as (left, middle, right):
+            for place, rule in enumerate(dict.fromkeys(rule for rule, _ in found.rules)):
+                style, ratios = styled(place), [100 * each for each in found.ratios]
+                for name, words, line in (("reactivated", "tokens", "-"), ("missed", "of all activations", ":")):
+                    shares = [100 * found.mean(rule, each, name) for each in found.ratios]
+                    left.plot(ratios, shares, line, **style, label=f"{rule}: {words}")
+                rows = found.of(rule, ratio)
+                middle.plot([row.layer for row in rows], [100 * row.reactivated for row in rows], **style, label=rule)
+                rates = zip(found.distances, found.at_distance(rule, ratio), strict=True)
+                shown = [((low + high) / 2, 100 * rate) for (low, high), rate in rates if rate]
+                if shown:
+                    right.plot(*zip(*shown, strict=True), **style, label=rule)
+            dress(left, "become active, %", "heavy hitters, % of the prompt", y=0, legend=True)
+            dress(middle, f"tokens that become active, %, at {100 * ratio:g} %", "layer", y=0, legend=True)
+            dress(right, f"active, % of pairs, at {100 * ratio:g} %", "tokens back", x="log2", y="log", legend=True)
 
 
-def _told(rules: Sequence[tuple[str, float]]) -> list[str]:
-    return [f"{rule}, {ratio:g}" for rule, ratio in rules]
+def reactivated(
+    before: Tensor, after: Tensor, threshold: float, ratios: Sequence[float], bins: Sequence[tuple[int, int]]
+) -> list[tuple[str, float, dict[str, Any]]]:
+    """Return what :class:`Row` holds, by rule and ratio, for the attention of the prompt's queries, ``before``
+    (kv_heads, prompt, tokens), and of the later ones, ``after`` (kv_heads, later, tokens)."""
+    prompt, later = before.shape[1], after.shape[1]
+    paid = after[..., :prompt]
+    active = paid > threshold
+    device = after.device
+    distance = prompt + torch.arange(later, device=device)[:, None] - torch.arange(prompt, device=device)
+    edges = torch.tensor([high for _, high in bins], device=device)
+    of_bin = torch.bucketize(distance, edges).expand_as(active)
+    found = []
+    for rule, scores in _scores(before[..., :prompt], paid).items():
+        order = scores.argsort(-1, descending=True)
+        for ratio in ratios:
+            count = max(1, round(ratio * prompt))
+            others = torch.ones_like(scores, dtype=torch.bool)  # (kv_heads, prompt)
+            others.scatter_(1, order[:, :count], False)
+            needed = active & others[:, None]
+            each = others[:, None].expand_as(active)
+            pairs, hits = (torch.bincount(of_bin[part], minlength=len(bins)).tolist() for part in (each, needed))
+            rest = prompt - count
+            shares = {
+                "others": rest,
+                "reactivated": float(needed.any(1).sum(-1).double().mean()) / rest,
+                "activations": float(needed.sum((1, 2)).double().mean()) / rest,
+                "missed": float(needed.sum() / active.sum().clamp(min=1)),
+                "mass": float((paid * others[:, None]).sum(-1).div(paid.sum(-1).clamp(min=1e-30)).mean()),
+                "by_distance": [hit / pair if pair else None for hit, pair in zip(hits, pairs, strict=True)],
+            }
+            found.append((rule, ratio, shares))
+    return found
+
+
+def _scores(before: Tensor, after: Tensor) -> dict[str, Tensor]:
+    """Return what each rule goes by, (kv_heads, prompt)."""
+    votes = before[:, -WINDOW:].sum(1)
+    return {
+        "h2o": before.sum(1),
+        "snapkv": F.max_pool1d(votes, KERNEL, 1, KERNEL // 2),
+        "foresight": after.sum(1),
+    }
+
+
+def _by_kv_head(attended: Attended, queries: Tensor) -> Tensor:
+    """Return the attention that queries pay, mean over the query heads of each KV head: (kv_heads, queries,
+    tokens)."""
+    weights = attended.weights(queries)[0]
+    return weights.view(attended.key.shape[1], -1, *weights.shape[1:]).mean(1)
+
+
+def _bins(tokens: int) -> list[tuple[int, int]]:
+    """Return distances 1-16, 17-32, 33-64, ... up to what the text has."""
+    bins = [(1, 16)]
+    while bins[-1][1] < tokens - 1:
+        bins.append((bins[-1][1] + 1, 2 * bins[-1][1]))
+    return bins

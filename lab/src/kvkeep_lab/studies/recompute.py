@@ -1,23 +1,32 @@
-"""``recompute``: is it faster to recompute evicted entries, or to read them?"""
+"""``recompute``: is it faster to recompute evicted entries, or to read them?
+
+The KV-Direct paper (arXiv:2603.19664, section 5.8, Fig. 7) finds that projecting residuals is up to five times as fast
+as reading cached entries. Here one layer of a model does both (:mod:`kvkeep_lab.recall_timing`), and a third way,
+attending entries where they lie.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from kvkeep.errors import unknown
 from kvkeep.models.loading import Loaded
-from kvkeep_lab.recompute import APART, ATTEND, READ, RECOMPUTE, ROLLED, Report, Row, run
-from kvkeep_lab.recompute_figure import PAPER, draw_recompute
-from kvkeep_lab.shapes import SHAPES, shaped
-from kvkeep_lab.studies.base import Progress, Study
-from kvkeep_lab.tables import Table, number
+from kvkeep_lab.figures import COLOURS, blank, dress, save, styled
+from kvkeep_lab.partial import Interruption
+from kvkeep_lab.recall_timing import APART, ATTEND, READ, RECOMPUTE, RERUN, Report, Row, run
+from kvkeep_lab.shapes import SHAPES, Shape, shaped
+from kvkeep_lab.studies.base import Count, Flag, Progress, Study, part, rising
+from kvkeep_lab.tables import Table, fixed, number
 from kvkeep_lab.tasks.base import Metric
+
+WAYS = (RECOMPUTE, READ, APART, ATTEND, *RERUN)
+PAPER = {1: (1.1, 1.1), 100: (0.46, 0.68), 500: (0.17, 0.3)}
+"""KV-Direct's Fig. 7, as its section 5.8 gives it: the ratio of its models at N tokens, from least to most."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +37,7 @@ class Reports:
 
 
 class Recompute(Study):
-    """KV-Direct's Fig. 7; see :mod:`kvkeep_lab.recompute` for the ways."""
+    """KV-Direct's Fig. 7, with everything that could decide it varied."""
 
     name = "recompute"
     about = "keys and values of N tokens in one layer: recomputed, read, or attended where they lie"
@@ -49,38 +58,36 @@ class Recompute(Study):
         )
     )
 
-    counts: list[Annotated[int, Field(ge=1)]] = Field([1, 10, 50, 100, 200, 500, 1000], min_length=1, description="N")
-    rounds: int = Field(5, ge=1, description="how often everything is measured")
-    beside: list[str] = Field(
-        ["qwen2.5-0.5b", "qwen3-0.6b", "qwen2.5-1.5b"],
-        description=f"random layers of these shapes: {', '.join(SHAPES)}",
+    counts: Annotated[list[Count], rising, Flag(default=[1, 5, 10, 50, 100, 200, 500, 1000, 2000, 4096])] = Field(
+        [1, 10, 50, 100, 200, 500, 1000], min_length=1, description="N"
     )
-    slow: bool = Field(True, description="also recall that runs whole layers")
+    rounds: int = Field(5, ge=1, description="how often everything is measured")
+    beside: list[Shape] = Field(
+        ["qwen2.5-0.5b", "qwen3-0.6b", "qwen2.5-1.5b"],
+        description=f"random layers of these shapes: {', '.join(SHAPES)}; 'none' for none",
+    )
+    slow: bool = Field(True, description="also recall that runs whole layers: residual:4, tokens")
+    folder: str | None = Field(None, description="for files; the user's cache folder")
 
-    @field_validator("beside")
-    @classmethod
-    def _known(cls, beside: list[str]) -> list[str]:
-        for name in beside:
-            if name not in SHAPES:
-                raise unknown("shape", name, SHAPES)
-        return beside
-
-    def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int, progress: Progress) -> Reports:
+    def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int | None, progress: Progress) -> Reports:
         """Measure the model, then the shapes."""
-        names, reports = [loaded.name, *self.beside], []
+        reports: list[Report] = []
+        names = [loaded.name, *self.beside]
         for place, name in enumerate(names):
             model = shaped(name, loaded.model.dtype, loaded.model.device) if place else loaded.model
-
-            def tell(text: str, done: int, total: int, before: int = place) -> None:
-                progress(text, before + done / total, len(names))
-
-            report = run(
-                model, name, counts=self.counts, rounds=self.rounds, slow=self.slow and not place, progress=tell
-            )
-            if report.interrupted:
-                raise KeyboardInterrupt
-            reports.append(report)
+            options: dict[str, Any] = {"slow": self.slow and not place, "folder": self.folder}
+            steps = part(progress, place, len(names))
+            try:
+                reports.append(run(model, name, counts=self.counts, rounds=self.rounds, progress=steps, **options))
+            except Interruption as stop:
+                if not place and not stop.found.rows:
+                    raise KeyboardInterrupt from None
+                raise Interruption(Reports([*reports, stop.found])) from None
         return Reports(reports)
+
+    def as_json(self, found: Reports) -> dict[str, Any]:
+        """Return the reports, called models."""
+        return {"models": asdict(found)["reports"]}
 
     def scores(self, found: Reports) -> dict[str, float]:
         """Return the loaded model's ratios."""
@@ -93,24 +100,31 @@ class Recompute(Study):
 
     def tables(self, found: Reports) -> list[Table]:
         """Return times and ratios of the loaded model, and the ratios of all."""
-        return [*self._times(found.reports[0]), self._ratios(found)]
+        return [*_times(found.reports[0]), self._ratios(found)]
 
-    def _times(self, report: Report) -> list[Table]:
-        tables = []
-        ways = (RECOMPUTE, READ, APART, ATTEND, *ROLLED)
-        for place, buffers in dict.fromkeys((row.place, row.buffers) for row in report.rows):
-            rows = {(row.n, row.way): row for row in report.rows if (row.place, row.buffers) == (place, buffers)}
-            shown = [way for way in ways if any(key[1] == way for key in rows)]
-            table = Table(
-                f"{report.model}: ms for one layer, from {place}, {buffers} buffers",
-                ["N", *shown, "recompute, arithmetic", "read, arithmetic"],
-            )
-            for count in dict.fromkeys(count for count, _ in rows):
-                times = [number(rows[count, way].ms) if (count, way) in rows else "-" for way in shown]
-                roofs = [number(rows[count, way].roofline_ms) for way in (RECOMPUTE, READ)]
-                table.rows.append([f"{count:,}", *times, *roofs])
-            tables.append(table)
-        return tables
+    def details(self, found: Reports) -> list[Table]:
+        """Return the machine's rates for each model, and the times of the other shapes."""
+        places = list(found.reports[0].roofline.bandwidth)
+        table = Table(
+            "Shapes and rates",
+            [
+                "model",
+                "d",
+                "w",
+                "bytes",
+                "layers",
+                "GFLOP/s",
+                *(f"GB/s, {place}" for place in places),
+                "break-even",
+            ],
+            notes=["Break-even: projecting a residual at hand beats reading from what gives fewer GB/s."],
+        )
+        for one in found.reports:
+            shape = [one.model, f"{one.hidden}", f"{one.width}", f"{one.itemsize}", ", ".join(map(str, one.layers))]
+            rates = [one.roofline.bandwidth.get(place, 0.0) for place in places] + [one.break_even_bytes_per_s]
+            shape.append(fixed(one.roofline.flops / 1e9, 0))
+            table.rows.append([*shape, *(fixed(rate / 1e9) for rate in rates)])
+        return [table, *(times for one in found.reports[1:] for times in _times(one))]
 
     def _ratios(self, found: Reports) -> Table:
         cases = list(dict.fromkeys((row.place, row.buffers) for row in found.reports[0].rows))
@@ -122,16 +136,84 @@ class Recompute(Study):
         for report in found.reports:
             rows = {(row.n, row.way, row.place, row.buffers): row for row in report.rows}
             for count in self.counts:
-                ratios = [_ratio(rows.get((count, READ, *case))) for case in cases]
-                apart = _ratio(rows.get((count, APART, "device", "warm")))
+                ratios = [_number(rows.get((count, READ, *case)), "recompute_ratio", 2) for case in cases]
+                apart = _number(rows.get((count, APART, "device", "warm")), "recompute_ratio", 2)
                 paper = "-".join(f"{value:g}" for value in dict.fromkeys(PAPER.get(count, ())))
                 table.rows.append([f"{report.model}, {count:,}", *ratios, apart, paper])
         return table
 
     def draw(self, found: Reports, path: str | os.PathLike[str], *, title: str) -> None:
-        """Draw Fig. 7."""
-        draw_recompute(found.reports, path, title=title)
+        """Draw Fig. 7: the first model's times from memory and from disk, and below them the ratio of recompute to read
+        of every model."""
+        figure = blank(9.4)
+        grid: Any = figure.subplots(2, 2, sharey="row")
+        for column, (place, where) in enumerate((("device", "in memory"), ("disk", "on disk"))):
+            times, ratios = grid[0][column], grid[1][column]
+            _draw_times(times, found.reports[0], place)
+            _draw_ratios(ratios, found.reports, place)
+            words = f"{found.reports[0].model}: ms for one layer, {where}, cold buffers"
+            dress(times, words, "N, tokens", x="log", y="log", legend=True)
+            words = f"recompute / read, {where} (thin: entry by entry; dotted: roofline)"
+            dress(ratios, words, "N, tokens", x="log", y="log")
+        handles, labels = grid[1][0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False, fontsize=8)
+        figure.suptitle(title, fontsize=11)
+        save(figure, path)
 
 
-def _ratio(row: Row | None) -> str:
-    return "-" if row is None else number(row.recompute_ratio, 2)
+def _times(report: Report) -> list[Table]:
+    tables = []
+    for place, buffers in dict.fromkeys((row.place, row.buffers) for row in report.rows):
+        rows = {(row.n, row.way): row for row in report.rows if (row.place, row.buffers) == (place, buffers)}
+        shown = [way for way in WAYS if any(key[1] == way for key in rows)]
+        table = Table(
+            f"{report.model}: ms for one layer, from {place}, {buffers} buffers",
+            ["N", *shown, "recompute, arithmetic", "read, arithmetic"],
+        )
+        for count in dict.fromkeys(count for count, _ in rows):
+            cells = [_number(rows.get((count, way)), "ms") for way in shown]
+            roofs = [_number(rows.get((count, way)), "roofline_ms") for way in (RECOMPUTE, READ)]
+            table.rows.append([f"{count:,}", *cells, *roofs])
+        tables.append(table)
+    return tables
+
+
+def _number(row: Row | None, name: str, digits: int = 3) -> str:
+    return number(None if row is None else getattr(row, name), digits)
+
+
+def _draw_times(axes: Any, report: Report, place: str) -> None:
+    rows = [row for row in report.rows if (row.place, row.buffers) == (place, "cold")]
+    for series, way in enumerate((RECOMPUTE, READ, ATTEND, APART, *RERUN)):
+        if not (mine := _by_count(rows, way)):
+            continue
+        counts, roofs = [row.n for row in mine], [row.roofline_ms for row in mine]
+        axes.plot(counts, [row.ms for row in mine], **styled(series, way))
+        if None not in roofs:
+            axes.plot(counts, roofs, color=COLOURS[series % len(COLOURS)], linestyle=":", label=f"{way}, roofline")
+
+
+def _draw_ratios(axes: Any, reports: Sequence[Report], place: str) -> None:
+    axes.axhline(1, color="0.4", linewidth=1)
+    for series, report in enumerate(reports):
+        for buffers, line in (("warm", "-"), ("cold", "--")):
+            rows = [row for row in report.rows if (row.place, row.buffers) == (place, buffers)]
+            for way in (READ, APART):
+                shown = [
+                    (row.n, row.recompute_ratio) for row in _by_count(rows, way) if row.recompute_ratio is not None
+                ]
+                style = {"color": COLOURS[series % len(COLOURS)], "marker": "", "linewidth": 0.8, "alpha": 0.6}
+                if way == READ:
+                    style = styled(series, f"{report.model}, {buffers}", 3.5)
+                if shown:
+                    axes.plot(*zip(*shown, strict=True), line, **style)
+        roofs = {row.way: row.roofline_ms for row in report.rows if row.place == place}
+        if (recompute := roofs.get(RECOMPUTE)) and (read := roofs.get(READ)):
+            axes.axhline(recompute / read, color=COLOURS[series % len(COLOURS)], linestyle=":", linewidth=1)
+    for n, (low, high) in PAPER.items():
+        label = "the paper's" if n == 1 else None
+        axes.plot([n, n], [low * 0.97, high * 1.03], color="black", linewidth=5, alpha=0.5, label=label)
+
+
+def _by_count(rows: Iterable[Row], way: str) -> list[Row]:
+    return sorted((row for row in rows if row.way == way), key=lambda row: row.n)

@@ -1,4 +1,4 @@
-"""``same-tokens``: greedy tokens of every exact way to decode, against the stock cache's."""
+"""``same-tokens``: greedy tokens of every exact way to decode, against the stock cache's (KV-Direct's Table 3)."""
 
 from __future__ import annotations
 
@@ -6,21 +6,49 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, get_args
 
+import torch
 from pydantic import Field
+from torch import Tensor
+from transformers import DynamicCache
 
+from kvkeep.cache import KeepCache
+from kvkeep.errors import UnsupportedModelError
+from kvkeep.geometry import CheckpointKind
 from kvkeep.models.loading import Loaded
-from kvkeep_lab.figures import COLOURS, DPI, WIDTH_PX, plain, save
-from kvkeep_lab.generation import Tokens, same_tokens
-from kvkeep_lab.studies.base import Progress, Study
+from kvkeep_lab.figures import COLOURS, dress, panels
+from kvkeep_lab.prompts import built_in
+from kvkeep_lab.reading import greedy
+from kvkeep_lab.studies.base import Flag, Kind, Progress, Study
 from kvkeep_lab.tables import Table, number, times
 from kvkeep_lab.tasks.base import Metric
-from kvkeep_lab.verify import checkpoint_kinds, text_ids
 
 NO_CACHE = "no cache"
 PAPER = {"stock cache": "0.11 s", NO_CACHE: "30/30, 0.19 s, 1.7 ×"}
 """KV-Direct's Table 3, SmolLM2-135M."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """One way of decoding. ratio: seconds by the stock cache's, prompt included.
+
+    differs_at: the first token that is another one; gap: by how much the stock cache preferred its own there, in
+    logits (about the dtype's rounding: a tie, decided by the order of sums).
+    """
+
+    way: str
+    matching: int
+    of: int
+    seconds: float
+    ratio: float
+    differs_at: int | None = None
+    gap: float | None = None
+
+    @property
+    def holds(self) -> bool:
+        """All tokens are the same."""
+        return self.matching == self.of
 
 
 @dataclass(frozen=True)
@@ -49,19 +77,37 @@ class SameTokens(Study):
     )
     certain = ("recomputed", "direct")
 
-    prompt: int = Field(96, ge=2, description="tokens read")
-    new: int = Field(30, ge=2, description="tokens written")
+    prompt: Annotated[int, Flag("--limit")] = Field(96, ge=2, description="tokens of the text that are read")
+    new: Annotated[int, Flag("--max-tokens", "-n")] = Field(30, ge=2, description="tokens written")
     budgets: list[int] = Field([0, 64], description="entries, of kv-direct")
+    kinds: list[Kind] | None = Field(None, description="of checkpoints; all that the family can have")
 
-    def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int, progress: Progress) -> Ways:
-        """Decode every way."""
-        kinds, refused = checkpoint_kinds(loaded.model)
-        ids, total = text_ids(loaded.tokenizer, self.prompt), 2 + len(kinds) * len(self.budgets)
-        rows = []
-        for way in same_tokens(loaded.model, ids, kinds=kinds, new=self.new, budgets=self.budgets):
-            rows.append(way)
-            progress(way.way, len(rows), total)
-        return Ways(rows, dict(refused))
+    @torch.no_grad()
+    def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int | None, progress: Progress) -> Ways:
+        """Decode every way. Raises UnsupportedModelError where kv-direct does not serve the model at all."""
+        model = loaded.model
+        kinds, refused = checkpoint_kinds(model)
+        if self.kinds is not None:
+            kinds = tuple(kind for kind in kinds if kind in self.kinds)
+        ids = built_in(loaded.tokenizer, self.prompt).to(model.device)
+
+        def stock() -> DynamicCache:
+            return DynamicCache(config=model.config)
+
+        greedy(model, ids, 2, past_key_values=stock())  # warms up
+        expected, stock_s = greedy(model, ids, self.new, past_key_values=stock())
+        rows = [Tokens("stock cache", self.new, self.new, stock_s, 1.0)]
+        asked = [(budget, kind) for budget in self.budgets for kind in kinds]
+        for way in (None, *asked):
+            label = NO_CACHE if way is None else f"kv-direct B={way[0]}, {way[1]}"
+            progress(label, len(rows), len(asked) + 2)
+            options: dict[str, Any] = {"use_cache": False}
+            if way is not None:
+                cache = KeepCache(model, "kv-direct", way[0], checkpoint=way[1], where="device")
+                options = {"past_key_values": cache}
+            got, seconds = greedy(model, ids, self.new, **options)
+            rows.append(_compared(model, ids, label, got, expected, seconds, stock_s))
+        return Ways(rows, refused)
 
     def scores(self, found: Ways) -> dict[str, float]:
         """Return the shares that are the same, and how much slower no cache is."""
@@ -75,24 +121,48 @@ class SameTokens(Study):
         table = Table("Greedy tokens", ["", "same", "seconds", "by stock's", "differs at", "gap", "the paper's"])
         for row in found.rows:
             where = "-" if row.differs_at is None else f"{row.differs_at}"
-            told = [f"{row.matching}/{row.of}", f"{row.seconds:.2f}", times(row.ratio), where, number(row.gap)]
-            table.rows.append([row.way, *told, PAPER.get(row.way, "")])
+            cells = [f"{row.matching}/{row.of}", f"{row.seconds:.2f}", times(row.ratio), where, number(row.gap)]
+            table.rows.append([row.way, *cells, PAPER.get(row.way, "")])
         table.notes = [f"Checkpoint kind {kind} is refused: {reason}" for kind, reason in found.refused.items()]
         return [table]
 
     def draw(self, found: Ways, path: str | os.PathLike[str], *, title: str) -> None:
         """Draw bars of seconds, the same tokens written beside them."""
-        from matplotlib.figure import Figure
+        seconds = [row.seconds for row in found.rows]
+        with panels(path, title, height=1.2 + 0.3 * len(found.rows)) as (axes,):
+            bars = axes.barh(range(len(seconds)), seconds, color=COLOURS[0], height=0.65)
+            axes.bar_label(bars, [f"{row.matching}/{row.of}, {times(row.ratio)}" for row in found.rows], padding=3)
+            axes.set_yticks(range(len(seconds)), [row.way for row in found.rows])
+            axes.invert_yaxis()
+            axes.set_xlim(right=1.25 * max(seconds))
+            dress(axes, f"seconds for {self.new} tokens after {self.prompt}", grid="x")
 
-        figure = Figure(figsize=(WIDTH_PX / DPI, 1.2 + 0.3 * len(found.rows)), dpi=DPI, layout="constrained")
-        axes: Any = figure.subplots()
-        places = range(len(found.rows))
-        bars = axes.barh(places, [row.seconds for row in found.rows], color=COLOURS[0], height=0.65)
-        axes.bar_label(bars, [f"{row.matching}/{row.of}, {times(row.ratio)}" for row in found.rows], padding=3)
-        axes.set_yticks(places, [row.way for row in found.rows])
-        axes.invert_yaxis()
-        axes.set_xlim(right=1.25 * max(row.seconds for row in found.rows))
-        axes.set_title(f"seconds for {self.new} tokens after {self.prompt}", loc="left", fontsize=10)
-        plain(axes, "x")
-        figure.suptitle(title, fontsize=11)
-        save(figure, path)
+
+def checkpoint_kinds(model: Any) -> tuple[tuple[CheckpointKind, ...], dict[str, str]]:
+    """Return the checkpoint kinds that the model's family can be used with, and the sentences of those refused. Raises
+    UnsupportedModelError where there are none."""
+    kinds: list[CheckpointKind] = []
+    refused: dict[str, str] = {}
+    for kind in reversed(get_args(CheckpointKind)):
+        try:
+            KeepCache(model, "kv-direct", 0, checkpoint=kind, where="device")
+        except UnsupportedModelError as error:
+            refused[kind] = str(error)
+        else:
+            kinds.append(kind)
+    if not kinds:
+        raise UnsupportedModelError(next(iter(refused.values())))
+    return tuple(kinds), refused
+
+
+def _compared(
+    model: Any, ids: Tensor, way: str, got: list[int], expected: list[int], seconds: float, stock_s: float
+) -> Tokens:
+    same = [a == b for a, b in zip(got, expected, strict=True)]
+    differs_at, gap = None, None
+    if not all(same):
+        differs_at = same.index(False)
+        sequence = torch.cat([ids, ids.new_tensor([expected[:differs_at]])], dim=1)
+        logits = model(sequence, past_key_values=DynamicCache(config=model.config), logits_to_keep=1).logits[0, -1]
+        gap = float(logits[expected[differs_at]] - logits[got[differs_at]])
+    return Tokens(way, sum(same), len(same), seconds, seconds / stock_s, differs_at, gap)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from pydantic import Field
@@ -17,8 +17,8 @@ from transformers import DynamicCache
 
 from kvkeep.models.loading import Loaded
 from kvkeep.stores.sketch import MEDIAN, CountSketch, places
-from kvkeep_lab.figures import COLOURS, DPI, MARKERS, WIDTH_PX, plain, save
-from kvkeep_lab.studies.base import Progress, TextStudy
+from kvkeep_lab.figures import COLOURS, dress, panels, styled
+from kvkeep_lab.studies.base import LEAST, Flag, Progress, TextStudy
 from kvkeep_lab.tables import Table, number, percent
 from kvkeep_lab.tasks.base import Metric
 
@@ -90,18 +90,21 @@ class SketchError(TextStudy):
         Metric("useless", "loads above 3 at which one mean vector is nearer than the sketch, all sorts"),
     )
 
-    tokens: int = Field(1024, ge=16, description="vectors in the sketch, and tokens of the passage")
+    tokens: Annotated[int, Flag("--limit")] = Field(
+        1024, ge=LEAST, description="tokens of the text that are read, and vectors in the sketch"
+    )
     loads: list[Annotated[float, Field(gt=0)]] = Field(
         [1, 3, 6, 12, 25, 50, 100], min_length=1, description="vectors that share a slot"
     )
     dim: int = Field(128, ge=1, description="of the normal vectors, of which there are 8 heads")
 
     @torch.no_grad()
-    def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int, progress: Progress) -> Errors:
+    def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int | None, progress: Progress) -> Errors:
         """Read the passage, then fill sketches."""
         cache = DynamicCache()  # without a config it keeps what sliding layers would drop
         loaded.model(self.passage(loaded, sources, seed), past_key_values=cache, logits_to_keep=1)
-        normal = torch.randn(8, self.tokens, self.dim, generator=torch.Generator().manual_seed(seed))
+        draw = seed or 0
+        normal = torch.randn(8, self.tokens, self.dim, generator=torch.Generator().manual_seed(draw))
         layers = [layer for layer in cache.layers if layer.keys is not None]
         keys, values = ([getattr(layer, part)[0].float() for layer in layers] for part in ("keys", "values"))
         sorts = {NORMAL: ([normal], True), PUBLISHED: (keys, False), KEYS: (keys, True), VALUES: (values, True)}
@@ -109,7 +112,7 @@ class SketchError(TextStudy):
         for sort, (vectors, signed) in sorts.items():
             for load in self.loads:
                 progress(f"{sort}, load {load:g}", len(rows), len(sorts) * len(self.loads))
-                parts = [_measure(part, load, signed, seed) for part in vectors]
+                parts = [_measure(part, load, signed, draw) for part in vectors]
                 rows.append(Error(sort, load, *(fmean(numbers) for numbers in zip(*parts, strict=True))))
         return Errors(self.tokens, rows)
 
@@ -137,44 +140,30 @@ class SketchError(TextStudy):
                 "In brackets: of the mean of the three slots, and of one mean vector for all, which takes no sketch."
             ],
         )
-        crowded = Table(
-            "Slots with more than twice the load",
-            ["load", "measured", "Chernoff bound exp(-a/N)"],
-        )
+        crowded = Table("Slots with more than twice the load", ["load", "measured", "Chernoff bound exp(-a/N)"])
         for load in dict.fromkeys(row.load for row in found.rows):
             rows = {row.sort: row for row in found.rows if row.load == load}
             normal = rows[NORMAL]
             table.rows.append(
-                [f"{load:g}", number(normal.predicted), number(normal.bound), *(_told(rows[sort]) for sort in sorts)]
+                [f"{load:g}", number(normal.predicted), number(normal.bound), *(_three(rows[sort]) for sort in sorts)]
             )
             crowded.rows.append([f"{load:g}", percent(normal.crowded), percent(normal.chance)])
         return [table, crowded]
 
     def draw(self, found: Errors, path: str | os.PathLike[str], *, title: str) -> None:
         """Draw errors by load, the lemma's, the bound's and that of one mean vector beside them."""
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(WIDTH_PX / DPI, 4.6), dpi=DPI, layout="constrained")
-        axes: Any = figure.subplots()
-        for place, sort in enumerate(dict.fromkeys(row.sort for row in found.rows)):
-            mine, colour = [row for row in found.rows if row.sort == sort], COLOURS[place]
-            loads = [row.load for row in mine]
-            axes.plot(loads, [row.median for row in mine], color=colour, marker=MARKERS[place], label=sort)
-            axes.axhline(fmean(row.constant for row in mine), color=colour, linewidth=0.8, linestyle=":")
-        normal = [row for row in found.rows if row.sort == NORMAL]
-        for attribute, words, style in (("bound", "bound aπ/N", "-"), ("predicted", "Lemma 2", "--")):
-            sizes = [getattr(row, attribute) for row in normal]
-            axes.plot([row.load for row in normal], sizes, style, color="0.4", linewidth=1, label=words)
-        axes.set_xscale("log")
-        axes.set_yscale("log")
-        axes.set_xlabel("load: vectors that share a slot")
-        axes.set_title(
-            "mean squared error by mean square (dotted: of one mean vector for all)", loc="left", fontsize=10
-        )
-        axes.legend(frameon=False, fontsize=8)
-        plain(axes, "both")
-        figure.suptitle(title, fontsize=11)
-        save(figure, path)
+        words = "mean squared error by mean square (dotted: of one mean vector for all)"
+        with panels(path, title, height=4.6) as (axes,):
+            for place, sort in enumerate(dict.fromkeys(row.sort for row in found.rows)):
+                mine = [row for row in found.rows if row.sort == sort]
+                axes.plot([row.load for row in mine], [row.median for row in mine], **styled(place, sort, None))
+                constant = fmean(row.constant for row in mine)
+                axes.axhline(constant, color=COLOURS[place], linewidth=0.8, linestyle=":")
+            normal = [row for row in found.rows if row.sort == NORMAL]
+            for attribute, label, style in (("bound", "bound aπ/N", "-"), ("predicted", "Lemma 2", "--")):
+                sizes = [getattr(row, attribute) for row in normal]
+                axes.plot([row.load for row in normal], sizes, style, color="0.4", linewidth=1, label=label)
+            dress(axes, words, "load: vectors that share a slot", x="log", y="log", legend=True)
 
 
 def _measure(vectors: Tensor, load: float, signed: bool, seed: int) -> tuple[float, float, float, float, float]:
@@ -202,5 +191,5 @@ def _crowded(cells: Tensor, slots: int, count: int) -> Iterator[float]:
         yield float((others > 2 * (count - 1) / slots).float().mean())
 
 
-def _told(row: Error) -> str:
+def _three(row: Error) -> str:
     return f"{number(row.median)} ({number(row.mean)}, {number(row.constant)})"

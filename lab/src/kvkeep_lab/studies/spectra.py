@@ -1,24 +1,83 @@
-"""``spectra``: how alike neighbours' queries, keys and values are, and the weights behind it."""
+"""``spectra``: why keys would be alike and values not (KVSlimmer's Fig. 2, arXiv:2603.00907, section 3.2).
+
+With y_t = x_t W of one head, W = U S V^T and l_i = s_i^2 the eigenvalues of W W^T in falling order, the cosine of
+adjacent tokens is a sum over modes (Eqs. 7-8)
+
+    cos(y_t, y_t+1) = sum_i c_i,    c_i = l_i p_t,i p_t+1,i / (|y_t| |y_t+1|),    p_t,i = x_t u_i
+
+x is what the projection is handed (the normalised residual), so y has neither bias nor norm nor rotation. As s_i p_t,i
+is the i-th coordinate of y_t in V, modes cost one product of y with V, and U is never formed.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import ClassVar
 
+import torch
+from torch import Tensor
+
+from kvkeep.geometry import ModelGeometry
+from kvkeep.models.adapter import decoder_of
+from kvkeep.models.head_weights import HeadWeights, head_weights, inputs
 from kvkeep.models.loading import Loaded
-from kvkeep_lab.analyses.figures import draw_spectra
-from kvkeep_lab.analyses.spectra import PROJECTIONS, spectra
-from kvkeep_lab.analyses.spectra import Spectra as Found
-from kvkeep_lab.studies.base import Progress, TextStudy, counted
-from kvkeep_lab.tables import Table, number, percent
+from kvkeep.models.watching import Attended, watching
+from kvkeep_lab.figures import COLOURS, dress, panels, styled
+from kvkeep_lab.measures import effective_rank, rank_correlation
+from kvkeep_lab.studies.base import Progress, TextStudy
+from kvkeep_lab.tables import Table, fixed, number, percent
 from kvkeep_lab.tasks.base import Metric
 
+PROJECTIONS = ("query", "key", "value")
+ENERGY = 0.9
 
-class Spectra(TextStudy):
-    """KVSlimmer's Fig. 2; see :mod:`kvkeep_lab.analyses.spectra` for the formulas."""
+
+@dataclass(frozen=True)
+class Projection:
+    """One projection of one layer; means are over its heads, and over pairs of tokens.
+
+    cosine: of adjacent tokens (Eq. 5), the sum of ``contributions``. apart: of tokens half the text apart, alike for
+    other reasons than being neighbours. attended: of adjacent tokens as attention is handed them, with bias, norms
+    and rotation. modes: the share of all modes that it takes to hold 90 % of the energy sum_i l_i. eigenvalues: l_i
+    over their sum, contributions: c_i, falling in l. head_cosines, head_modes: the two by head.
+    """
+
+    layer: int
+    kind: str
+    projection: str
+    heads: int
+    dim: int
+    cosine: float
+    apart: float
+    attended: float
+    modes: float
+    eigenvalues: list[float]
+    contributions: list[float]
+    head_cosines: list[float]
+    head_modes: list[float]
+
+
+@dataclass(frozen=True)
+class Spectra:
+    """All projections, and over all heads the rank correlation of ``modes`` and ``cosine`` by projection and of all
+    ("all"): the paper's account expects it to be strongly negative. None: fewer than three heads, or all alike."""
+
+    tokens: int
+    rows: list[Projection]
+    correlation: dict[str, float | None]
+
+    def mean(self, projection: str, measure: str, layer: int | None = None) -> float | None:
+        """Return the mean of a measure over layers, or a layer's; None where the layer has no such projection."""
+        own = [row for row in self.rows if row.projection == projection and layer in (None, row.layer)]
+        return fmean(getattr(row, measure) for row in own) if own else None
+
+
+class SpectraStudy(TextStudy):
+    """KVSlimmer's Fig. 2, on any text."""
 
     name = "spectra"
     about = "cosines of neighbours, eigenvalues and contributions of modes, for queries, keys and values"
@@ -27,7 +86,7 @@ class Spectra(TextStudy):
         "neighbours as attention is handed them. Modes: the share of eigenvalues that holds 90 % of their sum. Means "
         "over heads, layers and pairs."
     )
-    found = Found
+    found = Spectra
     metrics: ClassVar[tuple[Metric, ...]] = (
         *(Metric(f"cosine_{name}", f"cosine of neighbours, {name}", "higher", "number") for name in PROJECTIONS),
         *(Metric(f"apart_{name}", f"cosine far apart, {name}", "higher", "number") for name in PROJECTIONS),
@@ -36,24 +95,36 @@ class Spectra(TextStudy):
         Metric("within", "rank correlation of modes and cosine within Q, K and V, mean", "lower", "number"),
     )
 
-    def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int, progress: Progress) -> Found:
-        """Look at every layer."""
-        ids = self.passage(loaded, sources, seed)
-        return spectra(loaded.model, ids, progress=counted(progress, "layers"))
+    def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int | None, progress: Progress) -> Spectra:
+        """Look at every layer while the passage is read. Raises UnsupportedModelError for a family whose heads have no
+        weights of their own."""
+        model, ids = loaded.model, self.passage(loaded, sources, seed)
+        weights = head_weights(model)
+        geometry = ModelGeometry.from_config(model.config)
+        rows: list[Projection] = []
+        with torch.no_grad(), inputs(weights) as taken:
 
-    def scores(self, found: Found) -> dict[str, float]:
+            def see(attended: Attended) -> None:
+                x = taken.pop(attended.layer)[0].float()
+                rows.extend(_layer(weights[attended.layer], geometry.layers[attended.layer].kind, x, attended))
+                progress("layers", attended.layer + 1, len(weights))
+
+            with watching(see):
+                decoder_of(model)(input_ids=ids, use_cache=False)
+        return Spectra(ids.shape[1], rows, _correlations(rows))
+
+    def scores(self, found: Spectra) -> dict[str, float]:
         """Return means over layers."""
-        scores = {
-            f"{short}_{name}": _mean(found, name, measure)
-            for name in PROJECTIONS
-            for short, measure in (("cosine", "cosine"), ("apart", "apart"), ("modes", "modes"))
+        wanted = {
+            f"{name}_{projection}": found.mean(projection, name)
+            for projection in PROJECTIONS
+            for name in ("cosine", "apart", "modes")
         }
         within = [value for name in PROJECTIONS if (value := found.correlation[name]) is not None]
-        every = found.correlation["all"]
-        scores |= {} if every is None else {"explained": every}
-        return scores | ({"within": fmean(within)} if within else {})
+        wanted |= {"explained": found.correlation["all"], "within": fmean(within) if within else None}
+        return {name: value for name, value in wanted.items() if value is not None}
 
-    def tables(self, found: Found) -> list[Table]:
+    def tables(self, found: Spectra) -> list[Table]:
         """Return the means by projection."""
         table = Table(
             "Means over layers and heads",
@@ -61,16 +132,103 @@ class Spectra(TextStudy):
             notes=["The last column is a rank correlation: if concentrated spectra made neighbours alike, near -1."],
         )
         for name in PROJECTIONS:
-            cosines = [number(_mean(found, name, measure), 2) for measure in ("cosine", "apart", "attended")]
-            held = percent(_mean(found, name, "modes"), 0)
+            cosines = [number(found.mean(name, measure), 2) for measure in ("cosine", "apart", "attended")]
+            held = percent(found.mean(name, "modes"), 0)
             table.rows.append([name, *cosines, held, number(found.correlation[name], 2)])
         table.rows.append(["all", "", "", "", "", number(found.correlation["all"], 2)])
         return [table]
 
-    def draw(self, found: Found, path: str | os.PathLike[str], *, title: str) -> None:
-        """Draw Fig. 2."""
-        draw_spectra(found, path, title=f"{title}, {found.tokens:,} tokens")
+    def details(self, found: Spectra) -> list[Table]:
+        """Return the same by layer."""
+        words = {"cosine": "cosine", "apart": "far apart", "attended": "as attended"}
+        headings = [f"{word}, {name[0].upper()}" for word in (*words.values(), "modes") for name in PROJECTIONS]
+        table = Table("Queries, keys and values by layer", ["layer", *headings])
+        for layer in dict.fromkeys(row.layer for row in found.rows):
+            cells = [fixed(found.mean(name, measure, layer)) for measure in words for name in PROJECTIONS]
+            held = (percent(found.mean(name, "modes", layer), 0) for name in PROJECTIONS)
+            table.rows.append([f"{layer}", *cells, *held])
+        return [table]
+
+    def draw(self, found: Spectra, path: str | os.PathLike[str], *, title: str) -> None:
+        """Draw Fig. 2: cosines by layer, eigenvalues and contributions by mode (thin: each layer; bold: their mean)."""
+        title = f"{title}, {found.tokens:,} tokens"
+        with panels(path, title, 3) as (left, middle, right):
+            for place, name in enumerate(PROJECTIONS):
+                rows = [row for row in found.rows if row.projection == name]
+                layers, colour = [row.layer for row in rows], COLOURS[place]
+                left.plot(layers, [row.cosine for row in rows], **styled(place, name, 3.5))
+                left.plot(layers, [row.apart for row in rows], color=colour, linestyle=":", label=f"{name}, far apart")
+                for axes, attribute in ((middle, "eigenvalues"), (right, "contributions")):
+                    lines = [getattr(row, attribute) for row in rows]
+                    for line in lines:
+                        axes.plot(_shares(line), line, color=colour, alpha=0.12, linewidth=0.6)
+                    alike = [line for line, row in zip(lines, rows, strict=True) if row.dim == rows[0].dim]
+                    mean = [fmean(values) for values in zip(*alike, strict=True)]
+                    axes.plot(_shares(mean), mean, color=colour, linewidth=2)
+            across = "mode, % of all, largest first"
+            dress(left, "cosine of neighbours", "layer")
+            dress(middle, "eigenvalue, share of the sum", across, y="log")
+            dress(right, "contribution c_i to the cosine", across)
+            middle.set_ylim(bottom=1e-5)
+            right.set_yscale("symlog", linthresh=1e-3)
+            handles, labels = left.get_legend_handles_labels()
+            left.figure.legend(handles, labels, loc="outside lower center", ncols=6, frameon=False, fontsize=8)
 
 
-def _mean(found: Found, name: str, measure: str) -> float:
-    return fmean(getattr(row, measure) for row in found.rows if row.projection == name)
+def _layer(weights: HeadWeights, kind: str, x: Tensor, attended: Attended) -> list[Projection]:
+    rows = []
+    handed = {"query": attended.query, "key": attended.key, "value": attended.value}
+    for name, weight in weights.parts.items():
+        eigenvalues, vectors = modes(weight)
+        coordinates = torch.einsum("td,hed->hte", x, weight) @ vectors  # y V: (heads, tokens, dim)
+        contributions = contributed(coordinates).mean(1)  # (heads, dim)
+        cosines = contributions.sum(-1)
+        held = effective_rank(eigenvalues, ENERGY) / eigenvalues.shape[-1]
+        rows.append(
+            Projection(
+                layer=weights.layer,
+                kind=kind,
+                projection=name,
+                heads=weight.shape[0],
+                dim=weight.shape[1],
+                cosine=float(cosines.mean()),
+                apart=float(contributed(coordinates, x.shape[0] // 2).sum(-1).mean()),
+                attended=float(contributed(handed[name][0].float()).sum(-1).mean()),
+                modes=float(held.mean()),
+                eigenvalues=(eigenvalues / eigenvalues.sum(-1, keepdim=True)).mean(0).tolist(),
+                contributions=contributions.mean(0).tolist(),
+                head_cosines=cosines.tolist(),
+                head_modes=held.tolist(),
+            )
+        )
+    return rows
+
+
+def modes(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the eigenvalues of M = W W^T that can differ from 0, falling, (heads, dim), and V, whose columns are in
+    that order, (heads, dim, dim), of ``weight`` (heads, dim, hidden), the paper's W transposed. They are those of W^T
+    W, which is dim by dim; taken in float64, returned in float32."""
+    wide = weight.double()
+    values, vectors = torch.linalg.eigh(wide @ wide.transpose(-1, -2))
+    return values.flip(-1).clamp(min=0).float(), vectors.flip(-1).float()
+
+
+def contributed(rows: Tensor, by: int = 1) -> Tensor:
+    """Return c_i (Eq. 8) of rows (heads, tokens, dim), coordinates in V, with those ``by`` tokens later: (heads,
+    tokens - by, dim). Their sum over dim is the cosine."""
+    unit = torch.nn.functional.normalize(rows, dim=-1)
+    return unit[:, :-by] * unit[:, by:]
+
+
+def _correlations(rows: list[Projection]) -> dict[str, float | None]:
+    found: dict[str, float | None] = {}
+    for name in (*PROJECTIONS, "all"):
+        mine = [row for row in rows if name in (row.projection, "all")]
+        held = torch.tensor([value for row in mine for value in row.head_modes])
+        cosines = torch.tensor([value for row in mine for value in row.head_cosines])
+        found[name] = rank_correlation(held, cosines)
+    return found
+
+
+def _shares(values: list[float]) -> list[float]:
+    return [100 * (mode + 1) / len(values) for mode in range(len(values))]

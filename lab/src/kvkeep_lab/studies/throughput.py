@@ -6,18 +6,18 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from kvkeep.cache import STOCK
 from kvkeep.models.loading import Loaded
-from kvkeep_lab.bench import INTERRUPTED, Case, run
-from kvkeep_lab.figures import COLOURS, DPI, MARKERS, WIDTH_PX, plain, save
+from kvkeep.stock import STOCK
+from kvkeep_lab.figures import dress, panels, styled
 from kvkeep_lab.reading import takes
-from kvkeep_lab.studies.base import BudgetText, MethodName, Progress, Study, counted
+from kvkeep_lab.studies.base import BudgetText, Count, Flag, MethodName, Progress, Study
 from kvkeep_lab.tables import Table, megabytes, number, times
 from kvkeep_lab.tasks.base import Metric
+from kvkeep_lab.timing import Case, run
 
 FULL, REVIVER = STOCK, "kvreviver"
 PAPER = {(1, REVIVER): 6.48, (2, REVIVER): 10.16, (8, REVIVER): 19.10, (16, REVIVER): 22.46}
@@ -79,34 +79,26 @@ class Throughput(Study):
     )
     certain = ("fits",)
 
-    methods: list[MethodName] = Field(
+    methods: Annotated[list[MethodName], Flag("--methods", "-x")] = Field(
         [FULL, REVIVER, "h2o", "h2o+quantize:4"], min_length=1, description="who is measured"
     )
-    batches: list[Annotated[int, Field(ge=1)]] = Field([1, 2, 8, 16], min_length=1, description="rows")
-    budget: BudgetText = Field("10%", description="of those that have one")
+    batches: list[Count] = Field([1, 2, 8, 16], min_length=1, description="rows")
+    budget: Annotated[BudgetText, Flag("--budget", "-b")] = Field("10%", description="of those that have one")
     length: int = Field(512, ge=32, description="tokens of a row's prompt")
     steps: int = Field(12, ge=2, description="tokens decoded a round")
     rounds: int = Field(2, ge=1, description="how often everything is measured")
 
-    def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int, progress: Progress) -> Rates:
+    def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int | None, progress: Progress) -> Rates:
         """Measure every method with every number of rows."""
         pairs = [(batch, method) for batch in self.batches for method in self.methods]
         listed = [self._case(batch, method) for batch, method in pairs]
-        told = counted(progress, "cases")
-        rows = run(
-            loaded.model,
-            listed,
-            rounds=self.rounds,
-            steps=self.steps,
-            progress=lambda label, done, total: told(done, total),
+        rows = run(loaded.model, listed, rounds=self.rounds, steps=self.steps, progress=progress)
+        return Rates(
+            [
+                Rate(batch, method, row.prefill_s, row.step_ms, row.held_bytes, row.error)
+                for (batch, method), row in zip(pairs, rows, strict=True)
+            ]
         )
-        rates = []
-        for (batch, method), row in zip(pairs, rows, strict=True):
-            if row.error == INTERRUPTED:
-                raise KeyboardInterrupt
-            held = row.memory["resident_bytes"] + row.memory["compressed_bytes"]
-            rates.append(Rate(batch, method, row.prefill_s, row.step_ms, held, row.error))
-        return Rates(rates)
 
     def _case(self, batch: int, method: str) -> Case:
         options = {"budget": self.budget, "context": self.length + self.steps + 1}
@@ -164,28 +156,12 @@ class Throughput(Study):
 
     def draw(self, found: Rates, path: str | os.PathLike[str], *, title: str) -> None:
         """Draw tokens a second by rows, and by the bytes held."""
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(WIDTH_PX / DPI, 4.2), dpi=DPI, layout="constrained")
-        grid: Any = figure.subplots(1, 2, sharey=True)
-        for place, method in enumerate(self.methods):
-            mine = [row for row in found.rows if row.method == method and not row.error]
-            if not mine:
-                continue
-            style: dict[str, Any] = {
-                "color": COLOURS[place % len(COLOURS)],
-                "marker": MARKERS[place],
-                "label": method,
-            }
-            rates = [row.tokens_per_s for row in mine]
-            grid[0].plot([row.batch for row in mine], rates, **style)
-            grid[1].plot([row.held_bytes / 1e6 for row in mine], rates, **style)
-        for axes, words in zip(grid, ("rows", "MB of entries held"), strict=True):
-            axes.set_xscale("log", base=2)
-            axes.set_xlabel(words)
-            axes.set_ylim(bottom=0)
-            plain(axes, "both")
-        grid[0].set_title("tokens a second, all rows", loc="left", fontsize=10)
-        grid[0].legend(frameon=False, fontsize=8)
-        figure.suptitle(f"{title}, budget {self.budget}", fontsize=11)
-        save(figure, path)
+        with panels(path, f"{title}, budget {self.budget}", 2, 4.2, sharey=True) as (rows, held):
+            for place, method in enumerate(self.methods):
+                mine = [row for row in found.rows if row.method == method and not row.error]
+                rates, style = [row.tokens_per_s for row in mine], styled(place, method, None)
+                if mine:
+                    rows.plot([row.batch for row in mine], rates, **style)
+                    held.plot([row.held_bytes / 1e6 for row in mine], rates, **style)
+            dress(rows, "tokens a second, all rows", "rows", x="log2", y=0, legend=True)
+            dress(held, "", "MB of entries held", x="log2", y=0)

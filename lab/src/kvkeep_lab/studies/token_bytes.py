@@ -9,15 +9,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from pydantic import Field, field_validator
+from pydantic import Field
 from transformers import DynamicCache
 
-from kvkeep.errors import unknown
 from kvkeep.geometry import ModelGeometry
+from kvkeep.memory.meter import nbytes
 from kvkeep.models.loading import Loaded
-from kvkeep.stores.meter import nbytes
-from kvkeep_lab.figures import COLOURS, DPI, WIDTH_PX, plain, save
-from kvkeep_lab.shapes import SHAPES, config_of
+from kvkeep_lab.figures import COLOURS, dress, panels
+from kvkeep_lab.shapes import SHAPES, Shape, config_of
 from kvkeep_lab.studies.base import Progress, Study
 from kvkeep_lab.tables import Table, number
 from kvkeep_lab.tasks.base import Metric
@@ -79,19 +78,11 @@ class TokenBytes(Study):
     )
     certain = ("rho", "entries", "residual", "held")
 
-    shapes: list[str] = Field(list(SHAPES), description=f"published models: {', '.join(SHAPES)}")
+    shapes: list[Shape] = Field(list(SHAPES), description=f"published models: {', '.join(SHAPES)}")
     dtype_bytes: int = Field(2, ge=1, description="bytes of an element, for those")
     stride: int = Field(4, ge=2, description="of the checkpoint kind residual:s")
 
-    @field_validator("shapes")
-    @classmethod
-    def _known(cls, shapes: list[str]) -> list[str]:
-        for name in shapes:
-            if name not in SHAPES:
-                raise unknown("shape", name, SHAPES)
-        return shapes
-
-    def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int, progress: Progress) -> TokenSizes:
+    def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int | None, progress: Progress) -> TokenSizes:
         """Size all models, and let the loaded one read a few tokens."""
         model = loaded.model
         cache = DynamicCache(config=model.config)
@@ -150,26 +141,19 @@ class TokenBytes(Study):
 
     def draw(self, found: TokenSizes, path: str | os.PathLike[str], *, title: str) -> None:
         """Draw bars of bytes a token, by model and kind."""
-        from matplotlib.figure import Figure
-
         kinds = {"keys and values": [row.entries for row in found.rows]}
         kinds["one residual (the paper's)"] = [row.residual for row in found.rows]
         for kind in list(found.rows[0].checkpoints)[1:]:
             kinds[f"checkpoint {kind}"] = [row.checkpoints[kind] for row in found.rows]
-        figure = Figure(figsize=(WIDTH_PX / DPI, 4.6), dpi=DPI, layout="constrained")
-        axes: Any = figure.subplots()
         width = 0.8 / len(kinds)
-        for place, (label, sizes) in enumerate(kinds.items()):
-            across = [number + (place - len(kinds) / 2 + 0.5) * width for number in range(len(found.rows))]
-            axes.bar(across, [size / 1024 for size in sizes], width, color=COLOURS[place], label=label)
-        axes.set_yscale("log")
-        axes.set_xticks(range(len(found.rows)), [row.model for row in found.rows], fontsize=8)
-        axes.set_title("KB a token", loc="left", fontsize=10)
-        axes.legend(frameon=False, fontsize=8, ncols=len(kinds), loc="upper left")
-        axes.set_ylim(top=10 * max(row.entries for row in found.rows) / 1024)
-        plain(axes, "y")
-        figure.suptitle(title, fontsize=11)
-        save(figure, path)
+        with panels(path, title, height=4.6) as (axes,):
+            for place, (label, sizes) in enumerate(kinds.items()):
+                across = [model + (place - len(kinds) / 2 + 0.5) * width for model in range(len(found.rows))]
+                axes.bar(across, [size / 1024 for size in sizes], width, color=COLOURS[place], label=label)
+            axes.set_xticks(range(len(found.rows)), [row.model for row in found.rows], fontsize=8)
+            dress(axes, "KB a token", y="log", grid="y")
+            axes.legend(frameon=False, fontsize=8, ncols=len(kinds), loc="upper left")
+            axes.set_ylim(top=10 * max(row.entries for row in found.rows) / 1024)
 
 
 def _kb(size: int) -> str:

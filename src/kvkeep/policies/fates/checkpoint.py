@@ -99,11 +99,13 @@ class ByEntry(EvictedStore):
         self.checkpoint, self.layer, self.capacity = site.checkpoint, site.layer.index, site.checkpoint.capacity
         home = Device(site.device)
         self.slots: Buffer | Ring = Buffer() if self.capacity is None else Ring(self.capacity, home)
+        self.holes = False  # whether any slot is -1
 
     def take(self, left: Evicted, resident: WorkingSet) -> None:
         """Take entries that leave, and their slots."""
         self.checkpoint.append(self.layer, left.keys, left.values)
         self.slots.append(left.slots[..., None].int())
+        self.holes |= left.holes
 
     def pieces(self, query: Tensor, resident: Resident, length: int) -> Iterator[Piece]:
         """Yield them all, piece by piece."""
@@ -112,7 +114,7 @@ class ByEntry(EvictedStore):
         for piece in self.checkpoint.pieces(self.layer, self.slots.length):
             stop = piece.first + piece.keys.shape[2]
             slots = concatenated(self.slots, piece.first, stop).squeeze(-1)
-            yield piece._replace(slots=slots, first=0, holes=True)
+            yield piece._replace(slots=slots, first=0, holes=self.holes)
 
     def states(self, lanes: int, length: int) -> Tensor:
         """Return what became of the entry of each slot: all are here, but those that were lost."""
@@ -128,11 +130,13 @@ class ByEntry(EvictedStore):
 
     def truncate(self, length: int, resident: Resident) -> None:
         """Leave holes where slots are forgotten."""
+        self.holes = True
         for piece in self._each():
             piece.masked_fill_(piece >= length, -1)
 
     def forget(self, slots: Tensor) -> None:
         """Leave holes where entries are resident again."""
+        self.holes = True
         for piece in self._each():
             piece.copy_(without(piece.squeeze(-1), slots)[..., None])
 
@@ -154,6 +158,7 @@ class ByEntry(EvictedStore):
 
     def restore(self, state: dict[str, Tensor]) -> None:
         """Take what :meth:`state` gave."""
+        self.holes = True  # nobody looked
         self.slots.first = self.slots.length = int(state["first"][0])
         if "slots" in state:
             self.slots.append(state["slots"])

@@ -26,6 +26,7 @@ from kvkeep.errors import KvkeepError, UnsupportedModelError, UsageError, unknow
 from kvkeep.geometry import ModelGeometry
 from kvkeep.models import binding
 from kvkeep.models.adapter import decoder_of, layers_of
+from kvkeep.models.forward import current_attender
 
 PACKAGE = "kvpress"
 HIGHEST = 2.0**98
@@ -103,6 +104,8 @@ class KVPress(Selector):
         if isinstance(entries.first, Tensor):
             raise UsageError("kvpress' scores know nothing of padding; pass rows of the same length, or one at a time.")
         if (running := _running.get()) is None:
+            if current_attender() is None:  # what a round accepts after its pass has no scores of its own
+                return entries.scores
             raise UnsupportedModelError("Hooks are not told what this model's attention modules are called with.")
         module, hidden, kwargs = running
         assert entries.keys is not None and entries.values is not None

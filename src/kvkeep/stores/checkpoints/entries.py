@@ -25,6 +25,7 @@ class Entries:
     by_token = False
     copies = True
     picks = True
+    replays = False
     reads_ids = False
 
     def __init__(
@@ -36,7 +37,7 @@ class Entries:
         meter: Meter,
         page: int,
     ) -> None:
-        self.where, self.capacity = spec.where, spec.capacity
+        self.spec, self.where, self.capacity = spec, spec.where, spec.capacity
         self.device, self.meter, self.page = device, meter, page
         self._rows = {layer: (rows_of(home, spec), rows_of(home, spec)) for layer in layers}
 

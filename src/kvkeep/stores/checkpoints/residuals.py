@@ -46,7 +46,7 @@ class Residuals:
         self.layers = [layer.index for layer in geometry.full_layers]
         self.stride = len(geometry.layers) if spec.kind == "tokens" else spec.stride
         self.anchors = geometry.residual_anchors(self.stride)
-        self._home, self._spec = home, spec
+        self._home, self.spec = home, spec
         self._windows = [layer.window for layer in geometry.layers]
         self._rows: dict[int, Rows] = {layer: rows_of(home, spec) for layer in self.anchors if layer > 0}
         self._replay: Replay | None = None
@@ -55,6 +55,11 @@ class Residuals:
     def picks(self) -> bool:
         """Where every layer has its own residuals."""
         return self.stride == 1
+
+    @property
+    def replays(self) -> bool:
+        """Where layers are run again from an anchor to the next."""
+        return self.stride > 1
 
     @property
     def reads_ids(self) -> bool:
@@ -69,7 +74,7 @@ class Residuals:
         self._drop()
         if from_ids or 0 in self._rows or 0 not in self.anchors:
             return
-        self._rows[0] = rows = rows_of(self._home, self._spec)
+        self._rows[0] = rows = rows_of(self._home, self.spec)
         for low in range(0, known, self.page):
             rows.append(self.adapter.embed(*self.ledger.span(low, min(low + self.page, known))))
 
@@ -197,4 +202,4 @@ class Residuals:
     def expect(self, names: set[str]) -> None:
         """Open the store of layer 0, which is there only where embeddings came instead of ids."""
         if "residual.0" in names:
-            self._rows[0] = rows_of(self._home, self._spec)
+            self._rows[0] = rows_of(self._home, self.spec)

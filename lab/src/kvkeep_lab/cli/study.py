@@ -1,0 +1,201 @@
+"""Commands made of studies: a study's fields are the options, its tables and figure what is shown.
+
+``kvkeep analyse STUDY`` is every study; some have a command of their own, too. All of them take a model, a dtype and a
+device, print tables for people and one JSON object for programs, and draw a figure where the study has one.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
+
+import typer
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from kvkeep.cli import options
+from kvkeep.cli.output import err, machine, note, print_json
+from kvkeep.errors import Interrupted, KvkeepError, UsageError
+from kvkeep.models.loading import load
+from kvkeep_lab.cli.console import show
+from kvkeep_lab.figures import check_figure
+from kvkeep_lab.partial import Ending
+from kvkeep_lab.studies import STUDIES, Study
+from kvkeep_lab.studies.base import Drawn, Flag
+from kvkeep_lab.studies.base import Progress as Report
+
+FILE = "The text to read, as it is; several are read one after another; - is standard input."
+OUTPUT = "Also draw a figure: a .png, .svg or .pdf file."
+
+
+def command(study: type[Study]) -> Callable[..., None]:
+    """Return the command of a study, a function that Typer understands: its signature has an option for each field, and
+    those that all commands share."""
+    fields = {name: _field(field) for name, field in study.model_fields.items()}
+    shared: dict[str, tuple[Any, Any]] = {"model": (options.Model, "smollm2")}
+    if study.text != "none":
+        files = list[str] if study.text == "needed" else list[str] | None
+        default = inspect.Parameter.empty if study.text == "needed" else None
+        shared["file"] = (Annotated[files, typer.Option("--file", "-f", help=FILE)], default)
+    if issubclass(study, Drawn):
+        shared["output"] = (Annotated[str | None, typer.Option("--output", "-o", help=OUTPUT)], None)
+    shared |= {"dtype": (options.Dtype, "float32"), "device": (options.Device, None), "json": (options.Json, False)}
+    assert not set(fields) & set(shared), "a field of the study has the name of an option that all commands share"
+
+    def run(**given: Any) -> None:
+        sizes = {name: given.pop(name) for name in fields}
+        _run(_made(study, sizes), **given)
+
+    listed = fields | shared
+    kind = inspect.Parameter.KEYWORD_ONLY
+    run.__name__ = (study.command or study.name).replace("-", "_")
+    run.__doc__ = f"{study.about[:1].upper()}{study.about[1:]}.\n\n{study.protocol}"
+    run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [inspect.Parameter(name, kind, default=default, annotation=hint) for name, (hint, default) in listed.items()]
+    )
+    run.__annotations__ = {name: hint for name, (hint, _) in listed.items()}
+    return run
+
+
+def _field(field: FieldInfo) -> tuple[Any, Any]:
+    """Return the annotation and the default of a field's option. Lists are given by commas, or by repeating it."""
+    flag = _flag(field)
+    default = field.get_default(call_default_factory=True) if flag.default is ... else flag.default
+    kind, text = _plain(field.annotation), field.description or ""
+    text = f"{text[:1].upper()}{text[1:]}."
+    if kind is list:
+        shown = ",".join(map(str, default)) if default else False
+        option = typer.Option(*flag.names, help=f"{text} By commas, or repeated.", show_default=shown)
+        return Annotated[list[str] | None, option], None
+    option = typer.Option(*flag.names, help=text)
+    return Annotated[kind if default is not None else kind | None, option], default
+
+
+def _flag(field: FieldInfo) -> Flag:
+    return next((one for one in field.metadata if isinstance(one, Flag)), Flag())
+
+
+def _plain(hint: Any) -> Any:
+    """Return bool, int, float, list or str for the type of a field: what Typer is to read."""
+    while True:
+        if get_origin(hint) is Annotated:
+            hint = get_args(hint)[0]
+        elif get_origin(hint) in (Union, UnionType):
+            hint = next(part for part in get_args(hint) if part is not NoneType)
+        else:
+            break
+    if get_origin(hint) is list:
+        return list
+    return hint if hint in (bool, int, float) else str
+
+
+def _made(study: type[Study], given: dict[str, Any]) -> Study:
+    """Return the study with these options; raises UsageError, naming the first that is wrong."""
+    sizes: dict[str, Any] = {}
+    for name, value in given.items():
+        field = study.model_fields[name]
+        flag = _flag(field)
+        if value is None and flag.default is not ...:
+            sizes[name] = flag.default
+        elif value is not None:
+            sizes[name] = parts(value, _option(name, field)) if _plain(field.annotation) is list else value
+    try:
+        return study.model_validate(sizes)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name, own = str(first["loc"][0]), first.get("ctx", {}).get("error")
+        option, said = _option(name, study.model_fields[name]), first["msg"]
+        if isinstance(own, KvkeepError):
+            raise UsageError(f"{option}: {own}") from None
+        raise UsageError(f"{option} '{first['input']}' is not understood: {said[:1].lower()}{said[1:]}.") from None
+
+
+def _option(name: str, field: FieldInfo) -> str:
+    names = _flag(field).names or (f"--{name.replace('_', '-')}",)
+    return names[0].partition("/")[0]
+
+
+def parts(texts: list[str], option: str) -> list[str]:
+    """Return what is listed in ``texts``, in order; "none" is an empty list. Raises UsageError for nothing.
+
+    Commas separate, except that ``key=value`` after a comma is one more parameter of the method before it:
+    ``h2o:recent=0.5,sinks=4,window`` is two methods.
+    """
+    found: list[str] = []
+    for part in (part.strip() for text in texts for part in text.split(",") if part.strip()):
+        named, equals, _ = part.partition("=")
+        if found and equals and not set(named) & set(":+"):
+            found[-1] += f",{part}"
+        else:
+            found.append(part)
+    if not found:
+        raise UsageError(f"{option} lists nothing; name something, separated by commas.")
+    return [] if found == ["none"] else found
+
+
+def _run(
+    study: Study,
+    *,
+    model: str,
+    dtype: str,
+    device: str | None,
+    json: bool,
+    file: list[str] | None = None,
+    output: str | None = None,
+) -> None:
+    """Measure, and print what was found."""
+    files = [Path(path) for path in file or ()]
+    study.check(files)
+    if output is not None:
+        check_figure(output)
+    loaded = load(model, dtype=dtype, device=device, progress=note)
+    stopped = None
+    with _bar() as report:
+        try:
+            found = study.measure(loaded, files, None, report)
+        except (KeyboardInterrupt, Ending) as stop:
+            found, stopped = getattr(stop, "found", None), str(stop) or "Interrupted."
+            if not isinstance(found, study.found):
+                raise Interrupted("Interrupted before it was measured; there is nothing to show.") from None
+    where = machine(loaded, dtype) | study.conditions()
+    problem = study.problem(found)
+    if output is not None and problem is None:
+        assert isinstance(study, Drawn)
+        study.draw(found, output, title=f"{loaded.name}, {dtype}")
+    if json:
+        drawn = {"figure": None if problem else output} if isinstance(study, Drawn) else {}
+        print_json({"machine": where, **study.as_json(found), **drawn})
+    else:
+        note(" ".join(f"{name}={value}" for name, value in where.items()))
+        for table in (*study.details(found), *study.tables(found)):
+            show(table)
+        if output is not None and problem is None:
+            note(f"The figure is in {output}.")
+    if stopped is not None:
+        raise Interrupted(f"{stopped} What is above was measured until then.")
+    if problem is not None:
+        raise KvkeepError(problem)
+
+
+@contextmanager
+def _bar() -> Iterator[Report]:
+    """Show a bar while something is measured."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
+
+
+analyse = typer.Typer(help="Every study on one model: data, table and figure.", no_args_is_help=True)
+for each in STUDIES.values():
+    analyse.command(name=each.command or each.name)(command(each))
+
+verify, prove, bench, compare, stream = (
+    command(STUDIES[name]) for name in ("verify", "prove", "bench", "compare", "stream")
+)
+longchat, recompute = command(STUDIES["long-chat"]), command(STUDIES["recompute"])

@@ -1,0 +1,39 @@
+"""Measurements that end early: what was measured until then is not lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from kvkeep.errors import UsageError
+
+INTERRUPTED = "interrupted before it was measured"
+"""What is said of a row that an interruption left without figures."""
+
+
+class Interruption(KeyboardInterrupt):
+    """Ctrl-C in the middle of a measurement; ``found``: what was measured until then."""
+
+    def __init__(self, found: Any) -> None:
+        super().__init__()
+        self.found = found
+
+
+class Ending(UsageError):
+    """A refusal in the middle of a measurement; ``found``: what was measured until then."""
+
+    def __init__(self, reason: str, found: Any) -> None:
+        super().__init__(reason)
+        self.found = found
+
+
+@contextmanager
+def keeping(found: Any, rows: Sequence[Any]) -> Iterator[None]:
+    """Within the block, let an interruption or a refusal carry ``found``, if it has ``rows`` by then."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise (Interruption(found) if rows else KeyboardInterrupt) from None
+    except UsageError as error:
+        raise (Ending(str(error), found) if rows else error) from None

@@ -1,0 +1,284 @@
+"""Ways to have exact keys and values of N evicted tokens in one layer, timed: projected from residuals, read, or
+attended where they lie; from every place, with warm and with cold buffers (:mod:`kvkeep_lab.buffers`), the arithmetic
+roofline beside them."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvkeep.attention import Segment, attend
+from kvkeep.cache import KeepCache
+from kvkeep.errors import UnsupportedModelError
+from kvkeep.geometry import LayerGeometry, ModelGeometry
+from kvkeep.memory.places import PLACES
+from kvkeep.models.binding import bind
+from kvkeep_lab.buffers import Storage, Sweep, faults
+from kvkeep_lab.partial import Interruption
+from kvkeep_lab.roofline import Roofline, measure
+from kvkeep_lab.timing import synchronize
+
+RECOMPUTE, READ, APART, ATTEND = "recompute", "read", "read, entry by entry", "attend in place"
+RERUN = {"residual:4": 4, "tokens": 1 << 30}
+"""Kinds of checkpoints that run layers again, and how many from one kept residual on."""
+
+SLOW_TO = 500
+WARMTHS = ("warm", "cold")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to have keys and values of ``n`` tokens in one layer.
+
+    way: "recompute": the model's projections of ``n`` residuals in one product. "read": a copy of ``n`` entries. "read,
+    entry by entry": of ``n`` entries held apart, one copy each, then put together. "attend in place": one query's
+    attention over them where they lie; nothing is copied. "residual:4", "tokens": those checkpoints' own recall, by
+    layer. ms: the fastest of all rounds (whatever else the machine does only ever adds); median_ms: their median.
+    roofline_ms: what arithmetic allows; None where it says nothing. recompute_ratio: the time of "recompute" from the
+    same place with the same buffers, relative to this (below 1: recomputing is faster). page_faults, device_bytes:
+    medians of what the kernel counts during one timing.
+    """
+
+    model: str
+    way: str
+    place: str
+    buffers: str
+    n: int
+    ms: float
+    median_ms: float
+    roofline_ms: float | None
+    recompute_ratio: float | None
+    page_faults: int
+    device_bytes: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """One model's rows. hidden, width: d and w, elements of a residual and of a token's entries in one layer. layers:
+    which were measured. interrupted: whether it ended early."""
+
+    model: str
+    hidden: int
+    width: int
+    itemsize: int
+    layers: list[int]
+    roofline: Roofline
+    break_even_bytes_per_s: float
+    rows: list[Row]
+    interrupted: bool = False
+
+
+def places(device: torch.device) -> tuple[str, ...]:
+    """Return the places that differ: beside a CPU, host memory is the device's."""
+    return tuple(name for name in PLACES if name != "host" or device.type != "cpu")
+
+
+def run(
+    model: Any,
+    name: str,
+    *,
+    counts: Sequence[int],
+    rounds: int = 5,
+    slow: bool = False,
+    folder: str | os.PathLike[str] | None = None,
+    progress: Callable[[str, int, int], None] = lambda text, done, total: None,
+) -> Report:
+    """Measure ``model`` (called ``name``) at every N of ``counts``, in three layers, ``rounds`` times, interleaved.
+
+    slow: also recall that runs whole layers ("tokens", "residual:4"), up to N = ``SLOW_TO`` and in at most two rounds.
+    folder: for files. Raises :class:`Interruption` with the report when it is interrupted, UnsupportedModelError where
+    residuals cannot be projected, StoreError where files cannot be written.
+    """
+    bench = _Bench(model, counts, folder)
+    took: dict[_Case, list[tuple[float, int, int]]] = {}
+    interrupted = False
+    steps = [(turn, count) for turn in range(rounds) for count in counts]
+    try:
+        for done, (turn, count) in enumerate(steps):
+            progress(f"{name}, {count} tokens", done, len(steps))
+            for case, sample in bench.samples(count, turn):
+                took.setdefault(case, []).append(sample)
+            if slow and count <= SLOW_TO and turn < 2:
+                for case, sample in bench.rerun(count):
+                    took.setdefault(case, []).append(sample)
+    except KeyboardInterrupt:
+        interrupted = True
+    finally:
+        bench.close()
+    shape = (bench.hidden, bench.width, bench.itemsize)
+    limit = bench.roofline.break_even(bench.hidden, bench.itemsize)
+    report = Report(name, *shape, bench.layers, bench.roofline, limit, list(bench.rows(name, took)), interrupted)
+    if interrupted:
+        raise Interruption(report)
+    return report
+
+
+@dataclass(frozen=True)
+class _Case:
+    way: str
+    place: str
+    buffers: str
+    n: int
+
+
+@dataclass
+class _Held:
+    """What lies in one place: hidden (1, n, d), entries (keys and values, (1, kv_heads, n, dim)), the same apart, one
+    tensor each; buffers of their shapes on the device; and positions (1, n)."""
+
+    hidden: Tensor
+    entries: list[Tensor]
+    apart: list[list[Tensor]]
+    targets: list[Tensor]
+    positions: Tensor
+
+
+class _Bench:
+    """One model, the places, and what is timed."""
+
+    @torch.inference_mode()
+    def __init__(self, model: Any, counts: Sequence[int], folder: str | os.PathLike[str] | None) -> None:
+        weight = next(model.parameters())
+        self.device, self.dtype, self.itemsize = weight.device, weight.dtype, weight.dtype.itemsize
+        self.geometry = ModelGeometry.from_config(model.config, self.itemsize)
+        full = [layer for layer in self.geometry.full_layers if layer.owns_entries]
+        if not full:
+            raise UnsupportedModelError(f"'{self.geometry.model_type}' has no layer that keeps every token's entries.")
+        self.layers = sorted({full[0].index, full[len(full) // 2].index, full[-1].index})
+        self.model, self.adapter = model, bind(model)
+        self.adapter.require("project", self.layers, "recomputing from residuals")
+        self.hidden, self.width = self.geometry.hidden_size, full[0].entry_elements
+        self.storages = {name: Storage(name, self.device, folder) for name in places(self.device)}
+        self.sweep = Sweep(self.device)
+        self.roofline = measure(self.storages, self.sweep, self.device, self.dtype, self.hidden, self.width)
+        self._held = {
+            (name, count): self._hold(storage, count) for count in counts for name, storage in self.storages.items()
+        }
+
+    def _hold(self, storage: Storage, count: int) -> _Held:
+        """Lay residuals and entries of ``count`` tokens in a storage; all layers read the same, of the same shape."""
+        hidden = torch.randn(1, count, self.hidden, generator=torch.Generator().manual_seed(0))
+        hidden = hidden.to(self.device, self.dtype)
+        positions = torch.arange(count, device=self.device).unsqueeze(0)
+        entries = self.adapter.project(self.layers[0], hidden, positions)
+        apart = []
+        if storage.name == "device":
+            apart = [[part[..., slot : slot + 1, :].clone() for slot in range(count)] for part in entries]
+        return _Held(
+            storage.put(hidden),
+            [storage.put(part) for part in entries],
+            apart,
+            [torch.zeros_like(part) for part in entries],
+            positions,
+        )
+
+    def close(self) -> None:
+        """Let go of everything that was laid out."""
+        self._held.clear()
+        for storage in self.storages.values():
+            storage.clear()
+
+    @torch.inference_mode()
+    def samples(self, count: int, turn: int) -> Iterator[tuple[_Case, tuple[float, int, int]]]:
+        """Time every way once for ``count`` tokens, in one of the layers."""
+        layer = self.geometry.layers[self.layers[turn % len(self.layers)]]
+        for name, storage in self.storages.items():
+            for buffers in WARMTHS:
+                for way, action in self._ways(layer, self._held[name, count], buffers == "warm"):
+                    yield _Case(way, name, buffers, count), self._time(action, storage, buffers)
+
+    def _ways(self, layer: LayerGeometry, held: _Held, warm: bool) -> list[tuple[str, Callable[[], object]]]:
+        def recompute() -> object:
+            return self.adapter.project(layer.index, held.hidden.to(self.device), held.positions)
+
+        def read() -> object:
+            into = held.targets if warm else [torch.empty_like(part, device=self.device) for part in held.entries]
+            return [target.copy_(part) for target, part in zip(into, held.entries, strict=True)]
+
+        def entry_by_entry() -> object:
+            return [torch.cat([entry.clone() for entry in part], dim=-2) for part in held.apart]
+
+        ways: list[tuple[str, Callable[[], object]]] = [(RECOMPUTE, recompute), (READ, read)]
+        if held.apart:
+            ways.append((APART, entry_by_entry))
+        heads = self.geometry.attention_heads
+        near = held.entries[0].device == self.device
+        if near and layer.key_dim == layer.value_dim and heads % layer.kv_heads == 0:
+            query = torch.randn(1, heads, 1, layer.key_dim, device=self.device, dtype=self.dtype)
+            segment = Segment(held.entries[0], held.entries[1])
+            ways.append((ATTEND, lambda: attend(query, [segment], layer.key_dim**-0.5)))
+        return ways
+
+    def _time(self, action: Callable[[], object], storage: Storage, buffers: str) -> tuple[float, int, int]:
+        """Return seconds, page faults and bytes from a block device of one run of ``action``."""
+        if buffers == "warm":
+            action()
+        else:
+            storage.drop_pages()
+            self.sweep.run()
+        synchronize(self.device)
+        before, start = faults(), time.perf_counter()
+        result = action()
+        synchronize(self.device)
+        seconds, after = time.perf_counter() - start, faults()
+        del result
+        return seconds, after[0] - before[0], after[1] - before[1]
+
+    @torch.inference_mode()
+    def rerun(self, count: int) -> Iterator[tuple[_Case, tuple[float, int, int]]]:
+        """Time the recall of checkpoints that keep fewer residuals, and so run layers; by layer. What the model's
+        family refuses is left out."""
+        ids = torch.zeros(1, count, dtype=torch.long, device=self.device)
+        for kind, stride in RERUN.items():
+            try:
+                cache = KeepCache(self.model, "kv-direct", 0, checkpoint=kind, where="device")
+            except UnsupportedModelError:
+                continue
+            self.model(ids, past_key_values=cache, logits_to_keep=1)
+            kept: Any = cache.checkpoint
+            total = len(self.geometry.layers)
+            first = stride if stride < total else 0
+            group = range(first, min(first + stride, total))
+            kept.begin_forward(True, count)  # drops what the last pass rebuilt
+
+            def recall(kept: Any = kept, group: range = group) -> None:
+                for layer in group:
+                    for _ in kept.pieces(layer, count):
+                        pass
+
+            seconds, minor, read = self._time(recall, self.storages["device"], "cold")
+            parts = len(group)
+            yield _Case(kind, "device", "cold", count), (seconds / parts, minor // parts, read // parts)
+
+    def rows(self, name: str, took: dict[_Case, list[tuple[float, int, int]]]) -> Iterator[Row]:
+        """Yield what was measured, in the order of ways, places and N."""
+        best = {case: min(sample[0] for sample in samples) for case, samples in took.items()}
+        shape = (self.hidden, self.width, self.itemsize)
+        for case in sorted(took, key=lambda case: (list(self.storages).index(case.place), WARMTHS.index(case.buffers))):
+            seconds, samples = best[case], took[case]
+            rival = best.get(_Case(RECOMPUTE, case.place, case.buffers, case.n))
+            roof = None
+            if case.way == RECOMPUTE:
+                roof = self.roofline.recompute_s(case.place, case.n, *shape)
+            elif case.way == READ:
+                roof = self.roofline.read_s(case.place, case.n, *shape[1:])
+            yield Row(
+                name,
+                case.way,
+                case.place,
+                case.buffers,
+                case.n,
+                1e3 * seconds,
+                1e3 * median(sample[0] for sample in samples),
+                None if roof is None else 1e3 * roof,
+                None if rival is None else rival / seconds,
+                int(median(sample[1] for sample in samples)),
+                int(median(sample[2] for sample in samples)),
+            )

@@ -1,0 +1,81 @@
+"""The second derivatives of the loss by all pairs of neighbouring keys at once (KVSlimmer, sections 4.1-4.2).
+
+The formulas stand in :mod:`kvkeep.policies.fates.hessian`.
+
+Values are (..., tokens, dim), attention (..., queries, tokens), outputs and E (..., queries, dim); results are (...,
+queries, tokens - 1), one for each pair. No c_ij is written out: their norms and their products with E are made of
+products of values, outputs and E.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kvkeep.policies.fates.hessian import alone, best_share, together
+
+
+@dataclass(frozen=True, slots=True)
+class Sensitivity:
+    """Of every query and pair: g_ij = E . c_ij, and the norms of the c_ij. external: |E|, (..., queries, 1)."""
+
+    g11: Tensor
+    g12: Tensor
+    g22: Tensor
+    norm11: Tensor
+    norm12: Tensor
+    norm22: Tensor
+    external: Tensor
+
+    @property
+    def cosines(self) -> tuple[Tensor, Tensor, Tensor]:
+        """cos(E, c_11), cos(E, c_12), cos(E, c_22) (Eq. 31); nan where one of the two is 0."""
+        return (
+            self.g11 / (self.external * self.norm11),
+            self.g12 / (self.external * self.norm12),
+            self.g22 / (self.external * self.norm22),
+        )
+
+    @property
+    def exact_weight(self) -> Tensor:
+        """The weight of key m in the merged key (Eq. 30); that of key m + 1 is 1 minus it."""
+        return best_share(self.g11, self.g12, self.g22)
+
+    @property
+    def closed_weight(self) -> Tensor:
+        """The same without E, as if Eq. 32 held (Eq. 33)."""
+        return best_share(self.norm11, -self.norm12, self.norm22)
+
+
+def sensitivity(external: Tensor, attention: Tensor, values: Tensor, outputs: Tensor) -> Sensitivity:
+    """Return the sensitivities of every query and pair, in float64: attention is small, and c_12 has its square."""
+    external, attention, values, outputs = (part.double() for part in (external, attention, values, outputs))
+    first, second = attention[..., :-1], attention[..., 1:]
+    square, pair = _gram(values, outputs)
+    toward = external @ values.transpose(-1, -2) - (external * outputs).sum(-1, keepdim=True)  # E . r_i
+    both = toward[..., :-1] + toward[..., 1:]
+    length = square.clamp(min=0).sqrt()  # |r_i|
+    length_both = (square[..., :-1] + 2 * pair + square[..., 1:]).clamp(min=0).sqrt()  # |r_m + r_m+1|
+    here, next_, shared = alone(first), alone(second), together(first, second)
+    return Sensitivity(
+        here * toward[..., :-1],
+        shared * both,
+        next_ * toward[..., 1:],
+        here.abs() * length[..., :-1],
+        shared.abs() * length_both,
+        next_.abs() * length[..., 1:],
+        external.norm(dim=-1, keepdim=True),
+    )
+
+
+def _gram(values: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor]:
+    """Return r_i . r_i, (..., queries, tokens), and r_m . r_m+1, (..., queries, tokens - 1)."""
+    shift = values.mean(-2, keepdim=True)  # residuals do not change, and less cancels
+    values, outputs = values - shift, outputs - shift
+    own = outputs.square().sum(-1, keepdim=True)
+    met = outputs @ values.transpose(-1, -2)
+    neighbours = (values[..., :-1, :] * values[..., 1:, :]).sum(-1)
+    square = values.square().sum(-1).unsqueeze(-2) - 2 * met + own
+    pair = neighbours.unsqueeze(-2) - met[..., :-1] - met[..., 1:] + own
+    return square, pair

@@ -1,0 +1,149 @@
+"""``bounds``: how loose the bounds of pages are, by which selective recall chooses and certifies.
+
+For each page of slots the minimum and maximum of every key channel bound the scores of its keys (Quest,
+arXiv:2406.10774):
+
+    s_k = scaling q·k <= u = scaling sum_i max(q_i min_i, q_i max_i)
+
+The *excess* is u less the largest true score of the page. By the bound alone, a page of n keys may have up to
+n exp(u - lse) of a query's attention, with lse the log-sum-exp of all its scores; what it has is the sum of
+exp(s_k - lse).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Annotated
+
+import torch
+from pydantic import Field
+
+from kvkeep.errors import UsageError
+from kvkeep.models.loading import Loaded
+from kvkeep.models.watching import Attended
+from kvkeep_lab.figures import COLOURS, dress, panels, styled
+from kvkeep_lab.reading import watch
+from kvkeep_lab.studies.base import LEAST, Count, Flag, Progress, Share, TextStudy, rising
+from kvkeep_lab.tables import Table, fixed, percent
+
+
+@dataclass(frozen=True)
+class Row:
+    """One layer and one size of pages; means over the last queries, heads and pages. excess: of the bound, in scores as
+    softmax takes them. may, have: the share of pages that by their bound may have, and that have, more than
+    :data:`Looseness.share` of a query's attention."""
+
+    layer: int
+    page: int
+    excess: float
+    may: float
+    have: float
+
+
+@dataclass(frozen=True)
+class Looseness:
+    """All rows. queries: how many of the last tokens asked; the pages are of the tokens before them."""
+
+    tokens: int
+    queries: int
+    share: float
+    rows: list[Row]
+
+    def mean(self, page: int, measure: str) -> float:
+        """Return the mean of a measure over layers."""
+        return fmean(getattr(row, measure) for row in self.rows if row.page == page)
+
+    @property
+    def pages(self) -> list[int]:
+        """The sizes of pages, rising."""
+        return sorted({row.page for row in self.rows})
+
+
+class BoundsStudy(TextStudy):
+    """What certified recall could leave out, if it knew."""
+
+    name = "bounds"
+    about = "how far a page's bound is above its largest score, and pages it cannot rule out, by size of pages"
+    protocol = (
+        "A passage is read once. For its last queries, every page of earlier keys is bounded by the minimum and the "
+        "maximum of each channel; the bound is compared with the page's largest score, and what the page may have of "
+        "the attention with what it has. Means over full layers, heads, queries and pages."
+    )
+    found = Looseness
+
+    tokens: Annotated[int, Flag("--limit")] = Field(2048, ge=LEAST, description="tokens of the text that are read")
+    pages: Annotated[list[Count], rising] = Field([2, 4, 8, 16, 32, 64], min_length=1, description="slots of a page")
+    queries: int = Field(64, ge=1, description="how many of the last tokens ask")
+    share: Share = Field(0.01, description="the share of attention that counts")
+
+    def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int | None, progress: Progress) -> Looseness:
+        """Look at every full layer while the passage is read once. Raises UsageError for pages that it does not
+        fill."""
+        ids = self.passage(loaded, sources, seed)
+        tokens, largest = ids.shape[1], max(self.pages)
+        if tokens - self.queries < largest:
+            raise UsageError(
+                f"A text of {tokens} tokens has no page of {largest} before its last {self.queries}; give a longer one."
+            )
+        rows: list[Row] = []
+
+        def look(attended: Attended) -> None:
+            for page in self.pages:
+                rows.append(Row(attended.layer, page, *loose(attended, self.queries, page, self.share)))
+
+        watch(loaded.model, ids, look, progress)
+        return Looseness(tokens, self.queries, self.share, rows)
+
+    def tables(self, found: Looseness) -> list[Table]:
+        """Return means by size of pages."""
+        counts = f"more than {100 * found.share:g} % of the attention"
+        table = Table(
+            "Bounds by page, means over layers, heads, queries and pages",
+            ["slots of a page", "bound above the largest true score", f"may have {counts}", "have as much"],
+        )
+        for page in found.pages:
+            excess, may, have = (found.mean(page, name) for name in ("excess", "may", "have"))
+            table.rows.append([f"{page}", fixed(excess, 1), percent(may), percent(have)])
+        return [table]
+
+    def draw(self, found: Looseness, path: str | os.PathLike[str], *, title: str) -> None:
+        """Draw how far bounds are above the truth (thin: each layer), and the pages they cannot rule out."""
+        with panels(path, f"{title}, {found.tokens:,} tokens", 2, 4.2) as (left, right):
+            for layer in sorted({row.layer for row in found.rows}):
+                rows = [row for row in found.rows if row.layer == layer]
+                pages, excess = [row.page for row in rows], [row.excess for row in rows]
+                left.plot(pages, excess, color=COLOURS[0], alpha=0.15, linewidth=0.8)
+            left.plot(found.pages, [found.mean(page, "excess") for page in found.pages], **styled(0, size=None))
+            for place, (measure, label) in enumerate((("may", "by the bound may have"), ("have", "have"))):
+                shares = [100 * found.mean(page, measure) for page in found.pages]
+                right.plot(found.pages, shares, **styled(place, label, None))
+            across, counts = "slots of a page", f"more than {100 * found.share:g} % of the attention"
+            dress(left, "bound above the largest true score", across, x="log2", y=0)
+            dress(right, f"pages with {counts}, %", across, x="log2", y=0, legend=True)
+
+
+def loose(attended: Attended, queries: int, page: int, share: float) -> tuple[float, float, float]:
+    """Return excess, may and have of :class:`Row` for the last ``queries`` of a layer's attention."""
+    tokens, kv_heads = attended.key.shape[2], attended.key.shape[1]
+    last = torch.arange(tokens - queries, tokens, device=attended.key.device)
+    keys = attended.key[0].float()  # (kv_heads, n, dim)
+    asked = attended.query[0, :, last].float().unflatten(0, (kv_heads, -1)).flatten(1, 2)  # (kv_heads, rows, dim)
+    scores = asked @ keys.transpose(1, 2) * attended.scaling
+    seen = attended.visible(last)[0].expand(kv_heads, -1, -1)
+    scores.masked_fill_(~seen.repeat(1, scores.shape[1] // queries, 1), float("-inf"))
+    lse = scores.logsumexp(-1, keepdim=True)
+    count = (tokens - queries) // page
+    paged = keys[:, : count * page].unflatten(1, (count, page))
+    low, high = paged.amin(2).transpose(1, 2), paged.amax(2).transpose(1, 2)
+    upper = (asked.clamp(min=0) @ high + asked.clamp(max=0) @ low) * attended.scaling
+    true = scores[..., : count * page].unflatten(-1, (count, page))
+    return (
+        float((upper - true.amax(-1)).mean()),
+        float((upper + math.log(page) - lse > math.log(share)).float().mean()),
+        float((true.logsumexp(-1) - lse > math.log(share)).float().mean()),
+    )

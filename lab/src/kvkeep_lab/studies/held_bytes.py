@@ -1,0 +1,124 @@
+"""``held-bytes``: KV-Direct's Eq. 28: bytes by formula, against bytes measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from pydantic import Field
+
+from kvkeep.cache import KeepCache
+from kvkeep.geometry import CheckpointKind
+from kvkeep.memory.meter import nbytes
+from kvkeep.models.loading import Loaded
+from kvkeep_lab.prompts import built_in
+from kvkeep_lab.studies.base import Count, Progress, Study
+from kvkeep_lab.tables import Table
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """After ``tokens`` tokens (T) within a budget of ``entries`` (B).
+
+    stock: an unbounded cache's. paper: M(T, B) = B kv + (T - B) d b, one vector for each evicted token (Eq. 28).
+    predicted: what this ``kind`` should hold: B entries of the full layers, the sliding layers' windows, and its own
+    bytes for T (residuals and ids are written as tokens come) or T - B tokens (entries move when they leave).
+    used: the rows really held. allocated: with what lies idle at the end of pages of 256 to 1024 rows.
+    bookkeeping: positions, and ids where nothing is rebuilt from them; in none of the other figures.
+    """
+
+    kind: str
+    tokens: int
+    entries: int
+    stock: int
+    paper: int
+    predicted: int
+    used: int
+    allocated: int
+    bookkeeping: int
+
+    @property
+    def holds(self) -> bool:
+        """To the byte."""
+        return self.used == self.predicted <= self.allocated
+
+
+@dataclass(frozen=True)
+class HeldBytes:
+    """By kind, budget and length."""
+
+    rows: list[Bytes]
+
+
+class HeldBytesStudy(Study):
+    """KV-Direct's Eq. 28, and the same for every kind of checkpoint."""
+
+    name = "held-bytes"
+    about = "bytes that kv-direct holds after T tokens within B entries, by formula and measured"
+    protocol = (
+        "kv-direct reads the built-in text's first tokens within each budget, for each kind of checkpoint; the tensors "
+        "of all rows held are added up. Predicted: B entries, and what the kind keeps for T - B (kv) or all T tokens "
+        "(residual: a vector for each full layer; tokens: an id). Allocated: in pages of 256 to 1024 rows."
+    )
+    found = HeldBytes
+
+    kinds: list[CheckpointKind] = Field(["kv", "residual", "tokens"], min_length=1, description="of checkpoints")
+    lengths: list[Count] = Field([96, 256], min_length=1, description="T")
+    budgets: list[int] = Field([0, 64], min_length=1, description="B")
+
+    @torch.no_grad()
+    def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int | None, progress: Progress) -> HeldBytes:
+        """Read and count. Raises UnsupportedModelError for a kind that the family cannot have."""
+        ids = built_in(loaded.tokenizer, max(self.lengths)).to(loaded.model.device)
+        asked = [(kind, budget, length) for kind in self.kinds for budget in self.budgets for length in self.lengths]
+        rows: list[Bytes] = []
+        for kind, budget, length in asked:
+            progress(f"{length} tokens, {kind}", len(rows), len(asked))
+            cache = KeepCache(loaded.model, "kv-direct", budget, checkpoint=kind, where="host")
+            loaded.model(ids[:, :length], past_key_values=cache, logits_to_keep=1)
+            rows.append(_count(cache, kind, length, budget))
+        return HeldBytes(rows)
+
+    def tables(self, found: HeldBytes) -> list[Table]:
+        """Return all of them, with whether the prediction is right to the byte."""
+        table = Table(
+            "Bytes held after T tokens within B entries (Eq. 28: one vector an evicted token)",
+            ["kind", "T", "B", "stock cache", "Eq. 28", "predicted", "used", "allocated", "used = predicted"],
+        )
+        for row in found.rows:
+            sizes = (row.tokens, row.entries, row.stock, row.paper, row.predicted, row.used, row.allocated)
+            table.rows.append([row.kind, *(f"{size:,}" for size in sizes), "yes" if row.holds else "**no**"])
+        return [table]
+
+
+def _count(cache: KeepCache, kind: CheckpointKind, tokens: int, entries: int) -> Bytes:
+    geometry, memory = cache.geometry, cache.memory()
+    resident, sliding = min(entries, tokens), geometry.sliding_bytes(tokens, stepped=False)
+    checkpointed = tokens - resident if kind == "kv" else tokens
+    return Bytes(
+        kind,
+        tokens,
+        entries,
+        stock=tokens * geometry.full_bytes_per_token + sliding,
+        paper=resident * geometry.kv_bytes_per_token + (tokens - resident) * geometry.residual_bytes_per_token,
+        predicted=sliding
+        + resident * geometry.full_bytes_per_token
+        + checkpointed * geometry.checkpoint_bytes_per_token(kind),
+        used=_used(cache),
+        allocated=memory.resident_bytes + sum(memory.checkpoint_bytes.values()),
+        bookkeeping=memory.bookkeeping_bytes,
+    )
+
+
+def _used(cache: KeepCache) -> int:
+    """Add up the tensors of all rows held, resident and checkpointed."""
+    used = 0
+    for held in cache.held:
+        used += nbytes(*(tensor for tensor in held.state().values() if tensor.is_floating_point()))
+    for _, rows in cache.checkpoint_rows():
+        used += nbytes(*(piece for _, piece in rows.read(rows.first, rows.length)))
+    if cache.checkpoint is not None and cache.checkpoint.reads_ids:
+        used += nbytes(cache.ledger.ids.view())
+    return used

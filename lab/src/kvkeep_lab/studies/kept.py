@@ -1,0 +1,127 @@
+"""``kept``: which entries methods keep of the same text, and how far they agree."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Annotated, Any
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from kvkeep.cache import KeepCache
+from kvkeep.errors import UsageError
+from kvkeep.models.loading import Loaded
+from kvkeep_lab.figures import dress, panels, styled
+from kvkeep_lab.inspection import STATES, entry_states
+from kvkeep_lab.reading import takes
+from kvkeep_lab.studies.base import BudgetText, Flag, OwnMethod, Progress, TextStudy, unique
+from kvkeep_lab.tables import Table, percent
+
+RESIDENT = STATES.index("resident")
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Two methods. layers: the share of kept entries that both keep, mean over each layer's KV heads. least: of all
+    heads. differing: entries that one keeps and the other does not, in all heads. of: entries kept in all heads."""
+
+    method: str
+    other: str
+    layers: list[float]
+    least: float
+    differing: int
+    of: int
+
+    @property
+    def mean(self) -> float:
+        """Over layers."""
+        return fmean(self.layers)
+
+
+@dataclass(frozen=True)
+class Agreements:
+    """All pairs."""
+
+    tokens: int
+    rows: list[Agreement]
+
+
+class Kept(TextStudy):
+    """What methods choose, layer by layer and head by head, after the same text within the same budget."""
+
+    name = "kept"
+    about = "which entries methods keep of the same text, and how far they agree"
+    protocol = (
+        "Each method's cache reads the same passage within the budget. Of two methods, the share of kept entries that "
+        "both keep, for each layer and KV head; where they keep different numbers, of the larger."
+    )
+    found = Agreements
+
+    methods: Annotated[list[OwnMethod], unique, Flag("--methods", "-x")] = Field(
+        ["snapkv", "h2o", "tova"],
+        min_length=2,
+        description="every pair of them is compared; the figure is of the first and the others",
+    )
+    budget: Annotated[BudgetText, Flag("--budget", "-b")] = Field("25%", description="of each, a share of the text")
+    chunk: int | None = Field(None, ge=1, description="tokens of the text taken at a time")
+
+    def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int | None, progress: Progress) -> Agreements:
+        """Read the passage with each method. Raises UsageError for a method that takes no budget."""
+        ids = self.passage(loaded, sources, seed)
+        kept: dict[str, list[Tensor]] = {}
+        for method in self.methods:
+            progress(method, len(kept), len(self.methods))
+            kept[method] = self._resident(loaded.model, ids, method)
+        pairs = [(one, other) for place, one in enumerate(self.methods) for other in self.methods[place + 1 :]]
+        return Agreements(ids.shape[1], [agreement(one, other, kept[one], kept[other]) for one, other in pairs])
+
+    @torch.no_grad()
+    def _resident(self, model: Any, ids: Tensor, method: str) -> list[Tensor]:
+        """Return whether each entry is resident, (kv_heads, tokens) bool, by layer."""
+        if "budget" not in takes(method):
+            raise UsageError(f"Method '{method}' takes no budget: it keeps every entry.")
+        options: dict[str, Any] = {"budget": self.budget, "context": ids.shape[1]}
+        if self.chunk is not None and "chunk" in takes(method):
+            options["chunk"] = self.chunk
+        cache = KeepCache(model, method, **options)
+        model(ids, past_key_values=cache, logits_to_keep=1)
+        return [states == RESIDENT for states in entry_states(cache)]
+
+    def tables(self, found: Agreements) -> list[Table]:
+        """Return a row for each pair."""
+        table = Table(
+            f"Entries kept of {found.tokens:,} tokens, budget {self.budget}",
+            ["methods", "both keep, mean", "least of all heads", "differing", "kept"],
+        )
+        for row in found.rows:
+            shares = [percent(row.mean, 2), percent(row.least, 2)]
+            table.rows.append([f"`{row.method}`, `{row.other}`", *shares, f"{row.differing:,}", f"{row.of:,}"])
+        return [table]
+
+    def draw(self, found: Agreements, path: str | os.PathLike[str], *, title: str) -> None:
+        """Draw the shares of the first method with each other one, by layer."""
+        first = found.rows[0].method
+        with panels(path, f"{title}, {found.tokens:,} tokens, budget {self.budget}") as (axes,):
+            for place, row in enumerate(row for row in found.rows if row.method == first):
+                shares = [100 * share for share in row.layers]
+                axes.plot(range(len(shares)), shares, **styled(place, row.other))
+            dress(axes, f"entries that are kept by {first}, too, %", "layer", y=0)
+            axes.figure.legend(loc="outside lower center", ncols=7, frameon=False, fontsize=8)
+
+
+def agreement(method: str, other: str, one: Sequence[Tensor], two: Sequence[Tensor]) -> Agreement:
+    """Compare what two methods keep, (kv_heads, tokens) bool by layer."""
+    shares, differing, of = [], 0, 0
+    for ours, theirs in zip(one, two, strict=True):
+        most = torch.maximum(ours.sum(1), theirs.sum(1))
+        both = (ours & theirs).sum(1)
+        shares.append((both / most.clamp(min=1)).tolist())
+        differing += int((most - both).sum())
+        of += int(most.sum())
+    least = min(min(layer) for layer in shares)
+    return Agreement(method, other, [fmean(layer) for layer in shares], least, differing, of)

@@ -1,0 +1,243 @@
+"""``prove``: the same answers from other caches, compared token by token with transformers' own cache, and timed in the
+same run. Every prompt is answered greedily with the stock cache, ends of text ignored, and with the caches to be
+proved; differences are judged by :mod:`kvkeep_lab.answers`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from itertools import groupby, product
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from kvkeep.cli.output import machine
+from kvkeep.decode.generate import Generation
+from kvkeep.errors import KvkeepError
+from kvkeep.models.loading import Loaded
+from kvkeep.stock import STOCK
+from kvkeep_lab import lines
+from kvkeep_lab.answers import Answer, Case, judged, written
+from kvkeep_lab.partial import keeping
+from kvkeep_lab.prompts import TEXT, Prompt, prompts
+from kvkeep_lab.reading import takes
+from kvkeep_lab.studies.base import BudgetText, Flag, Kind, OwnMethod, PlaceName, Progress, Study, text_of, unique
+from kvkeep_lab.tables import Table, fixed, number, percent, times
+
+_ANSWER = TypeAdapter(Answer)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case over all its prompts: how many, how many identical, how many differ in a tie alone; leading tokens that
+    are the same; medians of the ratios of times to the stock cache's; tokens a round, and the share of right drafts."""
+
+    label: str
+    prompts: int
+    identical: int
+    ties: int
+    tokens: int
+    same: int
+    prefill_ratio: float
+    decode_ratio: float
+    tokens_a_round: float | None
+    right: float | None
+    within_budget: bool | None
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """All answers, and the reasons of cases that refused, by label."""
+
+    answers: list[Answer]
+    refused: dict[str, str]
+
+    @property
+    def rows(self) -> list[Row]:
+        """A row for every case, in the order in which they were first answered."""
+        labels = dict.fromkeys(answer.label for answer in self.answers)
+        rows = [_row(label, [answer for answer in self.answers if answer.label == label]) for label in labels]
+        return rows + [
+            Row(label, 0, 0, 0, 0, 0, 0.0, 0.0, None, None, None, why) for label, why in self.refused.items()
+        ]
+
+
+class Prove(Study):
+    """Answers to prompts made of a text, and how long they take."""
+
+    name = "prove"
+    about = "the unbounded cache's answers from other caches, token by token, and how long they take"
+    protocol = (
+        "Prompts made of a text are answered greedily with the stock cache and with others; where a token differs, the "
+        "gap of its logits is held against the noise of rounding. Times are relative to the stock cache's in the same "
+        "run: below 1 is faster."
+    )
+    found = Proof
+    text = "optional"
+
+    methods: Annotated[list[OwnMethod], unique, Flag("--method", "-x")] = Field(
+        ["snapkv+verified"], min_length=1, description="see 'kvkeep methods'"
+    )
+    budgets: Annotated[list[BudgetText], unique, Flag("--budget", "-b")] = Field(
+        ["12.5%"], min_length=1, description="entries per layer (64), bytes (4MB), shares of prompt and answer (25%)"
+    )
+    checkpoints: Annotated[list[Kind], Flag("--checkpoint", "-c")] = Field(
+        ["kv"], min_length=1, description="kinds of checkpoints"
+    )
+    where: Annotated[list[PlaceName], Flag("--where", "-w")] = Field(
+        ["disk"], min_length=1, description="places of checkpoints"
+    )
+    prompts: int = Field(8, ge=1, description="prompts that are made of the text")
+    lengths: list[Annotated[int, Field(ge=32)]] = Field([600], min_length=1, description="their tokens")
+    kinds: list[Literal["summary", "question", "continuation", "chat"]] = Field(
+        ["summary", "question", "continuation", "chat"], min_length=1, description="what they ask for"
+    )
+    new: Annotated[int, Flag("--max-tokens", "-n")] = Field(128, ge=2, description="tokens of an answer")
+    every: Annotated[bool, Flag("--every/--in-turn")] = Field(
+        True, description="every cache for every prompt, or one for each in turn"
+    )
+    copies: int | None = Field(None, ge=0, description="0 keeps rounds from copying drafts from the text")
+    store: Path | None = Field(None, description="a file that keeps each answer as it comes; run again, and it goes on")
+
+    def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int | None, progress: Progress) -> Proof:
+        """Answer prompts made of the files, or of the built-in text. Raises StoreError for a store that cannot be read
+        or written."""
+        text = text_of(sources) if sources else "\n\n".join([TEXT] * 3)
+        asked = prompts(loaded.tokenizer, text, self.lengths, self.prompts, self.kinds)
+        return self.answer(loaded, asked, progress)
+
+    def answer(self, loaded: Loaded, asked: Sequence[Prompt], progress: Progress) -> Proof:
+        """Answer ``asked`` with every case or with one case a prompt, in turn; the store's answers of the same model,
+        precision, machine, prompt and case are not asked for again."""
+        known = {} if self.store is None else _known(self.store)
+        listed, setting = self.cases(), _setting(loaded)
+        asking = [
+            (prompt, case, _key(setting, prompt, case, self.new))
+            for number, prompt in enumerate(asked)
+            for case in (listed if self.every else [listed[number % len(listed)]])
+        ]
+        found = Proof([known[key] for *_, key in asking if key in known], {})
+        missing = [one for one in asking if one[2] not in known]
+        with keeping(found, found.answers):
+            for answer in self._answers(loaded, missing, found.refused, progress):
+                found.answers.append(answer)
+                if self.store is not None:
+                    lines.append(self.store, json.dumps(asdict(answer)))
+        return found
+
+    def cases(self) -> list[Case]:
+        """Return every method with every budget, checkpoint kind and place that it takes."""
+        found: list[Case] = []
+        for method in self.methods:
+            options = takes(method)
+            found += [
+                Case(method, budget, kind, where, self.copies)
+                for budget, kind, where in product(
+                    self.budgets if "budget" in options else [None],
+                    self.checkpoints if "checkpoint" in options else [None],
+                    self.where if "where" in options else [None],
+                )
+                if not (kind == "tokens" and where not in (None, self.where[0]))  # ids are where the model is
+            ]
+        return found
+
+    def _answers(
+        self, loaded: Loaded, missing: Sequence[tuple[Prompt, Case, str]], refused: dict[str, str], progress: Progress
+    ) -> Iterator[Answer]:
+        """Yield the missing answers, each prompt's after the stock cache's; note what refuses."""
+        total = len(missing) + len({id(prompt) for prompt, *_ in missing})
+        done = 0
+        for _, group in groupby(missing, key=lambda one: id(one[0])):
+            reference: Generation | None = None
+            for prompt, case, key in group:
+                about = f"{prompt.kind} of {len(prompt.ids)}"
+                if reference is None:
+                    progress(f"{about}, {STOCK}", done, total)
+                    reference = written(loaded, prompt, Case(STOCK), self.new)[0]
+                    done += 1
+                progress(f"{about}, {case.label}", done, total)
+                done += 1
+                try:
+                    result, cache = written(loaded, prompt, case, self.new)
+                except KvkeepError as error:
+                    refused[case.label] = str(error)
+                    continue
+                yield judged(loaded.model, prompt, case, key, result, reference, cache)
+
+    def problem(self, found: Proof) -> str | None:
+        """Tell if nothing was answered."""
+        return None if found.answers else next(iter(found.refused.values()), "There was nothing to answer.")
+
+    def as_json(self, found: Proof) -> dict[str, Any]:
+        """Return rows and answers."""
+        return {"rows": [asdict(row) for row in found.rows], "answers": [asdict(one) for one in found.answers]}
+
+    def tables(self, found: Proof) -> list[Table]:
+        """Return a row for each case, and below the differences."""
+        table = Table(
+            f"Answers of {self.new} tokens",
+            ["", "prompts", "identical", "ties", "tokens", "prefill", "decoding", "a round", "right", "budget"],
+            notes=[
+                "Times are relative to transformers' own cache in the same run: below 1 is faster.",
+                *(f"`{row.label}`: {row.error}" for row in found.rows if row.error),
+                *(_difference(answer) for answer in found.answers if answer.differs_at is not None),
+            ],
+        )
+        for row in (row for row in found.rows if not row.error):
+            counts = [f"{row.prompts}", f"{row.identical}", f"{row.ties}", f"{row.same}/{row.tokens}"]
+            rounds = [fixed(row.tokens_a_round, 1), percent(row.right, 0)]
+            held = "-" if row.within_budget is None else "held" if row.within_budget else "exceeded"
+            took = [times(row.prefill_ratio), times(row.decode_ratio)]
+            table.rows.append([f"`{row.label}`", *counts, *took, *rounds, held])
+        return [table]
+
+
+def _difference(answer: Answer) -> str:
+    return (
+        f"`{answer.label}`, {answer.kind} of {answer.prompt_tokens}: differs at token {answer.differs_at}, gap "
+        f"{number(answer.gap)}, noise {number(answer.noise)}: {'a tie' if answer.tie else 'no tie'}."
+    )
+
+
+def _row(label: str, own: Sequence[Answer]) -> Row:
+    rounds = [answer.rounds for answer in own if answer.rounds is not None]
+    tried = sum(one["drafted"] + one["copied"] for one in rounds)
+    budgeted = [answer for answer in own if answer.budget_bytes is not None]
+    return Row(
+        label,
+        len(own),
+        sum(answer.differs_at is None for answer in own),
+        sum(answer.tie for answer in own),
+        sum(answer.tokens for answer in own),
+        sum(answer.same for answer in own),
+        median(answer.prefill_ratio for answer in own),
+        median(answer.decode_ratio for answer in own),
+        sum(answer.tokens - 1 for answer in own) / sum(one["rounds"] for one in rounds) if rounds else None,
+        sum(one["accepted"] for one in rounds) / tried if tried else None,
+        all(answer.resident_bytes <= (answer.budget_bytes or 0) for answer in budgeted) if budgeted else None,
+    )
+
+
+def _setting(loaded: Loaded) -> str:
+    """Return what answers depend on beside prompt and case: model, precision, versions, machine."""
+    return json.dumps(machine(loaded, str(loaded.model.dtype).removeprefix("torch.")))
+
+
+def _key(setting: str, prompt: Prompt, case: Case, new: int) -> str:
+    return sha256(json.dumps([setting, prompt.ids, asdict(case), new]).encode()).hexdigest()[:16]
+
+
+def _known(store: Path) -> dict[str, Answer]:
+    """Return the answers of a file by their keys; a line that a kill left torn is none."""
+    found = {}
+    for line in lines.whole(store)[0]:
+        with suppress(ValidationError):
+            answer = _ANSWER.validate_json(line)
+            found[answer.key] = answer
+    return found

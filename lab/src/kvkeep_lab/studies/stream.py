@@ -1,0 +1,137 @@
+"""``stream``: a text of any length through one cache: does memory stay, does time stay, does the model keep its wits?
+
+StreamingLLM's claim (arXiv:2309.17453, Figs. 3 and 5), on one's own model and text.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import torch
+from pydantic import Field
+
+from kvkeep.cache import KeepCache
+from kvkeep.errors import UsageError
+from kvkeep.memory.meter import Memory
+from kvkeep.models.loading import Loaded
+from kvkeep.stock import memory_of, new_cache
+from kvkeep_lab.partial import keeping
+from kvkeep_lab.studies.base import BudgetText, Flag, OwnMethod, Progress, TextStudy, counted, text_of
+from kvkeep_lab.tables import Table, fixed, megabytes
+
+STEPS = 16
+"""Tokens at the end of each stretch that are read one by one, and timed."""
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Some tokens in a row.
+
+    start: the first's number in the text. perplexity: of each, given all before it that the cache keeps. read_ms,
+    step_ms: milliseconds a token, read in chunks, and one by one (median). memory: afterwards.
+    """
+
+    start: int
+    tokens: int
+    perplexity: float
+    read_ms: float
+    step_ms: float
+    memory: Memory
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """All stretches."""
+
+    model: str
+    method: str | None
+    budget: str | None
+    stretches: list[Stretch]
+
+
+class Stream(TextStudy):
+    """Perplexity, time and memory along a text."""
+
+    name = "stream"
+    about = "a text of any length read in flat memory: perplexity, time and bytes along the way"
+    protocol = (
+        "A text, over again if it is short, is read into one cache, a stretch at a time; the last tokens of a stretch "
+        "are read one by one, and timed. Perplexity is of each token given what the cache keeps of those before it."
+    )
+    found = Streamed
+
+    method: Annotated[OwnMethod, Flag("--method", "-x")] = Field("streaming-llm", description="see 'kvkeep methods'")
+    budget: Annotated[BudgetText, Flag("--budget", "-b")] = Field("512", description="of methods that have one")
+    tokens: int = Field(20_000, ge=2, description="tokens that are read; a shorter text begins again")
+    stretch: int = Field(1024, ge=2, description="tokens to a line of the table")
+    chunk: int | None = Field(None, ge=1, description="tokens of the text taken at a time")
+
+    def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int | None, progress: Progress) -> Streamed:
+        """Read the text."""
+        ids = list(loaded.tokenizer(text_of(sources), verbose=False).input_ids)
+        if len(ids) < 2:
+            raise UsageError("The text is shorter than two tokens; there is nothing to predict.")
+        ids = (ids * -(-self.tokens // len(ids)))[: self.tokens]
+        cache = new_cache(loaded.model, self.method, budget=self.budget, chunk=self.chunk, context=len(ids))
+        found = Streamed(loaded.name, self.method, self.budget, [])
+        with keeping(found, found.stretches):
+            for row in stretches(loaded.model, ids, cache, self.stretch, counted(progress, "reading")):
+                found.stretches.append(row)
+        return found
+
+    def tables(self, found: Streamed) -> list[Table]:
+        """Return a row for each stretch."""
+        table = Table(
+            f"{found.method} within {found.budget}",
+            ["from token", "perplexity", "ms a token, read", "ms a token, one by one", "resident", "everything else"],
+        )
+        for row in found.stretches:
+            others = row.memory.compressed_bytes + sum(row.memory.checkpoint_bytes.values())
+            sizes = megabytes(row.memory.resident_bytes), megabytes(others + row.memory.bookkeeping_bytes)
+            table.rows.append(
+                [f"{row.start:,}", fixed(row.perplexity), fixed(row.read_ms), fixed(row.step_ms, 1), *sizes]
+            )
+        return [table]
+
+
+@torch.inference_mode()
+def stretches(
+    model: Any,
+    ids: Sequence[int],
+    cache: Any,
+    stretch: int,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Iterator[Stretch]:
+    """Read ``ids`` into ``cache``, ``stretch`` tokens at a time, and yield what each stretch was like.
+
+    The last token is only predicted. Raises UsageError where the cache cannot go on, before the stretch that it cannot
+    take; what was yielded until then stands.
+    """
+    tokens = torch.tensor([list(ids)], device=next(model.parameters()).device)
+    for start in range(0, tokens.shape[1] - 1, stretch):
+        own = tokens[:, start : min(start + stretch, tokens.shape[1] - 1)]
+        steps = min(STEPS, own.shape[1] - 1)
+        if isinstance(cache, KeepCache):
+            cache.stream.admit(own.shape[1])
+        rows, took = [], []
+        for part in own.split([own.shape[1] - steps, *[1] * steps], dim=1):
+            begin = time.perf_counter()
+            rows.append(model(part, past_key_values=cache).logits[0])
+            took.append(time.perf_counter() - begin)
+        expected = tokens[0, start + 1 : start + own.shape[1] + 1]
+        loss = torch.nn.functional.cross_entropy(torch.cat(rows).float(), expected)
+        progress(start + own.shape[1], tokens.shape[1] - 1)
+        yield Stretch(
+            start,
+            own.shape[1],
+            math.exp(float(loss)),
+            1e3 * took[0] / (own.shape[1] - steps),
+            1e3 * median(took[1:]) if steps else float("nan"),
+            memory_of(cache),
+        )

@@ -1,0 +1,141 @@
+"""What truncating keys and values to a rank does to a text (KV-Direct, arXiv:2603.19664, section 5.7).
+
+Truncation keeps, of each head's W_k and W_v, the part in its first r left singular vectors: of every token (the
+weights themselves, as the paper's text says; and of keys or values alone, and of all but the first token), or of
+those that are not among the newest 32 or so (method ``lowrank:r``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from kvkeep.errors import UnsupportedModelError, UsageError
+from kvkeep.geometry import ModelGeometry
+from kvkeep.models.binding import bind
+from kvkeep.models.head_weights import head_weights
+from kvkeep_lab.compare import cases, compare, judge
+from kvkeep_lab.reading import greedy
+from kvkeep_lab.studies.base import Progress, part
+
+EVERY: dict[str, tuple[tuple[str, ...], int]] = {
+    "keys and values": (("key", "value"), 0),
+    "keys": (("key",), 0),
+    "values": (("value",), 0),
+    "all but the first": (("key", "value"), 1),
+}
+"""Ways to truncate every entry: what of it, and how many of the text's first tokens are left as they are."""
+
+LOWRANK = "lowrank"
+WAYS = (*EVERY, LOWRANK)
+ROOM = 128
+"""Entries of budget beside the text: none leaves the cache, all that are not among the newest are truncated."""
+
+
+@dataclass(frozen=True)
+class Truncation:
+    """One rank and one way to truncate. match: the share of greedy tokens that are the full cache's. kl, top1: of the
+    distributions given the full cache's text, mean in nats, and the share with the same largest. error: why there is
+    nothing else."""
+
+    way: str
+    rank: int
+    match: float | None = None
+    kl: float | None = None
+    top1: float | None = None
+    error: str = ""
+
+
+def truncations(
+    model: Any, prompt: Sequence[int], listed: Sequence[int], *, new: int, progress: Progress
+) -> list[Truncation]:
+    """Truncate to every rank of ``listed``, in all ways, and continue ``prompt`` (token ids) by ``new`` greedy tokens.
+    Raises UsageError for a rank out of 1 ... d_head."""
+    bind(model)
+    geometry = ModelGeometry.from_config(model.config)
+    dim = max(max(layer.key_dim, layer.value_dim) for layer in geometry.layers)
+    for rank in listed:
+        if not 1 <= rank <= dim:
+            raise UsageError(f"A rank is from 1 to the width of a head, here {dim}, not {rank}.")
+    ids = torch.tensor([list(prompt)], device=next(model.parameters()).device)
+    found = _every_entry(model, ids, listed, new, part(progress, 0, 2))
+    listed_cases = cases([f"{LOWRANK}:{rank}" for rank in listed], [str(len(prompt) + new + ROOM)])
+    comparison = compare(model, prompt, listed_cases, new=new, progress=part(progress, 1, 2))
+    for rank, row in zip(listed, comparison.rows, strict=True):
+        found.append(Truncation(LOWRANK, rank, row.match, row.kl_mean, row.top1, row.error))
+    return found
+
+
+@torch.no_grad()
+def _every_entry(model: Any, ids: Tensor, listed: Sequence[int], new: int, progress: Progress) -> list[Truncation]:
+    def continued() -> list[int]:
+        return greedy(model, ids, new, past_key_values=DynamicCache(config=model.config))[0]
+
+    def distributions(tokens: Sequence[int]) -> Tensor:
+        given = torch.cat([ids, ids.new_tensor([list(tokens[:-1])])], dim=1)
+        return model(given, use_cache=False, logits_to_keep=new).logits[0].float().cpu()
+
+    wanted = [(way, rank) for way in EVERY for rank in listed]
+    expected = continued()
+    full = distributions(expected)
+    found: list[Truncation] = []
+    for way, rank in wanted:
+        progress("truncated weights", len(found), len(wanted))
+        try:
+            with truncated(model, rank, *EVERY[way]):
+                got, logits = continued(), distributions(expected)
+        except UnsupportedModelError as error:
+            return [Truncation(way, rank, error=str(error)) for way, rank in wanted]
+        judged = [judge(*both) for both in zip(full, logits, expected, strict=True)]
+        match = fmean(a == b for a, b in zip(got, expected, strict=True))
+        kl, top1 = fmean(position.kl for position in judged), fmean(position.agrees for position in judged)
+        found.append(Truncation(way, rank, match, kl, top1))
+    return found
+
+
+@contextmanager
+def truncated(model: Any, rank: int, parts: Sequence[str] = ("key", "value"), spared: int = 0) -> Iterator[None]:
+    """Within the block, let each head's ``parts`` keep only what lies in the first ``rank`` left singular vectors of
+    its W_k, or W_v. The first ``spared`` tokens of a text are left as they are. Raises UnsupportedModelError where
+    keys and values have no modules of their own."""
+    adapter = bind(model)
+    handles = []
+    try:
+        for weights in head_weights(model):
+            attention = getattr(adapter.layers[weights.layer], "self_attn", None)
+            for part in parts:
+                if (weight := weights.parts.get(part)) is None:
+                    continue
+                if (module := getattr(attention, f"{part[0]}_proj", None)) is None:
+                    raise UnsupportedModelError(
+                        f"'{adapter.family}' has no key and value projections of their own to truncate."
+                    )
+                handles.append(module.register_forward_hook(_onto(weight, rank, spared)))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _onto(weight: Tensor, rank: int, spared: int) -> Any:
+    """Return the hook that projects an output (..., heads * dim) onto the first directions of weight (heads, dim,
+    hidden)."""
+    first = torch.linalg.svd(weight, full_matrices=False).U[..., :rank]
+    projector = first @ first.transpose(-1, -2)  # (heads, dim, dim)
+
+    def hook(module: Any, args: Any, output: Tensor) -> Tensor:
+        bias = 0 if module.bias is None else module.bias  # not a part of W
+        rows = (output - bias).unflatten(-1, projector.shape[:2]).unsqueeze(-2)
+        kept = (rows @ projector.to(output.dtype)).flatten(-3) + bias
+        if spared and output.shape[-2] > 1:  # a whole text; single tokens come later
+            kept[..., :spared, :] = output[..., :spared, :]
+        return kept
+
+    return hook

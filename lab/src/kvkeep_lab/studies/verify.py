@@ -1,0 +1,150 @@
+"""``verify``: the claims everything rests on, on one's own model: KV-Direct's Tables 1-3, Fig. 8 and Eq. 28."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from kvkeep.geometry import ModelGeometry
+from kvkeep.models.binding import bind
+from kvkeep.models.loading import Loaded
+from kvkeep_lab.prompts import built_in
+from kvkeep_lab.studies.base import Flag, Progress, Study, part
+from kvkeep_lab.studies.held_bytes import Bytes, HeldBytes, HeldBytesStudy
+from kvkeep_lab.studies.patching import Patches, Patching, PatchingStudy
+from kvkeep_lab.studies.rebuilt import Differences, Rebuilt, Reconstruction, reconstruction
+from kvkeep_lab.studies.same_tokens import SameTokens, Tokens, Ways, checkpoint_kinds
+from kvkeep_lab.studies.windows import Windows, beyond_the_window, text_length
+from kvkeep_lab.tables import Table
+
+DTYPES = ("float32", "bfloat16", "float16")
+LENGTHS = (16, 32, 64, 128, 256)
+TABLE_1 = (
+    ("the paper's SmolLM2-135M, bfloat16", "22.5", "1.1", "20.0"),
+    ("the paper's Gemma 3 4B, bfloat16", "136.0", "5.0", "27.2"),
+)
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything measured, and Table 1's row for this model (bytes a token).
+
+    refused: checkpoint kinds that this family cannot rebuild entries from, and why; they are not checked.
+    windows: None where the model has no sliding layers, or no positions beyond them.
+    """
+
+    model: str
+    dtype: str
+    kv_bytes: int
+    residual_bytes: int
+    rho: float
+    reconstruction: list[Reconstruction]
+    tokens: list[Tokens]
+    patching: list[Patching]
+    memory: list[Bytes]
+    windows: Windows | None
+    refused: dict[str, str]
+
+    @property
+    def claims(self) -> dict[str, list[Any]]:
+        """The measurements by the claim that they are of; each says whether it ``holds``."""
+        found: dict[str, list[Any]] = {
+            "keys and values are rebuilt to the bit (Table 2)": self.reconstruction,
+            "greedy tokens are the stock cache's (Table 3)": self.tokens,
+            "the residual determines what follows: KL = 0 (Fig. 8)": self.patching,
+            "bytes are as predicted (Eq. 28)": self.memory,
+        }
+        return found if self.windows is None else found | {"windows change neither (section 5.4)": [self.windows]}
+
+    def failures(self) -> list[Any]:
+        """Return the measurements that contradict a claim."""
+        return [row for rows in self.claims.values() for row in rows if not row.holds]
+
+    @property
+    def holds(self) -> bool:
+        """Every claim held."""
+        return not self.failures()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain types, each measurement with whether it ``holds``."""
+        plain = asdict(self)
+        for name in ("reconstruction", "tokens", "patching", "memory"):
+            for row, found in zip(plain[name], getattr(self, name), strict=True):
+                row["holds"] = found.holds
+        if self.windows is not None:
+            plain["windows"]["holds"] = self.windows.holds
+        return plain | {"holds": self.holds}
+
+
+class Verify(Study):
+    """All checks; a command that fails where a claim does not hold."""
+
+    name = "verify"
+    about = "the claims, on your model: entries rebuilt to the bit, the same tokens, KL = 0, bytes as predicted"
+    protocol = (
+        "Keys and values are rebuilt and compared; a text is continued with and without a cache; residuals are "
+        "patched; bytes are counted; where the model has sliding windows, the same beyond them."
+    )
+    found = Report
+
+    quick: Annotated[bool, Flag("--quick")] = Field(
+        False, description="one length, one dtype, fewer tokens, no decoding from tokens"
+    )
+
+    def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int | None, progress: Progress) -> Report:
+        """Run all checks. Raises UnsupportedModelError where kv-direct does not serve the model at all."""
+        model, tokenizer, quick = loaded.model, loaded.tokenizer, self.quick
+        bind(model)
+        dtype = str(model.dtype).removeprefix("torch.")
+        geometry = ModelGeometry.from_config(model.config, model.dtype.itemsize)
+        kinds, refused = checkpoint_kinds(model)
+        most = min(LENGTHS[-1], geometry.max_positions or LENGTHS[-1])
+        ids, lengths = built_in(tokenizer, most), LENGTHS[-1:] if quick else LENGTHS
+        rebuilt: list[Reconstruction] = []
+        for name in (dtype,) if quick else DTYPES:
+            progress(f"rebuilding in {name}", 0, 5)
+            rebuilt += reconstruction(model, ids, lengths, name)
+        exact = [kind for kind in kinds if not quick or kind != "tokens"]
+        tokens = SameTokens.model_validate({"kinds": exact, "new": 12 if quick else 30})
+        texts = {"lengths": [min(160, most)], "budgets": [64]} if quick else {"lengths": [96, most]}
+        counted = HeldBytesStudy.model_validate({"kinds": kinds, **texts})
+        said = tokens.measure(loaded, [], seed, part(progress, 1, 5)).rows
+        patched = PatchingStudy().measure(loaded, [], seed, part(progress, 2, 5)).rows
+        memory = counted.measure(loaded, [], seed, part(progress, 3, 5)).rows
+        windows, new = None, 6 if quick else 12
+        if length := text_length(geometry, new):
+            progress("sliding windows", 4, 5)
+            rebuilding = tuple(kind for kind in kinds if kind != "kv")
+            windows = beyond_the_window(model, built_in(tokenizer, length), new=new, kinds=rebuilding)
+        sizes = geometry.kv_bytes_per_token, geometry.residual_bytes_per_token, geometry.rho
+        return Report(loaded.name, dtype, *sizes, rebuilt, said, patched, memory, windows, refused)
+
+    def problem(self, found: Report) -> str | None:
+        """Tell how many measurements contradict a claim."""
+        return None if found.holds else f"{len(found.failures())} measurements contradict a claim; they are above."
+
+    def as_json(self, found: Report) -> dict[str, Any]:
+        """Return all measurements, each with whether it holds."""
+        return found.as_dict()
+
+    def tables(self, found: Report) -> list[Table]:
+        """Return the paper's tables for this model, and a verdict for each claim."""
+        sizes = Table("KB a token (Table 1)", ["", "keys and values", "one residual", "ρ"])
+        own = (f"{found.kv_bytes / 1024:.1f}", f"{found.residual_bytes / 1024:.1f}", f"{found.rho:.1f}")
+        sizes.rows = [[f"{found.model}, {found.dtype}", *own], *TABLE_1]
+        verdict = "Every claim held." if found.holds else f"{len(found.failures())} measurements contradict a claim."
+        claims = Table("Claims", ["", "measurements", "that hold"], notes=[verdict])
+        for claim, rows in found.claims.items():
+            claims.rows.append([claim, f"{len(rows)}", f"{sum(row.holds for row in rows)}"])
+        return [
+            sizes,
+            *Rebuilt.model_validate({}).tables(Differences(found.reconstruction, found.windows)),
+            *SameTokens.model_validate({}).tables(Ways(found.tokens, found.refused)),
+            *PatchingStudy().tables(Patches(found.patching)),
+            *HeldBytesStudy.model_validate({}).tables(HeldBytes(found.memory)),
+            claims,
+        ]

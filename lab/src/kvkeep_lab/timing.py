@@ -1,0 +1,230 @@
+"""Prefill and decoding of many caches, timed in one run.
+
+Timings on a shared machine wander, so cases are interleaved over several rounds and the figures are medians and
+ratios to the stock cache of the same run. Token ids are random: the time a step takes does not depend on them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import fmean, median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvkeep.cache import KeepCache
+from kvkeep.errors import KvkeepError, UsageError
+from kvkeep.memory.meter import Memory
+from kvkeep.stock import STOCK, memory_of, new_cache
+from kvkeep_lab.partial import INTERRUPTED, Interruption
+
+NAIVE = "naive"
+"""No cache: the whole sequence is computed again for every token."""
+
+HELD = "stock, the budget's entries"
+
+CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "processor": time.process_time}
+"""Seconds that pass, and those in which this process's threads work, together: what a pass costs where others use
+the machine, too, but without waiting, and without a GPU."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One cache at one context: ``length`` prompt tokens, then single steps. ``rival``: whom it is compared with.
+    ``reads``: prompt tokens where these are not ``length``: a stock cache of a budget's entries. ``batch``: rows."""
+
+    label: str
+    length: int
+    method: str
+    options: dict[str, Any] = field(default_factory=dict)
+    rival: str = STOCK
+    reads: int | None = None
+    batch: int = 1
+
+
+@dataclass(frozen=True)
+class Timed:
+    """What one case measured. Seconds are medians; ratios are to the rival of the same context (below 1 is faster);
+    ``held_ratio``: of the step, to a stock cache with the budget's entries only. ``slowest_ms``, ``mean_ms``: the
+    slowest step, and the mean of all, for methods that do their work once for many; ``merging_ms``: how much of that
+    mean is merging, by the wall clock (on a GPU, asking for it). ``memory``: the cache's own account; on a GPU also
+    ``device_peak_bytes``, the most its allocator had given out during the case beyond what it had before, the model's
+    activations included."""
+
+    label: str
+    context: int
+    prefill_s: float | None
+    step_ms: float | None
+    slowest_ms: float | None
+    mean_ms: float | None
+    merging_ms: float | None
+    prefill_ratio: float | None
+    step_ratio: float | None
+    held_ratio: float | None
+    steps: int
+    memory: dict[str, Any]
+    error: str = ""
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of entries that attention reads, in full or in a smaller form."""
+        return int(self.memory["resident_bytes"] + self.memory["compressed_bytes"])
+
+
+@dataclass
+class _Taken:
+    """What was taken of one case so far, in seconds."""
+
+    prefills: list[float] = field(default_factory=list)
+    steps: list[float] = field(default_factory=list)
+    merging: float = 0.0
+    memory: dict[str, Any] = field(default_factory=lambda: asdict(Memory()))
+    error: str = ""
+
+    @property
+    def prefill(self) -> float | None:
+        return median(self.prefills) if self.prefills else None
+
+    @property
+    def step(self) -> float | None:
+        return median(self.steps) if self.steps else None
+
+
+def run(
+    model: Any,
+    listed: Sequence[Case],
+    *,
+    rounds: int = 3,
+    steps: int = 16,
+    patience_s: float = 20.0,
+    clock: str = "wall",
+    progress: Callable[[str, int, int], None] = lambda label, done, total: None,
+) -> list[Timed]:
+    """Measure every case ``rounds`` times, interleaved. A case takes ``steps`` steps a round, fewer (one at least) once
+    ``patience_s`` seconds have gone into them; one that has used four times that in all sits out later rounds.
+    clock: one of :data:`CLOCKS`; raises UsageError for "processor" where the model is on a GPU.
+
+    Raises :class:`Interruption` with the rows, when it is interrupted.
+    """
+    if clock != "wall" and next(model.parameters()).device.type != "cpu":
+        raise UsageError("Processor seconds say nothing of a GPU; leave out the clock, or give --device cpu.")
+    taken = [_Taken() for _ in listed]
+    turns = [(turn, number) for turn in range(rounds) for number in range(len(listed))]
+    try:
+        for done, (turn, number) in enumerate(turns):
+            case, own = listed[number], taken[number]
+            progress(f"{case.label} at {case.length}", done, len(turns))
+            if own.error or (turn and sum(own.prefills) + sum(own.steps) > 4 * patience_s):
+                continue
+            try:
+                prefills, took, merging, own.memory = _measure(model, case, steps, patience_s, CLOCKS[clock])
+            except KvkeepError as error:
+                own.error = str(error)
+                continue
+            own.prefills += prefills
+            own.steps += took
+            own.merging += merging
+    except KeyboardInterrupt:
+        for own in taken:
+            own.error = own.error or ("" if own.steps else INTERRUPTED)
+        raise Interruption(_rows(listed, taken)) from None
+    return _rows(listed, taken)
+
+
+def _rows(listed: Sequence[Case], taken: Sequence[_Taken]) -> list[Timed]:
+    def ratio(mine: float | None, rival: float | None) -> float | None:
+        return mine / rival if mine and rival else None
+
+    places = {(case.label, case.length): own for case, own in zip(listed, taken, strict=True)}
+    rows = []
+    for case, own in zip(listed, taken, strict=True):
+        rival, held = (places.get((label, case.length), _Taken()) for label in (case.rival, HELD))
+        ms = [1e3 * seconds for seconds in own.steps]
+        rows.append(
+            Timed(
+                case.label,
+                case.length,
+                own.prefill,
+                median(ms) if ms else None,
+                max(ms, default=None),
+                fmean(ms) if ms else None,
+                1e3 * own.merging / len(ms) if ms else None,
+                ratio(own.prefill, rival.prefill),
+                ratio(own.step, rival.step),
+                ratio(own.step, held.step),
+                len(ms),
+                own.memory,
+                own.error,
+            )
+        )
+    return rows
+
+
+@torch.inference_mode()
+def _measure(
+    model: Any, case: Case, steps: int, patience_s: float, clock: Callable[[], float]
+) -> tuple[list[float], list[float], float, dict[str, Any]]:
+    """Return the seconds of prompts, of steps, of merging in all steps, and what the cache holds in the end."""
+    device = next(model.parameters()).device
+    peak = _peak_from_here(device)
+    ids = random_ids(model, case.length + steps, case.batch)
+    if case.method == NAIVE:
+        took = _until(steps, patience_s, lambda step: timed(model, ids[:, : case.length + step], None, clock))
+        return [], took, 0.0, asdict(Memory()) | peak()
+    cache = new_cache(model, case.method, **case.options)
+    prefill = timed(model, ids[:, : case.reads or case.length], cache, clock)
+    timed(model, ids[:, :1], cache)  # the first step warms up
+    before = _merging(cache)
+    took = _until(steps - 1, patience_s, lambda step: timed(model, ids[:, step : step + 1], cache, clock))
+    return [prefill], took, _merging(cache) - before, asdict(memory_of(cache)) | peak()
+
+
+def _merging(cache: Any) -> float:
+    """Return the seconds that a cache has merged for."""
+    return cache.meter.merging_s if isinstance(cache, KeepCache) else 0.0
+
+
+def _until(steps: int, patience_s: float, measure: Callable[[int], float]) -> list[float]:
+    took: list[float] = []
+    for step in range(steps):
+        if took and sum(took) > patience_s:
+            break
+        took.append(measure(step))
+    return took
+
+
+def _peak_from_here(device: torch.device) -> Callable[[], dict[str, int]]:
+    """Return a function of the most memory that a GPU gives out from here on; on a CPU of nothing."""
+    if device.type != "cuda":
+        return dict
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    return lambda: {"device_peak_bytes": torch.cuda.max_memory_allocated(device) - before}
+
+
+def random_ids(model: Any, length: int, batch: int = 1, seed: int = 0) -> Tensor:
+    """Return token ids by chance, (batch, length), where the model is."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, model.config.vocab_size, (batch, length), generator=generator).to(model.device)
+
+
+def timed(model: Any, ids: Tensor, cache: Any, clock: Callable[[], float] = time.perf_counter) -> float:
+    """Return the seconds that a pass over ``ids`` (batch, tokens) takes by ``clock``, until its last logits are
+    there."""
+    synchronize(ids.device)  # what earlier steps left running is not this one's
+    start = clock()
+    logits = model(ids, past_key_values=cache, use_cache=cache is not None, logits_to_keep=1).logits
+    logits[0, -1, 0].item()  # waits for the device
+    return clock() - start
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for ``device``, if it is one that has to be waited for."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()

@@ -1,0 +1,32 @@
+"""Tensors that last: what a cache keeps is written again later, whatever mode it was made in."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def lasting(function: Callable[P, R]) -> Callable[P, R]:
+    """Let ``function`` run without gradients and outside ``torch.inference_mode``, whose tensors cannot be written
+    outside of it."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not (torch.is_grad_enabled() or torch.is_inference_mode_enabled()):
+            return function(*args, **kwargs)
+        with torch.inference_mode(False), torch.no_grad():
+            return function(*args, **kwargs)
+
+    return run
+
+
+def lasts(tensor: Tensor) -> Tensor:
+    """Return ``tensor`` without its graph; a copy of it if it was made in inference mode."""
+    return tensor.clone() if tensor.is_inference() else tensor.detach()

@@ -1,0 +1,94 @@
+"""Passes: the forward passes of a cache, of which one that was left in the middle is undone."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from kvkeep.errors import KvkeepError
+from kvkeep.geometry import ModelGeometry
+from kvkeep.policies.assembly import Assembly
+
+
+class Passes:
+    """The forward passes of a cache whose attention is transformers' own.
+
+    decoder: the only one whose passes these may be, None: any. open: a step is in progress, or was left in the middle. chunk: tokens of a prompt taken at a time. earlier_outputs: of a prompt's earlier chunks, for the last. on_progress:
+    called with the tokens so far, after every pass.
+    """
+
+    streams = False
+
+    def __init__(self, geometry: ModelGeometry, made: Assembly) -> None:
+        self.geometry, self.layers, self.decoder = geometry, made.layers, made.decoder
+        self.chunk = made.chunk or sys.maxsize
+        self.bounded: list[Any] = [made.layers[layer.index] for layer in geometry.full_layers]
+        self.moving = any(layer.kind not in ("full", "shared") for layer in geometry.layers)
+        self.earlier_outputs: list[Tensor] = []
+        self.on_progress: Callable[[int], None] | None = None
+        self.open, self._known = False, 0
+
+    @property
+    def length(self) -> int:
+        """Tokens processed, those of an unfinished step not counted."""
+        return self._known if self.open else self._processed()
+
+    def _processed(self) -> int:
+        return next(iter(self.bounded), self.layers[0]).get_seq_length()
+
+    def admit(self, tokens: int) -> None:
+        """Raise if there is no room for ``tokens`` more, before anything is read."""
+
+    def begin_forward(
+        self, ids: Tensor | None, embeddings: Tensor | None, positions: Tensor | None, mask: Any
+    ) -> Tensor | None:
+        """Take note of the tokens about to be processed; return the positions to tell the model, None for its own."""
+        self.roll_back()
+        self.open, self._known = True, self._processed()
+        return positions
+
+    def enter_layer(self, layer_idx: int, hidden: Tensor) -> None:
+        """Take note of the residual entering a layer, (batch, new, hidden_size)."""
+
+    def attends(self, layer_idx: int) -> bool:
+        """Tell whether a layer's past is streamed."""
+        return False
+
+    def end_forward(self, completed: bool) -> None:
+        """Close the step; one that an exception left is rolled back where that can be done."""
+        if not completed:
+            if not self.moving:
+                self.roll_back()
+            return
+        self.open = False
+        self._tell()
+
+    def _tell(self) -> None:
+        if self.on_progress is not None:
+            self.on_progress(self._processed())
+
+    def roll_back(self) -> None:
+        """Undo a step that was left in the middle; hooks are not told of every interrupt, so this may be late. Raises
+        KvkeepError where it cannot be undone."""
+        if not self.open:
+            return
+        lost = any(getattr(layer, "lost", False) for layer in self.bounded)
+        if lost or self.moving:
+            reason = "entries left that a store could not take" if lost else "what a sliding window forgot is gone"
+            raise KvkeepError(
+                f"The cache was left in the middle of a step, and {reason}; call reset() and read the text again."
+            )
+        self.open = False
+        for layer in self.bounded:
+            layer.truncate(self._known)
+        self.forget_from(self._known)
+
+    def forget_from(self, length: int) -> None:
+        """Forget what all layers share of the slots from ``length`` on; the layers did already."""
+
+    def abandon(self) -> None:
+        """Undo whatever was left in the middle."""
+        self.roll_back()

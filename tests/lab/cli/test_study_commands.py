@@ -1,0 +1,389 @@
+"""Commands made of studies, as a person and a program meet them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from kvkeep_lab import recall_timing
+from kvkeep_lab.cli.study import command
+from kvkeep_lab.compare import Reference
+from kvkeep_lab.partial import INTERRUPTED
+from kvkeep_lab.studies import STUDIES
+from kvkeep_lab.studies.base import Drawn
+from kvkeep_lab.studies.compare import nats
+from kvkeep_lab.studies.long_chat import LongChat
+
+Run = Callable[..., tuple[int, str, str]]
+
+# By command: options, the fields of what is printed for programs, and words of what is printed for people.
+COMMANDS: dict[str, tuple[str, set[str], tuple[str, ...]]] = {
+    "analyse spectra": ("--limit 60", {"tokens", "rows", "correlation", "figure"}, ("Means over layers", "by layer")),
+    "analyse alignment": (
+        "--limit 60 --queries 5",
+        {"tokens", "queries", "loss", "rows", "spread", "figure"},
+        ("Means over heads", "By layer", "Rank correlation", "nats a token"),
+    ),
+    "analyse reactivation": (
+        "--limit 60",
+        {"tokens", "prompt", "threshold", "ratios", "distances", "active", "rows", "figure"},
+        ("no heavy hitters", "by layer", "by distance", "17-32"),
+    ),
+    "analyse bounds": (
+        "--limit 60 --pages 8,2,4 --queries 20",
+        {"tokens", "queries", "share", "rows", "figure"},
+        ("Bounds by page", "largest"),
+    ),
+    "analyse rank": (
+        "--limit 60 --ranks 8,2 -n 4",
+        {"layers", "prompt_tokens", "new_tokens", "truncations", "figure"},
+        ("Effective rank", "Truncated", "fourth powers", "turned", "60 tokens read, 4 written"),
+    ),
+    "analyse kept": ("--limit 60 -x window,h2o -b 16", {"tokens", "rows", "figure"}, ("window, h2o", "differing")),
+    "analyse held-bytes": ("--lengths 96 --kinds kv", {"rows"}, ("Eq. 28", "allocated", "yes")),
+    "bench": (
+        "--contexts 64 -b 16 --rounds 1 --steps 3 --only full,h2o --no-slow",
+        {"rows"},
+        ("prefill", "stock", "full", "h2o+quantize:4 at 64: A budget of 16 entries"),
+    ),
+    "compare": (
+        "-x kv-direct,full -b 16,25% -n 4",
+        {"prompt_tokens", "new_tokens", "context", "reference", "rows", "figure"},
+        ("class", "budget", "entries", "match", "differs", "KL", "perplexity", "resident", "checkpoints", "stock"),
+    ),
+    "longchat": (
+        "--turns 2 -n 5 -b 16 -x stock,kv-direct,h2o",
+        {"budget", "turns", "figure"},
+        ("After 2 turns", "2/2", "h2o", "checkpoints"),
+    ),
+    "prove": (
+        "--prompts 2 --lengths 60 -n 6 -b 20 -x full,window,h2o+verified",
+        {"rows", "answers"},
+        ("identical", "h2o+verified kv@disk at 20", "window at 20, summary of", "no tie"),
+    ),
+    "recompute": (
+        "--counts 9,1 --rounds 1 --beside none",
+        {"models", "figure"},
+        ("from device, cold buffers", "GFLOP/s", "Recompute by read"),
+    ),
+    "stream": (
+        "--stretch 200 --tokens 700 -b 32",
+        {"model", "method", "budget", "stretches"},
+        ("perplexity", "from token", "resident"),
+    ),
+    "verify": (
+        "--quick",
+        {
+            *("model", "dtype", "kv_bytes", "residual_bytes", "rho", "reconstruction", "tokens", "patching", "memory"),
+            *("windows", "refused", "holds"),
+        },
+        ("Every claim held.", "Table 1", "Rebuilt", "Greedy tokens", "KL by layers", "Eq. 28"),
+    ),
+}
+
+
+@pytest.fixture
+def text(tmp_path: Path, words: str) -> str:
+    (tmp_path / "text.txt").write_text(words)
+    return str(tmp_path / "text.txt")
+
+
+@pytest.fixture
+def call(run: Run, model_folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Run a command on the tiny model and the text, if it reads one; nothing has to be really cold."""
+    monkeypatch.setattr("kvkeep_lab.buffers.SWEEP_BYTES", 1 << 12)
+    monkeypatch.setattr("kvkeep_lab.roofline._BYTES", 1 << 16)
+
+    def called(name: str, *options: str) -> tuple[int, str, str]:
+        reads = study_of(name).text != "none" and not {"-f", "-p"} & set(options)
+        return run(*name.split(), "-m", str(model_folder), *(("-f", text) if reads else ()), *options)
+
+    return called
+
+
+def study_of(name: str) -> Any:
+    return next(study for study in STUDIES.values() if name.split()[-1] == (study.command or study.name))
+
+
+def answered(call: Run, name: str, *options: str) -> dict[str, Any]:
+    """The JSON object that a command prints with its own options and these."""
+    code, out, err = call(name, *COMMANDS[name][0].split(), *options, "--json")
+    assert code == 0, err
+    return json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_one_object_for_programs_and_tables_for_people(call: Run, name: str) -> None:
+    options, fields, words = COMMANDS[name]
+    report = answered(call, name)
+    assert set(report) == fields | {"machine"} and report.get("figure") is None
+    assert set(report["machine"]) >= {"model", "dtype", "threads", "torch", "device"}
+    code, out, err = call(name, *options.split())
+    assert code == 0 and all(word in out for word in words), out + err
+    assert "dtype=float32" in err and "Traceback" not in err
+
+
+def test_a_figure(call: Run, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "picture.png"
+    assert answered(call, "analyse bounds", "-o", str(picture))["figure"] == str(picture)
+    assert picture.stat().st_size > 10_000
+    code, _, err = call("analyse bounds", *COMMANDS["analyse bounds"][0].split(), "-o", str(picture))
+    assert code == 0 and "The figure is in" in err
+
+
+# -- what is in the objects ---------------------------------------------------------------------------
+
+
+def test_lists_are_sorted_where_they_are_numbers(call: Run) -> None:
+    assert [row["page"] for row in answered(call, "analyse bounds")["rows"]][:3] == [2, 4, 8]
+    assert {row["rank"] for row in answered(call, "analyse rank")["truncations"]} == {2, 8}
+
+
+def test_rank_without_a_text_and_with_a_prompt(run: Run, model_folder: Path) -> None:
+    common = ("analyse", "rank", "-m", str(model_folder))
+    code, out, err = run(*common, "--json")
+    assert code == 0 and json.loads(out)["truncations"] == [], err
+    code, out, err = run(*common, "-p", "the of and", "--ranks", "8", "-n", "3", "--json")
+    assert code == 0 and len(json.loads(out)["truncations"]) == 5, err
+
+
+def test_rows_of_a_comparison(call: Run) -> None:
+    report = answered(call, "compare", "-x", "static", "-x", "full", "-x", "kv-direct,full")
+    assert (report["prompt_tokens"], report["new_tokens"], report["context"]) == (200, 4, 204)
+    for row in (report["reference"], *report["rows"]):
+        assert set(row) == {
+            "method", "budget", "exactness", "entries", "match", "differs_at", "kl_mean", "kl_max", "kl", "top1",
+            "perplexity", "memory", "prefill_s", "tokens_per_s", "tokens", "away", "recalled", "left_out",
+            "merges", "error",
+        }  # fmt: skip
+        assert set(row["memory"]["checkpoint_bytes"]) == {"device", "host", "disk"}
+    rows = {(row["method"], row["budget"]): row for row in report["rows"]}
+    assert list(rows) == [
+        ("full", None), ("kv-direct", "16"), ("static", "16"), ("kv-direct", "25%"), ("static", "25%"),
+    ]  # fmt: skip
+    assert rows["kv-direct", "25%"]["entries"] == 51 and len(rows["kv-direct", "25%"]["kl"]) == 4
+    assert rows["kv-direct", "16"]["match"] == 1.0 and "larger budget" in rows["static", "16"]["error"]
+
+
+def test_turns_models_and_stretches(call: Run) -> None:
+    turns = answered(call, "longchat")["turns"]
+    names = ("stock", "kv-direct", "h2o")
+    assert [(row["turn"], row["method"]) for row in turns] == [(turn, name) for turn in (1, 2) for name in names]
+    for row in turns:
+        assert set(row) == {
+            *("method", "turn", "context", "read", "written", "prefill_s", "decode_s", "same", "memory", "text"),
+            "seconds",
+        }
+        assert set(row["memory"]["checkpoint_bytes"]) == {"device", "host", "disk"} and row["text"]
+    _, out, _ = call("recompute", "--counts", "1,9", "--rounds", "1", "--beside", "smollm2-135m", "--json")
+    models = json.loads(out)["models"]
+    assert len(models) == 2 and all({row["n"] for row in model["rows"]} == {1, 9} for model in models)
+    for model in models:
+        assert set(model) == {
+            *("model", "hidden", "width", "itemsize", "layers", "roofline", "break_even_bytes_per_s", "rows"),
+            "interrupted",
+        }
+    assert [row["start"] for row in answered(call, "stream")["stretches"]] == [0, 200, 400, 600]
+    assert answered(call, "verify")["holds"] is True
+    assert answered(call, "bench")["machine"]["clock"] == "wall"
+    proof = answered(call, "prove", "--in-turn")
+    assert [row["label"] for row in proof["rows"]] == ["full", "window at 20"] and len(proof["answers"]) == 2
+
+
+def test_a_text_is_shortened_and_that_is_said(call: Run, caplog: pytest.LogCaptureFixture) -> None:
+    common = ("-x", "full", "--limit", "50", "-n", "4", "--json")
+    code, out, _ = call("compare", *common)
+    assert code == 0 and json.loads(out)["prompt_tokens"] == 50
+    assert "Only the first 50 of the text's 200 tokens are read." in caplog.text
+
+
+def test_a_text_and_a_prompt_are_put_into_the_template_unless_they_are_raw(
+    run: Run, model_folder: Path, text: str
+) -> None:
+    common = ("compare", "-m", str(model_folder), "-f", text, "-p", "the of", "-x", "full", "-n", "4", "--json")
+    code, out, _ = run(*common, "--limit", "50")
+    assert code == 0 and json.loads(out)["prompt_tokens"] > 52  # with the template's own tokens
+    code, out, _ = run(*common, "--limit", "50", "--raw")
+    assert code == 0 and json.loads(out)["prompt_tokens"] == 52
+
+
+def test_what_was_merged_is_told(call: Run) -> None:
+    code, out, err = call("compare", "-x", "kvslimmer:sinks=4,h2o", "-b", "32", "-n", "8")
+    assert code == 0, err
+    assert "pairs merged, 0 shares of keys clamped." in out and out.count("pairs merged") == 1
+
+
+def test_zero_is_printed_where_it_is_zero() -> None:
+    assert [nats(value) for value in (None, 0.0, 3.21e-12, 0.0042, 0.25)] == ["-", "0", "3.2e-12", "4.2e-03", "0.250"]
+
+
+# -- what is refused ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "sentence"),
+    [
+        ("analyse spectra", "-f none.txt", "cannot be read"),
+        ("analyse spectra", "-o picture.doc", "end in .png"),
+        ("analyse spectra", "--limit 9", "--limit '9' is not understood"),
+        ("analyse reactivation", "--ratios 0.1,many", "--ratios 'many' is not understood"),
+        ("analyse reactivation", "--ratios 2", "between 0 and 1"),
+        ("analyse reactivation", "--threshold 0", "between 0 and 1"),
+        ("analyse bounds", "--limit 60 --pages 64", "no page of 64"),
+        ("analyse rank", "--ranks 9", "from 1 to the width of a head"),
+        ("analyse rank", "-p both -f text.txt", "--prompt or --file"),
+        ("analyse kept", "-x full,h2o", "takes no budget"),
+        ("bench", "--contexts x", "--contexts 'x' is not understood"),
+        ("bench", "--clock sun", "'wall' or 'processor'"),
+        ("compare", "-x kvdirect", "did you mean kv-direct"),
+        ("compare", "-x full -b 12.5.1%", "cannot be read"),
+        ("compare", "-x full -b ,", "--budget lists nothing"),
+        ("compare", "-x full -n 400", "512 positions"),
+        ("longchat", "-x nonsense", "Unknown"),
+        ("longchat", "-x ,", "lists nothing"),
+        ("longchat", "-x stock,stock", "named twice"),
+        ("longchat", "-o chat.txt", "end in .png"),
+        ("longchat", "-b x", "--budget: Budget 'x'"),
+        ("prove", "--kinds poem", "'summary', 'question'"),
+        ("prove", "--lengths 9", "greater than or equal to 32"),
+        ("prove", "--lengths 9000", "longer text"),
+        ("prove", "-x nonsense", "Unknown"),
+        ("prove", "-b x", "--budget: Budget 'x'"),
+        ("prove", "-c x", "--checkpoint: Unknown"),
+        ("prove", "-w x", "--where: Unknown"),
+        ("recompute", "--counts 0", "greater than or equal to 1"),
+        ("recompute", "--counts a", "--counts 'a'"),
+        ("recompute", "--beside nonsense", "Unknown shape"),
+        ("stream", "-x nonsense", "Unknown"),
+        ("stream", "-f missing", "cannot be read"),
+    ],
+)
+def test_bad_input_is_one_sentence(call: Run, name: str, options: str, sentence: str) -> None:
+    code, out, err = call(name, *options.split())
+    lines = [line for line in err.splitlines() if line.strip()]
+    assert code == 2 and out == "" and len(lines) == 1 and sentence in lines[0], err
+
+
+def test_a_short_text_and_ranks_of_nothing(run: Run, model_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("the of and")
+    code, out, err = run("analyse", "spectra", "-m", str(model_folder), "-f", str(tmp_path / "short.txt"))
+    assert code == 2 and out == "" and "3 tokens" in err
+    code, out, err = run("analyse", "rank", "-m", str(model_folder), "--ranks", "4")
+    assert code == 2 and out == "" and "a text to continue" in err
+    code, out, err = run("compare", "-m", str(model_folder))
+    assert code == 2 and out == "" and "nothing to answer" in err
+
+
+def test_figures_need_their_package_before_anything_is_read(call: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvkeep_lab.figures.find_spec", lambda name: None)
+    monkeypatch.setattr("kvkeep_lab.cli.study.load", lambda *given, **options: pytest.fail("a model was loaded"))
+    code, out, err = call("compare", "-x", "full", "-o", "compare.png")
+    assert code == 2 and out == "" and "pip install 'kvkeep[lab]'" in err
+
+
+def test_nothing_measured_is_a_failure(call: Run, tmp_path: Path) -> None:
+    picture = tmp_path / "compare.png"
+    code, out, err = call("compare", "-x", "kv-direct", "-b", "3", "-n", "4", "-o", str(picture), "--json")
+    assert code == 1 and "No method could be measured" in err and not picture.exists()
+    report = json.loads(out)
+    assert "smallest is 16" in report["rows"][0]["error"] and report["figure"] is None
+
+
+# -- what is interrupted ------------------------------------------------------------------------------
+
+
+def interrupted(*given: Any, **options: Any) -> Any:
+    raise KeyboardInterrupt
+
+
+def test_an_interrupt_before_anything_is_measured_leaves_nothing(call: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, place in (
+        ("analyse spectra", "kvkeep_lab.studies.spectra.head_weights"),
+        ("compare", "kvkeep_lab.compare.Reference.of"),
+        ("longchat", "kvkeep_lab.studies.long_chat.LongChat.converse"),
+        ("verify", "kvkeep_lab.studies.verify.checkpoint_kinds"),
+        ("analyse throughput", "kvkeep_lab.timing._measure"),
+    ):
+        monkeypatch.setattr(place, interrupted)
+        code, out, err = call(name)
+        assert code == 1 and out == "" and "nothing to show" in err and "Traceback" not in err
+
+
+def test_an_interrupt_leaves_what_was_measured(call: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest, calls = Reference.measure, []
+
+    def second_time(*arguments: Any) -> Any:
+        calls.append(arguments)
+        return honest(*arguments) if len(calls) % 2 else interrupted()
+
+    monkeypatch.setattr(Reference, "measure", second_time)
+    options = ("-x", "kv-direct", "-b", "16,32", "-n", "4")
+    code, out, err = call("compare", *options, "--json")
+    assert code == 1 and "Interrupted. What is above was measured until then." in err
+    assert [row["error"] for row in json.loads(out)["rows"]] == ["", INTERRUPTED]
+    code, out, err = call("compare", *options)
+    assert code == 1 and "kv-direct at 32: interrupted" in out and "Traceback" not in err
+
+
+def test_an_interrupt_leaves_the_turns_until_then(call: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = LongChat.converse
+
+    def fourth_turn(*arguments: Any) -> Any:
+        for number, turn in enumerate(whole(*arguments)):
+            yield turn if number < 3 else interrupted()
+
+    monkeypatch.setattr(LongChat, "converse", fourth_turn)
+    code, out, err = call("longchat", "-n", "5", "-b", "16", "--json")
+    assert code == 1 and "Interrupted" in err and len(json.loads(out)["turns"]) == 3
+
+
+def test_an_interrupt_leaves_the_counts_until_then(call: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = recall_timing._Bench.samples
+
+    def second_count(self: Any, count: int, turn: int) -> Any:
+        yield from whole(self, count, turn) if count < 9 else interrupted()
+
+    monkeypatch.setattr(recall_timing._Bench, "samples", second_count)
+    code, out, err = call("recompute", "--counts", "1,9", "--rounds", "1", "--json")
+    assert code == 1 and "Interrupted" in err
+    assert [{row["n"] for row in model["rows"]} for model in json.loads(out)["models"]] == [{1}]
+    assert json.loads(out)["models"][0]["interrupted"]
+
+
+def test_what_cannot_go_on_leaves_what_was_measured(call: Run, monkeypatch: pytest.MonkeyPatch, words: str) -> None:
+    monkeypatch.setattr("kvkeep_lab.studies.long_chat.QUESTIONS", (words,))
+    code, out, err = call("longchat", "-b", "16", "-n", "5", "--turns", "9", "-x", "stock,kv-direct")
+    assert code == 1 and "512 positions" in err and "held" in out and "Traceback" not in err
+    code, out, err = call("stream", *COMMANDS["stream"][0].split(), "-x", "snapkv")
+    assert code == 1 and "600 tokens are more than the 512" in err and "perplexity" in out and "Traceback" not in err
+
+
+def test_a_claim_that_does_not_hold_is_a_failure(call: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvkeep_lab.studies.patching.Patching.holds", False)
+    code, out, err = call("verify", "--quick", "--json")
+    assert code == 1 and "4 measurements contradict a claim" in err and not json.loads(out)["holds"]
+
+
+# -- help ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*COMMANDS, "inspect"])
+def test_help(run: Run, name: str) -> None:
+    code, out, _ = run(*name.split(), "--help")
+    assert code == 0 and "--json" in out and "--dtype" in out
+
+
+def test_every_study_is_a_command_with_an_option_for_each_field(run: Run) -> None:
+    code, out, _ = run("analyse", "--help")
+    assert code == 0 and all((study.command or study.name) in out for study in STUDIES.values())
+    for study in STUDIES.values():
+        app = typer.Typer()
+        app.command()(command(study))
+        parameters = {parameter.name for parameter in typer.main.get_command(app).params}
+        assert parameters >= {*study.model_fields, "model", "dtype", "device", "json"}
+        assert ("output" in parameters) == issubclass(study, Drawn) and ("file" in parameters) == (study.text != "none")

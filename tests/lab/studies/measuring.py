@@ -1,0 +1,33 @@
+"""Studies on tiny models, without files: what tests of studies share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from conftest import tokenizer
+from families import tiny
+from kvkeep_lab.studies.base import Study, TextStudy
+from torch import Tensor
+
+from kvkeep.models.loading import Loaded
+
+
+@cache
+def loaded(family: str = "llama") -> Loaded:
+    return Loaded(tiny(family), tokenizer(), f"tiny-{family}", "")
+
+
+def quiet(what: str, done: float, total: float) -> None:
+    pass
+
+
+def measured(
+    study: Study, family: str = "llama", ids: Tensor | None = None, files: Sequence[Path] = (), progress: Any = quiet
+) -> Any:
+    """What a study finds in a tiny model; ids: read in place of a passage."""
+    with patch.object(TextStudy, "passage", TextStudy.passage if ids is None else lambda *given: ids):
+        return study.measure(loaded(family), files, None, progress)

@@ -1,0 +1,77 @@
+"""Long conversations: every turn of every cache, the same answers where they are promised, and an end that is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from conftest import tokenizer
+from families import tiny
+from kvkeep_lab.partial import Ending
+from kvkeep_lab.studies.long_chat import LongChat, Turn
+from measuring import loaded, measured, quiet
+
+from kvkeep import UsageError
+from kvkeep.decode.chat import Conversation
+from kvkeep.errors import SessionError
+from kvkeep.stock import new_cache
+
+QUESTIONS = ("the of and to in", "was it for on", "by from her she that")
+LONG = ("the of and to in was it for on " * 12,)
+
+
+@pytest.fixture(autouse=True)
+def short_questions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvkeep_lab.studies.long_chat.QUESTIONS", QUESTIONS)
+
+
+def turns(*methods: str, family: str = "llama", count: int = 6) -> list[Turn]:
+    """All turns of a conversation within 16 entries."""
+    sizes = {"methods": methods, "budget": "16", "checkpoint": "kv", "where": "host", "turns": count, "new": 6}
+    return list(LongChat.model_validate(sizes).converse(loaded(family), quiet))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_every_cache_takes_every_turn_and_says_the_same(family: str) -> None:
+    rows = turns("stock", "kv-direct", "full", family=family, count=4)
+    assert [(row.turn, row.method) for row in rows] == [
+        (turn, name) for turn in (1, 2, 3, 4) for name in ("stock", "kv-direct", "full")
+    ]
+    assert all(row.same and row.written == 6 and row.read > 0 for row in rows)
+    contexts = {name: [row.context for row in rows if row.method == name] for name in ("stock", "kv-direct", "full")}
+    assert contexts["stock"] == sorted(set(contexts["stock"])) == contexts["kv-direct"] == contexts["full"]
+
+
+def test_the_budget_holds_while_the_stock_cache_grows() -> None:
+    rows = turns("stock", "kv-direct")
+    held = {name: [row.held for row in rows if row.method == name] for name in ("stock", "kv-direct")}
+    assert held["stock"] == sorted(set(held["stock"])) and len(set(held["kv-direct"])) == 1
+    assert rows[-1].memory.checkpoint_bytes["host"] > 0 == rows[-2].memory.checkpoint_bytes["host"]
+
+
+def test_a_dropping_method_is_another_conversation() -> None:
+    rows = turns("stock", "window")
+    assert not all(row.same for row in rows) and all(row.same for row in rows if row.method == "stock")
+
+
+def test_the_models_positions_end_it_before_the_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tiny model has 512 positions."""
+    monkeypatch.setattr("kvkeep_lab.studies.long_chat.QUESTIONS", LONG)
+    with pytest.raises(Ending, match=r"Turn 5 would take the conversation to \d+ tokens, and the model has 512") as end:
+        measured(LongChat(methods=["stock"], turns=99, new=6))
+    assert 400 < end.value.found.turns[-1].context <= 512 and len(end.value.found.turns) == 4
+    endless = measured(LongChat(methods=["streaming-llm"], budget="32", turns=6, new=6))
+    assert len(endless.turns) == 6 and endless.turns[-1].context > 512  # gives the model positions of its own
+
+
+def test_a_method_named_twice_is_refused() -> None:
+    with pytest.raises(UsageError, match="twice"):
+        measured(LongChat(methods=["stock", "stock"]))
+
+
+def test_a_stock_conversation_cannot_be_saved(tmp_path: Path) -> None:
+    model = tiny("llama")
+    talk = Conversation(model, tokenizer(), new_cache(model, "stock"))
+    assert talk.answer("the of", max_new_tokens=3).tokens
+    with pytest.raises(SessionError, match="'full' can"):
+        talk.save(tmp_path / "chat")

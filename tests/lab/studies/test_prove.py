@@ -1,0 +1,125 @@
+"""Proving: prompts made of a text, answers judged, differences explained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import tokenizer
+from kvkeep_lab.answers import Answer, generate
+from kvkeep_lab.partial import Interruption
+from kvkeep_lab.prompts import KINDS, Prompt, prompts
+from kvkeep_lab.studies import prove as lab
+from kvkeep_lab.studies.prove import Proof, Prove
+from measuring import loaded, quiet
+
+from kvkeep.errors import UsageError
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+def test_prompts_are_of_every_kind_and_length(words: str) -> None:
+    made = prompts(tokenizer(), words, [40, 80], 16)
+    assert [prompt.kind for prompt in made[:4]] == list(KINDS)
+    assert len({tuple(prompt.ids) for prompt in made}) == 16
+    continuations = [len(prompt.ids) for prompt in made if prompt.kind == "continuation"]
+    assert continuations == [40, 80, 40, 80]
+    with pytest.raises(UsageError, match="longer text"):
+        prompts(tokenizer(), words, [900], 1)
+
+
+def test_what_a_case_takes() -> None:
+    methods = ["stock", "full", "h2o", "h2o+verified"]
+    study = Prove(methods=methods, budgets=["16", "25%"], checkpoints=["kv", "tokens"], where=["host", "disk"])
+    placed = (("kv", "host"), ("kv", "disk"), ("tokens", "host"))
+    assert [case.label for case in study.cases()] == [
+        "stock",
+        "full",
+        "h2o at 16",
+        "h2o at 25%",
+        *(f"h2o+verified {kind}@{where} at {budget}" for budget in ("16", "25%") for kind, where in placed),
+    ]
+
+
+def asked() -> list[Prompt]:
+    return [Prompt("chat", [(7 * number + start) % 90 + 5 for number in range(60)]) for start in (1, 2)]
+
+
+def proof(*methods: str, family: str = "llama", progress: Any = quiet, **sizes: Any) -> Proof:
+    """Two prompts answered within 16 entries, checkpoints in host memory."""
+    given = {"methods": methods, "budgets": ["16"], "where": ["host"], "new": 4} | sizes
+    return Prove.model_validate(given).answer(loaded(family), asked(), progress)
+
+
+def test_exact_caches_give_identical_answers() -> None:
+    told: list[int] = []
+    found = proof(
+        *("full", "snapkv+verified", "kv-direct"), new=9, progress=lambda label, done, total: told.append(done)
+    )
+    assert not found.refused and len(found.answers) == 6 and told == list(range(8))
+    rows = found.rows
+    assert [(row.identical, row.same, row.tokens) for row in rows] == [(2, 18, 18)] * 3
+    assert rows[0].within_budget is None and rows[1].within_budget and rows[2].within_budget
+    assert rows[1].tokens_a_round is not None and rows[1].tokens_a_round >= 1 and rows[0].right is None
+
+
+def test_a_difference_is_found_and_measured() -> None:
+    """A method that drops goes wrong, and by far more than rounding."""
+    found = proof("window", new=9)
+    wrong = [answer for answer in found.answers if answer.differs_at is not None]
+    assert wrong, "a window of 16 of 60 tokens should not give the same answer"
+    for answer in wrong:
+        assert answer.same == answer.differs_at and answer.gap is not None and answer.noise is not None
+        assert not answer.tie
+    assert found.rows[0].identical == 2 - len(wrong)
+
+
+def test_each_prompt_with_one_case_in_turn() -> None:
+    found = proof("snapkv+verified", budgets=["16", "32"], every=False)
+    labels = [f"snapkv+verified kv@host at {budget}" for budget in ("16", "32")]
+    assert [answer.label for answer in found.answers] == labels
+
+
+def test_answers_are_kept_and_not_asked_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a stopped run had measured is not measured again, a torn line is, and another setting has its own."""
+    store = tmp_path / "proof.jsonl"
+
+    def stopping(label: str, done: int, total: int) -> None:
+        if done == 5:
+            raise KeyboardInterrupt
+
+    def run() -> tuple[list[Answer], list[str]]:
+        told: list[str] = []
+        found = proof("full", "window", store=store, progress=lambda label, done, total: told.append(label))
+        return found.answers, told
+
+    with pytest.raises(Interruption) as stop:
+        proof("full", "window", store=store, progress=stopping)
+    assert len(stop.value.found.answers) == 3
+    with store.open("a") as file:
+        file.write('{"key": "torn')
+    answers, told = run()
+    assert len(answers) == 4 and told == ["chat of 60, stock", "chat of 60, window at 16"]
+    again, told = run()
+    assert sorted(one.key for one in again) == sorted(one.key for one in answers) and not told
+    monkeypatch.setattr(lab, "_setting", lambda loaded: "another machine")
+    assert len(run()[1]) == 6
+
+
+def test_a_refusal_is_a_row() -> None:
+    found = proof("snapkv+verified", family="gemma4", checkpoints=["tokens"])
+    assert not found.answers and "gemma4" in found.rows[0].error
+
+
+def test_an_interrupt_keeps_what_was_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupting(*arguments: Any, **options: Any) -> Any:
+        if arguments[3].__class__.__name__ == "KeepCache" and arguments[3].method.name == "snapkv+verified":
+            raise KeyboardInterrupt
+        return generate(*arguments, **options)
+
+    monkeypatch.setattr("kvkeep_lab.answers.generate", interrupting)
+    with pytest.raises(Interruption) as stop:
+        proof("full", "snapkv+verified")
+    assert [answer.label for answer in stop.value.found.answers] == ["full"]

@@ -1,0 +1,44 @@
+"""A stream is measured as a plain forward pass would measure it, and goes on where the method can."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from families import VOCABULARY, tiny
+from kvkeep_lab.studies.stream import stretches
+from transformers import DynamicCache
+
+from kvkeep import KeepCache, UsageError
+
+Run = Callable[..., tuple[int, str, str]]
+IDS = torch.randint(2, VOCABULARY, (150,), generator=torch.Generator().manual_seed(0)).tolist()
+
+
+@pytest.mark.parametrize("cache", ["stock", "kv-direct"])
+def test_perplexity_is_that_of_one_forward_pass(cache: str) -> None:
+    model = tiny("llama")
+    ours = DynamicCache(config=model.config) if cache == "stock" else KeepCache(model, cache, 16)
+    rows = list(stretches(model, IDS, ours, 60))
+    assert [(row.start, row.tokens) for row in rows] == [(0, 60), (60, 60), (120, 29)]
+    with torch.no_grad():
+        logits = model(torch.tensor([IDS[:-1]])).logits[0]
+    losses = torch.nn.functional.cross_entropy(logits, torch.tensor(IDS[1:]), reduction="none")
+    for row in rows:
+        expected = losses[row.start : row.start + row.tokens].mean().exp().item()
+        assert row.perplexity == pytest.approx(expected, rel=1e-3)
+
+
+def test_memory_stays_past_the_models_positions() -> None:
+    """The tiny model has 512 positions, and positions are moved back twice."""
+    rows = list(stretches(tiny("llama"), IDS * 8, KeepCache(tiny("llama"), "streaming-llm", 64), 100))
+    assert rows[-1].start == 1100 and len({row.memory.resident_bytes for row in rows[1:]}) == 1
+    assert len({row.memory.bookkeeping_bytes for row in rows[1:]}) == 1
+
+
+def test_absolute_positions_end_before_the_stretch_they_cannot_take() -> None:
+    rows = stretches(tiny("llama"), IDS * 8, KeepCache(tiny("llama"), "h2o", 64), 200)
+    assert [next(rows).start, next(rows).start] == [0, 200]
+    with pytest.raises(UsageError, match="600 tokens are more than the 512"):
+        next(rows)

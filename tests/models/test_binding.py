@@ -1,0 +1,158 @@
+"""A bound model does what a model does: it is saved, compiled, trained, and run by other caches."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from families import VOCABULARY, tiny
+from transformers import DynamicCache
+
+from kvkeep import KeepCache, KvkeepError, UsageError
+from kvkeep.models.binding import bind, unbind
+
+TEXT = torch.randint(2, VOCABULARY, (1, 60), generator=torch.Generator().manual_seed(0))
+WAYS = [
+    *(("full", None), ("static", 99), ("paged", None), ("kv-direct", 24), ("h2o", 24), ("snapkv+verified", 24)),
+    *(("revive", 120), ("kvslimmer", 50), ("kvreviver", 100), ("streaming-llm", 24), ("h2o+merge", 24)),
+    *(("h2o+pages:1", 24), ("quantized:4", 120), ("h2o+checkpoint", 24)),
+]
+
+
+@pytest.fixture
+def own() -> Any:
+    """A model that a test may change."""
+    model = copy.deepcopy(tiny("llama"))
+    unbind(model)
+    return model
+
+
+def read(model: Any, cache: Any, ids: torch.Tensor, **options: Any) -> Any:
+    with torch.no_grad():
+        return model(ids, past_key_values=cache, **options)
+
+
+def test_a_bound_model_can_be_saved(own: Any) -> None:
+    KeepCache(own, "h2o", 16)
+    file = io.BytesIO()
+    torch.save(own, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    results = [read(one, KeepCache(one, "kv-direct", 16), TEXT).logits for one in (own, loaded)]
+    assert torch.equal(*results)
+
+
+def test_unbinding_leaves_a_stock_model(own: Any) -> None:
+    plain = sum(len(module._forward_pre_hooks) + len(module._forward_hooks) for module in own.modules())
+    cache = KeepCache(own, "h2o", 16)
+    unbind(own)
+    unbind(own)
+    assert own.config._attn_implementation == "sdpa"
+    assert plain == sum(len(module._forward_pre_hooks) + len(module._forward_hooks) for module in own.modules())
+    with pytest.raises(UsageError, match="outside a forward pass of the model that this cache was made for"):
+        read(own, cache, TEXT)
+
+
+@pytest.mark.parametrize("method", ["h2o", "kv-direct", "paged"])
+def test_another_model_is_refused(own: Any, method: str) -> None:
+    for other in (tiny("llama"), tiny("qwen2")):
+        bind(other)
+        cache = KeepCache(own, method, None if method == "paged" else 16)
+        with pytest.raises(UsageError, match="made for another model"):
+            read(other, cache, TEXT)
+        assert cache.get_seq_length() == 0
+
+
+@pytest.mark.parametrize("method", ["full", "static", "h2o", "kv-direct"])
+def test_prompts_longer_than_a_chunk_are_compiled(own: Any, method: str) -> None:
+    """With a back end that compiles nothing: what is traced is the same."""
+    cache, other = (KeepCache(own, method, {"full": None, "static": 99}.get(method, 16)) for _ in range(2))
+    compiled = torch.compile(own, backend="eager")
+    for part in (TEXT, TEXT[:, :1]):
+        result = read(compiled, cache, part).logits
+        torch.testing.assert_close(result, read(own, other, part).logits, atol=1e-5, rtol=1e-5)
+    assert cache.get_seq_length() == other.get_seq_length() == 61
+
+
+@pytest.mark.parametrize(("method", "budget"), WAYS)
+def test_what_inference_mode_read_is_continued_outside(method: str, budget: int | None) -> None:
+    model, results = tiny("llama"), []
+    for mode in (torch.inference_mode, torch.no_grad):
+        cache = KeepCache(model, method, budget)
+        with mode():
+            model(TEXT, past_key_values=cache)
+            cache.reorder_cache(torch.tensor([0]))
+        results.append([read(model, cache, TEXT[:, at : at + size]).logits for at, size in ((0, 1), (1, 1), (2, 20))])
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_gradient_checkpointing_is_refused(own: Any) -> None:
+    """transformers keeps the cache from its layers then, and says so."""
+    own.activation_checkpointing_enable()
+    own.train()
+    with pytest.raises(KvkeepError, match="gradient checkpointing"):
+        own(TEXT, past_key_values=KeepCache(own, "h2o", 16))
+    own.eval()
+    assert read(own, KeepCache(own, "h2o", 16), TEXT).logits.shape[1] == 60
+
+
+@pytest.mark.parametrize("kind", ["kv", "residual", "residual:2", "tokens"])
+def test_what_is_rebuilt_is_not_among_hidden_states(kind: str) -> None:
+    model, cache, stock = tiny("llama"), KeepCache(tiny("llama"), "kv-direct", 16, checkpoint=kind), DynamicCache()
+    results = []
+    for one in (cache, stock):
+        read(model, one, TEXT)
+        results.append(read(model, one, TEXT[:, :1], output_hidden_states=True).hidden_states)
+    assert len(results[0]) == len(results[1]) == 5
+    for own_states, stock_states in zip(*results, strict=True):
+        torch.testing.assert_close(own_states, stock_states, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("by", ["argument", "config"])
+def test_what_layers_hand_out_needs_one_chunk(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("qwen3_moe")
+    options = {"output_router_logits": True} if by == "argument" else {}
+    monkeypatch.setattr(model.config, "output_router_logits", by == "config")
+    with pytest.raises(UsageError, match="'output_router_logits' is not available for an input longer than"):
+        read(model, KeepCache(model, "kv-direct", 16, checkpoint="residual"), TEXT, **options)
+    results = [
+        read(model, cache, TEXT, **options)
+        for cache in (KeepCache(model, "kv-direct", 60, chunk=60, checkpoint="residual"), DynamicCache())
+    ]
+    assert len(results[0].router_logits) == len(results[1].router_logits)
+    torch.testing.assert_close(results[0].aux_loss, results[1].aux_loss)
+
+
+class TestMasks:
+    """Masks of the caller's own."""
+
+    mask = torch.ones(1, 1, 60, 60, dtype=torch.bool).tril()
+    mask[..., 5:9] = False
+    mask[:, :, 5:9, 5:9] = torch.eye(4, dtype=torch.bool)
+
+    @pytest.mark.parametrize("options", [{"checkpoint": "kv"}, {"checkpoint": "residual"}], ids=str)
+    @pytest.mark.parametrize("method", ["kv-direct", "h2o+checkpoint", "snapkv+verified", "h2o+pages:all", "paged"])
+    def test_exact_methods_obey_them_chunk_by_chunk(self, method: str, options: dict[str, str]) -> None:
+        model = tiny("llama")
+        cache = KeepCache(model, method) if method == "paged" else KeepCache(model, method, 16, **options)
+        expected = read(model, DynamicCache(), TEXT, attention_mask=self.mask).logits
+        torch.testing.assert_close(
+            read(model, cache, TEXT, attention_mask=self.mask).logits, expected, atol=1e-4, rtol=1e-4
+        )
+
+    @pytest.mark.parametrize("kind", ["residual:2", "tokens"])
+    def test_what_runs_the_model_again_refuses_them(self, kind: str) -> None:
+        model, cache = tiny("llama"), KeepCache(tiny("llama"), "kv-direct", 16, checkpoint=kind)
+        with pytest.raises(UsageError, match="runs the model again by its own masks"):
+            read(model, cache, TEXT, attention_mask=self.mask)
+        assert cache.get_seq_length() == 0
+
+    def test_of_another_size_are_refused(self) -> None:
+        model, cache = tiny("llama"), KeepCache(tiny("llama"), "kv-direct", 60, chunk=60)
+        with pytest.raises(UsageError, match="The attention mask covers 99 entries; there are 60"):
+            read(model, cache, TEXT, attention_mask=torch.ones(1, 1, 60, 99, dtype=torch.bool))
+        assert cache.get_seq_length() == 0

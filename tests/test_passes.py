@@ -1,0 +1,103 @@
+"""A step that was left in the middle is undone, or the cache says that it cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from families import VOCABULARY, tiny
+from transformers import DynamicCache
+
+from kvkeep import KeepCache, KvkeepError
+from kvkeep.transfer import state
+
+TEXT = torch.randint(2, VOCABULARY, (1, 60), generator=torch.Generator().manual_seed(0))
+WAYS = [("full", None), ("static", 70), ("paged", None), ("kv-direct", 16), ("h2o", 16), ("snapkv+verified", 16)]
+
+
+def read(model: Any, cache: Any, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        logits: torch.Tensor = model(ids, past_key_values=cache).logits
+    return logits
+
+
+@contextmanager
+def broken(model: Any, layer: int, error: type[BaseException]) -> Iterator[None]:
+    """Within the block, forward passes end at the entry of a layer."""
+
+    def stop(*args: Any) -> None:
+        raise error
+
+    handle = model.model.layers[layer].register_forward_pre_hook(stop)
+    with pytest.raises(error):
+        yield
+    handle.remove()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError], ids=["interrupt", "exception"])
+@pytest.mark.parametrize(("method", "budget"), WAYS)
+def test_what_was_left_in_the_middle_is_undone(method: str, budget: int | None, error: type[BaseException]) -> None:
+    """torch tells its hooks of exceptions and not of interrupts, so the second is found out later."""
+    model, cache, other = (
+        tiny("llama"),
+        KeepCache(tiny("llama"), method, budget),
+        KeepCache(tiny("llama"), method, budget),
+    )
+    for one in (cache, other):
+        read(model, one, TEXT[:, :40])
+    for layer in (0, 2):
+        with broken(model, layer, error):
+            read(model, cache, TEXT[:, 40:50])
+        assert cache.get_seq_length() == 40
+    again = cache.fork()
+    for one in (cache, again, other):
+        one.crop(-2) if method in ("full", "static") else None
+    expected = read(model, other, TEXT[:, 40:50])
+    for one in (cache, again):
+        logits = read(model, one, TEXT[:, 40:50])
+        if method == "h2o":  # whose layers had let entries leave already
+            assert logits.isfinite().all() and {layer.length for layer in one.layers} == {50}
+        else:
+            torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("method", ["full", "h2o"])
+def test_windows_cannot_be_undone(method: str) -> None:
+    model, cache = tiny("gemma3"), KeepCache(tiny("gemma3"), method, 16 if method == "h2o" else None)
+    expected = read(model, cache, TEXT)
+    cache.reset()
+    read(model, cache, TEXT[:, :30])
+    with broken(model, 2, KeyboardInterrupt):
+        read(model, cache, TEXT[:, 30:40])
+    for act in (
+        lambda: read(model, cache, TEXT[:, 30:]),
+        lambda: cache.crop(-1),
+        lambda: state(cache),
+        lambda: cache.reorder_cache(torch.tensor([0])),
+    ):
+        with pytest.raises(KvkeepError, match=r"left in the middle of a step.*call reset\(\)"):
+            act()
+    cache.reset()
+    assert torch.equal(read(model, cache, TEXT), expected)
+
+
+@pytest.mark.parametrize(("method", "budget"), WAYS)
+def test_progress_is_told_after_every_pass(method: str, budget: int | None) -> None:
+    model, cache, told = tiny("llama"), KeepCache(tiny("llama"), method, budget), []
+    cache.stream.on_progress = told.append
+    read(model, cache, TEXT[:, :50])
+    read(model, cache, TEXT[:, 50:51])
+    assert told[-2:] == [50, 51] and told == sorted(told)
+
+
+def test_a_stock_cache_is_left_alone() -> None:
+    """Watching a model changes nothing for caches that are not kvkeep's."""
+    model, stock = tiny("llama"), DynamicCache()
+    KeepCache(model)
+    read(model, stock, TEXT[:, :40])
+    with broken(model, 2, KeyboardInterrupt):
+        read(model, stock, TEXT[:, 40:50])
+    assert [layer.get_seq_length() for layer in stock.layers] == [50, 50, 40, 40]
