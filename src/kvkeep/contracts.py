@@ -28,6 +28,7 @@ from kvkeep.attention.attend import Segment
 from kvkeep.attention.step import Step
 from kvkeep.errors import BudgetError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
+from kvkeep.memory.extent import Extent
 from kvkeep.memory.ledger import Ledger
 from kvkeep.memory.meter import Meter
 from kvkeep.memory.rows import Rows
@@ -239,6 +240,9 @@ class Resident(Protocol):
     def restore(self, state: dict[str, Tensor], length: int) -> None:
         """Take what :meth:`state` gave, as entries of ``length`` slots."""
 
+    def check(self, extent: Extent) -> None:
+        """Raise Misfit where what came from a file cannot be what a layer of ``extent`` holds."""
+
     @property
     def nbytes(self) -> int:
         """Bytes allocated for entries."""
@@ -344,6 +348,10 @@ class EvictedStore(ABC):
 
     def restore(self, state: dict[str, Tensor]) -> None:
         """Take what :meth:`state` gave."""
+
+    def check(self, extent: Extent) -> None:
+        """Raise Misfit where what came from a file cannot be what a layer of ``extent`` holds. All of the cache has
+        been restored by then."""
 
 
 @dataclass(frozen=True)
@@ -462,6 +470,9 @@ class Checkpoint(Protocol):
 
     def first(self, layer: int) -> int:
         """Return the first entry that is still there; those before are lost."""
+
+    def length(self, layer: int) -> int:
+        """Return how many entries came, those that are lost included."""
 
     def truncate(self, layer: int, length: int) -> None:
         """Forget what belongs to a layer's entries from ``length`` on."""
@@ -626,6 +637,9 @@ class Reader(ABC):
 
     def restore(self, state: dict[str, Tensor], length: int) -> None:
         """Take what :meth:`state` gave, as of ``length`` slots."""
+
+    def check(self, extent: Extent) -> None:
+        """Raise Misfit where what came from a file cannot be what a layer of ``extent`` holds."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,9 @@ Other packages add commands by an entry point of the group ``kvkeep.commands`` t
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from importlib.util import find_spec
+from typing import NoReturn
 
 from kvkeep.errors import KvkeepError
 
@@ -21,20 +23,55 @@ COMMANDS = {
 """Name: where the command is (``module:function``, or a Typer application), and its line in ``kvkeep --help``."""
 
 
+LAB = ("verify", "prove", "bench", "compare", "inspect", "stream", "longchat", "recompute", "analyse", "lab")
+"""Commands of the laboratory, which is a package of its own (``pip install 'kvkeep[lab]'``)."""
+
+
 def main() -> None:
     """Run the command line. Errors leave one sentence on standard error, and no traceback."""
+    from kvkeep.cli import streams
+
     if missing := [package for package in ("typer", "rich") if find_spec(package) is None]:
         print(
             f"kvkeep: the command line needs {' and '.join(missing)}: pip install 'kvkeep[cli]'.",
             file=sys.stderr,
         )
         sys.exit(2)
+    try:
+        streams.prepare()
+        _run()
+    except KvkeepError as error:
+        _leave(str(error), error.exit_code)
+    except BrokenPipeError:
+        streams.drop(sys.stdout)
+        sys.exit(1)
+    except (OSError, MemoryError, RuntimeError) as error:
+        if (refusal := streams.undelivered()) is not None:
+            _leave(f"Standard output cannot be written to: {(refusal.strerror or str(refusal)).lower()}.", 1)
+        if not _out_of_memory(error):
+            raise
+        first = str(error).strip().partition("\n")[0] or "MemoryError"
+        _leave(f"There is not enough memory for this ({first}); give a smaller budget, text or model.", 1)
+
+
+def _run() -> None:
+    """Run the command that was asked for, and write out what it printed, however it leaves."""
     from kvkeep.cli.lazy import application
 
     try:
-        application(COMMANDS)()
-    except KvkeepError as error:
-        print(f"kvkeep: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
-    except BrokenPipeError:
-        sys.exit(1)
+        application(COMMANDS, LAB)()
+    except SystemExit:
+        sys.stdout.flush()
+        raise
+
+
+def _leave(sentence: str, code: int) -> NoReturn:
+    with suppress(OSError, AttributeError):
+        print(f"kvkeep: {sentence}", file=sys.stderr, flush=True)
+    sys.exit(code)
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    """Tell whether the machine or the device has no memory left: torch has no one error for both."""
+    told = "can't allocate memory" in str(error) or "not enough memory" in str(error)
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or told

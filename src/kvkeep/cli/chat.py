@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvkeep.cli import options
 from kvkeep.cli.asked import asked
+from kvkeep.cli.endings import Endings
 from kvkeep.cli.generate import as_json, summary
-from kvkeep.cli.output import err, interruptible, note, print_json, reading, size, write
-from kvkeep.errors import UsageError
+from kvkeep.cli.output import interruptible, note, print_json, reading, size, write
+from kvkeep.errors import KvkeepError, UsageError
+
+if TYPE_CHECKING:
+    from kvkeep.cli.questions import Ask
+    from kvkeep.decode.chat import Conversation
 
 HELP = "/exit leaves (so does Ctrl-D), /reset forgets the conversation, /memory tells what the cache holds."
 
@@ -31,7 +37,9 @@ def chat(
     capacity: options.Capacity = None,
     folder: options.Folder = None,
     system: Annotated[str | None, typer.Option(help="A system prompt.")] = None,
-    session: Annotated[str | None, typer.Option(help="A file to continue from, and to save to on leaving.")] = None,
+    session: Annotated[
+        str | None, typer.Option(help="A file to continue from, and to save to after every answer.")
+    ] = None,
     max_tokens: options.MaxTokens = 256,
     temperature: options.Temperature = 0.0,
     seed: options.Seed = None,
@@ -40,7 +48,9 @@ def chat(
     json: options.Json = False,
 ) -> None:
     """Talk with a model; Ctrl-C stops an answer, not the program."""
+    from kvkeep.cli.questions import questions
     from kvkeep.decode.chat import Conversation
+    from kvkeep.decode.prompt import check_text
     from kvkeep.models.loading import load
 
     cache_options = {"checkpoint": checkpoint, "where": where, "capacity": capacity, "folder": folder}
@@ -53,103 +63,147 @@ def chat(
         memory=memory,
         **cache_options,
     )
+    check_text(system or "", "the system prompt")
     resume = session is not None and Path(session).exists()
     if resume and (method or budget or exact or system or any(value is not None for value in cache_options.values())):
         raise UsageError(
             f"The session '{session}' has its own method, budget and system prompt; leave those options out."
         )
-    if session is not None and not os.access(Path(session).parent, os.W_OK):
+    if session is not None and not os.access(Path(os.path.realpath(session)).parent, os.W_OK):
         raise UsageError(f"The session cannot be kept in '{session}': its folder is missing or cannot be written to.")
-    loaded = load(model, dtype=dtype, device=device, progress=note)
-    if resume and session is not None:
-        talk = Conversation.resume(loaded.model, loaded.tokenizer, session)
-        note(f"Continuing with {talk.cache.get_seq_length()} tokens in the cache, {len(talk.messages)} messages.")
-    else:
-        talk = Conversation(
-            loaded.model,
-            loaded.tokenizer,
-            wanted.cache(loaded.model, answer=max_tokens),
-            system=system,
-        )
-    turns: list[dict[str, Any]] = []
-    try:
-        _talk(talk, turns, json, max_new_tokens=max_tokens, temperature=temperature, seed=seed)
-    finally:
-        if session is not None and talk.messages:
-            talk.save(session)
-            note(f"Saved to {session}.")
-    if json:
-        print_json({"turns": turns})
+    with Endings() as endings, questions() as ask:
+        with endings.waiting():
+            loaded = load(model, dtype=dtype, device=device, progress=note)
+        if resume and session is not None:
+            talk = Conversation.resume(loaded.model, loaded.tokenizer, session)
+            note(f"Continuing with {talk.cache.get_seq_length()} tokens in the cache, {len(talk.messages)} messages.")
+        else:
+            talk = Conversation(
+                loaded.model,
+                loaded.tokenizer,
+                wanted.cache(loaded.model, answer=max_tokens),
+                system=system,
+            )
+        if session is not None:
+            talk.check_savable()
+        talk.prompt("?")  # a template that refuses the system prompt refuses every question
+        sampling = {"max_new_tokens": max_tokens, "temperature": temperature, "seed": seed}
+        _Chat(talk, ask, endings, session, json, sampling).run()
 
 
-def _talk(talk: Any, turns: list[dict[str, Any]], quiet: bool, **sampling: Any) -> None:
-    if sys.stdin.isatty():
-        note(HELP)
-    while True:
+@dataclass
+class _Chat:
+    """One run of the command: questions from ``ask``, answers by ``talk``, saved to ``session`` after each."""
+
+    talk: Conversation
+    ask: Ask
+    endings: Endings
+    session: str | None
+    json: bool
+    sampling: dict[str, Any]
+    turns: list[dict[str, Any]] = field(default_factory=list)
+    unsaved: KvkeepError | None = None
+    saved: bool = False
+    unheard: OSError | None = None  # why nobody reads the answers
+
+    def run(self) -> None:
+        """Answer until there are no more questions, and tell what came of it."""
+        if sys.stdin.isatty():
+            note(HELP)
         try:
-            line = _ask()
-        except EOFError:
-            return
-        except KeyboardInterrupt:
-            note("\nCtrl-D or /exit leaves.")
-            continue
-        if line == "/exit":
-            return
-        if line.startswith("/"):
-            _command(talk, line)
-        elif line:
-            _answer(talk, line, turns, quiet, **sampling)
+            self._talk()
+        finally:
+            if self.saved:
+                note(f"Saved to {self.session}.")
+        if self.json:
+            print_json({"turns": self.turns})
+        self.endings.leave()
+        if self.unsaved is not None:
+            raise self.unsaved
 
+    def _talk(self) -> None:
+        while not self.endings.asked:
+            try:
+                with self.endings.waiting():
+                    line = self.ask()
+                if line == "/exit":
+                    return
+                if line.startswith("/"):
+                    self._command(line)
+                elif line:
+                    self._answer(line)
+            except EOFError:
+                return
+            except KeyboardInterrupt:
+                note("Ctrl-D or /exit leaves.")
+            except UsageError as error:
+                note(str(error))
+            if self.unheard is not None and not self.endings.asked:
+                raise self.unheard
 
-def _ask() -> str:
-    if sys.stdin.isatty():
-        return err.input("[bold]> [/bold]").strip()
-    line = sys.stdin.readline()
-    if not line:
-        raise EOFError
-    return line.strip()
+    def _command(self, line: str) -> None:
+        if line == "/reset":
+            self.talk.reset()
+            note("The conversation is forgotten.")
+            if self.session is not None and Path(self.session).exists():
+                self._save()
+        elif line == "/memory":
+            from kvkeep.stock import memory_of
 
+            for name, value in memory_of(self.talk.cache).as_dict().items():
+                note(f"{name}: {value}")
+        else:
+            note(HELP)
 
-def _command(talk: Any, line: str) -> None:
-    if line == "/reset":
-        talk.reset()
-        note("The conversation is forgotten.")
-    elif line == "/memory":
-        for name, value in talk.cache.memory().as_dict().items():
-            note(f"{name}: {value}")
-    else:
-        note(HELP)
+    def _answer(self, line: str) -> None:
+        with interruptible() as interrupted:
+            try:
+                prompt = self.talk.prompt(line)
+                with reading(len(prompt)) as advance:
+                    result = self.talk.answer(
+                        line,
+                        prompt,
+                        on_text=None if self.json else self._say,
+                        on_progress=advance,
+                        interrupted=lambda: interrupted() or self.endings.asked or self.unheard is not None,
+                        **self.sampling,
+                    )
+            except KeyboardInterrupt:
+                note("Stopped while reading; the question is forgotten.")
+                return
+            except UsageError as error:
+                note(f"{error} (/reset forgets the conversation.)")
+                return
+            self.turns.append({"question": line, **as_json(result)})
+            self._save()
+        if not self.json:
+            self._say("\n")
+        note(f"{fill(self.talk.cache)} · {summary(result)}")
 
-
-def _answer(talk: Any, line: str, turns: list[dict[str, Any]], quiet: bool, **sampling: Any) -> None:
-    with interruptible() as interrupted:
-        prompt = talk.prompt(line)
+    def _say(self, text: str) -> None:
+        """Write a piece of an answer; one that nobody reads any more ends."""
         try:
-            with reading(len(prompt)) as advance:
-                result = talk.answer(
-                    line,
-                    prompt,
-                    on_text=None if quiet else write,
-                    on_progress=advance,
-                    interrupted=interrupted,
-                    **sampling,
-                )
-        except KeyboardInterrupt:
-            note("Stopped while reading; the question is forgotten.")
+            write(text)
+        except OSError as error:  # a closed terminal or pipe
+            self.unheard = error
+
+    def _save(self) -> None:
+        """Save what has been said, so that nothing that comes can lose it."""
+        if self.session is None:
             return
-        except UsageError as error:
-            note(f"{error} (/reset forgets the conversation.)")
-            return
-    turns.append({"question": line, **as_json(result)})
-    if not quiet:
-        write("\n")
-    note(f"{fill(talk.cache)} · {summary(result)}")
+        try:
+            self.talk.save(self.session)
+        except KvkeepError as error:
+            self.unsaved = error
+            note(str(error))
+        else:
+            self.unsaved, self.saved = None, True
 
 
 def fill(cache: Any) -> str:
     """Return a line on how full the cache is."""
     length = cache.get_seq_length()
-    if cache.entries is None:
+    if getattr(cache, "entries", None) is None:
         return f"{length} entries, no budget"
     resident = min(length, cache.entries)
     share = 100 * resident / cache.entries if cache.entries else 100

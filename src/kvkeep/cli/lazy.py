@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import typer
 from typer.core import TyperGroup
+
+import kvkeep
+from kvkeep.errors import UsageError
 
 log = logging.getLogger(__name__)
 
@@ -17,8 +20,9 @@ GROUP = "kvkeep.commands"
 Table = Mapping[str, tuple[str, str]]
 
 
-def application(own: Table) -> Any:
-    """Return the command line of ``own`` commands and of those that installed packages add."""
+def application(own: Table, lab: Sequence[str] = ()) -> Any:
+    """Return the command line of ``own`` commands and of those that installed packages add; ``lab``: the names of those
+    that the laboratory adds, where it is installed."""
     table = dict(own)
     for point in entry_points(group=GROUP):
         try:
@@ -27,7 +31,7 @@ def application(own: Table) -> Any:
             log.warning("The commands of '%s' are left out: %s", point.value, error)
     group = typer.main.get_command(_application())
     assert isinstance(group, Commands)
-    Commands.table = table
+    Commands.table, Commands.missing = table, frozenset(lab) - table.keys()
     return group
 
 
@@ -40,16 +44,27 @@ def _application() -> typer.Typer:
     )
 
     @app.callback()
-    def kvkeep() -> None:
+    def top(
+        version: Annotated[
+            bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
+        ] = False,
+    ) -> None:
         """Run language models inside a hard budget for the key/value cache."""
 
     return app
 
 
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"kvkeep {kvkeep.__version__}")
+        raise typer.Exit
+
+
 class Commands(TyperGroup):
-    """Commands by name; ``table`` says where each is."""
+    """Commands by name; ``table`` says where each is, ``missing`` which come with a package that is not installed."""
 
     table: ClassVar[Table] = {}
+    missing: ClassVar[frozenset[str]] = frozenset()
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return all names, in the table's order."""
@@ -65,6 +80,10 @@ class Commands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the command itself."""
+        if args and args[0] in self.missing:
+            raise UsageError(
+                f"'kvkeep {args[0]}' comes with the laboratory, which is not installed: pip install 'kvkeep[lab]'."
+            )
         name, stand_in, rest = super().resolve_command(ctx, args)
         return name, stand_in if name is None else loaded(name, self.table[name][0]), rest
 

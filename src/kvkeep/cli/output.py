@@ -16,13 +16,16 @@ from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from kvkeep.cli.streams import drop
+
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
 
 
 def print_json(value: Any) -> None:
-    """Print one JSON object on standard output."""
-    sys.stdout.write(json.dumps(value, ensure_ascii=False) + "\n")
+    """Print one JSON object on standard output; in ASCII where its encoding is no Unicode."""
+    unicode = (sys.stdout.encoding or "").lower().startswith("utf")
+    sys.stdout.write(json.dumps(value, ensure_ascii=not unicode) + "\n")
 
 
 def write(text: str) -> None:
@@ -32,8 +35,11 @@ def write(text: str) -> None:
 
 
 def note(text: str) -> None:
-    """Tell a person what is going on, on standard error."""
-    err.print(text, style="dim", markup=False)
+    """Tell a person what is going on, on standard error, if anybody is there to read it."""
+    try:
+        err.print(text, style="dim", markup=False)
+    except OSError:
+        drop(sys.stderr)
 
 
 def show(table: Table) -> None:

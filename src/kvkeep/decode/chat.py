@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, cast
 
 from transformers import Cache
 
 from kvkeep.cache import KeepCache
 from kvkeep.decode.generate import Generation, generate
 from kvkeep.decode.prompt import Messages, encode
-from kvkeep.decode.session import Session, load_session, save_session
+from kvkeep.decode.session import Session, check_savable, load_session, save_session
 from kvkeep.errors import SessionError
 
 
@@ -24,18 +24,29 @@ class Conversation:
 
     @classmethod
     def resume(cls, model: Any, tokenizer: Any, path: str | os.PathLike[str]) -> Conversation:
-        """Continue the conversation saved at ``path``; raises SessionError."""
+        """Continue the conversation saved at ``path``. Raises SessionError, also where it is not one conversation."""
         session = load_session(path, model)
+        messages = session.notes.get("messages")
+        if session.cache.rows > 1:
+            raise SessionError(
+                f"The session '{path}' is of {session.cache.rows} texts, and no conversation; name another."
+            )
+        if not isinstance(messages, list) or not all(_is_message(message) for message in messages):
+            raise SessionError(f"The session '{path}' holds no conversation; name another.")
         talk = cls(model, tokenizer, session.cache)
-        talk.messages = list(session.notes["messages"])
+        talk.messages = list(messages)
         talk.ids = session.ids[0] if session.ids else []
         return talk
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Save to ``path``, at once or not at all; raises SessionError."""
-        if not isinstance(self.cache, KeepCache):
-            raise SessionError("A conversation on transformers' own cache cannot be saved; method 'full' can.")
-        save_session(path, Session(self.cache, [self.ids] if self.ids else [], {"messages": self.messages}))
+        self.check_savable()
+        session = Session(cast(KeepCache, self.cache), [self.ids] if self.ids else [], {"messages": self.messages})
+        save_session(path, session)
+
+    def check_savable(self) -> None:
+        """Raise SessionError where the cache cannot be saved, whatever will be said."""
+        check_savable(self.cache)
 
     def prompt(self, question: str) -> list[int]:
         """Return all token ids up to the place where the answer to ``question`` starts."""
@@ -76,3 +87,7 @@ class Conversation:
             self.cache.crop(-surplus)
         except RuntimeError:  # a sliding window has forgotten what was before: read it again
             self.cache.reset()
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(value.get(name), str) for name in ("role", "content"))

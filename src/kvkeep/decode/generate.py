@@ -21,6 +21,9 @@ from kvkeep.memory.meter import Memory
 from kvkeep.stock import STOCK, memory_of
 from kvkeep.stores.round import RoundStatistics
 
+SEEDS = range(-(2**63), 2**64)
+"""What torch takes as a seed."""
+
 
 @dataclass(frozen=True)
 class Timing:
@@ -52,10 +55,11 @@ class Generation:
 
 
 class _Listener(BaseStreamer):
-    """Hears of each token as it is chosen: notes the time, and passes new text on."""
+    """Hears of each token as it is chosen: notes the time, and passes new text on. on_prompt: called once the prompt has
+    been read, before anything is passed on."""
 
-    def __init__(self, tokenizer: Any, on_text: Callable[[str], None] | None) -> None:
-        self.tokenizer, self.on_text = tokenizer, on_text
+    def __init__(self, tokenizer: Any, on_text: Callable[[str], None] | None, on_prompt: Callable[[], None]) -> None:
+        self.tokenizer, self.on_text, self.on_prompt = tokenizer, on_text, on_prompt
         self.times: list[float] = []
         self._prompt_seen = False
         self._tokens: list[int] = []
@@ -66,6 +70,8 @@ class _Listener(BaseStreamer):
         if not self._prompt_seen:
             self._prompt_seen = True
             return
+        if not self.times:
+            self.on_prompt()
         self.times.append(time.perf_counter())
         if self.on_text is None or self.tokenizer is None:
             return
@@ -81,6 +87,32 @@ class _Listener(BaseStreamer):
 
     def end(self) -> None:
         """Nothing more to do."""
+
+
+class _Reading:
+    """How much of a prompt of ``total`` tokens has been read; each number is told once."""
+
+    def __init__(
+        self, total: int, on_progress: Callable[[int], None] | None, interrupted: Callable[[], bool] | None
+    ) -> None:
+        self.total, self.on_progress, self.interrupted = total, on_progress, interrupted
+        self._told = 0
+
+    def between_chunks(self, done: int) -> None:
+        """Hear from the cache after each step: only those of the prompt are told, and may be interrupted."""
+        if done <= self.total:
+            self._tell(done)
+        if done < self.total and self.interrupted is not None and self.interrupted():
+            raise KeyboardInterrupt
+
+    def end(self) -> None:
+        """Tell that all of it has been read, where that was not told yet."""
+        self._tell(self.total)
+
+    def _tell(self, done: int) -> None:
+        if done > self._told and self.on_progress is not None:
+            self.on_progress(done)
+        self._told = max(self._told, done)
 
 
 class _Ended(StoppingCriteria):
@@ -125,22 +157,29 @@ def generate(
 
     Greedy at ``temperature`` 0, else sampled (``seed`` for repeatable samples). ``copies``: tokens found in the text
     that are tried as drafts at a time; None: what the cache does by itself, 0: none. ``on_text`` gets pieces of text as
-    they come, ``on_progress`` the prompt tokens read so far. ``interrupted`` is asked between tokens and between
-    chunks; ``ended`` is asked of the text so far after each token. Raises UsageError for a prompt that the model has no
-    positions for, KeyboardInterrupt if interrupted in the prompt.
+    they come, ``on_progress`` the prompt tokens read so far: all of them before the first piece of text, whatever the
+    cache. ``interrupted`` is asked between tokens and between chunks; ``ended`` is asked of the text so far after each
+    token. Raises UsageError for a prompt that the model has no positions for, a seed or a temperature that cannot be
+    meant, KeyboardInterrupt if interrupted in the prompt.
     """
+    if seed is not None and seed not in SEEDS:
+        raise UsageError(f"A seed is a whole number from {SEEDS.start} to {SEEDS.stop - 1}, not {seed}.")
+    if not 0 <= temperature < float("inf"):
+        raise UsageError(f"A temperature is a number from 0 on, not {temperature}.")
     endless = isinstance(cache, KeepCache) and cache.positions is not None
     room = _room(model, len(prompt), endless)
     known = cache.get_seq_length()
     device = next(model.parameters()).device
     ids = torch.tensor([list(prompt)], device=device)
-    listener = _Listener(tokenizer, on_text)
+    reading = _Reading(len(prompt), on_progress, interrupted)
+    # A cache that is not streamed reads the prompt in one go: that it was read is known by the first token.
+    listener = _Listener(tokenizer, on_text, reading.end)
     criteria = StoppingCriteriaList([_Stop(interrupted)] if interrupted else [])
     ending = _Ended(tokenizer, len(prompt), ended) if ended else None
     if ending is not None:
         criteria.append(ending)
     if isinstance(cache, KeepCache):
-        cache.stream.on_progress = _between_chunks(len(prompt), on_progress, interrupted)
+        cache.stream.on_progress = reading.between_chunks
     if seed is not None:
         torch.manual_seed(seed)
     sampling: dict[str, Any] = (
@@ -179,22 +218,6 @@ def generate(
         "interrupted" if interrupted and interrupted() else "ended" if ending is not None and ending.met else None,
         ignore_eos,
     )
-
-
-def _between_chunks(
-    total: int, on_progress: Callable[[int], None] | None, interrupted: Callable[[], bool] | None
-) -> Callable[[int], None]:
-    """Return what the cache calls after each step: only those of the prompt are told, and may be interrupted."""
-
-    def tell(done: int) -> None:
-        if done > total:
-            return
-        if on_progress is not None:
-            on_progress(done)
-        if done < total and interrupted is not None and interrupted():
-            raise KeyboardInterrupt
-
-    return tell
 
 
 def _room(model: Any, prompt_tokens: int, endless: bool) -> int:

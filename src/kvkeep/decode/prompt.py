@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from kvkeep.errors import UsageError
 
@@ -14,7 +14,7 @@ Messages = list[dict[str, str]]
 def read_text(path: str) -> str:
     """Return the text of a file, or of standard input for ``-``; raises UsageError if there is none to read."""
     try:
-        data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+        data = standard_input().read() if path == "-" else Path(path).read_bytes()
     except OSError as error:
         raise UsageError(f"The file '{path}' cannot be read: {(error.strerror or str(error)).lower()}.") from error
     name = "standard input" if path == "-" else f"the file '{path}'"
@@ -29,6 +29,23 @@ def read_text(path: str) -> str:
     return text
 
 
+def standard_input() -> IO[bytes]:
+    """Return standard input as bytes; raises UsageError where it is closed."""
+    if sys.stdin is None or sys.stdin.closed:
+        raise UsageError("Standard input is closed, so there is nothing to read from it; redirect it from a file.")
+    return sys.stdin.buffer
+
+
+def check_text(text: str, name: str) -> str:
+    """Return ``text``, called ``name`` in the error. Raises UsageError where it has bytes that are not UTF-8, as the
+    command line and the environment hand them on (PEP 383)."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UsageError(f"The text of {name} is not UTF-8; convert it, or set the terminal to UTF-8.") from None
+    return text
+
+
 def shortened(tokenizer: Any, text: str, limit: int) -> tuple[str, int]:
     """Return the first ``limit`` tokens of ``text`` as text, and how many tokens the whole has."""
     encoded = tokenizer(text, return_offsets_mapping=True, add_special_tokens=False, verbose=False)
@@ -39,16 +56,27 @@ def shortened(tokenizer: Any, text: str, limit: int) -> tuple[str, int]:
 def encode(tokenizer: Any, messages: Messages, *, raw: bool = False) -> list[int]:
     """Return the token ids of a conversation, ready for the next answer.
 
-    Models with a chat template get it; base models (and ``raw``) get the contents as plain text.
+    Models with a chat template get it; base models (and ``raw``) get the contents as plain text. Raises UsageError for
+    text that is not UTF-8, and where the model's template does not take the conversation.
     """
+    for message in messages:
+        check_text(message["content"], "the prompt")
     if raw or not getattr(tokenizer, "chat_template", None):
         return list(tokenizer("\n\n".join(message["content"] for message in messages)).input_ids)
-    encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+    try:
+        encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+    except Exception as error:  # a template is a program of the model's, and refuses in its own words
+        first = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+        system = any(message["role"] == "system" for message in messages)
+        remedy = "leave the system prompt out" if system else "give a plain prompt (--raw) or take another model"
+        raise UsageError(f"The model's chat template does not take this conversation ({first}); {remedy}.") from error
     return list(encoded["input_ids"])
 
 
 def question(text: str | None, prompt: str | None) -> Messages:
-    """Return the user's message about ``text``, if any."""
+    """Return the user's message about ``text``, if any. Raises UsageError where there is neither, or a prompt that is
+    not UTF-8."""
+    check_text(prompt or "", "the prompt")
     parts = [part for part in (text, prompt) if part and part.strip()]
     if not parts:
         raise UsageError("There is nothing to answer: give a prompt (--prompt) or a text (--file).")

@@ -1,29 +1,38 @@
 """Sessions: a cache saved to a file, to be continued another day without reading its tokens again.
 
-The file is safetensors: the resident entries of every layer, the checkpoint's rows, ids and positions; and in its
-header, as JSON, the method, the budget, the lengths and the fingerprint of the model.
+The file (:mod:`~kvkeep.decode.session_file`) holds the resident entries of every layer, the checkpoint's rows, ids and
+positions; and beside them the method, the budget, the lengths and the fingerprint of the model.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor
+from transformers import Cache
 
 from kvkeep import transfer
 from kvkeep.cache import KeepCache
-from kvkeep.errors import SessionError, UsageError
+from kvkeep.decode.session_file import SessionFile, opened, write
+from kvkeep.decode.session_layout import NAME_OF_IDS, check_restored, check_tensors
+from kvkeep.errors import KvkeepError, SessionError, UsageError
+from kvkeep.memory.extent import Misfit
 from kvkeep.models.fingerprint import fingerprint
 
-FORMAT = 2
+_LONGEST = 2**31  # slots are int32
+_HEADER: dict[str, tuple[type, ...]] = {
+    "fingerprint": (str,),
+    "family": (str,),
+    "method": (str,),
+    "budget": (str, type(None)),
+    "options": (dict,),
+    "past": (dict,),
+    "notes": (dict,),
+}
+_PAST: dict[str, tuple[type, ...]] = {"length": (int,), "rows": (int,), "first": (dict,), "uneven": (bool,)}
 
 
 @dataclass
@@ -36,17 +45,16 @@ class Session:
 
 
 def save_session(path: str | os.PathLike[str], session: Session) -> None:
-    """Write ``session`` to ``path``, at once or not at all.
+    """Write ``session`` to ``path``, at once or not at all. A link is followed; a file that is replaced keeps its mode.
 
-    Raises SessionError where the file cannot be written; what was there before is then still there.
+    Raises SessionError where the file cannot be written, or the cache not saved; what was there before is then still
+    there.
     """
     cache = session.cache
+    check_savable(cache)
     if any(len(row) != cache.get_seq_length() for row in session.ids):
         raise UsageError(f"A session is saved with the ids of the cache's {cache.get_seq_length()} tokens.")
-    tensors = {name: tensor.contiguous() for name, tensor in transfer.state(cache).items()}
-    tensors["session.ids"] = torch.tensor(session.ids, dtype=torch.int32)
-    header = {
-        "format": FORMAT,
+    about = {
         "fingerprint": fingerprint(cache.model),
         "family": cache.geometry.model_type,
         "method": cache.method.name,
@@ -55,48 +63,81 @@ def save_session(path: str | os.PathLike[str], session: Session) -> None:
         "past": transfer.header(cache),
         "notes": session.notes,
     }
-    _write(Path(path), tensors, {"kvkeep": json.dumps(header)})
+    write(path, transfer.state(cache) | {NAME_OF_IDS: torch.tensor(session.ids, dtype=torch.int32)}, about)
 
 
-def _write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    temporary: str | None = None
-    try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        os.close(handle)
-        save_file(tensors, temporary, metadata=metadata)
-        os.replace(temporary, path)
-        temporary = None
-    except (OSError, SafetensorError) as error:
-        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        raise SessionError(f"The session cannot be written to '{path}': {reason.lower()}.") from error
-    finally:
-        if temporary is not None:
-            os.unlink(temporary)
+def check_savable(cache: Cache) -> None:
+    """Raise SessionError where a cache cannot be saved, whatever it holds."""
+    if not isinstance(cache, KeepCache):
+        raise SessionError("A session on transformers' own cache cannot be saved; method 'full' can.")
+    if others := cache.geometry.other_layers:
+        raise SessionError(
+            f"The session cannot be saved: '{cache.geometry.model_type}' has a '{others[0].kind}' layer, whose state "
+            "is not keys and values."
+        )
 
 
 def load_session(path: str | os.PathLike[str], model: Any) -> Session:
     """Return the session saved at ``path``, ready to be continued with ``model``.
 
-    Raises SessionError for a file that is not a session, is damaged, or was saved with another model.
+    Everything in the file is checked before it is used. Raises SessionError for a file that is not a session, is
+    damaged, or was saved with another model.
     """
-    if not Path(path).is_file():
-        raise SessionError(f"There is no session at '{path}': no such file.")
+    with opened(path) as file:
+        try:
+            return _restored(file, model)
+        except SessionError as error:
+            raise SessionError(f"The session '{path}' cannot be continued: {error}") from error.__cause__
+        except KvkeepError as error:  # a method that is not installed, a place that is not there
+            raise SessionError(f"The session '{path}' cannot be continued here: {error}") from error
+
+
+def _restored(file: SessionFile, model: Any) -> Session:
+    about = file.about
+    _check_types(about, _HEADER, "header")
+    if about["fingerprint"] != fingerprint(model):
+        raise SessionError(
+            f"it was saved with another model (a '{about['family']}' model with other weights, dtype or layers); load "
+            "that one, or start a new session."
+        )
+    past = about["past"]
+    _check_types(past, _PAST, "past")
+    numbers = [past["length"], past["rows"], *past["first"].values()]
+    if not all(type(number) is int and 0 <= number < _LONGEST for number in numbers):
+        raise _odd("its past has numbers that no cache has")
+    cache = _empty(about, model)
     try:
-        with safe_open(path, framework="pt") as file:
-            header = json.loads((file.metadata() or {}).get("kvkeep", "null"))
-            if not isinstance(header, dict) or header.get("format") != FORMAT:
-                raise SessionError(f"'{path}' is not a session of this version of kvkeep; start a new one.")
-            if header["fingerprint"] != fingerprint(model):
-                raise SessionError(
-                    f"The session '{path}' was saved with another model (a '{header['family']}' model with other "
-                    "weights or dtype); load that one, or start a new session."
-                )
-            cache = KeepCache(model, header["method"], header["budget"], **header["options"])
-            names = set(file.keys()) - {"session.ids"}
-            transfer.restore(cache, names, file.get_tensor, header["past"])
-            return Session(cache, file.get_tensor("session.ids").tolist(), header["notes"])
-    except (OSError, SafetensorError, KeyError, ValueError) as error:
-        if isinstance(error, UsageError):
-            raise
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else "it is damaged or cut short"
-        raise SessionError(f"The session '{path}' cannot be read: {reason.lower()}.") from error
+        check_tensors(cache, file.stored, past)
+        names = set(file.stored) - {NAME_OF_IDS}
+        transfer.restore(cache, names, file.tensor, past)
+        check_restored(cache, file, past)
+    except Misfit as error:
+        raise _odd(str(error)) from error
+    except KvkeepError:
+        raise
+    except Exception as error:  # a part that was handed what it never saved may fail in any way
+        raise _odd(f"its tensors are not those of a cache of method '{cache.method.name}'") from error
+    return Session(cache, file.tensor(NAME_OF_IDS).tolist(), about["notes"])
+
+
+def _empty(about: dict[str, Any], model: Any) -> KeepCache:
+    """Return an empty cache of the kind that was saved. Raises as :class:`KeepCache`."""
+    try:
+        cache = KeepCache(model, about["method"], about["budget"], **about["options"])
+    except TypeError as error:
+        raise _odd("its options are not those of a cache") from error
+    if cache.request.options() != about["options"]:
+        raise _odd("its options are not those of a cache")
+    return cache
+
+
+def _check_types(value: Any, schema: Mapping[str, tuple[type, ...]], what: str) -> None:
+    if type(value) is not dict or set(value) != set(schema):
+        raise _odd(f"its {what} has not the names it should have")
+    for name, kinds in schema.items():
+        if type(value[name]) not in kinds:
+            raise _odd(f"its {what} has no '{name}' that could be meant")
+
+
+def _odd(reason: str) -> SessionError:
+    return SessionError(f"it is not as kvkeep writes it ({reason}); start a new one.")

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvkeep.errors import ModelError
+from kvkeep.files import abandoned, owner
 
 _PREFIX = ".scratch-"
-_STALE = 24 * 3600  # seconds after which the owner is taken for dead, wherever it ran
 
 
 @contextmanager
@@ -26,7 +24,7 @@ def scratch(parent: Path) -> Iterator[Path]:
     try:
         parent.mkdir(parents=True, exist_ok=True)
         _sweep(parent)
-        prefix = f"{_PREFIX}{socket.gethostname()}-{os.getpid()}-"
+        prefix = f"{_PREFIX}{owner()}-"
         with tempfile.TemporaryDirectory(dir=parent, prefix=prefix, ignore_cleanup_errors=True) as folder:
             yield Path(folder)
     except OSError as error:
@@ -53,19 +51,5 @@ def write_text(path: Path, text: str) -> None:
 def _sweep(parent: Path) -> None:
     for left in parent.glob(f"{_PREFIX}*"):
         with suppress(OSError, ValueError):
-            host, process, _ = left.name.removeprefix(_PREFIX).rsplit("-", 2)
-            dead = host == socket.gethostname() and not _alive(int(process))
-            if dead or time.time() - left.stat().st_mtime > _STALE:
+            if abandoned(left, left.name.removeprefix(_PREFIX).rpartition("-")[0]):
                 shutil.rmtree(left, ignore_errors=True)
-
-
-def _alive(process: int) -> bool:
-    if os.name != "posix":  # elsewhere signal 0 is a real one
-        return True
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

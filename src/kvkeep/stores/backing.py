@@ -13,6 +13,7 @@ from torch import Tensor
 from kvkeep.attention import Segment, attend
 from kvkeep.attention.step import Step
 from kvkeep.contracts import Checkpoint, EntryState
+from kvkeep.memory.extent import Extent, Misfit
 from kvkeep.stores.layer import Layer
 from kvkeep.stores.read_evicted import observe_evicted
 from kvkeep.stores.slots import compact
@@ -32,6 +33,11 @@ class Backing:
     def append(self, keys: Tensor, values: Tensor) -> None:
         """Take the next entries, (lanes, n, dim)."""
         self.checkpoint.append(self.index, keys, values)
+
+    def check(self, extent: Extent) -> None:
+        """Raise Misfit where the checkpoint does not have every slot of ``extent``."""
+        if self.checkpoint.length(self.index) != extent.slots:
+            raise Misfit("entries are missing in the checkpoint")
 
     def truncate(self, length: int) -> None:
         """Forget the slots from ``length`` on."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.contracts import Evicted
+from kvkeep.memory.extent import Extent, Misfit, fits, within
 from kvkeep.memory.ledger import Ledger
 from kvkeep.memory.meter import Meter, nbytes
 from kvkeep.memory.places import Place
@@ -98,6 +99,27 @@ class Bank:
             for one in (self.scored() if scored else None, self.extra, self.newest)
         )
         return Evicted(keys, values, self.slots.gather(1, columns), scores, extra, newest)
+
+    def check(self, extent: Extent, tail: int, sinks: int | None) -> None:
+        """Raise Misfit where this cannot be a bank of a layer of ``extent`` with so many columns behind it."""
+        lanes = extent.lanes if self.lanes is None else len(self.lanes)
+        extent.numbered("slots", self.slots, (lanes, None))
+        within("columns", self.columns, 0, self.budget + 1)
+        if extent.entries(self.keys, self.values, lanes) != self.columns + (tail if self.columns else 0):
+            raise Misfit("'slots' are not those of the keys")
+        for name, dtype in (("scores", torch.float32), ("extra", torch.float32), ("newest", torch.int32)):
+            if getattr(self, name) is not None:
+                fits(name, getattr(self, name), (lanes, self.columns), dtype)
+        if self.newest is not None:
+            within("newest", self.newest, -1, extent.slots)
+        if self.sinks is not None:
+            fits("sinks", self.sinks, (lanes, sinks or 0, extent.key_dim), self.keys.dtype)
+        within("used columns", self.used, 0, self.columns + 1)
+        held = self.slots >= 0
+        twice = self.slots.sort(1).values.diff(dim=1).eq(0).sum() > (~held).sum(1).sub(1).clamp(min=0).sum()
+        vacant = int((~held[:, : self.used]).sum(1).max()) if self.used and lanes else 0
+        if twice or bool(held[:, self.used :].any()) or not vacant <= self.vacant <= self.used:
+            raise Misfit("'slots' are twice the same, or where none are used")
 
     def recount(self) -> None:
         """Find out anew how many columns are in use, and how many of them are empty."""
@@ -269,6 +291,23 @@ class Banks:
             self.heads, budget, used, vacant = state[f"{number}.layout"].tolist()
             parts = {name: state.get(f"{number}.{name}") for name in SAVED}
             self.banks.append(Bank(budget=budget, used=used, vacant=vacant, **parts))  # type: ignore[arg-type]
+
+    def check(self, extent: Extent, sinks: int | None) -> None:
+        """Raise Misfit where banks are not of all lanes of ``extent``, each within its budget; ``sinks``: whose keys
+        may be kept as they came."""
+        if not self.banks and not extent.slots:
+            return
+        found: list[int] = []
+        for bank in self.banks:
+            if bank.lanes is not None:
+                within("lanes", fits("lanes", bank.lanes, (None,), torch.int64), 0, extent.lanes)
+            found += range(extent.lanes) if bank.lanes is None else bank.lanes.tolist()
+            bank.check(extent, self.tail, sinks)
+        budgets = self.budgets * (extent.lanes if len(self.budgets) == 1 else self.ledger.batch)
+        wanted = {lane: budgets[lane] for lane in range(extent.lanes)}
+        homes = {lane: bank.budget for lane, (bank, _) in self._homes().items()}
+        if sorted(found) != [*range(extent.lanes)] or homes != wanted or self.heads * self.ledger.batch != extent.lanes:
+            raise Misfit("resident entries are not of all KV heads")
 
 
 def _move(homes: dict[int, tuple[Bank, int]], own: list[int], fresh: Bank) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvkeep.memory.extent import Extent, Misfit, fits
 from kvkeep.memory.meter import nbytes
 from kvkeep.memory.rows import Buffer, up
 
@@ -90,6 +91,15 @@ class Bounds:
             self.length = length
             self._low.append(state["bounds.low"])
             self._high.append(state["bounds.high"])
+
+    def check(self, extent: Extent) -> None:
+        """Raise Misfit where there are not the bounds of all slots."""
+        pages = -(-extent.slots // PAGE)
+        if self.length != extent.slots or {self._low.length, self._high.length} != {pages}:
+            raise Misfit(f"bounds are not of {extent.slots} slots")
+        if pages:
+            form = (extent.lanes, pages, extent.key_dim)
+            fits("bounds", self.high, form, fits("bounds", self.low, form).dtype)
 
     @property
     def nbytes(self) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvkeep.memory.extent import Misfit, within
 from kvkeep.memory.meter import storage_bytes
 from kvkeep.models.adapter import Adapter
 from kvkeep.stores.banks import Bank
@@ -120,6 +121,16 @@ class CachePositions:
         self._next, *turned = torch.tensor(rest[count:]).chunk(2)
         self.gap = self._next
         self._turned = self._before = turned[0].bool() if turned else self.gap > 0  # older sessions
+
+    def check(self, rows: int, length: int, layers: int) -> None:
+        """Raise Misfit where it is not of a cache of so many rows, tokens and layers."""
+        within("the base of positions", self.base, 0, length + 1)
+        for layer, base in self._bases.items():
+            within("a layer's number", layer, 0, layers)
+            within("a layer's base", base, 0, self.base + 1)
+        within("the gap behind the sinks", self._next, 0, length + 1)
+        if len(self._next) not in (1, rows) or len(self._turned) not in (1, rows) or length - self.base > self.limit:
+            raise Misfit("the gap behind the sinks is not that of all rows")
 
     def holds_on_to(self, length: int) -> bool:
         """Tell whether cutting to ``length`` would cut into the sinks, which have moved already."""

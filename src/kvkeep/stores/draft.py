@@ -20,6 +20,7 @@ from torch import Tensor
 from kvkeep.attention import attend, received
 from kvkeep.attention.step import Step
 from kvkeep.contracts import Piece, Reader, Site
+from kvkeep.memory.extent import Extent
 from kvkeep.memory.meter import nbytes
 from kvkeep.stores.backing import Backing, attended_exactly
 from kvkeep.stores.layer import Layer
@@ -181,6 +182,10 @@ class DraftAndVerify(Reader):
     def select(self, layer: Layer, lanes: Tensor) -> None:
         """Make the lanes those of an index."""
         self._voters = None
+
+    def check(self, extent: Extent) -> None:
+        """Raise Misfit where the backing is not of all slots."""
+        self.backing.check(extent)
 
     @property
     def bookkeeping_bytes(self) -> int:  # type: ignore[override]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvkeep.contracts import EntryState, Evicted, EvictedStore, Held, Piece, Resident, WorkingSet
 from kvkeep.geometry import LayerGeometry, ModelGeometry
+from kvkeep.memory.extent import Extent, Misfit, alike, fits, within
 from kvkeep.memory.meter import nbytes
 from kvkeep.stores.slots import without
 
@@ -141,6 +142,29 @@ class Groups(EvictedStore):
         every = [state[str(number)] for number in range(len(state) - 1)]
         self.waiting, self.parts = every[:waiting], every[waiting : waiting + parts]
         self.slots = every[-1] if parts else None
+
+    def check(self, extent: Extent) -> None:
+        """Raise Misfit where parts are not as the codec makes them, or slots not there."""
+        within("counts", self.count, 0, GROUP)
+        if not self.waiting:
+            if self.count or self.written or self.parts:
+                raise Misfit("groups are there before their first entries")
+            return
+        keys, values, slots = self.waiting
+        if extent.entries(keys, values) != GROUP:
+            raise Misfit("a group has another number of entries")
+        fits("slots", slots, (extent.lanes, GROUP), torch.int32)
+        extent.numbered("slots", slots[:, : self.count], (extent.lanes, None))
+        if not self.parts or self.slots is None:
+            within("counts", self.written, 0, 1)
+            return
+        within("counts", self.written, 1, extent.slots // GROUP + 1)
+        groups = self.slots.shape[1]
+        within("groups", groups, self.held, (groups if self.room is None else self.room) + 1)
+        made = self.codec.encode(torch.zeros_like(keys), torch.zeros_like(values), torch.zeros_like(slots))
+        alike("parts", self.parts, [one[:, None] for one in made], (extent.lanes, groups))
+        fits("slots", self.slots, (extent.lanes, groups, GROUP), torch.int32)
+        extent.numbered("slots", self.slots[:, : self.held], (extent.lanes, None, GROUP))
 
     @property
     def compressed_bytes(self) -> int:  # type: ignore[override]

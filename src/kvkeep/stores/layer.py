@@ -17,6 +17,7 @@ from kvkeep.attention import Segment
 from kvkeep.attention.step import Step
 from kvkeep.contracts import EntryState, EvictedStore, Piece, Reader, Site
 from kvkeep.errors import UsageError
+from kvkeep.memory.extent import Extent, Misfit
 from kvkeep.memory.lasting import lasting, lasts
 
 
@@ -30,6 +31,7 @@ class Layer(CacheLayerMixin):
     def __init__(self, site: Site, resident: Any, evicted: EvictedStore, reader: Reader) -> None:
         super().__init__()
         self.index, self.ledger, self.device = site.layer.index, site.ledger, site.device
+        self.geometry, self.in_order = site.layer, site.in_order
         self.resident, self.evicted, self.reader = resident, evicted, reader
         self.heads = 0  # KV heads of a row
         self.length = 0  # slots settled so far
@@ -222,6 +224,19 @@ class Layer(CacheLayerMixin):
         self.resident.restore(of("resident"), length)
         self.evicted.restore(of("evicted"))
         self.reader.restore(of("reader"), length)
+
+    def check(self) -> None:
+        """Raise Misfit where what :meth:`restore` took from a file cannot be what a layer of this model holds."""
+        own = self.geometry
+        if self.heads != own.kv_heads and (self.length or self.heads):
+            raise Misfit(f"layer {self.index} has {self.heads} KV heads")
+        if not self.heads:
+            return
+        extent = Extent(self.ledger.batch * self.heads, self.length, own.key_dim, own.value_dim)
+        for part in (self.resident, self.evicted, self.reader):
+            part.check(extent)
+        if self.in_order and getattr(self.evicted, "count", self.resident.evicted) != self.resident.evicted:
+            raise Misfit(f"entries of layer {self.index} are missing or there twice")
 
     def entry_states(self, length: int, batch: int) -> Tensor:
         """Return what became of every slot: (batch, kv_heads, ``length``) int8 codes, on the CPU."""

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvkeep.attention.step import Step
 from kvkeep.contracts import Asked, EntryState, EvictedStore, PairMerging, Site
+from kvkeep.memory.extent import Extent, Misfit, fits, within
 from kvkeep.memory.meter import nbytes
 from kvkeep.models.adapter import Adapter
 from kvkeep.stores.banks import Bank
@@ -50,6 +51,7 @@ class MergeNeighbours(EvictedStore):
     def __init__(self, site: Site, how: PairMerging, adapter: Adapter, slack: int) -> None:
         self.layer, self.ledger, self.meter, self.readers = site.layer.index, site.ledger, site.meter, site.readers
         self.how, self.adapter, self.slack = how, adapter, slack
+        self.queried = site.geometry.attention_heads // site.layer.kv_heads  # query heads of a lane
         self.tally = torch.zeros(2, dtype=torch.float64)
         self.since: Tensor | None = None  # (lanes, 1) int32: the slots there were when attention was last forgotten
         self.due: Tensor | None = None  # (lanes, 1) int32: what that is at the next observation, 0 where it stays
@@ -269,6 +271,23 @@ class MergeNeighbours(EvictedStore):
         self.tally = state["tally"]
         self.scaling = float(state["scaling"][0])
         self.length, self.heads, self.group = state["counts"].tolist()
+
+    def check(self, extent: Extent) -> None:
+        """Raise Misfit where what was observed is not of all lanes of ``extent``."""
+        lanes, slots = extent.lanes, extent.slots
+        fits("tally", self.tally, (2,), torch.float64)
+        if (self.length, self.heads) != (slots, lanes // self.ledger.batch):
+            raise Misfit(f"merging is not of {slots} slots")
+        for name, columns in (("since", 1), ("due", 1), ("lost", None)):
+            if (counted := getattr(self, name)) is not None:
+                within(name, fits(name, counted, (lanes, columns), torch.int32), 0, slots + 1)
+        if self.lost is not None:
+            within("lost", self.lost.shape[1] % 2, 0, 1)
+        if self.outputs is not None:
+            fits("outputs", self.outputs, (lanes, extent.value_dim), torch.float32)
+        if self.asked is not None:
+            fits("asked", self.asked, (lanes, self.queried, None, extent.key_dim))
+            within("asked", self.asked.shape[2], 1, min(QUERIES, slots) + 1)
 
     def states(self, lanes: int, length: int) -> Tensor:
         """Return what became of the entry of each slot."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from kvkeep.attention import Segment
 from kvkeep.attention.step import Step
 from kvkeep.contracts import Evicted, EvictedStore, Piece, Site
+from kvkeep.memory.extent import Extent, Misfit, within
 from kvkeep.memory.places import Device
 from kvkeep.memory.rows import Ring, concatenated
 
@@ -110,3 +111,10 @@ class Newest:
             rows.first = rows.length = length - count
             if count:
                 rows.append(state[name])
+
+    def check(self, extent: Extent) -> None:
+        """Raise Misfit where entries are not the last of ``extent``."""
+        held = self._keys.length - self._keys.first
+        within("resident entries", held, 0, min(extent.slots, self._keys.capacity) + 1)
+        if held and extent.entries(self._keys.data, self._values.data) < held:
+            raise Misfit("resident entries are missing")

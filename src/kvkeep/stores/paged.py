@@ -17,6 +17,7 @@ from torch import Tensor
 from kvkeep.attention import Segment
 from kvkeep.attention.step import Step
 from kvkeep.contracts import Evicted, Piece, Site
+from kvkeep.memory.extent import Extent, Misfit
 from kvkeep.memory.meter import storage_bytes
 
 BLOCK_SIZE = 32
@@ -273,6 +274,14 @@ class Paged:
         if state:
             self.arrive(state["keys"], state["values"])
             self.admit(state["keys"], state["values"], 0)
+
+    def check(self, extent: Extent) -> None:
+        """Raise Misfit where it does not hold all slots of ``extent``."""
+        if self.length != extent.slots or len(self.table.rows) * self.heads != extent.lanes:
+            raise Misfit(f"resident entries are not of {extent.slots} slots")
+        if self._pools:
+            keys, values = self._pools
+            extent.entries(keys, values, self.heads)
 
 
 def pool_rows(tokens: int) -> int:

@@ -11,6 +11,7 @@ from torch import Tensor
 from kvkeep.attention import Segment, received
 from kvkeep.attention.step import Step
 from kvkeep.contracts import Evicted, EvictedStore, Piece, Selector, Site
+from kvkeep.memory.extent import Extent, Misfit
 from kvkeep.memory.places import Device
 from kvkeep.stores.banks import Bank, Banks
 from kvkeep.stores.eviction import Arriving, Ranking, append, compete, replace_lowest
@@ -340,3 +341,9 @@ class Selected:
         """Take what :meth:`state` gave, as entries of ``length`` slots."""
         self.length = length
         self.banks.restore(state)
+
+    def check(self, extent: Extent) -> None:
+        """Raise Misfit where banks are not of all lanes of ``extent``, each within its budget."""
+        self.banks.check(extent, self.selector.sinks_in_cache(True))
+        if self.selector.scores_arrivals and any(bank.used and bank.scores is None for bank in self.banks):
+            raise Misfit("'scores' are missing")

@@ -24,6 +24,7 @@ from torch import Tensor
 from kvkeep.attention import Segment, attend
 from kvkeep.attention.step import Step
 from kvkeep.contracts import Piece, Reader, Site
+from kvkeep.memory.extent import Extent
 from kvkeep.stores.backing import Backing, attended_exactly
 from kvkeep.stores.bounds import PAGE, Bounds
 from kvkeep.stores.layer import Layer
@@ -233,6 +234,11 @@ class Selective(Reader):
         self.bounds.restore(state, length)
         self.last, self.worst, self._recalled, self._away, steps = state["certificate"].tolist()
         self._steps = int(steps)
+
+    def check(self, extent: Extent) -> None:
+        """Raise Misfit where bounds or the backing are not of all slots."""
+        self.bounds.check(extent)
+        self.backing.check(extent)
 
     @property
     def bookkeeping_bytes(self) -> int:  # type: ignore[override]

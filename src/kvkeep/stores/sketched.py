@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvkeep.attention.attend import FOLDED
 from kvkeep.contracts import EntryState, Evicted, EvictedStore, Piece, Resident, WorkingSet
+from kvkeep.memory.extent import Extent, Misfit, alike, fits
 from kvkeep.memory.ledger import Ledger
 from kvkeep.memory.meter import Meter, nbytes
 from kvkeep.stores.sketch import PAGE, CountSketch, Estimates, places
@@ -205,6 +206,24 @@ class Sketched(EvictedStore):
         self.sketches = self._new(state["keys.0"], state["values.0"])
         for name, sketch in zip(("keys", "values"), self.sketches, strict=True):
             sketch.restore([state[key] for key in sorted(state) if key.startswith(f"{name}.")])
+
+    def check(self, extent: Extent) -> None:
+        """Raise Misfit where sketches are of another size, or have entries of slots that there are not."""
+        if self.sketches is None or self.inside is None:
+            return
+        fits("inside", self.inside, (extent.lanes, None), torch.bool)
+        if bool(self.inside[:, extent.slots :].any()) or (self.scores is None and self.listens):
+            raise Misfit("'inside' has slots that there are not")
+        if self.scores is not None:
+            fits("scores", self.scores, self.inside.shape, torch.float32)
+        fresh = self._new(*(sketch.cells.new_zeros(extent.lanes, 1, dim) for sketch, dim in self._widths(extent)))
+        for sketch, new in zip(self.sketches, fresh, strict=True):
+            alike("cells", sketch.state(), new.state(), ())
+            fits("cells", sketch.cells, new.cells.shape, self.sketches[0].cells.dtype)
+
+    def _widths(self, extent: Extent) -> list[tuple[CountSketch, int]]:
+        assert self.sketches is not None
+        return list(zip(self.sketches, (extent.key_dim, extent.value_dim), strict=True))
 
     @property
     def compressed_bytes(self) -> int:  # type: ignore[override]

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from kvkeep.contracts import EntryState, Evicted, EvictedStore, Held, Piece, Resident, WorkingSet
 from kvkeep.geometry import LayerGeometry
+from kvkeep.memory.extent import Extent, Misfit, alike, fits, within
 from kvkeep.memory.meter import Meter, nbytes
 from kvkeep.stores.coded import CodedKeys, encode, multiplied, unpack
 from kvkeep.stores.groups import GROUP
@@ -356,6 +357,30 @@ class Tiers(EvictedStore):
         self.count, *holes = state["counts"].tolist()
         for tier, flag in zip(self.tiers, holes, strict=True):
             tier.holes = bool(flag)
+
+    def check(self, extent: Extent) -> None:
+        """Raise Misfit where a tier is not as it is coded, or slots and scores are not of all tiers."""
+        within("counts", self.count, 0, GROUP)
+        if self.slots is None:
+            if self.count or self.groups:
+                raise Misfit("groups are there before their first entries")
+            return
+        places = (extent.lanes, (self.groups + 1) * GROUP)
+        extent.numbered("slots", self.slots, places)
+        fits("scores", self.scores, places, torch.float32)
+        if len(self.waiting) != 2 or extent.entries(self.waiting[0], self.waiting[1]) != GROUP:
+            raise Misfit("a group has another number of entries")
+        if self.channels is None:
+            within("groups", self.groups, 0, 1)
+            return
+        for one in self.channels:
+            fits("channels", one, (extent.lanes, 1, extent.value_dim), torch.float32)
+        for tier in self.tiers:
+            if tier.groups:
+                dtype = None if tier.plain else torch.float32
+                keys, values = (torch.zeros_like(part[:, None], dtype=dtype) for part in self.waiting)
+                made = tier.encode(keys, values, self.channels)
+                alike("tiers", tier.parts, made, (extent.lanes, tier.groups))
 
     @property
     def compressed_bytes(self) -> int:  # type: ignore[override]

@@ -20,6 +20,7 @@ from kvkeep.contracts import (
     Site,
     WorkingSet,
 )
+from kvkeep.memory.extent import Extent, Misfit, within
 from kvkeep.memory.places import Device
 from kvkeep.memory.rows import Buffer, Ring, concatenated
 from kvkeep.stores.slots import flags_of, without
@@ -83,6 +84,12 @@ class InOrder(EvictedStore):
         """Take what :meth:`state` gave."""
         self.count = int(state["count"][0])
 
+    def check(self, extent: Extent) -> None:
+        """Raise Misfit where the checkpoint has others than the first entries."""
+        within("entries that left", self.count, 0, extent.slots + 1)
+        if not self.checkpoint.by_token and self.checkpoint.length(self.layer) != self.count:
+            raise Misfit("entries that left are missing in the checkpoint")
+
 
 class ByEntry(EvictedStore):
     """Entries that leave in any order, and every head's are others: their slots are kept beside them."""
@@ -114,7 +121,8 @@ class ByEntry(EvictedStore):
         codes = torch.full((lanes, length), EntryState.CHECKPOINTED, dtype=torch.int8)
         if self.slots.first:
             held = concatenated(self.slots, self.slots.first, self.slots.length).squeeze(-1)
-            codes.masked_fill_(~flags_of(held, int(held.max()) + 1 if held.numel() else 1)[:, :length].cpu(), 0)
+            size = max(length, int(held.max()) + 1 if held.numel() else 1)
+            codes.masked_fill_(~flags_of(held, size)[:, :length].cpu(), 0)
         return codes
 
     def _each(self) -> Iterator[Tensor]:
@@ -154,6 +162,14 @@ class ByEntry(EvictedStore):
         self.slots.first = self.slots.length = int(state["first"][0])
         if "slots" in state:
             self.slots.append(state["slots"])
+
+    def check(self, extent: Extent) -> None:
+        """Raise Misfit where slots are not those of the checkpoint's entries."""
+        span = self.slots.first, self.slots.length
+        if span != (self.checkpoint.first(self.layer), self.checkpoint.length(self.layer)):
+            raise Misfit("entries that left are missing in the checkpoint")
+        if span[0] < span[1]:
+            extent.numbered("slots", concatenated(self.slots, *span), (extent.lanes, None, 1))
 
 
 class ByResidual(EvictedStore):

@@ -74,6 +74,10 @@ class Entries:
         """Return the first entry that the ring has not overwritten."""
         return self._rows[layer][0].first
 
+    def length(self, layer: int) -> int:
+        """Return how many entries came."""
+        return self._rows[layer][0].length
+
     def truncate(self, layer: int, length: int) -> None:
         """Forget a layer's entries from ``length`` on."""
         for rows in self._rows[layer]:

@@ -177,6 +177,10 @@ class Residuals:
         """Return the first slot that the ring has not overwritten."""
         return self._rows[layer].first if layer in self._rows else 0
 
+    def length(self, layer: int) -> int:
+        """Return how many slots there are."""
+        return self.ledger.length
+
     def truncate(self, layer: int, length: int) -> None:
         """Nothing: residuals are there for every slot."""
 

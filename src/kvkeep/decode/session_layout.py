@@ -1,0 +1,149 @@
+"""What the tensors of a session must look like, given the cache they are for.
+
+Before anything is read: names, shapes and dtypes of what every cache has (the layers' entries, the checkpoint's rows,
+ids and positions). Once the parts have taken theirs: that each part holds what the file says, and that every number by
+which something is looked up is within what there is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvkeep import transfer
+from kvkeep.cache import KeepCache
+from kvkeep.decode.session_file import SessionFile, Stored
+from kvkeep.geometry import LayerGeometry
+from kvkeep.memory.extent import Misfit, within
+from kvkeep.models.adapter import decoder_of
+from kvkeep.stores.layer import Layer
+
+NAME_OF_IDS = "session.ids"
+
+_OF_LAYER = re.compile(r"layer\.(0|[1-9][0-9]{0,5})\.(.+)")
+_OF_ROWS = re.compile(r"checkpoint\.((keys|values|residual)\.(0|[1-9][0-9]{0,5}))")
+_ENTRIES = re.compile(r"layer\.\d+\.(resident\.(\d+\.)?)?(keys|values)|checkpoint\..+")
+
+
+def check_tensors(cache: KeepCache, stored: Mapping[str, Stored], past: dict[str, Any]) -> None:
+    """Raise Misfit unless names, shapes and dtypes are those of ``cache`` after ``past["length"]`` tokens of
+    ``past["rows"]`` rows."""
+    length, rows = past["length"], past["rows"]
+    if length and not rows:
+        raise Misfit("it has tokens and no rows")
+    ids = stored.get(NAME_OF_IDS)
+    if ids not in (Stored((rows, length), torch.int32), Stored((0,), torch.int32)):
+        raise Misfit(f"'{NAME_OF_IDS}' is not {rows} rows of {length} ids")
+    expected = {
+        "positions": (Stored((rows, length, 1), torch.int32), cache.ledger.records and length > 0),
+        "ids": (Stored((rows, length, 1), torch.int32), cache.ledger.records and length > 0),
+        "visible": (Stored((rows, length), torch.bool), "visible" in stored),
+        "cache_positions": (None, cache.positions is not None),
+    }
+    for name, (form, wanted) in expected.items():
+        if (name in stored) != wanted or (wanted and form is not None and stored[name] != form):
+            raise Misfit(f"'{name}' is missing, or of another shape or dtype")
+    for name, one in stored.items():
+        if name in expected or name == NAME_OF_IDS:
+            continue
+        if (match := _OF_LAYER.fullmatch(name)) is not None and int(match[1]) < len(cache.layers):
+            _check_part(cache, int(match[1]), match[2], one, past)
+        elif (match := _OF_ROWS.fullmatch(name)) is not None and cache.checkpoint is not None:
+            _check_rows(cache, match[1], match[2], int(match[3]), one, past)
+        else:
+            raise Misfit(f"'{name}' is no part of such a cache")
+    _check_first(cache, stored, past)
+
+
+def _check_part(cache: KeepCache, number: int, name: str, one: Stored, past: dict[str, Any]) -> None:
+    """Check a tensor of a layer: entries as the model has them; the rest is the part's own affair."""
+    layer, held = cache.geometry.layers[number], cache.held[number]
+    if isinstance(held, Layer):
+        if name.startswith("resident.") and name.rpartition(".")[2] in ("keys", "values"):
+            _check_entries(f"layer.{number}.{name}", one, layer, 3)
+        return
+    if not layer.owns_entries or name not in ("keys", "values"):
+        raise Misfit(f"'layer.{number}.{name}' is no part of such a cache")
+    _check_entries(f"layer.{number}.{name}", one, layer, 4)
+    length = past["length"] if layer.window is None else min(past["length"], layer.window - 1)
+    if one.shape[:3] != (past["rows"], layer.kv_heads, length):
+        raise Misfit(f"'layer.{number}.{name}' does not have the entries of {length} tokens")
+
+
+def _check_entries(name: str, one: Stored, layer: LayerGeometry, axes: int) -> None:
+    width = layer.key_dim if name.endswith("keys") else layer.value_dim
+    if len(one.shape) != axes or one.shape[-1] != width or not one.dtype.is_floating_point:
+        raise Misfit(f"'{name}' has not the width of the model's entries")
+
+
+def _check_rows(cache: KeepCache, name: str, kind: str, number: int, one: Stored, past: dict[str, Any]) -> None:
+    """Check what a checkpoint keeps: residuals of each token, or entries that left."""
+    known = {known for known, _ in cache.checkpoint_rows()} | {"residual.0"}
+    if name not in known or (kind == "residual") != cache.checkpoint.by_token:  # type: ignore[union-attr]
+        raise Misfit(f"'checkpoint.{name}' is no part of such a cache")
+    layer = cache.geometry.layers[number]
+    if kind == "residual":
+        lanes, width = past["rows"], cache.geometry.hidden_size
+    else:
+        lanes, width = past["rows"] * layer.kv_heads, layer.key_dim if kind == "keys" else layer.value_dim
+    if len(one.shape) != 3 or (one.shape[0], one.shape[2]) != (lanes, width) or not one.dtype.is_floating_point:
+        raise Misfit(f"'checkpoint.{name}' is of another shape or dtype")
+
+
+def _check_first(cache: KeepCache, stored: Mapping[str, Stored], past: dict[str, Any]) -> None:
+    """Check where the stores of a checkpoint begin: all of a layer at the same entry, residuals so that they end with
+    the last token."""
+    names = {name for name, _ in cache.checkpoint_rows()}
+    names |= {name.removeprefix("checkpoint.") for name in stored if name == "checkpoint.residual.0"}
+    if set(past["first"]) != names:
+        raise Misfit("its checkpoint is not that of such a cache")
+    for name, first in past["first"].items():
+        one, twin = stored.get(f"checkpoint.{name}"), name.replace("keys.", "values.")
+        end = first + (one.shape[1] if one is not None else 0)
+        other = stored.get(f"checkpoint.{twin}")
+        capacity = cache.checkpoint.capacity  # type: ignore[union-attr]
+        held = end - first
+        if name.startswith("residual.") and end != past["length"]:
+            raise Misfit(f"'checkpoint.{name}' does not have the residuals of {past['length']} tokens")
+        if first and (capacity is None or held != capacity):
+            raise Misfit(f"'checkpoint.{name}' cannot have lost entries")
+        if past["first"][twin] != first or (other.shape[1] if other is not None else 0) != held:
+            raise Misfit(f"'checkpoint.{name}' and its values are not of the same entries")
+
+
+def check_restored(cache: KeepCache, file: SessionFile, past: dict[str, Any]) -> None:
+    """Raise Misfit unless the parts of ``cache`` hold what the file has, and look nothing up that is not there."""
+    length, rows = past["length"], past["rows"]
+    if (cache.get_seq_length(), cache.rows) != (length, rows if length else cache.rows):
+        raise Misfit(f"its layers are not of {length} tokens")
+    for held in cache.held:
+        if isinstance(held, Layer):
+            if held.length != length:
+                raise Misfit(f"layer {held.index} has {held.length} of {length} tokens")
+            held.check()
+    if cache.positions is not None:
+        cache.positions.check(rows, length, len(cache.layers))
+    again = transfer.state(cache)
+    forms = {name: Stored(tuple(one.shape), one.dtype) for name, one in again.items()}
+    if forms != {name: one for name, one in file.stored.items() if name != NAME_OF_IDS}:
+        raise Misfit(f"it has not what a cache of method '{cache.method.name}' holds")
+    vocabulary = cache.model.get_input_embeddings().weight.shape[0]
+    for name in (NAME_OF_IDS, "ids"):
+        if name in file.stored:
+            within(name, file.tensor(name), 0, vocabulary)
+    if "positions" in again:
+        looked_up = getattr(decoder_of(cache.model), "rotary_emb", None) is None
+        within("positions", again["positions"], 0, (cache.geometry.max_positions if looked_up else None) or 2**31)
+    _check_dtype(cache, again)
+
+
+def _check_dtype(cache: KeepCache, tensors: Mapping[str, Tensor]) -> None:
+    """Raise Misfit unless all entries are of one dtype: the model's, or a narrower one where it ran under autocast."""
+    own = next(cache.model.parameters()).dtype
+    found = {one.dtype for name, one in tensors.items() if _ENTRIES.fullmatch(name)}
+    if len(found) > 1 or any(one != own and not (own == torch.float32 and one.itemsize == 2) for one in found):
+        raise Misfit(f"its entries are not all of {str(own).removeprefix('torch.')}")

@@ -1,0 +1,140 @@
+"""Files written whole: another process sees what was there before or all of what is there now, and a process that is
+killed while it writes leaves nothing behind for long.
+
+On Linux the data goes into a file without a name, which the system frees by itself when its process ends, and gets its
+name when it is complete. Where that cannot be, and for the moment in which a file takes the place of another, it has a
+temporary name that says who writes it, so that a later write removes what the dead have left.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import stat
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import IO
+
+STALE = 24 * 3600
+"""Seconds after which the owner of a temporary file is taken for dead, wherever it ran."""
+
+_LONGEST = 120  # bytes of the file's own name that a temporary one takes over; names end at 255
+_NAMELESS_REFUSED = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT, errno.EPERM)
+
+
+def write_whole(path: str | os.PathLike[str], write: Callable[[IO[bytes]], None]) -> None:
+    """Make ``path`` a file of what ``write`` writes, at once or not at all; ``write`` may be called twice.
+
+    A link is followed, and its target replaced. A file that is replaced keeps its mode; a new one has what the process
+    gives to new files. What killed processes left of the same file is removed. Raises OSError, and whatever ``write``
+    raises; what was there before is then still there.
+    """
+    target = Path(os.path.realpath(path))
+    mode = _mode(target)
+    _sweep(target)
+    temporary = target.parent / f"{_prefix(target)}{threading.get_ident()}-{owner()}"
+    try:
+        if not _write_nameless(target, temporary, mode, write):
+            with open(temporary, "wb") as file:
+                _fill(file, mode, write)
+            os.replace(temporary, target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def owner() -> str:
+    """Return who writes a temporary file, for its name: the host and the process."""
+    return f"{socket.gethostname()}-{os.getpid()}"
+
+
+def abandoned(path: Path, mark: str) -> bool:
+    """Tell whether the owner of ``path``, as :func:`owner` named it, is dead. Raises OSError or ValueError where that
+    cannot be told."""
+    host, process = mark.rsplit("-", 1)
+    dead = host == socket.gethostname() and not _alive(int(process))
+    return dead or time.time() - path.stat().st_mtime > STALE
+
+
+def _mode(target: Path) -> int | None:
+    """Return the permissions of the file to be replaced, None where there is none."""
+    try:
+        found = target.stat().st_mode
+    except FileNotFoundError:
+        return None
+    if not stat.S_ISREG(found):  # a device or a pipe would be replaced by a file
+        raise OSError(errno.EINVAL, "Not a regular file", str(target))
+    return stat.S_IMODE(found)
+
+
+def _prefix(target: Path) -> str:
+    return f".{os.fsdecode(os.fsencode(target.name)[:_LONGEST])}.saving-"
+
+
+def _sweep(target: Path) -> None:
+    prefix = _prefix(target)
+    with suppress(OSError):
+        for name in os.listdir(target.parent):
+            if name.startswith(prefix):
+                left = target.parent / name
+                with suppress(OSError, ValueError):
+                    if abandoned(left, name.removeprefix(prefix).partition("-")[2]):
+                        left.unlink()
+
+
+def _fill(file: IO[bytes], mode: int | None, write: Callable[[IO[bytes]], None]) -> None:
+    write(file)
+    file.flush()
+    os.fsync(file.fileno())
+    if mode is not None:
+        os.chmod(file.fileno() if os.chmod in os.supports_fd else file.name, mode)
+
+
+def _write_nameless(target: Path, temporary: Path, mode: int | None, write: Callable[[IO[bytes]], None]) -> bool:
+    """Write a file without a name and give it one; return False where this system or file system cannot."""
+    if not hasattr(os, "O_TMPFILE") or not os.path.isdir("/proc/self/fd"):
+        return False
+    try:
+        handle = os.open(target.parent, os.O_TMPFILE | os.O_RDWR, 0o666)
+    except OSError as error:
+        if error.errno in _NAMELESS_REFUSED:
+            return False
+        raise
+    with os.fdopen(handle, "w+b") as file:
+        _fill(file, mode, write)
+        try:
+            if mode is None:
+                with suppress(FileExistsError):  # another process was first: it is replaced
+                    _link(file, target)
+                    return True
+            _link(file, temporary)
+        except OSError:  # some file systems have such files and cannot name them
+            return False
+    os.replace(temporary, target)
+    return True
+
+
+def _link(file: IO[bytes], path: Path) -> None:
+    """Give an open file a name."""
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        # With a folder given Python calls linkat(2), which follows the link; link(2) would not.
+        os.link(f"/proc/self/fd/{file.fileno()}", path.name, dst_dir_fd=folder, follow_symlinks=True)
+    finally:
+        os.close(folder)
+
+
+def _alive(process: int) -> bool:
+    if os.name != "posix":  # elsewhere signal 0 is a real one
+        return True
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

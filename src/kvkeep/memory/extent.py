@@ -1,0 +1,72 @@
+"""What the tensors of one layer extend over, and the check that they do: for parts that were restored from a file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+class Misfit(Exception):
+    """A tensor or number that a part of a cache cannot have; the message is a part of a sentence."""
+
+
+@dataclass(frozen=True)
+class Extent:
+    """The lanes of a layer (KV heads of all rows), its slots, and the elements of one key and one value."""
+
+    lanes: int
+    slots: int
+    key_dim: int
+    value_dim: int
+
+    def entries(self, keys: Tensor | None, values: Tensor | None, lanes: int | None = None) -> int:
+        """Return how many entries of each lane there are: keys and values (lanes, n, dim) of one floating dtype; of
+        ``lanes``, by default all."""
+        count = keys.shape[1] if keys is not None and keys.ndim == 3 else 0
+        lanes = self.lanes if lanes is None else lanes
+        fits("keys", keys, (lanes, count, self.key_dim))
+        fits("values", values, (lanes, count, self.value_dim), None if keys is None else keys.dtype)
+        return count
+
+    def numbered(self, what: str, slots: Tensor | None, sizes: Sequence[int | None]) -> None:
+        """Numbers of slots, int32, -1 for none."""
+        within(what, fits(what, slots, sizes, torch.int32), -1, self.slots)
+
+
+def fits(what: str, tensor: Tensor | None, sizes: Sequence[int | None], dtype: torch.dtype | None = None) -> Tensor:
+    """Return ``tensor`` if it has these ``sizes`` (None: any) and ``dtype`` (None: any floating one). Raises Misfit."""
+    if tensor is None:
+        raise Misfit(f"'{what}' is missing")
+    right = len(sizes) == tensor.ndim and all(
+        size in (None, own) for size, own in zip(sizes, tensor.shape, strict=False)
+    )
+    if not right or (tensor.dtype != dtype if dtype is not None else not tensor.is_floating_point()):
+        raise Misfit(f"'{what}' is {_form(tensor)}")
+    return tensor
+
+
+def alike(what: str, tensors: Sequence[Tensor], like: Sequence[Tensor], sizes: Sequence[int | None]) -> None:
+    """Raise Misfit unless ``tensors`` are as ``like``, their first axes as ``sizes``."""
+    if len(tensors) != len(like):
+        raise Misfit(f"there are {len(tensors)} parts of '{what}'")
+    for tensor, one in zip(tensors, like, strict=True):
+        fits(what, tensor, (*sizes, *one.shape[len(sizes) :]), one.dtype)
+
+
+def within(what: str, numbers: Tensor | int, low: int, high: int) -> None:
+    """Raise Misfit unless all ``numbers`` are from ``low`` to below ``high``."""
+    if isinstance(numbers, int):
+        least = most = numbers
+    elif numbers.numel():
+        least, most = int(numbers.min()), int(numbers.max())
+    else:
+        return
+    if not low <= least <= most < high:
+        raise Misfit(f"'{what}' has numbers from {least} to {most}, of {low} to {high - 1}")
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"

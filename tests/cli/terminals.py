@@ -1,0 +1,98 @@
+"""A program on a terminal of its own, as a person sees it: typed to, read from, closed."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import select
+import struct
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+from typing import Any
+
+_MAIN = "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); from kvkeep.cli import main; main()"
+_CONTROL = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
+
+
+class Terminal:
+    """``kvkeep`` with ``arguments`` on a pseudo-terminal so many ``columns`` wide; ``stdout``: to a file instead."""
+
+    def __init__(self, *arguments: str, columns: int = 80, stdout: Path | None = None, program: str = _MAIN) -> None:
+        self.master, slave = os.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+        environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR", "CI")}
+        output: Any = slave if stdout is None else stdout.open("wb")
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", program, *arguments],
+            stdin=slave,
+            stdout=output,
+            stderr=slave,
+            start_new_session=True,
+            env=environment | {"OMP_NUM_THREADS": "1", "TERM": "xterm"},
+        )
+        os.close(slave)
+        if stdout is not None:
+            output.close()
+        self.seen = ""
+
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+
+    def type(self, text: str) -> None:
+        """Type ``text``, as fast as the terminal takes it."""
+        data = text.encode(errors="surrogateescape")
+        while data:
+            _, ready, _ = select.select([], [self.master], [], 30)
+            assert ready, f"nobody reads what is typed: {self.seen}"
+            data = data[os.write(self.master, data[:512]) :]
+            self._read(0)
+
+    def _read(self, seconds: float) -> bool:
+        ready, _, _ = select.select([self.master], [], [], seconds)
+        if not ready:
+            return True
+        try:
+            data = os.read(self.master, 1 << 16)
+        except OSError:  # the program has closed it
+            data = b""
+        self.seen += data.decode(errors="replace")
+        return bool(data)
+
+    def until(self, text: str, times: int = 1, seconds: float = 120) -> str:
+        """Read until ``text`` was shown so many ``times``; return all that was shown so far."""
+        end = time.monotonic() + seconds
+        while self.seen.count(text) < times:
+            assert time.monotonic() < end, f"no {text!r} in {self.seen!r}"
+            assert self._read(0.5) or self.seen.count(text) >= times, f"no {text!r} in {self.seen!r}"
+        return self.seen
+
+    def ended(self, seconds: float = 60) -> int:
+        """Read until the program leaves; return its exit code."""
+        end = time.monotonic() + seconds
+        while self.process.poll() is None:
+            assert time.monotonic() < end, f"it goes on: {self.seen!r}"
+            self._read(0.1)
+        while self._read(0.1) and select.select([self.master], [], [], 0.1)[0]:
+            pass
+        return self.process.returncode
+
+    def close(self) -> None:
+        """Close the terminal's window."""
+        if self.master >= 0:
+            os.close(self.master)
+            self.master = -1
+
+    @property
+    def text(self) -> str:
+        """What was shown, without what moves the cursor."""
+        return _CONTROL.sub("", self.seen).replace("\r\n", "\n")

@@ -1,0 +1,169 @@
+"""``kvkeep chat``: what was said is on disk before anything else can happen to it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import tokenizer
+from families import tiny
+
+from kvkeep import Conversation, KeepCache, Session, save_session
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@contextmanager
+def chatting(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """A real process, whose questions come by a pipe."""
+    command = [sys.executable, "-u", "-m", "kvkeep", "chat", *arguments]
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def say(process: subprocess.Popen[str], question: str) -> None:
+    assert process.stdin is not None
+    process.stdin.write(f"{question}\n")
+    process.stdin.flush()
+
+
+def read_until(stream: Any, text: str) -> str:
+    seen = ""
+    while text not in seen:
+        character = stream.read(1)
+        assert character, f"no {text!r} in {seen!r}"
+        seen += character
+    return seen
+
+
+def questions(session: Path) -> list[str]:
+    talk = Conversation.resume(tiny("llama"), tokenizer(), session)
+    return [message["content"] for message in talk.messages if message["role"] == "user"]
+
+
+@pytest.mark.parametrize(
+    ("number", "when"),
+    [("SIGTERM", "answering"), ("SIGHUP", "answering"), ("SIGTERM", "waiting"), ("SIGKILL", "answering")],
+)
+def test_a_signal_loses_nothing_that_was_said(model_folder: Path, tmp_path: Path, number: str, when: str) -> None:
+    session, own = tmp_path / "session", getattr(signal, number)
+    with chatting("-m", str(model_folder), "-b", "16", "-n", "100", "--session", str(session)) as process:
+        say(process, "the of and")
+        read_until(process.stderr, "entries resident")
+        if when == "answering":
+            say(process, "was it for")
+            assert process.stdout is not None
+            read_until(process.stdout, "\n")  # of the first answer
+            assert process.stdout.read(2)
+        time.sleep(0.05)
+        process.send_signal(own)
+        errors = process.communicate(timeout=60)[1]
+    expected = -own if number == "SIGKILL" else 128 + own
+    assert process.returncode == expected and "Traceback" not in errors
+    assert questions(session)[0] == "the of and"
+    assert os.listdir(tmp_path) == ["session"]
+
+
+def test_every_turn_is_saved_and_a_full_disk_ends_nothing(
+    run: Run, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved: list[int] = []
+    save, sync = Conversation.save, os.fsync
+
+    def counted(self: Conversation, path: str) -> None:
+        saved.append(len(self.messages))
+        save(self, path)
+
+    def full(handle: int) -> None:
+        if len(saved) == 1:
+            raise OSError(28, "No space left on device")
+        sync(handle)
+
+    monkeypatch.setattr(Conversation, "save", counted)
+    monkeypatch.setattr(os, "fsync", full)
+    session = tmp_path / "session"
+    common = ("chat", "-m", str(model_folder), "-b", "16", "-n", "3", "--json", "--session", str(session))
+    code, _, err = run(*common, stdin="the of\n")
+    assert code == 1 and "no space left" in err and not session.exists()
+    saved.clear()
+    code, _, err = run(*common, stdin="the of\nwas it\n")
+    assert code == 0 and saved == [2, 4] and err.count("cannot be written") == 1 and "Saved to" in err
+    assert questions(session) == ["the of", "was it"]
+
+
+def test_what_is_forgotten_is_forgotten_on_disk(run: Run, model_folder: Path, tmp_path: Path) -> None:
+    session = tmp_path / "session"
+    common = ("chat", "-m", str(model_folder), "-n", "3", "--session", str(session))
+    assert run(*common, stdin="the of\n/reset\n")[0] == 0
+    assert questions(session) == []
+    code, _, err = run(*common, stdin="was it\n")
+    assert code == 0 and "0 tokens in the cache, 0 messages" in err and questions(session) == ["was it"]
+
+
+def test_a_session_that_cannot_be_saved_is_refused_before_anything_is_said(
+    run: Run, model_folder: Path, tmp_path: Path
+) -> None:
+    common = ("chat", "-m", str(model_folder), "--session", str(tmp_path / "session"))
+    code, out, err = run(*common, "-x", "stock", stdin="the of\n")
+    assert (
+        code == 1
+        and out == ""
+        and err.splitlines() == ["kvkeep: A session on transformers' own cache cannot be saved; method 'full' can."]
+    )
+
+
+def test_stock_tells_its_memory(run: Run, model_folder: Path) -> None:
+    code, _, err = run("chat", "-m", str(model_folder), "-x", "stock", "-n", "3", stdin="the of\n/memory\n")
+    assert code == 0 and "no budget" in err and "resident_bytes" in err
+
+
+@pytest.mark.parametrize("kind", ["without messages", "odd messages", "a batch"])
+def test_a_session_that_is_no_conversation_is_one_sentence(
+    run: Run, model_folder: Path, tmp_path: Path, kind: str
+) -> None:
+    model, rows = tiny("llama"), 2 if kind == "a batch" else 1
+    cache, ids = KeepCache(model, "full"), torch.randint(2, 97, (rows, 7))
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    notes = {"without messages": {}, "odd messages": {"messages": [{"role": 1}]}, "a batch": {"messages": []}}[kind]
+    save_session(tmp_path / "s", Session(cache, ids.tolist(), notes))
+    code, out, err = run("chat", "-m", str(model_folder), "--session", str(tmp_path / "s"), stdin="the of\n")
+    assert code == 1 and out == "" and "conversation" in err and len(err.splitlines()) == 1
+
+
+def test_a_template_that_refuses_the_system_prompt_is_one_sentence(
+    run: Run, model_folder: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    refusing = AutoTokenizer.from_pretrained(model_folder)
+    refusing.chat_template = (
+        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+        + refusing.chat_template
+    )
+    folder = shutil.copytree(model_folder, tmp_path / "model")
+    refusing.save_pretrained(folder)
+    code, out, err = run("chat", "-m", str(folder), "--system", "Be brief.", stdin="the of\n")
+    assert code == 2 and out == "" and len(err.splitlines()) == 1
+    assert "System role not supported" in err and "leave the system prompt out" in err
+    assert run("chat", "-m", str(folder), "-n", "3", stdin="the of\n")[0] == 0

@@ -1,0 +1,91 @@
+"""What a person sees and types on a terminal."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("termios")
+
+from conftest import tokenizer
+from families import tiny
+from terminals import Terminal
+
+from kvkeep import Conversation
+
+Run = Callable[..., tuple[int, str, str]]
+NOTE = ["the man was here", "and the", "of it", "was it for", "by from her"]
+
+
+@pytest.mark.parametrize("columns", [80, 40])
+@pytest.mark.parametrize("method", ["stock", "full"])
+def test_an_answer_without_a_budget_is_one_line(run: Run, model_folder: Path, method: str, columns: int) -> None:
+    """A bar of what is read stays on a terminal until the first token, and breaks every line of text while it does."""
+    common = ("generate", "-m", str(model_folder), "-x", method, "-p", "the man was here", "-n", "24")
+    answer = json.loads(run(*common, "--json")[1])["text"]
+    with Terminal(*common, columns=columns) as terminal:
+        assert terminal.ended() == 0
+        assert f"{answer}\n" in terminal.text
+        assert terminal.seen.count("\x1b[?25l") == terminal.seen.count("\x1b[?25h")  # the cursor is back
+
+
+def test_what_is_pasted_is_one_question_and_a_long_line_is_whole(model_folder: Path, tmp_path: Path) -> None:
+    long = "the man was " * 900  # 10,800 characters
+    arguments = ("chat", "-m", str(model_folder), "-n", "3", "--json", "-x", "streaming-llm", "-b", "64")
+    with Terminal(*arguments, stdout=tmp_path / "out") as terminal:
+        terminal.until("> ")
+        terminal.type("\x1b[200~" + "\r".join(NOTE) + "\r\x1b[201~")
+        terminal.until(NOTE[-1])
+        terminal.type("\r")
+        terminal.until("entries resident")
+        terminal.type(long + "\r")
+        terminal.until("entries resident", 2)
+        terminal.type("thx\x7fe of \tfoo bar\x17\x17from\x1b[D\x1b[3~\r")
+        terminal.until("entries resident", 3)
+        terminal.type("gone\x15nothing\x03")
+        terminal.until("leaves.", 1)
+        terminal.type("was\xff it\r".replace("\xff", "\udcff"))
+        terminal.until("UTF-8")
+        terminal.type("\x1b[200~by\x1b[201~\x1b[200~ her\x1b[201~\rfor\r\x04")
+        assert terminal.ended() == 0
+    asked = [turn["question"] for turn in json.loads((tmp_path / "out").read_text())["turns"]]
+    assert asked == ["\n".join(NOTE), long.strip(), "the of \tfrom", "by her", "for"]
+
+
+def test_a_terminal_is_left_as_it_was(model_folder: Path) -> None:
+    program = """
+import fcntl, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+from kvkeep.cli import main
+before = termios.tcgetattr(0)
+try:
+    main()
+finally:
+    print("the same" if termios.tcgetattr(0) == before else "another")
+"""
+    with Terminal("chat", "-m", str(model_folder), "-n", "3", program=program) as terminal:
+        terminal.until("> ")
+        terminal.type("the man\r")
+        terminal.until("no budget")
+        terminal.process.send_signal(signal.SIGTERM)
+        assert terminal.ended() == 128 + signal.SIGTERM
+        assert "the same" in terminal.text
+        assert terminal.seen.count("\x1b[?2004h") == terminal.seen.count("\x1b[?2004l") == 1
+
+
+def test_a_closed_window_loses_nothing_that_was_said(model_folder: Path, tmp_path: Path) -> None:
+    arguments = ("chat", "-m", str(model_folder), "-n", "300", "--session", str(tmp_path / "session"))
+    with Terminal(*arguments) as terminal:
+        terminal.until("> ")
+        terminal.type("the man was here\r")
+        terminal.until("no budget")
+        terminal.type("and the\r")
+        terminal.until("reading", 2)
+        terminal.close()
+        assert terminal.process.wait(60) == 128 + signal.SIGHUP
+    talk = Conversation.resume(tiny("llama"), tokenizer(), tmp_path / "session")
+    assert talk.messages[0]["content"] == "the man was here"
