@@ -30,7 +30,7 @@ def plan(
     ] = "4096",
     memory: Annotated[
         str | None,
-        typer.Option(help="Bytes for the cache (64MB), weights not counted. [default: half of what is free]"),
+        typer.Option(help="Bytes for the cache (64MB), weights not counted.", show_default="half of what is free"),
     ] = None,
     exact: Annotated[bool, typer.Option("--exact", help="Exact methods only.")] = False,
     acceptance: Annotated[
@@ -39,7 +39,9 @@ def plan(
     answer: Annotated[int, typer.Option(min=1, help="Tokens of the answer the recommendation is for.")] = 256,
     machine: Annotated[
         str | None,
-        typer.Option(help="A file of another machine's rates, or its data sheet. [default: this one, measured once]"),
+        typer.Option(
+            help="A file of another machine's rates, or its data sheet.", show_default="this one, measured once"
+        ),
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Show all rows, not the frontier only.")] = False,
     output: Annotated[
@@ -54,7 +56,8 @@ def plan(
     only: Annotated[str | None, typer.Option(help="For --check: rows whose name contains one of these.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="For --check: how often everything is measured.")] = 1,
     dtype: Annotated[
-        str | None, typer.Option(help="float32, bfloat16, float16, or auto. [default: float32 here, auto elsewhere]")
+        str | None,
+        typer.Option(help="float32, bfloat16, float16, or auto.", show_default="float32 here, auto elsewhere"),
     ] = None,
     device: options.Device = None,
     json: options.Json = False,

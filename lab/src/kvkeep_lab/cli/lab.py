@@ -90,12 +90,14 @@ def run(
         list[str] | None, typer.Option("--model", "-m", help="Other models than the experiment's; may be repeated.")
     ] = None,
     store: Annotated[
-        Path | None, typer.Option("--store", help=f"The file of results. [default: {FOLDER}/NAME.jsonl]")
+        Path | None, typer.Option("--store", help="The file of results.", show_default=f"{FOLDER}/NAME.jsonl")
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure again what was measured before.")] = False,
     workers: Annotated[
         int | None,
-        typer.Option(min=1, help="Processes that measure side by side. [default: 1; on Ray one a GPU, or a machine]"),
+        typer.Option(
+            min=1, help="Processes that measure side by side.", show_default="1; on Ray one a GPU, or a machine"
+        ),
     ] = None,
     ray: Annotated[
         str | None,
@@ -107,7 +109,10 @@ def run(
     kvpress: Annotated[
         str | None,
         typer.Option(
-            "--kvpress", metavar="PYTHON", help="The interpreter that has kvpress. [default: $KVKEEP_KVPRESS_PYTHON]"
+            "--kvpress",
+            metavar="PYTHON",
+            help="The interpreter that has kvpress.",
+            show_default="$KVKEEP_KVPRESS_PYTHON",
         ),
     ] = None,
     device: options.Device = None,
