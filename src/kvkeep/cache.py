@@ -158,8 +158,8 @@ class KeepCache(Cache):
         """Return a second cache with the same past; what either of them takes in afterwards the other does not see.
 
         Without arguments it is of the same kind: "paged" shares its blocks until one of them is written, any other
-        cache is copied. With ``method``, ``budget`` or other options of a :class:`KeepCache` the past is put into a cache
-        of that kind, as if it had read the text itself. Raises UsageError where that cannot be.
+        cache is copied. With ``method``, ``budget`` or other options of a :class:`KeepCache` the past is put into a
+        cache of that kind, as if it had read the text itself. Raises UsageError where that cannot be.
         """
         return fork(self, None if method is None and budget is None and not options else (method, budget, options))
 

@@ -19,8 +19,8 @@ Kind = tuple[str | None, Any, dict[str, Any]]  # method, budget, other options o
 
 
 def state(cache: KeepCache) -> dict[str, Tensor]:
-    """Return all that a cache's past is made of, by name. Views: what is kept must be copied. Raises KvkeepError where a
-    step was left in the middle and cannot be undone."""
+    """Return all that a cache's past is made of, by name. Views: what is kept must be copied. Raises KvkeepError where
+    a step was left in the middle and cannot be undone."""
     cache.stream.roll_back()
     tensors: dict[str, Tensor] = {}
     for number, held in enumerate(cache.held):

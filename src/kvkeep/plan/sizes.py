@@ -1,4 +1,4 @@
-"""Bytes: what a cache will hold. Pure functions of the geometry: every part is asked by the rule that it allocates by."""
+"""Bytes that a cache will hold. Pure functions of the geometry: each part is asked by the rule it allocates by."""
 
 from __future__ import annotations
 

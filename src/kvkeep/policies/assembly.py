@@ -76,7 +76,9 @@ def assemble(request: Request, model: Any, geometry: ModelGeometry) -> Assembly:
     table = BlockTable(BlockPool())
     build = _Builder(request, model, geometry, ledger, meter, 0, None)
     layers = _layers(model, geometry, lambda layer: build.layer(layer, (), lambda site, store: Paged(site, table)))
-    return Assembly(layers, ledger, meter, device, chunk=sys.maxsize, streams=True, table=table, decoder=adapter.decoder)
+    return Assembly(
+        layers, ledger, meter, device, chunk=sys.maxsize, streams=True, table=table, decoder=adapter.decoder
+    )
 
 
 def _bounded(

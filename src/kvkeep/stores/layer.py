@@ -1,8 +1,8 @@
 """The cache layer: resident entries, a store of evicted ones, and a reader that answers attention.
 
 transformers hands a layer its new keys and values (:meth:`Layer.update`) and then asks for attention
-(:meth:`Layer.attend`). The new entries are in hand until attention has run, and are settled then: kept among the resident
-ones, where others leave for the store. A single new entry is settled first and attended where it lies.
+(:meth:`Layer.attend`). The new entries are in hand until attention has run, and are settled then: kept among the
+resident ones, where others leave for the store. A single new entry is settled first and attended where it lies.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Layer(CacheLayerMixin):
         UsageError outside a forward pass of the cache's own model, where nothing would."""
         if self.arrived + key_states.shape[2] != self.ledger.length:
             raise UsageError(
-                "Entries came from outside a forward pass of the model that this cache was made for; make another cache "
-                "for this model."
+                "Entries came from outside a forward pass of the model that this cache was made for; make another "
+                "cache for this model."
             )
         self.take(key_states, value_states)
         return key_states, value_states

@@ -173,7 +173,7 @@ class ByEntry(EvictedStore):
 
 
 class ByResidual(EvictedStore):
-    """Entries that leave in any order, of which every one can be rebuilt, resident or not: what is resident is masked."""
+    """Entries that leave in any order; each can be rebuilt, resident or not: what is resident is masked."""
 
     def __init__(self, site: Site) -> None:
         assert site.checkpoint is not None
