@@ -235,7 +235,7 @@ class Layer(CacheLayerMixin):
         extent = Extent(self.ledger.batch * self.heads, self.length, own.key_dim, own.value_dim)
         for part in (self.resident, self.evicted, self.reader):
             part.check(extent)
-        if self.evicted.taken not in (None, self.resident.evicted):
+        if self.evicted.taken is not None and self.evicted.taken != self.resident.evicted:
             raise Misfit(f"entries of layer {self.index} are missing or there twice")
 
     def entry_states(self, length: int, batch: int) -> Tensor:
