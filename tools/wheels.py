@@ -15,7 +15,7 @@ from install import pip, torch_arguments
 ROOT = Path(__file__).parents[1]
 TRIES = {
     "kvkeep[cli,gguf]": (["methods"], ["models"], ["generate", "-p", "Hello", "-n", "3", "-b", "32"]),
-    "kvkeep-lab": (["lab", "list"], ["bench", "--contexts", "64", "--rounds", "1", "--only", "full", "--no-slow"]),
+    "kvkeep-lab": (["lab", "list"], ["bench", "--contexts", "256", "--rounds", "1", "--only", "full", "--no-slow"]),
 }
 """Commands of each package that are run; all of its commands are asked for their help before."""
 LISTED = {"kvkeep[cli,gguf]": "from kvkeep.cli import COMMANDS", "kvkeep-lab": "from kvkeep_lab.cli import COMMANDS"}

@@ -25,7 +25,7 @@ Exact = Annotated[
     typer.Option(
         "--exact",
         "-e",
-        help="Token for token what the unbounded cache gives, by draft and verify: the method drafts (snapkv if none is named).",
+        help="Token for token what the unbounded cache gives, by draft and verify: the method (or snapkv) drafts.",
     ),
 ]
 Budget = Annotated[

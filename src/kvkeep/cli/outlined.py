@@ -25,12 +25,12 @@ def outlined() -> Iterator[None]:
     before = set(sys.modules)
     finder = _Finder()
     if not before & set(HEAVY):
-        sys.meta_path.insert(0, finder)  # type: ignore[arg-type]
+        sys.meta_path.insert(0, finder)
     try:
         yield
     finally:
         if finder in sys.meta_path:
-            sys.meta_path.remove(finder)  # type: ignore[arg-type]
+            sys.meta_path.remove(finder)
             for name in set(sys.modules) - before:
                 if name.partition(".")[0] in HEAVY or name.startswith("kvkeep"):
                     del sys.modules[name]

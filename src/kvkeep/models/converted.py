@@ -12,6 +12,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from kvkeep.errors import ModelError
+from kvkeep.extras import optional
 from kvkeep.models.checksum import remembered_sha256, sha256
 from kvkeep.models.folders import cache_folder
 from kvkeep.models.quiet import quiet
@@ -66,6 +67,7 @@ def _read(gguf: Path) -> tuple[Any, Any]:
     from transformers import AutoTokenizer
 
     try:
+        _check_blocks(gguf)
         with quiet():
             tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
             model = read_weights(gguf.parent, str(gguf), gguf_file=gguf.name, dtype=torch.float32)
@@ -81,6 +83,16 @@ def _read(gguf: Path) -> tuple[Any, Any]:
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     return model, tokenizer
+
+
+def _check_blocks(gguf: Path) -> None:
+    """Raise ModelError unless the header names as many layers as there are tensors of: transformers makes whatever it
+    is asked for before it looks for the tensors."""
+    reader = optional("gguf", "gguf").GGUFReader(gguf)
+    numbers = [int(part[1]) for tensor in reader.tensors if (part := tensor.name.split("."))[0] == "blk"]
+    stated = [field.contents() for name, field in reader.fields.items() if name.endswith(".block_count")]
+    if stated != [max(numbers, default=-1) + 1]:
+        raise _unreadable(gguf, ValueError(f"its header and its tensors differ in the number of layers: {stated}"))
 
 
 def _unreadable(gguf: Path, error: Exception) -> ModelError:
