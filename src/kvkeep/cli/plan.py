@@ -6,12 +6,11 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from kvkeep.cli import options
-from kvkeep.cli.output import err, note, out, print_json, size
+from kvkeep.cli.output import err, note, out, print_json, show, size
 from kvkeep.errors import UsageError
 from kvkeep.extras import optional
 
@@ -92,7 +91,7 @@ def plan(
         print_json(_as_json(planned, model, output))
         return
     note(f"{rates.name} ({rates.source}); weights {size(shape.weight_bytes)}, not counted")
-    _print(_table(planned, everything))
+    show(_table(planned, everything))
     out.print(planned.reason)
     if output is not None:
         note(f"The figure is in {output}.")
@@ -186,13 +185,6 @@ def _table(planned: Planned, everything: bool) -> Table:
     return table
 
 
-def _print(table: Table) -> None:
-    if out.is_terminal:
-        out.print(table)
-    else:
-        Console(width=160, highlight=False).print(table)
-
-
 # -- predictions against measurements ---------------------------------------------------------------------
 
 
@@ -235,7 +227,7 @@ def _check(
         print_json({"machine": asdict(rates), "rows": listed, "good": good, "measured": measured})
         return
     note(rates.name)
-    _print(_checked(rows))
+    show(_checked(rows))
     out.print(f"{good} of {measured} rows are within 25 % for a token and for the prompt.")
 
 
