@@ -10,7 +10,6 @@ the merged key.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -27,7 +26,7 @@ from kvkeep.geometry import ModelGeometry
 from kvkeep.models.binding import bind
 from kvkeep.models.loading import Loaded
 from kvkeep.models.watching import Attended, grouped, watching
-from kvkeep_lab.figures import blank, dress, save, styled
+from kvkeep_lab.figures import FilePath, blank, dress, save, styled
 from kvkeep_lab.measures import rank_correlation
 from kvkeep_lab.sensitivity import sensitivity
 from kvkeep_lab.studies.base import Progress, TextStudy
@@ -134,7 +133,6 @@ class AlignmentStudy(TextStudy):
     queries: int = Field(64, ge=1, description="queries, over the second half")
 
     def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int | None, progress: Progress) -> Alignment:
-        """Pass forward and back, and compare E with the c_ij in every head, for queries spread over the second half."""
         model, ids = loaded.model, self.passage(loaded, sources, seed)
         tokens = ids.shape[1]
         bind(model)
@@ -154,7 +152,6 @@ class AlignmentStudy(TextStudy):
         return Alignment(tokens, at.tolist(), loss, rows, spread)
 
     def scores(self, found: Alignment) -> dict[str, float]:
-        """Return correlations and means over heads."""
         scores = {"spread22": found.spread["cos22"], "spread12": found.spread["-cos12"]}
         scores |= {name: found.mean(name) for name in ("corr22", "corr12", "agree", "convex", "gap", "gap_half")}
         return {name: value for name, value in scores.items() if value is not None}
@@ -178,7 +175,6 @@ class AlignmentStudy(TextStudy):
         return [table]
 
     def details(self, found: Alignment) -> list[Table]:
-        """Return the same by layer."""
         pairs = [fixed(found.spread[name]) for name in ("cos22", "-cos12")]
         table = Table(
             "By layer, means over its heads",
@@ -194,7 +190,7 @@ class AlignmentStudy(TextStudy):
             table.rows.append([f"{layer}", *cells])
         return [table]
 
-    def draw(self, found: Alignment, path: str | os.PathLike[str], *, title: str) -> None:
+    def draw(self, found: Alignment, path: FilePath, *, title: str) -> None:
         """Draw Fig. 3, one point a head, coloured by layer, and below it the relation pair by pair, by layer."""
         figure = blank(7.4)
         above, below = figure.subfigures(2, 1, height_ratios=[1.25, 1])

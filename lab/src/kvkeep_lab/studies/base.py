@@ -188,7 +188,6 @@ class TextStudy(Study):
     tokens: Annotated[int, Flag("--limit")] = Field(512, ge=LEAST, description="tokens of the text that are read")
 
     def sources(self, data: Path | None) -> list[Path]:
-        """Return the texts."""
         return text_files(data)
 
     def passage(self, loaded: Loaded, sources: Sequence[Path], seed: int | None) -> Tensor:

@@ -55,7 +55,6 @@ class Bench(Study):
     )
 
     def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int | None, progress: Progress) -> Benched:
-        """Measure all cases."""
         listed = cases(loaded.model, self.contexts, self.budget, self.steps, slow=self.slow)
         if self.only is not None:
             listed = [one for one in listed if one.method == STOCK or any(part in one.label for part in self.only)]
@@ -66,11 +65,9 @@ class Bench(Study):
             raise Interruption(Benched(stop.found)) from None
 
     def conditions(self) -> dict[str, Any]:
-        """Return the clock."""
         return {"clock": self.clock}
 
     def tables(self, found: Benched) -> list[Table]:
-        """Return times and bytes, and below what was refused."""
         merging = any(row.merging_ms for row in found.rows)
         on_gpu = any("device_peak_bytes" in row.memory for row in found.rows)
         table = Table(

@@ -13,7 +13,6 @@ exp(s_k - lse).
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +25,7 @@ from pydantic import Field
 from kvkeep.errors import UsageError
 from kvkeep.models.loading import Loaded
 from kvkeep.models.watching import Attended
-from kvkeep_lab.figures import COLOURS, dress, panels, styled
+from kvkeep_lab.figures import COLOURS, FilePath, dress, panels, styled
 from kvkeep_lab.reading import watch
 from kvkeep_lab.studies.base import LEAST, Count, Flag, Progress, Share, TextStudy, rising
 from kvkeep_lab.tables import Table, fixed, percent
@@ -100,7 +99,6 @@ class BoundsStudy(TextStudy):
         return Looseness(tokens, self.queries, self.share, rows)
 
     def tables(self, found: Looseness) -> list[Table]:
-        """Return means by size of pages."""
         counts = f"more than {100 * found.share:g} % of the attention"
         table = Table(
             "Bounds by page, means over layers, heads, queries and pages",
@@ -111,7 +109,7 @@ class BoundsStudy(TextStudy):
             table.rows.append([f"{page}", fixed(excess, 1), percent(may), percent(have)])
         return [table]
 
-    def draw(self, found: Looseness, path: str | os.PathLike[str], *, title: str) -> None:
+    def draw(self, found: Looseness, path: FilePath, *, title: str) -> None:
         """Draw how far bounds are above the truth (thin: each layer), and the pages they cannot rule out."""
         with panels(path, f"{title}, {found.tokens:,} tokens", 2, 4.2) as (left, right):
             for layer in sorted({row.layer for row in found.rows}):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
@@ -17,7 +16,7 @@ from kvkeep.decode.prompt import encode, question, shortened
 from kvkeep.errors import UsageError
 from kvkeep.models.loading import Loaded
 from kvkeep_lab.compare import Comparison, Row, cases, compare
-from kvkeep_lab.figures import COLOURS, blank, dress, save, styled
+from kvkeep_lab.figures import COLOURS, FilePath, blank, dress, save, styled
 from kvkeep_lab.studies.base import BudgetText, Flag, MethodName, Progress, Study, text_of, unique
 from kvkeep_lab.tables import Table, fixed, megabytes, percent
 
@@ -60,12 +59,10 @@ class Compare(Study):
     chunk: int | None = Field(None, ge=1, description="tokens of the prompt taken at a time")
 
     def check(self, files: Sequence[Path]) -> None:
-        """Refuse an empty request."""
         if not files:
             question(None, self.prompt)
 
     def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int | None, progress: Progress) -> Comparison:
-        """Measure the reference, then every case."""
         text = text_of(sources) if sources else None
         if text is not None and self.limit is not None:
             text, count = shortened(loaded.tokenizer, text, self.limit)
@@ -77,7 +74,6 @@ class Compare(Study):
         return compare(loaded.model, ids, listed, new=self.new, chunk=self.chunk, progress=progress)
 
     def problem(self, found: Comparison) -> str | None:
-        """Tell if every method refused."""
         return None if found.measured else "No method could be measured; the reasons are above."
 
     def as_json(self, found: Comparison) -> dict[str, Any]:
@@ -104,7 +100,7 @@ class Compare(Study):
             table.rows.append([_cell(row, peers, show, badness) for _, show, badness in columns])
         return [table]
 
-    def draw(self, found: Comparison, path: str | os.PathLike[str], *, title: str) -> None:
+    def draw(self, found: Comparison, path: FilePath, *, title: str) -> None:
         """Draw token match and KL by the bytes held, and KL at each position of the smallest budget. One budget alone
         gives bars instead of lines. Raises UsageError if no row was measured."""
         rows = found.measured

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from pydantic import AfterValidator, Field
 from kvkeep.geometry import ModelGeometry
 from kvkeep.models.loading import Loaded
 from kvkeep.stock import STOCK, new_cache
-from kvkeep_lab.figures import COLOURS, dress, panels, styled
+from kvkeep_lab.figures import COLOURS, FilePath, dress, panels, styled
 from kvkeep_lab.studies.base import Count, MethodName, Progress, Study
 from kvkeep_lab.tables import Table, milliseconds, number, times
 from kvkeep_lab.tasks.base import Metric
@@ -109,7 +108,6 @@ class Decoding(Study):
     rounds: int = Field(2, ge=1, description="how often everything is measured")
 
     def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int | None, progress: Progress) -> Decoded:
-        """Decode, then measure phases, then append."""
         ways = (NAIVE, *self.caches)
         total = self.rounds * len(ways) + 2
         runs: dict[str, list[list[float]]] = {way: [] for way in ways}
@@ -176,7 +174,6 @@ class Decoding(Study):
         return found
 
     def scores(self, found: Decoded) -> dict[str, float]:
-        """Return how steps grow, what the cache saves, and what copying costs."""
         naive, stock, longest = found.run(NAIVE), found.run(STOCK), found.phases[-1]
         appends = {one.way: one.microseconds for one in found.appends if one.length == self.lengths[-1]}
         bare, cached = (last / first for first, last in (_ends(naive), _ends(stock)))
@@ -190,7 +187,6 @@ class Decoding(Study):
         }
 
     def tables(self, found: Decoded) -> list[Table]:
-        """Return one table for each of the three questions."""
         stock = found.run(STOCK)
         whole = Table(
             f"{len(stock.step_ms) + 1} tokens after {found.prompt}",
@@ -223,8 +219,7 @@ class Decoding(Study):
             appends.rows.append([f"{length:,}", *(number(by_place[length, way]) for way in ways)])
         return [whole, phases, appends]
 
-    def draw(self, found: Decoded, path: str | os.PathLike[str], *, title: str) -> None:
-        """Draw latency by step, the sum of it, and what appending takes."""
+    def draw(self, found: Decoded, path: FilePath, *, title: str) -> None:
         with panels(path, title, 3) as (steps, sums, appends):
             for place, one in enumerate(found.runs):
                 style: dict[str, Any] = {"color": COLOURS[place % len(COLOURS)], "linewidth": 1.2}

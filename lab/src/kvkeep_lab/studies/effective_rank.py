@@ -13,7 +13,6 @@ taken for singular values: not what Eq. 19 says, but near what the paper prints 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +30,7 @@ from kvkeep.models.adapter import Adapter
 from kvkeep.models.binding import bind
 from kvkeep.models.head_weights import HeadWeights, head_weights
 from kvkeep.models.loading import Loaded
-from kvkeep_lab.figures import blank, dress, save, styled
+from kvkeep_lab.figures import FilePath, blank, dress, save, styled
 from kvkeep_lab.measures import effective_rank
 from kvkeep_lab.studies.base import LEAST, Count, Flag, Progress, Study, first_tokens, part, rising
 from kvkeep_lab.studies.truncation import LOWRANK, WAYS, Truncation, truncations
@@ -121,7 +120,6 @@ class EffectiveRank(Study):
     new: Annotated[int, Flag("--max-tokens", "-n", default=32)] = Field(30, ge=1, description="tokens written")
 
     def check(self, files: Sequence[Path]) -> None:
-        """Refuse two texts, and ranks without any."""
         if files and self.prompt is not None:
             raise UsageError("One text is continued: give --prompt or --file.")
         if self.ranks is not None and self.prompt is None and not files:
@@ -143,7 +141,6 @@ class EffectiveRank(Study):
         return Ranks(layers, len(ids), self.new, tuple(rows))
 
     def scores(self, found: Ranks) -> dict[str, float]:
-        """Return the mean rank, and what half of the width holds and does."""
         dim = found.layers[0].dim
         scores = {
             "rank": fmean(found.values("heads")),
@@ -157,7 +154,6 @@ class EffectiveRank(Study):
         return scores
 
     def tables(self, found: Ranks) -> list[Table]:
-        """Return the ranks, and what truncation does."""
         dim = found.layers[0].dim
         shape = Table(
             "Effective rank at 90 % of the energy",
@@ -194,7 +190,6 @@ class EffectiveRank(Study):
         return table
 
     def details(self, found: Ranks) -> list[Table]:
-        """Return the ranks by layer, and how many heads have low ones."""
         distances, heads = list(found.layers[0].turned or {}), found.values("heads")
         table = Table(
             "By layer, mean over its heads",
@@ -208,7 +203,7 @@ class EffectiveRank(Study):
             table.rows.append([*row, *(fixed(mean, 1) for mean in means)])
         return [table]
 
-    def draw(self, found: Ranks, path: str | os.PathLike[str], *, title: str) -> None:
+    def draw(self, found: Ranks, path: FilePath, *, title: str) -> None:
         """Draw Fig. 5, a dot for each query head (colour and area: effective rank over d_head), and where ranks were
         truncated to, Fig. 6."""
         tall = 1.6 + 0.24 * max(len(layer.heads) for layer in found.layers)

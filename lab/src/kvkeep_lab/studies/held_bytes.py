@@ -82,7 +82,6 @@ class HeldBytesStudy(Study):
         return HeldBytes(rows)
 
     def tables(self, found: HeldBytes) -> list[Table]:
-        """Return all of them, with whether the prediction is right to the byte."""
         table = Table(
             "Bytes held after T tokens within B entries (Eq. 28: one vector an evicted token)",
             ["kind", "T", "B", "stock cache", "Eq. 28", "predicted", "used", "allocated", "used = predicted"],

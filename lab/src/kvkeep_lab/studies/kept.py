@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from torch import Tensor
 from kvkeep.cache import KeepCache
 from kvkeep.errors import UsageError
 from kvkeep.models.loading import Loaded
-from kvkeep_lab.figures import dress, panels, styled
+from kvkeep_lab.figures import FilePath, dress, panels, styled
 from kvkeep_lab.inspection import STATES, entry_states
 from kvkeep_lab.reading import takes
 from kvkeep_lab.studies.base import BudgetText, Flag, OwnMethod, Progress, TextStudy, unique
@@ -93,7 +92,6 @@ class Kept(TextStudy):
         return [states == RESIDENT for states in entry_states(cache)]
 
     def tables(self, found: Agreements) -> list[Table]:
-        """Return a row for each pair."""
         table = Table(
             f"Entries kept of {found.tokens:,} tokens, budget {self.budget}",
             ["methods", "both keep, mean", "least of all heads", "differing", "kept"],
@@ -103,8 +101,7 @@ class Kept(TextStudy):
             table.rows.append([f"`{row.method}`, `{row.other}`", *shares, f"{row.differing:,}", f"{row.of:,}"])
         return [table]
 
-    def draw(self, found: Agreements, path: str | os.PathLike[str], *, title: str) -> None:
-        """Draw the shares of the first method with each other one, by layer."""
+    def draw(self, found: Agreements, path: FilePath, *, title: str) -> None:
         first = found.rows[0].method
         with panels(path, f"{title}, {found.tokens:,} tokens, budget {self.budget}") as (axes,):
             for place, row in enumerate(row for row in found.rows if row.method == first):

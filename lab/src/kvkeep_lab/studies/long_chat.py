@@ -6,7 +6,6 @@ the questions ("France, the Eiffel Tower, etc.") and not the questions, so these
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from kvkeep.geometry import ModelGeometry
 from kvkeep.memory.meter import Memory
 from kvkeep.models.loading import Loaded
 from kvkeep.stock import STOCK, new_cache
-from kvkeep_lab.figures import dress, panels, styled
+from kvkeep_lab.figures import FilePath, dress, panels, styled
 from kvkeep_lab.partial import keeping
 from kvkeep_lab.reading import takes
 from kvkeep_lab.studies.base import BudgetText, Flag, Kind, OwnMethod, PlaceName, Progress, Study
@@ -153,12 +152,10 @@ class LongChat(Study):
     new: Annotated[int, Flag("--max-tokens", "-n")] = Field(30, ge=1, description="tokens written a turn")
 
     def check(self, files: Sequence[Path]) -> None:
-        """Refuse a method named twice."""
         if len(set(self.methods)) < len(self.methods):
             raise UsageError("A method was named twice; each is one conversation.")
 
     def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int | None, progress: Progress) -> Chat:
-        """Hold the conversation."""
         self.check(())
         found = Chat([])
         with keeping(found, found.turns):
@@ -203,15 +200,12 @@ class LongChat(Study):
         return talks
 
     def as_json(self, found: Chat) -> dict[str, Any]:
-        """Return the budget and every turn, with its seconds."""
         return {"budget": self.budget, "turns": [asdict(turn) | {"seconds": turn.seconds} for turn in found.turns]}
 
     def plain(self, found: Chat) -> Any:
-        """Return plain types, the texts left out."""
         return super().plain(Chat([replace(turn, text="") for turn in found.turns]))
 
     def scores(self, found: Chat) -> dict[str, float]:
-        """Return the first two methods' numbers."""
         first, *others = found.methods
         scores = {"grown": found.of(first)[-1].held / 1e6}
         if others:
@@ -221,7 +215,6 @@ class LongChat(Study):
         return scores
 
     def tables(self, found: Chat) -> list[Table]:
-        """Return what each method came to."""
         last = max(turn.turn for turn in found.turns)
         table = Table(
             f"After {last} turns",
@@ -236,7 +229,6 @@ class LongChat(Study):
         return [table]
 
     def details(self, found: Chat) -> list[Table]:
-        """Return the turns, some of a long conversation."""
         last = max(turn.turn for turn in found.turns)
         table = Table(
             "Turns",
@@ -252,7 +244,7 @@ class LongChat(Study):
                 table.rows.append([*own, *took, *sizes, "yes" if turn.same else "no"])
         return [table]
 
-    def draw(self, found: Chat, path: str | os.PathLike[str], *, title: str) -> None:
+    def draw(self, found: Chat, path: FilePath, *, title: str) -> None:
         """Draw Fig. 3 (a) and (b): resident bytes (lines), checkpoints (dotted) and seconds of each turn, by method."""
         from matplotlib.ticker import MaxNLocator
 

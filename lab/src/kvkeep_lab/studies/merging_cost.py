@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from pydantic import Field
 
 from kvkeep.models.loading import Loaded
 from kvkeep.stock import STOCK
-from kvkeep_lab.figures import dress, panels, styled
+from kvkeep_lab.figures import FilePath, dress, panels, styled
 from kvkeep_lab.reading import takes
 from kvkeep_lab.studies.base import BudgetText, Flag, MethodName, Progress, Study
 from kvkeep_lab.tables import Table, megabytes, milliseconds, number, times
@@ -99,7 +98,6 @@ class MergingCost(Study):
         return self.lengths[len(self.lengths) // 2]
 
     def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int | None, progress: Progress) -> Costs:
-        """Measure by length, then by chunk."""
         wanted = [(method, length, 0) for length in self.lengths for method in self.methods]
         wanted += [(method, self.middle, chunk) for chunk in self.chunks for method in (OURS, RIVAL)]
         rows = run(
@@ -126,7 +124,6 @@ class MergingCost(Study):
         return Case(f"{method}, chunk {chunk}", length, method, options | ({"chunk": chunk} if chunk else {}))
 
     def scores(self, found: Costs) -> dict[str, float]:
-        """Return how much less kvslimmer takes."""
         pairs = [(found.of(OURS, length), found.of(RIVAL, length)) for length in self.lengths]
         seconds = [1 - found.seconds(a) / found.seconds(b) for a, b in pairs if a is not None and b is not None]
         steps = [1 - a.mean_ms / b.mean_ms for a, b in pairs if a and b and a.mean_ms and b.mean_ms]
@@ -145,7 +142,6 @@ class MergingCost(Study):
         return scores
 
     def tables(self, found: Costs) -> list[Table]:
-        """Return seconds by length, and peaks by chunk."""
         notes = [f"`{row.method}`: {row.error}" for row in found.rows if row.error]
         seconds = Table(
             f"Seconds by length: budget {self.budget}, {found.answer} tokens decoded",
@@ -171,8 +167,7 @@ class MergingCost(Study):
                 peaks.rows.append([f"{chunk}", megabytes(mine.peak_bytes), megabytes(rival.peak_bytes), less])
         return [seconds, peaks]
 
-    def draw(self, found: Costs, path: str | os.PathLike[str], *, title: str) -> None:
-        """Draw seconds of a request and of a step by length, and peaks by chunk."""
+    def draw(self, found: Costs, path: FilePath, *, title: str) -> None:
         titles = (f"seconds of a request of {found.answer}", "ms of a step, mean", f"peak MB, {self.middle:,} tokens")
         with panels(path, f"{title}, budget {self.budget}", 3) as grid:
             for place, method in enumerate(self.methods):

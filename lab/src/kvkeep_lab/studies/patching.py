@@ -3,7 +3,6 @@ Fig. 8, arXiv:2603.19664, section 5.3)."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from kvkeep.models.adapter import layers_of
 from kvkeep.models.binding import bind
 from kvkeep.models.forward import probing
 from kvkeep.models.loading import Loaded
-from kvkeep_lab.figures import COLOURS, dress, panels
+from kvkeep_lab.figures import COLOURS, FilePath, dress, panels
 from kvkeep_lab.studies.base import Progress, Study
 from kvkeep_lab.tables import Table, number
 from kvkeep_lab.tasks.base import Metric
@@ -97,7 +96,6 @@ class PatchingStudy(Study):
         return {"kl": max((row.kl for row in claimed), key=abs), "layers": zero}
 
     def tables(self, found: Patches) -> list[Table]:
-        """Return a line for layers whose residuals are all there is, and one for each other reason."""
         table = Table(
             "KL by layers",
             ["what later layers read", "layers", "with KL = 0", "largest KL", "the paper's"],
@@ -111,7 +109,7 @@ class PatchingStudy(Study):
             table.rows.append([what, *counts, number(worst), "" if reads else "0"])
         return [table]
 
-    def draw(self, found: Patches, path: str | os.PathLike[str], *, title: str) -> None:
+    def draw(self, found: Patches, path: FilePath, *, title: str) -> None:
         """Draw the KL at each layer; what is 0 lies on the axis."""
         with panels(path, title, height=3) as (axes,):
             for place, (alone, words) in enumerate(((True, "nothing else is read"), (False, "something else is, too"))):

@@ -175,11 +175,9 @@ class Prove(Study):
         return None if found.answers else next(iter(found.refused.values()), "There was nothing to answer.")
 
     def as_json(self, found: Proof) -> dict[str, Any]:
-        """Return rows and answers."""
         return {"rows": [asdict(row) for row in found.rows], "answers": [asdict(one) for one in found.answers]}
 
     def tables(self, found: Proof) -> list[Table]:
-        """Return a row for each case, and below the differences."""
         table = Table(
             f"Answers of {self.new} tokens",
             ["", "prompts", "identical", "ties", "tokens", "prefill", "decoding", "a round", "right", "budget"],

@@ -14,7 +14,6 @@ Layers with a sliding window forget by themselves and are left out.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +27,7 @@ from torch import Tensor
 
 from kvkeep.models.loading import Loaded
 from kvkeep.models.watching import Attended
-from kvkeep_lab.figures import dress, panels, styled
+from kvkeep_lab.figures import FilePath, dress, panels, styled
 from kvkeep_lab.reading import watch
 from kvkeep_lab.studies.base import LEAST, Flag, Progress, Share, TextStudy, rising
 from kvkeep_lab.tables import Table, fixed, number, percent
@@ -121,7 +120,6 @@ class ReactivationStudy(TextStudy):
     )
 
     def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int | None, progress: Progress) -> Reactivation:
-        """Look at every full layer while the passage is read once."""
         ids = self.passage(loaded, sources, seed)
         tokens, prompt = ids.shape[1], ids.shape[1] // 2
         bins = _bins(tokens)
@@ -139,7 +137,6 @@ class ReactivationStudy(TextStudy):
         return Reactivation(tokens, prompt, self.threshold, list(self.ratios), bins, active, rows)
 
     def scores(self, found: Reactivation) -> dict[str, float]:
-        """Return how many others become active, at the paper's ratios."""
         return {
             f"{rule}_{ratio:g}": found.mean(rule, ratio, "reactivated")
             for rule, ratio in found.rules
@@ -147,7 +144,6 @@ class ReactivationStudy(TextStudy):
         }
 
     def tables(self, found: Reactivation) -> list[Table]:
-        """Return all measures by rule and ratio, and rates by distance."""
         even, headings = 1 / found.prompt, [f"{rule}, {ratio:g}" for rule, ratio in found.rules]
         table = Table(
             "Tokens that are no heavy hitters",
@@ -167,7 +163,6 @@ class ReactivationStudy(TextStudy):
         return [table, distances]
 
     def details(self, found: Reactivation) -> list[Table]:
-        """Return how many become active by layer."""
         headings = [f"{rule}, {ratio:g}" for rule, ratio in found.rules]
         table = Table(
             "Others that become active, by layer",
@@ -182,8 +177,7 @@ class ReactivationStudy(TextStudy):
             table.rows.append([f"{layer}", *cells, fixed(active, 1)])
         return [table]
 
-    def draw(self, found: Reactivation, path: str | os.PathLike[str], *, title: str) -> None:
-        """Draw how much is missed by rule and ratio, by layer and by distance."""
+    def draw(self, found: Reactivation, path: FilePath, *, title: str) -> None:
         title = f"{title}, {found.tokens:,} tokens; active: above {100 * found.threshold:g} % of a query's attention"
         ratio = found.ratios[len(found.ratios) // 2]
         with panels(path, title, 3, 4.6) as (left, middle, right):

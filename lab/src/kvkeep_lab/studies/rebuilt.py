@@ -4,7 +4,6 @@ section 5.4 finds beyond sliding windows)."""
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -21,7 +20,7 @@ from kvkeep.geometry import ModelGeometry
 from kvkeep.models.adapter import Adapter
 from kvkeep.models.binding import bind
 from kvkeep.models.loading import DTYPES, Loaded
-from kvkeep_lab.figures import dress, panels, styled
+from kvkeep_lab.figures import FilePath, dress, panels, styled
 from kvkeep_lab.prompts import built_in
 from kvkeep_lab.rebuilding import Difference, difference, observed
 from kvkeep_lab.studies.base import Progress, Study
@@ -97,7 +96,6 @@ class Rebuilt(Study):
     )
 
     def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int | None, progress: Progress) -> Differences:
-        """Rebuild and compare."""
         model, tokenizer = loaded.model, loaded.tokenizer
         beyond = text_length(ModelGeometry.from_config(model.config), new=6)
         steps = len(self.dtypes) * len(self.lengths) + bool(beyond)
@@ -115,7 +113,6 @@ class Rebuilt(Study):
         return Differences(rows, windows)
 
     def plain(self, found: Differences) -> Any:
-        """Return plain types, single layers left out."""
         return super().plain(replace(found, rows=[replace(row, layers=()) for row in found.rows]))
 
     def scores(self, found: Differences) -> dict[str, float]:
@@ -135,7 +132,7 @@ class Rebuilt(Study):
             table.rows.append([f"{row.dtype}, {row.kind}", f"{row.length}", *sizes])
         return [table] if found.windows is None else [table, found.windows.table()]
 
-    def draw(self, found: Differences, path: str | os.PathLike[str], *, title: str) -> None:
+    def draw(self, found: Differences, path: FilePath, *, title: str) -> None:
         """Draw the largest difference by length, dtype and shapes; 0 lies on the axis."""
         title = f"{title}: largest difference of keys and values"
         lines = list(dict.fromkeys((row.dtype, row.kind) for row in found.rows))

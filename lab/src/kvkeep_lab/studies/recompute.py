@@ -7,7 +7,6 @@ attending entries where they lie.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from kvkeep.models.loading import Loaded
-from kvkeep_lab.figures import COLOURS, blank, dress, save, styled
+from kvkeep_lab.figures import COLOURS, FilePath, blank, dress, save, styled
 from kvkeep_lab.partial import Interruption
 from kvkeep_lab.recall_timing import APART, ATTEND, READ, RECOMPUTE, RERUN, Report, Row, run
 from kvkeep_lab.shapes import SHAPES, Shape, shaped
@@ -70,7 +69,6 @@ class Recompute(Study):
     folder: str | None = Field(None, description="for files; the user's cache folder")
 
     def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int | None, progress: Progress) -> Reports:
-        """Measure the model, then the shapes."""
         reports: list[Report] = []
         names = [loaded.name, *self.beside]
         for place, name in enumerate(names):
@@ -86,11 +84,9 @@ class Recompute(Study):
         return Reports(reports)
 
     def as_json(self, found: Reports) -> dict[str, Any]:
-        """Return the reports, called models."""
         return {"models": asdict(found)["reports"]}
 
     def scores(self, found: Reports) -> dict[str, float]:
-        """Return the loaded model's ratios."""
         rows, scores = found.reports[0].rows, {}
         for name, place, buffers in (("warm", "device", "warm"), ("cold", "device", "cold"), ("disk", "disk", "cold")):
             for row in (row for row in rows if (row.way, row.place, row.buffers) == (READ, place, buffers)):
@@ -99,11 +95,9 @@ class Recompute(Study):
         return scores
 
     def tables(self, found: Reports) -> list[Table]:
-        """Return times and ratios of the loaded model, and the ratios of all."""
         return [*_times(found.reports[0]), self._ratios(found)]
 
     def details(self, found: Reports) -> list[Table]:
-        """Return the machine's rates for each model, and the times of the other shapes."""
         places = list(found.reports[0].roofline.bandwidth)
         table = Table(
             "Shapes and rates",
@@ -142,7 +136,7 @@ class Recompute(Study):
                 table.rows.append([f"{report.model}, {count:,}", *ratios, apart, paper])
         return table
 
-    def draw(self, found: Reports, path: str | os.PathLike[str], *, title: str) -> None:
+    def draw(self, found: Reports, path: FilePath, *, title: str) -> None:
         """Draw Fig. 7: the first model's times from memory and from disk, and below them the ratio of recompute to read
         of every model."""
         figure = blank(9.4)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from kvkeep.cache import KeepCache
 from kvkeep.errors import UnsupportedModelError
 from kvkeep.geometry import CheckpointKind
 from kvkeep.models.loading import Loaded
-from kvkeep_lab.figures import COLOURS, dress, panels
+from kvkeep_lab.figures import COLOURS, FilePath, dress, panels
 from kvkeep_lab.prompts import built_in
 from kvkeep_lab.reading import greedy
 from kvkeep_lab.studies.base import Flag, Kind, Progress, Study
@@ -110,7 +109,6 @@ class SameTokens(Study):
         return Ways(rows, refused)
 
     def scores(self, found: Ways) -> dict[str, float]:
-        """Return the shares that are the same, and how much slower no cache is."""
         bare = next(row for row in found.rows if row.way == NO_CACHE)
         direct = [row.matching / row.of for row in found.rows[2:]]
         scores = {"recomputed": bare.matching / bare.of, "ratio": bare.ratio}
@@ -126,7 +124,7 @@ class SameTokens(Study):
         table.notes = [f"Checkpoint kind {kind} is refused: {reason}" for kind, reason in found.refused.items()]
         return [table]
 
-    def draw(self, found: Ways, path: str | os.PathLike[str], *, title: str) -> None:
+    def draw(self, found: Ways, path: FilePath, *, title: str) -> None:
         """Draw bars of seconds, the same tokens written beside them."""
         seconds = [row.seconds for row in found.rows]
         with panels(path, title, height=1.2 + 0.3 * len(found.rows)) as (axes,):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from transformers import DynamicCache
 
 from kvkeep.models.loading import Loaded
 from kvkeep.stores.sketch import MEDIAN, CountSketch, places
-from kvkeep_lab.figures import COLOURS, dress, panels, styled
+from kvkeep_lab.figures import COLOURS, FilePath, dress, panels, styled
 from kvkeep_lab.studies.base import LEAST, Flag, Progress, TextStudy
 from kvkeep_lab.tables import Table, number, percent
 from kvkeep_lab.tasks.base import Metric
@@ -100,7 +99,6 @@ class SketchError(TextStudy):
 
     @torch.no_grad()
     def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int | None, progress: Progress) -> Errors:
-        """Read the passage, then fill sketches."""
         cache = DynamicCache()  # without a config it keeps what sliding layers would drop
         loaded.model(self.passage(loaded, sources, seed), past_key_values=cache, logits_to_keep=1)
         draw = seed or 0
@@ -117,7 +115,6 @@ class SketchError(TextStudy):
         return Errors(self.tokens, rows)
 
     def scores(self, found: Errors) -> dict[str, float]:
-        """Return whether lemma and bounds hold, and how far real entries are from them."""
         normal = [row for row in found.rows if row.sort == NORMAL]
         beyond = [row for row in found.rows if row.load > ROWS]
         last = {row.sort: row for row in found.rows if row.load == max(self.loads)}
@@ -150,7 +147,7 @@ class SketchError(TextStudy):
             crowded.rows.append([f"{load:g}", percent(normal.crowded), percent(normal.chance)])
         return [table, crowded]
 
-    def draw(self, found: Errors, path: str | os.PathLike[str], *, title: str) -> None:
+    def draw(self, found: Errors, path: FilePath, *, title: str) -> None:
         """Draw errors by load, the lemma's, the bound's and that of one mean vector beside them."""
         words = "mean squared error by mean square (dotted: of one mean vector for all)"
         with panels(path, title, height=4.6) as (axes,):

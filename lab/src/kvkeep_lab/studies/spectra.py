@@ -11,7 +11,6 @@ is the i-th coordinate of y_t in V, modes cost one product of y with V, and U is
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +25,7 @@ from kvkeep.models.adapter import decoder_of
 from kvkeep.models.head_weights import HeadWeights, head_weights, inputs
 from kvkeep.models.loading import Loaded
 from kvkeep.models.watching import Attended, watching
-from kvkeep_lab.figures import COLOURS, dress, panels, styled
+from kvkeep_lab.figures import COLOURS, FilePath, dress, panels, styled
 from kvkeep_lab.measures import effective_rank, rank_correlation
 from kvkeep_lab.studies.base import Progress, TextStudy
 from kvkeep_lab.tables import Table, fixed, number, percent
@@ -114,7 +113,6 @@ class SpectraStudy(TextStudy):
         return Spectra(ids.shape[1], rows, _correlations(rows))
 
     def scores(self, found: Spectra) -> dict[str, float]:
-        """Return means over layers."""
         wanted = {
             f"{name}_{projection}": found.mean(projection, name)
             for projection in PROJECTIONS
@@ -125,7 +123,6 @@ class SpectraStudy(TextStudy):
         return {name: value for name, value in wanted.items() if value is not None}
 
     def tables(self, found: Spectra) -> list[Table]:
-        """Return the means by projection."""
         table = Table(
             "Means over layers and heads",
             ["", "cosine of neighbours", "far apart", "as attended", "modes with 90 %", "modes and cosine, over heads"],
@@ -139,7 +136,6 @@ class SpectraStudy(TextStudy):
         return [table]
 
     def details(self, found: Spectra) -> list[Table]:
-        """Return the same by layer."""
         words = {"cosine": "cosine", "apart": "far apart", "attended": "as attended"}
         headings = [f"{word}, {name[0].upper()}" for word in (*words.values(), "modes") for name in PROJECTIONS]
         table = Table("Queries, keys and values by layer", ["layer", *headings])
@@ -149,7 +145,7 @@ class SpectraStudy(TextStudy):
             table.rows.append([f"{layer}", *cells, *held])
         return [table]
 
-    def draw(self, found: Spectra, path: str | os.PathLike[str], *, title: str) -> None:
+    def draw(self, found: Spectra, path: FilePath, *, title: str) -> None:
         """Draw Fig. 2: cosines by layer, eigenvalues and contributions by mode (thin: each layer; bold: their mean)."""
         title = f"{title}, {found.tokens:,} tokens"
         with panels(path, title, 3) as (left, middle, right):

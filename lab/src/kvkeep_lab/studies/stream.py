@@ -73,7 +73,6 @@ class Stream(TextStudy):
     chunk: int | None = Field(None, ge=1, description="tokens of the text taken at a time")
 
     def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int | None, progress: Progress) -> Streamed:
-        """Read the text."""
         ids = list(loaded.tokenizer(text_of(sources), verbose=False).input_ids)
         if len(ids) < 2:
             raise UsageError("The text is shorter than two tokens; there is nothing to predict.")
@@ -86,7 +85,6 @@ class Stream(TextStudy):
         return found
 
     def tables(self, found: Streamed) -> list[Table]:
-        """Return a row for each stretch."""
         table = Table(
             f"{found.method} within {found.budget}",
             ["from token", "perplexity", "ms a token, read", "ms a token, one by one", "resident", "everything else"],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from pydantic import Field
 
 from kvkeep.models.loading import Loaded
 from kvkeep.stock import STOCK
-from kvkeep_lab.figures import dress, panels, styled
+from kvkeep_lab.figures import FilePath, dress, panels, styled
 from kvkeep_lab.reading import takes
 from kvkeep_lab.studies.base import BudgetText, Count, Flag, MethodName, Progress, Study
 from kvkeep_lab.tables import Table, megabytes, number, times
@@ -89,7 +88,6 @@ class Throughput(Study):
     rounds: int = Field(2, ge=1, description="how often everything is measured")
 
     def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int | None, progress: Progress) -> Rates:
-        """Measure every method with every number of rows."""
         pairs = [(batch, method) for batch in self.batches for method in self.methods]
         listed = [self._case(batch, method) for batch, method in pairs]
         rows = run(loaded.model, listed, rounds=self.rounds, steps=self.steps, progress=progress)
@@ -107,7 +105,6 @@ class Throughput(Study):
         )
 
     def scores(self, found: Rates) -> dict[str, float]:
-        """Return the paper's comparison."""
         scores: dict[str, float] = {}
         for batch in self.batches:
             full, mine = found.of(batch, FULL), found.of(batch, REVIVER)
@@ -154,8 +151,7 @@ class Throughput(Study):
             table.rows.append([f"`{row.method}`, {row.batch}", *measured, *sizes])
         return [table]
 
-    def draw(self, found: Rates, path: str | os.PathLike[str], *, title: str) -> None:
-        """Draw tokens a second by rows, and by the bytes held."""
+    def draw(self, found: Rates, path: FilePath, *, title: str) -> None:
         with panels(path, f"{title}, budget {self.budget}", 2, 4.2, sharey=True) as (rows, held):
             for place, method in enumerate(self.methods):
                 mine = [row for row in found.rows if row.method == method and not row.error]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from transformers import DynamicCache
 from kvkeep.geometry import ModelGeometry
 from kvkeep.memory.meter import nbytes
 from kvkeep.models.loading import Loaded
-from kvkeep_lab.figures import COLOURS, dress, panels
+from kvkeep_lab.figures import COLOURS, FilePath, dress, panels
 from kvkeep_lab.shapes import SHAPES, Shape, config_of
 from kvkeep_lab.studies.base import Progress, Study
 from kvkeep_lab.tables import Table, number
@@ -83,7 +82,6 @@ class TokenBytes(Study):
     stride: int = Field(4, ge=2, description="of the checkpoint kind residual:s")
 
     def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int | None, progress: Progress) -> TokenSizes:
-        """Size all models, and let the loaded one read a few tokens."""
         model = loaded.model
         cache = DynamicCache(config=model.config)
         ids = torch.arange(_READ, device=model.device).unsqueeze(0)
@@ -139,8 +137,7 @@ class TokenBytes(Study):
             table.rows.append([*shape, *sizes, *(_kb(row.checkpoints[kind]) for kind in kinds)])
         return [table]
 
-    def draw(self, found: TokenSizes, path: str | os.PathLike[str], *, title: str) -> None:
-        """Draw bars of bytes a token, by model and kind."""
+    def draw(self, found: TokenSizes, path: FilePath, *, title: str) -> None:
         kinds = {"keys and values": [row.entries for row in found.rows]}
         kinds["one residual (the paper's)"] = [row.residual for row in found.rows]
         for kind in list(found.rows[0].checkpoints)[1:]:

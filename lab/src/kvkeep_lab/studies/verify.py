@@ -124,15 +124,12 @@ class Verify(Study):
         return Report(loaded.name, dtype, *sizes, rebuilt, said, patched, memory, windows, refused)
 
     def problem(self, found: Report) -> str | None:
-        """Tell how many measurements contradict a claim."""
         return None if found.holds else f"{len(found.failures())} measurements contradict a claim; they are above."
 
     def as_json(self, found: Report) -> dict[str, Any]:
-        """Return all measurements, each with whether it holds."""
         return found.as_dict()
 
     def tables(self, found: Report) -> list[Table]:
-        """Return the paper's tables for this model, and a verdict for each claim."""
         sizes = Table("KB a token (Table 1)", ["", "keys and values", "one residual", "ρ"])
         own = (f"{found.kv_bytes / 1024:.1f}", f"{found.residual_bytes / 1024:.1f}", f"{found.rho:.1f}")
         sizes.rows = [[f"{found.model}, {found.dtype}", *own], *TABLE_1]

@@ -102,7 +102,6 @@ class LongBench(Task):
         return given
 
     def sources(self, data: Path | None) -> list[Path]:
-        """Return the data sets' files."""
         return [source(data, f"{name}.jsonl", Hub(HUB, name)) for name in self.dataset]
 
     def prepare(self, tokenizer: Any, sources: Sequence[Path], point: Point, seed: int) -> list[Sample]:
@@ -124,7 +123,6 @@ class LongBench(Task):
         return Sample(ids, {"dataset": name, "answers": row["answers"], "classes": row["all_classes"] or []})
 
     def measure(self, subject: Subject, sample: Sample) -> Outcome:
-        """Let it be answered, and judge the answer."""
         setting = SETTINGS[sample.facts["dataset"]]
         answer = subject.write(sample.ids, setting.new, setting.ended if setting.first_line else None)
         score = setting.score(answer.text, sample.facts["answers"], sample.facts["classes"])

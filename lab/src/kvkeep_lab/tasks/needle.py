@@ -92,7 +92,6 @@ class Needle(Task):
         return form
 
     def sources(self, data: Path | None) -> list[Path]:
-        """Return the haystack's texts."""
         return text_files(data)
 
     def prepare(self, tokenizer: Any, sources: Sequence[Path], point: Point, seed: int) -> list[Sample]:
@@ -112,7 +111,6 @@ class Needle(Task):
         return made
 
     def measure(self, subject: Subject, sample: Sample) -> Outcome:
-        """Let the right answer be judged, and one be written."""
         answer, value = subject.examine(sample.ids, sample.facts["right"], self.new), sample.facts["value"]
         scores = {"found": float(contains(answer.text, value)), "words": share(answer.text, value)}
         return Outcome({**scores, "loglik": fmean(answer.logs)}, answer.cost)

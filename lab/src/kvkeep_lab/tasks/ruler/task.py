@@ -60,7 +60,6 @@ class Ruler(Task):
         return essays + [source(folder, file) for file in read if file not in ("", ESSAYS)]
 
     def prepare(self, tokenizer: Any, sources: Sequence[Path], point: Point, seed: int) -> list[Sample]:
-        """Make each sample as large as the length has room for."""
         length, name = int(point["length"]), str(point["family"])
         family = FAMILIES[name]
         loaded = family.load([path for path in sources if _kind(path) == family.reads])
@@ -86,7 +85,6 @@ class Ruler(Task):
         return Sample(_prompt(tokenizer, asked), facts)
 
     def measure(self, subject: Subject, sample: Sample) -> Outcome:
-        """Let the right answer be judged, and one be written."""
         facts = sample.facts
         answer = subject.examine(sample.ids, facts["right"], facts["new"])
         matched = string_match(answer.text, facts["answers"], some=facts["some"])
