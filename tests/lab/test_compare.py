@@ -12,9 +12,9 @@ import torch
 from families import FAMILIES, tiny
 from kvkeep_lab import compare as lab
 from kvkeep_lab import reading
-from kvkeep_lab.compare import Case, Comparison, Row, cases, compare, judge
 from kvkeep_lab.figures import check_figure
 from kvkeep_lab.partial import INTERRUPTED, Interruption
+from kvkeep_lab.reference import Case, Comparison, Row, cases, compare, judge
 from kvkeep_lab.studies.compare import Compare
 
 from kvkeep.cache import KeepCache

@@ -7,7 +7,7 @@ import random
 from statistics import fmean
 
 import pytest
-from kvkeep_lab.intervals import Estimate, estimate, student
+from kvkeep_lab.statistics import Estimate, estimate, student
 
 
 def test_bootstrap_intervals_by_hand() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy
 import pytest
 import torch
-from kvkeep_lab.measures import effective_rank, rank_correlation
+from kvkeep_lab.statistics import effective_rank, rank_correlation
 
 
 @pytest.mark.parametrize("rank", [1, 3, 8])

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from conftest import WORDS, tokenizer
 from families import tiny
-from kvkeep_lab.compare import cases, compare
+from kvkeep_lab.reference import cases, compare
 from kvkeep_lab.subject import Subject
 from kvkeep_lab.tasks import TASKS
 from kvkeep_lab.tasks.match import Match

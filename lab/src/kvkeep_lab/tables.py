@@ -27,6 +27,16 @@ class Table:
         return "\n".join(lines)
 
 
+def refusals(found: Iterable[tuple[str, str, str]]) -> list[str]:
+    """Return a sentence for each reason of a method, with all that it refused. found: method, case, and the reason or
+    ""."""
+    of: dict[tuple[str, str], list[str]] = {}
+    for method, case, reason in found:
+        if reason:
+            of.setdefault((method, reason), []).append(case)
+    return [f"`{method}` {', '.join(dict.fromkeys(cases))}: {reason}" for (method, reason), cases in of.items()]
+
+
 def _row(cells: Iterable[str]) -> str:
     plain = (cell.replace("|", "\\|") for cell in cells)
     return f"| {' | '.join(plain)} |"

@@ -7,8 +7,8 @@ from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
-from kvkeep_lab.intervals import Estimate
 from kvkeep_lab.report.methods import AXES, NOISE, frontier
+from kvkeep_lab.statistics import Estimate
 from kvkeep_lab.tasks.base import Metric
 
 MEMORY, SPEED = AXES

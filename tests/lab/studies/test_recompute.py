@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 def small_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
     """Times are not looked at here, so nothing has to be really cold."""
     monkeypatch.setattr("kvkeep_lab.buffers.SWEEP_BYTES", 1 << 12)
-    monkeypatch.setattr("kvkeep_lab.roofline._BYTES", 1 << 16)
+    monkeypatch.setattr("kvkeep_lab.buffers.COPY_BYTES", 1 << 16)
 
 
 def test_every_way_at_every_count(tmp_path: Path) -> None:

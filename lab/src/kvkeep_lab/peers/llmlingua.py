@@ -1,8 +1,4 @@
-"""LLMLingua (Jiang et al., arXiv:2310.05736): not the cache is compressed, but the prompt.
-
-The package drops the tokens that a language model finds least surprising. Here that model is the one examined, as it is
-loaded: nothing is fetched, and nothing read twice.
-"""
+"""LLMLingua (Jiang et al., arXiv:2310.05736): not the cache is compressed, but the prompt, by the model under test."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 
-from kvkeep_lab.intervals import Estimate
+from kvkeep_lab.statistics import Estimate
 from kvkeep_lab.tasks.base import Metric
 
 

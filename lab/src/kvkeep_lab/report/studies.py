@@ -9,12 +9,12 @@ from typing import Any
 
 from kvkeep.errors import UsageError
 from kvkeep_lab.experiment import StudyExperiment
-from kvkeep_lab.intervals import student
 from kvkeep_lab.paper import Claim
 from kvkeep_lab.report.chapter import Picture
 from kvkeep_lab.report.formatting import estimate_text, listed, number, titled
 from kvkeep_lab.report.group import Group
 from kvkeep_lab.report.verdicts import ClaimCase
+from kvkeep_lab.statistics import student
 from kvkeep_lab.store import StudyRecord
 from kvkeep_lab.studies.base import Drawn
 from kvkeep_lab.tables import Table

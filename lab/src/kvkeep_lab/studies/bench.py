@@ -18,7 +18,7 @@ from kvkeep.policies.methods import resolve
 from kvkeep.stock import STOCK
 from kvkeep_lab.partial import Interruption
 from kvkeep_lab.studies.base import BudgetText, Count, Flag, Progress, Study
-from kvkeep_lab.tables import Table, fixed, megabytes
+from kvkeep_lab.tables import Table, fixed, megabytes, refusals
 from kvkeep_lab.timing import HELD, NAIVE, Case, Timed, run
 
 COMBINED = ("h2o+quantize:4", "h2o+merge", "kvreviver:estimate=shrunk,by=mean")
@@ -79,7 +79,7 @@ class Bench(Study):
             ],
             notes=[
                 "×: time relative to stock at the same context; × held: to a stock cache of the budget's entries only.",
-                *(f"`{row.label}` at {row.context:,}: {row.error}" for row in found.rows if row.error),
+                *refusals((row.label, f"at {row.context:,}", row.error) for row in found.rows),
             ],
             named=2,
         )

@@ -1,13 +1,9 @@
 """``bounds``: how loose the bounds of pages are, by which selective recall chooses and certifies.
 
-For each page of slots the minimum and maximum of every key channel bound the scores of its keys (Quest,
-arXiv:2406.10774):
-
-    s_k = scaling q·k <= u = scaling sum_i max(q_i min_i, q_i max_i)
-
-The *excess* is u less the largest true score of the page. By the bound alone, a page of n keys may have up to
-n exp(u - lse) of a query's attention, with lse the log-sum-exp of all its scores; what it has is the sum of
-exp(s_k - lse).
+The minimum and maximum of every key channel bound the scores of a page's keys (Quest, arXiv:2406.10774), s_k = scaling
+q·k <= u = scaling sum_i max(q_i min_i, q_i max_i). The *excess* is u less the largest true score. By the bound alone n
+keys may have n exp(u - lse) of a query's attention, lse the log-sum-exp of all its scores; they have
+sum exp(s_k - lse).
 """
 
 from __future__ import annotations
@@ -27,6 +23,7 @@ from kvkeep.models.loading import Loaded
 from kvkeep.models.watching import Attended
 from kvkeep_lab.figures import COLOURS, FilePath, dress, panels, styled
 from kvkeep_lab.reading import watch
+from kvkeep_lab.statistics import each, where
 from kvkeep_lab.studies.base import LEAST, Count, Flag, Progress, Share, TextStudy, rising
 from kvkeep_lab.tables import Table, fixed, percent
 
@@ -55,7 +52,7 @@ class Looseness:
 
     def mean(self, page: int, measure: str) -> float:
         """Return the mean of a measure over layers."""
-        return fmean(getattr(row, measure) for row in self.rows if row.page == page)
+        return fmean(getattr(row, measure) for row in where(self.rows, page=page))
 
     @property
     def pages(self) -> list[int]:
@@ -112,8 +109,8 @@ class BoundsStudy(TextStudy):
     def draw(self, found: Looseness, path: FilePath, *, title: str) -> None:
         """Draw how far bounds are above the truth (thin: each layer), and the pages they cannot rule out."""
         with panels(path, f"{title}, {found.tokens:,} tokens", 2, 4.2) as (left, right):
-            for layer in sorted({row.layer for row in found.rows}):
-                rows = [row for row in found.rows if row.layer == layer]
+            for layer in each(found.rows, "layer"):
+                rows = where(found.rows, layer=layer)
                 pages, excess = [row.page for row in rows], [row.excess for row in rows]
                 left.plot(pages, excess, color=COLOURS[0], alpha=0.15, linewidth=0.8)
             left.plot(found.pages, [found.mean(page, "excess") for page in found.pages], **styled(0, size=None))

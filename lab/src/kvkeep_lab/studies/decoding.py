@@ -16,6 +16,7 @@ from kvkeep.geometry import ModelGeometry
 from kvkeep.models.loading import Loaded
 from kvkeep.stock import STOCK, new_cache
 from kvkeep_lab.figures import COLOURS, FilePath, dress, panels, styled
+from kvkeep_lab.statistics import each, where
 from kvkeep_lab.studies.base import Count, MethodName, Progress, Study
 from kvkeep_lab.tables import Table, milliseconds, number, times
 from kvkeep_lab.tasks.base import Metric
@@ -73,7 +74,7 @@ class Decoded:
 
     def run(self, way: str) -> Run:
         """Return one way's."""
-        return next(run for run in self.runs if run.way == way)
+        return where(self.runs, way=way)[0]
 
 
 class Decoding(Study):
@@ -120,9 +121,8 @@ class Decoding(Study):
         progress("prefill and decode", total - 2, total)
         phases = self._phases(loaded.model)
         progress("appending", total - 1, total)
-        return Decoded(
-            self.prompt, decoded, phases, [one for way in GROWING for one in self._appends(loaded.model, way)]
-        )
+        appends = [one for way in GROWING for one in self._appends(loaded.model, way)]
+        return Decoded(self.prompt, decoded, phases, appends)
 
     @torch.inference_mode()
     def _run(self, model: Any, way: str, seed: int) -> list[float]:
@@ -149,28 +149,21 @@ class Decoding(Study):
     def _appends(self, model: Any, way: str) -> list[Append]:
         geometry = ModelGeometry.from_config(model.config)
         owners = [layer for layer in geometry.layers if layer.owns_entries]
+
+        def append(cache: Any, count: int) -> float:
+            sizes = [(layer.kv_heads, count, dim) for layer in owners for dim in (layer.key_dim, layer.value_dim)]
+            entries = iter([torch.zeros(1, *size, device=model.device, dtype=model.dtype) for size in sizes])
+            start = time.perf_counter()
+            for layer in owners:
+                cache.layers[layer.index].update(next(entries), next(entries))
+            synchronize(model.device)
+            return time.perf_counter() - start
+
         found = []
         for length in self.lengths:
             cache = _cache(model, way, length + _APPENDS * self.rounds)
-            layers = [cache.layers[layer.index] for layer in owners]
-
-            def append(count: int, layers: Sequence[Any] = layers) -> float:
-                entries = [
-                    [
-                        torch.zeros(1, layer.kv_heads, count, dim, device=model.device, dtype=model.dtype)
-                        for dim in (layer.key_dim, layer.value_dim)
-                    ]
-                    for layer in owners
-                ]
-                start = time.perf_counter()
-                for layer, (keys, values) in zip(layers, entries, strict=True):
-                    layer.update(keys, values)
-                synchronize(model.device)
-                return time.perf_counter() - start
-
-            append(length)
-            best = min(append(1) for _ in range(_APPENDS * self.rounds))
-            found.append(Append(way, length, 1e6 * best))
+            append(cache, length)
+            found.append(Append(way, length, 1e6 * min(append(cache, 1) for _ in range(_APPENDS * self.rounds))))
         return found
 
     def scores(self, found: Decoded) -> dict[str, float]:
@@ -201,21 +194,15 @@ class Decoding(Study):
             ["tokens", "prefill", "tokens/s", "a cached step", "tokens/s", "a naive step", "naive by cached"],
         )
         for phase in found.phases:
+            prefill = [f"{phase.length:,}", f"{phase.prefill_s:.3f} s", number(phase.length / phase.prefill_s)]
+            step, naive = (milliseconds(ms / 1e3) for ms in (phase.step_ms, phase.naive_ms))
             phases.rows.append(
-                [
-                    f"{phase.length:,}",
-                    f"{phase.prefill_s:.3f} s",
-                    number(phase.length / phase.prefill_s),
-                    milliseconds(phase.step_ms / 1e3),
-                    number(1e3 / phase.step_ms),
-                    milliseconds(phase.naive_ms / 1e3),
-                    times(phase.naive_ms / phase.step_ms),
-                ]
+                [*prefill, step, number(1e3 / phase.step_ms), naive, times(phase.naive_ms / phase.step_ms)]
             )
-        ways = list(dict.fromkeys(one.way for one in found.appends))
+        ways = each(found.appends, "way")
         appends = Table("µs to append one token to all layers", ["tokens held", *ways])
         by_place = {(one.length, one.way): one.microseconds for one in found.appends}
-        for length in dict.fromkeys(one.length for one in found.appends):
+        for length in each(found.appends, "length"):
             appends.rows.append([f"{length:,}", *(number(by_place[length, way]) for way in ways)])
         return [whole, phases, appends]
 
@@ -226,8 +213,8 @@ class Decoding(Study):
                 across = range(found.prompt + 1, found.prompt + 1 + len(one.step_ms))
                 steps.plot(across, one.step_ms, label=one.way, **style)
                 sums.plot(across, list(accumulate((ms / 1e3 for ms in one.step_ms), initial=one.first_s))[1:], **style)
-            for place, way in enumerate(dict.fromkeys(one.way for one in found.appends), start=1):
-                mine = [one for one in found.appends if one.way == way]
+            for place, way in enumerate(each(found.appends, "way"), start=1):
+                mine = where(found.appends, way=way)
                 appends.plot([one.length for one in mine], [one.microseconds for one in mine], **styled(place, way))
             dress(steps, "ms of a step", "tokens", y="log", legend=True)
             dress(sums, "seconds until then", "tokens")

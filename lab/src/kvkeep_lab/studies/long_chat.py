@@ -1,8 +1,4 @@
-"""``long-chat``: memory and time of every turn of a long conversation, with several caches.
-
-The KV-Direct paper's Fig. 3 (arXiv:2603.19664): its system prompt, 30 tokens a turn. Its appendix A names subjects of
-the questions ("France, the Eiffel Tower, etc.") and not the questions, so these are ours.
-"""
+"""``long-chat``: memory and time of every turn of a long conversation, with several caches (KV-Direct's Fig. 3)."""
 
 from __future__ import annotations
 
@@ -24,6 +20,7 @@ from kvkeep.stock import STOCK, new_cache
 from kvkeep_lab.figures import FilePath, dress, panels, styled
 from kvkeep_lab.partial import keeping
 from kvkeep_lab.reading import takes
+from kvkeep_lab.statistics import each, where
 from kvkeep_lab.studies.base import BudgetText, Flag, Kind, OwnMethod, PlaceName, Progress, Study
 from kvkeep_lab.tables import Table, fixed, megabytes, times
 from kvkeep_lab.tasks.base import Metric
@@ -104,11 +101,11 @@ class Chat:
     @property
     def methods(self) -> list[str]:
         """In their order, the first being whom others are compared with."""
-        return list(dict.fromkeys(turn.method for turn in self.turns))
+        return each(self.turns, "method")
 
     def of(self, method: str) -> list[Turn]:
         """Return one method's turns."""
-        return [turn for turn in self.turns if turn.method == method]
+        return where(self.turns, method=method)
 
     def ratio(self, turn: Turn) -> float:
         """Return the seconds of a turn by the first method's."""
@@ -166,7 +163,7 @@ class LongChat(Study):
     def converse(self, loaded: Loaded, progress: Progress) -> Iterator[Turn]:
         """Hold one conversation with each cache, all of them a turn at a time; yield each turn as it ends. Raises
         UsageError before a turn that would go past the model's positions."""
-        talks = self._conversations(loaded)
+        talks = {name: self._conversation(loaded, name) for name in self.methods}
         for number in range(self.turns):
             question = QUESTIONS[number % len(QUESTIONS)]
             reference: list[int] | None = None
@@ -175,29 +172,18 @@ class LongChat(Study):
                 prompt = talk.prompt(question)
                 _check_room(loaded.model, talk.cache, len(prompt) + self.new, number + 1)
                 result = talk.answer(question, prompt, max_new_tokens=self.new)
-                reference = result.tokens if reference is None else reference
-                yield Turn(
-                    name,
-                    number + 1,
-                    talk.cache.get_seq_length(),
-                    result.timing.prefill_tokens,
-                    len(result.tokens),
-                    result.timing.prefill_s,
-                    result.timing.decode_s,
-                    result.tokens == reference,
-                    result.memory,
-                    result.text,
-                )
+                took, tokens = result.timing, result.tokens
+                reference = tokens if reference is None else reference
+                counts = number + 1, talk.cache.get_seq_length(), took.prefill_tokens, len(tokens)
+                same = tokens == reference
+                yield Turn(name, *counts, took.prefill_s, took.decode_s, same, result.memory, result.text)
 
-    def _conversations(self, loaded: Loaded) -> dict[str, Conversation]:
-        """Return a conversation for each method; options go to those that take them."""
+    def _conversation(self, loaded: Loaded, method: str) -> Conversation:
+        """Return a method's; options go to those that take them."""
         given = {"budget": self.budget, "checkpoint": self.checkpoint, "where": self.where}
-        talks = {}
-        for name in self.methods:
-            options = {key: value for key, value in given.items() if key in takes(name)}
-            cache: Any = new_cache(loaded.model, name, **options)
-            talks[name] = Conversation(loaded.model, loaded.tokenizer, cache, system=SYSTEM)
-        return talks
+        options = {key: value for key, value in given.items() if key in takes(method)}
+        cache: Any = new_cache(loaded.model, method, **options)
+        return Conversation(loaded.model, loaded.tokenizer, cache, system=SYSTEM)
 
     def as_json(self, found: Chat) -> dict[str, Any]:
         return {"budget": self.budget, "turns": [asdict(turn) | {"seconds": turn.seconds} for turn in found.turns]}

@@ -14,8 +14,9 @@ from kvkeep.models.loading import Loaded
 from kvkeep.stock import STOCK
 from kvkeep_lab.figures import FilePath, dress, panels, styled
 from kvkeep_lab.reading import takes
+from kvkeep_lab.statistics import where
 from kvkeep_lab.studies.base import BudgetText, Flag, MethodName, Progress, Study
-from kvkeep_lab.tables import Table, megabytes, milliseconds, number, times
+from kvkeep_lab.tables import Table, megabytes, milliseconds, number, refusals, times
 from kvkeep_lab.tasks.base import Metric
 from kvkeep_lab.timing import Case, run
 
@@ -49,8 +50,7 @@ class Costs:
 
     def of(self, method: str, length: int, chunk: int = 0) -> Cost | None:
         """Return one of those that were measured, or None."""
-        found = (row for row in self.rows if (row.method, row.length, row.chunk) == (method, length, chunk))
-        return next((row for row in found if not row.error), None)
+        return next(iter(where(self.rows, method=method, length=length, chunk=chunk, error="")), None)
 
     def seconds(self, row: Cost) -> float:
         """Return the seconds of prompt and answer."""
@@ -100,14 +100,8 @@ class MergingCost(Study):
     def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int | None, progress: Progress) -> Costs:
         wanted = [(method, length, 0) for length in self.lengths for method in self.methods]
         wanted += [(method, self.middle, chunk) for chunk in self.chunks for method in (OURS, RIVAL)]
-        rows = run(
-            loaded.model,
-            [self._case(*one) for one in wanted],
-            rounds=self.rounds,
-            steps=self.answer + 1,
-            patience_s=600,
-            progress=progress,
-        )
+        listed, steps = [self._case(*one) for one in wanted], self.answer + 1
+        rows = run(loaded.model, listed, rounds=self.rounds, steps=steps, patience_s=600, progress=progress)
         costs = []
         for one, row in zip(wanted, rows, strict=True):
             memory = row.memory
@@ -118,9 +112,8 @@ class MergingCost(Study):
         return Costs(costs, self.answer)
 
     def _case(self, method: str, length: int, chunk: int) -> Case:
-        options: dict[str, Any] = {}
-        if "budget" in takes(method):
-            options = {"budget": self.budget, "context": length + self.answer + 2}
+        options: dict[str, Any] = {"budget": self.budget, "context": length + self.answer + 2}
+        options = options if "budget" in takes(method) else {}
         return Case(f"{method}, chunk {chunk}", length, method, options | ({"chunk": chunk} if chunk else {}))
 
     def scores(self, found: Costs) -> dict[str, float]:
@@ -142,11 +135,10 @@ class MergingCost(Study):
         return scores
 
     def tables(self, found: Costs) -> list[Table]:
-        notes = [f"`{row.method}`: {row.error}" for row in found.rows if row.error]
         seconds = Table(
             f"Seconds by length: budget {self.budget}, {found.answer} tokens decoded",
             ["method, tokens", "prompt", "step, mean", "request", "by asymkv's", "held", "peak"],
-            notes=notes,
+            notes=refusals((row.method, f"at {row.length:,}", row.error) for row in found.rows),
         )
         for row in (row for row in found.rows if not row.chunk and not row.error):
             rival = found.of(RIVAL, row.length)

@@ -18,6 +18,7 @@ from kvkeep.models.binding import bind
 from kvkeep.models.forward import probing
 from kvkeep.models.loading import Loaded
 from kvkeep_lab.figures import COLOURS, FilePath, dress, panels
+from kvkeep_lab.statistics import each, where
 from kvkeep_lab.studies.base import Progress, Study
 from kvkeep_lab.tables import Table, number
 from kvkeep_lab.tasks.base import Metric
@@ -101,8 +102,8 @@ class PatchingStudy(Study):
             ["what later layers read", "layers", "with KL = 0", "largest KL", "the paper's"],
             notes=["The paper: 0 at all 30 layers of SmolLM2-135M and all 24 of Qwen2.5-0.5B."],
         )
-        for reads in dict.fromkeys(row.also_reads for row in found.rows):
-            mine = [row for row in found.rows if row.also_reads == reads]
+        for reads in each(found.rows, "also_reads"):
+            mine = where(found.rows, also_reads=reads)
             worst = max((row.kl for row in mine), key=abs)
             counts = [f"{len(mine)}", f"{sum(row.kl == 0 for row in mine)}"]
             what = f"the residual, and {reads}" if reads else "the residual alone"

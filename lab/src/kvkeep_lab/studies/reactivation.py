@@ -1,9 +1,6 @@
 """``reactivation``: tokens that were not heavy hitters and are needed after all (KVReviver's Fig. 2).
 
-The text's first half is a prompt, after which each KV head has its heavy hitters, a share of the tokens; none is one
-for being recent, as in the paper. The second half's queries then read with the whole cache. A token is *active* for a
-query that pays it more than a threshold (the paper's 0.5 %) of its attention: the mean of the KV head's query heads,
-which is also what heavy hitters accumulate. Who the heavy hitters are:
+Attention is the mean of a KV head's query heads; no token is a heavy hitter for being recent, as in the paper. Who is:
 
     h2o         the most attention from all of the prompt's queries
     snapkv      the most from its last 32, each pooled with its 3 neighbours on either side (the largest)
@@ -16,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any, ClassVar
@@ -29,6 +27,7 @@ from kvkeep.models.loading import Loaded
 from kvkeep.models.watching import Attended
 from kvkeep_lab.figures import FilePath, dress, panels, styled
 from kvkeep_lab.reading import watch
+from kvkeep_lab.statistics import each, where
 from kvkeep_lab.studies.base import LEAST, Flag, Progress, Share, TextStudy, rising
 from kvkeep_lab.tables import Table, fixed, number, percent
 from kvkeep_lab.tasks.base import Metric
@@ -76,11 +75,11 @@ class Reactivation:
     @property
     def rules(self) -> list[tuple[str, float]]:
         """Rules and ratios."""
-        return list(dict.fromkeys((row.rule, row.ratio) for row in self.rows))
+        return each(self.rows, "rule", "ratio")
 
     def of(self, rule: str, ratio: float) -> list[Row]:
         """Return the rows of a rule and a ratio, by layer."""
-        return [row for row in self.rows if (row.rule, row.ratio) == (rule, ratio)]
+        return where(self.rows, rule=rule, ratio=ratio)
 
     def mean(self, rule: str, ratio: float, measure: str) -> float:
         """Return the mean of a measure over layers."""
@@ -107,8 +106,7 @@ class ReactivationStudy(TextStudy):
     found = Reactivation
     metrics: ClassVar[tuple[Metric, ...]] = tuple(
         Metric(f"{rule}_{ratio:g}", f"others that become active, {rule} at {ratio:g}", "lower")
-        for rule in RULES
-        for ratio in RATIOS
+        for rule, ratio in product(RULES, RATIOS)
     )
 
     tokens: Annotated[int, Flag("--limit")] = Field(
@@ -137,11 +135,8 @@ class ReactivationStudy(TextStudy):
         return Reactivation(tokens, prompt, self.threshold, list(self.ratios), bins, active, rows)
 
     def scores(self, found: Reactivation) -> dict[str, float]:
-        return {
-            f"{rule}_{ratio:g}": found.mean(rule, ratio, "reactivated")
-            for rule, ratio in found.rules
-            if ratio in RATIOS
-        }
+        rules = [rule for rule in found.rules if rule[1] in RATIOS]
+        return {f"{rule}_{ratio:g}": found.mean(rule, ratio, "reactivated") for rule, ratio in rules}
 
     def tables(self, found: Reactivation) -> list[Table]:
         even, headings = 1 / found.prompt, [f"{rule}, {ratio:g}" for rule, ratio in found.rules]
@@ -181,7 +176,7 @@ class ReactivationStudy(TextStudy):
         title = f"{title}, {found.tokens:,} tokens; active: above {100 * found.threshold:g} % of a query's attention"
         ratio = found.ratios[len(found.ratios) // 2]
         with panels(path, title, 3, 4.6) as (left, middle, right):
-            for place, rule in enumerate(dict.fromkeys(rule for rule, _ in found.rules)):
+            for place, rule in enumerate(each(found.rows, "rule")):
                 style, ratios = styled(place), [100 * each for each in found.ratios]
                 for name, words, line in (("reactivated", "tokens", "-"), ("missed", "of all activations", ":")):
                     shares = [100 * found.mean(rule, each, name) for each in found.ratios]
@@ -214,8 +209,9 @@ def reactivated(
         order = scores.argsort(-1, descending=True)
         for ratio in ratios:
             count = max(1, round(ratio * prompt))
-            others = torch.ones_like(scores, dtype=torch.bool)  # (kv_heads, prompt)
-            others.scatter_(1, order[:, :count], False)
+            others = torch.ones_like(scores, dtype=torch.bool).scatter_(
+                1, order[:, :count], False
+            )  # (kv_heads, prompt)
             needed = active & others[:, None]
             each = others[:, None].expand_as(active)
             pairs, hits = (torch.bincount(of_bin[part], minlength=len(bins)).tolist() for part in (each, needed))
@@ -225,7 +221,7 @@ def reactivated(
                 "reactivated": float(needed.any(1).sum(-1).double().mean()) / rest,
                 "activations": float(needed.sum((1, 2)).double().mean()) / rest,
                 "missed": float(needed.sum() / active.sum().clamp(min=1)),
-                "mass": float((paid * others[:, None]).sum(-1).div(paid.sum(-1).clamp(min=1e-30)).mean()),
+                "mass": float((paid * others).sum(-1).div(paid.sum(-1).clamp(min=1e-30)).mean()),
                 "by_distance": [hit / pair if pair else None for hit, pair in zip(hits, pairs, strict=True)],
             }
             found.append((rule, ratio, shares))

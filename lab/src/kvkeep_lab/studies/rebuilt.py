@@ -22,9 +22,9 @@ from kvkeep.models.binding import bind
 from kvkeep.models.loading import DTYPES, Loaded
 from kvkeep_lab.figures import FilePath, dress, panels, styled
 from kvkeep_lab.prompts import built_in
-from kvkeep_lab.rebuilding import Difference, difference, observed
+from kvkeep_lab.statistics import each, where
 from kvkeep_lab.studies.base import Progress, Study
-from kvkeep_lab.studies.windows import Windows, beyond_the_window, text_length
+from kvkeep_lab.studies.windows import Difference, Windows, beyond_the_window, difference, observed, text_length
 from kvkeep_lab.tables import Table
 from kvkeep_lab.tasks.base import Metric
 
@@ -135,11 +135,11 @@ class Rebuilt(Study):
     def draw(self, found: Differences, path: FilePath, *, title: str) -> None:
         """Draw the largest difference by length, dtype and shapes; 0 lies on the axis."""
         title = f"{title}: largest difference of keys and values"
-        lines = list(dict.fromkeys((row.dtype, row.kind) for row in found.rows))
+        lines = each(found.rows, "dtype", "kind")
         with panels(path, title, 3, 4.2, sharey=True) as grid:
             for axes, (part, words) in zip(grid, _PARTS.items(), strict=True):
                 for place, (dtype, kind) in enumerate(lines):
-                    mine = [row for row in found.rows if (row.dtype, row.kind) == (dtype, kind)]
+                    mine = where(found.rows, dtype=dtype, kind=kind)
                     lengths, parts = [row.length for row in mine], [getattr(row, part) for row in mine]
                     style = styled(place, f"{dtype}, {kind} layers", None)
                     axes.plot(lengths, [max(one.keys, one.values) for one in parts], clip_on=False, **style)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import ClassVar
@@ -26,7 +27,7 @@ from kvkeep.models.head_weights import HeadWeights, head_weights, inputs
 from kvkeep.models.loading import Loaded
 from kvkeep.models.watching import Attended, watching
 from kvkeep_lab.figures import COLOURS, FilePath, dress, panels, styled
-from kvkeep_lab.measures import effective_rank, rank_correlation
+from kvkeep_lab.statistics import each, effective_rank, mean, rank_correlation, where
 from kvkeep_lab.studies.base import Progress, TextStudy
 from kvkeep_lab.tables import Table, fixed, number, percent
 from kvkeep_lab.tasks.base import Metric
@@ -71,8 +72,8 @@ class Spectra:
 
     def mean(self, projection: str, measure: str, layer: int | None = None) -> float | None:
         """Return the mean of a measure over layers, or a layer's; None where the layer has no such projection."""
-        own = [row for row in self.rows if row.projection == projection and layer in (None, row.layer)]
-        return fmean(getattr(row, measure) for row in own) if own else None
+        own = where(self.rows, projection=projection, **({} if layer is None else {"layer": layer}))
+        return mean(own, measure)
 
 
 class SpectraStudy(TextStudy):
@@ -113,11 +114,8 @@ class SpectraStudy(TextStudy):
         return Spectra(ids.shape[1], rows, _correlations(rows))
 
     def scores(self, found: Spectra) -> dict[str, float]:
-        wanted = {
-            f"{name}_{projection}": found.mean(projection, name)
-            for projection in PROJECTIONS
-            for name in ("cosine", "apart", "modes")
-        }
+        pairs = product(("cosine", "apart", "modes"), PROJECTIONS)
+        wanted = {f"{name}_{projection}": found.mean(projection, name) for name, projection in pairs}
         within = [value for name in PROJECTIONS if (value := found.correlation[name]) is not None]
         wanted |= {"explained": found.correlation["all"], "within": fmean(within) if within else None}
         return {name: value for name, value in wanted.items() if value is not None}
@@ -139,7 +137,7 @@ class SpectraStudy(TextStudy):
         words = {"cosine": "cosine", "apart": "far apart", "attended": "as attended"}
         headings = [f"{word}, {name[0].upper()}" for word in (*words.values(), "modes") for name in PROJECTIONS]
         table = Table("Queries, keys and values by layer", ["layer", *headings])
-        for layer in dict.fromkeys(row.layer for row in found.rows):
+        for layer in each(found.rows, "layer"):
             cells = [fixed(found.mean(name, measure, layer)) for measure in words for name in PROJECTIONS]
             held = (percent(found.mean(name, "modes", layer), 0) for name in PROJECTIONS)
             table.rows.append([f"{layer}", *cells, *held])
@@ -150,7 +148,7 @@ class SpectraStudy(TextStudy):
         title = f"{title}, {found.tokens:,} tokens"
         with panels(path, title, 3) as (left, middle, right):
             for place, name in enumerate(PROJECTIONS):
-                rows = [row for row in found.rows if row.projection == name]
+                rows = where(found.rows, projection=name)
                 layers, colour = [row.layer for row in rows], COLOURS[place]
                 left.plot(layers, [row.cosine for row in rows], **styled(place, name, 3.5))
                 left.plot(layers, [row.apart for row in rows], color=colour, linestyle=":", label=f"{name}, far apart")
@@ -159,8 +157,8 @@ class SpectraStudy(TextStudy):
                     for line in lines:
                         axes.plot(_shares(line), line, color=colour, alpha=0.12, linewidth=0.6)
                     alike = [line for line, row in zip(lines, rows, strict=True) if row.dim == rows[0].dim]
-                    mean = [fmean(values) for values in zip(*alike, strict=True)]
-                    axes.plot(_shares(mean), mean, color=colour, linewidth=2)
+                    middling = [fmean(values) for values in zip(*alike, strict=True)]
+                    axes.plot(_shares(middling), middling, color=colour, linewidth=2)
             across = "mode, % of all, largest first"
             dress(left, "cosine of neighbours", "layer")
             dress(middle, "eigenvalue, share of the sum", across, y="log")

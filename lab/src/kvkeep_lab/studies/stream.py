@@ -1,7 +1,5 @@
-"""``stream``: a text of any length through one cache: does memory stay, does time stay, does the model keep its wits?
-
-StreamingLLM's claim (arXiv:2309.17453, Figs. 3 and 5), on one's own model and text.
-"""
+"""``stream``: a text of any length through one cache: memory, time and perplexity along the way (StreamingLLM's claim,
+arXiv:2309.17453, Figs. 3 and 5)."""
 
 from __future__ import annotations
 
@@ -125,11 +123,5 @@ def stretches(
         expected = tokens[0, start + 1 : start + own.shape[1] + 1]
         loss = torch.nn.functional.cross_entropy(torch.cat(rows).float(), expected)
         progress(start + own.shape[1], tokens.shape[1] - 1)
-        yield Stretch(
-            start,
-            own.shape[1],
-            math.exp(float(loss)),
-            1e3 * took[0] / (own.shape[1] - steps),
-            1e3 * median(took[1:]) if steps else float("nan"),
-            memory_of(cache),
-        )
+        read_ms, step_ms = took[0] / (own.shape[1] - steps), median(took[1:]) if steps else math.nan
+        yield Stretch(start, own.shape[1], math.exp(float(loss)), 1e3 * read_ms, 1e3 * step_ms, memory_of(cache))

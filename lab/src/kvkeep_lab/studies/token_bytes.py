@@ -94,25 +94,13 @@ class TokenBytes(Study):
     def _sizes(self, name: str, config: Any, itemsize: int, held: float | None = None) -> Sizes:
         geometry = ModelGeometry.from_config(config, itemsize)
         layer = geometry.layers[0]
-        checkpoints = {
-            "kv": geometry.checkpoint_bytes_per_token("kv"),
-            "residual": geometry.checkpoint_bytes_per_token("residual"),
-            f"residual:{self.stride}": geometry.checkpoint_bytes_per_token("residual", self.stride),
-            "tokens": geometry.checkpoint_bytes_per_token("tokens"),
-        }
-        return Sizes(
-            name,
-            len(geometry.full_layers),
-            len(geometry.sliding_layers),
-            layer.kv_heads,
-            layer.key_dim,
-            geometry.hidden_size,
-            geometry.kv_bytes_per_token,
-            geometry.residual_bytes_per_token,
-            geometry.rho,
-            checkpoints,
-            held,
-        )
+        sized = geometry.checkpoint_bytes_per_token
+        checkpoints = {"kv": sized("kv"), "residual": sized("residual")}
+        checkpoints |= {f"residual:{self.stride}": sized("residual", self.stride), "tokens": sized("tokens")}
+        layers = len(geometry.full_layers), len(geometry.sliding_layers)
+        shape = *layers, layer.kv_heads, layer.key_dim, geometry.hidden_size
+        sizes = geometry.kv_bytes_per_token, geometry.residual_bytes_per_token, geometry.rho
+        return Sizes(name, *shape, *sizes, checkpoints, held)
 
     def scores(self, found: TokenSizes) -> dict[str, float]:
         """Return the loaded model's, as if it were in the papers' dtype."""

@@ -60,24 +60,20 @@ class Report:
         }
         return found if self.windows is None else found | {"windows change neither (section 5.4)": [self.windows]}
 
-    def failures(self) -> list[Any]:
-        """Return the measurements that contradict a claim."""
-        return [row for rows in self.claims.values() for row in rows if not row.holds]
-
     @property
-    def holds(self) -> bool:
-        """Every claim held."""
-        return not self.failures()
+    def failures(self) -> int:
+        """How many measurements contradict a claim."""
+        return sum(not row.holds for rows in self.claims.values() for row in rows)
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain types, each measurement with whether it ``holds``."""
-        plain = asdict(self)
-        for name in ("reconstruction", "tokens", "patching", "memory"):
-            for row, found in zip(plain[name], getattr(self, name), strict=True):
-                row["holds"] = found.holds
-        if self.windows is not None:
-            plain["windows"]["holds"] = self.windows.holds
-        return plain | {"holds": self.holds}
+
+        def told(rows: list[Any]) -> list[dict[str, Any]]:
+            return [asdict(row) | {"holds": row.holds} for row in rows]
+
+        rows = {name: told(getattr(self, name)) for name in ("reconstruction", "tokens", "patching", "memory")}
+        windows = None if self.windows is None else told([self.windows])[0]
+        return asdict(self) | rows | {"windows": windows, "holds": not self.failures}
 
 
 class Verify(Study):
@@ -124,7 +120,7 @@ class Verify(Study):
         return Report(loaded.name, dtype, *sizes, rebuilt, said, patched, memory, windows, refused)
 
     def problem(self, found: Report) -> str | None:
-        return None if found.holds else f"{len(found.failures())} measurements contradict a claim; they are above."
+        return f"{found.failures} measurements contradict a claim; they are above." if found.failures else None
 
     def as_json(self, found: Report) -> dict[str, Any]:
         return found.as_dict()
@@ -133,7 +129,7 @@ class Verify(Study):
         sizes = Table("KB a token (Table 1)", ["", "keys and values", "one residual", "ρ"])
         own = (f"{found.kv_bytes / 1024:.1f}", f"{found.residual_bytes / 1024:.1f}", f"{found.rho:.1f}")
         sizes.rows = [[f"{found.model}, {found.dtype}", *own], *TABLE_1]
-        verdict = "Every claim held." if found.holds else f"{len(found.failures())} measurements contradict a claim."
+        verdict = f"{found.failures} measurements contradict a claim." if found.failures else "Every claim held."
         claims = Table("Claims", ["", "measurements", "that hold"], notes=[verdict])
         for claim, rows in found.claims.items():
             claims.rows.append([claim, f"{len(rows)}", f"{sum(row.holds for row in rows)}"])

@@ -16,7 +16,7 @@ from kvkeep_lab.tasks.texts import joined, passage, text_files
 
 
 class Match(Task):
-    """Passages of texts, continued greedily; see :mod:`kvkeep_lab.compare` for what is computed."""
+    """Passages of texts, continued greedily; see :mod:`kvkeep_lab.reference` for what is computed."""
 
     name = "match"
     about = "tokens, KL and perplexity against the full cache, on passages of any text"
