@@ -184,7 +184,8 @@ def _ended(ends: Sequence[str], text: str) -> bool:
     return any(end in text for end in ends)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Run ``lm_eval`` with the model ``kvkeep`` known to it."""
     from lm_eval.__main__ import cli_evaluate
 
     try:
@@ -192,3 +193,7 @@ if __name__ == "__main__":
     except KvkeepError as error:
         print(error, file=sys.stderr)
         sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

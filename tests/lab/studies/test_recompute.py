@@ -8,10 +8,9 @@ import pytest
 import torch
 from families import tiny
 from kvkeep_lab import recall_timing as lab
-from kvkeep_lab.buffers import Storage, faults
+from kvkeep_lab.buffers import Roofline, Storage, faults
 from kvkeep_lab.partial import Interruption
 from kvkeep_lab.recall_timing import APART, ATTEND, READ, RECOMPUTE, run
-from kvkeep_lab.roofline import Roofline
 from kvkeep_lab.shapes import SHAPES, config_of, shaped
 
 from kvkeep import StoreError, UsageError

@@ -22,7 +22,7 @@ from kvkeep_lab.studies.rebuilt import Rebuilt
 from kvkeep_lab.studies.sketch_error import NORMAL, SketchError
 from kvkeep_lab.studies.throughput import Throughput
 from kvkeep_lab.studies.token_bytes import TokenBytes
-from kvkeep_lab.tables import Table
+from kvkeep_lab.tables import Table, refusals
 from kvkeep_lab.timing import NAIVE, Case, run
 from measuring import loaded, measured
 from pydantic import ValidationError
@@ -202,7 +202,19 @@ def test_batches_hold_as_many_rows() -> None:
     found = measured(study)
     one, eight = found.of(1, "h2o"), found.of(8, "h2o")
     assert one is not None and eight is not None and eight.held_bytes == 8 * one.held_bytes
-    assert any("static" in note for note in study.tables(found)[0].notes)  # too small a budget: refused, and said
+    notes = [note for note in study.tables(found)[0].notes if "static" in note]  # too small a budget: refused, and said
+    assert len(notes) == 1 and notes[0].startswith("`static` with 1, 8 rows: ")  # once
+
+
+def test_a_reason_is_told_once_with_all_that_it_is_of() -> None:
+    found = [
+        ("a", 1, "Too small."),
+        ("b", 1, ""),
+        ("a", 2, "Too small."),
+        ("a", 2, "Too small."),
+        ("a", 3, "Too long."),
+    ]
+    assert refusals(found) == ["`a` at 1, 2: Too small.", "`a` at 3: Too long."]
 
 
 def test_the_sketch_is_as_its_lemma_says_for_normal_vectors(text: Path) -> None:

@@ -79,7 +79,7 @@ class Bench(Study):
             ],
             notes=[
                 "×: time relative to stock at the same context; × held: to a stock cache of the budget's entries only.",
-                *refusals((row.label, f"at {row.context:,}", row.error) for row in found.rows),
+                *refusals((row.label, f"{row.context:,}", row.error) for row in found.rows),
             ],
             named=2,
         )

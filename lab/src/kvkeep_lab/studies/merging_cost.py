@@ -138,7 +138,7 @@ class MergingCost(Study):
         seconds = Table(
             f"Seconds by length: budget {self.budget}, {found.answer} tokens decoded",
             ["method, tokens", "prompt", "step, mean", "request", "by asymkv's", "held", "peak"],
-            notes=refusals((row.method, f"at {row.length:,}", row.error) for row in found.rows),
+            notes=refusals((row.method, f"{row.length:,}", row.error) for row in found.rows),
         )
         for row in (row for row in found.rows if not row.chunk and not row.error):
             rival = found.of(RIVAL, row.length)

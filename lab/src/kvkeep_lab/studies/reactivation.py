@@ -209,12 +209,10 @@ def reactivated(
         order = scores.argsort(-1, descending=True)
         for ratio in ratios:
             count = max(1, round(ratio * prompt))
-            others = torch.ones_like(scores, dtype=torch.bool).scatter_(
-                1, order[:, :count], False
-            )  # (kv_heads, prompt)
-            needed = active & others[:, None]
-            each = others[:, None].expand_as(active)
-            pairs, hits = (torch.bincount(of_bin[part], minlength=len(bins)).tolist() for part in (each, needed))
+            others = torch.ones_like(scores, dtype=torch.bool)
+            others = others.scatter_(1, order[:, :count], False)[:, None]  # (kv_heads, 1, prompt)
+            needed, all_of = active & others, others.expand_as(active)
+            pairs, hits = (torch.bincount(of_bin[part], minlength=len(bins)).tolist() for part in (all_of, needed))
             rest = prompt - count
             shares = {
                 "others": rest,

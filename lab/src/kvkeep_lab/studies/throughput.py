@@ -138,7 +138,7 @@ class Throughput(Study):
                 "rows that fit",
                 "the paper's tokens/s",
             ],
-            notes=refusals((row.method, f"{row.batch} rows", row.error) for row in found.rows),
+            notes=refusals(((row.method, row.batch, row.error) for row in found.rows), "with {} rows"),
         )
         for row in (row for row in found.rows if not row.error):
             fits = "-" if one is None else f"{one.held_bytes * row.batch / row.held_bytes:.1f}"

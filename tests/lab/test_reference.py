@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from families import FAMILIES, tiny
-from kvkeep_lab import compare as lab
 from kvkeep_lab import reading
+from kvkeep_lab import reference as lab
 from kvkeep_lab.figures import check_figure
 from kvkeep_lab.partial import INTERRUPTED, Interruption
 from kvkeep_lab.reference import Case, Comparison, Row, cases, compare, judge
