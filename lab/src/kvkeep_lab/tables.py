@@ -28,8 +28,8 @@ class Table:
 
 
 def refusals(found: Iterable[tuple[str, object, str]], words: str = "at {}") -> list[str]:
-    """Return a sentence for each reason of a method, once, with all that it refused in ``words``. found: method, what it
-    was asked for, and its reason or ""."""
+    """Return a sentence for each reason of a method, once, with all that it refused in ``words``. found: method, what
+    it was asked for, and its reason or ""."""
     of: dict[tuple[str, str], list[str]] = {}
     for method, case, reason in found:
         if reason:
