@@ -13,7 +13,6 @@ from families import FAMILIES, tiny
 from kvkeep_lab import reading
 from kvkeep_lab import reference as lab
 from kvkeep_lab.figures import check_figure
-from kvkeep_lab.partial import INTERRUPTED, Interruption
 from kvkeep_lab.reference import Case, Comparison, Row, cases, compare, judge
 from kvkeep_lab.studies.compare import Compare
 
@@ -167,23 +166,6 @@ def test_progress_reaches_its_total() -> None:
     done = [given[1] for given in told[1:]]
     assert done == sorted(done) and 0 < done[-1] <= told[-1][2]
     assert {given[0] for given in told} == {"the reference", "full", "kv-direct at 16", "kv-direct at 32"}
-
-
-def test_an_interrupt_keeps_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest, calls = lab.Reference.measure, []
-
-    def second_time_interrupted(*arguments: Any) -> Row:
-        calls.append(arguments)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return honest(*arguments)
-
-    monkeypatch.setattr(lab.Reference, "measure", second_time_interrupted)
-    with pytest.raises(Interruption) as stop:
-        compare(tiny("llama"), PROMPT, cases(["kv-direct"], ["16", "32", "64"]), new=3)
-    found = stop.value.found
-    assert [row.error for row in found.rows] == ["", INTERRUPTED, INTERRUPTED]
-    assert found.rows[0].match == 1.0
 
 
 # -- the figure ---------------------------------------------------------------------------------------

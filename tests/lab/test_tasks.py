@@ -17,9 +17,9 @@ from kvkeep_lab.tasks.match import Match
 from kvkeep_lab.tasks.needle import FORMS, Needle, contains, hidden, share
 from kvkeep_lab.tasks.summary import Summary, articles, rouge
 from kvkeep_lab.tasks.texts import joined, passage, text_files
+from measuring import subject
 
 from kvkeep.errors import UsageError
-from kvkeep.models.loading import Loaded
 
 
 @pytest.fixture
@@ -30,10 +30,6 @@ def haystack(tmp_path: Path) -> Path:
         draw = random.Random(name)
         (folder / f"{name}.txt").write_text(". ".join(" ".join(draw.choices(WORDS, k=9)) for _ in range(60)))
     return tmp_path
-
-
-def subject(method: str = "full", budget: str | None = None) -> Subject:
-    return Subject(Loaded(tiny("llama"), tokenizer(), "tiny", ""), method, budget)
 
 
 @pytest.mark.parametrize("kind", TASKS.values(), ids=TASKS)

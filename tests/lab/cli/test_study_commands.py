@@ -109,11 +109,16 @@ def study_of(name: str) -> Any:
     return next(study for study in STUDIES.values() if name.split()[-1] == (study.command or study.name))
 
 
+ANSWERED: dict[tuple[str, ...], dict[str, Any]] = {}
+
+
 def answered(call: Run, name: str, *options: str) -> dict[str, Any]:
-    """The JSON object that a command prints with its own options and these."""
-    code, out, err = call(name, *COMMANDS[name][0].split(), *options, "--json")
-    assert code == 0, err
-    return json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    """The JSON object that a command prints with its own options and these; asked once."""
+    if (name, *options) not in ANSWERED:
+        code, out, err = call(name, *COMMANDS[name][0].split(), *options, "--json")
+        assert code == 0, err
+        ANSWERED[name, *options] = json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    return ANSWERED[name, *options]
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -180,7 +185,7 @@ def test_turns_models_and_stretches(call: Run) -> None:
             "seconds",
         }
         assert set(row["memory"]["checkpoint_bytes"]) == {"device", "host", "disk"} and row["text"]
-    _, out, _ = call("recompute", "--counts", "1,9", "--rounds", "1", "--beside", "smollm2-135m", "--json")
+    _, out, _ = call("recompute", "--counts", "1,9", "--rounds", "1", "--beside", "smollm2-135m", "--no-slow", "--json")
     models = json.loads(out)["models"]
     assert len(models) == 2 and all({row["n"] for row in model["rows"]} == {1, 9} for model in models)
     for model in models:

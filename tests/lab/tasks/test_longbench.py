@@ -7,25 +7,20 @@ from pathlib import Path
 
 import pytest
 from conftest import tokenizer
-from families import tiny
 from kvkeep_lab.subject import Subject
 from kvkeep_lab.tasks.longbench import GROUPS, SETTINGS, LongBench, cut
 from kvkeep_lab.tasks.longbench_scores import JUDGES
 from kvkeep_lab.tasks.longbench_v2 import LongBenchV2, chosen, filled
+from measuring import subject
 from official import CLASSES, longbench_rows, longbench_v2_rows, write_lines, write_official
 
 from kvkeep.errors import UsageError
-from kvkeep.models.loading import Loaded
 
 
 @pytest.fixture
 def data(tmp_path: Path, words: str) -> Path:
     write_official(tmp_path, words)
     return tmp_path
-
-
-def subject(method: str = "full", budget: str | None = None) -> Subject:
-    return Subject(Loaded(tiny("llama"), tokenizer(), "tiny", ""), method, budget)
 
 
 def test_the_settings_are_the_authors() -> None:

@@ -1,4 +1,4 @@
-"""Studies on tiny models, without files: what tests of studies share."""
+"""Tiny models in the lab, without files: what its tests ask of tasks, peers and studies."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from unittest.mock import patch
 from conftest import tokenizer
 from families import tiny
 from kvkeep_lab.studies.base import Study, TextStudy
+from kvkeep_lab.subject import Subject
 from torch import Tensor
 
 from kvkeep.models.loading import Loaded
@@ -19,6 +20,10 @@ from kvkeep.models.loading import Loaded
 @cache
 def loaded(family: str = "llama") -> Loaded:
     return Loaded(tiny(family), tokenizer(), f"tiny-{family}", "")
+
+
+def subject(method: str = "full", budget: str | None = None, family: str = "llama") -> Subject:
+    return Subject(loaded(family), method, budget)
 
 
 def quiet(what: str, done: float, total: float) -> None:
