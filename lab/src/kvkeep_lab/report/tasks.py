@@ -69,14 +69,12 @@ class TaskGroup(Group):
         return [*sorted(value for value in found if not isinstance(value, str)), *names]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return everything but the single samples as plain types."""
         own = {name: getattr(self, name) for name in ("setting", "model", "versions", "machines", "prompts")}
         lines = [result.as_dict() for result in self.results]
         return {**own, "lines": lines, "experiment": self.experiment.model_dump(mode="json")}
 
     @property
     def ours(self) -> str:
-        """Model, precision, prompts and samples."""
         shortest, longest = self.prompts
         prompts = f"{shortest:,}" if shortest == longest else f"{shortest:,} to {longest:,}"
         seeds = len(self.experiment.seeds)
@@ -86,7 +84,6 @@ class TaskGroup(Group):
         return f"{self.model}, {self.dtypes}, prompts of {prompts} tokens, {rows}"
 
     def blocks(self) -> Iterator[str | Picture]:
-        """Yield the tables, the frontiers and the figures."""
         setting = f"{self.origin} In brackets: 95 % of {RESAMPLES:,} bootstrap means over samples."
         if self._relative:
             setting += f" vs {self.experiment.baseline}: the difference from it, sample by sample."
@@ -108,7 +105,6 @@ class TaskGroup(Group):
         return [metric for metric in self.task.metrics if metric.name in self.task.relative]
 
     def missing(self) -> Iterator[str]:
-        """Yield what is not there, and why: what has the same reason together."""
         reasons: dict[str, list[MethodResult]] = {}
         for result in self.results:
             if result.cells < result.of:
@@ -122,7 +118,6 @@ class TaskGroup(Group):
             yield f"Not measured yet: {ways((code(method), budget) for method, budget in missing)}."
 
     def cases(self, claim: Claim) -> list[ClaimCase]:
-        """Return every method of the claim at every budget, less each method that it is compared with."""
         assert claim.metric is not None
         measured = {(result.method, result.budget): result for result in self.measured}
         cases = []

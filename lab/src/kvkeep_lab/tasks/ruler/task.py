@@ -9,16 +9,17 @@ from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from kvkeep.decode.prompt import encode, question
-from kvkeep.errors import UsageError, unknown
+from kvkeep.errors import UsageError
 from kvkeep_lab.subject import Subject
-from kvkeep_lab.tasks.base import Metric, Outcome, Point, Sample, Task
+from kvkeep_lab.tasks.base import Metric, Outcome, Point, Sample, Task, among
 from kvkeep_lab.tasks.rows import source
 from kvkeep_lab.tasks.ruler.families import ESSAYS, FAMILIES, GENERATED
 from kvkeep_lab.tasks.ruler.generated import Asked
-from kvkeep_lab.tasks.texts import text_files
+from kvkeep_lab.tasks.texts import begun, text_files
+
+FamilyName = Annotated[str, among("family of RULER", FAMILIES)]
 
 
 class Ruler(Task):
@@ -41,16 +42,8 @@ class Ruler(Task):
     axes = ("length", "family")
 
     length: list[Annotated[int, Field(ge=128)]] = Field([1024], min_length=1, description="tokens, answer included")
-    family: list[str] = Field(GENERATED, min_length=1, description=", ".join(FAMILIES))
+    family: list[FamilyName] = Field(GENERATED, min_length=1, description=", ".join(FAMILIES))
     new: int = Field(128, ge=1, description="the most tokens written; RULER's own number where that is less")
-
-    @field_validator("family")
-    @classmethod
-    def _known(cls, given: list[str]) -> list[str]:
-        for name in given:
-            if name not in FAMILIES:
-                raise unknown("family of RULER", name, FAMILIES)
-        return given
 
     def sources(self, data: Path | None) -> list[Path]:
         """Return the essays, SQuAD (squad.json) and HotpotQA (hotpotqa.json), as far as the families need them."""
@@ -119,5 +112,4 @@ def _kind(path: Path) -> str:
 
 
 def _prompt(tokenizer: Any, asked: Asked) -> list[int]:
-    begun = asked.lead if getattr(tokenizer, "chat_template", None) else f" {asked.lead}"
-    return encode(tokenizer, question(asked.text, None)) + list(tokenizer(begun, add_special_tokens=False).input_ids)
+    return begun(tokenizer, asked.text, None, asked.lead, " ")
