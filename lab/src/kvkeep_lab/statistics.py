@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from statistics import fmean, stdev
 from typing import Any, TypeVar
 
@@ -22,11 +23,7 @@ def where(rows: Iterable[T], **fields: Any) -> list[T]:
 
 def each(rows: Iterable[Any], *names: str) -> list[Any]:
     """Return the values of a field, or of several together, in the order of the rows and each once."""
-    return list(
-        dict.fromkeys(
-            getattr(row, names[0]) if not names[1:] else tuple(getattr(row, n) for n in names) for row in rows
-        )
-    )
+    return list(dict.fromkeys(map(attrgetter(*names), rows)))
 
 
 def mean(rows: Iterable[Any], name: str) -> float | None:

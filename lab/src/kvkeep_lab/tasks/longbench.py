@@ -91,9 +91,7 @@ class LongBench(Task):
     relative = ("score",)
     axes = ("dataset",)
 
-    dataset: list[Annotated[str, among("data set of LongBench", SETTINGS)]] = Field(
-        list(SETTINGS), min_length=1, description="which of the sixteen"
-    )
+    dataset: list[DataSet] = Field(list(SETTINGS), min_length=1, description="which of the sixteen")
     samples: int = Field(20, ge=1, description="rows of each data set")
     max_length: int = Field(7500, ge=2, description="tokens that longer prompts are cut to")
 
