@@ -124,7 +124,7 @@ def parts(texts: list[str], option: str) -> list[str]:
     """Return what is listed in ``texts``, in order; "none" is an empty list. Raises UsageError for nothing.
 
     Commas separate, except that ``key=value`` after a comma is one more parameter of the method before it:
-    ``h2o:recent=0.5,sinks=4,window`` is two methods.
+    ``h2o:recent=0.5,halflife=64,window`` is two methods.
     """
     found: list[str] = []
     for part in (part.strip() for text in texts for part in text.split(",") if part.strip()):
