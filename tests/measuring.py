@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 from conftest import tokenizer
 from families import tiny
-from kvkeep_lab.studies.base import Study, TextStudy
+from kvkeep_lab.studies.base import Study, TextStudy, Trial
 from kvkeep_lab.subject import Subject
 from torch import Tensor
 
@@ -35,4 +35,4 @@ def measured(
 ) -> Any:
     """What a study finds in a tiny model; ids: read in place of a passage."""
     with patch.object(TextStudy, "passage", TextStudy.passage if ids is None else lambda *given: ids):
-        return study.measure(loaded(family), files, None, progress)
+        return study.measure(Trial(loaded(family), files, progress=progress))

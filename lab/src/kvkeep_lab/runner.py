@@ -22,6 +22,7 @@ from kvkeep.models.loading import Loaded, load
 from kvkeep_lab.experiment import Cell, Experiment, StudyExperiment, digest
 from kvkeep_lab.reference import Reference
 from kvkeep_lab.store import Record, Store, StudyRecord, TaskRecord
+from kvkeep_lab.studies.base import Trial
 from kvkeep_lab.subject import Subject
 from kvkeep_lab.tasks.base import Metric, Outcome, Sample, Task
 from kvkeep_lab.workers import ATTEMPTS, Job, RunProgress, work_in_processes
@@ -82,7 +83,7 @@ class Runner:
             def progress(what: str, done: float, total: float) -> None:
                 step(min(steps, round(steps * done / max(total, 1e-9))))
 
-            return {"data": study.plain(study.measure(loaded, self.sources, cell.seed, progress))}
+            return {"data": study.plain(study.measure(Trial(loaded, self.sources, cell.seed, progress)))}
         task, outcomes = self.experiment.task, list[Outcome]()
         subject = Subject(loaded, cell.method, cell.budget, self.experiment.chunk, self._references)
         for sample in self._prepare(loaded, task, cell):

@@ -16,7 +16,7 @@ from families import tiny
 from kvkeep_lab.experiment import StudyExperiment, load_experiment, packaged
 from kvkeep_lab.shapes import SHAPES, config_of
 from kvkeep_lab.studies import STUDIES
-from kvkeep_lab.studies.base import Drawn, Study
+from kvkeep_lab.studies.base import Drawn, Study, Trial
 from kvkeep_lab.studies.decoding import Decoding
 from kvkeep_lab.studies.rebuilt import Rebuilt
 from kvkeep_lab.studies.sketch_error import NORMAL, SketchError
@@ -75,7 +75,7 @@ def found(text: Path) -> Callable[[str], tuple[Study, Any]]:
         study = STUDIES[name].model_validate(SMALL[name]) if name in SMALL else load_experiment(name).smoked().subject
         assert isinstance(study, Study)
         told: list[float] = []
-        result = study.measure(loaded(), [text], 0, lambda what, done, total: told.append(done / total))
+        result = study.measure(Trial(loaded(), [text], 0, lambda what, done, total: told.append(done / total)))
         assert all(0 <= share <= 1.01 for share in told)
         return study, result
 

@@ -14,13 +14,14 @@ from families import FAMILIES, tiny
 from kvkeep_lab.prompts import TEXT, built_in
 from kvkeep_lab.reading import greedy
 from kvkeep_lab.studies import held_bytes, windows
+from kvkeep_lab.studies.base import Trial
 from kvkeep_lab.studies.held_bytes import Bytes, HeldBytesStudy
 from kvkeep_lab.studies.patching import PatchingStudy
 from kvkeep_lab.studies.rebuilt import reconstruction
 from kvkeep_lab.studies.same_tokens import SameTokens
 from kvkeep_lab.studies.verify import DTYPES, LENGTHS, Verify
 from kvkeep_lab.studies.windows import beyond_the_window
-from measuring import measured, quiet
+from measuring import measured
 from transformers import AutoModelForCausalLM, MistralConfig
 
 from kvkeep.errors import UsageError
@@ -208,5 +209,5 @@ def test_the_text_is_long_enough() -> None:
 def test_smollm2() -> None:
     import kvkeep
 
-    report = Verify(quick=True).measure(kvkeep.load("smollm2"), [], None, quiet)
+    report = Verify(quick=True).measure(Trial(kvkeep.load("smollm2")))
     assert not report.failures

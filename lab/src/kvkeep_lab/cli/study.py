@@ -26,7 +26,7 @@ from kvkeep_lab.cli.console import show
 from kvkeep_lab.figures import check_figure
 from kvkeep_lab.partial import Ending
 from kvkeep_lab.studies import STUDIES, Study
-from kvkeep_lab.studies.base import Drawn, Flag
+from kvkeep_lab.studies.base import Drawn, Flag, Trial
 from kvkeep_lab.studies.base import Progress as Report
 
 FILE = "The text to read, as it is; several are read one after another; - is standard input."
@@ -157,7 +157,7 @@ def _run(
     stopped = None
     with _bar() as report:
         try:
-            found = study.measure(loaded, files, None, report)
+            found = study.measure(Trial(loaded, files, progress=report))
         except (KeyboardInterrupt, Ending) as stop:
             found, stopped = getattr(stop, "found", None), str(stop) or "Interrupted."
             if not isinstance(found, study.found):

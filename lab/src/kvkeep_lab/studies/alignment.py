@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -20,12 +19,11 @@ from torch import Tensor
 from kvkeep.errors import UnsupportedModelError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.models.binding import bind
-from kvkeep.models.loading import Loaded
 from kvkeep.models.watching import Attended, grouped, watching
 from kvkeep_lab.figures import FilePath, blank, dress, save, styled
 from kvkeep_lab.sensitivity import sensitivity
 from kvkeep_lab.statistics import each, mean, rank_correlation, where
-from kvkeep_lab.studies.base import Progress, TextStudy
+from kvkeep_lab.studies.base import TextStudy, Trial
 from kvkeep_lab.tables import Table, fixed, number, percent
 from kvkeep_lab.tasks.base import Metric
 
@@ -126,8 +124,8 @@ class AlignmentStudy(TextStudy):
 
     queries: int = Field(64, ge=1, description="queries, over the second half")
 
-    def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int | None, progress: Progress) -> Alignment:
-        model, ids = loaded.model, self.passage(loaded, sources, seed)
+    def measure(self, trial: Trial) -> Alignment:
+        model, ids = trial.model, self.passage(trial)
         tokens = ids.shape[1]
         bind(model)
         geometry = ModelGeometry.from_config(model.config)
@@ -140,7 +138,7 @@ class AlignmentStudy(TextStudy):
                 if gradient is None:
                     raise UnsupportedModelError(f"The loss does not depend on the attention of layer {attended.layer}.")
                 rows += _layer(attended, gradient, at, geometry.layers[attended.layer].kind)
-                progress("layers", done, len(seen))
+                trial.progress("layers", done, len(seen))
         cos11, cos12, cos22 = (torch.tensor([getattr(row, name) for row in rows]) for name in MEASURES[:3])
         spread = {"cos22": rank_correlation(cos11, cos22), "-cos12": rank_correlation(cos11, -cos12)}
         return Alignment(tokens, at.tolist(), loss, rows, spread)

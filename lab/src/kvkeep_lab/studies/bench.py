@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -12,12 +11,11 @@ from pydantic import Field
 from kvkeep.budget import Budget
 from kvkeep.contracts import Exactness
 from kvkeep.geometry import ModelGeometry
-from kvkeep.models.loading import Loaded
 from kvkeep.plan.candidates import specs
 from kvkeep.policies.methods import resolve
 from kvkeep.stock import STOCK
 from kvkeep_lab.partial import Interruption
-from kvkeep_lab.studies.base import BudgetText, Count, Flag, Progress, Study
+from kvkeep_lab.studies.base import BudgetText, Count, Flag, Study, Trial
 from kvkeep_lab.tables import Table, fixed, megabytes, refusals
 from kvkeep_lab.timing import HELD, NAIVE, Case, Timed, run
 
@@ -54,13 +52,13 @@ class Bench(Study):
         "wall", description="what is timed by: wall, or processor, for a machine that others use, too"
     )
 
-    def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int | None, progress: Progress) -> Benched:
-        listed = cases(loaded.model, self.contexts, self.budget, self.steps, slow=self.slow)
+    def measure(self, trial: Trial) -> Benched:
+        listed = cases(trial.model, self.contexts, self.budget, self.steps, slow=self.slow)
         if self.only is not None:
             listed = [one for one in listed if one.method == STOCK or any(part in one.label for part in self.only)]
         options: dict[str, Any] = {"rounds": self.rounds, "steps": self.steps, "clock": self.clock}
         try:
-            return Benched(run(loaded.model, listed, progress=progress, **options))
+            return Benched(run(trial.model, listed, progress=trial.progress, **options))
         except Interruption as stop:
             raise Interruption(Benched(stop.found)) from None
 

@@ -9,9 +9,7 @@ sum exp(s_k - lse).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean
 from typing import Annotated
 
@@ -19,12 +17,11 @@ import torch
 from pydantic import Field
 
 from kvkeep.errors import UsageError
-from kvkeep.models.loading import Loaded
 from kvkeep.models.watching import Attended
 from kvkeep_lab.figures import COLOURS, FilePath, dress, panels, styled
 from kvkeep_lab.reading import watch
 from kvkeep_lab.statistics import each, where
-from kvkeep_lab.studies.base import LEAST, Count, Flag, Progress, Share, TextStudy, rising
+from kvkeep_lab.studies.base import LEAST, Count, Flag, Share, TextStudy, Trial, rising
 from kvkeep_lab.tables import Table, fixed, percent
 
 
@@ -77,10 +74,10 @@ class BoundsStudy(TextStudy):
     queries: int = Field(64, ge=1, description="how many of the last tokens ask")
     share: Share = Field(0.01, description="the share of attention that counts")
 
-    def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int | None, progress: Progress) -> Looseness:
+    def measure(self, trial: Trial) -> Looseness:
         """Look at every full layer while the passage is read once. Raises UsageError for pages that it does not
         fill."""
-        ids = self.passage(loaded, sources, seed)
+        ids = self.passage(trial)
         tokens, largest = ids.shape[1], max(self.pages)
         if tokens - self.queries < largest:
             raise UsageError(
@@ -92,7 +89,7 @@ class BoundsStudy(TextStudy):
             for page in self.pages:
                 rows.append(Row(attended.layer, page, *loose(attended, self.queries, page, self.share)))
 
-        watch(loaded.model, ids, look, progress)
+        watch(trial.model, ids, look, trial.progress)
         return Looseness(tokens, self.queries, self.share, rows)
 
     def tables(self, found: Looseness) -> list[Table]:

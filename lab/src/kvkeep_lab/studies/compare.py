@@ -14,10 +14,9 @@ from pydantic import Field
 from kvkeep.contracts import Exactness
 from kvkeep.decode.prompt import encode, question, shortened
 from kvkeep.errors import UsageError
-from kvkeep.models.loading import Loaded
 from kvkeep_lab.figures import COLOURS, FilePath, blank, dress, save, styled
 from kvkeep_lab.reference import Comparison, Row, cases, compare
-from kvkeep_lab.studies.base import BudgetText, Flag, MethodName, Progress, Study, text_of, unique
+from kvkeep_lab.studies.base import BudgetText, Flag, MethodName, Study, Trial, text_of, unique
 from kvkeep_lab.tables import Table, fixed, megabytes, percent
 
 log = logging.getLogger(__name__)
@@ -62,16 +61,16 @@ class Compare(Study):
         if not files:
             question(None, self.prompt)
 
-    def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int | None, progress: Progress) -> Comparison:
-        text = text_of(sources) if sources else None
+    def measure(self, trial: Trial) -> Comparison:
+        text = text_of(trial.sources) if trial.sources else None
         if text is not None and self.limit is not None:
-            text, count = shortened(loaded.tokenizer, text, self.limit)
+            text, count = shortened(trial.tokenizer, text, self.limit)
             if count > self.limit:
                 log.warning("Only the first %s of the text's %s tokens are read.", f"{self.limit:,}", f"{count:,}")
-        raw = self.raw if self.raw is not None else bool(sources) and not self.prompt
-        ids = encode(loaded.tokenizer, question(text, self.prompt), raw=raw)
+        raw = self.raw if self.raw is not None else bool(trial.sources) and not self.prompt
+        ids = encode(trial.tokenizer, question(text, self.prompt), raw=raw)
         listed = cases(self.methods, self.budgets)
-        return compare(loaded.model, ids, listed, new=self.new, chunk=self.chunk, progress=progress)
+        return compare(trial.model, ids, listed, new=self.new, chunk=self.chunk, progress=trial.progress)
 
     def problem(self, found: Comparison) -> str | None:
         return None if found.measured else "No method could be measured; the reasons are above."

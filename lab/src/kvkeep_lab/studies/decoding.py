@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import torch
 from pydantic import AfterValidator, Field
 
 from kvkeep.geometry import ModelGeometry
-from kvkeep.models.loading import Loaded
 from kvkeep.stock import STOCK, new_cache
 from kvkeep_lab.figures import COLOURS, FilePath, dress, panels, styled
 from kvkeep_lab.statistics import each, where
-from kvkeep_lab.studies.base import Count, MethodName, Progress, Study
+from kvkeep_lab.studies.base import Count, MethodName, Study, Trial
 from kvkeep_lab.tables import Table, milliseconds, number, times
 from kvkeep_lab.tasks.base import Metric
 from kvkeep_lab.timing import NAIVE, Case, random_ids, run, synchronize, timed
@@ -108,20 +105,20 @@ class Decoding(Study):
     )
     rounds: int = Field(2, ge=1, description="how often everything is measured")
 
-    def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int | None, progress: Progress) -> Decoded:
+    def measure(self, trial: Trial) -> Decoded:
         ways = (NAIVE, *self.caches)
         total = self.rounds * len(ways) + 2
         runs: dict[str, list[list[float]]] = {way: [] for way in ways}
         for turn in range(self.rounds):
             for place, way in enumerate(ways):
-                progress(way, turn * len(ways) + place, total)
-                runs[way].append(self._run(loaded.model, way, seed or 0))
+                trial.progress(way, turn * len(ways) + place, total)
+                runs[way].append(self._run(trial.model, way, trial.seed or 0))
         best = {way: [min(step) for step in zip(*rounds, strict=True)] for way, rounds in runs.items()}
         decoded = [Run(way, first, [1e3 * step for step in steps]) for way, (first, *steps) in best.items()]
-        progress("prefill and decode", total - 2, total)
-        phases = self._phases(loaded.model)
-        progress("appending", total - 1, total)
-        appends = [one for way in GROWING for one in self._appends(loaded.model, way)]
+        trial.progress("prefill and decode", total - 2, total)
+        phases = self._phases(trial.model)
+        trial.progress("appending", total - 1, total)
+        appends = [one for way in GROWING for one in self._appends(trial.model, way)]
         return Decoded(self.prompt, decoded, phases, appends)
 
     @torch.inference_mode()

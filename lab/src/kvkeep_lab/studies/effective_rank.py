@@ -25,10 +25,9 @@ from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.models.adapter import Adapter
 from kvkeep.models.binding import bind
 from kvkeep.models.head_weights import HeadWeights, head_weights
-from kvkeep.models.loading import Loaded
 from kvkeep_lab.figures import FilePath, blank, dress, save, styled
 from kvkeep_lab.statistics import each, effective_rank, where
-from kvkeep_lab.studies.base import LEAST, Count, Flag, Progress, Study, first_tokens, part, rising
+from kvkeep_lab.studies.base import LEAST, Count, Flag, Progress, Study, Trial, first_tokens, part, rising
 from kvkeep_lab.studies.truncation import LOWRANK, WAYS, Truncation, truncations
 from kvkeep_lab.tables import Table, fixed, number, percent
 from kvkeep_lab.tasks.base import Metric
@@ -121,19 +120,19 @@ class EffectiveRank(Study):
         if self.ranks is not None and self.prompt is None and not files:
             raise UsageError("To truncate to ranks there has to be a text to continue: give --prompt or --file.")
 
-    def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int | None, progress: Progress) -> Ranks:
+    def measure(self, trial: Trial) -> Ranks:
         """Take ranks, and truncate to some. Raises UnsupportedModelError for a family whose heads have no weights of
         their own."""
-        layers = layer_ranks(loaded.model, part(progress, 0, 2))
+        layers = layer_ranks(trial.model, part(trial.progress, 0, 2))
         dim = layers[0].dim
         if self.prompt is not None:
-            ids = encode(loaded.tokenizer, question(None, self.prompt))
-        elif sources:
-            ids = first_tokens(loaded, sources, self.limit)[0].tolist()
+            ids = encode(trial.tokenizer, question(None, self.prompt))
+        elif trial.sources:
+            ids = first_tokens(trial.loaded, trial.sources, self.limit)[0].tolist()
         else:
             return Ranks(layers)
         listed = self.ranks or sorted({max(1, round(share * dim)) for share in self.shares})
-        rows = truncations(loaded.model, ids, listed, new=self.new, progress=part(progress, 1, 2))
+        rows = truncations(trial.model, ids, listed, new=self.new, progress=part(trial.progress, 1, 2))
         return Ranks(layers, len(ids), self.new, tuple(rows))
 
     def scores(self, found: Ranks) -> dict[str, float]:

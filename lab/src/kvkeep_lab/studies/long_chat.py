@@ -21,7 +21,7 @@ from kvkeep_lab.figures import FilePath, dress, panels, styled
 from kvkeep_lab.partial import keeping
 from kvkeep_lab.reading import takes
 from kvkeep_lab.statistics import each, where
-from kvkeep_lab.studies.base import BudgetText, Flag, Kind, OwnMethod, PlaceName, Progress, Study
+from kvkeep_lab.studies.base import BudgetText, Flag, Kind, OwnMethod, PlaceName, Progress, Study, Trial
 from kvkeep_lab.tables import Table, fixed, megabytes, times
 from kvkeep_lab.tasks.base import Metric
 
@@ -152,11 +152,11 @@ class LongChat(Study):
         if len(set(self.methods)) < len(self.methods):
             raise UsageError("A method was named twice; each is one conversation.")
 
-    def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int | None, progress: Progress) -> Chat:
+    def measure(self, trial: Trial) -> Chat:
         self.check(())
         found = Chat([])
         with keeping(found, found.turns):
-            for turn in self.converse(loaded, progress):
+            for turn in self.converse(trial.loaded, trial.progress):
                 found.turns.append(turn)
         return found
 

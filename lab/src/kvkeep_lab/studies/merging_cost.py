@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from kvkeep.models.loading import Loaded
 from kvkeep.stock import STOCK
 from kvkeep_lab.figures import FilePath, dress, panels, styled
 from kvkeep_lab.reading import takes
 from kvkeep_lab.statistics import where
-from kvkeep_lab.studies.base import BudgetText, Flag, MethodName, Progress, Study
+from kvkeep_lab.studies.base import BudgetText, Flag, MethodName, Study, Trial
 from kvkeep_lab.tables import Table, megabytes, milliseconds, number, refusals, times
 from kvkeep_lab.tasks.base import Metric
 from kvkeep_lab.timing import Case, run
@@ -97,11 +94,11 @@ class MergingCost(Study):
         """The length at which chunks are compared."""
         return self.lengths[len(self.lengths) // 2]
 
-    def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int | None, progress: Progress) -> Costs:
+    def measure(self, trial: Trial) -> Costs:
         wanted = [(method, length, 0) for length in self.lengths for method in self.methods]
         wanted += [(method, self.middle, chunk) for chunk in self.chunks for method in (OURS, RIVAL)]
         listed, steps = [self._case(*one) for one in wanted], self.answer + 1
-        rows = run(loaded.model, listed, rounds=self.rounds, steps=steps, patience_s=600, progress=progress)
+        rows = run(trial.model, listed, rounds=self.rounds, steps=steps, patience_s=600, progress=trial.progress)
         costs = []
         for one, row in zip(wanted, rows, strict=True):
             memory = row.memory

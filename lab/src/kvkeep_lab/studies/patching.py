@@ -3,10 +3,9 @@ Fig. 8, arXiv:2603.19664, section 5.3)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -16,10 +15,9 @@ from kvkeep.geometry import ModelGeometry
 from kvkeep.models.adapter import layers_of
 from kvkeep.models.binding import bind
 from kvkeep.models.forward import probing
-from kvkeep.models.loading import Loaded
 from kvkeep_lab.figures import COLOURS, FilePath, dress, panels
 from kvkeep_lab.statistics import each, where
-from kvkeep_lab.studies.base import Progress, Study
+from kvkeep_lab.studies.base import Study, Trial
 from kvkeep_lab.tables import Table, number
 from kvkeep_lab.tasks.base import Metric
 
@@ -67,13 +65,13 @@ class PatchingStudy(Study):
     certain = ("kl", "layers")
 
     @torch.no_grad()
-    def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int | None, progress: Progress) -> Patches:
+    def measure(self, trial: Trial) -> Patches:
         """Patch every layer, at all positions. Both prompts are tokenized without a chat template; the longer one loses
         its first tokens until both are as long."""
-        model = loaded.model
+        model = trial.model
         layers = layers_of(bind(model).decoder)
         geometry = ModelGeometry.from_config(model.config)
-        prompts = [loaded.tokenizer(text).input_ids for text in (DONOR, RECIPIENT)]
+        prompts = [trial.tokenizer(text).input_ids for text in (DONOR, RECIPIENT)]
         length = min(map(len, prompts))
         donor, recipient = (torch.tensor([prompt[-length:]], device=model.device) for prompt in prompts)
         entering: list[Tensor] = []
@@ -85,7 +83,7 @@ class PatchingStudy(Study):
                 patched = _distribution(model, recipient)
             kl = float((patched.exp() * (patched - expected)).sum())
             rows.append(Patching(index, kl, _also_reads(model, geometry, index)))
-            progress("layers", len(rows), len(layers))
+            trial.progress("layers", len(rows), len(layers))
         return Patches(rows)
 
     def scores(self, found: Patches) -> dict[str, float]:

@@ -26,7 +26,18 @@ from kvkeep_lab.partial import keeping
 from kvkeep_lab.prompts import TEXT, Prompt, prompts
 from kvkeep_lab.reading import takes
 from kvkeep_lab.store import append_line, whole_lines
-from kvkeep_lab.studies.base import BudgetText, Flag, Kind, OwnMethod, PlaceName, Progress, Study, text_of, unique
+from kvkeep_lab.studies.base import (
+    BudgetText,
+    Flag,
+    Kind,
+    OwnMethod,
+    PlaceName,
+    Progress,
+    Study,
+    Trial,
+    text_of,
+    unique,
+)
 from kvkeep_lab.tables import Table, fixed, number, percent, times
 
 _ANSWER = TypeAdapter(Answer)
@@ -105,12 +116,12 @@ class Prove(Study):
     copies: int | None = Field(None, ge=0, description="0 keeps rounds from copying drafts from the text")
     store: Path | None = Field(None, description="a file that keeps each answer as it comes; run again, and it goes on")
 
-    def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int | None, progress: Progress) -> Proof:
+    def measure(self, trial: Trial) -> Proof:
         """Answer prompts made of the files, or of the built-in text. Raises StoreError for a store that cannot be read
         or written."""
-        text = text_of(sources) if sources else "\n\n".join([TEXT] * 3)
-        asked = prompts(loaded.tokenizer, text, self.lengths, self.prompts, self.kinds)
-        return self.answer(loaded, asked, progress)
+        text = text_of(trial.sources) if trial.sources else "\n\n".join([TEXT] * 3)
+        asked = prompts(trial.tokenizer, text, self.lengths, self.prompts, self.kinds)
+        return self.answer(trial.loaded, asked, trial.progress)
 
     def answer(self, loaded: Loaded, asked: Sequence[Prompt], progress: Progress) -> Proof:
         """Answer ``asked`` with every case or with one case a prompt, in turn; the store's answers of the same model,

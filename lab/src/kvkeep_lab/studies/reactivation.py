@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any, ClassVar
 
@@ -23,12 +22,11 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from kvkeep.models.loading import Loaded
 from kvkeep.models.watching import Attended
 from kvkeep_lab.figures import FilePath, dress, panels, styled
 from kvkeep_lab.reading import watch
 from kvkeep_lab.statistics import each, where
-from kvkeep_lab.studies.base import LEAST, Flag, Progress, Share, TextStudy, rising
+from kvkeep_lab.studies.base import LEAST, Flag, Share, TextStudy, Trial, rising
 from kvkeep_lab.tables import Table, fixed, number, percent
 from kvkeep_lab.tasks.base import Metric
 
@@ -117,8 +115,8 @@ class ReactivationStudy(TextStudy):
         list(RATIOS), min_length=1, description="shares of the prompt that are heavy hitters"
     )
 
-    def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int | None, progress: Progress) -> Reactivation:
-        ids = self.passage(loaded, sources, seed)
+    def measure(self, trial: Trial) -> Reactivation:
+        ids = self.passage(trial)
         tokens, prompt = ids.shape[1], ids.shape[1] // 2
         bins = _bins(tokens)
         rows: list[Row] = []
@@ -131,7 +129,7 @@ class ReactivationStudy(TextStudy):
                 rows.append(Row(attended.layer, rule, ratio, **measured))
             active[attended.layer] = float((after[..., :prompt] > self.threshold).float().sum(-1).mean())
 
-        watch(loaded.model, ids, look, progress)
+        watch(trial.model, ids, look, trial.progress)
         return Reactivation(tokens, prompt, self.threshold, list(self.ratios), bins, active, rows)
 
     def scores(self, found: Reactivation) -> dict[str, float]:

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import or_
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -19,11 +18,11 @@ from transformers import DynamicCache
 from kvkeep.geometry import ModelGeometry
 from kvkeep.models.adapter import Adapter
 from kvkeep.models.binding import bind
-from kvkeep.models.loading import DTYPES, Loaded
+from kvkeep.models.loading import DTYPES
 from kvkeep_lab.figures import FilePath, dress, panels, styled
 from kvkeep_lab.prompts import built_in
 from kvkeep_lab.statistics import each, where
-from kvkeep_lab.studies.base import Progress, Study
+from kvkeep_lab.studies.base import Study, Trial
 from kvkeep_lab.studies.windows import Difference, Windows, beyond_the_window, difference, observed, text_length
 from kvkeep_lab.tables import Table
 from kvkeep_lab.tasks.base import Metric
@@ -95,8 +94,8 @@ class Rebuilt(Study):
         ["float32", "bfloat16", "float16"], min_length=1, description="the model is cast to"
     )
 
-    def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int | None, progress: Progress) -> Differences:
-        model, tokenizer = loaded.model, loaded.tokenizer
+    def measure(self, trial: Trial) -> Differences:
+        model, tokenizer = trial.model, trial.tokenizer
         beyond = text_length(ModelGeometry.from_config(model.config), new=6)
         steps = len(self.dtypes) * len(self.lengths) + bool(beyond)
         ids = built_in(tokenizer, max(self.lengths))
@@ -105,10 +104,10 @@ class Rebuilt(Study):
             for row in reconstruction(model, ids, self.lengths, name):
                 rows.append(row)
                 done = place * len(self.lengths) + self.lengths.index(row.length) + 1
-                progress(f"{row.length} tokens in {name}", done, steps)
+                trial.progress(f"{row.length} tokens in {name}", done, steps)
         windows = None
         if beyond:
-            progress("sliding windows", steps - 1, steps)
+            trial.progress("sliding windows", steps - 1, steps)
             windows = beyond_the_window(model, built_in(tokenizer, beyond), new=6)
         return Differences(rows, windows)
 

@@ -7,18 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from kvkeep.models.loading import Loaded
 from kvkeep_lab.figures import COLOURS, FilePath, blank, dress, save, styled
 from kvkeep_lab.partial import Interruption
 from kvkeep_lab.recall_timing import APART, ATTEND, READ, RECOMPUTE, RERUN, Report, Row, run
 from kvkeep_lab.shapes import SHAPES, Shape, shaped
 from kvkeep_lab.statistics import each, where
-from kvkeep_lab.studies.base import Count, Flag, Progress, Study, part, rising
+from kvkeep_lab.studies.base import Count, Flag, Study, Trial, part, rising
 from kvkeep_lab.tables import Table, fixed, number
 from kvkeep_lab.tasks.base import Metric
 
@@ -66,13 +64,13 @@ class Recompute(Study):
     slow: bool = Field(True, description="also recall that runs whole layers: residual:4, tokens")
     folder: str | None = Field(None, description="for files; the user's cache folder")
 
-    def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int | None, progress: Progress) -> Reports:
+    def measure(self, trial: Trial) -> Reports:
         reports: list[Report] = []
-        names = [loaded.name, *self.beside]
+        names = [trial.loaded.name, *self.beside]
         for place, name in enumerate(names):
-            model = shaped(name, loaded.model.dtype, loaded.model.device) if place else loaded.model
+            model = shaped(name, trial.model.dtype, trial.model.device) if place else trial.model
             options: dict[str, Any] = {"slow": self.slow and not place, "folder": self.folder}
-            steps = part(progress, place, len(names))
+            steps = part(trial.progress, place, len(names))
             try:
                 reports.append(run(model, name, counts=self.counts, rounds=self.rounds, progress=steps, **options))
             except Interruption as stop:

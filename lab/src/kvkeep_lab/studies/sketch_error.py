@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean
 from typing import Annotated, ClassVar
 
@@ -14,11 +12,10 @@ from pydantic import Field
 from torch import Tensor
 from transformers import DynamicCache
 
-from kvkeep.models.loading import Loaded
 from kvkeep.stores.sketch import MEDIAN, CountSketch, places
 from kvkeep_lab.figures import COLOURS, FilePath, dress, panels, styled
 from kvkeep_lab.statistics import each, where
-from kvkeep_lab.studies.base import LEAST, Flag, Progress, TextStudy
+from kvkeep_lab.studies.base import LEAST, Flag, TextStudy, Trial
 from kvkeep_lab.tables import Table, number, percent
 from kvkeep_lab.tasks.base import Metric
 
@@ -99,10 +96,10 @@ class SketchError(TextStudy):
     dim: int = Field(128, ge=1, description="of the normal vectors, of which there are 8 heads")
 
     @torch.no_grad()
-    def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int | None, progress: Progress) -> Errors:
+    def measure(self, trial: Trial) -> Errors:
         cache = DynamicCache()  # without a config it keeps what sliding layers would drop
-        loaded.model(self.passage(loaded, sources, seed), past_key_values=cache, logits_to_keep=1)
-        draw = seed or 0
+        trial.model(self.passage(trial), past_key_values=cache, logits_to_keep=1)
+        draw = trial.seed or 0
         normal = torch.randn(8, self.tokens, self.dim, generator=torch.Generator().manual_seed(draw))
         layers = [layer for layer in cache.layers if layer.keys is not None]
         keys, values = ([getattr(layer, part)[0].float() for layer in layers] for part in ("keys", "values"))
@@ -110,7 +107,7 @@ class SketchError(TextStudy):
         rows: list[Error] = []
         for sort, (vectors, signed) in sorts.items():
             for load in self.loads:
-                progress(f"{sort}, load {load:g}", len(rows), len(sorts) * len(self.loads))
+                trial.progress(f"{sort}, load {load:g}", len(rows), len(sorts) * len(self.loads))
                 parts = [_measure(part, load, signed, draw) for part in vectors]
                 rows.append(Error(sort, load, *(fmean(numbers) for numbers in zip(*parts, strict=True))))
         return Errors(self.tokens, rows)

@@ -11,10 +11,8 @@ is the i-th coordinate of y_t in V, modes cost one product of y with V, and U is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
 from statistics import fmean
 from typing import ClassVar
 
@@ -24,11 +22,10 @@ from torch import Tensor
 from kvkeep.geometry import ModelGeometry
 from kvkeep.models.adapter import decoder_of
 from kvkeep.models.head_weights import HeadWeights, head_weights, inputs
-from kvkeep.models.loading import Loaded
 from kvkeep.models.watching import Attended, watching
 from kvkeep_lab.figures import COLOURS, FilePath, dress, panels, styled
 from kvkeep_lab.statistics import each, effective_rank, mean, rank_correlation, where
-from kvkeep_lab.studies.base import Progress, TextStudy
+from kvkeep_lab.studies.base import TextStudy, Trial
 from kvkeep_lab.tables import Table, fixed, number, percent
 from kvkeep_lab.tasks.base import Metric
 
@@ -95,10 +92,10 @@ class SpectraStudy(TextStudy):
         Metric("within", "rank correlation of modes and cosine within Q, K and V, mean", "lower", "number"),
     )
 
-    def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int | None, progress: Progress) -> Spectra:
+    def measure(self, trial: Trial) -> Spectra:
         """Look at every layer while the passage is read. Raises UnsupportedModelError for a family whose heads have no
         weights of their own."""
-        model, ids = loaded.model, self.passage(loaded, sources, seed)
+        model, ids = trial.model, self.passage(trial)
         weights = head_weights(model)
         geometry = ModelGeometry.from_config(model.config)
         rows: list[Projection] = []
@@ -107,7 +104,7 @@ class SpectraStudy(TextStudy):
             def see(attended: Attended) -> None:
                 x = taken.pop(attended.layer)[0].float()
                 rows.extend(_layer(weights[attended.layer], geometry.layers[attended.layer].kind, x, attended))
-                progress("layers", attended.layer + 1, len(weights))
+                trial.progress("layers", attended.layer + 1, len(weights))
 
             with watching(see):
                 decoder_of(model)(input_ids=ids, use_cache=False)

@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
@@ -17,10 +16,9 @@ from pydantic import Field
 from kvkeep.cache import KeepCache
 from kvkeep.errors import UsageError
 from kvkeep.memory.meter import Memory
-from kvkeep.models.loading import Loaded
 from kvkeep.stock import memory_of, new_cache
 from kvkeep_lab.partial import keeping
-from kvkeep_lab.studies.base import BudgetText, Flag, OwnMethod, Progress, TextStudy, counted, text_of
+from kvkeep_lab.studies.base import BudgetText, Flag, OwnMethod, TextStudy, Trial, counted, text_of
 from kvkeep_lab.tables import Table, fixed, megabytes
 
 STEPS = 16
@@ -70,15 +68,15 @@ class Stream(TextStudy):
     stretch: int = Field(1024, ge=2, description="tokens to a line of the table")
     chunk: int | None = Field(None, ge=1, description="tokens of the text taken at a time")
 
-    def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int | None, progress: Progress) -> Streamed:
-        ids = list(loaded.tokenizer(text_of(sources), verbose=False).input_ids)
+    def measure(self, trial: Trial) -> Streamed:
+        ids = list(trial.tokenizer(text_of(trial.sources), verbose=False).input_ids)
         if len(ids) < 2:
             raise UsageError("The text is shorter than two tokens; there is nothing to predict.")
         ids = (ids * -(-self.tokens // len(ids)))[: self.tokens]
-        cache = new_cache(loaded.model, self.method, budget=self.budget, chunk=self.chunk, context=len(ids))
-        found = Streamed(loaded.name, self.method, self.budget, [])
+        cache = new_cache(trial.model, self.method, budget=self.budget, chunk=self.chunk, context=len(ids))
+        found = Streamed(trial.loaded.name, self.method, self.budget, [])
         with keeping(found, found.stretches):
-            for row in stretches(loaded.model, ids, cache, self.stretch, counted(progress, "reading")):
+            for row in stretches(trial.model, ids, cache, self.stretch, counted(trial.progress, "reading")):
                 found.stretches.append(row)
         return found
 

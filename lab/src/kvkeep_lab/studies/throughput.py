@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from kvkeep.models.loading import Loaded
 from kvkeep.stock import STOCK
 from kvkeep_lab.figures import FilePath, dress, panels, styled
 from kvkeep_lab.reading import takes
 from kvkeep_lab.statistics import where
-from kvkeep_lab.studies.base import BudgetText, Count, Flag, MethodName, Progress, Study
+from kvkeep_lab.studies.base import BudgetText, Count, Flag, MethodName, Study, Trial
 from kvkeep_lab.tables import Table, megabytes, number, refusals, times
 from kvkeep_lab.tasks.base import Metric
 from kvkeep_lab.timing import Case, run
@@ -93,7 +90,7 @@ class Throughput(Study):
     steps: int = Field(12, ge=2, description="tokens decoded a round")
     rounds: int = Field(2, ge=1, description="how often everything is measured")
 
-    def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int | None, progress: Progress) -> Rates:
+    def measure(self, trial: Trial) -> Rates:
         pairs = [(batch, method) for batch in self.batches for method in self.methods]
         options = {"budget": self.budget, "context": self.length + self.steps + 1}
         cases = [
@@ -106,7 +103,7 @@ class Throughput(Study):
             )
             for batch, method in pairs
         ]
-        rows = run(loaded.model, cases, rounds=self.rounds, steps=self.steps, progress=progress)
+        rows = run(trial.model, cases, rounds=self.rounds, steps=self.steps, progress=trial.progress)
         return Rates(
             [
                 Rate(*pair, row.prefill_s, row.step_ms, row.held_bytes, row.error)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -13,10 +11,9 @@ from transformers import DynamicCache
 
 from kvkeep.geometry import ModelGeometry
 from kvkeep.memory.meter import nbytes
-from kvkeep.models.loading import Loaded
 from kvkeep_lab.figures import COLOURS, FilePath, dress, panels
 from kvkeep_lab.shapes import SHAPES, Shape, config_of
-from kvkeep_lab.studies.base import Progress, Study
+from kvkeep_lab.studies.base import Study, Trial
 from kvkeep_lab.tables import Table, number
 from kvkeep_lab.tasks.base import Metric
 
@@ -81,14 +78,14 @@ class TokenBytes(Study):
     dtype_bytes: int = Field(2, ge=1, description="bytes of an element, for those")
     stride: int = Field(4, ge=2, description="of the checkpoint kind residual:s")
 
-    def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int | None, progress: Progress) -> TokenSizes:
-        model = loaded.model
+    def measure(self, trial: Trial) -> TokenSizes:
+        model = trial.model
         cache = DynamicCache(config=model.config)
         ids = torch.arange(_READ, device=model.device).unsqueeze(0)
         with torch.no_grad():
             model(ids, past_key_values=cache, logits_to_keep=1)
         held = sum(nbytes(layer.keys, layer.values) for layer in cache.layers) / _READ
-        rows = [self._sizes(loaded.name, model.config, model.dtype.itemsize, held)]
+        rows = [self._sizes(trial.loaded.name, model.config, model.dtype.itemsize, held)]
         return TokenSizes(rows + [self._sizes(name, config_of(name), self.dtype_bytes) for name in self.shapes])
 
     def _sizes(self, name: str, config: Any, itemsize: int, held: float | None = None) -> Sizes:

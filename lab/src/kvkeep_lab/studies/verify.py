@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any
 
 from pydantic import Field
 
 from kvkeep.geometry import ModelGeometry
 from kvkeep.models.binding import bind
-from kvkeep.models.loading import Loaded
 from kvkeep_lab.prompts import built_in
-from kvkeep_lab.studies.base import Flag, Progress, Study, part
+from kvkeep_lab.studies.base import Flag, Study, Trial, part
 from kvkeep_lab.studies.held_bytes import Bytes, HeldBytes, HeldBytesStudy
 from kvkeep_lab.studies.patching import Patches, Patching, PatchingStudy
 from kvkeep_lab.studies.rebuilt import Differences, Rebuilt, Reconstruction, reconstruction
@@ -91,9 +88,9 @@ class Verify(Study):
         False, description="one length, one dtype, fewer tokens, no decoding from tokens"
     )
 
-    def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int | None, progress: Progress) -> Report:
+    def measure(self, trial: Trial) -> Report:
         """Run all checks. Raises UnsupportedModelError where kv-direct does not serve the model at all."""
-        model, tokenizer, quick = loaded.model, loaded.tokenizer, self.quick
+        model, tokenizer, quick = trial.model, trial.tokenizer, self.quick
         bind(model)
         dtype = str(model.dtype).removeprefix("torch.")
         geometry = ModelGeometry.from_config(model.config, model.dtype.itemsize)
@@ -102,22 +99,22 @@ class Verify(Study):
         ids, lengths = built_in(tokenizer, most), LENGTHS[-1:] if quick else LENGTHS
         rebuilt: list[Reconstruction] = []
         for name in (dtype,) if quick else DTYPES:
-            progress(f"rebuilding in {name}", 0, 5)
+            trial.progress(f"rebuilding in {name}", 0, 5)
             rebuilt += reconstruction(model, ids, lengths, name)
         exact = [kind for kind in kinds if not quick or kind != "tokens"]
         tokens = SameTokens.model_validate({"kinds": exact, "new": 12 if quick else 30})
         texts = {"lengths": [min(160, most)], "budgets": [64]} if quick else {"lengths": [96, most]}
         counted = HeldBytesStudy.model_validate({"kinds": kinds, **texts})
-        said = tokens.measure(loaded, [], seed, part(progress, 1, 5)).rows
-        patched = PatchingStudy().measure(loaded, [], seed, part(progress, 2, 5)).rows
-        memory = counted.measure(loaded, [], seed, part(progress, 3, 5)).rows
+        trials = [replace(trial, progress=part(trial.progress, place, 5)) for place in (1, 2, 3)]
+        said, patched = tokens.measure(trials[0]).rows, PatchingStudy().measure(trials[1]).rows
+        memory = counted.measure(trials[2]).rows
         windows, new = None, 6 if quick else 12
         if length := text_length(geometry, new):
-            progress("sliding windows", 4, 5)
+            trial.progress("sliding windows", 4, 5)
             rebuilding = tuple(kind for kind in kinds if kind != "kv")
             windows = beyond_the_window(model, built_in(tokenizer, length), new=new, kinds=rebuilding)
         sizes = geometry.kv_bytes_per_token, geometry.residual_bytes_per_token, geometry.rho
-        return Report(loaded.name, dtype, *sizes, rebuilt, said, patched, memory, windows, refused)
+        return Report(trial.loaded.name, dtype, *sizes, rebuilt, said, patched, memory, windows, refused)
 
     def problem(self, found: Report) -> str | None:
         return f"{found.failures} measurements contradict a claim; they are above." if found.failures else None
