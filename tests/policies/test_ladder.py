@@ -38,7 +38,7 @@ def test_memory_is_what_is_allocated() -> None:
     read("llama", cache, ids, mask, 10)
     memory, tensors = cache.memory(), []
     for layer in _own(cache):
-        tensors += [tensor for bank in layer.banks for tensor in bank.tensors()]
+        tensors += [tensor for bank in layer.resident.banks for tensor in bank.tensors()]
     for ladder in cache.fate.ladders.values():
         tensors += [one for name, stored in ladder.stores().items() if name != "counts" for one in stored]
     assert sum(one.untyped_storage().nbytes() for one in tensors) == (
@@ -52,9 +52,9 @@ def test_attention_is_counted_wherever_entries_are() -> None:
     cache = new_cache("llama", "h2o+ladder", budget=200)
     read("llama", cache, ids, mask, 20)
     for layer in _own(cache):
-        (bank,) = layer.banks
+        (bank,) = layer.resident.banks
         held = cache.fate.ladders[layer.index].marks[:, : cache.fate.ladders[layer.index].used].sum(1)
-        torch.testing.assert_close(bank.marks.sum(1) + held, torch.full((2,), 200.0), atol=0.05, rtol=1e-3)
+        torch.testing.assert_close(bank.scores.sum(1) + held, torch.full((2,), 200.0), atol=0.05, rtol=1e-3)
 
 
 def test_it_beats_what_drops_and_what_quantises_alike() -> None:

@@ -21,14 +21,14 @@ from kvkeep.policies.fates.dropped import Drop
 from kvkeep.policies.merging import MERGING
 from kvkeep.policies.merging.kvslimmer import KVSlimmer
 from kvkeep.policies.selectors.h2o import H2O
-from kvkeep.stores.ledger import Ledger
+from kvkeep.memory.ledger import Ledger
 from kvkeep.stores.merged import MergedLayer, slack_of
-from kvkeep.stores.meter import Meter
+from kvkeep.memory.meter import Meter
 from kvkeep.stores.pairing import cheapest_pairs
 from kvkeep.stores.parts import Parts
-from kvkeep.stores.places import Device
+from kvkeep.memory.places import Device
 from kvkeep.stores.streamed import Step
-from kvkeep.stores.whereabouts import Whereabouts
+from kvkeep import EntryState
 
 INF = float("inf")
 
@@ -189,11 +189,11 @@ def test_equals_merging_in_plain_loops(cap: int, chunks: list[int]) -> None:
         theirs = reference.take(query[0], keys[0], values[0])
         torch.testing.assert_close(ours[0], theirs, atol=1e-4, rtol=1e-4)
         done += count
-        (bank,) = layer.banks
+        (bank,) = layer.resident.banks
         assert bank.slots[0, : bank.used].tolist() == [entry.slot for entry in reference.entries]
         assert bank.used <= budget
-    assert bank.others is not None and (bank.others > 0).any()
-    counts = 1 + bank.others[0, : bank.used]
+    assert bank.extra is not None and (bank.extra > 0).any()
+    counts = 1 + bank.extra[0, : bank.used]
     assert counts.tolist() == [entry.count for entry in reference.entries]
     assert counts.max() == cap if cap else counts.sum() == done
 
@@ -227,8 +227,8 @@ def test_no_value_is_ever_lost(name: str, cap: int) -> None:
         step(stock, ids[:, low:high])
         expected = stock.layers[0].values.sum(2)
         (bank,) = merged(cache)[0].banks
-        assert bank.used <= 24 and bank.others is not None
-        counts = 1 + bank.others[:, : bank.used]
+        assert bank.used <= 24 and bank.extra is not None
+        counts = 1 + bank.extra[:, : bank.used]
         ours = (counts[..., None] * bank.values[:, : bank.used]).sum(1).unflatten(0, (2, -1))
         torch.testing.assert_close(ours, expected, atol=1e-3, rtol=1e-3)
         if not cap:
@@ -257,7 +257,7 @@ def test_equal_neighbours_merge_without_a_trace() -> None:
     many = torch.arange(4, dtype=torch.int32)[None]
     ones = torch.ones(1, 4)
     entries = Entries(key[0].expand(-1, 4, -1), value[0].expand(-1, 4, -1), many, ones, ones / 4, ones > 0)
-    result = layer._merged(layer.banks[0], entries, torch.tensor([[2]]), 4)
+    result = layer._merged(layer.resident.banks[0], entries, torch.tensor([[2]]), 4)
     assert result.slots.tolist() == [[-1, -1, 1, 3]] and result.counts.tolist() == [[0, 0, 2, 2]]
     torch.testing.assert_close(result.keys[:, 2:], key[0].expand(-1, 2, -1))
     torch.testing.assert_close(result.values[:, 2:], value[0].expand(-1, 2, -1))
@@ -267,24 +267,24 @@ def test_a_rollback_takes_what_stands_for_a_forgotten_token() -> None:
     cache = KeepCache(tiny("llama"), "kvslimmer:sinks=2,cap=0,slack=4", 20, chunk=16)
     ids = tokens(2, 60)
     step(cache, ids[:, :50])
-    before = [(layer.banks[0].slots.clone(), layer.banks[0].others.clone()) for layer in merged(cache)]
+    before = [(layer.resident.banks[0].slots.clone(), layer.resident.banks[0].others.clone()) for layer in merged(cache)]
     stands = [((others > 0) & (slots >= 0)).any() for slots, others in before]
     assert all(stands)
     cut = 0
     for length in (45, 40, 33):
         cache.crop(length - cache.get_seq_length())
-        for layer, codes in zip(merged(cache), cache.whereabouts(), strict=True):
-            (bank,) = layer.banks
-            slots, counts = bank.slots[:, : bank.used], 1 + bank.others[:, : bank.used]
+        for layer, codes in zip(merged(cache), cache.entry_states(), strict=True):
+            (bank,) = layer.resident.banks
+            slots, counts = bank.slots[:, : bank.used], 1 + bank.extra[:, : bank.used]
             assert (slots < length).all() and codes.shape[2] == length
             flat = codes.flatten(0, 1)
             for lane in range(4):
                 held = [(int(s), int(c)) for s, c in zip(slots[lane], counts[lane], strict=True) if s >= 0]
-                told = {slot: Whereabouts.DROPPED for slot in range(length)}
+                told = {slot: EntryState.DROPPED for slot in range(length)}
                 for slot, count in held:
-                    told |= {own: Whereabouts.MERGED for own in range(slot - count + 1, slot + 1)}
+                    told |= {own: EntryState.MERGED for own in range(slot - count + 1, slot + 1)}
                     if count == 1:
-                        told[slot] = Whereabouts.RESIDENT
+                        told[slot] = EntryState.RESIDENT
                 assert flat[lane].tolist() == [told[slot] for slot in range(length)]
                 cut += held[-1][0] != length - 1
     assert cut  # some entries could not be split
@@ -302,8 +302,8 @@ def test_positions_close_up_after_a_rollback() -> None:
         layer.update(rotated[:, :, low:high], values[:, :, low:high])
         own = rotated[:, :, low:high]
         layer.attend(Step(None, own, own, values[:, :, low:high], None, 1.0, None, True, True))
-    (bank,) = layer.banks
-    place = int(bank.others[0].argmax())  # the pair
+    (bank,) = layer.resident.banks
+    place = int(bank.extra[0].argmax())  # the pair
     last = int(bank.slots[0, place])
     layer.truncate(last)
     assert bank.slots[0, : bank.used].tolist() == list(range(last - 1))
@@ -318,10 +318,10 @@ def test_padding_is_never_merged(name: str) -> None:
     mask[1, :33] = 0
     cache = KeepCache(tiny("llama"), f"{name}:sinks=2,slack=2", 20, chunk=16)
     step(cache, ids, mask=mask)
-    for layer, codes in zip(merged(cache), cache.whereabouts(), strict=True):
-        assert (codes[1, :, :33] == Whereabouts.DROPPED).all() and (codes[1, :, 33:] != Whereabouts.DROPPED).all()
-        assert (codes[0] != Whereabouts.DROPPED).all()
-        for bank in layer.banks:
+    for layer, codes in zip(merged(cache), cache.entry_states(), strict=True):
+        assert (codes[1, :, :33] == EntryState.DROPPED).all() and (codes[1, :, 33:] != EntryState.DROPPED).all()
+        assert (codes[0] != EntryState.DROPPED).all()
+        for bank in layer.resident.banks:
             assert bank.used <= 20 and ((bank.slots >= 0).sum(1) <= 20).all()
 
 

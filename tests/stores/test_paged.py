@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvkeep import KeepCache, UsageError
-from kvkeep.stores.meter import Meter
+from kvkeep.memory.meter import Meter
 from kvkeep.stores.paged import BLOCK_SIZE, BlockPool, BlockTable, PagedLayer
 
 OPERATIONS = st.lists(

@@ -114,7 +114,7 @@ def test_nothing_is_lost_and_nothing_counts_twice(selector: str, lengths: list[i
         assert cache.fate.brought > 3
     for layer in selected(cache):
         hoarded = cache.fate.held[layer.index][2]
-        for lane, own in enumerate(layer.held()):
+        for lane, own in enumerate(layer.resident.held()):
             slots = [*own.nonzero().flatten().tolist(), *(slot for slot in hoarded[lane].tolist() if slot >= 0)]
             first = 50 - lengths[lane // layer.heads]
             assert sorted(slot for slot in slots if slot >= first) == list(range(first, 50))
@@ -126,23 +126,23 @@ def test_every_family_is_heard(family: str) -> None:
     ids, mask = padded([45])
     cache = KeepCache(tiny(family), "h2o:recent=0.2+hoard", BUDGET, chunk=CHUNK)
     queries: dict[int, int] = {}
-    own = cache.attend
+    own = cache.stream.attend
 
     def attend(module: Any, query: Tensor, *args: Any) -> Tensor:
         source = cache.geometry.layers[module.layer_idx].source
         queries[source] = queries.get(source, 0) + query.shape[2]
         return own(module, query, *args)
 
-    cache.attend = attend
+    cache.stream.attend = attend
     ours = read(family, cache, ids, mask, 8)
     theirs = read(family, KeepCache(tiny(family), "full"), ids, mask, 8)
     torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=2e-4)
     assert cache.fate.brought
     for layer in selected(cache):
-        (bank,) = layer.banks
+        (bank,) = layer.resident.banks
         _, _, slots, marks = cache.fate.held[layer.index]
-        assert bank.marks is not None
-        total = bank.marks.masked_fill(bank.slots < 0, 0).sum(1) + marks.masked_fill(slots < 0, 0).sum(1)
+        assert bank.scores is not None
+        total = bank.scores.masked_fill(bank.slots < 0, 0).sum(1) + marks.masked_fill(slots < 0, 0).sum(1)
         torch.testing.assert_close(total, torch.full_like(total, queries[layer.index]), atol=1e-3, rtol=1e-4)
 
 
@@ -152,11 +152,11 @@ def test_what_is_lowest_leaves_first() -> None:
     cache = KeepCache(tiny("llama"), "h2o:recent=0+hoard:0", 140, chunk=60)
     read("llama", cache, ids, mask, 1)
     layer = selected(cache)[0]
-    assert len(layer.banks) == 2
+    assert len(layer.resident.banks) == 2
     ranks = exchange.lowest(layer, 130)
-    for bank in layer.banks:
+    for bank in layer.resident.banks:
         for own, lane in enumerate(bank.lanes.tolist()):
-            marks = [m for m, slot in zip(bank.marks[own].tolist(), bank.slots[own].tolist(), strict=True) if slot >= 0]
+            marks = [m for m, slot in zip(bank.scores[own].tolist(), bank.slots[own].tolist(), strict=True) if slot >= 0]
             empty = bank.columns - len(marks)
             expected = ([float("-inf")] * empty + sorted(marks) + [float("inf")] * 130)[:130]
             torch.testing.assert_close(ranks[lane], torch.tensor(expected))

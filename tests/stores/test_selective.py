@@ -18,7 +18,7 @@ from torch import Tensor
 from kvkeep import KeepCache, Session, UsageError, load, load_session, save_session
 from kvkeep.stores.logged import LoggedLayer
 from kvkeep.stores.selective import FEW, SelectiveLayer
-from kvkeep.stores.whereabouts import Whereabouts
+from kvkeep import EntryState
 
 BUDGET = 16
 METHODS = ["h2o+pages:1", "snapkv:window=4,kernel=3+pages:2", "h2o+certified:0.3", "tova+certified:0.9", "kv-lru"]
@@ -254,27 +254,27 @@ def test_evict_and_recall_by_hand(family: str, method: str) -> None:
     cache = KeepCache(model, method, BUDGET, checkpoint="kv", where="host")
     step(model, cache, ids[:, :70])
     backed = [layer for layer in cache.layers if isinstance(layer, LoggedLayer)]
-    held = [layer.held().sum(1) for layer in backed]
+    held = [layer.resident.held().sum(1) for layer in backed]
     cache.evict(3)
     for layer, before in zip(backed, held, strict=True):
-        assert (layer.held().sum(1) == before - 3).all()
-    wanted = [layer.held()[:, [5, 60, 61, 62]] for layer in backed]
+        assert (layer.resident.held().sum(1) == before - 3).all()
+    wanted = [layer.resident.held()[:, [5, 60, 61, 62]] for layer in backed]
     came = cache.recall([5, 60, 61, 62, 5])
     assert came == sum(int((~flags).sum()) for flags in wanted)
     for layer in backed:
-        held_now = layer.held()
+        held_now = layer.resident.held()
         assert held_now[:, [5, 60, 61, 62]].all() and (held_now.sum(1) <= layer.budgets[0]).all()
         pieces = list(layer.log.recall(layer.index, layer.length))
         keys = torch.cat([piece[1] for piece in pieces], 2).flatten(0, 1)
-        for bank in layer.banks:
+        for bank in layer.resident.banks:
             lane, column = (bank.slots >= 0).nonzero(as_tuple=True)
             assert (bank.keys[lane, column] == bank.of(keys)[lane, bank.slots[lane, column].long()]).all()
     assert cache.recall([5, 60, 61, 62]) == 0
-    assert all((cache.whereabouts()[layer.index][..., 5] == Whereabouts.RESIDENT).all() for layer in backed)
+    assert all((cache.entry_states()[layer.index][..., 5] == EntryState.RESIDENT).all() for layer in backed)
     for at in range(70, 80):
         assert step(model, cache, ids[:, at : at + 1]).isfinite().all()
     cache.evict(10**6)
-    assert not any(layer.held().any() for layer in backed)
+    assert not any(layer.resident.held().any() for layer in backed)
     assert step(model, cache, ids[:, :1]).isfinite().all()
 
 
@@ -285,7 +285,7 @@ def test_no_more_than_the_limit_comes_back() -> None:
     cache.evict(100)
     lanes = 4 * 2
     assert cache.recall(range(150)) == 64 * lanes
-    assert all(sorted(layer.held().nonzero()[:, 1].tolist()) == sorted([*range(64)] * 2) for layer in layers(cache))
+    assert all(sorted(layer.resident.held().nonzero()[:, 1].tolist()) == sorted([*range(64)] * 2) for layer in layers(cache))
     assert cache.recall(range(150), limit=7) == 7 * lanes
     assert cache.recall(range(150, 200), limit=200) == 50 * lanes
     assert cache.recall(range(200), limit=0) == 0
@@ -329,10 +329,10 @@ def test_a_ring_loses_what_falls_out_and_says_so(kind: str) -> None:
     assert cache.exactness == "lossy"
     first = 0 if kind == "kv" else 1  # the first layer's residuals follow from the ids, which are all there
     assert all(found.worst == 1.0 for found in cache.certificate()[first:])
-    codes = torch.stack(cache.whereabouts())[first:]
-    assert (codes[..., :40] != Whereabouts.CHECKPOINTED).all() and (codes[..., :40] == Whereabouts.DROPPED).any()
-    assert (codes[..., 40:] != Whereabouts.DROPPED).all()
-    gone = [slot for slot in range(40) if (codes[..., slot] == Whereabouts.DROPPED).all()]
+    codes = torch.stack(cache.entry_states())[first:]
+    assert (codes[..., :40] != EntryState.CHECKPOINTED).all() and (codes[..., :40] == EntryState.DROPPED).any()
+    assert (codes[..., 40:] != EntryState.DROPPED).all()
+    gone = [slot for slot in range(40) if (codes[..., slot] == EntryState.DROPPED).all()]
     assert gone and (cache.recall(gone) == 0) == (kind == "kv")
 
 
@@ -342,7 +342,7 @@ def test_a_long_step_attends_what_is_resident_though_the_log_has_lost_it() -> No
     cache = KeepCache(model, "streaming-llm:positions=absolute+missed:0", BUDGET, checkpoint="kv", capacity=20)
     step(model, cache, ids[:, :40])
     layer = layers(cache)[0]
-    held, seen = layer.held().clone(), []
+    held, seen = layer.resident.held().clone(), []
     assert held[:, :4].all() and layer.log.first(0) == 20
     own = layer.seen
 
@@ -396,8 +396,8 @@ def test_rows_chosen_while_padded_can_be_exchanged() -> None:
     cache.crop(-5)
     cache.recall([2, 40])
     for layer in layers(cache):
-        held = layer.held().unflatten(0, (2, -1))
+        held = layer.resident.held().unflatten(0, (2, -1))
         assert not held[0, :, 2].any() and held[1, :, 2].all() and held[:, :, 40].all()
     cache.batch_select_indices(torch.tensor([1]))
     cache.recall([3])
-    assert all(layer.held()[:, 3].all() for layer in layers(cache))
+    assert all(layer.resident.held()[:, 3].all() for layer in layers(cache))

@@ -15,14 +15,14 @@ from kvkeep import BudgetError, KeepCache, UsageError
 from kvkeep.policies.fates.sketched import Sketched, _Reviving
 from kvkeep.policies.methods import METHODS
 from kvkeep.policies.selectors.h2o import H2O
-from kvkeep.stores.ledger import Ledger
-from kvkeep.stores.meter import Meter
+from kvkeep.memory.ledger import Ledger
+from kvkeep.memory.meter import Meter
 from kvkeep.stores.parts import Parts
-from kvkeep.stores.places import Device
+from kvkeep.memory.places import Device
 from kvkeep.stores.selected import SelectedLayer
 from kvkeep.stores.sketch import places
 from kvkeep.stores.streamed import Step
-from kvkeep.stores.whereabouts import Whereabouts
+from kvkeep import EntryState
 
 HEADS, GROUP, DIM, EXACT, SLOTS, SWAP = 2, 2, 4, 8, 3, 1.1
 
@@ -100,12 +100,12 @@ def test_it_does_what_the_pseudocode_does(seed: int) -> None:
             torch.testing.assert_close(
                 output[0, head * GROUP : (head + 1) * GROUP, 0], expected, atol=1e-4, rtol=1e-3, msg=f"token {slot}"
             )
-            (bank,) = layer.banks
+            (bank,) = layer.resident.banks
             assert sorted(bank.slots[head][: bank.used].tolist()) == sorted(lane.exact)
     assert sum(lane.swaps for lane in lanes) > 3
     codes = layer.whereabouts(60)[0]
     for head, lane in enumerate(lanes):
-        assert (codes[head] == Whereabouts.SKETCHED).nonzero().flatten().tolist() == sorted(lane.vague)
+        assert (codes[head] == EntryState.SKETCHED).nonzero().flatten().tolist() == sorted(lane.vague)
 
 
 # -- the budget -------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvkeep.attention import Segment, attend, weighed
 from kvkeep.stores.coded import encode, unpack
 from kvkeep.stores.groups import GROUP
-from kvkeep.stores.meter import Meter
+from kvkeep.memory.meter import Meter
 from kvkeep.stores.rungs import CLIPS, RUNGS, Ladder, group_bytes
 
 DIM, LANES = 16, 3
