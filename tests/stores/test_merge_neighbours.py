@@ -12,23 +12,22 @@ import torch
 from families import VOCABULARY, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import DynamicCache
-
-from kvkeep import KeepCache, UnsupportedModelError, UsageError
-from kvkeep.decode.session import Session, load_session, save_session
-from kvkeep.errors import BudgetError
 from kvkeep.policies.fates.dropped import Drop
 from kvkeep.policies.merging import MERGING
 from kvkeep.policies.merging.kvslimmer import KVSlimmer
-from kvkeep.policies.selectors.h2o import H2O
-from kvkeep.memory.ledger import Ledger
 from kvkeep.stores.merged import MergedLayer, slack_of
-from kvkeep.memory.meter import Meter
 from kvkeep.stores.pairing import cheapest_pairs
 from kvkeep.stores.parts import Parts
-from kvkeep.memory.places import Device
 from kvkeep.stores.streamed import Step
-from kvkeep import EntryState
+from transformers import DynamicCache
+
+from kvkeep import EntryState, KeepCache, UnsupportedModelError, UsageError
+from kvkeep.decode.session import Session, load_session, save_session
+from kvkeep.errors import BudgetError
+from kvkeep.memory.ledger import Ledger
+from kvkeep.memory.meter import Meter
+from kvkeep.memory.places import Device
+from kvkeep.policies.selectors.h2o import H2O
 
 INF = float("inf")
 

@@ -8,15 +8,14 @@ from typing import Any
 import pytest
 import torch
 from families import VOCABULARY, tiny
+from kvkeep.policies.fates.merged import Merge
+from kvkeep.stores.joined import JoinedLayer, Leaving
 from transformers import DynamicCache
 
-from kvkeep import KeepCache, UsageError
-from kvkeep.policies.fates.cam import Cam
-from kvkeep.policies.fates.merged import Merge
-from kvkeep.stores.banks import Bank
-from kvkeep.stores.joined import JoinedLayer, Leaving
+from kvkeep import EntryState, KeepCache, UsageError
 from kvkeep.memory.meter import Meter
-from kvkeep import EntryState
+from kvkeep.policies.fates.cam import Cam
+from kvkeep.stores.banks import Bank
 
 
 def tokens(rows: int, length: int) -> torch.Tensor:

@@ -13,12 +13,11 @@ import torch
 from families import FAMILIES, VOCABULARY, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kvkeep.stores.logged import LoggedLayer
 from torch import Tensor
 
-from kvkeep import KeepCache, Session, UsageError, load, load_session, save_session
-from kvkeep.stores.logged import LoggedLayer
+from kvkeep import EntryState, KeepCache, Session, UsageError, load, load_session, save_session
 from kvkeep.stores.selective import FEW, SelectiveLayer
-from kvkeep import EntryState
 
 BUDGET = 16
 METHODS = ["h2o+pages:1", "snapkv:window=4,kernel=3+pages:2", "h2o+certified:0.3", "tova+certified:0.9", "kv-lru"]

@@ -9,20 +9,19 @@ from typing import Any
 import pytest
 import torch
 from families import tiny
+from kvkeep.policies.fates.sketched import Sketched, _Reviving
+from kvkeep.stores.parts import Parts
+from kvkeep.stores.streamed import Step
 from torch import Tensor
 
-from kvkeep import BudgetError, KeepCache, UsageError
-from kvkeep.policies.fates.sketched import Sketched, _Reviving
-from kvkeep.policies.methods import METHODS
-from kvkeep.policies.selectors.h2o import H2O
+from kvkeep import BudgetError, EntryState, KeepCache, UsageError
 from kvkeep.memory.ledger import Ledger
 from kvkeep.memory.meter import Meter
-from kvkeep.stores.parts import Parts
 from kvkeep.memory.places import Device
+from kvkeep.policies.methods import METHODS
+from kvkeep.policies.selectors.h2o import H2O
 from kvkeep.stores.selected import SelectedLayer
 from kvkeep.stores.sketch import places
-from kvkeep.stores.streamed import Step
-from kvkeep import EntryState
 
 HEADS, GROUP, DIM, EXACT, SLOTS, SWAP = 2, 2, 4, 8, 3, 1.1
 
