@@ -229,7 +229,7 @@ class KeepCache(Cache):
 
     def memory(self) -> Memory:
         """Return measured bytes, by what they are for."""
-        return report.memory(self)
+        return report.memory(self.made, self.held)
 
     def entry_states(self) -> list[Tensor]:
         """Return what became of every entry: for each layer (batch, kv_heads, slots) int8 codes of
@@ -239,7 +239,7 @@ class KeepCache(Cache):
 
     def describe(self) -> list[report.LayerReport]:
         """Return, for every layer, the requested and the effective method and budget."""
-        return report.describe(self)
+        return report.describe(self.request, self.geometry, self.made, self.exactness)
 
     def certificate(self) -> list[Certificate]:
         """Return what each layer whose recall is selective can have left out; nothing for other methods."""

@@ -146,6 +146,11 @@ class Selector(ABC):
         return True
 
     @property
+    def layout(self) -> str:
+        """How entries lie in memory where nobody leaves: "dynamic", "static" or "paged"."""
+        return ""
+
+    @property
     def observation_window(self) -> int | None:
         """How many of a step's last queries :meth:`observe` learns the attention of: 0 none, None all."""
         return 0
@@ -296,6 +301,7 @@ class EvictedStore(ABC):
     makes_room: ClassVar[bool] = False
     compressed_bytes: int = 0
     bookkeeping_bytes: int = 0
+    taken: int | None = None  # entries so far, where they come in the order of the text
 
     def take(self, left: Evicted, resident: WorkingSet) -> None:
         """Take entries that leave; ``resident`` is what stays."""
@@ -549,6 +555,11 @@ class Fate(ABC):
     keeps: ClassVar[bool] = True
     merges: ClassVar[bool] = False
     makes_room: ClassVar[bool] = False
+
+    @property
+    def kind(self) -> str | None:
+        """The kind of checkpoint that the method's name says, None where the cache's options do."""
+        return None
 
     @property
     def swaps(self) -> bool:

@@ -65,7 +65,7 @@ class Method:
     @property
     def kind(self) -> str | None:
         """The kind of checkpoint that the method's name says, None where the cache's options do."""
-        return getattr(self.fate, "kind", None) or None
+        return self.fate.kind or None
 
     @property
     def budgeted(self) -> bool:

@@ -31,7 +31,7 @@ class Layer(CacheLayerMixin):
     def __init__(self, site: Site, resident: Any, evicted: EvictedStore, reader: Reader) -> None:
         super().__init__()
         self.index, self.ledger, self.device = site.layer.index, site.ledger, site.device
-        self.geometry, self.in_order = site.layer, site.in_order
+        self.geometry = site.layer
         self.resident, self.evicted, self.reader = resident, evicted, reader
         self.heads = 0  # KV heads of a row
         self.length = 0  # slots settled so far
@@ -235,7 +235,7 @@ class Layer(CacheLayerMixin):
         extent = Extent(self.ledger.batch * self.heads, self.length, own.key_dim, own.value_dim)
         for part in (self.resident, self.evicted, self.reader):
             part.check(extent)
-        if self.in_order and getattr(self.evicted, "count", self.resident.evicted) != self.resident.evicted:
+        if self.evicted.taken is not None and self.evicted.taken != self.resident.evicted:
             raise Misfit(f"entries of layer {self.index} are missing or there twice")
 
     def entry_states(self, length: int, batch: int) -> Tensor:
