@@ -188,6 +188,27 @@ def test_a_file_cut_short_is_refused(gguf_file: Path, keep: int) -> None:
     assert copies() == []
 
 
+@pytest.mark.parametrize("key", ["block_count", "embedding_length"])
+@pytest.mark.parametrize("value", [0, 2**20 + 1, 2**31])
+def test_a_header_that_asks_for_more_than_the_file_holds_is_refused_at_once(
+    gguf_file: Path, key: str, value: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything of that size is made."""
+    data = gguf_file.read_bytes()
+    at = data.index(f"llama.{key}".encode()) + len(f"llama.{key}") + 4  # behind the type of the value
+    gguf_file.write_bytes(data[:at] + value.to_bytes(4, "little") + data[at + 4 :])
+    monkeypatch.setattr(converted, "read_weights", lambda *_, **__: pytest.fail("it was read"))
+    with pytest.raises(ModelError, match="damaged") as refusal:
+        load(gguf_file)
+    assert "tensor" in str(refusal.value)
+
+
+def test_a_cache_folder_in_the_home_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("KVKEEP_CACHE", "~/x")
+    assert cache_folder() == tmp_path / "x"
+
+
 @pytest.mark.parametrize("content", [b"", b"GG", b"PK\3\4 not a model"])
 def test_what_is_no_gguf_file_is_refused(gguf_file: Path, content: bytes) -> None:
     gguf_file.write_bytes(content)
