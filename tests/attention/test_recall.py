@@ -173,7 +173,7 @@ def test_the_kernel_on_a_familys_layers(family: str, on_this_device: None) -> No
 @pytest.mark.parametrize(("family", "checkpoint"), [("llama", "residual"), ("gemma3", "residual:3")])
 def test_the_kernel_within_a_cache(family: str, checkpoint: str, on_this_device: None) -> None:
     """A padded batch: logits as without a bounded cache; where residuals are at hand, no keys or values are written."""
-    model = tiny(family).to(DEVICE)
+    model = tiny(family, 2).to(DEVICE)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(1, VOCABULARY, (2, 44), generator=generator).to(DEVICE)
     mask = torch.ones_like(ids)
@@ -197,7 +197,7 @@ def test_the_kernel_within_a_cache(family: str, checkpoint: str, on_this_device:
 @with_triton
 @pytest.mark.skipif(INTERPRETED, reason="compiles, which the interpreter does not")
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-@pytest.mark.parametrize("target,dtype", [(80, torch.float32), (80, torch.bfloat16), (90, torch.float16)])
+@pytest.mark.parametrize("target,dtype", [(80, torch.float32), (90, torch.bfloat16)])
 def test_it_compiles_for_gpus_that_are_not_here(
     target: int, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

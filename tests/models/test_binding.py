@@ -66,7 +66,7 @@ def test_another_model_is_refused(own: Any, method: str) -> None:
         assert cache.get_seq_length() == 0
 
 
-@pytest.mark.parametrize("method", ["full", "h2o", "kv-direct"])
+@pytest.mark.parametrize("method", ["full", "h2o"])
 def test_prompts_longer_than_a_chunk_are_compiled(method: str) -> None:
     """With a back end that compiles nothing: what is traced is the same."""
     own = copy.deepcopy(tiny("llama", 1))

@@ -105,7 +105,7 @@ def replayed(method: str, budget: int, chunks: list[int], seed: int, limit: int,
     return most
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=6, deadline=None, derandomize=True)
 @given(
     budget=st.integers(16, 40),
     chunks=st.lists(st.integers(1, 60), min_size=1, max_size=3),

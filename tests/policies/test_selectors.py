@@ -232,7 +232,7 @@ RULES: dict[str, Rule] = {
 
 
 @pytest.mark.parametrize("method", RULES)
-@settings(max_examples=10, deadline=None, derandomize=True)
+@settings(max_examples=5, deadline=None, derandomize=True)
 @given(
     chunks=st.lists(st.integers(1, 40), min_size=1, max_size=4),
     budget=st.integers(16, 40),
@@ -243,7 +243,7 @@ def test_keeps_what_the_reference_keeps(method: str, chunks: list[int], budget: 
     cache = KeepCache(model(), method, budget)
     cache.stream.chunk = 100  # as they are given, also those longer than the budget, which layers with smaller ones see
     steps = watched(cache)
-    read(cache, [*chunks, *[1] * 20], seed, rows)
+    read(cache, [*chunks, *[1] * 12], seed, rows)
     assert_follows(cache, steps, RULES[method], [budget] * LAYERS)
 
 

@@ -112,7 +112,7 @@ def test_the_certificate_holds(family: str, method: str) -> None:
         assert max(worst.values()) <= float(method.rpartition(":")[2]) + 1e-5
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=10, deadline=None, derandomize=True)
 @given(
     method=st.sampled_from(METHODS),
     chunks=st.lists(st.integers(1, 70), min_size=1, max_size=4),
@@ -150,7 +150,7 @@ def test_the_certificate_holds_on_real_text(method: str) -> None:
 def test_more_pages_leave_less_out(family: str) -> None:
     """In one and the same step, of the first layer: later ones are asked by other queries."""
     ids, bounds, before = prompt(2, 201), [], None
-    for count in (1, 2, 3, 5, 7, "all"):
+    for count in (1, 2, 5, "all"):
         cache = KeepCache(tiny(family), f"h2o+pages:{count}", BUDGET, checkpoint="kv", where="host")
         step(family, cache, ids[:, :200])
         with watched() as calls:
