@@ -55,7 +55,6 @@ class Groups(EvictedStore):
         return self.written if self.room is None else min(self.written, self.room)
 
     def take(self, left: Evicted, resident: WorkingSet) -> None:
-        """Take entries that leave."""
         rows = left[:3]
         if not self.waiting:
             self.waiting = [one.new_full((len(one), GROUP, *one.shape[2:]), -1) for one in rows]
@@ -100,7 +99,6 @@ class Groups(EvictedStore):
             yield Piece(keys[:, None], values[:, None], slots, holes=True)
 
     def states(self, lanes: int, length: int) -> Tensor:
-        """Return what became of the entry of each slot."""
         codes = torch.zeros(lanes, length + 1, dtype=torch.int8)
         held = [(self.slots[:, : self.held].flatten(1), self.codec.kept)] if self.slots is not None else []
         if self.count:
@@ -125,19 +123,16 @@ class Groups(EvictedStore):
                 held.copy_(without(held.flatten(1), slots).view_as(held))
 
     def select(self, lanes: Tensor) -> None:
-        """Make the lanes those of an index."""
         self.waiting = [rows.index_select(0, lanes.to(rows.device)) for rows in self.waiting]
         self.parts = [rows.index_select(0, lanes.to(rows.device)) for rows in self.parts]
         self.slots = None if self.slots is None else self.slots.index_select(0, lanes.to(self.slots.device))
 
     def state(self) -> dict[str, Tensor]:
-        """Return what must be saved."""
         saved = {"counts": torch.tensor([self.count, self.written, self.holes, len(self.waiting), len(self.parts)])}
         every = [*self.waiting, *self.parts, *([] if self.slots is None else [self.slots])]
         return saved | {str(number): tensor for number, tensor in enumerate(every)}
 
     def restore(self, state: dict[str, Tensor]) -> None:
-        """Take what :meth:`state` gave."""
         self.count, self.written, holes, waiting, parts = state["counts"].tolist()
         self.holes = bool(holes)
         every = [state[str(number)] for number in range(len(state) - 1)]

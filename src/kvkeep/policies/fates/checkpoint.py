@@ -141,7 +141,6 @@ class ByEntry(EvictedStore):
             piece.copy_(without(piece.squeeze(-1), slots)[..., None])
 
     def select(self, lanes: Tensor) -> None:
-        """Make the lanes those of an index."""
         self.slots.select(lanes)
 
     @property
@@ -150,14 +149,12 @@ class ByEntry(EvictedStore):
         return self.slots.nbytes
 
     def state(self) -> dict[str, Tensor]:
-        """Return what must be saved."""
         span = self.slots.first, self.slots.length
         return {"first": torch.tensor([span[0]])} | (
             {"slots": concatenated(self.slots, *span)} if span[0] < span[1] else {}
         )
 
     def restore(self, state: dict[str, Tensor]) -> None:
-        """Take what :meth:`state` gave."""
         self.holes = True  # nobody looked
         self.slots.first = self.slots.length = int(state["first"][0])
         if "slots" in state:
@@ -194,15 +191,12 @@ class ByResidual(EvictedStore):
             yield piece._replace(slots=slots, first=0, holes=True)
 
     def states(self, lanes: int, length: int) -> Tensor:
-        """Return what became of the entry of each slot."""
         codes = torch.full((lanes, length), EntryState.CHECKPOINTED, dtype=torch.int8)
         codes[:, : self.checkpoint.first(self.layer)] = EntryState.DROPPED
         return codes
 
     def state(self) -> dict[str, Tensor]:
-        """Return what must be saved."""
         return {"left": torch.tensor([self.left])}
 
     def restore(self, state: dict[str, Tensor]) -> None:
-        """Take what :meth:`state` gave."""
         self.left = bool(state["left"][0])
