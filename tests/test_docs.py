@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), ROOT / "lab" / "README.md", *(ROOT / "docs").rglob("*.md")])
 TABLE = re.compile(r"<!-- (kvkeep .*?) -->\n(.*?)\n<!-- end -->", re.DOTALL)
-CHEAP = ("generate", "chat", "methods", "models", "plan", "compare", "inspect", "stream")
+CHEAP = ("generate", "chat", "methods", "models", "plan", "inspect")
 """Commands that run here, on a tiny model."""
 DEAR = ("auto", "kvpress", "peer-", "cuda", "--check", "plan --context", "gemma3")
 """What needs another package, device or model, or half a minute of calibration."""
