@@ -540,8 +540,8 @@ class Fate(ABC):
 
     label: in a word; source: the paper; returns: how what left comes back by itself; exactness: its promise;
     checkpoints: what leaves is kept in a checkpoint, whose options the cache then takes; records: ids and positions of
-    all tokens are needed. work: what reading it is counted as (:mod:`kvkeep.plan.costs`). leaves: who leaves, where that
-    is the fate's to say. keeps, merges, makes_room: as of the store it makes.
+    all tokens are needed. work: what reading it is counted as (:mod:`kvkeep.plan.costs`). leaves: who leaves, where
+    that is the fate's to say. keeps, merges, makes_room: as of the store it makes.
     """
 
     label: ClassVar[str]
@@ -659,8 +659,8 @@ class Reader(ABC):
 class Recall(ABC):
     """How entries come back. A frozen dataclass whose fields are its parameters.
 
-    label: in a few words; source: the paper; exactness: the promise, None: the fate's. backed: it needs every entry in a
-    checkpoint. reads_single: it brings back single entries, so none may be merged into others. place: where its
+    label: in a few words; source: the paper; exactness: the promise, None: the fate's. backed: it needs every entry in
+    a checkpoint. reads_single: it brings back single entries, so none may be merged into others. place: where its
     checkpoints are by default, None: as for every method. loses: it goes on where a checkpoint of limited capacity has
     lost entries. drafts: it decodes in rounds of draft and verify.
     """
