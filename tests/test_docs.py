@@ -89,7 +89,9 @@ def test_command_examples_are_understood() -> None:
 
 
 @pytest.mark.parametrize(
-    "line", [line for line in commands() if line.split()[1] in CHEAP and not any(dear in line for dear in DEAR)]
+    "line",
+    [line for line in commands() if line.split()[1] in CHEAP and not any(dear in line for dear in DEAR)],
+    ids=lambda line: line[7:60],
 )
 def test_cheap_commands_run(
     line: str, run: Callable[..., tuple[int, str, str]], model_folder: Path, words: str, tmp_path: Path,
