@@ -116,6 +116,11 @@ def test_tables_are_what_their_commands_print(page: Path, run: Callable[..., tup
         assert table == run(*command.split()[1:])[1].strip(), f"write what '{command}' prints into {page.name}"
 
 
+def test_a_table_nobody_knows(run: Callable[..., tuple[int, str, str]]) -> None:
+    code, out, err = run("methods", "--table", "fate")
+    assert code == 2 and not out and "did you mean fates?" in err
+
+
 def test_every_name_has_a_section() -> None:
     from kvkeep.policies.methods import STOCK, names, parts
 
