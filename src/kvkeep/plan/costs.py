@@ -108,8 +108,8 @@ class _Work:
 
     @property
     def exact(self) -> list[float]:
-        """Seconds of an exact pass of 1, 2, ... rows over all entries, as they come from their place: the last token and
-        the drafts that there is room for."""
+        """Seconds of an exact pass of 1, 2, ... rows over all entries, as they come from their place: the last token
+        and the drafts that there is room for."""
         assert self.held.budget is not None
         most = min(self.recall.tail(self.held.budget), self.held.chunk)
         overhead = self.machine.overhead["kv-direct"]
