@@ -160,3 +160,10 @@ def test_a_recommendation_builds_a_cache(monkeypatch: pytest.MonkeyPatch) -> Non
         built = KeepCache(model, **choice.options())
         assert built.method.name == choice.method and "exact" in choice.reason
     assert choice.method == "snapkv+verified"
+
+
+def test_no_more_is_drafted_than_there_is_room_for() -> None:
+    rounds = [row for row in plan(llama(), PLAIN, 4096, 10**9, acceptance=1.0).rows if row.cost.drafts]
+    assert {row.budget for row in rounds} >= {256}
+    for row in rounds:
+        assert row.budget is not None and row.cost.drafts <= min(24, row.budget // 2 - 1)

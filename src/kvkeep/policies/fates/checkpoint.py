@@ -33,6 +33,7 @@ class Checkpointed(Fate):
     kind: str = ""
 
     label: ClassVar[str] = "checkpointed"
+    source: ClassVar[str] = "KV-Direct, arXiv:2603.19664"
     work: ClassVar[str] = "checkpoint"
     returns: ClassVar[str] = "all pages, exact"
     exactness: ClassVar[Exactness] = Exactness.EXACT

@@ -28,6 +28,7 @@ class FetchOnMiss(PagesThatMatter):
     threshold: float = 0.0
 
     label: ClassVar[str] = "what a step missed, for the next"
+    source: ClassVar[str] = "llama.cpp pull request 21097"
     place: ClassVar[str | None] = "host"
     loses: ClassVar[bool] = True
     fetches: ClassVar[bool] = True
