@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,7 +82,7 @@ def _exact(spec: str, budget: int | None = 16, **given: Any) -> Case:
 
 
 def _lossy(spec: str, budget: int = 16, **given: Any) -> Case:
-    about = {"equals": False, "promise": "lossy", "chunk": 16, "becomes": EntryState.DROPPED, "families": SIX}
+    about = {"equals": False, "promise": "lossy", "chunk": 16, "becomes": EntryState.DROPPED}
     return Case(spec, budget, **(about | given))
 
 
@@ -163,10 +163,10 @@ DRAFTING: dict[str, Case] = {
 
 LOSSY: dict[str, Case] = {
     "window": _lossy("window"),
-    "streaming-llm": _lossy("streaming-llm:sinks=3", families=("llama", "gemma3", "phi3")),
+    "streaming-llm": _lossy("streaming-llm:sinks=3", families=ROTARY),
     "streaming-llm, absolute": _lossy("streaming-llm:positions=absolute"),
     "h2o": _lossy("h2o"),
-    "h2o-fisher": _lossy("h2o-fisher", families=("llama", "qwen3", "gemma3")),
+    "h2o-fisher": _lossy("h2o-fisher", families=(*PLAIN, "qwen3", "gemma3", "qwen3_moe", "gemma4")),
     "snapkv": _lossy("snapkv:window=6,kernel=3"),
     "tova": _lossy("tova"),
     "pyramidkv": _lossy("pyramidkv:window=4,kernel=3"),
@@ -233,15 +233,20 @@ def taken(name: str, family: str) -> bool:
     return family in case.families and kind not in REFUSES.get(family, ())
 
 
-def pairs(wanted: Callable[[Case], bool] = lambda case: True, turn: int | None = None) -> list[Pair]:
-    """Return cases with the families that they work on; ``turn``: a third of them, another one for each of three turns,
-    that has each case on a third of the families and each family with a third of the cases."""
-    return [
-        (name, family)
-        for row, (name, case) in enumerate(CASES.items())
-        for column, family in enumerate(family for family in case.families if taken(name, family))
-        if wanted(case) and (turn is None or (row + column + turn) % 3 == 0)
-    ]
+def pairs(
+    turn: int, wanted: Callable[[Case], bool] = lambda case: True, *, everywhere: Sequence[str] = ()
+) -> list[Pair]:
+    """Return cases, each with one of the families that it works on, which is another one for each ``turn`` of as many:
+    the next case has the next family. ``everywhere``: cases that come with all of them.
+
+    Where entries come back as they are, every family is told apart by how it projects them; else by what a cache sees.
+    """
+    found = []
+    for row, (name, case) in enumerate(CASES.items()):
+        own = [family for family in (ALL if case.equals else SIX) if taken(name, family)]
+        own = own if name in everywhere else [own[(row + turn) % len(own)]]
+        found += [(name, family) for family in own if wanted(case)]
+    return found
 
 
 def new_cache(name: str, family: str, **options: Any) -> KeepCache:
