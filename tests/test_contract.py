@@ -337,8 +337,9 @@ def test_what_follows_crops_and_choices_of_rows_equals_stock(name: str, family: 
 @pytest.mark.parametrize(
     ("name", "family", "gone"), [(*pair, (1, 9, 25)[number % 3]) for number, pair in enumerate(pairs(5, differs))]
 )
-def test_crop_and_go_on(name: str, family: str, gone: int) -> None:
-    """Cropped slots are forgotten, those that are lost stay lost, and what comes next takes their places."""
+def test_crop_and_go_on(name: str, family: str, gone: int, tmp_path: Path) -> None:
+    """Cropped slots are forgotten, those that are lost stay lost, and what comes next takes their places, in a session
+    as well."""
     case, cache, length = CASES[name], new_cache(name, family), CASES[name].length
     cache.activate_past_recording()
     watched(cache, case)
@@ -363,7 +364,10 @@ def test_crop_and_go_on(name: str, family: str, gone: int) -> None:
         assert now.shape[2] == left and ((now == then) | (now == EntryState.DROPPED)).all()
     for low, high in ((0, 13), (13, 16), *((at, at + 1) for at in range(16, 20))):
         assert step(family, cache, ids[:, left + low : left + high]).isfinite().all()
+    save_session(tmp_path / "s", Session(cache, ids[:, : left + 20].tolist()))
+    again = load_session(tmp_path / "s", tiny(family)).cache
     cache.crop(0)
+    assert_near(*(step(family, one, ids[:, left + 20 : left + 21]) for one in (again, cache)))
     cache.reset()
     assert cache.get_seq_length() == cache.resident_bytes() == cache.compressed_bytes() == 0
 
@@ -520,7 +524,7 @@ def test_a_step_that_was_left_in_the_middle_can_be_taken_again(name: str, family
     step(family, cache, ids[:, :-5])
     if any(cache.is_sliding):  # which cannot be rolled back: it says so
         leave_in_the_middle(cache, lambda: step(family, cache, ids[:, -5:]))
-        with pytest.raises(kvkeep.KvkeepError, match="sliding windows cannot be rolled back; call reset"):
+        with pytest.raises(kvkeep.KvkeepError, match="a sliding window forgot is gone; call reset"):
             step(family, cache, ids[:, -5:])
         return
     leave_in_the_middle(cache, lambda: step(family, cache, ids[:, -5:]))
