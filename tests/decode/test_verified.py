@@ -1,6 +1,6 @@
 """Decoding in rounds: what transformers' own cache gives, token for token, whoever drafts.
 
-Greedy decoding of one row is in the contract (``tests/test_contract.py``), for every method that drafts on every family.
+Greedy decoding of one row is in the contract (``tests/test_contract.py``), for every method that drafts.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from cases import CASES, DRAFTING, new_cache, pairs
 from conftest import tokenizer
 from families import tiny
-from helpers import NEW, PROMPT, assert_near, assert_same, generate, generated, padded, prompt, step, stock
+from helpers import NEW, PROMPT, answered, assert_near, assert_same, generate, generated, padded, prompt, step
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import StoppingCriteria, StoppingCriteriaList, set_seed
@@ -41,7 +41,8 @@ def statistics(cache: KeepCache) -> RoundStatistics:
 
 
 @pytest.mark.parametrize(
-    ("name", "family", "way"), [(*pair, number % 3) for number, pair in enumerate(pairs(lambda case: case.drafts))]
+    ("name", "family", "way"),
+    [(*pair, (number + turn) % 3) for turn in (1, 4) for number, pair in enumerate(pairs(turn, lambda case: case.drafts))],
 )
 def test_batches_and_samples_equal_stock(name: str, family: str, way: int) -> None:
     """A left-padded batch, greedily and sampled, and one row sampled. Rows accept different numbers of drafts, and stay
@@ -74,7 +75,7 @@ def test_drafts_are_refused_and_sampling_is_stock_without_copies_too(name: str) 
     finally:
         handle.remove()
     assert ours.sequences.tolist() == generated("llama", (case.length,), **options).sequences.tolist()
-    assert 0 < statistics(cache).drafted and statistics(cache).accepted < statistics(cache).drafted
+    assert 0 <= statistics(cache).accepted < statistics(cache).drafted
     assert case.budget is not None and seen
     assert not case.holds or max(seen) <= case.budget
 
@@ -287,7 +288,7 @@ def test_pace_follows_acceptance_and_costs() -> None:
 
 def test_stop_strings_end_a_run_of_rounds() -> None:
     """transformers loses generate(tokenizer=...) on the way to a custom_generate, but not a criterion."""
-    free = stock("llama", 1).sequences
+    free = answered("llama", prompt()).sequences
     word = tokenizer().convert_ids_to_tokens(free[0, PROMPT + 5].item())
     stop = StoppingCriteriaList([StopStringCriteria(tokenizer(), [word])])
     cache = KeepCache(tiny("llama"), "snapkv+verified", 24)
