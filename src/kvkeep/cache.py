@@ -158,8 +158,8 @@ class KeepCache(Cache):
         """Return a second cache with the same past; what either of them takes in afterwards the other does not see.
 
         Without arguments it is of the same kind: "paged" shares its blocks until one of them is written, any other
-        cache is copied. With ``method``, ``budget`` or other options of a :class:`KeepCache` the past is put into a cache
-        of that kind, as if it had read the text itself. Raises UsageError where that cannot be.
+        cache is copied. With ``method``, ``budget`` or other options of a :class:`KeepCache` the past is put into a
+        cache of that kind, as if it had read the text itself. Raises UsageError where that cannot be.
         """
         return fork(self, None if method is None and budget is None and not options else (method, budget, options))
 
@@ -229,7 +229,7 @@ class KeepCache(Cache):
 
     def memory(self) -> Memory:
         """Return measured bytes, by what they are for."""
-        return report.memory(self)
+        return report.memory(self.made, self.held)
 
     def entry_states(self) -> list[Tensor]:
         """Return what became of every entry: for each layer (batch, kv_heads, slots) int8 codes of
@@ -239,7 +239,7 @@ class KeepCache(Cache):
 
     def describe(self) -> list[report.LayerReport]:
         """Return, for every layer, the requested and the effective method and budget."""
-        return report.describe(self)
+        return report.describe(self.request, self.geometry, self.made, self.exactness)
 
     def certificate(self) -> list[Certificate]:
         """Return what each layer whose recall is selective can have left out; nothing for other methods."""

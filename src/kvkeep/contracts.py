@@ -6,8 +6,8 @@ A layer answers three questions when its budget is full, and each answer is a pa
 * what becomes of it? A :class:`Fate` makes the layer's :class:`EvictedStore`.
 * how does it come back? A :class:`Recall` makes the layer's :class:`Reader`, which answers its attention.
 
-Selectors, fates and recalls are frozen dataclasses of parameters, registered by name (:func:`kvkeep.register`). What they
-make holds the state of one layer of one cache. Parts ask each other for capabilities (flags), never for a class.
+Selectors, fates and recalls are frozen dataclasses of parameters, registered by name (:func:`kvkeep.register`). What
+they make holds the state of one layer of one cache. Parts ask each other for capabilities (flags), never for a class.
 
 Tensors are by *lane*: one KV head of one row of the batch, lane = row * kv_heads + head. A *slot* is a place in the
 sequence, padding included, from 0.
@@ -131,8 +131,8 @@ class Selector(ABC):
     :meth:`arrive` and :meth:`observe`. It holds no entries and no state: scores, one number for each entry, are kept
     beside the entries and travel with them.
 
-    leaves: who leaves, in a few words; source: the paper. keeps_all: nobody does. in_order: the oldest does, in all heads
-    alike, so that entries lie in a ring.
+    leaves: who leaves, in a few words; source: the paper. keeps_all: nobody does. in_order: the oldest does, in all
+    heads alike, so that entries lie in a ring.
     """
 
     leaves: ClassVar[str]
@@ -144,6 +144,11 @@ class Selector(ABC):
     def budgeted(self) -> bool:
         """Whether it needs a budget."""
         return True
+
+    @property
+    def layout(self) -> str:
+        """How entries lie in memory where nobody leaves: "dynamic", "static" or "paged"."""
+        return ""
 
     @property
     def observation_window(self) -> int | None:
@@ -177,8 +182,9 @@ class Selector(ABC):
         return False
 
     def budgets(self, model: Any, geometry: ModelGeometry, entries: int) -> list[Sequence[int]]:
-        """Return the entries of each layer's KV heads (one number: of all its heads), ``entries`` on average. Where they
-        are measured on the model and there is none yet (``model`` None), layers and heads are taken to be alike."""
+        """Return the entries of each layer's KV heads (one number: of all its heads), ``entries`` on average. Where
+        they are measured on the model and there is none yet (``model`` None), layers and heads are taken to be
+        alike."""
         return [(entries,)] * len(geometry.layers)
 
     def sinks_in_cache(self, drops: bool) -> int | None:
@@ -295,6 +301,7 @@ class EvictedStore(ABC):
     makes_room: ClassVar[bool] = False
     compressed_bytes: int = 0
     bookkeeping_bytes: int = 0
+    taken: int | None = None  # entries so far, where they come in the order of the text
 
     def take(self, left: Evicted, resident: WorkingSet) -> None:
         """Take entries that leave; ``resident`` is what stays."""
@@ -494,9 +501,9 @@ class Checkpoint(Protocol):
 class Site:
     """Where a part is put to work: one full layer of one cache.
 
-    entries: the layer's budget. budgets: what of it is resident, of each KV head; one number: of each of them. in_order: entries leave
-    in the order of the text, in all heads alike. first: it is the first full layer of the cache, which accounts for and
-    moves what all of them share. readers: modules that read its entries.
+    entries: the layer's budget. budgets: what of it is resident, of each KV head; one number: of each of them.
+    in_order: entries leave in the order of the text, in all heads alike. first: it is the first full layer of the
+    cache, which accounts for and moves what all of them share. readers: modules that read its entries.
     """
 
     layer: LayerGeometry
@@ -516,8 +523,9 @@ class Site:
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes that a part of one layer will hold, for all its KV heads of one row; ``workspace``: for a moment; ``shrunk``:
-    by how much less it is than it was before. entries: of one KV head that attention can still read there."""
+    """Bytes that a part of one layer will hold, for all its KV heads of one row; ``workspace``: for a moment;
+    ``shrunk``: by how much less it is than it was before. entries: of one KV head that attention can still read
+    there."""
 
     compressed: int = 0
     bookkeeping: int = 0
@@ -547,6 +555,11 @@ class Fate(ABC):
     keeps: ClassVar[bool] = True
     merges: ClassVar[bool] = False
     makes_room: ClassVar[bool] = False
+
+    @property
+    def kind(self) -> str | None:
+        """The kind of checkpoint that the method's name says, None where the cache's options do."""
+        return None
 
     @property
     def swaps(self) -> bool:
@@ -648,8 +661,8 @@ class Recall(ABC):
 
     label: in a few words; exactness: the promise, None: the fate's. backed: it needs every entry in a checkpoint.
     reads_single: it brings back single entries, so none may be merged into others. place: where its checkpoints are by
-    default, None: as for every method. loses: it goes on where a checkpoint of limited capacity has lost entries. drafts:
-    it decodes in rounds of draft and verify.
+    default, None: as for every method. loses: it goes on where a checkpoint of limited capacity has lost entries.
+    drafts: it decodes in rounds of draft and verify.
     """
 
     label: ClassVar[str]

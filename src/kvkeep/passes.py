@@ -16,7 +16,8 @@ from kvkeep.policies.assembly import Assembly
 class Passes:
     """The forward passes of a cache whose attention is transformers' own.
 
-    decoder: the only one whose passes these may be, None: any. open: a step is in progress, or was left in the middle. chunk: tokens of a prompt taken at a time. earlier_outputs: of a prompt's earlier chunks, for the last. on_progress:
+    decoder: the only one whose passes these may be, None: any. open: a step is in progress, or was left in the middle.
+    chunk: tokens of a prompt taken at a time. earlier_outputs: of a prompt's earlier chunks, for the last. on_progress:
     called with the tokens so far, after every pass.
     """
 

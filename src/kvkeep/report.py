@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 from kvkeep.contracts import Exactness
+from kvkeep.geometry import ModelGeometry
 from kvkeep.memory.meter import Memory
-
-if TYPE_CHECKING:
-    from kvkeep.cache import KeepCache
+from kvkeep.policies.assembly import Assembly
+from kvkeep.policies.request import Request
 
 STOCK_STATE = "transformers' own"
 
@@ -28,52 +29,48 @@ class LayerReport:
     note: str
 
 
-def describe(cache: KeepCache) -> list[LayerReport]:
-    """Return, for every layer, the requested and the effective method and budget."""
-    budget = "none" if cache.request.budget is None else str(cache.request.budget)
+def describe(request: Request, geometry: ModelGeometry, made: Assembly, promise: Exactness) -> list[LayerReport]:
+    """Return, for every layer, the requested and the effective method and budget; ``promise``: of its full layers."""
+    budget, name = "none" if request.budget is None else str(request.budget), request.method.name
     reports = []
-    for layer in cache.geometry.layers:
-        effective, entries, note = cache.method.name, cache.entries, ""
+    for layer in geometry.layers:
+        effective, entries, note = name, made.entries, ""
         if layer.kind == "sliding":
             effective, entries = "sliding window", layer.window
             note = "the model's own window bounds it already"
-        elif layer.kind == "full" and cache.budgets is not None:
-            own = cache.budgets[layer.index]
+        elif layer.kind == "full" and made.budgets is not None:
+            own = made.budgets[layer.index]
             entries = sum(own) // len(own)
             note = "" if len(set(own)) == 1 else f"by head: {', '.join(map(str, own))}"
         elif layer.kind == "shared":
             effective, entries, note = "none", 0, f"reads the entries of layer {layer.source}"
         elif layer.kind != "full":
             effective, entries, note = STOCK_STATE, None, "not keys and values; left to transformers"
-        exactness = str(cache.exactness if layer.kind == "full" else Exactness.EXACT)
-        reports.append(
-            LayerReport(layer.index, layer.kind, cache.method.name, effective, budget, entries, exactness, note)
-        )
+        exactness = str(promise if layer.kind == "full" else Exactness.EXACT)
+        reports.append(LayerReport(layer.index, layer.kind, name, effective, budget, entries, exactness, note))
     return reports
 
 
-def memory(cache: KeepCache) -> Memory:
-    """Return measured bytes, by what they are for."""
-    resident, compressed = cache.resident_bytes(), cache.compressed_bytes()
-    cache.meter.cache(resident + compressed)
+def memory(made: Assembly, held: Sequence[Any]) -> Memory:
+    """Return measured bytes, by what they are for; ``held``: what tells of each layer."""
+    resident, compressed = (sum(getattr(one, kind) for one in held) for kind in ("resident_bytes", "compressed_bytes"))
+    made.meter.cache(resident + compressed)
     places = {"device": 0, "host": 0, "disk": 0}
-    bookkeeping = cache.ledger.bookkeeping_bytes + sum(held.bookkeeping_bytes for held in cache.held)
-    if cache.made.table is not None:
-        bookkeeping += cache.made.table.nbytes
-    if cache.positions is not None:
-        bookkeeping += cache.positions.nbytes
-    if cache.checkpoint is not None:
-        places[cache.checkpoint.where] += sum(rows.nbytes for _, rows in cache.checkpoint_rows())
+    shared = (made.table, made.positions)
+    bookkeeping = made.ledger.bookkeeping_bytes + sum(one.bookkeeping_bytes for one in held)
+    bookkeeping += sum(one.nbytes for one in shared if one is not None)
+    if made.checkpoint is not None:
+        places[made.checkpoint.where] += sum(rows.nbytes for _, rows in made.checkpoint.stores())
     # Where entries are rebuilt from ids, those are a checkpoint; elsewhere they are only a record.
-    if cache.checkpoint is not None and cache.checkpoint.reads_ids:
-        places["device"] += cache.ledger.ids.nbytes
+    if made.checkpoint is not None and made.checkpoint.reads_ids:
+        places["device"] += made.ledger.ids.nbytes
     else:
-        bookkeeping += cache.ledger.ids.nbytes
+        bookkeeping += made.ledger.ids.nbytes
     return Memory(
         resident_bytes=resident,
         compressed_bytes=compressed,
         checkpoint_bytes=places,
         bookkeeping_bytes=bookkeeping,
-        peak_cache_bytes=cache.meter.peak_cache,
-        peak_workspace_bytes=cache.meter.peak_workspace,
+        peak_cache_bytes=made.meter.peak_cache,
+        peak_workspace_bytes=made.meter.peak_workspace,
     )

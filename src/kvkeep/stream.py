@@ -107,8 +107,8 @@ class Stream(Passes):
             mask = None  # a token sees itself
         if mask is not None and mask.shape[-1] not in (key.shape[2], self.ledger.length):
             raise UsageError(
-                f"The attention mask covers {mask.shape[-1]} entries; there are {self.ledger.length}, {key.shape[2]} of "
-                "them new, and a mask covers the former or the latter."
+                f"The attention mask covers {mask.shape[-1]} entries; there are {self.ledger.length}, {key.shape[2]} "
+                "of them new, and a mask covers the former or the latter."
             )
         step = Step.of(module, query, key, value, mask, scaling, layer.heads, own, last)
         return step.unfolded(layer.attend(step))

@@ -1,9 +1,9 @@
-"""Transfer: a cache's past as named tensors, and a second cache with the same past."""
+"""Transfer: the past of a :class:`~kvkeep.cache.KeepCache` as named tensors, and a second cache with the same past."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -12,15 +12,12 @@ from kvkeep.errors import UsageError
 from kvkeep.memory.rows import concatenated
 from kvkeep.policies.request import Request
 
-if TYPE_CHECKING:
-    from kvkeep.cache import KeepCache
-
 Kind = tuple[str | None, Any, dict[str, Any]]  # method, budget, other options of a cache
 
 
-def state(cache: KeepCache) -> dict[str, Tensor]:
-    """Return all that a cache's past is made of, by name. Views: what is kept must be copied. Raises KvkeepError where a
-    step was left in the middle and cannot be undone."""
+def state(cache: Any) -> dict[str, Tensor]:
+    """Return all that a cache's past is made of, by name. Views: what is kept must be copied. Raises KvkeepError where
+    a step was left in the middle and cannot be undone."""
     cache.stream.roll_back()
     tensors: dict[str, Tensor] = {}
     for number, held in enumerate(cache.held):
@@ -38,7 +35,7 @@ def state(cache: KeepCache) -> dict[str, Tensor]:
     return tensors
 
 
-def header(cache: KeepCache) -> dict[str, Any]:
+def header(cache: Any) -> dict[str, Any]:
     """Return what is known of a cache's past beside its tensors, as plain types."""
     return {
         "length": cache.get_seq_length(),
@@ -48,7 +45,7 @@ def header(cache: KeepCache) -> dict[str, Any]:
     }
 
 
-def restore(cache: KeepCache, names: set[str], tensor: Callable[[str], Tensor], about: dict[str, Any]) -> None:
+def restore(cache: Any, names: set[str], tensor: Callable[[str], Tensor], about: dict[str, Any]) -> None:
     """Give an empty cache the past that :func:`state` and :func:`header` told: ``names``, and what returns a
     ``tensor`` by its name, one in memory at a time."""
     length, device = about["length"], cache.made.device
@@ -73,7 +70,7 @@ def restore(cache: KeepCache, names: set[str], tensor: Callable[[str], Tensor], 
             rows.append(tensor(f"checkpoint.{name}"))
 
 
-def fork(cache: KeepCache, kind: Kind | None) -> KeepCache:
+def fork(cache: Any, kind: Kind | None) -> Any:
     """Return a second cache with the same past: of the same kind, or of another one."""
     cache.stream.roll_back()
     if kind is not None:
@@ -87,7 +84,7 @@ def fork(cache: KeepCache, kind: Kind | None) -> KeepCache:
     return twin
 
 
-def _sharing(cache: KeepCache) -> KeepCache:
+def _sharing(cache: Any) -> Any:
     """Return a second cache over the same blocks."""
     twin = cache.__class__(cache.model, request=cache.request)
     assert cache.made.table is not None and twin.made.table is not None
@@ -102,21 +99,21 @@ def _sharing(cache: KeepCache) -> KeepCache:
     return twin
 
 
-def _copy_ledger(cache: KeepCache, twin: KeepCache) -> None:
+def _copy_ledger(cache: Any, twin: Any) -> None:
     own = cache.ledger
     ids, positions = (rows.view().clone() if own.records else None for rows in (own.ids, own.positions))
     visible = None if own.visible is None else own.visible.clone()
     twin.ledger.restore(cache.get_seq_length(), cache.rows, ids, positions, visible)
 
 
-def _copy_windows(cache: KeepCache, twin: KeepCache) -> None:
+def _copy_windows(cache: Any, twin: Any) -> None:
     length = cache.get_seq_length()
     for layer, own, other in zip(cache.geometry.layers, cache.held, twin.held, strict=True):
         if layer.kind != "full":
             other.restore({name: tensor.clone() for name, tensor in own.state().items()}, length)
 
 
-def _adopted(cache: KeepCache, request: Request) -> KeepCache:
+def _adopted(cache: Any, request: Request) -> Any:
     """Return a cache of another kind that was handed the entries of ``cache``, a chunk at a time."""
     twin = cache.__class__(cache.model, request=request)
     length, method = cache.get_seq_length(), request.method
@@ -156,7 +153,7 @@ def _adopted(cache: KeepCache, request: Request) -> KeepCache:
     return twin
 
 
-def _chunks(cache: KeepCache, index: int, chunk: int) -> Iterator[tuple[Tensor, Tensor]]:
+def _chunks(cache: Any, index: int, chunk: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield all entries of a layer in order, exactly, (batch, kv_heads, n, dim), at most ``chunk`` at a time."""
     layer, rows = cache.layers[index], cache.rows
     if not cache.stream.streams:

@@ -1,7 +1,7 @@
 """A step: what one layer is asked in one forward pass, folded to lanes.
 
-A *lane* is one KV head of one row of the batch: lane = row * kv_heads + head. Everything behind a step is by lane: the query
-heads that share a KV head are the heads of a lane, and a row that is padded masks its lanes.
+A *lane* is one KV head of one row of the batch: lane = row * kv_heads + head. Everything behind a step is by lane: the
+query heads that share a KV head are the heads of a lane, and a row that is padded masks its lanes.
 """
 
 from __future__ import annotations

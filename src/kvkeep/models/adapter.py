@@ -274,8 +274,8 @@ class _Whole:
 
 
 def _aside(attender: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call ``function`` in a context of its own, where ``attender`` answers attention: the forward pass in progress does
-    not see it, nor do those who capture what its layers put out."""
+    """Call ``function`` in a context of its own, where ``attender`` answers attention: the forward pass in progress
+    does not see it, nor do those who capture what its layers put out."""
     context = Context()
     context.run(set_attender, attender)
     return context.run(function, *args, **kwargs)

@@ -213,8 +213,8 @@ def _all_but_last_chunk(decoder: nn.Module, given: dict[str, Any], cache: Taking
     for wish in _BY_LAYER:
         if given.get(wish, getattr(getattr(decoder, "config", None), wish, None)):
             raise UsageError(
-                f"'{wish}' is not available for an input longer than the cache's chunk of {cache.chunk}; give the cache "
-                "a larger one."
+                f"'{wish}' is not available for an input longer than the cache's chunk of {cache.chunk}; give the "
+                "cache a larger one."
             )
     keep, past = _keep_last.get(), cache.length
     earlier = []

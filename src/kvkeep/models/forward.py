@@ -37,8 +37,9 @@ class Attender(Protocol):
 
 
 class Taking(Attender, Protocol):
-    """What takes part in the forward pass for a cache: prompts in chunks, residuals, streamed attention. Hooks find it as
-    the cache's ``stream``, and let every other cache pass. streams: whether any layer attends through it. decoder: the only one that it takes part in, None: any."""
+    """What takes part in the forward pass for a cache: prompts in chunks, residuals, streamed attention. Hooks find it
+    as the cache's ``stream``, and let every other cache pass. streams: whether any layer attends through it. decoder:
+    the only one that it takes part in, None: any."""
 
     streams: bool
     decoder: Any

@@ -67,7 +67,7 @@ def overhead_of(candidate: Candidate) -> str:
     """Return the name of what a layer-step of ``candidate`` takes beside its parts, as machines name it."""
     method = candidate.method
     if candidate.keeps_all:
-        return "paged" if method.selector.lies == "paged" else "full"  # type: ignore[attr-defined]
+        return "paged" if method.selector.layout == "paged" else "full"
     if method.selector.in_order:
         return "kv-direct"
     if method.recall.reads_single:

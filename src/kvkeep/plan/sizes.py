@@ -1,4 +1,4 @@
-"""Bytes: what a cache will hold. Pure functions of the geometry: every part is asked by the rule that it allocates by."""
+"""Bytes that a cache will hold. Pure functions of the geometry: each part is asked by the rule it allocates by."""
 
 from __future__ import annotations
 
@@ -73,10 +73,10 @@ def sizes(
     sliding = geometry.sliding_bytes(tokens, stepped=steps > 0 or prompt == 1)
     largest = max(_entry(layer, geometry) for layer in geometry.full_layers)
     if candidate.keeps_all:
-        lies = method.selector.lies  # type: ignore[attr-defined]
-        limit = prompt + new if lies == "static" else None
-        rows = limit or (pool_rows(tokens) if lies == "paged" else up(tokens))
-        hand = prompt * largest if lies == "paged" else 0
+        layout = method.selector.layout
+        limit = prompt + new if layout == "static" else None
+        rows = limit or (pool_rows(tokens) if layout == "paged" else up(tokens))
+        hand = prompt * largest if layout == "paged" else 0
         full = rows * geometry.full_bytes_per_token
         return Sizes(tokens, limit, tokens, tokens, 0, tokens, sliding + full, hand=hand)
     assert budget is not None

@@ -65,10 +65,10 @@ def assemble(request: Request, model: Any, geometry: ModelGeometry) -> Assembly:
     if not method.selector.keeps_all:
         return _bounded(request, model, geometry, ledger, meter, spec)
     watch(model)
-    lies = method.selector.lies  # type: ignore[attr-defined]
-    if lies == "dynamic":
+    layout = method.selector.layout
+    if layout == "dynamic":
         return Assembly(_layers(model, geometry, lambda layer: DynamicLayer()), ledger, meter, device)
-    if lies == "static":
+    if layout == "static":
         assert request.budget is not None
         limit = request.budget.entries(geometry, context=request.context, batch=request.batch)
         return Assembly(_layers(model, geometry, lambda layer: DynamicLayer(limit)), ledger, meter, device, limit)
@@ -76,7 +76,9 @@ def assemble(request: Request, model: Any, geometry: ModelGeometry) -> Assembly:
     table = BlockTable(BlockPool())
     build = _Builder(request, model, geometry, ledger, meter, 0, None)
     layers = _layers(model, geometry, lambda layer: build.layer(layer, (), lambda site, store: Paged(site, table)))
-    return Assembly(layers, ledger, meter, device, chunk=sys.maxsize, streams=True, table=table, decoder=adapter.decoder)
+    return Assembly(
+        layers, ledger, meter, device, chunk=sys.maxsize, streams=True, table=table, decoder=adapter.decoder
+    )
 
 
 def _bounded(

@@ -65,7 +65,7 @@ class Method:
     @property
     def kind(self) -> str | None:
         """The kind of checkpoint that the method's name says, None where the cache's options do."""
-        return getattr(self.fate, "kind", None) or None
+        return self.fate.kind or None
 
     @property
     def budgeted(self) -> bool:
@@ -93,14 +93,14 @@ class Method:
         if self.recall.reads_single and (self.fate.merges or self.fate.makes_room):
             return "An entry that was merged into others would count twice once it is recalled beside them."
         if self.recall.reads_single and self.fate.swaps:
-            return "An entry that is resident again as an estimate hides the exact one from the recall; with swap=0 none is."
+            return "An entry resident again as an estimate hides the exact one from the recall; with swap=0 none is."
         return None
 
 
 def resolve(spec: str) -> Method:
-    """Return the method that ``spec`` names: a preset's name, ``SELECTOR``, ``SELECTOR+FATE``, ``SELECTOR+FATE+RECALL`` or
-    ``PRESET+RECALL``, each part with parameters after a colon (``streaming-llm:sinks=8+quantize:4``). Where the fate is
-    left out, what leaves is dropped, or left to the recall.
+    """Return the method that ``spec`` names: a preset's name, ``SELECTOR``, ``SELECTOR+FATE``, ``SELECTOR+FATE+RECALL``
+    or ``PRESET+RECALL``, each part with parameters after a colon (``streaming-llm:sinks=8+quantize:4``). Where the fate
+    is left out, what leaves is dropped, or left to the recall.
 
     Raises UsageError: for an unknown name with the near matches, for parts that mean nothing together with the reason.
     """

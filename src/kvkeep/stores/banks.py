@@ -1,7 +1,7 @@
 """Banks: packed tensors of the lanes that have as many columns.
 
-A lane is one KV head of one row of the batch. Lanes choose for themselves which entries stay, so they hold different slots,
-in any order, and may have different budgets. Those with as many columns lie in one *bank*, a packed tensor
+A lane is one KV head of one row of the batch. Lanes choose for themselves which entries stay, so they hold different
+slots, in any order, and may have different budgets. Those with as many columns lie in one *bank*, a packed tensor
 (lanes, columns, dim): a head or a row that holds less takes less memory, nothing is masked away. Nothing moves when an
 entry leaves: the new one is written over it.
 """

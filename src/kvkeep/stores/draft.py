@@ -1,9 +1,9 @@
 """The reader of draft and verify: what is resident is what drafts attend to.
 
-In an exact pass attention runs over the backing, page by page, and what is new. In a draft pass it runs over the resident
-entries, what the store of evicted ones keeps, and the drafted ones, which lie in the *tail*: columns behind the resident
-ones, part of the budget. A verifying pass is an exact one whose entries wait in the tail, over the drafted ones, until it
-is known how many of them stay.
+In an exact pass attention runs over the backing, page by page, and what is new. In a draft pass it runs over the
+resident entries, what the store of evicted ones keeps, and the drafted ones, which lie in the *tail*: columns behind
+the resident ones, part of the budget. A verifying pass is an exact one whose entries wait in the tail, over the drafted
+ones, until it is known how many of them stay.
 
 An entry may be resident again when attention returns to it: after a draft went wrong, the resident ones are chosen anew
 from all, by the attention of the tokens that were verified.

@@ -15,13 +15,14 @@ from kvkeep.memory.rows import BLOCK, Buffer
 
 
 def held_by(layer: Any) -> Any:
-    """Return what tells what a layer of a cache holds: itself, or for one of transformers' own a :class:`StockState`."""
+    """Return what tells what a layer of a cache holds: itself, or for one of transformers' own a
+    :class:`StockState`."""
     return layer if getattr(layer, "own", False) else StockState(layer)
 
 
 class StockState:
-    """What a layer of transformers' own holds, which is left to it: another layer's entries, or a state that is not keys
-    and values."""
+    """What a layer of transformers' own holds, which is left to it: another layer's entries, or a state that is not
+    keys and values."""
 
     compressed_bytes = bookkeeping_bytes = 0
 

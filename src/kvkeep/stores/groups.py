@@ -195,8 +195,8 @@ def allocated(written: int, room: int | None) -> int:
 def group_holds(
     layer: LayerGeometry, geometry: ModelGeometry, room: int | None, left: Sequence[int], size: int, number: int
 ) -> Held:
-    """Return the bytes of a store of groups of ``size`` bytes a lane, once so many entries of a lane ``left`` by and by;
-    ``number``: bytes of an entry of a lane that attention writes out for a moment."""
+    """Return the bytes of a store of groups of ``size`` bytes a lane, once so many entries of a lane ``left`` by and
+    by; ``number``: bytes of an entry of a lane that attention writes out for a moment."""
     count, heads = sum(left), layer.kv_heads
     if not count:
         return Held()

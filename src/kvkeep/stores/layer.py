@@ -1,8 +1,8 @@
 """The cache layer: resident entries, a store of evicted ones, and a reader that answers attention.
 
 transformers hands a layer its new keys and values (:meth:`Layer.update`) and then asks for attention
-(:meth:`Layer.attend`). The new entries are in hand until attention has run, and are settled then: kept among the resident
-ones, where others leave for the store. A single new entry is settled first and attended where it lies.
+(:meth:`Layer.attend`). The new entries are in hand until attention has run, and are settled then: kept among the
+resident ones, where others leave for the store. A single new entry is settled first and attended where it lies.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Layer(CacheLayerMixin):
     def __init__(self, site: Site, resident: Any, evicted: EvictedStore, reader: Reader) -> None:
         super().__init__()
         self.index, self.ledger, self.device = site.layer.index, site.ledger, site.device
-        self.geometry, self.in_order = site.layer, site.in_order
+        self.geometry = site.layer
         self.resident, self.evicted, self.reader = resident, evicted, reader
         self.heads = 0  # KV heads of a row
         self.length = 0  # slots settled so far
@@ -49,8 +49,8 @@ class Layer(CacheLayerMixin):
         UsageError outside a forward pass of the cache's own model, where nothing would."""
         if self.arrived + key_states.shape[2] != self.ledger.length:
             raise UsageError(
-                "Entries came from outside a forward pass of the model that this cache was made for; make another cache "
-                "for this model."
+                "Entries came from outside a forward pass of the model that this cache was made for; make another "
+                "cache for this model."
             )
         self.take(key_states, value_states)
         return key_states, value_states
@@ -235,7 +235,7 @@ class Layer(CacheLayerMixin):
         extent = Extent(self.ledger.batch * self.heads, self.length, own.key_dim, own.value_dim)
         for part in (self.resident, self.evicted, self.reader):
             part.check(extent)
-        if self.in_order and getattr(self.evicted, "count", self.resident.evicted) != self.resident.evicted:
+        if self.evicted.taken is not None and self.evicted.taken != self.resident.evicted:
             raise Misfit(f"entries of layer {self.index} are missing or there twice")
 
     def entry_states(self, length: int, batch: int) -> Tensor:

@@ -184,8 +184,8 @@ class Paged:
         self._pools, self.length = other._pools, other.length
 
     def arrive(self, keys: Tensor, values: Tensor) -> None:
-        """Make room for new entries (lanes, n, dim): the first layer of a step changes the table for all, so blocks that
-        were shared must be copied before this layer's past is read."""
+        """Make room for new entries (lanes, n, dim): the first layer of a step changes the table for all, so blocks
+        that were shared must be copied before this layer's past is read."""
         copies = self.table.reserve(len(keys) // self.heads, self.length + keys.shape[1])
         size = self.table.pool.places
         if not self._pools:

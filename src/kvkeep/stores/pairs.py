@@ -1,4 +1,4 @@
-"""One pass of merging neighbours: which disjoint pairs of a row of entries, and what becomes of them. Pure functions."""
+"""One pass of merging neighbours: which disjoint pairs of a row merge, and what they become. Pure functions."""
 
 from __future__ import annotations
 

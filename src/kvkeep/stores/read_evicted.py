@@ -1,4 +1,4 @@
-"""The reader of most methods: every step attends to what is resident, and to all that the store of evicted entries has."""
+"""The reader of most methods: a step attends to what is resident, and to all that the store of evicted entries has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A round of draft and verify: tokens are drafted with what is resident, read exactly, and kept as far as they are right."""
+"""A round of draft and verify: tokens are drafted from what is resident, read exactly, and kept while they agree."""
 
 from __future__ import annotations
 

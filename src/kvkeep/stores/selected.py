@@ -170,8 +170,8 @@ class Selected:
         return self.banks.columns
 
     def observed(self, slots: Tensor, scores: Tensor, weights: Tensor, queries: int) -> Tensor:
-        """Return what the selector makes of the attention that entries elsewhere received; (lanes, n) throughout. One that
-        looks at keys and values is not shown those of entries elsewhere, and leaves their scores."""
+        """Return what the selector makes of the attention that entries elsewhere received; (lanes, n) throughout. One
+        that looks at keys and values is not shown those of entries elsewhere, and leaves their scores."""
         if self.selector.needs_kv:
             return scores
         entries = self.ranking.candidates(None, slots, scores, self.length + self._hand, queries)

@@ -1,4 +1,4 @@
-"""The reader of selective recall: a step attends to what is resident, and to the pages of the backing that promise most.
+"""The reader of selective recall: a step attends to what is resident, and to the most promising pages of the backing.
 
 Attention over what is resident and new gives the log-sum-exp of their scores, and the bounds of a page
 (:mod:`kvkeep.stores.bounds`) the most that any of its entries can score. So before anything is recalled it is known how
@@ -7,8 +7,9 @@ left out is bounded by
 
     S / (1 + S),    S = sum over pages left out of  n exp(bound · scaling - lse)
 
-with n the page's entries that are not resident and ``lse`` of everything attended exactly in the end. A store that keeps
-evicted entries in a smaller form is attended besides, but for what was recalled: it stands in for the pages left out.
+with n the page's entries that are not resident and ``lse`` of everything attended exactly in the end. A store that
+keeps evicted entries in a smaller form is attended besides, but for what was recalled: it stands in for the pages left
+out.
 """
 
 from __future__ import annotations
@@ -185,8 +186,8 @@ class Selective(Reader):
         return torch.nn.functional.pad(away, (0, self.bounds.pages * PAGE - layer.length))
 
     def _recall(self, layer: Layer, step: Step, wanted: Tensor) -> Iterator[Segment]:
-        """Yield what is ``wanted``, (lanes, slots) bool: gathered, or where some lane wants most of the backing, read as
-        it lies and masked."""
+        """Yield what is ``wanted``, (lanes, slots) bool: gathered, or where some lane wants most of the backing, read
+        as it lies and masked."""
         if int(wanted.sum(1).max()) > layer.length // 2:
             yield from self.backing.segments(layer, step, wanted)
             return

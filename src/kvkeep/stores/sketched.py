@@ -27,8 +27,8 @@ class Hashed:
         self._known: dict[int, Tensor] = {}  # by slots of a row: (rows, batch, slots of the sequence)
 
     def at(self, slots: Tensor, size: int) -> Tensor:
-        """Return where the entries at ``slots`` (lanes, n) are in rows of ``size`` slots, (rows, lanes, n) int32; anywhere
-        for -1."""
+        """Return where the entries at ``slots`` (lanes, n) are in rows of ``size`` slots, (rows, lanes, n) int32;
+        anywhere for -1."""
         length = self.ledger.length
         known = self._known.get(size)
         if known is None or known.shape[2] != length:

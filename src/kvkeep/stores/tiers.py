@@ -1,9 +1,9 @@
 """Evicted entries in precision tiers: 16 bits, 8, 4, fewer, gone. As more come, the least attended fall a tier.
 
 Entries come in groups of 32, and a group falls as a whole: keys have a scale for each channel and group (KIVI,
-arXiv:2402.02750), which is far better than one for each entry, values one for each entry, of channels normalised to mean 0
-and deviation 1. The bounds of a code may lie within those of the numbers where that is nearer to them (clipping). Keys
-keep more bits than values: a wrong key moves attention, a wrong value is one of many in a mean.
+arXiv:2402.02750), which is far better than one for each entry, values one for each entry, of channels normalised to
+mean 0 and deviation 1. The bounds of a code may lie within those of the numbers where that is nearer to them
+(clipping). Keys keep more bits than values: a wrong key moves attention, a wrong value is one of many in a mean.
 
 **How many groups a tier holds** follows from how many there are and from the bytes alone, so all KV heads have the same
 tensors; which groups these are is each head's own. See :data:`ABOVE`.
@@ -181,8 +181,9 @@ class Tier:
 
 
 class Tiers(EvictedStore):
-    """One layer's tiers, and the entries that wait to be a group. ``room``: bytes of a lane for groups; ``width``: bytes
-    of a number of the model's. It listens: scores of what left go on, so that a group ranks by the attention it gets.
+    """One layer's tiers, and the entries that wait to be a group. ``room``: bytes of a lane for groups; ``width``:
+    bytes of a number of the model's. It listens: scores of what left go on, so that a group ranks by the attention it
+    gets.
 
     Slots and scores of everything lie in one tensor each, (lanes, entries), tier by tier; the last GROUP are of what
     waits.

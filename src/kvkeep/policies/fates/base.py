@@ -21,9 +21,9 @@ def exact_entries(exact: float, entries: int) -> int:
 def spare(
     fate: Fate, layer: LayerGeometry, geometry: ModelGeometry, entries: int, size: int, width: int | None = None
 ) -> int:
-    """Return the bytes of a KV head that its exact entries and the group that waits leave over, within ``entries``; what
-    waits has numbers of ``width`` bytes (None: the model's own). Raises BudgetError where these are no group of ``size``
-    bytes."""
+    """Return the bytes of a KV head that its exact entries and the group that waits leave over, within ``entries``;
+    what waits has numbers of ``width`` bytes (None: the model's own). Raises BudgetError where these are no group of
+    ``size`` bytes."""
     numbers, number = layer.key_dim + layer.value_dim, geometry.dtype_bytes
 
     def room(entries: int) -> int:

@@ -52,18 +52,18 @@ class InOrder(EvictedStore):
     def __init__(self, site: Site) -> None:
         assert site.checkpoint is not None
         self.checkpoint, self.layer = site.checkpoint, site.layer.index
-        self.count = 0  # entries that left
+        self.taken: int = 0
 
     def take(self, left: Evicted, resident: WorkingSet) -> None:
         """Take the next entries."""
-        self.checkpoint.truncate(self.layer, self.count)  # a write that failed may have left something behind
+        self.checkpoint.truncate(self.layer, self.taken)  # a write that failed may have left something behind
         self.checkpoint.append(self.layer, left.keys, left.values)
-        self.count += left.slots.shape[1]
+        self.taken += left.slots.shape[1]
 
     def pieces(self, query: Tensor, resident: Resident, length: int) -> Iterator[Piece]:
         """Yield them all, piece by piece."""
-        if self.count:
-            yield from self.checkpoint.pieces(self.layer, self.count, lazy=True)
+        if self.taken:
+            yield from self.checkpoint.pieces(self.layer, self.taken, lazy=True)
 
     def states(self, lanes: int, length: int) -> Tensor:
         """Return what became of the entry of each slot."""
@@ -73,21 +73,21 @@ class InOrder(EvictedStore):
 
     def truncate(self, length: int, resident: Resident) -> None:
         """Forget the slots from ``length`` on."""
-        self.count = min(self.count, length)
-        self.checkpoint.truncate(self.layer, self.count)
+        self.taken = min(self.taken, length)
+        self.checkpoint.truncate(self.layer, self.taken)
 
     def state(self) -> dict[str, Tensor]:
         """Return what must be saved."""
-        return {"count": torch.tensor([self.count])}
+        return {"count": torch.tensor([self.taken])}
 
     def restore(self, state: dict[str, Tensor]) -> None:
         """Take what :meth:`state` gave."""
-        self.count = int(state["count"][0])
+        self.taken = int(state["count"][0])
 
     def check(self, extent: Extent) -> None:
         """Raise Misfit where the checkpoint has others than the first entries."""
-        within("entries that left", self.count, 0, extent.slots + 1)
-        if not self.checkpoint.by_token and self.checkpoint.length(self.layer) != self.count:
+        within("entries that left", self.taken, 0, extent.slots + 1)
+        if not self.checkpoint.by_token and self.checkpoint.length(self.layer) != self.taken:
             raise Misfit("entries that left are missing in the checkpoint")
 
 
@@ -173,7 +173,7 @@ class ByEntry(EvictedStore):
 
 
 class ByResidual(EvictedStore):
-    """Entries that leave in any order, of which every one can be rebuilt, resident or not: what is resident is masked."""
+    """Entries that leave in any order; each can be rebuilt, resident or not: what is resident is masked."""
 
     def __init__(self, site: Site) -> None:
         assert site.checkpoint is not None

@@ -83,8 +83,8 @@ class Neighbours(Fate):
         return MergeNeighbours(site, self, bind(site.model), self.pairs_at_once(budget))
 
     def holds(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int, left: Sequence[int]) -> Held:
-        """Return the bytes of what is merged and of what it is merged into, for a moment; and of the weights of the last
-        queries, for methods that ask them."""
+        """Return the bytes of what is merged and of what it is merged into, for a moment; and of the weights of the
+        last queries, for methods that ask them."""
         most = max(left, default=0)
         if not most:
             return Held()

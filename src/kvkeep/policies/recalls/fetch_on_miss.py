@@ -21,8 +21,8 @@ class FetchOnMiss(PagesThatMatter):
     """A step attends to what is resident; what it may have missed is resident for the next one.
 
     Missed is what a query might have given ``threshold`` of its attention, by the bounds of the keys; 0 stands for 1/T
-    with T tokens so far. At most ``limit`` entries of a KV head come back, the highest bound first, and half a KV head's
-    budget at most, so that what was in use is not all driven out."""
+    with T tokens so far. At most ``limit`` entries of a KV head come back, the highest bound first, and half a KV
+    head's budget at most, so that what was in use is not all driven out."""
 
     limit: int = 64
     threshold: float = 0.0

@@ -13,9 +13,10 @@ from kvkeep.policies.fates.drop import Dropped
 
 @dataclass(frozen=True)
 class Nobody(Selector):
-    """Nobody leaves. ``lies``: "dynamic" (buffers that grow), "static" (allocated once), "paged" (blocks of a pool)."""
+    """Nobody leaves. ``layout``: "dynamic" (buffers that grow), "static" (allocated once), "paged" (blocks of a
+    pool)."""
 
-    lies: str = "dynamic"
+    layout: str = "dynamic"
 
     leaves: ClassVar[str] = "nobody"
     source: ClassVar[str] = ""
@@ -24,7 +25,7 @@ class Nobody(Selector):
     @property
     def budgeted(self) -> bool:
         """Where memory is allocated once: the most entries there will be."""
-        return self.lies == "static"
+        return self.layout == "static"
 
     def rank(self, entries: Candidates) -> Tensor:
         """By slot; never asked."""

@@ -32,8 +32,8 @@ class LazyPage:
         return torch.Size((batch * self.projection.kv_heads, 1, entries, self.projection.head_dim))
 
     def attend(self, query: Tensor, mask: Tensor | None, scaling: float) -> tuple[Tensor, Tensor]:
-        """Return attention of ``query`` (lanes, heads, queries, dim) over the page and its log-sum-exp; keys and values,
-        where they are formed after all, count as workspace."""
+        """Return attention of ``query`` (lanes, heads, queries, dim) over the page and its log-sum-exp; keys and
+        values, where they are formed after all, count as workspace."""
         lanes, heads, queries, _ = query.shape
         kv_heads, batch = self.projection.kv_heads, len(self.hidden)
         if mask is not None and mask.shape[0] > 1:

@@ -1,7 +1,7 @@
 """Checkpoint kinds ``residual:s`` and ``tokens``: residuals entering every s-th layer, written as they pass by.
 
-Residuals are written when a token arrives, not when it leaves (by then they are gone), so the last ``budget`` tokens have
-both entries and residuals: KV-Direct's Eq. 28 leaves that out.
+Residuals are written when a token arrives, not when it leaves (by then they are gone), so the last ``budget`` tokens
+have both entries and residuals: KV-Direct's Eq. 28 leaves that out.
 """
 
 from __future__ import annotations
