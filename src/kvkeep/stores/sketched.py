@@ -143,10 +143,8 @@ class Sketched(EvictedStore):
             inside, scores = self.inside[:, :-1], self.scores[:, :-1]
             slots = torch.arange(inside.shape[1], dtype=torch.int32, device=inside.device)
             ranks = resident.ranks(slots.masked_fill(~inside, -1), scores)
-            if resident.selector.may_tie:  # of those that rank the same, the older comes back first
-                ranks, best = (one[:, :count] for one in ranks.sort(dim=1, descending=True, stable=True))
-            else:
-                ranks, best = ranks.topk(count, dim=1)
+            # Entries that share all their cells rank the same: the older comes back first.
+            ranks, best = (one[:, :count] for one in ranks.sort(dim=1, descending=True, stable=True))
             chosen = (resident.lowest(count) * self.swap_at < ranks) & (ranks > float("-inf"))
             if not chosen.any():
                 return
