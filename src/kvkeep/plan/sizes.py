@@ -121,6 +121,8 @@ def _selected(
     gone: list[Left] = []
     for (layer, own), count in alike.items():
         left = _left(arriving, min(own))
+        if fate.keeps:  # what comes back drives others out
+            left = [count + (recall.swapped(min(own) // 2) if count == 1 else 0) for count in left]
         gone += [(layer, left)] * count
         store = fate.holds(layer, geometry, within, left)
         reader = recall.holds(layer, geometry, held.tokens, max(0, held.tokens - min(own)))
