@@ -1,8 +1,11 @@
 """The contract: what every method promises on every family.
 
-What equals the unbounded cache is held against transformers' own. For the others it is what must be so all the same: the
-budget holds at every moment, rows do not see each other, whatever is done to rows and tokens leaves a sound cache, bytes
-are those of tensors, and a cache goes on as it would have wherever it is taken.
+What equals the unbounded cache is held against transformers' own. For the others it is what must be so all the same:
+the budget holds at every moment, rows do not see each other, whatever is done to rows and tokens leaves a sound cache,
+bytes are those of tensors, and a cache goes on as it would have wherever it is taken.
+
+Each property is held against every method, on a family that is another one for each method and each property (and for
+each KVKEEP_TURN in the environment, a number); a few methods of each kind meet all families.
 """
 
 from __future__ import annotations

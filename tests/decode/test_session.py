@@ -1,5 +1,5 @@
-"""Session files: what they hold, what is refused, and what a failed write leaves. That a cache goes on as if it had never
-been saved is in the contract (``tests/test_contract.py``), for every method."""
+"""Session files: what they hold, what is refused, and what a failed write leaves. That a cache goes on as if it had
+never been saved is in the contract (``tests/test_contract.py``), for every method."""
 
 from __future__ import annotations
 

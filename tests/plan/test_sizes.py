@@ -100,7 +100,9 @@ def test_more_tokens_and_more_entries_never_take_less(label: str) -> None:
     candidate, last = named(label, "llama"), 0
     for tokens in (200, 400, 800, 1600):
         predicted = sizes(geometry("llama"), candidate, tokens, 160)
-        room = geometry("llama").kv_bytes_per_token  # an entry's, which precision tiers cannot always use to the last byte
+        room = geometry(
+            "llama"
+        ).kv_bytes_per_token  # an entry's, which precision tiers cannot always use to the last byte
         assert predicted.resident + predicted.compressed + predicted.checkpoints >= last - room
         last = predicted.resident + predicted.compressed + predicted.checkpoints
     resident = [sizes(geometry("llama"), candidate, 3000, budget).resident for budget in (160, 320, 640, 1280)]
