@@ -13,11 +13,11 @@ import pytest
 import torch
 from families import tiny
 
-WORDS = (
+WORDS = (  # noqa: SIM905
     "the a of and to in is was it for on as with his he at by from her she that which or be this had not are but "
     "have an they you were their one all we can has there been if more when will would who so no out up into than "
     "them only its time over new some could these two may then do first any my now such like our man me even most"
-).split()  # noqa: SIM905
+).split()
 
 
 _FOLDERS = itertools.count()

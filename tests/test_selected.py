@@ -13,6 +13,7 @@ from helpers import NEW, assert_near, bounded, generate, padded, prompt, slots_o
 from test_contract import watched
 
 from kvkeep import KeepCache, UsageError
+from kvkeep.stores import slots
 from kvkeep.stores.layer import Layer
 
 
@@ -129,6 +130,28 @@ def test_of_entries_that_rank_alike_the_oldest_leaves(name: str, monkeypatch: py
         step("llama", cache, ids[:, low:high])
     for layer in bounded(cache):
         assert all(sorted(slots) == [*range(35, 51)] for slots in slots_of(layer))
+
+
+def test_entries_that_come_back_are_struck_out_of_what_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not of memory that is there for groups to come, which may hold any numbers."""
+    cache, asked, own = new_cache("lru+quantize:4+missed", "llama"), [], slots.flags_of
+    step("llama", cache, prompt(1, 170))
+    for layer in bounded(cache):
+        layer.evicted.slots[:, layer.evicted.held :] = layer.evicted.waiting[2][:, layer.evicted.count :] = 2**30
+    monkeypatch.setattr(slots, "flags_of", lambda held, length: asked.append(length) or own(held, length))
+    for token in range(3):
+        step("llama", cache, prompt(1, 3)[:, token : token + 1])
+    assert asked and max(asked) <= 173
+
+
+def test_where_no_entry_is_missing_nothing_is_masked() -> None:
+    """A decoding step of one row reads what left without a mask, as "kv-direct" does."""
+    cache = new_cache("h2o+kv", "llama")
+    step("llama", cache, prompt(1, 64))
+    step("llama", cache, prompt(1, 1))
+    for layer in bounded(cache):
+        pieces = [*layer.evicted.pieces(torch.empty(0), layer.resident, layer.length)]
+        assert pieces and not any(piece.holes for piece in pieces)
 
 
 # -- memory -------------------------------------------------------------------------------------------

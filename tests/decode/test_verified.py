@@ -72,14 +72,17 @@ def test_drafts_are_refused_and_sampling_is_stock_without_copies_too(name: str) 
         )
         seen.append((held + cache.compressed_bytes()) / cache.geometry.kv_bytes_per_token)
 
-    options = {**SAMPLES, "temperature": 0.4, "max_new_tokens": 60 if case.waits else 20}
+    options = SAMPLES | ({"temperature": 0.4, "max_new_tokens": 60} if case.waits else {"max_new_tokens": 24})
     handle = tiny("llama").register_forward_hook(watch)
     try:
         ours = rounds("llama", cache, prompt(1, case.length), prompt_lookup_num_tokens=0, **options)
     finally:
         handle.remove()
     assert ours.sequences.tolist() == generated("llama", (case.length,), **options).sequences.tolist()
-    assert 0 <= statistics(cache).accepted < statistics(cache).drafted
+    assert statistics(cache).drafted > 0
+    assert (
+        statistics(cache).accepted < statistics(cache).drafted or not case.holds
+    )  # who keeps all drafts all but exactly
     assert case.budget is not None and seen
     assert not case.holds or max(seen) <= case.budget
 

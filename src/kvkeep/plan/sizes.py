@@ -17,7 +17,6 @@ from kvkeep.policies.request import PAGE
 from kvkeep.stores.banks import bank_columns
 from kvkeep.stores.paged import pool_rows
 
-
 Left = tuple[LayerGeometry, list[int]]
 """A layer, and how many of its entries left, by pass."""
 

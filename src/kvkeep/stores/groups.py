@@ -119,10 +119,10 @@ class Groups(EvictedStore):
 
     def forget(self, slots: Tensor) -> None:
         """Leave holes where entries are resident again."""
-        for held in (self.slots, *self.waiting[2:]):
-            if held is not None:
-                self.holes = True
-                held.copy_(without(held.flatten(1), slots).view_as(held))
+        written = [] if self.slots is None else [self.slots[:, : self.held]]
+        for held in (*written, *(one[:, : self.count] for one in self.waiting[2:])):
+            self.holes = True
+            held.copy_(without(held.flatten(1), slots).view_as(held))
 
     def select(self, lanes: Tensor) -> None:
         """Make the lanes those of an index."""
