@@ -59,7 +59,7 @@ def test_time_grows_with_the_context_and_with_what_is_recalled(machine: Machine)
             costs = cost(shape, candidate, sizes(shape.geometry, candidate, tokens, budget), machine, 0.95)
             assert costs.step >= last[0] and costs.prefill > last[1]
             last = costs.step, costs.prefill
-        if candidate.method.checkpoints and not candidate.method.recall.drafts:
+        if candidate.method.fate.checkpoints and not candidate.method.recall.backed:
             few, many = (
                 cost(shape, candidate, sizes(shape.geometry, candidate, 4096, entries), machine, 0.95).step
                 for entries in (256, 3584)
