@@ -66,6 +66,7 @@ def _read(gguf: Path) -> tuple[Any, Any]:
     from transformers import AutoTokenizer
 
     try:
+        _check_header(gguf)
         with quiet():
             tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
             model = read_weights(gguf.parent, str(gguf), gguf_file=gguf.name, dtype=torch.float32)
@@ -81,6 +82,23 @@ def _read(gguf: Path) -> tuple[Any, Any]:
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     return model, tokenizer
+
+
+def _check_header(gguf: Path) -> None:
+    """Raise ModelError where the header asks for more than the file can hold: transformers would make it all first."""
+    from gguf import GGUFReader
+
+    reader = GGUFReader(gguf)
+    sizes = {int(size) for tensor in reader.tensors for size in tensor.shape}
+    for key, field in reader.fields.items():
+        name = key.partition(".")[2]
+        if name not in ("block_count", "embedding_length"):
+            continue
+        value = int(field.parts[field.data[0]][0])
+        if name == "block_count" and not 0 < value <= len(reader.tensors):
+            raise _unreadable(gguf, ValueError(f"{value} layers of {len(reader.tensors)} tensors"))
+        if name == "embedding_length" and value not in sizes:
+            raise _unreadable(gguf, ValueError(f"no tensor is {value} wide"))
 
 
 def _unreadable(gguf: Path, error: Exception) -> ModelError:

@@ -9,5 +9,5 @@ from pathlib import Path
 def cache_folder() -> Path:
     """Return the user's cache folder for kvkeep: ``$KVKEEP_CACHE``, or ``kvkeep`` in the XDG cache home."""
     if own := os.environ.get("KVKEEP_CACHE"):
-        return Path(own)
+        return Path(own).expanduser()  # whoever sets it without a shell writes ~ all the same
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvkeep"

@@ -43,7 +43,6 @@ class Ranking:
 
     def __init__(self, selector: Selector, banks: Banks, ledger: Ledger, layer: int, scored: bool) -> None:
         self.selector, self.banks, self.ledger, self.layer, self.scored = selector, banks, ledger, layer, scored
-        self.may_tie = selector.may_tie or scored  # what comes back from a summary may well tie
 
     def candidates(
         self, bank: Bank | None, slots: Tensor, scores: Tensor | None, length: int, new: int = 0
@@ -114,7 +113,7 @@ def replace_lowest(bank: Bank, new: Arriving, ranking: Ranking, wanted: bool) ->
     if holes:
         rank = rank.float().masked_fill(bank.slots < 0, float("-inf"))
         bank.vacant -= 1
-    if ranking.may_tie:
+    if ranking.selector.may_tie or ranking.scored:  # what comes back as an estimate may be like another
         rank = torch.where(rank == rank.amin(1, keepdim=True), bank.slots, 2**31 - 1)
     victim = rank.argmin(1, keepdim=True)
     left = bank.at(victim, ranking.scored)._replace(holes=holes) if wanted else None

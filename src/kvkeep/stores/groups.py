@@ -59,7 +59,7 @@ class Groups(EvictedStore):
         """Take entries that leave."""
         rows = left[:3]
         if not self.waiting:
-            self.waiting = [one.new_empty(len(one), GROUP, *one.shape[2:]) for one in rows]
+            self.waiting = [one.new_full((len(one), GROUP, *one.shape[2:]), -1) for one in rows]
         start, total = 0, left.slots.shape[1]
         while start < total:
             count = min(GROUP - self.count, total - start)
@@ -86,6 +86,7 @@ class Groups(EvictedStore):
         old = [] if self.slots is None else [*self.parts, self.slots]
         size = grown(self.held, self.room)
         fresh = [part.new_empty(len(part), size, *part.shape[1:]) for part in like]
+        fresh[-1].fill_(-1)  # no slot is one that nobody wrote
         for part, before in zip(fresh, old, strict=False):
             part[:, : self.held] = before[:, : self.held]
         *self.parts, self.slots = fresh

@@ -143,7 +143,7 @@ class Sketched(EvictedStore):
             inside, scores = self.inside[:, :-1], self.scores[:, :-1]
             slots = torch.arange(inside.shape[1], dtype=torch.int32, device=inside.device)
             ranks = resident.ranks(slots.masked_fill(~inside, -1), scores)
-            # Entries that share all their cells rank the same: the older comes back first.
+            # Of those that rank the same the older comes back first: entries that share slots are estimated alike.
             ranks, best = (one[:, :count] for one in ranks.sort(dim=1, descending=True, stable=True))
             chosen = (resident.lowest(count) * self.swap_at < ranks) & (ranks > float("-inf"))
             if not chosen.any():
