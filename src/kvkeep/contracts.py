@@ -678,6 +678,10 @@ class Recall(ABC):
         """Return how many of a budget's ``entries`` are for tokens that wait for a decision, 0 where none does."""
         return 0
 
+    def swapped(self, away: int) -> int:
+        """Return how many of ``away`` entries of a KV head may be resident after a step, in place of as many others."""
+        return 0
+
     @abstractmethod
     def reader(self, site: Site, round: Any) -> Reader:
         """Return the reader of one layer; ``round``: of draft and verify, None where there is none."""

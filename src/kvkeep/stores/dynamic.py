@@ -183,7 +183,9 @@ class SlidingLayer(DynamicSlidingWindowLayer):
         return codes
 
     def state(self) -> dict[str, Tensor]:
-        return {"keys": self.keys, "values": self.values} if self.is_initialized else {}
+        """Return what must be saved: the window, whatever else is recorded."""
+        window = slice(-self.sliding_window + 1, None)
+        return {"keys": self.keys[:, :, window], "values": self.values[:, :, window]} if self.is_initialized else {}
 
     def restore(self, state: dict[str, Tensor], length: int) -> None:
         """Take what :meth:`state` gave, as a window of ``length`` tokens."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
@@ -117,10 +118,10 @@ class Groups(EvictedStore):
 
     def forget(self, slots: Tensor) -> None:
         """Leave holes where entries are resident again."""
-        for held in (self.slots, *self.waiting[2:]):
-            if held is not None:
-                self.holes = True
-                held.copy_(without(held.flatten(1), slots).view_as(held))
+        written = [] if self.slots is None else [self.slots[:, : self.held]]
+        for held in (*written, *(one[:, : self.count] for one in self.waiting[2:])):
+            self.holes = True
+            held.copy_(without(held.flatten(1), slots).view_as(held))
 
     def select(self, lanes: Tensor) -> None:
         self.waiting = [rows.index_select(0, lanes.to(rows.device)) for rows in self.waiting]
@@ -154,7 +155,7 @@ class Groups(EvictedStore):
         if not self.parts or self.slots is None:
             within("counts", self.written, 0, 1)
             return
-        within("counts", self.written, 1, extent.slots // GROUP + 1)
+        within("counts", self.written, 1, sys.maxsize)  # entries that came back, or again, are written once more
         groups = self.slots.shape[1]
         within("groups", groups, self.held, (groups if self.room is None else self.room) + 1)
         made = self.codec.encode(torch.zeros_like(keys), torch.zeros_like(values), torch.zeros_like(slots))

@@ -53,3 +53,7 @@ class FetchOnMiss(PagesThatMatter):
     def entries(self, away: int) -> int:
         """Return how many of ``away`` entries of a KV head come back after a step, at most."""
         return min(away, self.limit)
+
+    def swapped(self, away: int) -> int:
+        """Return all of them."""
+        return self.entries(away)
