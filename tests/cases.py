@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,8 +13,11 @@ import kvkeep
 from kvkeep import EntryState, KeepCache
 
 ALL = tuple(FAMILIES)
+TURN = int(os.environ.get("KVKEEP_TURN", "0"))
+"""Another number, another family for each method and property."""
 SIX = ("llama", "gemma3", "gpt2", "deepseek_v3", "gemma4", "phi3")
-"""Families that differ in what a cache sees: grouped heads, windows, no rotation, latents, shared layers, fused weights."""
+"""Families that differ in what a cache sees: grouped heads, windows, no rotation, latents, shared layers, fused
+weights."""
 ROTARY = tuple(family for family in ALL if family not in ("gpt2", "deepseek_v3", "gemma4"))
 PLAIN = ("llama", "mistral", "qwen2")
 """Families with projections of keys by themselves, and no norm after them."""
@@ -27,9 +31,9 @@ class Case:
     """One method as the contract tests it.
 
     spec, options: of a :class:`KeepCache`. equals: what it gives is what the unbounded cache gives. length: of the
-    longest prompt, chunk: tokens of it at a time, None by default. becomes: what is made of what leaves. alone: a row of a
-    padded batch is what it is "alone", or alone and "padded" as much; "" where others' padding changes what it is kept as.
-    holds: resident and compressed entries are within the budget; else what leaves is kept whole and memory grows.
+    longest prompt, chunk: tokens of it at a time, None by default. becomes: what is made of what leaves. alone: a row
+    of a padded batch is what it is "alone", or alone and "padded" as much; "" where others' padding changes what it is
+    kept as. holds: resident and compressed entries are within the budget; else what leaves is kept whole.
     """
 
     spec: str
@@ -67,7 +71,7 @@ class Case:
     @property
     def loses(self) -> bool:
         """Whether what is kept in a smaller form is gone in the end."""
-        return self.becomes == EntryState.QUANTISED
+        return self.becomes == CODED
 
     @property
     def lengths(self) -> list[int]:
@@ -76,19 +80,22 @@ class Case:
         return [self.length, self.length - chunk, self.length - 2 * chunk]
 
 
+CODED, MERGED, SKETCHED = EntryState.QUANTISED, EntryState.MERGED, EntryState.SKETCHED
+
+
 def _exact(spec: str, budget: int | None = 16, **given: Any) -> Case:
     own = {name: given.pop(name) for name in [*given] if name in Case.__dataclass_fields__}
     return Case(spec, budget, given, **own)
 
 
 def _lossy(spec: str, budget: int = 16, **given: Any) -> Case:
-    about = {"equals": False, "promise": "lossy", "chunk": 16, "becomes": EntryState.DROPPED, "families": SIX}
+    about = {"equals": False, "promise": "lossy", "chunk": 16, "becomes": EntryState.DROPPED}
     return Case(spec, budget, **(about | given))
 
 
 def _grouped(spec: str, budget: int, **given: Any) -> Case:
     """What leaves is kept by groups of 32, which takes a longer text."""
-    about = {"length": 170, "chunk": 32, "becomes": EntryState.QUANTISED, "alone": ""}
+    about = {"length": 170, "chunk": 32, "becomes": CODED, "alone": ""}
     return _lossy(spec, budget, **(about | given))
 
 
@@ -116,7 +123,8 @@ EXACT: dict[str, Case] = {
     "h2o+segments:99": _exact("h2o+segments:99", promise="reversible", holds=False),
     "h2o+certified:0": _exact("h2o+certified:0", promise="reversible", checkpoint="kv", where="host"),
     "snapkv+residual+pages:all": _exact(
-        "snapkv:window=4,kernel=3+checkpoint:residual+pages:all", 17, promise="reversible", chunk=9, where="host", page=6
+        "snapkv:window=4,kernel=3+checkpoint:residual+pages:all",
+        17, promise="reversible", chunk=9, where="host", page=6,
     ),
     "duo-attention+pages:all": _exact(
         "duo-attention:sinks=2+pages:all", promise="reversible", checkpoint="kv", where="disk"
@@ -124,12 +132,13 @@ EXACT: dict[str, Case] = {
     # The same beside a store that keeps what leaves in a smaller form, of which then nothing is needed.
     **{
         f"{store}+{recall}": _exact(
-            f"{selector}+{store}+{recall}", budget, promise="reversible", length=length, checkpoint="kv", where=where, **given
+            f"{selector}+{store}+{recall}", budget, promise="reversible", length=length, checkpoint="kv", where=where,
+            **given,
         )
         for store, selector, budget, length, given in (
-            ("quantize:4", "h2o", 100, 170, {"becomes": EntryState.QUANTISED}),
-            ("tiers", "snapkv:window=4,kernel=3", 60, 170, {"becomes": EntryState.QUANTISED}),
-            ("sketch", "random", 24, 45, {"becomes": EntryState.SKETCHED}),
+            ("quantize:4", "h2o", 100, 170, {"becomes": CODED}),
+            ("tiers", "snapkv:window=4,kernel=3", 60, 170, {"becomes": CODED}),
+            ("sketch", "random", 24, 45, {"becomes": SKETCHED}),
             ("segments:2", "tova", 16, 110, {"holds": False}),
         )
         for recall, where in (("pages:all", "host"), ("certified:0", "disk"))
@@ -144,29 +153,33 @@ DRAFTING: dict[str, Case] = {
     "tova+verified, tokens": _exact("tova+verified:2", checkpoint="tokens", where="device", page=6),
     "duo-attention+verified, kv": _exact("duo-attention:sinks=2+verified:4", checkpoint="kv", where="host"),
     "knorm+kv+verified": _exact("knorm+checkpoint:kv+verified:4", chunk=5),
-    "h2o+quantize:8+verified": _exact("h2o+quantize:8+verified:5", 130, length=170, checkpoint="kv", becomes=EntryState.QUANTISED),
-    "quantized:4+verified": _exact("quantized:4+verified:5", 110, length=170, checkpoint="residual", becomes=EntryState.QUANTISED),
+    "h2o+quantize:8+verified": _exact("h2o+quantize:8+verified:5", 130, length=170, checkpoint="kv", becomes=CODED),
+    "quantized:4+verified": _exact("quantized:4+verified:5", 110, length=170, checkpoint="residual", becomes=CODED),
     "longcache+verified": _exact("longcache+verified:5", 24, length=90, checkpoint="kv", holds=False),
-    "kvslimmer+verified": _exact("kvslimmer:sinks=2,slack=3+verified:3", 22, checkpoint="kv", becomes=EntryState.MERGED, families=ROTARY),
-    "asymkv+verified": _exact("asymkv:sinks=1,cap=0+verified:4", 22, checkpoint="residual", becomes=EntryState.MERGED, families=ROTARY),
-    "revive+verified": _exact("revive+verified:4", 64, length=170, checkpoint="kv", becomes=EntryState.QUANTISED),
-    "h2o+merge+verified": _exact("h2o+merge+verified:3", 20, checkpoint="kv", becomes=EntryState.MERGED),
-    "snapkv+sketch+verified": _exact(
-        "snapkv:window=4,kernel=3+sketch+verified:3", 24, checkpoint="kv", becomes=EntryState.SKETCHED
+    "kvslimmer+verified": _exact(
+        "kvslimmer:sinks=2,slack=3+verified:3", 22, checkpoint="kv", becomes=MERGED, families=ROTARY
     ),
-    "kvreviver+verified": _exact("kvreviver+verified:3", 24, checkpoint="residual", becomes=EntryState.SKETCHED),
+    "asymkv+verified": _exact(
+        "asymkv:sinks=1,cap=0+verified:4", 22, checkpoint="residual", becomes=MERGED, families=ROTARY
+    ),
+    "revive+verified": _exact("revive+verified:4", 64, length=170, checkpoint="kv", becomes=CODED),
+    "h2o+merge+verified": _exact("h2o+merge+verified:3", 20, checkpoint="kv", becomes=MERGED),
+    "snapkv+sketch+verified": _exact(
+        "snapkv:window=4,kernel=3+sketch+verified:3", 24, checkpoint="kv", becomes=SKETCHED
+    ),
+    "kvreviver+verified": _exact("kvreviver+verified:3", 24, checkpoint="residual", becomes=SKETCHED),
     "lowrank+verified": _exact(
-        "lowrank:4+verified:4", 60, length=170, checkpoint="kv", becomes=EntryState.QUANTISED, families=PLAIN
+        "lowrank:4+verified:4", 60, length=170, checkpoint="kv", becomes=CODED, families=PLAIN
     ),
 }  # fmt: skip
 """Whatever drafts, the forward pass itself is exact, and so is decoding in rounds."""
 
 LOSSY: dict[str, Case] = {
     "window": _lossy("window"),
-    "streaming-llm": _lossy("streaming-llm:sinks=3", families=("llama", "gemma3", "phi3")),
+    "streaming-llm": _lossy("streaming-llm:sinks=3", families=ROTARY),
     "streaming-llm, absolute": _lossy("streaming-llm:positions=absolute"),
     "h2o": _lossy("h2o"),
-    "h2o-fisher": _lossy("h2o-fisher", families=("llama", "qwen3", "gemma3")),
+    "h2o-fisher": _lossy("h2o-fisher", families=(*PLAIN, "qwen3", "gemma3", "qwen3_moe", "gemma4")),
     "snapkv": _lossy("snapkv:window=6,kernel=3"),
     "tova": _lossy("tova"),
     "pyramidkv": _lossy("pyramidkv:window=4,kernel=3"),
@@ -185,7 +198,7 @@ LOSSY: dict[str, Case] = {
         )
     },
     **{
-        name: _lossy(spec, becomes=EntryState.MERGED, **given)
+        name: _lossy(spec, becomes=MERGED, **given)
         for name, spec, given in (
             ("h2o+merge", "h2o+merge", {}),
             ("snapkv+merge:slot", "snapkv:window=6,kernel=3+merge:slot", {}),
@@ -197,7 +210,7 @@ LOSSY: dict[str, Case] = {
         )
     },
     **{
-        name: _lossy(spec, promise="reversible", becomes=EntryState.SKETCHED)
+        name: _lossy(spec, promise="reversible", becomes=SKETCHED)
         for name, spec in (
             ("h2o+sketch", "h2o+sketch"),
             ("kvreviver", "kvreviver"),
@@ -233,15 +246,20 @@ def taken(name: str, family: str) -> bool:
     return family in case.families and kind not in REFUSES.get(family, ())
 
 
-def pairs(wanted: Callable[[Case], bool] = lambda case: True, turn: int | None = None) -> list[Pair]:
-    """Return cases with the families that they work on; ``turn``: a third of them, another one for each of three turns,
-    that has each case on a third of the families and each family with a third of the cases."""
-    return [
-        (name, family)
-        for row, (name, case) in enumerate(CASES.items())
-        for column, family in enumerate(family for family in case.families if taken(name, family))
-        if wanted(case) and (turn is None or (row + column + turn) % 3 == 0)
-    ]
+def pairs(
+    turn: int, wanted: Callable[[Case], bool] = lambda case: True, *, everywhere: Sequence[str] = ()
+) -> list[Pair]:
+    """Return cases, each with one of the families that it works on, which is another one for each ``turn`` of as many:
+    the next case has the next family. ``everywhere``: cases that come with all of them.
+
+    Where entries come back as they are, every family is told apart by how it projects them; else by what a cache sees.
+    """
+    found = []
+    for row, (name, case) in enumerate(CASES.items()):
+        own = [family for family in (ALL if case.equals else SIX) if taken(name, family)]
+        own = own if name in everywhere else [own[(row + turn + TURN) % len(own)]]
+        found += [(name, family) for family in own if wanted(case)]
+    return found
 
 
 def new_cache(name: str, family: str, **options: Any) -> KeepCache:

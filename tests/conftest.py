@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,11 +13,14 @@ import pytest
 import torch
 from families import tiny
 
-WORDS = (
+WORDS = (  # noqa: SIM905
     "the a of and to in is was it for on as with his he at by from her she that which or be this had not are but "
     "have an they you were their one all we can has there been if more when will would who so no out up into than "
     "them only its time over new some could these two may then do first any my now such like our man me even most"
 ).split()
+
+
+_FOLDERS = itertools.count()
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -28,7 +32,7 @@ def _one_thread() -> None:
 def own_cache_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, request: Any) -> None:
     """Nothing a test writes lands in the user's cache folder, except that real models are taken from there."""
     if request.node.get_closest_marker("real") is None:
-        monkeypatch.setenv("KVKEEP_CACHE", str(tmp_path_factory.mktemp("cache")))
+        monkeypatch.setenv("KVKEEP_CACHE", str(tmp_path_factory.getbasetemp() / f"cache{next(_FOLDERS)}"))
 
 
 def tokenizer() -> Any:

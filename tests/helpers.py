@@ -16,7 +16,7 @@ from transformers import DynamicCache, set_seed
 from kvkeep import KeepCache
 from kvkeep.stores.layer import Layer
 
-PROMPT, NEW = 45, 8
+PROMPT, NEW = 45, 6
 
 
 # -- texts --------------------------------------------------------------------------------------------
@@ -68,8 +68,7 @@ def read(model: Any, cache: Any, tokens: Tensor, mask: Tensor | None = None, sin
 
 def expected(model: Any, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
     """Return transformers' own logits of all positions of a text, computed once for each."""
-    key = tokens.tolist()
-    return _expected(model, _frozen(key), None if mask is None else _frozen(mask.tolist()))
+    return _expected(model, _frozen(tokens.tolist()), None if mask is None else _frozen(mask.tolist()))
 
 
 def _frozen(rows: list[list[int]]) -> tuple[tuple[int, ...], ...]:
@@ -99,6 +98,16 @@ def generate(family: str, cache: Any, ids: Tensor, mask: Tensor | None = None, *
 def generated(family: str, lengths: tuple[int, ...], **options: Any) -> Any:
     """What transformers' own cache gives for :func:`padded` rows, computed once."""
     return _generated(family, lengths, tuple(options.items()))
+
+
+def answered(family: str, ids: Tensor) -> Any:
+    """What transformers' own cache gives for a text, computed once."""
+    return _answered(family, _frozen(ids.tolist()))
+
+
+@memoised
+def _answered(family: str, ids: tuple[tuple[int, ...], ...]) -> Any:
+    return generate(family, stock(family), torch.tensor(ids))
 
 
 @memoised
@@ -143,23 +152,25 @@ def slots_of(layer: Layer) -> list[list[int]]:
 
 def allocated(cache: KeepCache) -> int:
     """Bytes of all tensors that can be reached from a cache, each storage once; not those of models and requests."""
-    seen: dict[int, int] = {}
-
-    def walk(value: Any, depth: int = 0) -> None:
+    sizes: dict[int, int] = {}
+    seen: dict[int, Any] = {}
+    walk = [cache]
+    while walk:
+        value = walk.pop()
         if isinstance(value, Tensor):
-            seen[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
-        elif isinstance(value, dict | list | tuple):
-            for item in value.values() if isinstance(value, dict) else value:
-                walk(item, depth + 1)
-        elif (
-            type(value).__module__.startswith(("kvkeep", "transformers.cache_utils"))
-            and type(value).__name__ not in ("Adapter", "Request")
-            and depth < 20
+            sizes[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+        elif id(value) in seen or value is None or isinstance(value, str | int):
+            continue
+        seen[id(value)] = value
+        if isinstance(value, dict):
+            walk += value.values()
+        elif isinstance(value, list | tuple):
+            walk += value
+        elif type(value).__name__ not in ("Adapter", "Request", "ModelGeometry") and type(value).__module__.startswith(
+            ("kvkeep", "transformers.cache_utils")
         ):
-            walk(dict(vars(value)), depth + 1)
-
-    walk(cache)
-    return sum(seen.values())
+            walk.append(dict(vars(value)))
+    return sum(sizes.values())
 
 
 def counted(cache: KeepCache) -> int:

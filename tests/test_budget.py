@@ -127,7 +127,7 @@ def test_bytes_pay_the_windows_first() -> None:
     window_bytes = 2 * 33 * 64  # 2 sliding layers of 33: 32 entries, and after a step the memory of one more
     budget = Budget.parse(f"{window_bytes + 100 * 128 + 127}B")
     assert budget.entries(MIXED) == 100
-    assert budget.entries(MIXED, context=10) == 100 + (2 * 22 * 64 + 127) // 128
+    assert budget.entries(MIXED, context=10) == 100 + (2 * 23 * 64 + 127) // 128
     assert budget.entries(FULL) == (window_bytes + 100 * 128 + 127) // 128
 
 

@@ -1,8 +1,11 @@
 """The contract: what every method promises on every family.
 
-What equals the unbounded cache is held against transformers' own. For the others it is what must be so all the same: the
-budget holds at every moment, rows do not see each other, whatever is done to rows and tokens leaves a sound cache, bytes
-are those of tensors, and a cache goes on as it would have wherever it is taken.
+What equals the unbounded cache is held against transformers' own. For the others it is what must be so all the same:
+the budget holds at every moment, rows do not see each other, whatever is done to rows and tokens leaves a sound cache,
+bytes are those of tensors, and a cache goes on as it would have wherever it is taken.
+
+Each property is held against every method, on a family that is another one for each method and each property (and for
+each KVKEEP_TURN in the environment, a number); a few methods of each kind meet all families.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from families import FAMILIES, tiny
 from helpers import (
     NEW,
     allocated,
+    answered,
     assert_near,
     assert_same,
     bounded,
@@ -31,7 +35,6 @@ from helpers import (
     read,
     slots_of,
     step,
-    stock,
 )
 
 import kvkeep
@@ -84,9 +87,7 @@ def test_every_case_keeps_its_word_on_every_family() -> None:
     for name, case in CASES.items():
         assert resolve(case.spec).exactness == case.promise, name
         for family in ALL:
-            if not taken(name, family) and (case.equals or family not in case.families):
-                if case.families == CASES["h2o"].families:  # it works, and a few families are enough
-                    continue
+            if not taken(name, family):
                 with pytest.raises(UnsupportedModelError, match=tiny(family).config.model_type):
                     new_cache(name, family)
 
@@ -186,26 +187,47 @@ def assert_states(layer: Any, case: Case, codes: torch.Tensor, real: torch.Tenso
 
 # -- a text, and rows of a batch --------------------------------------------------------------------------
 
-
-@pytest.mark.parametrize(("name", "family"), pairs())
-def test_a_text_and_what_is_generated(name: str, family: str) -> None:
-    """Greedily, by transformers' own generate(), in rounds where the method drafts."""
-    case, cache = CASES[name], new_cache(name, family)
-    lengths = watched(cache, case)
-    ours = generate(family, cache, prompt(1, case.length), **case.rounds)
-    assert cache.get_seq_length() == case.length + NEW - 1
-    if case.equals:
-        assert_same(ours, generated(family, (case.length,)))
-    else:
-        assert all(logits.isfinite().all() for logits in ours.logits)
-    if cache.stream is not None:
-        begin = chunks(cache, case.length)
-        assert lengths[: len(begin)] == begin
-        assert case.drafts or lengths == [*begin, *range(case.length + 1, case.length + NEW)]
-    assert_accounts(cache, case, [0])
+# One of each way to keep, rebuild, choose, merge and recall, which meets every family.
+EVERYWHERE = (
+    "full",
+    "kv",
+    "residual",
+    "residual:3",
+    "tokens",
+    "h2o+kv",
+    "h2o+verified, residual",
+    "snapkv",
+    "kvslimmer",
+)
 
 
-@pytest.mark.parametrize(("name", "family"), pairs())
+@pytest.mark.parametrize(("name", "family"), pairs(0, everywhere=EVERYWHERE))
+def test_a_text_is_answered_in_two_turns_and_after_a_reset_again(name: str, family: str) -> None:
+    """Greedily, by transformers' own generate(), in rounds where the method drafts. A reset forgets everything, and
+    then, without a mask of ones, all is the same to the bit."""
+    case, cache, conversation = CASES[name], new_cache(name, family), prompt(1, CASES[name].length)
+    lengths, answers = watched(cache, case), []
+    for turn in range(2):
+        answers.append(generate(family, cache, conversation, **case.rounds))
+        assert cache.get_seq_length() == conversation.shape[1] + NEW - 1
+        if case.equals:
+            assert_same(answers[-1], answered(family, conversation))
+        else:
+            assert all(logits.isfinite().all() for logits in answers[-1].logits)
+        if cache.stream is not None and not turn:
+            begin = chunks(cache, case.length)
+            assert lengths[: len(begin)] == begin
+            assert case.drafts or lengths == [*begin, *range(case.length + 1, case.length + NEW)]
+        assert_accounts(cache, case, [0])
+        conversation = torch.cat([answers[-1].sequences, prompt(1, 7)], 1)
+    cache.reset()
+    assert cache.get_seq_length() == cache.resident_bytes() == cache.compressed_bytes() == 0
+    for place in range(1 if case.drafts else 3):
+        tokens = conversation[:, case.length + place - 1 : case.length + place] if place else prompt(1, case.length)
+        assert torch.equal(step(family, cache, tokens)[:, -1], answers[0].logits[place])
+
+
+@pytest.mark.parametrize(("name", "family"), pairs(1, everywhere=("h2o", "h2o+pages:1", "h2o+merge", "h2o+quantize:8")))
 def test_rows_of_a_padded_batch_are_what_they_are_alone(name: str, family: str) -> None:
     """Padded by whole chunks, so that each row's own tokens are taken in the same pieces as without padding."""
     case, cache = CASES[name], new_cache(name, family)
@@ -234,13 +256,13 @@ def test_rows_of_a_padded_batch_are_what_they_are_alone(name: str, family: str) 
         assert_near(again[1:], batch[1:])
         assert (again[0] - batch[0]).abs().max() > 0.1
         return
-    for row in range(3) if family == "llama" else (list(FAMILIES).index(family) % 3,):
-        own = slice(row, row + 1)
-        alone = (ids[own], mask[own]) if case.alone == "padded" else (ids[own, padding[row] :], None)
-        assert_near(batch[own], read(family, new_cache(name, family), *alone))
+    row = (list(CASES).index(name) + list(FAMILIES).index(family)) % 3
+    own = slice(row, row + 1)
+    alone = (ids[own], mask[own]) if case.alone == "padded" else (ids[own, padding[row] :], None)
+    assert_near(batch[own], read(family, new_cache(name, family), *alone))
 
 
-@pytest.mark.parametrize(("name", "family"), [pair for pair in pairs(differs, 0) if pair not in NORMED])
+@pytest.mark.parametrize(("name", "family"), [pair for pair in pairs(2, differs) if pair not in NORMED])
 def test_a_padded_row_generates_what_it_does_alone(name: str, family: str) -> None:
     """Padded by any number of slots, where the whole prompt is taken at once."""
     case = CASES[name]
@@ -249,16 +271,16 @@ def test_a_padded_row_generates_what_it_does_alone(name: str, family: str) -> No
     lengths, room = [45, 38, 21], {"budget": 48, "chunk": 45 if "streaming-llm:sinks" in case.spec else 48}
     ids, mask = padded(lengths)
     batch = generate(family, new_cache(name, family, **room), ids, mask)
-    for row, length in enumerate(lengths):
-        own = slice(row, row + 1)
-        given = (ids[own], mask[own]) if case.alone == "padded" else (ids[own, 45 - length :], None)
-        alone = generate(family, new_cache(name, family, **room), *given)
-        assert batch.sequences[own, -NEW:].tolist() == alone.sequences[:, -NEW:].tolist()
-        for one, other in zip(batch.logits, alone.logits, strict=True):
-            assert_near(one[own], other)
+    row = 1 + list(CASES).index(name) % 2
+    own = slice(row, row + 1)
+    given = (ids[own], mask[own]) if case.alone == "padded" else (ids[own, 45 - lengths[row] :], None)
+    alone = generate(family, new_cache(name, family, **room), *given)
+    assert batch.sequences[own, -NEW:].tolist() == alone.sequences[:, -NEW:].tolist()
+    for one, other in zip(batch.logits, alone.logits, strict=True):
+        assert_near(one[own], other)
 
 
-@pytest.mark.parametrize(("name", "family"), [pair for pair in pairs(turn=0) if pair not in NORMED])
+@pytest.mark.parametrize(("name", "family"), [pair for pair in pairs(3, differs) if pair not in NORMED])
 def test_rows_in_another_order_repeated_and_left_out_go_on(name: str, family: str) -> None:
     """As if the batch had been so from the start; in a chunk that is long enough for a group to become one."""
     case = CASES[name]
@@ -276,30 +298,34 @@ def test_rows_in_another_order_repeated_and_left_out_go_on(name: str, family: st
     for low, high in ((0, 36), (36, 37), (37, 38), (38, 39)):
         mask = torch.cat([mask, mask.new_ones(4, high - low)], 1)
         assert_near(*(step(family, each, tokens[:, low:high], mask) for each in (one, other)), 1e-3)
-    if not case.equals:
-        for mine, yours in zip(bounded(one), bounded(other), strict=True):
-            assert [set(slots) for slots in slots_of(mine)] == [set(slots) for slots in slots_of(yours)]
+    for mine, yours in zip(bounded(one), bounded(other), strict=True):
+        assert [set(slots) for slots in slots_of(mine)] == [set(slots) for slots in slots_of(yours)]
 
 
 # -- tokens are taken back ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "family"), pairs(equals, 1))
+@pytest.mark.parametrize(("name", "family"), pairs(4, equals))
 def test_what_follows_crops_and_choices_of_rows_equals_stock(name: str, family: str) -> None:
-    """After any of them the next step is what it is on a cache that never saw the rest."""
+    """After any of them the next step is what it is on a cache that never saw the rest. And a prompt taken in chunks
+    returns the outputs of all its positions, or as many of the last as are asked for."""
     case, cache, length = CASES[name], new_cache(name, family), CASES[name].length
     ids = prompt(3, length)
 
-    def same(ours: torch.Tensor, rows: torch.Tensor, stop: int) -> None:
-        assert_near(ours[:, -1], expected(family, ids[rows])[:, stop - 1])
+    def same(ours: torch.Tensor, rows: torch.Tensor, stop: int, last: int = 1) -> None:
+        assert_near(ours[:, -last:], expected(family, ids[rows])[:, stop - last : stop])
 
     cache.activate_past_recording()
-    step(family, cache, ids[:, : length - 15])
-    step(family, cache, ids[:, length - 15 : length - 5])
+    every = torch.arange(3)
+    same(step(family, cache, ids[:, : length - 15], logits_to_keep=0), every, length - 15, length - 15)
+    if streams(case) or family != "gemma4":  # whose last queries of shared layers transformers masks as the first
+        same(step(family, cache, ids[:, length - 15 : length - 5], logits_to_keep=9), every, length - 5, 9)
+    else:
+        step(family, cache, ids[:, length - 15 : length - 5])
     cache.crop(-9)  # deeper than what is resident would also do; sliding windows record one round only
     cut = length - 14
     assert cache.get_seq_length() == cut
-    same(step(family, cache, ids[:, cut : cut + 2]), torch.arange(3), cut + 2)
+    same(step(family, cache, ids[:, cut : cut + 2]), every, cut + 2)
     cache.crop(0)
     order = torch.tensor([2, 0, 1])
     cache.reorder_cache(order)
@@ -309,16 +335,14 @@ def test_what_follows_crops_and_choices_of_rows_equals_stock(name: str, family: 
     rows = order[torch.tensor([0, 0, 2, 2])]
     same(step(family, cache, ids[rows, cut + 3 : cut + 5]), rows, cut + 5)
     assert_sound(cache, case)
-    cache.reset()
-    assert cache.get_seq_length() == 0
-    same(step(family, cache, ids[:1, :5]), torch.tensor([0]), 5)
 
 
 @pytest.mark.parametrize(
-    ("name", "family", "gone"), [(*pair, (1, 9, 25)[number % 3]) for number, pair in enumerate(pairs(differs, 2))]
+    ("name", "family", "gone"), [(*pair, (1, 9, 25)[number % 3]) for number, pair in enumerate(pairs(5, differs))]
 )
-def test_crop_and_go_on(name: str, family: str, gone: int) -> None:
-    """Cropped slots are forgotten, those that are lost stay lost, and what comes next takes their places."""
+def test_crop_and_go_on(name: str, family: str, gone: int, tmp_path: Path) -> None:
+    """Cropped slots are forgotten, those that are lost stay lost, and what comes next takes their places, in a session
+    as well."""
     case, cache, length = CASES[name], new_cache(name, family), CASES[name].length
     cache.activate_past_recording()
     watched(cache, case)
@@ -343,7 +367,10 @@ def test_crop_and_go_on(name: str, family: str, gone: int) -> None:
         assert now.shape[2] == left and ((now == then) | (now == EntryState.DROPPED)).all()
     for low, high in ((0, 13), (13, 16), *((at, at + 1) for at in range(16, 20))):
         assert step(family, cache, ids[:, left + low : left + high]).isfinite().all()
+    save_session(tmp_path / "s", Session(cache, ids[:, : left + 20].tolist()))
+    again = load_session(tmp_path / "s", tiny(family)).cache
     cache.crop(0)
+    assert_near(*(step(family, one, ids[:, left + 20 : left + 21]) for one in (again, cache)))
     cache.reset()
     assert cache.get_seq_length() == cache.resident_bytes() == cache.compressed_bytes() == 0
 
@@ -373,9 +400,7 @@ BEAMS = {"num_beams": 3, "num_return_sequences": 2}
 SAMPLES = {"do_sample": True, "temperature": 0.7, "top_k": 0}
 
 
-@pytest.mark.parametrize(
-    ("name", "family", "way"), [(*pair, number % 2) for number, pair in enumerate(pairs(turn=2))]
-)
+@pytest.mark.parametrize(("name", "family", "way"), [(*pair, number % 2) for number, pair in enumerate(pairs(6))])
 def test_beams_and_samples(name: str, family: str, way: int) -> None:
     """Of a padded batch; what does not equal stock is at least the same each time."""
     case, options = CASES[name], (BEAMS, SAMPLES)[way]
@@ -394,12 +419,13 @@ def test_beams_and_samples(name: str, family: str, way: int) -> None:
     assert ours.sequences.tolist() == theirs.sequences.tolist()
 
 
-@pytest.mark.parametrize(("name", "family"), pairs(turn=0))
+@pytest.mark.parametrize(
+    ("name", "family"), [pair for pair in pairs(7) if pair[1] != "gemma4" or streams(CASES[pair[0]])]
+)
 def test_assisted_decoding(name: str, family: str) -> None:
     """Prompt lookup drafts tokens, most are rejected, and the cache is rolled back: what they drove out is lost where
     it can be, the rest stays sound."""
     case, cache, crops = CASES[name], new_cache(name, family), []
-    skip_where_stock_errs(name, family)
     watched(cache, case)
     own = cache.crop
 
@@ -414,64 +440,13 @@ def test_assisted_decoding(name: str, family: str) -> None:
     assert cache.get_seq_length() in (ids.shape[1] + NEW - 1, ids.shape[1] + NEW)
     assert min(crops) < 0
     if case.equals:
-        assert ours.sequences.tolist() == generate(family, stock(family), ids).sequences.tolist()
+        assert ours.sequences.tolist() == answered(family, ids).sequences.tolist()
 
 
-@pytest.mark.parametrize(("name", "family"), pairs(turn=1))
-def test_several_turns_on_one_cache(name: str, family: str) -> None:
-    case, ours, theirs = CASES[name], new_cache(name, family), stock(family)
-    watched(ours, case)
-    conversation = prompt(1, case.length)
-    for turn in range(2):
-        question = torch.cat([conversation, prompt(1, 6 + turn)], 1) if turn else conversation
-        mine = generate(family, ours, question, **case.rounds)
-        if case.equals:
-            assert_same(mine, generate(family, theirs, question))
-        conversation = mine.sequences
-    assert ours.get_seq_length() == conversation.shape[1] - 1
+# -- elsewhere -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "family"), pairs(equals, 0))
-def test_every_logit_of_a_long_input(name: str, family: str) -> None:
-    """A prompt taken in chunks still returns the outputs of all its positions."""
-    skip_where_stock_errs(name, family)
-    ids = prompt(2, CASES[name].length)
-    theirs = expected(family, ids)
-    assert_near(step(family, new_cache(name, family), ids, logits_to_keep=0), theirs)
-    assert_near(step(family, new_cache(name, family), ids, logits_to_keep=9), theirs[:, -9:])
-
-
-def skip_where_stock_errs(name: str, family: str) -> None:
-    """Gemma 4 computes only the last queries of its shared layers, and transformers 5.23 then masks them as if they
-    were the first. kvkeep's own attention does not; methods that leave attention to transformers do as it does."""
-    if streams(CASES[name]):
-        return
-    last = step(family, stock(family), prompt(), logits_to_keep=9)
-    if not torch.allclose(last, expected(family, prompt())[:, -9:], atol=2e-4, rtol=2e-4):
-        pytest.skip(f"transformers' own {family} is wrong here, and '{name}' uses its attention")
-
-
-# -- the same again, and elsewhere ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("name", "family"), pairs(turn=2))
-def test_runs_are_the_same_to_the_bit_and_a_mask_of_ones_changes_nothing(name: str, family: str) -> None:
-    """Also after a reset, which forgets everything."""
-    case, cache = CASES[name], new_cache(name, family)
-    ids = prompt(2, case.length + 4)
-    first = step(family, cache, ids[:, : case.length], torch.ones_like(ids[:, : case.length]))
-    first = torch.cat([first, *(step(family, cache, ids[:, at : at + 1]) for at in range(case.length, case.length + 4))])
-    cache.reset()
-    assert cache.get_seq_length() == cache.resident_bytes() == cache.compressed_bytes() == 0
-    step(family, cache, prompt(3, case.length))
-    cache.reset()
-    again = [step(family, cache, ids[:, : case.length])]
-    for at in range(case.length, case.length + 4):
-        again.append(step(family, cache, ids[:, at : at + 1], torch.ones_like(ids[:, : at + 1])))
-    assert torch.equal(first, torch.cat(again))
-
-
-@pytest.mark.parametrize(("name", "family"), pairs(turn=1))
+@pytest.mark.parametrize(("name", "family"), pairs(8))
 def test_forks_and_sessions_go_on_as_the_cache_does(name: str, family: str, tmp_path: Path) -> None:
     """A fork does what the original would, and neither sees what the other takes in afterwards; a session that was
     saved goes on as if it had never been."""
@@ -485,7 +460,7 @@ def test_forks_and_sessions_go_on_as_the_cache_does(name: str, family: str, tmp_
         assert other.model is model and other.describe() == cache.describe()
         assert other.get_seq_length() == case.length and other.certificate() == cache.certificate()
         assert [codes.tolist() for codes in other.entry_states()] == [codes.tolist() for codes in cache.entry_states()]
-    tokens = prompt(2, 20, seed=9)
+    tokens = prompt(2, 9, seed=9)
 
     def go_on(own: Any, order: list[int]) -> torch.Tensor:
         seen, logits = mask, []
@@ -494,21 +469,21 @@ def test_forks_and_sessions_go_on_as_the_cache_does(name: str, family: str, tmp_
             logits.append(step(family, own, tokens[:, low:high], seen))
         return torch.cat(logits, 1)
 
-    go_on(fork, [5, 6, 12])  # what nobody else sees
-    ours = go_on(cache, [1, 2, 8, 9])
-    assert_near(go_on(twin, [1, 2, 8, 9]), ours, 1e-5)
-    assert_near(go_on(session.cache, [1, 2, 8, 9]), ours, 1e-5)
+    go_on(fork, [5, 6])  # what nobody else sees
+    ours = go_on(cache, [1, 8, 9])
+    assert_near(go_on(twin, [1, 8, 9]), ours, 1e-5)
+    assert_near(go_on(session.cache, [1, 8, 9]), ours, 1e-5)
 
 
 @pytest.mark.parametrize("name", [*EXACT, *DRAFTING])
 def test_the_past_of_an_exact_cache_may_be_put_into_any_other(name: str) -> None:
-    """Of every exact method, into a third of all of them: what follows is what follows on the unbounded cache."""
+    """Of every exact method, into a sixth of all of them: what follows is what follows on the unbounded cache."""
     family, cases = "llama", EXACT | DRAFTING
     ids = prompt(1, 60)
     cache, number = new_cache(name, family), [*cases].index(name)
     step(family, cache, ids[:, :50])
     for place, (other, case) in enumerate(cases.items()):
-        if (place + number) % 3:
+        if (place + number) % 6:
             continue
         options = {"budget": case.budget, "chunk": case.chunk} | dict(case.options)
         try:
@@ -533,7 +508,10 @@ def refused(source: Case, target: Case) -> bool:
         or (two.selector.observation_window != 0 and target.promise != "exact")
         or two.fate.makes_room
         or kind[1].startswith("residual")
-        or ((kind[1] == "tokens" or "sketch" in target.spec or "lowrank" in target.spec) and not records(source, kind[0]))
+        or (
+            (kind[1] == "tokens" or "sketch" in target.spec or "lowrank" in target.spec)
+            and not records(source, kind[0])
+        )
     )
 
 
@@ -542,14 +520,14 @@ def records(case: Case, kind: str) -> bool:
     return kind not in ("", "kv") or "sketch" in case.spec or "kvreviver" in case.spec or "lowrank" in case.spec
 
 
-@pytest.mark.parametrize(("name", "family"), pairs(streams, 0))
+@pytest.mark.parametrize(("name", "family"), pairs(9, streams))
 def test_a_step_that_was_left_in_the_middle_can_be_taken_again(name: str, family: str) -> None:
     case, cache = CASES[name], new_cache(name, family)
     ids = prompt(2, case.length)
     step(family, cache, ids[:, :-5])
     if any(cache.is_sliding):  # which cannot be rolled back: it says so
         leave_in_the_middle(cache, lambda: step(family, cache, ids[:, -5:]))
-        with pytest.raises(kvkeep.KvkeepError, match="sliding windows cannot be rolled back; call reset"):
+        with pytest.raises(kvkeep.KvkeepError, match="a sliding window forgot is gone; call reset"):
             step(family, cache, ids[:, -5:])
         return
     leave_in_the_middle(cache, lambda: step(family, cache, ids[:, -5:]))

@@ -1,28 +1,60 @@
-"""The examples in the documentation run as they are written."""
+"""The documentation is true: examples run, tables are the registry's, links lead somewhere, imports go one way."""
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
-import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = sorted([*ROOT.glob("*.md"), ROOT / "lab" / "README.md", *(ROOT / "docs").rglob("*.md")])
+TABLE = re.compile(r"<!-- (kvkeep .*?) -->\n(.*?)\n<!-- end -->", re.DOTALL)
+CHEAP = ("generate", "chat", "methods", "models", "plan", "inspect")
+"""Commands that run here, on a tiny model."""
+DEAR = ("auto", "kvpress", "peer-", "cuda", "--check", "plan --context", "gemma3")
+"""What needs another package, device or model, or half a minute of calibration."""
+
+
+def read(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
 
 
 def blocks(page: Path, language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    return re.findall(rf"```{language}\n(.*?)```", read(page), re.DOTALL)
+
+
+def commands() -> Iterator[str]:
+    """Every kvkeep line of every page, once."""
+    lines = (
+        " ".join(line.partition("#")[0].split())
+        for page in PAGES for block in blocks(page, "sh") for line in block.replace("\\\n", " ").splitlines()
+    )  # fmt: skip
+    yield from dict.fromkeys(line for line in lines if line.startswith("kvkeep "))
+
+
+@pytest.fixture
+def registered() -> Iterator[None]:
+    """What an example registers is gone after it."""
+    from kvkeep.policies import registry
+
+    homes: list[dict[str, Any]] = [registry.SELECTORS, registry.FATES, registry.RECALLS, registry.PRESETS]
+    before = [dict(home) for home in homes]
+    yield
+    for home, own in zip(homes, before, strict=True):
+        home.clear()
+        home.update(own)
 
 
 @pytest.mark.real
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
 def test_python_examples(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    page: Path, registered: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import kvkeep
 
@@ -39,44 +71,120 @@ def test_python_examples(
         assert "Paris" in printed and "resident_bytes" in printed and "Rome" in printed
 
 
-def test_command_examples_are_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_examples_are_understood() -> None:
     """Every kvkeep line is parsed by the real command line (nothing is run)."""
     from click import Context
 
     from kvkeep.cli import COMMANDS
     from kvkeep.cli.lazy import application
 
-    lines = [
-        line.partition("#")[0].partition("<")[0].strip()
-        for page in PAGES for block in blocks(page, "sh") for line in block.replace("\\\n", " ").splitlines()
-    ]  # fmt: skip
-    commands = [shlex.split(line)[1:] for line in lines if line.startswith("kvkeep ")]
-    assert len(commands) >= 7
+    lines = [shlex.split(line.partition("<")[0])[1:] for line in commands()]
+    assert len(lines) >= 7
     group: Any = application(COMMANDS)
-    for command in commands:
+    for command in lines:
         name, within = "kvkeep", group
         while hasattr(within, "resolve_command"):  # a group of commands
             name, within, command = within.resolve_command(Context(within), command)
         within.make_context(name, command)
 
 
-def test_links_lead_somewhere() -> None:
-    for page in PAGES:
-        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
-            assert (page.parent / target).exists(), f"{page.name}: {target}"
+@pytest.mark.parametrize(
+    "line",
+    [line for line in commands() if line.split()[1] in CHEAP and not any(dear in line for dear in DEAR)],
+    ids=lambda line: line[7:60],
+)
+def test_cheap_commands_run(
+    line: str, run: Callable[..., tuple[int, str, str]], model_folder: Path, words: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """On a tiny model and a short text, whatever text the line names."""
+    monkeypatch.chdir(tmp_path)
+    command, _, given = line.partition("<")
+    arguments = [word.replace("docs/machines", str(ROOT / "docs" / "machines")) for word in shlex.split(command)[1:]]
+    for word in (*arguments, given.strip()):
+        if word.endswith(".txt"):
+            (tmp_path / word).write_text(words)
+    own = ["-m", str(model_folder)] if arguments[0] not in ("methods", "models") and "-m" not in arguments else []
+    code, out, err = run(*arguments, *own, stdin=words if given else "")
+    assert code == 0 and "Traceback" not in err, err
+    assert out.strip() or arguments[0] == "chat"
 
 
-def test_every_method_has_a_section() -> None:
-    from kvkeep.policies.methods import METHODS
-
-    text = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
-    for name in METHODS:
-        assert f"\n## {name}\n" in text
-    assert sys.version_info >= (3, 11)
+@pytest.mark.parametrize("page", [page for page in PAGES if TABLE.search(read(page))], ids=lambda page: page.name)
+def test_tables_are_what_their_commands_print(page: Path, run: Callable[..., tuple[int, str, str]]) -> None:
+    for command, table in TABLE.findall(read(page)):
+        assert table == run(*command.split()[1:])[1].strip(), f"write what '{command}' prints into {page.name}"
 
 
-def test_every_experiment_is_told_how_to_run() -> None:
+def test_a_table_nobody_knows(run: Callable[..., tuple[int, str, str]]) -> None:
+    code, out, err = run("methods", "--table", "fate")
+    assert code == 2 and not out and "did you mean fates?" in err
+
+
+def test_every_name_has_a_section() -> None:
+    from kvkeep.policies.methods import STOCK, names, parts
+
+    sections = re.findall(r"^## ([a-z0-9+-]+)$", read(ROOT / "docs" / "methods.md"), re.MULTILINE)
+    assert len(sections) == len(set(sections))
+    assert set(sections) == {STOCK, *names(), *(name for registry in parts().values() for name in registry)}
+
+
+def test_every_experiment_has_its_command() -> None:
     from kvkeep_lab.experiment import packaged
 
-    text = (ROOT / "docs" / "reproducing.md").read_text(encoding="utf-8")
+    text = read(ROOT / "docs" / "reproducing.md")
     assert set(re.findall(r"`kvkeep lab run ([\w-]+)`", text)) == set(packaged())
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as they are made for Markdown."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", read(page), flags=re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for target, anchor in re.findall(r"\]\(([^)#:]*)#?([^):]*)\)", read(page)):
+        other = (page.parent / target) if target else page
+        assert other.exists(), target
+        assert not anchor or anchor in anchors(other), f"{target}#{anchor}"
+
+
+def modules(imported: ast.stmt) -> Iterator[str]:
+    """The first name under kvkeep of each module that a statement imports."""
+    if isinstance(imported, ast.ImportFrom) and imported.module == "kvkeep":
+        yield from (name.name for name in imported.names)
+    elif isinstance(imported, ast.ImportFrom) and (imported.module or "").startswith("kvkeep."):
+        yield str(imported.module).split(".")[1]
+    elif isinstance(imported, ast.ImportFrom | ast.Import):
+        roots = (
+            [imported.module or ""] if isinstance(imported, ast.ImportFrom) else [name.name for name in imported.names]
+        )
+        assert not any(root.startswith("kvkeep_lab") for root in roots), "the laboratory is on top"
+
+
+def for_types_only(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+
+
+def statements(node: ast.AST) -> Iterator[Any]:
+    for child in ast.iter_child_nodes(node):
+        if not for_types_only(child):
+            yield child
+            yield from statements(child)
+
+
+def test_imports_go_one_way() -> None:
+    """As docs/architecture.md has it: a package imports from its own row and from those above."""
+    block = re.search(r"```\n(errors .*?)```", read(ROOT / "docs" / "architecture.md"), re.DOTALL)
+    assert block is not None
+    row_of = {name: row for row, line in enumerate(block[1].splitlines()) for name in line.split()}
+    source = ROOT / "src" / "kvkeep"
+    there = {path.stem for path in source.iterdir() if path.is_dir() or path.suffix == ".py"}
+    assert set(row_of) == there - {"__init__", "__main__", "__pycache__"}
+    for path in source.rglob("*.py"):
+        own = path.relative_to(source).parts[0].removesuffix(".py")
+        if own in row_of:
+            for node in statements(ast.parse(read(path))):
+                upward = [name for name in modules(node) if row_of.get(name, 0) > row_of[own]]
+                assert not upward, f"{path.relative_to(source)} imports {upward}"

@@ -9,7 +9,7 @@ import torch
 from kvkeep_lab.prompts import TEXT
 
 from kvkeep import KeepCache, generate, load
-from kvkeep.cache import new_cache
+from kvkeep.stock import new_cache
 
 pytestmark = [pytest.mark.real, pytest.mark.slow]
 

@@ -538,14 +538,14 @@ class Held:
 class Fate(ABC):
     """What becomes of entries that leave. A frozen dataclass whose fields are its parameters.
 
-    label: in a word; returns: how what left comes back by itself; exactness: its promise; checkpoints: what leaves is
-    kept in a checkpoint, whose options the cache then takes; records: ids and positions of all tokens are needed. work:
-    what reading it is counted as (:mod:`kvkeep.plan.costs`).
-    leaves: who leaves, where that is the fate's to say and not the selector's. keeps, merges, makes_room: as of the
-    store it makes.
+    label: in a word; source: the paper; returns: how what left comes back by itself; exactness: its promise;
+    checkpoints: what leaves is kept in a checkpoint, whose options the cache then takes; records: ids and positions of
+    all tokens are needed. work: what reading it is counted as (:mod:`kvkeep.plan.costs`). leaves: who leaves, where
+    that is the fate's to say. keeps, merges, makes_room: as of the store it makes.
     """
 
     label: ClassVar[str]
+    source: ClassVar[str] = ""
     leaves: ClassVar[str] = ""
     returns: ClassVar[str] = "never"
     exactness: ClassVar[Exactness] = Exactness.LOSSY
@@ -659,13 +659,14 @@ class Reader(ABC):
 class Recall(ABC):
     """How entries come back. A frozen dataclass whose fields are its parameters.
 
-    label: in a few words; exactness: the promise, None: the fate's. backed: it needs every entry in a checkpoint.
-    reads_single: it brings back single entries, so none may be merged into others. place: where its checkpoints are by
-    default, None: as for every method. loses: it goes on where a checkpoint of limited capacity has lost entries.
-    drafts: it decodes in rounds of draft and verify.
+    label: in a few words; source: the paper; exactness: the promise, None: the fate's. backed: it needs every entry in
+    a checkpoint. reads_single: it brings back single entries, so none may be merged into others. place: where its
+    checkpoints are by default, None: as for every method. loses: it goes on where a checkpoint of limited capacity has
+    lost entries. drafts: it decodes in rounds of draft and verify.
     """
 
     label: ClassVar[str]
+    source: ClassVar[str] = ""
     exactness: ClassVar[Exactness | None] = None
     backed: ClassVar[bool] = True
     reads_single: ClassVar[bool] = False
@@ -675,6 +676,10 @@ class Recall(ABC):
 
     def tail(self, entries: int) -> int:
         """Return how many of a budget's ``entries`` are for tokens that wait for a decision, 0 where none does."""
+        return 0
+
+    def swapped(self, away: int) -> int:
+        """Return how many of ``away`` entries of a KV head may be resident after a step, in place of as many others."""
         return 0
 
     @abstractmethod

@@ -92,17 +92,6 @@ def test_more_queries_than_stand_in_memory_at_once(last: int | None, masked: boo
     )
 
 
-@pytest.mark.parametrize("last", [None, 2])
-def test_all_that_was_given_was_received(last: int | None) -> None:
-    """Every query gives a weight of one, whatever the pieces."""
-    torch.manual_seed(0)
-    query = torch.randn(2, 4, 5, 8)
-    segments = [Segment(key, key) for key in torch.randn(3, 2, 1, 6, 8)]
-    lse = attend(query, segments, SCALING)[1]
-    total = torch.stack([received(query, segment, lse, SCALING, last).sum(1) for segment in segments]).sum(0)
-    torch.testing.assert_close(total, torch.full((2,), float(last or 5)))
-
-
 def test_rows_receive_from_their_own_queries() -> None:
     """Pieces about some rows of the batch, in any order: attention, log-sum-exp and what was received."""
     torch.manual_seed(0)
@@ -180,17 +169,3 @@ def test_half_precision_is_summed_in_float32(dtype: torch.dtype) -> None:
     weights = scores_of(query, key, lower(300, 300)).softmax(-1)
     assert got.dtype == torch.float32
     torch.testing.assert_close(got.double(), weights.sum(2).mean(1), atol=1e-2, rtol=2e-2)
-
-
-def test_a_mask_of_the_additive_kind_is_a_bias_too() -> None:
-    torch.manual_seed(0)
-    query, key = torch.randn(1, 2, 3, 8), torch.randn(1, 1, 5, 8)
-    bias = torch.randn(1, 1, 3, 5)
-    segment = Segment(key, key, bias)
-    output, lse = attend(query, [segment], SCALING)
-    scores = scores_of(query, key, bias)
-    torch.testing.assert_close(lse.double(), scores.logsumexp(-1), atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(output.double(), scores.softmax(-1) @ key.double(), atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(
-        received(query, segment, lse, SCALING).double(), scores.softmax(-1).sum(2).mean(1), atol=1e-5, rtol=1e-4
-    )

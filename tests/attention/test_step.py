@@ -1,4 +1,4 @@
-"""A step is what was asked, by lane: whose query heads read which KV head, who sees what is new, and what comes back."""
+"""A step is what was asked, by lane: whose query heads read which KV head, who sees what is new, what comes back."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def questions(session: Path) -> list[str]:
 
 @pytest.mark.parametrize(
     ("number", "when"),
-    [("SIGTERM", "answering"), ("SIGHUP", "answering"), ("SIGTERM", "waiting"), ("SIGKILL", "answering")],
+    [("SIGHUP", "answering"), ("SIGTERM", "waiting"), ("SIGKILL", "answering")],
 )
 def test_a_signal_loses_nothing_that_was_said(model_folder: Path, tmp_path: Path, number: str, when: str) -> None:
     session, own = tmp_path / "session", getattr(signal, number)

@@ -1,6 +1,6 @@
 """Decoding in rounds: what transformers' own cache gives, token for token, whoever drafts.
 
-Greedy decoding of one row is in the contract (``tests/test_contract.py``), for every method that drafts on every family.
+Greedy decoding of one row is in the contract (``tests/test_contract.py``), for every method that drafts.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from cases import CASES, DRAFTING, new_cache, pairs
-from conftest import tokenizer
+from conftest import WORDS, tokenizer
 from families import tiny
 from helpers import NEW, PROMPT, assert_near, assert_same, generate, generated, padded, prompt, step, stock
 from hypothesis import given, settings
@@ -41,7 +41,12 @@ def statistics(cache: KeepCache) -> RoundStatistics:
 
 
 @pytest.mark.parametrize(
-    ("name", "family", "way"), [(*pair, number % 3) for number, pair in enumerate(pairs(lambda case: case.drafts))]
+    ("name", "family", "way"),
+    [
+        (*pair, (number + turn) % 3)
+        for turn in (1, 4)
+        for number, pair in enumerate(pairs(turn, lambda case: case.drafts))
+    ],
 )
 def test_batches_and_samples_equal_stock(name: str, family: str, way: int) -> None:
     """A left-padded batch, greedily and sampled, and one row sampled. Rows accept different numbers of drafts, and stay
@@ -67,14 +72,17 @@ def test_drafts_are_refused_and_sampling_is_stock_without_copies_too(name: str) 
         )
         seen.append((held + cache.compressed_bytes()) / cache.geometry.kv_bytes_per_token)
 
-    options = {**SAMPLES, "max_new_tokens": 3 * NEW}
+    options = SAMPLES | ({"temperature": 0.4, "max_new_tokens": 60} if case.waits else {"max_new_tokens": 24})
     handle = tiny("llama").register_forward_hook(watch)
     try:
         ours = rounds("llama", cache, prompt(1, case.length), prompt_lookup_num_tokens=0, **options)
     finally:
         handle.remove()
     assert ours.sequences.tolist() == generated("llama", (case.length,), **options).sequences.tolist()
-    assert 0 < statistics(cache).drafted and statistics(cache).accepted < statistics(cache).drafted
+    assert statistics(cache).drafted > 0
+    assert (
+        statistics(cache).accepted < statistics(cache).drafted or not case.holds
+    )  # who keeps all drafts all but exactly
     assert case.budget is not None and seen
     assert not case.holds or max(seen) <= case.budget
 
@@ -287,9 +295,13 @@ def test_pace_follows_acceptance_and_costs() -> None:
 
 def test_stop_strings_end_a_run_of_rounds() -> None:
     """transformers loses generate(tokenizer=...) on the way to a custom_generate, but not a criterion."""
-    free = stock("llama", 1).sequences
-    word = tokenizer().convert_ids_to_tokens(free[0, PROMPT + 5].item())
-    stop = StoppingCriteriaList([StopStringCriteria(tokenizer(), [word])])
-    cache = KeepCache(tiny("llama"), "snapkv+verified", 24)
-    ended = rounds("llama", cache, prompt(), stopping_criteria=stop).sequences
-    assert PROMPT < ended.shape[1] <= PROMPT + 6 and torch.equal(ended, free[:, : ended.shape[1]])
+    words = tokenizer()
+    words.add_tokens(["abcdef"])  # by which transformers finds out what tokens are as text
+    free = generate("llama", stock("llama"), prompt(), max_new_tokens=24).sequences
+    known = [word for word in words.convert_ids_to_tokens(free[0, PROMPT + 4 : -4].tolist()) if word in WORDS]
+    stop = StoppingCriteriaList([StopStringCriteria(words, [max(known, key=len)])])
+    ours, theirs = (
+        generate("llama", cache, prompt(), max_new_tokens=24, stopping_criteria=stop, **options).sequences
+        for cache, options in ((new_cache(KV, "llama"), {"custom_generate": kvkeep.verified}), (stock("llama"), {}))
+    )
+    assert PROMPT < ours.shape[1] < free.shape[1] and torch.equal(ours, theirs)

@@ -18,7 +18,7 @@ from conftest import tokenizer
 from families import tiny
 from hypothesis import given
 from hypothesis import strategies as st
-from kvkeep_lab.inspection import Inspection, Recorder, Step, Trace, arrived, decoded, encoded, inspect, token_texts
+from kvkeep_lab.inspection import STATES, Inspection, Recorder, Step, Trace, arrived, encoded, inspect, token_texts
 from kvkeep_lab.page import check_output, render, write_page
 
 from kvkeep.cache import KeepCache
@@ -45,17 +45,42 @@ class Watched(Recorder):
             self.seen.append(torch.cat([layer[0] for layer in self.cache.entry_states()]))
 
 
+def decoded(changes: bytes) -> list[tuple[int, int, int]]:
+    """Read what was encoded, as the page does: (first entry, length, code), entries counted lane after lane."""
+    numbers, shift, start, found = [0], 0, 0, []
+    for byte in changes:
+        numbers[-1] |= (byte & 127) << shift
+        shift = 0 if byte < 128 else shift + 7
+        numbers += [] if shift else [0]
+    for gap, run in zip(numbers[:-1:2], numbers[1:-1:2], strict=True):
+        found.append((start + gap, (run >> 3) + 1, run & 7))
+        start += gap + (run >> 3) + 1
+    return found
+
+
+def changed(before: torch.Tensor, changes: bytes) -> torch.Tensor:
+    state = before.clone()
+    for start, length, code in decoded(changes):
+        state.view(-1)[start : start + length] = code
+    return state
+
+
+def replayed(trace: Trace) -> list[torch.Tensor]:
+    """The states after each step, (lanes, tokens so far)."""
+    states = [torch.zeros(trace.lanes, 0, dtype=torch.int8)]
+    for step in trace.steps:
+        states.append(changed(arrived(states[-1], step.tokens), step.changes))
+    return states[1:]
+
+
 @given(st.integers(1, 5), st.integers(1, 300), st.integers(0, 2**31), st.floats(0, 1))
 def test_changes_survive_encoding(lanes: int, tokens: int, seed: int, share: float) -> None:
     generator = torch.Generator().manual_seed(seed)
     before, other = torch.randint(0, 6, (2, lanes, tokens), generator=generator, dtype=torch.int8)
     now = torch.where(torch.rand(lanes, tokens, generator=generator) < share, other, before)
-    runs = list(decoded(encoded(before, now)))
-    assert all(start // tokens == (start + length - 1) // tokens for start, length, _ in runs)
-    state = before.clone()
-    for start, length, code in runs:
-        state.view(-1)[start : start + length] = code
-    assert torch.equal(state, now)
+    changes = encoded(before, now)
+    assert all(start // tokens == (start + length - 1) // tokens for start, length, _ in decoded(changes))
+    assert torch.equal(changed(before, changes), now)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
@@ -69,13 +94,14 @@ def test_the_recording_is_what_the_cache_said(family: str, method: str, monkeypa
     options: dict[str, Any] = {} if method == "full" else {"budget": 32, "chunk": 16}
     cache = new_cache(model, method, **options)
     found = inspect(model, tokenizer(), PROMPT, cache, "tiny", budget="32", max_new_tokens=6)
-    states = list(found.trace.states())
+    states = replayed(found.trace)
     assert len(states) == len(recorders[0].seen)
     assert all(torch.equal(state, seen) for state, seen in zip(states, recorders[0].seen, strict=True))
     chunks = 1 if method == "full" else 7
     ends = [100] if method == "full" else [4, *range(20, 101, 16)]
     assert [step.tokens for step in found.trace.steps] == ends + list(range(101, 106)) and len(ends) == chunks
-    assert len(found.texts) == 106 and sum(found.trace.counts().values()) == states[-1].numel()
+    counted = {name: int((states[-1] == code).sum()) for code, name in enumerate(STATES)}
+    assert len(found.texts) == 106 and found.trace.counts == {name: count for name, count in counted.items() if count}
     full = [layer.index for layer in cache.geometry.layers if layer.kind == "full"]
     for state in states if method != "full" else []:
         lanes = dict(enumerate(state.split(found.trace.heads)))
@@ -137,7 +163,7 @@ def a_trace(lanes: list[int], steps: list[int], budget: int, codes: int = 6) -> 
         state = fates[:, :tokens].scatter(1, kept, EntryState.RESIDENT)
         state = torch.where(before == EntryState.RESIDENT, state, before)
         out.append(Step(tokens, encoded(before, state)))
-    return Trace(lanes, out)
+    return Trace(lanes, out, {})
 
 
 def an_inspection(trace: Trace, texts: list[str], prompt: int) -> Inspection:
@@ -254,7 +280,7 @@ def test_a_browser_shows_what_was_recorded(tmp_path: Path) -> None:
     texts += [f" word{number}" for number in range(30)]
     trace = a_trace([2, 3, 1], steps, 8)
     write_page(tmp_path / "cache.html", render(an_inspection(trace, texts, 30)))
-    states = list(trace.states())
+    states = replayed(trace)
     # (fragment, step, the lanes shown)
     views: list[tuple[str, int, list[int]]] = [
         ("", 6, [0, 1, 2, 3, 4, 5]),

@@ -6,20 +6,22 @@ import json
 import random
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import WORDS, tokenizer
 from families import tiny
-from kvkeep_lab.compare import cases, compare
+from kvkeep_lab.reference import cases, compare
 from kvkeep_lab.subject import Subject
-from kvkeep_lab.tasks import TASKS
+from kvkeep_lab.tasks import TASKS, rows
 from kvkeep_lab.tasks.match import Match
 from kvkeep_lab.tasks.needle import FORMS, Needle, contains, hidden, share
-from kvkeep_lab.tasks.summary import Summary, articles, rouge
+from kvkeep_lab.tasks.summary import FORMS as SUMMARIES
+from kvkeep_lab.tasks.summary import HUBS, Summary, articles, rouge
 from kvkeep_lab.tasks.texts import joined, passage, text_files
+from measuring import subject
 
 from kvkeep.errors import UsageError
-from kvkeep.models.loading import Loaded
 
 
 @pytest.fixture
@@ -30,10 +32,6 @@ def haystack(tmp_path: Path) -> Path:
         draw = random.Random(name)
         (folder / f"{name}.txt").write_text(". ".join(" ".join(draw.choices(WORDS, k=9)) for _ in range(60)))
     return tmp_path
-
-
-def subject(method: str = "full", budget: str | None = None) -> Subject:
-    return Subject(Loaded(tiny("llama"), tokenizer(), "tiny", ""), method, budget)
 
 
 @pytest.mark.parametrize("kind", TASKS.values(), ids=TASKS)
@@ -178,3 +176,47 @@ def test_articles_are_read_and_drawn(tmp_path: Path) -> None:
         match="Row 2 of .* is not an article with a summary; such have 'article' and",
     ):
         articles(path)
+
+
+ROWS: list[dict[str, Any]] = [
+    {"article": "###\nArticle: It rained.\n\nSummarize it.\n", "summary_gt": "Rain.", "n": 1},
+    {"article": "It rained.", "highlights": "Rain.\nMuch.", "id": "a"},
+    {"document": "It rained.", "summary": "Rain.", "id": "b"},
+]
+
+
+def test_articles_of_every_form(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps(row) for row in ROWS))
+    assert articles(tmp_path / "a.jsonl") == [
+        (ROWS[0]["article"], "Rain."),
+        ("It rained.\n\nSummarize the above article in 3 sentences.", "Rain.\nMuch."),
+        ("It rained.\n\nSummarize the above article in 1 sentence.", "Rain."),
+    ]
+    (tmp_path / "a.json").write_text(json.dumps(ROWS))
+    assert articles(tmp_path / "a.json") == articles(tmp_path / "a.jsonl")
+
+
+@pytest.mark.parametrize("file", HUBS)
+def test_without_data_the_hub_is_asked(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    form = SUMMARIES[1] if "cnn" in file else SUMMARIES[2]
+    asked = []
+
+    class Datasets:
+        @staticmethod
+        def load_dataset(repository: str, part: str | None, *, split: str, streaming: bool) -> Any:
+            asked.append((repository, part, split))
+            return ({form.article: " ".join(WORDS[:number]), form.summary: "so"} for number in range(1, 600))
+
+    monkeypatch.setattr(rows, "find_spec", lambda name: object())
+    monkeypatch.setattr(rows, "import_module", lambda name: Datasets)
+    task = Summary(file=file, samples=3)
+    sources = task.sources(None)
+    assert len(articles(sources[0])) == 500 and asked == [(HUBS[file].repository, HUBS[file].part, "test")]
+    found = task.prepare(tokenizer(), sources, {}, 0)
+    assert [len(sample.ids) for sample in found] == sorted({len(sample.ids) for sample in found})
+    assert {sample.facts["summary"] for sample in found} == {"so"}
+
+
+def test_files_that_no_hub_has_need_data() -> None:
+    with pytest.raises(UsageError, match="This task reads xsum_0shot_first200.jsonl: give the folder"):
+        Summary().sources(None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import multiprocessing
 import os
 import socket
 import subprocess
@@ -169,16 +170,13 @@ def test_the_second_of_two_uses_the_copy_of_the_first(gguf_file: Path, monkeypat
 
 
 def test_processes_that_convert_at_once_do_not_disturb_each_other(gguf_file: Path) -> None:
-    program = f"from kvkeep.models.loading import load; print(load({str(gguf_file)!r}).source)"
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    both = [
-        subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    sources = {process.communicate(timeout=120)[0].strip() for process in both}
-    assert [process.returncode for process in both] == [0, 0]
-    assert {Path(source) for source in sources} == set(copies())
-    assert not make(gguf_file)
+    processes = [multiprocessing.get_context("fork").Process(target=make, args=(gguf_file,)) for _ in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+    assert [process.exitcode for process in processes] == [0, 0, 0]
+    assert len(copies()) == 1 and not make(gguf_file)
 
 
 @pytest.mark.parametrize("keep", [5, 100, 1000, -4000, -4])
@@ -188,6 +186,27 @@ def test_a_file_cut_short_is_refused(gguf_file: Path, keep: int) -> None:
         load(gguf_file)
     assert "\n" not in str(refusal.value)
     assert copies() == []
+
+
+@pytest.mark.parametrize("key", ["block_count", "embedding_length"])
+@pytest.mark.parametrize("value", [0, 2**20 + 1, 2**31])
+def test_a_header_that_asks_for_more_than_the_file_holds_is_refused_at_once(
+    gguf_file: Path, key: str, value: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything of that size is made."""
+    data = gguf_file.read_bytes()
+    at = data.index(f"llama.{key}".encode()) + len(f"llama.{key}") + 4  # behind the type of the value
+    gguf_file.write_bytes(data[:at] + value.to_bytes(4, "little") + data[at + 4 :])
+    monkeypatch.setattr(converted, "read_weights", lambda *_, **__: pytest.fail("it was read"))
+    with pytest.raises(ModelError, match="damaged") as refusal:
+        load(gguf_file)
+    assert "tensor" in str(refusal.value)
+
+
+def test_a_cache_folder_in_the_home_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("KVKEEP_CACHE", "~/x")
+    assert cache_folder() == tmp_path / "x"
 
 
 @pytest.mark.parametrize("content", [b"", b"GG", b"PK\3\4 not a model"])

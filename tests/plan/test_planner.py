@@ -8,7 +8,7 @@ import pytest
 from families import FAMILIES, tiny
 from transformers import LlamaConfig, MambaConfig, MistralConfig, Qwen3MoeConfig
 
-from kvkeep.cache import KeepCache
+from kvkeep import KeepCache
 from kvkeep.errors import BudgetError, KvkeepError, UnsupportedModelError, UsageError
 from kvkeep.plan import planner
 from kvkeep.plan.candidates import candidates
@@ -55,11 +55,11 @@ def test_time_grows_with_the_context_and_with_what_is_recalled(machine: Machine)
     for candidate in candidates(shape.geometry):
         last = 0.0, 0.0
         for tokens in (1024, 2048, 4096, 8192):
-            budget = None if candidate.family.keeps else tokens // 4
+            budget = None if candidate.keeps_all else tokens // 4
             costs = cost(shape, candidate, sizes(shape.geometry, candidate, tokens, budget), machine, 0.95)
             assert costs.step >= last[0] and costs.prefill > last[1]
             last = costs.step, costs.prefill
-        if candidate.family.fate == "checkpoint":
+        if candidate.method.fate.checkpoints and not candidate.method.recall.backed:
             few, many = (
                 cost(shape, candidate, sizes(shape.geometry, candidate, 4096, entries), machine, 0.95).step
                 for entries in (256, 3584)
@@ -82,7 +82,7 @@ def test_no_row_of_the_frontier_is_beaten_and_every_other_is() -> None:
 
 def test_what_fits_whole_is_kept_whole_and_what_does_not_is_recalled() -> None:
     roomy = plan(llama(), PLAIN, 4096, 10**9)
-    assert roomy.best.candidate.family.keeps and roomy.best.exactness == "exact"
+    assert roomy.best.candidate.keeps_all and roomy.best.exactness == "exact"
     tight = plan(llama(), PLAIN, 4096, 30_000_000)
     assert str(tight.best.candidate) == "snapkv+verified kv@disk"
     assert tight.best.memory <= 30_000_000 and "'full' would need" in tight.reason
@@ -132,7 +132,7 @@ def test_the_large_models_are_planned_from_their_configs() -> None:
         shape = shape_of(load_config(DOCS / f"{name}.json"))
         assert shape.weights == pytest.approx(weights, rel=0.01)
         planned = plan(shape, H100, 131072, 4 * 10**9, exact=True)
-        assert planned.best.candidate.method == "snapkv+verified" and planned.best.candidate.where != "device"
+        assert planned.best.candidate.spec == "snapkv+verified" and planned.best.candidate.where != "device"
         assert H100.source == SHEET in planned.machine.source
 
 
@@ -160,3 +160,10 @@ def test_a_recommendation_builds_a_cache(monkeypatch: pytest.MonkeyPatch) -> Non
         built = KeepCache(model, **choice.options())
         assert built.method.name == choice.method and "exact" in choice.reason
     assert choice.method == "snapkv+verified"
+
+
+def test_no_more_is_drafted_than_there_is_room_for() -> None:
+    rounds = [row for row in plan(llama(), PLAIN, 4096, 10**9, acceptance=1.0).rows if row.cost.drafts]
+    assert {row.budget for row in rounds} >= {256}
+    for row in rounds:
+        assert row.budget is not None and row.cost.drafts <= min(24, row.budget // 2 - 1)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from families import tiny
 
-from kvkeep import KeepCache, UnsupportedModelError, UsageError
+from kvkeep import KeepCache, UsageError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.policies.fisher import information
 
@@ -66,10 +66,3 @@ def test_a_file_that_does_not_fit_is_refused(text: str, tmp_path: Path) -> None:
     scores.write_text(text)
     with pytest.raises(UsageError, match=r"scores\.txt"):
         KeepCache(tiny("llama"), f"h2o-fisher:scores={scores}", 100)
-
-
-def test_fused_projections_are_refused_by_name() -> None:
-    with pytest.raises(UnsupportedModelError, match="phi3"):
-        KeepCache(tiny("phi3"), "h2o-fisher", 100)
-    with pytest.raises(UsageError, match="share"):
-        KeepCache(tiny("llama"), "h2o-fisher:least=0", 100)

@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from families import VOCABULARY, tiny
-from transformers import DynamicCache
+from families import tiny
+from helpers import assert_near, assert_same, bounded, expected, generate, generated, padded, prompt, step, stock
 
-from kvkeep import KeepCache, UnsupportedModelError, UsageError
+from kvkeep import EntryState, KeepCache, UnsupportedModelError, UsageError
 from kvkeep.policies.methods import resolve
 from kvkeep.policies.selectors.kvpress import presses
-from kvkeep.stores.whereabouts import Whereabouts
 
 SEEN: list[dict[str, Any]] = []
 
@@ -86,23 +85,14 @@ def package(monkeypatch: pytest.MonkeyPatch) -> None:
     SEEN.clear()
 
 
-def ids(length: int, rows: int = 1) -> torch.Tensor:
-    return torch.randint(2, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(length))
-
-
-@torch.no_grad()
-def read(cache: Any, tokens: torch.Tensor, family: str = "llama", **options: Any) -> torch.Tensor:
-    return tiny(family)(tokens, past_key_values=cache, **options).logits[:, -1]
-
-
 def resident(cache: KeepCache, layer: int = 0) -> list[list[int]]:
-    codes = cache.whereabouts()[layer][0]
-    return [(head == Whereabouts.RESIDENT).nonzero().flatten().tolist() for head in codes]
+    codes = cache.entry_states()[layer][0]
+    return [(head == EntryState.RESIDENT).nonzero().flatten().tolist() for head in codes]
 
 
 def stock_keys(tokens: torch.Tensor) -> torch.Tensor:
-    cache = DynamicCache(config=tiny("llama").config)
-    read(cache, tokens)
+    cache = stock("llama")
+    step("llama", cache, tokens)
     return cache.layers[0].keys[0]
 
 
@@ -110,24 +100,24 @@ def stock_keys(tokens: torch.Tensor) -> torch.Tensor:
 def test_the_highest_scores_stay_and_later_entries_beside_them() -> None:
     """Layer 0's keys follow from the tokens alone, so who stays is known. Decoded tokens have no score and stay; the
     lowest score leaves for each."""
-    tokens = ids(40)
+    tokens = prompt(1, 40)
     cache = KeepCache(tiny("llama"), "kvpress:even", budget=16, chunk=10)
-    read(cache, tokens)
+    step("llama", cache, tokens)
     best = [torch.sort(head[:, 0], descending=True).indices[:16].tolist() for head in stock_keys(tokens)]
     assert resident(cache) == [sorted(head) for head in best]
     for number in range(3):
-        read(cache, ids(1))
+        step("llama", cache, prompt(1, 1))
         assert resident(cache) == [sorted([*head[: 15 - number], *range(40, 41 + number)]) for head in best]
     for _ in range(20):
-        read(cache, ids(1))
+        step("llama", cache, prompt(1, 1))
     assert resident(cache) == [list(range(47, 63))] * 2  # no scored entry is left: the newest
 
 
 @pytest.mark.usefixtures("package")
 def test_what_a_press_is_shown() -> None:
-    tokens = ids(40)
+    tokens = prompt(1, 40)
     cache = KeepCache(tiny("llama"), "kvpress:EvenPress,sign=-1", budget=16, chunk=10)
-    read(cache, tokens)
+    step("llama", cache, tokens)
     shown = [seen for seen in SEEN if seen["layer"] == 0]
     assert [seen["keys"].shape[2] for seen in shown] == [10, 20, 26, 26]
     assert [round(26 * (1 - seen["ratio"]), 2) for seen in shown[2:]] == [16.5, 16.5] and shown[0]["ratio"] == 0
@@ -135,32 +125,32 @@ def test_what_a_press_is_shown() -> None:
     torch.testing.assert_close(shown[1]["keys"][0], stock_keys(tokens)[:, :20])  # by slot
     attention = tiny("llama").model.layers[0].self_attn
     projected = attention.v_proj(shown[-1]["hidden"]).view(1, 10, 2, -1).transpose(1, 2)
-    bank = cache.layers[0].banks[0]
+    bank = bounded(cache)[0].resident.banks.banks[0]
     newest = (bank.slots[0] >= 30).nonzero().flatten().tolist()
     assert newest  # the hidden states are those that the values come from
     for column in newest:
         torch.testing.assert_close(projected[0, 0, int(bank.slots[0, column]) - 30], bank.values[0, column])
-    expected = tiny("llama").model.rotary_emb(shown[0]["hidden"], torch.tensor([[20]]))[0]
-    torch.testing.assert_close(shown[2]["cos"], expected)  # positions count from the chunk's first token
+    angles = tiny("llama").model.rotary_emb(shown[0]["hidden"], torch.tensor([[20]]))[0]
+    torch.testing.assert_close(shown[2]["cos"], angles)  # positions count from the chunk's first token
     assert "rotary_emb" not in dict(attention.named_modules())
 
 
 @pytest.mark.usefixtures("package")
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "phi3"])
-@pytest.mark.parametrize("kind", ["kv", "residual", "tokens"])
+@pytest.mark.parametrize(
+    ("family", "kind"), [("llama", "kv"), ("qwen3", "residual"), ("gemma3", "tokens"), ("phi3", "residual")]
+)
 def test_exact_with_checkpoints(family: str, kind: str) -> None:
-    tokens, model = ids(45, rows=2), tiny(family)
-    options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "attention_mask": torch.ones_like(tokens)}
-    expected = model.generate(tokens, past_key_values=DynamicCache(config=model.config), **options)
-    cache = KeepCache(model, f"kvpress:window,window_size=4+checkpoint:{kind}", budget=16, chunk=9, where="host")
-    assert model.generate(tokens, past_key_values=cache, **options).tolist() == expected.tolist()
+    method = f"kvpress:window,window_size=4+checkpoint:{kind}"
+    cache = KeepCache(tiny(family), method, budget=16, chunk=9, where="host")
+    ids, mask = padded([45, 45])
+    assert_same(generate(family, cache, ids, mask), generated(family, (45, 45)))
 
 
 @pytest.mark.usefixtures("package")
 def test_a_chunk_too_short_for_the_press_waits_for_the_next() -> None:
     cache = KeepCache(tiny("llama"), "kvpress:window", budget=16, chunk=12)
-    read(cache, ids(12 + 12))
-    read(cache, ids(5))  # no more than the window of eight
+    step("llama", cache, prompt(1, 12 + 12))
+    step("llama", cache, prompt(1, 5))  # no more than the window of eight
     assert len({id(seen["hidden"]) for seen in SEEN if seen["layer"] == 0}) == 2
     assert all(head[-5:] == [24, 25, 26, 27, 28] for head in resident(cache))
 
@@ -168,19 +158,19 @@ def test_a_chunk_too_short_for_the_press_waits_for_the_next() -> None:
 @pytest.mark.usefixtures("package")
 def test_rollback_and_rows() -> None:
     """After a rollback heads hold different numbers of entries; rows are reordered with their scores."""
-    tokens = ids(40, rows=2)
+    tokens = prompt(2, 40)
     cache = KeepCache(tiny("llama"), "kvpress:even", budget=16, chunk=10)
-    read(cache, tokens)
+    step("llama", cache, tokens)
     cache.crop(-15)
     cache.reorder_cache(torch.tensor([1, 0]))
-    read(cache, ids(20, rows=2))
+    step("llama", cache, prompt(2, 20))
     assert all(len(head) == 16 and max(head) < 45 for head in resident(cache))
     twin = KeepCache(tiny("llama"), "kvpress:even+checkpoint", budget=16, chunk=10, checkpoint="kv", where="host")
-    whole = DynamicCache(config=tiny("llama").config)
-    read(twin, tokens)
+    step("llama", twin, tokens)
     twin.crop(-15)
-    read(whole, tokens[:, :25])
-    torch.testing.assert_close(read(twin, ids(20, 2)), read(whole, ids(20, 2)), atol=2e-4, rtol=2e-4)
+    more = prompt(2, 20)
+    whole = expected("llama", torch.cat([tokens[:, :25], more], 1))
+    assert_near(step("llama", twin, more)[:, -1], whole[:, -1])
 
 
 @pytest.mark.usefixtures("package")
@@ -190,10 +180,10 @@ def test_a_model_is_hooked_once_and_other_caches_leave_nothing_behind() -> None:
     attention = tiny("llama").model.layers[0].self_attn
     KeepCache(tiny("llama"), "kvpress:even", budget=16)
     before = len(attention._forward_pre_hooks), len(attention._forward_hooks)
-    read(KeepCache(tiny("llama"), "kvpress:even", budget=16), ids(30))
+    step("llama", KeepCache(tiny("llama"), "kvpress:even", budget=16), prompt(1, 30))
     assert (len(attention._forward_pre_hooks), len(attention._forward_hooks)) == before
     assert adapter._running.get() is None
-    read(DynamicCache(config=tiny("llama").config), ids(30))
+    step("llama", stock("llama"), prompt(1, 30))
     assert adapter._running.get() is None
 
 
@@ -218,13 +208,13 @@ def test_what_cannot_be_served_is_said() -> None:
     with pytest.raises(UsageError, match=r"needs the name of a press \(kvpress:snapkv\): even, nested"):
         KeepCache(tiny("llama"), "kvpress", budget=16)
     with pytest.raises(UsageError, match="WholePress could not score 20 entries by 10 queries in layer 0: only supp"):
-        read(KeepCache(tiny("llama"), "kvpress:whole", budget=16, chunk=10), ids(30))
+        step("llama", KeepCache(tiny("llama"), "kvpress:whole", budget=16, chunk=10), prompt(1, 30))
     with pytest.raises(UnsupportedModelError, match=r"OtherFamilyPress could not score .*no_such_projection'\.$"):
-        read(KeepCache(tiny("llama"), "kvpress:other-family", budget=16, chunk=10), ids(30))
-    tokens, mask = ids(30, rows=2), torch.ones(2, 30, dtype=torch.long)
+        step("llama", KeepCache(tiny("llama"), "kvpress:other-family", budget=16, chunk=10), prompt(1, 30))
+    tokens, mask = prompt(2, 30), torch.ones(2, 30, dtype=torch.long)
     mask[0, :5] = 0
     with pytest.raises(UsageError, match="nothing of padding"):
-        read(KeepCache(tiny("llama"), "kvpress:even", budget=16, chunk=10), tokens, attention_mask=mask)
+        step("llama", KeepCache(tiny("llama"), "kvpress:even", budget=16, chunk=10), tokens, mask)
 
 
 def test_without_the_package_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,24 +235,23 @@ def real() -> Any:
     ["snapkv,window_size=4", "TOVAPress", "keydiff", "KnormPress", "expected-attention", "lagkv,lag_size=4", "cur"],
 )
 def test_presses_of_the_package(real: Any, press: str) -> None:
-    model, tokens = tiny("llama"), ids(45)
-    expected = read(DynamicCache(config=model.config), tokens)
+    model, tokens = tiny("llama"), prompt(1, 45)
     exact = KeepCache(model, f"kvpress:{press}+checkpoint:kv", budget=16, chunk=9, where="host")
-    torch.testing.assert_close(read(exact, tokens), expected, atol=2e-4, rtol=2e-4)
+    assert_near(step("llama", exact, tokens)[:, -1], expected("llama", tokens)[:, -1])
     cache = KeepCache(model, f"kvpress:{press}", budget=16, chunk=9)
-    read(cache, tokens)
+    step("llama", cache, tokens)
     assert all(len(head) == 16 for layer in range(4) for head in resident(cache, layer))
 
 
 def test_the_package_chooses_as_it_does_by_itself(real: Any) -> None:
     """One chunk, layer 0: the entries that ScorerPress.compress would keep of the same keys."""
-    model, tokens = tiny("llama"), ids(45)
+    model, tokens = tiny("llama"), prompt(1, 45)
     cache = KeepCache(model, "kvpress:snapkv,window_size=4,kernel_size=3", budget=16, chunk=16)
-    cache.chunk = 45
+    cache.stream.chunk = 45
     shown: list[Any] = []
     attention = model.model.layers[0].self_attn
     handle = attention.register_forward_pre_hook(lambda *given: shown.append(given[2]), with_kwargs=True)
-    read(cache, tokens)
+    step("llama", cache, tokens)
     handle.remove()
     press = real.SnapKVPress(compression_ratio=1 - 16.5 / 45, window_size=4, kernel_size=3)
     slots = torch.arange(45.0)[None, None, :, None].expand(1, 2, 45, attention.head_dim)

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from families import tiny
+from transformers import AutoModelForCausalLM
 
 from kvkeep import KeepCache, UsageError
 from kvkeep.geometry import ModelGeometry
-from kvkeep.policies.heads import retrieval_scores
+from kvkeep.policies import retrieval_heads as heads
 
 
 def geometry(family: str) -> ModelGeometry:
@@ -20,30 +21,17 @@ def geometry(family: str) -> ModelGeometry:
 
 def test_scores_are_the_attention_paid_to_the_passkey() -> None:
     """Attention weights of transformers' own eager attention give the same."""
-    from kvkeep.policies import heads
-
     model = tiny("llama")
-    scores = retrieval_scores(model, geometry("llama"))
+    scores = heads.retrieval_scores(model, geometry("llama"))
     assert scores.shape == (4, 2) and bool((scores >= 0).all()) and bool((scores <= 1).all())
     seen: list[torch.Tensor] = []
     honest = heads.decoder_of
-
-    def spy(model_: object) -> object:
-        decoder = honest(model_)
-
-        def call(input_ids: torch.Tensor, use_cache: bool) -> object:
-            seen.append(input_ids)
-            return decoder(input_ids=input_ids, use_cache=use_cache)
-
-        return call
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(heads, "decoder_of", spy)
-        again = heads._measured(model, geometry("llama"))
-    assert torch.equal(again, scores)
+        patch.setattr(
+            heads, "decoder_of", lambda model: lambda **given: seen.append(given["input_ids"]) or honest(model)(**given)
+        )
+        assert torch.equal(heads._measured(model, geometry("llama")), scores)
     ids, passkey = seen[0], heads.PASSKEY
-    from transformers import AutoModelForCausalLM
-
     eager = AutoModelForCausalLM.from_config(deepcopy(model.config), attn_implementation="eager").eval()
     eager.load_state_dict(model.state_dict())
     with torch.no_grad():
@@ -68,7 +56,7 @@ def test_budgets_follow_the_file(tmp_path: Path) -> None:
     assert cache.describe()[0].note == f"by head: {many}, {few}"
     with torch.no_grad():
         tiny("llama")(torch.randint(2, 97, (1, 120)), past_key_values=cache)
-    held = sum(layer.held().sum().item() for layer in cache.layers)
+    held = sum(layer.resident.held().sum().item() for layer in cache.layers)
     assert held == sum(map(sum, cache.budgets)) <= 40 * 8
     assert cache.resident_bytes() == held * 2 * 8 * 4  # keys and values of 8 float32 each: nothing is masked away
 

@@ -19,9 +19,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from kvkeep import KeepCache, UsageError
+from kvkeep import KeepCache
+from kvkeep.contracts import Candidates
+from kvkeep.geometry import ModelGeometry
 from kvkeep.policies.selectors.h2o import H2O
-from kvkeep.stores.parts import Candidates
+from kvkeep.policies.selectors.pyramidkv import PyramidKV
 
 LAYERS, HEADS, KV_HEADS, WIDTH = 3, 4, 2, 32
 Array = np.ndarray[Any, Any]
@@ -67,15 +69,15 @@ class Step:
 def watched(cache: KeepCache) -> list[list[Step]]:
     """Record the attention calls of every layer."""
     steps: list[list[Step]] = [[] for _ in cache.layers]
-    own = cache.attend
+    own = cache.stream.attend
 
     def attend(module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float) -> Any:
         output, index = own(module, query, key, value, mask, scaling), module.layer_idx
         parts = (part.double().numpy() for part in (query, key, value, output))
-        steps[index].append(Step(*parts, scaling, cache.layers[index].held().numpy()))
+        steps[index].append(Step(*parts, scaling, cache.layers[index].resident.held().numpy()))
         return output
 
-    cache.attend = attend
+    cache.stream.attend = attend
     return steps
 
 
@@ -96,11 +98,11 @@ class Rule:
 
     ties = 0.0
 
-    def observe(self, marks: Array, weights: Array, kept: Array) -> Array:
-        """Return new marks; weights (kv_heads, queries, slots) are means over query heads, 0 where not kept."""
-        return marks
+    def observe(self, scores: Array, weights: Array, kept: Array) -> Array:
+        """Return new scores; weights (kv_heads, queries, slots) are means over query heads, 0 where not kept."""
+        return scores
 
-    def rank(self, marks: Array, keys: Array, budget: int) -> Array:
+    def rank(self, scores: Array, keys: Array, budget: int) -> Array:
         """Return what decides, the highest stay. keys: (kv_heads, slots, dim)."""
         raise NotImplementedError
 
@@ -109,8 +111,8 @@ class Newest(Rule):
     def __init__(self, sinks: int = 0) -> None:
         self.sinks = sinks
 
-    def rank(self, marks: Array, keys: Array, budget: int) -> Array:
-        slots = np.broadcast_to(np.arange(marks.shape[1], dtype=float), marks.shape)
+    def rank(self, scores: Array, keys: Array, budget: int) -> Array:
+        slots = np.broadcast_to(np.arange(scores.shape[1], dtype=float), scores.shape)
         return np.where(slots < self.sinks, np.inf, slots)
 
 
@@ -118,20 +120,20 @@ class HeavyHitters(Rule):
     def __init__(self, recent: float = 0.5) -> None:
         self.recent = recent
 
-    def observe(self, marks: Array, weights: Array, kept: Array) -> Array:
-        return marks + weights.sum(1)
+    def observe(self, scores: Array, weights: Array, kept: Array) -> Array:
+        return scores + weights.sum(1)
 
-    def rank(self, marks: Array, keys: Array, budget: int) -> Array:
-        newest = np.arange(marks.shape[1]) >= marks.shape[1] - int(self.recent * budget)
-        return np.where(newest, np.inf, marks)
+    def rank(self, scores: Array, keys: Array, budget: int) -> Array:
+        newest = np.arange(scores.shape[1]) >= scores.shape[1] - int(self.recent * budget)
+        return np.where(newest, np.inf, scores)
 
 
 class LastQuery(Rule):
-    def observe(self, marks: Array, weights: Array, kept: Array) -> Array:
-        return np.broadcast_to(weights[:, -1].mean(0), marks.shape)
+    def observe(self, scores: Array, weights: Array, kept: Array) -> Array:
+        return np.broadcast_to(weights[:, -1].mean(0), scores.shape)
 
-    def rank(self, marks: Array, keys: Array, budget: int) -> Array:
-        return marks
+    def rank(self, scores: Array, keys: Array, budget: int) -> Array:
+        return scores
 
 
 class Votes(Rule):
@@ -142,22 +144,22 @@ class Votes(Rule):
     def __init__(self, window: int, kernel: int) -> None:
         self.window, self.kernel = window, kernel
 
-    def observe(self, marks: Array, weights: Array, kept: Array) -> Array:
-        voters, slots = min(self.window, weights.shape[1]), marks.shape[1]
+    def observe(self, scores: Array, weights: Array, kept: Array) -> Array:
+        voters, slots = min(self.window, weights.shape[1]), scores.shape[1]
         votes = weights[:, -voters:].mean(1)
         for head in range(len(votes)) if weights.shape[1] > 1 else ():
             past = np.flatnonzero(kept[head] & (np.arange(slots) < slots - self.window))
             near = np.pad(votes[head, past], self.kernel // 2)
             votes[head, past] = [near[place : place + self.kernel].max() for place in range(len(past))]
-        return marks + (votes - marks) * voters / self.window
+        return scores + (votes - scores) * voters / self.window
 
-    def rank(self, marks: Array, keys: Array, budget: int) -> Array:
-        window = np.arange(marks.shape[1]) >= marks.shape[1] - min(self.window, budget // 2)
-        return np.where(window, np.inf, marks)
+    def rank(self, scores: Array, keys: Array, budget: int) -> Array:
+        window = np.arange(scores.shape[1]) >= scores.shape[1] - min(self.window, budget // 2)
+        return np.where(window, np.inf, scores)
 
 
 class SmallKeys(Rule):
-    def rank(self, marks: Array, keys: Array, budget: int) -> Array:
+    def rank(self, scores: Array, keys: Array, budget: int) -> Array:
         return -np.sqrt((keys**2).sum(-1))
 
 
@@ -181,22 +183,22 @@ def followed(rule: Rule, steps: list[Step], row: int, budget: int) -> Iterator[t
     """Yield, after every step of one row, what is kept and what attention returned."""
     heads, dim = steps[0].key.shape[1], steps[0].key.shape[3]
     keys = values = np.zeros((heads, 0, dim))
-    marks, kept = np.zeros((heads, 0)), np.zeros((heads, 0), dtype=bool)
+    scores, kept = np.zeros((heads, 0)), np.zeros((heads, 0), dtype=bool)
     for step in steps:
         new = step.key.shape[2]
         keys, values = np.append(keys, step.key[row], 1), np.append(values, step.value[row], 1)
-        marks, kept = (np.pad(rows, ((0, 0), (0, new))) for rows in (marks, kept))
+        scores, kept = (np.pad(rows, ((0, 0), (0, new))) for rows in (scores, kept))
         slots = keys.shape[1]
         lanes = slice(row * heads, (row + 1) * heads)
         nudge = 1 + rule.ties * step.held[lanes]
         if new == 1:  # a single token takes its place before it attends
-            kept = best(rule.rank(marks, keys, budget) * nudge, kept, budget - 1)
+            kept = best(rule.rank(scores, keys, budget) * nudge, kept, budget - 1)
         kept[:, slots - new :] = True
         causal = np.arange(slots)[None, :] <= np.arange(slots - new, slots)[:, None]
         weights = attention(step.query[row], keys, kept[:, None] & causal, step.scaling)
-        marks = rule.observe(marks, weights.mean(1), kept)
+        scores = rule.observe(scores, weights.mean(1), kept)
         if new > 1:
-            kept = best(rule.rank(marks, keys, budget) * nudge, kept, budget)
+            kept = best(rule.rank(scores, keys, budget) * nudge, kept, budget)
         yield kept, np.einsum("hgqs,hsd->hgqd", weights, values).reshape(step.output[row].shape)
 
 
@@ -230,7 +232,7 @@ RULES: dict[str, Rule] = {
 
 
 @pytest.mark.parametrize("method", RULES)
-@settings(max_examples=10, deadline=None, derandomize=True)
+@settings(max_examples=5, deadline=None, derandomize=True)
 @given(
     chunks=st.lists(st.integers(1, 40), min_size=1, max_size=4),
     budget=st.integers(16, 40),
@@ -239,9 +241,9 @@ RULES: dict[str, Rule] = {
 )
 def test_keeps_what_the_reference_keeps(method: str, chunks: list[int], budget: int, seed: int, rows: int) -> None:
     cache = KeepCache(model(), method, budget)
-    cache.chunk = 100  # as they are given, also those longer than the budget, which layers with smaller ones see
+    cache.stream.chunk = 100  # as they are given, also those longer than the budget, which layers with smaller ones see
     steps = watched(cache)
-    read(cache, [*chunks, *[1] * 20], seed, rows)
+    read(cache, [*chunks, *[1] * 12], seed, rows)
     assert_follows(cache, steps, RULES[method], [budget] * LAYERS)
 
 
@@ -287,29 +289,24 @@ def pyramid(entries: int, window: int, beta: float, layers: int) -> list[int]:
 def test_pyramidkv(text: str, entries: int, window: int, kernel: int, beta: float) -> None:
     cache = KeepCache(model(), text, entries, chunk=16)
     budgets = pyramid(entries, window, beta, LAYERS)
-    assert sum(budgets) <= entries * LAYERS
     steps = watched(cache)
     read(cache, [7, 40, *[1] * 20], seed=5)  # the chunk is longer than the last layer's budget
     assert_follows(cache, steps, Votes(window, kernel), budgets)
     assert [int(own[-1].held[0].sum()) for own in steps] == budgets
 
 
-def test_pyramidkv_narrows_its_window_to_half_the_budget() -> None:
-    """The default window of 32 does not fit 24 entries, and no layer gets less than what is kept of the window."""
-    cache = KeepCache(model(), "pyramidkv", 24)
-    assert cache.budgets is not None
-    assert [list(own) for own in cache.budgets] == [[own] for own in pyramid(24, 12, 20.0, LAYERS)]
-    assert min(own for (own,) in cache.budgets) >= 12
-
-
-@pytest.mark.parametrize("layers", [1, 2, 7])
-@pytest.mark.parametrize("entries", [16, 33, 100])
-def test_pyramidkv_spends_no_more_than_it_has(layers: int, entries: int) -> None:
-    config = model().config.to_dict() | {"num_hidden_layers": layers}
-    own = AutoModelForCausalLM.from_config(LlamaConfig(**config))
-    budgets = [own for (own,) in KeepCache(own, "pyramidkv:window=8", entries).budgets or ()]
-    assert budgets == sorted(budgets, reverse=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(layers=st.integers(1, 60), entries=st.integers(1, 300), window=st.integers(1, 64), beta=st.floats(1, 50))
+def test_pyramidkv_spends_what_it_has_and_narrows_its_window_to_half_the_budget(
+    layers: int, entries: int, window: int, beta: float
+) -> None:
+    geometry = ModelGeometry.from_config(LlamaConfig(num_hidden_layers=layers))
+    budgets = [own for (own,) in PyramidKV(window=window, beta=beta).budgets(None, geometry, entries)]
+    assert budgets == sorted(budgets, reverse=True) and budgets[-1] >= min(window, entries // 2)
     assert entries * layers - layers <= sum(budgets) <= entries * layers
+    if layers > 1:
+        expected = pyramid(entries, min(window, entries // 2), beta, layers)
+        assert np.abs(np.subtract(budgets, expected)).max() <= 1  # floats are cut to whole numbers
 
 
 # -- random: chance, but the same chance every time --------------------------------------------------
@@ -321,9 +318,9 @@ def draws(seed: int, chunks: list[int]) -> list[Array]:
     read(cache, chunks, seed=0)
     found = []
     for layer in cache.layers:
-        (bank,) = layer.banks
+        (bank,) = layer.resident.banks
         assert bank.slots[0, :60].tolist() == list(range(60))
-        found.append(bank.marks[:, :60].numpy())
+        found.append(bank.scores[:, :60].numpy())
     return found
 
 
@@ -332,12 +329,12 @@ def test_random_keeps_the_highest_of_its_draws() -> None:
     cache = KeepCache(model(), "random:seed=4", 16)
     steps = watched(cache)
     read(cache, [33, 7, *[1] * 20], seed=9, rows=2)  # another text, other chunks, more rows: the same draws
-    for own, marks in zip(steps, by_layer, strict=True):
+    for own, scores in zip(steps, by_layer, strict=True):
         length, previous = 0, np.zeros((4, 0), dtype=bool)
         for step in own:
             before, length = length, length + step.key.shape[2]
             kept = np.pad(previous, ((0, 0), (0, length - before)))
-            rank = np.tile(marks[:, :length], (2, 1))
+            rank = np.tile(scores[:, :length], (2, 1))
             if length - before == 1:
                 kept = best(rank, kept, 15)
             kept[:, before:] = True
@@ -365,44 +362,23 @@ def test_random_draws_are_even() -> None:
     assert abs(neighbours) < 4 / drawn.size**0.5
 
 
-@pytest.mark.parametrize("method", ["random", "h2o", "tova", "snapkv:window=4"])
-def test_a_row_keeps_the_same_in_any_batch(method: str) -> None:
-    inputs = torch.randn(3, 50, WIDTH, generator=torch.Generator().manual_seed(2))
-
-    def held(rows: list[int]) -> list[torch.Tensor]:
-        cache = KeepCache(model(), method, 16)
-        with torch.no_grad():
-            for low, high in ((0, 45), *((place, place + 1) for place in range(45, 50))):
-                model()(inputs_embeds=inputs[rows, low:high], past_key_values=cache)
-        return [layer.held().unflatten(0, (-1, KV_HEADS)) for layer in cache.layers]
-
-    alone, among = held([2]), held([0, 2, 1])
-    assert all((a[0] == b[1]).all() for a, b in zip(alone, among, strict=True))
-
-
-# -- what a layer is told ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("text", ["snapkv:window=0", "snapkv:kernel=4", "snapkv:kernel=0", "pyramidkv:beta=0.5"])
-def test_parameters_that_make_no_sense_are_refused(text: str) -> None:
-    with pytest.raises(UsageError, match=r"window|beta"):
-        KeepCache(model(), text, 32)
+# -- h2o with a half-life ------------------------------------------------------------------------------
 
 
 def test_with_a_half_life_it_does_not_matter_when_an_entry_came() -> None:
     """Each entry is given as much by every query that can see it: its mark is that, from a chunk on or from a step."""
-    selector, given, marks = H2O(halflife=50), torch.rand(1, 120) + 0.1, torch.zeros(1, 0)
+    selector, given, scores = H2O(halflife=50), torch.rand(1, 120) + 0.1, torch.zeros(1, 0)
     for low, high in [(0, 30), (30, 70), *((slot, slot + 1) for slot in range(70, 120))]:
-        marks = torch.cat([marks, torch.zeros(1, high - low)], 1)
+        scores = torch.cat([scores, torch.zeros(1, high - low)], 1)
         slots = torch.arange(high)[None]
         queries = (high - slots).clamp(max=high - low)  # of this step, that can see it
-        entries = Candidates(slots, marks, 0, high, high - low, 40, 1, 0)
-        marks = selector.observe(entries, given[:, :high] * queries, high - low)
-        torch.testing.assert_close(marks, given[:, :high])
+        entries = Candidates(slots, scores, 0, high, high - low, 40, 1, 0)
+        scores = selector.observe(entries, given[:, :high] * queries, high - low)
+        torch.testing.assert_close(scores, given[:, :high])
 
 
 def test_with_a_half_life_attention_of_long_ago_fades() -> None:
-    selector, slots, marks = H2O(halflife=50), torch.tensor([[0, 1]]), torch.tensor([[1.0, 0.0]])
+    selector, slots, scores = H2O(halflife=50), torch.tensor([[0, 1]]), torch.tensor([[1.0, 0.0]])
     for step in range(500, 550):
-        marks = selector.observe(Candidates(slots, marks, 0, step, 1, 2, 1, 0), torch.tensor([[0.0, 1.0]]), 1)
-    torch.testing.assert_close(marks, torch.tensor([[0.5, 0.5]]))
+        scores = selector.observe(Candidates(slots, scores, 0, step, 1, 2, 1, 0), torch.tensor([[0.0, 1.0]]), 1)
+    torch.testing.assert_close(scores, torch.tensor([[0.5, 0.5]]))

@@ -95,24 +95,13 @@ def judged(
             for layer, sliding in zip(cache.layers, cache.is_sliding, strict=True)
             if sliding
         )
-    return Answer(
-        key,
-        case.label,
-        prompt.kind,
-        len(prompt.ids),
-        len(result.tokens),
-        len(pairs) if differs_at is None else differs_at,
-        differs_at,
-        gap,
-        noise,
-        result.timing.prefill_s,
-        result.timing.decode_s,
-        result.timing.prefill_s / reference.timing.prefill_s,
-        result.timing.decode_s / reference.timing.decode_s,
-        result.memory.resident_bytes + result.memory.compressed_bytes,
-        budget,
-        None if result.rounds is None else asdict(result.rounds),
-    )
+    took, theirs = result.timing, reference.timing
+    seconds = took.prefill_s, took.decode_s, took.prefill_s / theirs.prefill_s, took.decode_s / theirs.decode_s
+    about = key, case.label, prompt.kind, len(prompt.ids), len(result.tokens)
+    same, held = len(pairs) if differs_at is None else differs_at, result.memory.resident_bytes
+    rounds = None if result.rounds is None else asdict(result.rounds)
+    held += result.memory.compressed_bytes
+    return Answer(*about, same, differs_at, gap, noise, *seconds, held, budget, rounds)
 
 
 @torch.no_grad()

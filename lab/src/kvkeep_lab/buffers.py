@@ -1,4 +1,5 @@
-"""Tensors in a place, warm or cold: what has to be fetched, and from how far, is half of what a timing says.
+"""Tensors in a place, warm or cold, and the machine's roofline: the times that its matrix rate and its
+bandwidths allow.
 
 Warm: what is read was read just before, and what is written is written again. Cold: what is read has left the CPU's
 caches (and, on disk, the page cache), and what is written is memory that the allocator gave back to the system, so that
@@ -12,6 +13,9 @@ import mmap
 import os
 import resource
 import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +23,7 @@ from torch import Tensor
 
 from kvkeep.errors import StoreError
 from kvkeep.memory.places import Disk, Place, place
+from kvkeep_lab.timing import synchronize
 
 SWEEP_BYTES = 128 << 20
 """Walked through to push everything else out of the CPU's caches; several times the largest."""
@@ -88,3 +93,68 @@ def faults() -> tuple[int, int]:
     """Return what this process has had so far: page faults without reading, and bytes read from block devices."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_minflt, 512 * usage.ru_inblock
+
+
+COPY_BYTES = 64 << 20  # of a copy: more than fits the caches
+PRODUCT_ROWS = 2048  # of a product
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """The machine, as measured. flops: of a product of the layer's own widths, a second. bandwidth: bytes a second, by
+    place, read from there and written to the device: cold sources, buffers that are there already."""
+
+    flops: float
+    bandwidth: dict[str, float]
+
+    def recompute_s(self, place: str, n: int, hidden: int, width: int, itemsize: int) -> float:
+        """Seconds for keys and values (``width`` elements a token) of ``n`` residuals: fetched, then multiplied."""
+        return n * hidden * itemsize / self.bandwidth[place] + 2 * n * hidden * width / self.flops
+
+    def read_s(self, place: str, n: int, width: int, itemsize: int) -> float:
+        """Seconds for a copy of them."""
+        return n * width * itemsize / self.bandwidth[place]
+
+    def break_even(self, hidden: int, itemsize: int) -> float:
+        """Bytes a second below which fetching entries takes longer than multiplying residuals that are at hand already:
+        ``2 d / flops`` seconds an element against ``b / bandwidth``."""
+        return itemsize * self.flops / (2 * hidden)
+
+
+@torch.inference_mode()
+def roofline(
+    storages: dict[str, Storage], sweep: Sweep, device: torch.device, dtype: torch.dtype, hidden: int, width: int
+) -> Roofline:
+    """Return the machine's roofline for products (n, hidden) x (hidden, width), and copies from every storage."""
+    left = torch.randn(PRODUCT_ROWS, hidden, device=device, dtype=dtype)
+    right = torch.randn(hidden, width, device=device, dtype=dtype)
+    target = torch.zeros(COPY_BYTES // dtype.itemsize, device=device, dtype=dtype)
+    seconds = _seconds(lambda: left @ right, device, lambda: None)
+    bandwidth = {}
+    for name, storage in storages.items():
+        source = storage.put(torch.zeros_like(target))
+
+        def cool(storage: Storage = storage) -> None:
+            storage.drop_pages()
+            sweep.run()
+
+        def copy(source: torch.Tensor = source) -> object:
+            return target.copy_(source)
+
+        bandwidth[name] = COPY_BYTES / _seconds(copy, device, cool)
+        del source, copy
+        storage.clear()
+    return Roofline(2 * PRODUCT_ROWS * hidden * width / seconds, bandwidth)
+
+
+def _seconds(action: Callable[[], object], device: torch.device, prepare: Callable[[], object]) -> float:
+    action()
+    took = []
+    for _ in range(9):
+        prepare()
+        synchronize(device)
+        start = time.perf_counter()
+        action()
+        synchronize(device)
+        took.append(time.perf_counter() - start)
+    return min(took)  # a bound: what else the machine does is no part of it

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
@@ -128,11 +129,9 @@ class ExperimentBase(BaseModel, ABC):
         """Return all cells, those that share a prompt side by side; ``digest``: of the files that are read."""
         common = {"experiment": self.name, "dtype": self.dtype, "data": digest, **self._setting()}
         setting, listed = hashed(common), []
-        for model in self.models:
-            for seed in self.seeds:
-                for variant in self._variants():
-                    own = {"model": model, "seed": seed, **variant}
-                    listed.append(Cell(hashed({**common, **own}), setting, **{"method": self.subject.name, **own}))
+        for model, seed, variant in product(self.models, self.seeds, list(self._variants())):
+            own = {"model": model, "seed": seed, **variant}
+            listed.append(Cell(hashed({**common, **own}), setting, **{"method": self.subject.name, **own}))
         return listed
 
     def with_(self, **changes: Any) -> Self:
@@ -282,12 +281,7 @@ def _sentence(error: ValidationError, where: str) -> str:
     first = problems[0]
     place = ".".join(str(part) for part in first["loc"])
     own = first.get("ctx", {}).get("error")
-    match first["type"]:
-        case "extra_forbidden":
-            reason = "there is no such setting"
-        case "missing":
-            reason = "it is missing"
-        case _:
-            reason = str(own) if own is not None else f"{first['msg'][:1].lower()}{first['msg'][1:]}"
+    reason = {"extra_forbidden": "there is no such setting", "missing": "it is missing"}.get(first["type"])
+    reason = reason or (str(own) if own is not None else f"{first['msg'][:1].lower()}{first['msg'][1:]}")
     rest = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     return f"{where[:1].upper()}{where[1:]} is wrong at '{place}': {reason.rstrip('.')}{rest}."

@@ -1,18 +1,17 @@
-"""lm-evaluation-harness: any model under any method of kvkeep, as one of its models, ``kvkeep``.
-
-``lm_eval`` finds it by itself where its version knows plugins (those after 0.4.13), through the entry point in
-``pyproject.toml``. For the others there is ``python -m kvkeep_lab.harness``, which is ``lm_eval`` with it.
-"""
+"""lm-evaluation-harness: any model under any method of kvkeep, as one of its models, ``kvkeep``; ``python -m`` of this
+module is ``lm_eval`` with it, for versions that know no entry points (up to 0.4.13)."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any
 
 import torch
 
-from kvkeep.errors import UsageError
+from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.models.loading import load
 from kvkeep_lab.reading import takes
@@ -77,16 +76,10 @@ class KeepLM(TemplateLM):
         method, budget = str(given.get("method", "full")), given.get("budget")
         if "budget" not in takes(method) and budget is not None:
             raise UsageError(f"Method '{method}' takes no budget; leave it out, or take another method.")
-        loaded = load(
-            given.get("pretrained"),
-            dtype=str(given.get("dtype", "float32")),
-            device=given.get("device"),
-            progress=print,
-        )
-        return cls(
-            Subject(loaded, method, None if budget is None else str(budget), given.get("chunk")),
-            given.get("max_length"),
-        )
+        dtype = str(given.get("dtype", "float32"))
+        loaded = load(given.get("pretrained"), dtype=dtype, device=given["device"], progress=print)
+        subject = Subject(loaded, method, None if budget is None else str(budget), given.get("chunk"))
+        return cls(subject, given.get("max_length"))
 
     @property
     def eot_token_id(self) -> int:
@@ -119,14 +112,8 @@ class KeepLM(TemplateLM):
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Return the conversation as the model's template writes it."""
-        return str(
-            self.tokenizer.apply_chat_template(
-                chat_history,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=not add_generation_prompt,
-            )
-        )
+        given = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
+        return str(self.tokenizer.apply_chat_template(chat_history, tokenize=False, **given))
 
     def _loglikelihood_tokens(
         self, requests: Sequence[Request], disable_tqdm: bool = False, **kwargs: Any
@@ -180,7 +167,8 @@ class KeepLM(TemplateLM):
             new = int(given["max_gen_toks"])
             if (room := self.max_length - new) < 1:
                 raise UsageError(f"The model has {self.max_length} positions, no room for {new} tokens of an answer.")
-            answer = self.subject.write(self.tok_encode(text)[-room:], new, _has(until))
+            ends = [end for end in until if end]
+            answer = self.subject.write(self.tok_encode(text)[-room:], new, partial(_ended, ends))
             self.costs.append(answer.cost)
             found.append(postprocess_generated_text(answer.text, until, None))
             self.cache_hook.add_partial("generate_until", (text, wanted), found[-1])
@@ -192,17 +180,13 @@ class KeepLM(TemplateLM):
         return 256
 
 
-def _has(until: Sequence[str]) -> Any:
-    return lambda text: any(end in text for end in until if end)
+def _ended(ends: Sequence[str], text: str) -> bool:
+    return any(end in text for end in ends)
 
 
 def main() -> None:
     """Run ``lm_eval`` with the model ``kvkeep`` known to it."""
-    import sys
-
     from lm_eval.__main__ import cli_evaluate
-
-    from kvkeep.errors import KvkeepError
 
     try:
         cli_evaluate()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,10 +33,12 @@ class Step:
 
 @dataclass(frozen=True)
 class Trace:
-    """States of entries over time. ``heads``: KV heads of each layer; a lane is one of these heads, layers first."""
+    """States of entries over time. ``heads``: KV heads of each layer; a lane is one of these heads, layers first.
+    ``counts``: how many entries of all lanes ended up where; names that nothing has are left out."""
 
     heads: list[int]
     steps: list[Step]
+    counts: dict[str, int]
 
     @property
     def lanes(self) -> int:
@@ -47,23 +49,6 @@ class Trace:
     def tokens(self) -> int:
         """Tokens in the cache after the last step."""
         return self.steps[-1].tokens if self.steps else 0
-
-    def states(self) -> Iterator[Tensor]:
-        """Yield the states after each step, (lanes, tokens so far) int8."""
-        state = torch.zeros(self.lanes, 0, dtype=torch.int8)
-        for step in self.steps:
-            state = arrived(state, step.tokens)
-            for start, length, code in decoded(step.changes):
-                state.view(-1)[start : start + length] = code
-            yield state.clone()
-
-    def counts(self) -> dict[str, int]:
-        """Return how many entries of all lanes ended up where; names that nothing has are left out."""
-        last = torch.zeros(0, dtype=torch.int8)
-        for state in self.states():
-            last = state
-        found = torch.bincount(last.flatten().long(), minlength=len(STATES)).tolist()
-        return {state: count for state, count in zip(STATES, found, strict=True) if count}
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain types, as the page reads them."""
@@ -109,7 +94,10 @@ class Recorder:
 
     def trace(self) -> Trace:
         """Return what was recorded so far."""
-        return Trace(self.heads, self.steps)
+        found = torch.bincount(self._state.flatten().long(), minlength=len(STATES)).tolist()
+        return Trace(
+            self.heads, self.steps, {state: count for state, count in zip(STATES, found, strict=True) if count}
+        )
 
 
 def entry_states(cache: KeepCache) -> list[Tensor]:
@@ -152,23 +140,6 @@ def encoded(before: Tensor, now: Tensor) -> bytes:
     return bytes(out)
 
 
-def decoded(changes: bytes) -> Iterator[tuple[int, int, int]]:
-    """Yield what :func:`encoded` wrote as (first entry, length, code), entries counted lane after lane."""
-    numbers, number, shift = [], 0, 0
-    for byte in changes:
-        number |= (byte & 127) << shift
-        shift += 7
-        if byte < 128:
-            numbers.append(number)
-            number, shift = 0, 0
-    start = 0
-    for gap, run in zip(numbers[::2], numbers[1::2], strict=True):
-        start += gap
-        length = (run >> 3) + 1
-        yield start, length, run & 7
-        start += length
-
-
 def inspect(
     model: Any,
     tokenizer: Any,
@@ -177,16 +148,11 @@ def inspect(
     name: str = "",
     *,
     budget: str | None = None,
-    max_new_tokens: int = 64,
-    on_text: Callable[[str], None] | None = None,
-    on_progress: Callable[[int], None] | None = None,
     interrupted: Callable[[], bool] | None = None,
+    **options: Any,
 ) -> Inspection:
-    """Continue ``prompt`` greedily and record what becomes of its tokens; the arguments are those of ``generate``.
-
-    ``budget`` is what was asked for, to be shown. Raises UsageError for one of transformers' own caches, and what
-    ``generate`` raises.
-    """
+    """Continue ``prompt`` greedily and record what becomes of its tokens; the arguments and ``options`` are those of
+    ``generate``. budget: what was asked for, to be shown. Raises UsageError for one of transformers' own caches."""
     if not isinstance(cache, KeepCache):
         raise UsageError("transformers' own cache ('stock') keeps every entry; method 'full' shows the same picture.")
     recorder = Recorder(cache)
@@ -195,24 +161,9 @@ def inspect(
         recorder.look()
         return interrupted() if interrupted else False
 
-    generation = generate(
-        model,
-        tokenizer,
-        prompt,
-        cache,
-        max_new_tokens=max_new_tokens,
-        on_text=on_text,
-        on_progress=on_progress,
-        interrupted=between_steps,
-    )
-    return Inspection(
-        model=name,
-        budget=budget,
-        entries=cache.entries,
-        texts=token_texts(tokenizer, generation.sequence),
-        trace=recorder.trace(),
-        generation=generation,
-    )
+    generation = generate(model, tokenizer, prompt, cache, interrupted=between_steps, **options)
+    texts = token_texts(tokenizer, generation.sequence)
+    return Inspection(name, budget, cache.entries, texts, recorder.trace(), generation)
 
 
 def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:

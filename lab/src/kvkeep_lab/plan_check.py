@@ -93,18 +93,9 @@ def check(
         except KvkeepError as error:
             checked.append(Checked(row.label, context, entries, 0, 0, 0.0, None, 0.0, None, row.error or str(error)))
             continue
-        checked.append(
-            Checked(
-                row.label,
-                context,
-                entries,
-                after.resident + after.compressed + after.checkpoints,
-                row.held_bytes + sum(row.memory["checkpoint_bytes"].values()),
-                costs.step,
-                None if row.step_ms is None else row.step_ms / 1e3,
-                costs.prefill,
-                row.prefill_s,
-                row.error,
-            )
-        )
+        predicted = after.resident + after.compressed + after.checkpoints
+        measured = row.held_bytes + sum(row.memory["checkpoint_bytes"].values())
+        steps_s = costs.step, None if row.step_ms is None else row.step_ms / 1e3
+        found = predicted, measured, *steps_s, costs.prefill, row.prefill_s, row.error
+        checked.append(Checked(row.label, context, entries, *found))
     return checked

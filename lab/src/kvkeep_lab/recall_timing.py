@@ -8,8 +8,9 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,9 +21,8 @@ from kvkeep.errors import UnsupportedModelError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.memory.places import PLACES
 from kvkeep.models.binding import bind
-from kvkeep_lab.buffers import Storage, Sweep, faults
+from kvkeep_lab.buffers import Roofline, Storage, Sweep, faults, roofline
 from kvkeep_lab.partial import Interruption
-from kvkeep_lab.roofline import Roofline, measure
 from kvkeep_lab.timing import synchronize
 
 RECOMPUTE, READ, APART, ATTEND = "recompute", "read", "read, entry by entry", "attend in place"
@@ -103,11 +103,9 @@ def run(
     try:
         for done, (turn, count) in enumerate(steps):
             progress(f"{name}, {count} tokens", done, len(steps))
-            for case, sample in bench.samples(count, turn):
+            again = bench.rerun(count) if slow and count <= SLOW_TO and turn < 2 else ()
+            for case, sample in chain(bench.samples(count, turn), again):
                 took.setdefault(case, []).append(sample)
-            if slow and count <= SLOW_TO and turn < 2:
-                for case, sample in bench.rerun(count):
-                    took.setdefault(case, []).append(sample)
     except KeyboardInterrupt:
         interrupted = True
     finally:
@@ -120,8 +118,7 @@ def run(
     return report
 
 
-@dataclass(frozen=True)
-class _Case:
+class _Case(NamedTuple):
     way: str
     place: str
     buffers: str
@@ -157,7 +154,7 @@ class _Bench:
         self.hidden, self.width = self.geometry.hidden_size, full[0].entry_elements
         self.storages = {name: Storage(name, self.device, folder) for name in places(self.device)}
         self.sweep = Sweep(self.device)
-        self.roofline = measure(self.storages, self.sweep, self.device, self.dtype, self.hidden, self.width)
+        self.roofline = roofline(self.storages, self.sweep, self.device, self.dtype, self.hidden, self.width)
         self._held = {
             (name, count): self._hold(storage, count) for count in counts for name, storage in self.storages.items()
         }
@@ -171,13 +168,8 @@ class _Bench:
         apart = []
         if storage.name == "device":
             apart = [[part[..., slot : slot + 1, :].clone() for slot in range(count)] for part in entries]
-        return _Held(
-            storage.put(hidden),
-            [storage.put(part) for part in entries],
-            apart,
-            [torch.zeros_like(part) for part in entries],
-            positions,
-        )
+        targets = [torch.zeros_like(part) for part in entries]
+        return _Held(storage.put(hidden), [storage.put(part) for part in entries], apart, targets, positions)
 
     def close(self) -> None:
         """Let go of everything that was laid out."""
@@ -260,25 +252,13 @@ class _Bench:
     def rows(self, name: str, took: dict[_Case, list[tuple[float, int, int]]]) -> Iterator[Row]:
         """Yield what was measured, in the order of ways, places and N."""
         best = {case: min(sample[0] for sample in samples) for case, samples in took.items()}
-        shape = (self.hidden, self.width, self.itemsize)
         for case in sorted(took, key=lambda case: (list(self.storages).index(case.place), WARMTHS.index(case.buffers))):
-            seconds, samples = best[case], took[case]
-            rival = best.get(_Case(RECOMPUTE, case.place, case.buffers, case.n))
+            seconds, rival = best[case], best.get(case._replace(way=RECOMPUTE))
+            middle, faulted, read = (median(numbers) for numbers in zip(*took[case], strict=True))
             roof = None
             if case.way == RECOMPUTE:
-                roof = self.roofline.recompute_s(case.place, case.n, *shape)
+                roof = 1e3 * self.roofline.recompute_s(case.place, case.n, self.hidden, self.width, self.itemsize)
             elif case.way == READ:
-                roof = self.roofline.read_s(case.place, case.n, *shape[1:])
-            yield Row(
-                name,
-                case.way,
-                case.place,
-                case.buffers,
-                case.n,
-                1e3 * seconds,
-                1e3 * median(sample[0] for sample in samples),
-                None if roof is None else 1e3 * roof,
-                None if rival is None else rival / seconds,
-                int(median(sample[1] for sample in samples)),
-                int(median(sample[2] for sample in samples)),
-            )
+                roof = 1e3 * self.roofline.read_s(case.place, case.n, self.width, self.itemsize)
+            ratio = None if rival is None else rival / seconds
+            yield Row(name, *case, 1e3 * seconds, 1e3 * middle, roof, ratio, int(faulted), int(read))

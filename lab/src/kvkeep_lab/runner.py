@@ -19,9 +19,10 @@ import transformers
 from kvkeep import __version__
 from kvkeep.errors import KvkeepError
 from kvkeep.models.loading import Loaded, load
-from kvkeep_lab.compare import Reference
 from kvkeep_lab.experiment import Cell, Experiment, StudyExperiment, digest
+from kvkeep_lab.reference import Reference
 from kvkeep_lab.store import Record, Store, StudyRecord, TaskRecord
+from kvkeep_lab.studies.base import Trial
 from kvkeep_lab.subject import Subject
 from kvkeep_lab.tasks.base import Metric, Outcome, Sample, Task
 from kvkeep_lab.workers import ATTEMPTS, Job, RunProgress, work_in_processes
@@ -82,7 +83,7 @@ class Runner:
             def progress(what: str, done: float, total: float) -> None:
                 step(min(steps, round(steps * done / max(total, 1e-9))))
 
-            return {"data": study.plain(study.measure(loaded, self.sources, cell.seed, progress))}
+            return {"data": study.plain(study.measure(Trial(loaded, self.sources, cell.seed, progress)))}
         task, outcomes = self.experiment.task, list[Outcome]()
         subject = Subject(loaded, cell.method, cell.budget, self.experiment.chunk, self._references)
         for sample in self._prepare(loaded, task, cell):
@@ -186,13 +187,9 @@ def _numbers(metrics: Sequence[Metric], outcomes: Sequence[Outcome]) -> dict[str
     """Return the scores and costs of a cell's samples, as its record keeps them."""
     costs = [outcome.cost for outcome in outcomes]
     largest = max(costs, key=lambda cost: cost.held_bytes)
+    names = [metric.name for metric in metrics]
     return {
-        "scores": {
-            metric.name: [
-                _compact(outcome.scores[metric.name]) for outcome in outcomes if metric.name in outcome.scores
-            ]
-            for metric in metrics
-        },
+        "scores": {name: [_compact(one.scores[name]) for one in outcomes if name in one.scores] for name in names},
         "prompt_tokens": [cost.prompt_tokens for cost in costs],
         "prefill_s": [_compact(cost.prefill_s) for cost in costs],
         "token_s": [None if cost.token_s is None else _compact(cost.token_s) for cost in costs],
@@ -211,12 +208,8 @@ def _now() -> str:
 
 
 def _versions() -> dict[str, str]:
-    return {
-        "kvkeep": __version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-    }
+    versions = {"kvkeep": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
+    return versions | {"python": platform.python_version()}
 
 
 def _machine(loaded: Loaded) -> dict[str, Any]:

@@ -1,6 +1,7 @@
-"""The store: a file of JSON lines (:mod:`~kvkeep_lab.lines`), one for each cell, and who is measuring which cell.
+"""The store: a file of JSON lines, one for each cell, and who is measuring which cell.
 
-A cell is measured under a lock file of its own. The operating system releases the lock of a process that dies.
+A line is appended by one write, flushed to the disk, while a lock is held; what a kill or a full disk left torn stays
+a line of its own. A cell is measured under a lock file, which the operating system releases when its process dies.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from filelock import FileLock, Timeout
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
-from kvkeep_lab import lines
+from kvkeep.errors import StoreError
 
 if TYPE_CHECKING:
     from kvkeep_lab.experiment import Cell
@@ -111,7 +112,7 @@ class Store:
 
     def refresh(self) -> None:
         """Read what was added since the last time; raises StoreError where the file cannot be read."""
-        found, self.end = lines.whole(self.path, self.end)
+        found, self.end = whole_lines(self.path, self.end)
         for line in found:
             try:
                 record = _LINE.validate_json(line)
@@ -134,7 +135,7 @@ class Store:
 
     def append(self, record: Record | Definition) -> None:
         """Add one line; raises StoreError where it cannot be written."""
-        lines.append(self.path, record.model_dump_json())
+        append_line(self.path, record.model_dump_json())
 
     def define(self, setting: str, experiment: dict[str, Any]) -> None:
         """Add what an experiment is, unless the last definition of its setting is the same."""
@@ -195,4 +196,55 @@ class Store:
         except Timeout:  # an OSError, and no fault of the disk
             raise
         except OSError as error:
-            raise lines.unwritable(self.path, error) from error
+            raise _unwritable(self.path, error) from error
+
+
+def append_line(path: Path, line: str) -> None:
+    """Add one line, whole or not at all for whoever reads; raises StoreError where there is no room for it."""
+    data = line.encode() + b"\n"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{path}.lock"):
+            file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+            try:
+                if _ends_torn(file):
+                    data = b"\n" + data
+                if os.write(file, data) < len(data):
+                    raise OSError(0, "no space left on device")
+                os.fsync(file)
+            finally:
+                os.close(file)
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+def whole_lines(path: Path, start: int = 0) -> tuple[list[bytes], int]:
+    """Return the whole lines from byte ``start`` on that are not empty, and where the next one begins; none of a file
+    that does not exist. Raises StoreError where it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            file.seek(start)
+            data = file.read()
+    except FileNotFoundError:
+        return [], start
+    except OSError as error:
+        raise StoreError(f"The results '{path}' cannot be read: {_reason(error)}.") from error
+    data = data[: data.rfind(b"\n") + 1]  # what follows may still be on its way
+    return [line for line in data.splitlines() if line.strip()], start + len(data)
+
+
+def _unwritable(path: Path, error: OSError) -> StoreError:
+    """Return what to raise where ``path`` cannot be written."""
+    return StoreError(f"The results '{path}' cannot be written: {_reason(error)}.")
+
+
+def _ends_torn(file: int) -> bool:
+    size = os.fstat(file).st_size
+    if not size:
+        return False
+    os.lseek(file, size - 1, os.SEEK_SET)
+    return os.read(file, 1) != b"\n"
+
+
+def _reason(error: OSError) -> str:
+    return (error.strerror or str(error)).lower()

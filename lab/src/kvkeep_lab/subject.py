@@ -14,9 +14,9 @@ from kvkeep.decode.generate import generate
 from kvkeep.errors import UsageError
 from kvkeep.models.loading import Loaded
 from kvkeep.stock import memory_of
-from kvkeep_lab.compare import Case, Reference, Row
 from kvkeep_lab.peers import Reader, peer_of
 from kvkeep_lab.reading import cache_for, continued, read, scores
+from kvkeep_lab.reference import Case, Reference, Row
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,8 @@ class Subject:
             return self._written(cache, ids, new, ended or (lambda text: False))
         made = generate(self.loaded.model, self.tokenizer, ids, cache, max_new_tokens=new, ended=ended)
         steps = len(made.tokens) - 1
-        token_s = made.timing.decode_s / steps if steps > 0 else None
-        return Answer(made.text, made.tokens, _cost(cache, len(ids), made.timing.prefill_s, token_s))
+        seconds = [made.timing.prefill_s, *([made.timing.decode_s / steps] if steps > 0 else [])]
+        return Answer(made.text, made.tokens, _cost(cache, len(ids), seconds))
 
     def examine(self, ids: Sequence[int], right: Sequence[int], new: int) -> Answer:
         """Return ln p of each token of a ``right`` answer to a prompt, and what is written without it.
@@ -106,7 +106,7 @@ class Subject:
             logs.append(float(logits.double().log_softmax(-1)[token]))
             seconds.append(took)
             agrees = agrees and int(logits.argmax()) == token
-        cost = _cost(cache, len(ids), seconds[0], _mean(seconds[1:]))
+        cost = _cost(cache, len(ids), seconds)
         if agrees:
             return Answer(self.tokenizer.decode(list(right)), list(right), cost, logs)
         return replace(self.write(ids, new), cost=cost, logs=logs)
@@ -118,8 +118,8 @@ class Subject:
         passed = list(scores(self.loaded.model, self._tensor(ids), cache, first, step))
         logs = [log for found, _ in passed for log in found]
         stepwise = sum(seconds for _, seconds in passed[1:])
-        token_s = stepwise / (len(logs) - 1) if len(logs) > 1 else None
-        return logs, _cost(cache, len(ids), passed[0][1], token_s)
+        seconds = [passed[0][1], *([stepwise / (len(logs) - 1)] if len(logs) > 1 else [])]
+        return logs, _cost(cache, len(ids), seconds)
 
     def weigh(self, ids: Sequence[int], continuations: Sequence[Sequence[int]]) -> tuple[list[Likelihood], AnswerCost]:
         """Read a prompt once, and return how likely each of ``continuations`` (a token each at least) is.
@@ -134,7 +134,7 @@ class Subject:
         greedy, seconds, cost = [True] * len(continuations), [], None
         passed = continued(self.loaded.model, self._tensor(ids), cache, continuations, exact)
         for position, (logits, took) in enumerate(passed):
-            cost = cost or _cost(cache, len(ids), took, None)
+            cost = cost or _cost(cache, len(ids), [took])
             seconds.append(took)
             likely, best = logits.double().log_softmax(-1), logits.argmax(-1).tolist()
             for row, tokens in enumerate(continuations):
@@ -142,7 +142,7 @@ class Subject:
                     logs[row].append(float(likely[row, tokens[position]]))
                     greedy[row] = greedy[row] and best[row] == tokens[position]
         assert cost is not None
-        token_s = None if exact else _mean(seconds[1:])
+        token_s = None if exact or not seconds[1:] else fmean(seconds[1:])
         return [Likelihood(*found) for found in zip(logs, greedy, strict=True)], replace(cost, token_s=token_s)
 
     def compare(self, ids: Sequence[int], new: int) -> Row:
@@ -179,19 +179,11 @@ class Subject:
             text = self.tokenizer.decode(tokens, skip_special_tokens=True)
             if tokens[-1] in ends or ended(text):
                 break
-        return Answer(text, tokens, _cost(reader, len(ids), seconds[0], _mean(seconds[1:])))
+        return Answer(text, tokens, _cost(reader, len(ids), seconds))
 
 
-def _mean(seconds: Sequence[float]) -> float | None:
-    return fmean(seconds) if seconds else None
-
-
-def _cost(cache: Any, prompt_tokens: int, prefill_s: float, token_s: float | None) -> AnswerCost:
-    return AnswerCost(
-        prompt_tokens,
-        prefill_s,
-        token_s,
-        memory_of(cache).as_dict(),
-        str(getattr(cache, "exactness", Exactness.EXACT)),
-        getattr(cache, "entries", None),
-    )
+def _cost(cache: Any, prompt_tokens: int, seconds: Sequence[float]) -> AnswerCost:
+    """Return the cost of a prompt whose first of ``seconds`` is its own, the others of a token each."""
+    exactness, entries = str(getattr(cache, "exactness", Exactness.EXACT)), getattr(cache, "entries", None)
+    token_s = fmean(seconds[1:]) if seconds[1:] else None
+    return AnswerCost(prompt_tokens, seconds[0], token_s, memory_of(cache).as_dict(), exactness, entries)

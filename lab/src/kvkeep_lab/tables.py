@@ -27,6 +27,16 @@ class Table:
         return "\n".join(lines)
 
 
+def refusals(found: Iterable[tuple[str, object, str]], words: str = "at {}") -> list[str]:
+    """Return a sentence for each reason of a method, once, with all that it refused in ``words``. found: method, what
+    it was asked for, and its reason or ""."""
+    of: dict[tuple[str, str], list[str]] = {}
+    for method, case, reason in found:
+        if reason:
+            of.setdefault((method, reason), []).append(f"{case}")
+    return [f"`{name}` {words.format(', '.join(dict.fromkeys(own)))}: {reason}" for (name, reason), own in of.items()]
+
+
 def _row(cells: Iterable[str]) -> str:
     plain = (cell.replace("|", "\\|") for cell in cells)
     return f"| {' | '.join(plain)} |"

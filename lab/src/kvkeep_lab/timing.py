@@ -74,6 +74,9 @@ class Timed:
         return int(self.memory["resident_bytes"] + self.memory["compressed_bytes"])
 
 
+_Figures = tuple[float | None, float | None, float | None, float | None]
+
+
 @dataclass
 class _Taken:
     """What was taken of one case so far, in seconds."""
@@ -85,12 +88,9 @@ class _Taken:
     error: str = ""
 
     @property
-    def prefill(self) -> float | None:
-        return median(self.prefills) if self.prefills else None
-
-    @property
-    def step(self) -> float | None:
-        return median(self.steps) if self.steps else None
+    def medians(self) -> tuple[float | None, float | None]:
+        """Of prompts, and of steps."""
+        return median(self.prefills) if self.prefills else None, median(self.steps) if self.steps else None
 
 
 def run(
@@ -120,13 +120,9 @@ def run(
             if own.error or (turn and sum(own.prefills) + sum(own.steps) > 4 * patience_s):
                 continue
             try:
-                prefills, took, merging, own.memory = _measure(model, case, steps, patience_s, CLOCKS[clock])
+                _measure(model, case, own, steps, patience_s, CLOCKS[clock])
             except KvkeepError as error:
                 own.error = str(error)
-                continue
-            own.prefills += prefills
-            own.steps += took
-            own.merging += merging
     except KeyboardInterrupt:
         for own in taken:
             own.error = own.error or ("" if own.steps else INTERRUPTED)
@@ -141,50 +137,35 @@ def _rows(listed: Sequence[Case], taken: Sequence[_Taken]) -> list[Timed]:
     places = {(case.label, case.length): own for case, own in zip(listed, taken, strict=True)}
     rows = []
     for case, own in zip(listed, taken, strict=True):
-        rival, held = (places.get((label, case.length), _Taken()) for label in (case.rival, HELD))
-        ms = [1e3 * seconds for seconds in own.steps]
-        rows.append(
-            Timed(
-                case.label,
-                case.length,
-                own.prefill,
-                median(ms) if ms else None,
-                max(ms, default=None),
-                fmean(ms) if ms else None,
-                1e3 * own.merging / len(ms) if ms else None,
-                ratio(own.prefill, rival.prefill),
-                ratio(own.step, rival.step),
-                ratio(own.step, held.step),
-                len(ms),
-                own.memory,
-                own.error,
-            )
-        )
+        (prefill, step), ms = own.medians, [1e3 * seconds for seconds in own.steps]
+        rival, held = (places.get((label, case.length), _Taken()).medians for label in (case.rival, HELD))
+        figures: _Figures = (None, None, None, None)
+        if ms:
+            figures = median(ms), max(ms), fmean(ms), 1e3 * own.merging / len(ms)
+        ratios = ratio(prefill, rival[0]), ratio(step, rival[1]), ratio(step, held[1])
+        rows.append(Timed(case.label, case.length, prefill, *figures, *ratios, len(ms), own.memory, own.error))
     return rows
 
 
 @torch.inference_mode()
-def _measure(
-    model: Any, case: Case, steps: int, patience_s: float, clock: Callable[[], float]
-) -> tuple[list[float], list[float], float, dict[str, Any]]:
-    """Return the seconds of prompts, of steps, of merging in all steps, and what the cache holds in the end."""
-    device = next(model.parameters()).device
-    peak = _peak_from_here(device)
+def _measure(model: Any, case: Case, own: _Taken, steps: int, patience_s: float, clock: Callable[[], float]) -> None:
+    """Add the seconds of a prompt, of steps, and of merging in them; ``own.memory`` becomes what the cache holds."""
+    peak = _peak_from_here(next(model.parameters()).device)
     ids = random_ids(model, case.length + steps, case.batch)
     if case.method == NAIVE:
-        took = _until(steps, patience_s, lambda step: timed(model, ids[:, : case.length + step], None, clock))
-        return [], took, 0.0, asdict(Memory()) | peak()
+        own.steps += _until(steps, patience_s, lambda step: timed(model, ids[:, : case.length + step], None, clock))
+        own.memory = asdict(Memory()) | peak()
+        return
     cache = new_cache(model, case.method, **case.options)
     prefill = timed(model, ids[:, : case.reads or case.length], cache, clock)
     timed(model, ids[:, :1], cache)  # the first step warms up
-    before = _merging(cache)
+    meter = cache.meter if isinstance(cache, KeepCache) else None
+    before = meter.merging_s if meter else 0.0
     took = _until(steps - 1, patience_s, lambda step: timed(model, ids[:, step : step + 1], cache, clock))
-    return [prefill], took, _merging(cache) - before, asdict(memory_of(cache)) | peak()
-
-
-def _merging(cache: Any) -> float:
-    """Return the seconds that a cache has merged for."""
-    return cache.meter.merging_s if isinstance(cache, KeepCache) else 0.0
+    own.prefills.append(prefill)
+    own.steps += took
+    own.merging += meter.merging_s - before if meter else 0.0
+    own.memory = asdict(memory_of(cache)) | peak()
 
 
 def _until(steps: int, patience_s: float, measure: Callable[[int], float]) -> list[float]:

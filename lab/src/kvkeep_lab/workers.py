@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import groupby
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from threading import Thread
@@ -142,7 +143,10 @@ def unpacked(order: bytes) -> Job:
 def _start(running: list[_Worker], order: bytes, number: int, store: Store) -> None:
     """Start a worker. Ctrl-C is blocked until it is one of ``running``, and in its process for good: its parent ends
     it."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT}) if hasattr(signal, "pthread_sigmask") else None
+    before = None
+    if hasattr(signal, "pthread_sigmask"):
+        resource_tracker.ensure_running()  # as it starts, it unblocks the signal
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         running.append(_Worker(order, number, store))
     finally:

@@ -1,21 +1,71 @@
-"""``kvkeep methods``: what there is, and what each promises."""
+"""``kvkeep methods``: what there is, what each promises, and what goes with what."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING
-from typing import Any
+from functools import partial
+from typing import Annotated, Any
 
+import typer
 from rich.table import Table
 
 from kvkeep.cli import options
-from kvkeep.cli.output import out, print_json
+from kvkeep.cli.output import out, print_json, show
+from kvkeep.errors import unknown
+
+Rows = list[list[str]]  # the first are headings
 
 
-def methods(json: options.Json = False) -> None:
+def methods(
+    json: options.Json = False,
+    table: Annotated[
+        str | None,
+        typer.Option(help="Print one table as Markdown: methods, selectors, fates, recalls, or combinations."),
+    ] = None,
+) -> None:
     """List the methods: who leaves, what becomes of it, how it comes back, and the promise."""
-    from kvkeep.policies.methods import STOCK, parts
-    from kvkeep.policies.methods import methods as registered
+    if table is not None:
+        if (made := TABLES.get(table)) is None:
+            raise unknown("table", table, list(TABLES))
+        typer.echo(_markdown(made()))
+        return
+    from kvkeep.policies.methods import parts
     from kvkeep.policies.specs import parameters
+
+    rows, known = _rows(), parts()
+    if json:
+        defaults = {
+            kind: {
+                name: {key: _plain(value) for key, value in parameters(made).items()} for name, made in registry.items()
+            }
+            for kind, registry in known.items()
+        }
+        print_json({"methods": rows, **defaults})
+        return
+    _print([list(_COLUMNS.values()), *([row[key] for key in _COLUMNS] for row in rows)])
+    out.print(
+        "\nAny SELECTOR+FATE+RECALL is a method, too; a fate or a recall may be left out, and each may have parameters:"
+        "\nsnapkv:window=16+quantize:4, h2o+verified, snapkv+pages:4"
+        "\n'kvkeep methods --table combinations' says what goes with what, and why the rest does not."
+    )
+    for kind, registry in known.items():
+        _print([[kind, "parameters"], *([name, _parameters(made)] for name, made in registry.items())])
+
+
+_COLUMNS = {
+    "name": "method",
+    "class": "class",
+    "selector": "who leaves",
+    "fate": "what becomes of it",
+    "recall": "how it comes back",
+}
+
+
+def _rows() -> list[dict[str, Any]]:
+    """Return what there is to say of every method that lists name."""
+    from kvkeep.policies.methods import STOCK
+    from kvkeep.policies.methods import methods as registered
 
     rows = [
         {
@@ -30,45 +80,133 @@ def methods(json: options.Json = False) -> None:
         }
         for method in registered().values()
     ]
-    rows.append(
-        {
-            "name": STOCK,
-            "class": "exact",
-            "selector": "nobody",
-            "fate": "kept",
-            "recall": "not needed",
-            "options": [],
-            "summary": "transformers' own default cache, the yardstick.",
-            "source": "transformers.DynamicCache",
-        }
+    stock = {
+        "name": STOCK,
+        "class": "exact",
+        "selector": "nobody",
+        "fate": "kept",
+        "recall": "not needed",
+        "options": [],
+        "summary": "transformers' own default cache, the yardstick.",
+        "source": "transformers.DynamicCache",
+    }
+    return [*rows, stock]
+
+
+def _methods() -> Rows:
+    """The methods that have a name of their own, besides the selectors."""
+    from kvkeep.policies.methods import parts
+
+    columns = _COLUMNS | {"source": "source"}
+    rows = ({**row, "name": _code(row["name"])} for row in _rows() if row["name"] not in parts()["selectors"])
+    return [list(columns.values()), *([row[key] for key in columns] for row in rows)]
+
+
+_PARTS = {
+    "selectors": {"leaves": "who leaves"},
+    "fates": {"label": "what becomes of it", "returns": "how it comes back by itself"},
+    "recalls": {"label": "how it comes back"},
+}
+
+
+def _parts(kind: str) -> Rows:
+    """The selectors, the fates or the recalls, with the names that they had."""
+    from kvkeep.policies.methods import parts
+    from kvkeep.policies.registry import FORMER
+
+    rows = [[kind.removesuffix("s"), *_PARTS[kind].values(), "parameters", "source"]]
+    for name, made in parts()[kind].items():
+        called = [_code(name), *(f"(also {_code(former)})" for former, own in FORMER.items() if own == name)]
+        about = (getattr(made, key) for key in _PARTS[kind])
+        rows.append([" ".join(called), *about, _code(_parameters(made)), made.source])
+    return rows
+
+
+def _combinations() -> Rows:
+    """What goes with what: for each fate its selectors, and the promise without and with each recall. Parts have their
+    own parameters, and those that a preset gives them, where these change anything. Reasons follow, numbered."""
+    from kvkeep.policies.methods import combined, parts
+    from kvkeep.policies.recalls.evicted import Evicted
+    from kvkeep.policies.registry import PRESETS
+    from kvkeep.policies.specs import parameters
+
+    selectors, fates, recalls = (
+        {name: made() for name, made in registry.items() if MISSING not in parameters(made).values()}
+        for registry in parts().values()
     )
-    known = {kind: {name: parameters(made) for name, made in registry.items()} for kind, registry in parts().items()}
-    if json:
-        defaults = {
-            kind: {name: {key: _plain(value) for key, value in given.items()} for name, given in own.items()}
-            for kind, own in known.items()
-        }
-        print_json({"methods": rows, **defaults})
-        return
+    names = {type(fate): name for name, fate in fates.items()}
+    for preset in PRESETS.values():
+        given = ",".join(f"{key}={value}" for key, value in preset.defaults.items())
+        fates |= {f"{names[preset.fate]}:{given}": preset.fate(**preset.defaults)} if given else {}
+    reasons: list[str] = []
+
+    def told(selector: Any, fate: Any, recall: Any) -> str:
+        method = combined("", selector, fate, recall)
+        if (reason := method.refusal()) is None:
+            return str(method.exactness)
+        if reason not in reasons:
+            reasons.append(reason)
+        return f"no [{reasons.index(reason) + 1}]"
+
+    rows: dict[str, list[str]] = {}
+    for name, fate in fates.items():
+        alone = {own: told(selector, fate, Evicted()) for own, selector in selectors.items()}
+        refused = [own for own, answer in alone.items() if answer.startswith("no")]
+        taken = [own for own in selectors if own not in refused]
+        goes = "all"
+        if refused:
+            goes = f"all but {_listed(refused)}" if len(refused) < len(taken) else f"only {_listed(taken)}"
+            goes += f" [{', '.join(dict.fromkeys(alone[own].strip('no []') for own in refused))}]"
+        row = [goes, _distinct(alone[own] for own in taken)]
+        row += [_distinct(told(selectors[own], fate, recall) for own in taken) for recall in recalls.values()]
+        if rows.get(name.partition(":")[0]) != row:
+            rows[name] = row
+    heading = ["fate", "selectors", "alone", *(f"+{name}" for name in recalls)]
+    table = [heading, *([_code(name), *row] for name, row in rows.items())]
+    return [*table, *([f"[{number}] {reason}"] for number, reason in enumerate(reasons, 1))]
+
+
+TABLES: dict[str, Callable[[], Rows]] = {
+    "methods": _methods,
+    **{kind: partial(_parts, kind) for kind in _PARTS},
+    "combinations": _combinations,
+}
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(_code(name) for name in names)
+
+
+def _distinct(answers: Any) -> str:
+    return ", ".join(dict.fromkeys(answers)) or "-"
+
+
+def _parameters(made: type[Any]) -> str:
+    from kvkeep.policies.specs import parameters
+
+    given = {key: _plain(value) for key, value in parameters(made).items()}
+    return ", ".join(key if value is None else f"{key}={value}" for key, value in given.items())
+
+
+def _code(text: str) -> str:
+    return f"`{text}`" if text else ""
+
+
+def _markdown(rows: Rows) -> str:
+    """Return rows as a Markdown table; rows of one cell follow it as a list."""
+    lines = [f"| {' | '.join(row)} |" for row in rows if len(row) > 1]
+    lines.insert(1, "| " + " | ".join("---" for _ in rows[0]) + " |")
+    notes = [f"* {row[0]}" for row in rows if len(row) == 1]
+    return "\n".join([*lines, *(["", *notes] if notes else [])])
+
+
+def _print(rows: Rows) -> None:
     table = Table(box=None, header_style="bold")
-    for heading in ("method", "class", "who leaves", "what becomes of it", "how it comes back"):
+    for heading in rows[0]:
         table.add_column(heading, overflow="fold")
-    for row in rows:
-        table.add_row(*(str(row[key]) for key in ("name", "class", "selector", "fate", "recall")))
-    out.print(table)
-    out.print(
-        "\nAny SELECTOR+FATE+RECALL is a method, too; a fate or a recall may be left out, and each may have parameters:"
-    )
-    out.print("snapkv:window=16+quantize:4, h2o+verified, snapkv+pages:4")
-    for kind, own in known.items():
-        listed = Table(box=None, header_style="bold")
-        listed.add_column(kind)
-        listed.add_column("parameters", overflow="fold")
-        for name, given in own.items():
-            listed.add_row(
-                name, ", ".join(key if _plain(value) is None else f"{key}={value}" for key, value in given.items())
-            )
-        out.print(listed)
+    for row in rows[1:]:
+        table.add_row(*row)
+    show(table)
 
 
 def _plain(value: Any) -> Any:

@@ -21,6 +21,7 @@ class Ledger:
         self.positions = Buffer()
         self.length = 0  # slots recorded so far
         self.batch = 0  # rows
+        self.device = torch.device("cpu")  # of the last tokens
         # Of the forward pass in progress; None: no padding.
         self.visible: Tensor | None = None  # (batch, slots) bool
         self.first: Tensor | None = None  # (batch,), the first slot that is not padding
@@ -35,7 +36,7 @@ class Ledger:
         (batch or 1, n), by default the next ones; mask (batch, slots so far) with 0 for padding."""
         tokens = ids if ids is not None else embeddings
         assert tokens is not None
-        self.batch, count = tokens.shape[:2]
+        (self.batch, count), self.device = tokens.shape[:2], tokens.device
         if positions is None:
             positions = torch.arange(self.length, self.length + count, device=tokens.device).unsqueeze(0)
         if positions.ndim != 2:
@@ -55,8 +56,7 @@ class Ledger:
         self.truncate(stop)
         visible = self.visible
         if len(set(counts)) > 1:
-            device = self.positions.view().device
-            real = torch.arange(max(counts), device=device) < torch.tensor(counts, device=device)[:, None]
+            real = (torch.arange(max(counts)) < torch.tensor(counts)[:, None]).to(self.device)
             before = real.new_ones(self.batch, start) if visible is None else visible[:, :start]
             visible = torch.cat([before, real], 1)
         self._see(None if visible is None else visible[:, :stop])

@@ -106,7 +106,6 @@ class Buffer:
             yield start, self.view(start, stop)
 
     def pick(self, lane: Tensor, slot: Tensor) -> Tensor:
-        """Return single rows."""
         assert self.data is not None
         return _pick(self.data, lane, slot)
 
@@ -115,13 +114,11 @@ class Buffer:
         self.length = min(self.length, length)
 
     def select(self, index: Tensor) -> None:
-        """Make the batch the rows of ``index``."""
         if self.data is not None:
             self.data = _select(self.data, index, self.data)
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated."""
         return 0 if self.data is None else self.data.nbytes
 
 
@@ -199,7 +196,6 @@ class Ring:
         self.first = min(self.first, self.length)
 
     def select(self, index: Tensor) -> None:
-        """Make the batch the rows of ``index``."""
         if self.data is None:
             return
         picked = _select(self.data, index, self.data)
@@ -208,7 +204,6 @@ class Ring:
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated."""
         return 0 if self.data is None else self.data.nbytes
 
 
@@ -276,7 +271,6 @@ class Pages:
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated."""
         return sum(page.nbytes for page in self.pages)
 
 

@@ -67,7 +67,11 @@ def _read(gguf: Path) -> tuple[Any, Any]:
     from transformers import AutoTokenizer
 
     try:
+<<<<<<< HEAD
         _check_blocks(gguf)
+=======
+        _check_header(gguf)
+>>>>>>> house
         with quiet():
             tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
             model = read_weights(gguf.parent, str(gguf), gguf_file=gguf.name, dtype=torch.float32)
@@ -85,6 +89,7 @@ def _read(gguf: Path) -> tuple[Any, Any]:
     return model, tokenizer
 
 
+<<<<<<< HEAD
 def _check_blocks(gguf: Path) -> None:
     """Raise ModelError unless the header names as many layers as there are tensors of: transformers makes whatever it
     is asked for before it looks for the tensors."""
@@ -93,6 +98,23 @@ def _check_blocks(gguf: Path) -> None:
     stated = [field.contents() for name, field in reader.fields.items() if name.endswith(".block_count")]
     if stated != [max(numbers, default=-1) + 1]:
         raise _unreadable(gguf, ValueError(f"its header and its tensors differ in the number of layers: {stated}"))
+=======
+def _check_header(gguf: Path) -> None:
+    """Raise ModelError where the header asks for more than the file can hold: transformers would make it all first."""
+    from gguf import GGUFReader
+
+    reader = GGUFReader(gguf)
+    sizes = {int(size) for tensor in reader.tensors for size in tensor.shape}
+    for key, field in reader.fields.items():
+        name = key.partition(".")[2]
+        if name not in ("block_count", "embedding_length"):
+            continue
+        value = int(field.parts[field.data[0]][0])
+        if name == "block_count" and not 0 < value <= len(reader.tensors):
+            raise _unreadable(gguf, ValueError(f"{value} layers of {len(reader.tensors)} tensors"))
+        if name == "embedding_length" and value not in sizes:
+            raise _unreadable(gguf, ValueError(f"no tensor is {value} wide"))
+>>>>>>> house
 
 
 def _unreadable(gguf: Path, error: Exception) -> ModelError:

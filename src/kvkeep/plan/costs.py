@@ -24,8 +24,6 @@ NORM, ROTATION, ACTIVATION, SUM = 7, 10, 5, 3
 SAMPLES = 24
 """Chunks of a prompt that are worked out; those between lie on straight lines."""
 
-DRAFTS = range(1, 33)
-
 
 @dataclass(frozen=True)
 class Cost:
@@ -110,14 +108,17 @@ class _Work:
 
     @property
     def exact(self) -> list[float]:
-        """Seconds of an exact pass of 1, 2, ... rows over all entries, as they come from their place."""
+        """Seconds of an exact pass of 1, 2, ... rows over all entries, as they come from their place: the last token
+        and the drafts that there is room for."""
+        assert self.held.budget is not None
+        most = min(self.recall.tail(self.held.budget), self.held.chunk)
         overhead = self.machine.overhead["kv-direct"]
         return [
             self.matrices(rows)
             + rows * self.head()
             + self.around(rows, overhead)
             + self.recalled(rows, self.held.tokens)
-            for rows in range(1, DRAFTS.stop + 1)
+            for rows in range(1, most + 1)
         ]
 
     def prefill(self) -> float:

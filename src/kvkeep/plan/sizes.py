@@ -17,6 +17,9 @@ from kvkeep.policies.request import PAGE
 from kvkeep.stores.banks import bank_columns
 from kvkeep.stores.paged import pool_rows
 
+Left = tuple[LayerGeometry, list[int]]
+"""A layer, and how many of its entries left, by pass."""
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -86,9 +89,10 @@ def sizes(
     arriving = [*_chunks(prompt, chunk), *[1] * steps]
     held = Sizes(tokens, budget, chunk, budget, 0, tokens, sliding, hand=min(chunk, prompt) * largest)
     if method.selector.in_order:
-        left = _over(arriving, budget)
+        over = _over(arriving, budget)
+        left = [(layer, over) for layer in geometry.full_layers]
         rows = ring_rows(min(tokens, budget), budget)
-        held = replace(held, away=sum(left), resident=sliding + rows * geometry.full_bytes_per_token)
+        held = replace(held, away=sum(over), resident=sliding + rows * geometry.full_bytes_per_token)
     else:
         held, left = _selected(held, geometry, candidate, arriving, model)
     return _checkpointed(held, geometry, candidate, arriving, left, shared) if method.checkpoints else held
@@ -96,8 +100,8 @@ def sizes(
 
 def _selected(
     held: Sizes, geometry: ModelGeometry, candidate: Candidate, arriving: list[int], model: Any
-) -> tuple[Sizes, list[int]]:
-    """Return the same with layers whose entries a selector chooses, and how many left the first of them, by pass."""
+) -> tuple[Sizes, list[Left]]:
+    """Return the same with layers whose entries a selector chooses, and how many left each of them."""
     method = candidate.method
     selector, fate, recall = method.selector, method.store_fate, method.recall
     assert held.budget is not None
@@ -113,10 +117,12 @@ def _selected(
     budgets = selector.budgets(model, geometry, exact)
     resident, compressed, workspace, hand, kept = held.resident, 0, 0, held.hand, exact
     alike = Counter((_shape(layer), tuple(_by_head(budgets[layer.index], layer))) for layer in geometry.full_layers)
-    first_left: list[int] = []
+    gone: list[Left] = []
     for (layer, own), count in alike.items():
         left = _left(arriving, min(own))
-        first_left = first_left or left
+        if fate.keeps:  # what comes back drives others out
+            left = [count + (recall.swapped(min(own) // 2) if count == 1 else 0) for count in left]
+        gone += [(layer, left)] * count
         store = fate.holds(layer, geometry, within, left)
         reader = recall.holds(layer, geometry, held.tokens, max(0, held.tokens - min(own)))
         size = sum(_bank(budget, held.tokens, tail) for budget in own) * _head(layer, geometry)
@@ -129,27 +135,29 @@ def _selected(
         if fate.keeps and not fate.merges:
             kept = exact + store.entries if store.entries else held.tokens
     kept = min(held.tokens, held.tokens if method.checkpoints or fate.merges or fate.makes_room else kept)
-    away = sum(first_left)
+    away = sum(gone[0][1])
     sums = {"resident": resident, "compressed": compressed, "workspace": workspace, "hand": hand}
-    return replace(held, exact=exact, away=away, kept=kept, **sums), first_left
+    return replace(held, exact=exact, away=away, kept=kept, **sums), gone
 
 
 def _checkpointed(
-    held: Sizes, geometry: ModelGeometry, candidate: Candidate, arriving: list[int], left: list[int], shared: bool
+    held: Sizes, geometry: ModelGeometry, candidate: Candidate, arriving: list[int], left: list[Left], shared: bool
 ) -> Sizes:
     """Add checkpoints: of all entries where they are the backing, else of those that ``left``, by pass; of all tokens
     ``arriving`` where they are residuals."""
-    backed = candidate.method.recall.backed
-    kept = arriving if backed else left
-    away = sum(kept)
+    method = candidate.method
+    backed = method.recall.backed
+    away = held.tokens if backed else held.away
     stride, where = candidate.stride, candidate.where or "host"
     largest = max(_entry(layer, geometry) for layer in geometry.full_layers)
     places = {"device": held.device, "host": held.host, "disk": held.disk}
     if not stride:
-        pages = pages_of(kept)
-        places[where] += sum(pages) * geometry.full_bytes_per_token
-        moved = away and (where != "device" and not shared)
-        work = min(PAGE, max(pages), away) * largest if moved else 0
+        work = 0
+        for layer, own in left:
+            pages = pages_of(arriving if backed else own)
+            places[where] += sum(pages) * _entry(layer, geometry)
+            if where != "device" and not shared and pages:
+                work = max(work, min(PAGE, max(pages), away) * _entry(layer, geometry))
     else:
         stride = min(stride, len(geometry.layers))
         anchors = geometry.residual_anchors(stride)
@@ -158,12 +166,15 @@ def _checkpointed(
         places[where] += vectors * sum(pages) * geometry.residual_bytes_per_token
         if 0 in anchors:
             places["device"] += 4 * up(held.tokens, BLOCK)
+        if not method.selector.in_order and away:
+            away = held.tokens  # every entry is rebuilt, and what is resident is masked
         if stride > 1:
             work = away * (geometry.residual_bytes_per_token + largest)
         else:
             work = min(away, PAGE, PAGE if 0 in anchors else max(pages)) * largest
-            if candidate.method.recall.reads_single:  # entries of all lanes are projected together
+            if method.recall.reads_single:  # entries of all lanes are projected together
                 work = max(work, away * largest)
+    away = held.tokens if backed else held.away
     return replace(held, away=away, kept=held.tokens, workspace=max(held.workspace, work), **places)
 
 

@@ -126,7 +126,7 @@ def resolve(spec: str) -> Method:
 def combined(name: str, selector: Selector, fate: Fate, recall: Recall) -> Method:
     """Return the method of three parts, described by the one that tells it from others."""
     about = recall if recall.backed else selector
-    return Method(name, selector, fate, recall, _first_line(about), selector.source)
+    return Method(name, selector, fate, recall, _first_sentence(about), about.source or selector.source)
 
 
 def _of_preset(spec: str, first: str, preset: Preset, rest: list[str], recall: Recall) -> Method:
@@ -161,5 +161,6 @@ def parts() -> dict[str, dict[str, type[Any]]]:
     return {"selectors": dict(SELECTORS), "fates": dict(FATES), "recalls": dict(RECALLS)}
 
 
-def _first_line(made: object) -> str:
-    return (type(made).__doc__ or "").partition("\n")[0].replace("``", "")
+def _first_sentence(made: object) -> str:
+    text = " ".join((type(made).__doc__ or "").partition("\n\n")[0].replace("``", "").split())
+    return text.partition(". ")[0].removesuffix(".") + "."

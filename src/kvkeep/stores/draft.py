@@ -180,7 +180,6 @@ class DraftAndVerify(Reader):
         self.backing.truncate(min(length, layer.length))
 
     def select(self, layer: Layer, lanes: Tensor) -> None:
-        """Make the lanes those of an index."""
         self._voters = None
 
     def check(self, extent: Extent) -> None:

@@ -35,7 +35,6 @@ class StockState:
 
     @property
     def rows(self) -> int:
-        """Rows of the batch held."""
         return next((len(tensor) for tensor in self._tensors().values() if tensor.numel()), 0)
 
     @property
@@ -44,7 +43,6 @@ class StockState:
         return nbytes(*self._tensors().values())
 
     def select(self, index: Tensor) -> None:
-        """Make the batch the rows of ``index``."""
         if self._tensors():
             self.layer.reorder_cache(index)
 
@@ -53,11 +51,9 @@ class StockState:
         return torch.full((batch, 1, length), EntryState.RESIDENT, dtype=torch.int8)
 
     def state(self) -> dict[str, Tensor]:
-        """Return what must be saved."""
         return self._tensors()
 
     def restore(self, state: dict[str, Tensor], length: int) -> None:
-        """Take what :meth:`state` gave."""
         if state:
             self.layer.update(state["keys"], state["values"])
 
@@ -118,7 +114,6 @@ class DynamicLayer(CacheLayerMixin):
         self._view()
 
     def select(self, index: Tensor) -> None:
-        """Make the batch the rows of ``index``."""
         for rows in (self._keys, self._values):
             rows.select(index)
         self._view()
@@ -129,12 +124,10 @@ class DynamicLayer(CacheLayerMixin):
 
     @property
     def rows(self) -> int:
-        """Rows of the batch held."""
         return 0 if self._keys.data is None else len(self._keys.data)
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes allocated for entries."""
         return self._keys.nbytes + self._values.nbytes
 
     def entry_states(self, length: int, batch: int) -> Tensor:
@@ -143,11 +136,9 @@ class DynamicLayer(CacheLayerMixin):
         return torch.full((batch, heads, length), EntryState.RESIDENT, dtype=torch.int8)
 
     def state(self) -> dict[str, Tensor]:
-        """Return what must be saved."""
         return {"keys": self.keys, "values": self.values} if self.is_initialized and self._keys.length else {}
 
     def restore(self, state: dict[str, Tensor], length: int) -> None:
-        """Take what :meth:`state` gave."""
         if state:
             self.update(state["keys"], state["values"])
 
@@ -172,13 +163,11 @@ class SlidingLayer(DynamicSlidingWindowLayer):
         return seen
 
     def select(self, index: Tensor) -> None:
-        """Make the batch the rows of ``index``."""
         if self.is_initialized:
             self.reorder_cache(index)
 
     @property
     def rows(self) -> int:
-        """Rows of the batch held."""
         return len(self.keys) if self.is_initialized else 0
 
     @property
@@ -194,8 +183,9 @@ class SlidingLayer(DynamicSlidingWindowLayer):
         return codes
 
     def state(self) -> dict[str, Tensor]:
-        """Return what must be saved."""
-        return {"keys": self.keys, "values": self.values} if self.is_initialized else {}
+        """Return what must be saved: the window, whatever else is recorded."""
+        window = slice(-self.sliding_window + 1, None)
+        return {"keys": self.keys[:, :, window], "values": self.values[:, :, window]} if self.is_initialized else {}
 
     def restore(self, state: dict[str, Tensor], length: int) -> None:
         """Take what :meth:`state` gave, as a window of ``length`` tokens."""

@@ -113,7 +113,7 @@ def replace_lowest(bank: Bank, new: Arriving, ranking: Ranking, wanted: bool) ->
     if holes:
         rank = rank.float().masked_fill(bank.slots < 0, float("-inf"))
         bank.vacant -= 1
-    if ranking.selector.may_tie:
+    if ranking.selector.may_tie or ranking.scored:  # what comes back as an estimate may be like another
         rank = torch.where(rank == rank.amin(1, keepdim=True), bank.slots, 2**31 - 1)
     victim = rank.argmin(1, keepdim=True)
     left = bank.at(victim, ranking.scored)._replace(holes=holes) if wanted else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
@@ -55,10 +56,9 @@ class Groups(EvictedStore):
         return self.written if self.room is None else min(self.written, self.room)
 
     def take(self, left: Evicted, resident: WorkingSet) -> None:
-        """Take entries that leave."""
         rows = left[:3]
         if not self.waiting:
-            self.waiting = [one.new_empty(len(one), GROUP, *one.shape[2:]) for one in rows]
+            self.waiting = [one.new_full((len(one), GROUP, *one.shape[2:]), -1) for one in rows]
         start, total = 0, left.slots.shape[1]
         while start < total:
             count = min(GROUP - self.count, total - start)
@@ -85,6 +85,7 @@ class Groups(EvictedStore):
         old = [] if self.slots is None else [*self.parts, self.slots]
         size = grown(self.held, self.room)
         fresh = [part.new_empty(len(part), size, *part.shape[1:]) for part in like]
+        fresh[-1].fill_(-1)  # no slot is one that nobody wrote
         for part, before in zip(fresh, old, strict=False):
             part[:, : self.held] = before[:, : self.held]
         *self.parts, self.slots = fresh
@@ -99,7 +100,6 @@ class Groups(EvictedStore):
             yield Piece(keys[:, None], values[:, None], slots, holes=True)
 
     def states(self, lanes: int, length: int) -> Tensor:
-        """Return what became of the entry of each slot."""
         codes = torch.zeros(lanes, length + 1, dtype=torch.int8)
         held = [(self.slots[:, : self.held].flatten(1), self.codec.kept)] if self.slots is not None else []
         if self.count:
@@ -118,25 +118,22 @@ class Groups(EvictedStore):
 
     def forget(self, slots: Tensor) -> None:
         """Leave holes where entries are resident again."""
-        for held in (self.slots, *self.waiting[2:]):
-            if held is not None:
-                self.holes = True
-                held.copy_(without(held.flatten(1), slots).view_as(held))
+        written = [] if self.slots is None else [self.slots[:, : self.held]]
+        for held in (*written, *(one[:, : self.count] for one in self.waiting[2:])):
+            self.holes = True
+            held.copy_(without(held.flatten(1), slots).view_as(held))
 
     def select(self, lanes: Tensor) -> None:
-        """Make the lanes those of an index."""
         self.waiting = [rows.index_select(0, lanes.to(rows.device)) for rows in self.waiting]
         self.parts = [rows.index_select(0, lanes.to(rows.device)) for rows in self.parts]
         self.slots = None if self.slots is None else self.slots.index_select(0, lanes.to(self.slots.device))
 
     def state(self) -> dict[str, Tensor]:
-        """Return what must be saved."""
         saved = {"counts": torch.tensor([self.count, self.written, self.holes, len(self.waiting), len(self.parts)])}
         every = [*self.waiting, *self.parts, *([] if self.slots is None else [self.slots])]
         return saved | {str(number): tensor for number, tensor in enumerate(every)}
 
     def restore(self, state: dict[str, Tensor]) -> None:
-        """Take what :meth:`state` gave."""
         self.count, self.written, holes, waiting, parts = state["counts"].tolist()
         self.holes = bool(holes)
         every = [state[str(number)] for number in range(len(state) - 1)]
@@ -158,7 +155,7 @@ class Groups(EvictedStore):
         if not self.parts or self.slots is None:
             within("counts", self.written, 0, 1)
             return
-        within("counts", self.written, 1, extent.slots // GROUP + 1)
+        within("counts", self.written, 1, sys.maxsize)  # entries that came back, or again, are written once more
         groups = self.slots.shape[1]
         within("groups", groups, self.held, (groups if self.room is None else self.room) + 1)
         made = self.codec.encode(torch.zeros_like(keys), torch.zeros_like(values), torch.zeros_like(slots))

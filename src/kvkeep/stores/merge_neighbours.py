@@ -216,7 +216,6 @@ class MergeNeighbours(EvictedStore):
         self.due[bank.index] = torch.where(merged, end, bank.of(self.due)).int()
 
     def merged(self) -> tuple[int, int]:
-        """Return how many pairs of entries were merged, and for how many of them a weight had to be clamped."""
         pairs, clamped = self.tally.tolist()
         return int(pairs), int(clamped)
 
@@ -247,7 +246,6 @@ class MergeNeighbours(EvictedStore):
                 self.lost = span if self.lost is None else torch.cat([self.lost, span], 1)
 
     def select(self, lanes: Tensor) -> None:
-        """Make the lanes those of an index."""
         for name in _BY_LANE:
             if (rows := getattr(self, name)) is not None:
                 setattr(self, name, rows.index_select(0, lanes.to(rows.device)))
@@ -258,14 +256,12 @@ class MergeNeighbours(EvictedStore):
         return nbytes(self.tally, *(getattr(self, name) for name in _BY_LANE))
 
     def state(self) -> dict[str, Tensor]:
-        """Return what must be saved."""
         saved = {name: rows for name in _BY_LANE if (rows := getattr(self, name)) is not None}
         scaling = torch.tensor([self.scaling], dtype=torch.float64)
         counts = torch.tensor([self.length, self.heads, self.group])
         return saved | {"tally": self.tally, "scaling": scaling, "counts": counts}
 
     def restore(self, state: dict[str, Tensor]) -> None:
-        """Take what :meth:`state` gave."""
         for name in _BY_LANE:
             setattr(self, name, state.get(name))
         self.tally = state["tally"]
@@ -290,7 +286,6 @@ class MergeNeighbours(EvictedStore):
             within("asked", self.asked.shape[2], 1, min(QUERIES, slots) + 1)
 
     def states(self, lanes: int, length: int) -> Tensor:
-        """Return what became of the entry of each slot."""
         codes = merged_states(self.ledger, lanes, length)
         if self.lost is not None:
             slots = torch.arange(length)

@@ -34,7 +34,6 @@ class MergeOnEvict(EvictedStore):
         latter is the last slot whose value an entry has in it."""
 
     def states(self, lanes: int, length: int) -> Tensor:
-        """Return what became of the entry of each slot."""
         return merged_states(self.ledger, lanes, length)
 
 

@@ -88,13 +88,11 @@ class Newest:
         self._values.truncate(length)
 
     def select(self, lanes: Tensor) -> None:
-        """Make the lanes those of an index."""
         self._keys.select(lanes)
         self._values.select(lanes)
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated for entries."""
         return self._keys.nbytes + self._values.nbytes
 
     def state(self) -> dict[str, Tensor]:

@@ -210,7 +210,6 @@ class Paged:
         return None
 
     def pieces(self, ordered: bool = True) -> Iterator[Piece]:
-        """Yield all entries, in order."""
         if not self.length:
             return
         rows, device = len(self.table.rows), self._pools[0].device
@@ -241,11 +240,9 @@ class Paged:
         """Nothing: nobody asks what entries received."""
 
     def held(self, alone: bool = False) -> Tensor:
-        """Return which slots are resident, (lanes, slots) bool: all."""
         return torch.ones(len(self.table.rows) * self.heads, self.length, dtype=torch.bool)
 
     def truncate(self, length: int) -> None:
-        """Forget the slots from ``length`` on."""
         self.length = min(self.length, length)
         self.table.truncate(length)
 
@@ -270,7 +267,6 @@ class Paged:
         }
 
     def restore(self, state: dict[str, Tensor], length: int) -> None:
-        """Take what :meth:`state` gave."""
         if state:
             self.arrive(state["keys"], state["values"])
             self.admit(state["keys"], state["values"], 0)

@@ -116,7 +116,6 @@ class Selected:
     # -- entries come and go ------------------------------------------------------------------------
 
     def arrive(self, keys: Tensor, values: Tensor) -> None:
-        """Make room for new entries (lanes, n, dim), which :meth:`admit` will bring."""
         self._scores, self._hand = {}, keys.shape[1]
         self.banks.reserve(keys, values, self.length)
 
@@ -166,7 +165,6 @@ class Selected:
 
     @property
     def columns(self) -> int:
-        """The most entries that any lane has room for."""
         return self.banks.columns
 
     def observed(self, slots: Tensor, scores: Tensor, weights: Tensor, queries: int) -> Tensor:
@@ -178,13 +176,10 @@ class Selected:
         return self.selector.observe(entries, weights, queries)
 
     def ranks(self, slots: Tensor, scores: Tensor) -> Tensor:
-        """Return the ranks of entries elsewhere, (lanes, n) float32; -inf where a slot is -1."""
         ranks = self.selector.rank(self.ranking.candidates(None, slots, scores, self.length)).float()
         return ranks.masked_fill(slots < 0, float("-inf"))
 
     def lowest(self, count: int) -> Tensor:
-        """Return the ranks of those entries of every lane that would leave first, (lanes, ``count``) float32,
-        ascending: -inf for an empty column, inf where a lane has no more."""
         ranks = torch.full((self.banks.lanes, count), float("inf"), device=self.banks.banks[0].slots.device)
         for bank in self.banks:
             own = self.ranking.with_holes(bank, self.length)
@@ -193,9 +188,6 @@ class Selected:
         return ranks
 
     def swap_in(self, slots: Tensor, keys: Tensor, values: Tensor, scores: Tensor | None = None) -> None:
-        """Make entries resident: ``slots`` (lanes, n), none of which is, -1 for none; keys and values (lanes, n, dim);
-        scores (lanes, n), by default those of new entries. In each lane they take empty columns, then those of the
-        entries that rank lowest, which leave; there can be no more of them than the lane has columns."""
         left = []
         for bank in self.banks:
             own = bank.of(slots)[:, : bank.columns]
@@ -307,30 +299,25 @@ class Selected:
         return lane, column, slot
 
     def held(self, alone: bool = False) -> Tensor:
-        """Return which slots are resident, (lanes, slots) bool; ``alone``: and stand for no other."""
         return self.banks.held(self.length, alone)
 
     # -- the cache contract -------------------------------------------------------------------------
 
     def truncate(self, length: int) -> None:
-        """Forget the slots from ``length`` on; entries that left before do not come back by it."""
         self._scores, self._hand = {}, 0
         if length < self.length:
             self.length = length
             self.banks.truncate(length)
 
     def select(self, lanes: Tensor) -> None:
-        """Make the lanes those of an index."""
         self.banks.select(lanes)
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated for entries."""
         return self.banks.nbytes
 
     @property
     def bookkeeping_bytes(self) -> int:
-        """Bytes allocated for slots, scores and counts."""
         return self.banks.bookkeeping_bytes
 
     def state(self) -> dict[str, Tensor]:
@@ -338,7 +325,6 @@ class Selected:
         return self.banks.state()
 
     def restore(self, state: dict[str, Tensor], length: int) -> None:
-        """Take what :meth:`state` gave, as entries of ``length`` slots."""
         self.length = length
         self.banks.restore(state)
 

@@ -216,22 +216,18 @@ class Selective(Reader):
         return self.backing.states(evicted)
 
     def truncate(self, layer: Layer, length: int) -> None:
-        """Forget the slots from ``length`` on."""
         length = min(length, layer.length)
         self.backing.truncate(length)
         self.bounds.truncate(length)
 
     def select(self, layer: Layer, lanes: Tensor) -> None:
-        """Make the lanes those of an index."""
         self.bounds.select(lanes)
 
     def state(self) -> dict[str, Tensor]:
-        """Return what must be saved."""
         told = [self.last, self.worst, self._recalled, self._away, self._steps]
         return self.bounds.state() | {"certificate": torch.tensor(told, dtype=torch.float64)}
 
     def restore(self, state: dict[str, Tensor], length: int) -> None:
-        """Take what :meth:`state` gave, as of ``length`` slots."""
         self.bounds.restore(state, length)
         self.last, self.worst, self._recalled, self._away, steps = state["certificate"].tolist()
         self._steps = int(steps)

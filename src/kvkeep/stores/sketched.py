@@ -143,10 +143,8 @@ class Sketched(EvictedStore):
             inside, scores = self.inside[:, :-1], self.scores[:, :-1]
             slots = torch.arange(inside.shape[1], dtype=torch.int32, device=inside.device)
             ranks = resident.ranks(slots.masked_fill(~inside, -1), scores)
-            if resident.selector.may_tie:  # of those that rank the same, the older comes back first
-                ranks, best = (one[:, :count] for one in ranks.sort(dim=1, descending=True, stable=True))
-            else:
-                ranks, best = ranks.topk(count, dim=1)
+            # Of those that rank the same the older comes back first: entries that share slots are estimated alike.
+            ranks, best = (one[:, :count] for one in ranks.sort(dim=1, descending=True, stable=True))
             chosen = (resident.lowest(count) * self.swap_at < ranks) & (ranks > float("-inf"))
             if not chosen.any():
                 return
@@ -164,7 +162,6 @@ class Sketched(EvictedStore):
     # -- the cache contract -------------------------------------------------------------------------
 
     def states(self, lanes: int, length: int) -> Tensor:
-        """Return what became of the entry of each slot."""
         codes = super().states(lanes, length)
         if self.inside is not None:
             own = self.inside[:, :-1][:, :length].cpu()
@@ -179,7 +176,6 @@ class Sketched(EvictedStore):
         self.hashed.clear()
 
     def select(self, lanes: Tensor) -> None:
-        """Make the lanes those of an index."""
         self.hashed.clear()
         if self.sketches is None or self.inside is None:
             return
@@ -190,7 +186,6 @@ class Sketched(EvictedStore):
         self.scores = None if self.scores is None else self.scores.index_select(0, lanes)
 
     def state(self) -> dict[str, Tensor]:
-        """Return what must be saved."""
         if self.sketches is None or self.inside is None:
             return {}
         saved = {"inside": self.inside} | ({} if self.scores is None else {"scores": self.scores})
@@ -199,7 +194,6 @@ class Sketched(EvictedStore):
         return saved
 
     def restore(self, state: dict[str, Tensor]) -> None:
-        """Take what :meth:`state` gave."""
         if "inside" not in state:
             return
         self.inside, self.scores = state["inside"], state.get("scores")

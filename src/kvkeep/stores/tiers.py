@@ -205,7 +205,6 @@ class Tiers(EvictedStore):
     # -- entries come, and fall ---------------------------------------------------------------------
 
     def take(self, left: Evicted, resident: WorkingSet) -> None:
-        """Take entries that leave."""
         assert left.scores is not None
         fresh = [left.keys, left.values, left.slots, left.scores]
         if self.slots is None or self.scores is None:
@@ -293,7 +292,6 @@ class Tiers(EvictedStore):
         scores.copy_(resident.observed(slots, scores, torch.cat([*weights], 1), queries))
 
     def states(self, lanes: int, length: int) -> Tensor:
-        """Return what became of the entry of each slot."""
         codes = torch.full((lanes, length + 1), EntryState.DROPPED, dtype=torch.int8)
         for tier, slots in self._places():
             own = slots.cpu().long()
@@ -340,17 +338,14 @@ class Tiers(EvictedStore):
             self.channels = Channels(*named["channels"])
 
     def select(self, lanes: Tensor) -> None:
-        """Make the lanes those of an index."""
         tensors = self._tensors().items()
         self._put({name: [one.index_select(0, lanes.to(one.device)) for one in own] for name, own in tensors})
 
     def state(self) -> dict[str, Tensor]:
-        """Return what must be saved."""
         saved = {f"{name}.{number}": one for name, own in self._tensors().items() for number, one in enumerate(own)}
         return saved | {"counts": torch.tensor([self.count, *(tier.holes for tier in self.tiers)])}
 
     def restore(self, state: dict[str, Tensor]) -> None:
-        """Take what :meth:`state` gave."""
         named: dict[str, list[Tensor]] = {}
         for key in sorted(key for key in state if key != "counts"):  # fewer than ten of each name, so they are in order
             named.setdefault(key.partition(".")[0], []).append(state[key])

@@ -124,8 +124,3 @@ def test_interrupting_the_answer_leaves_a_whole_page(tmp_path: Path, model_folde
     assert "Interrupted; the page shows the" in errors and "Traceback" not in errors
     assert [path.name for path in page.parent.iterdir()] == ["page.html"]
     assert page.read_text(encoding="utf-8").endswith("</html>\n")
-
-
-def test_help(run: Run) -> None:
-    code, out, _ = run("inspect", "--help")
-    assert code == 0 and "--json" in out and "--output" in out

@@ -11,8 +11,8 @@ import pytest
 import typer
 from kvkeep_lab import recall_timing
 from kvkeep_lab.cli.study import command
-from kvkeep_lab.compare import Reference
 from kvkeep_lab.partial import INTERRUPTED
+from kvkeep_lab.reference import Reference
 from kvkeep_lab.studies import STUDIES
 from kvkeep_lab.studies.base import Drawn
 from kvkeep_lab.studies.compare import nats
@@ -96,7 +96,7 @@ def text(tmp_path: Path, words: str) -> str:
 def call(run: Run, model_folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Run a command on the tiny model and the text, if it reads one; nothing has to be really cold."""
     monkeypatch.setattr("kvkeep_lab.buffers.SWEEP_BYTES", 1 << 12)
-    monkeypatch.setattr("kvkeep_lab.roofline._BYTES", 1 << 16)
+    monkeypatch.setattr("kvkeep_lab.buffers.COPY_BYTES", 1 << 16)
 
     def called(name: str, *options: str) -> tuple[int, str, str]:
         reads = study_of(name).text != "none" and not {"-f", "-p"} & set(options)
@@ -109,11 +109,16 @@ def study_of(name: str) -> Any:
     return next(study for study in STUDIES.values() if name.split()[-1] == (study.command or study.name))
 
 
+ANSWERED: dict[tuple[str, ...], dict[str, Any]] = {}
+
+
 def answered(call: Run, name: str, *options: str) -> dict[str, Any]:
-    """The JSON object that a command prints with its own options and these."""
-    code, out, err = call(name, *COMMANDS[name][0].split(), *options, "--json")
-    assert code == 0, err
-    return json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    """The JSON object that a command prints with its own options and these; asked once."""
+    if (name, *options) not in ANSWERED:
+        code, out, err = call(name, *COMMANDS[name][0].split(), *options, "--json")
+        assert code == 0, err
+        ANSWERED[name, *options] = json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    return ANSWERED[name, *options]
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -180,7 +185,7 @@ def test_turns_models_and_stretches(call: Run) -> None:
             "seconds",
         }
         assert set(row["memory"]["checkpoint_bytes"]) == {"device", "host", "disk"} and row["text"]
-    _, out, _ = call("recompute", "--counts", "1,9", "--rounds", "1", "--beside", "smollm2-135m", "--json")
+    _, out, _ = call("recompute", "--counts", "1,9", "--rounds", "1", "--beside", "smollm2-135m", "--no-slow", "--json")
     models = json.loads(out)["models"]
     assert len(models) == 2 and all({row["n"] for row in model["rows"]} == {1, 9} for model in models)
     for model in models:
@@ -304,7 +309,7 @@ def interrupted(*given: Any, **options: Any) -> Any:
 def test_an_interrupt_before_anything_is_measured_leaves_nothing(call: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, place in (
         ("analyse spectra", "kvkeep_lab.studies.spectra.head_weights"),
-        ("compare", "kvkeep_lab.compare.Reference.of"),
+        ("compare", "kvkeep_lab.reference.Reference.of"),
         ("longchat", "kvkeep_lab.studies.long_chat.LongChat.converse"),
         ("verify", "kvkeep_lab.studies.verify.checkpoint_kinds"),
         ("analyse throughput", "kvkeep_lab.timing._measure"),

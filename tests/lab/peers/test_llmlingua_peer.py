@@ -8,12 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import tokenizer
-from families import tiny
-from kvkeep_lab.subject import Subject
+from measuring import subject
 
 from kvkeep.errors import BudgetError, KvkeepError, UsageError
-from kvkeep.models.loading import Loaded
 
 IDS = torch.randint(2, 97, (80,), generator=torch.Generator().manual_seed(5)).tolist()
 METHOD = "peer-llmlingua:edge=6"
@@ -58,19 +55,14 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     __import__("sys").modules.pop("llmlingua", None)
 
 
-def subject(budget: str, method: str = METHOD) -> Subject:
-    return Subject(Loaded(tiny("llama"), tokenizer(), "tiny", ""), method, budget)
-
-
 @pytest.mark.parametrize(("surplus", "tries"), [(0, 1), (3, 2)])
 def test_the_ends_stay_and_the_budget_holds(package: Any, surplus: int, tries: int) -> None:
     asked = package(surplus).asked
-    answer = subject("30").write(IDS, 4)
+    answer = subject(METHOD, "30").write(IDS, 4)
     assert len(asked) == tries and asked[0] == 18
     kept = 30 if surplus == 0 else 12 + int(asked[-1]) + surplus
     assert kept <= 30 == answer.cost.entries
-    expected = subject("30", "stock")
-    expected.budget = None
+    expected = subject("stock")
     middle = IDS[6:-6]
     step = len(middle) / (asked[-1] + surplus)
     short = [*IDS[:6], *(middle[int(step * number)] for number in range(kept - 12)), *IDS[-6:]]
@@ -83,25 +75,24 @@ def test_the_ends_stay_and_the_budget_holds(package: Any, surplus: int, tries: i
 
 def test_a_prompt_within_the_budget_is_left_alone(package: Any) -> None:
     asked = package(0).asked
-    full = subject("100", "stock")
-    full.budget = None
-    assert subject("100").write(IDS, 4).tokens == full.write(IDS, 4).tokens and asked == []
+    full = subject("stock")
+    assert subject(METHOD, "100").write(IDS, 4).tokens == full.write(IDS, 4).tokens and asked == []
 
 
 def test_what_cannot_be_is_one_sentence(package: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     package(50)
     with pytest.raises(KvkeepError, match="leaves 51 tokens where 18 are the budget"):
-        subject("30").write(IDS, 4)
+        subject(METHOD, "30").write(IDS, 4)
     with pytest.raises(BudgetError, match="no room between 48 at either end"):
-        subject("30", "peer-llmlingua").write(IDS, 4)
+        subject("peer-llmlingua", "30").write(IDS, 4)
     monkeypatch.setattr("kvkeep_lab.peers.llmlingua.find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"needs the package llmlingua, which is missing: pip install llmlingua\."):
-        subject("30").write(IDS, 4)
+        subject(METHOD, "30").write(IDS, 4)
 
 
 @pytest.mark.skipif(find_spec("llmlingua") is None, reason="llmlingua is not installed")
 def test_the_package_itself_keeps_what_surprises() -> None:
-    answer = subject("40").write([*IDS, *IDS, *IDS, *IDS], 4)
+    answer = subject(METHOD, "40").write([*IDS, *IDS, *IDS, *IDS], 4)
     row = 4 * 2 * 2 * 8 * 4
     held, most = (answer.cost.memory[f"{name}_bytes"] for name in ("resident", "peak_cache"))
     assert row * 33 < held <= row * 43 and most == row * 308

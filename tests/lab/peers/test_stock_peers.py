@@ -7,22 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import tokenizer
 from families import tiny
 from kvkeep_lab.peers import PEERS, peer_of
 from kvkeep_lab.reading import cache_for, read, takes
-from kvkeep_lab.subject import Subject
+from measuring import subject
 from transformers.utils import is_optimum_quanto_available
 
 from kvkeep.errors import UnsupportedModelError, UsageError
-from kvkeep.models.loading import Loaded
 from kvkeep.stock import memory_of
 
 IDS = torch.randint(2, 97, (1, 60), generator=torch.Generator().manual_seed(3))
-
-
-def subject(method: str, family: str = "llama") -> Subject:
-    return Subject(Loaded(tiny(family), tokenizer(), "tiny", ""), method, None)
 
 
 def logits(method: str, new: int = 6) -> tuple[list[Any], Any]:
@@ -92,7 +86,7 @@ def test_what_cannot_be_is_one_sentence() -> None:
     with pytest.raises(UsageError, match="takes 2 or 4 bits, or fp8, not '8'"):
         logits("stock-quantized:8")
     with pytest.raises(UnsupportedModelError, match="only supported for models with only full attention"):
-        subject("stock-quantized:fp8", "gemma3").write(IDS[0].tolist(), 2)
+        subject("stock-quantized:fp8", family="gemma3").write(IDS[0].tolist(), 2)
 
 
 def test_compare_and_the_command_take_peers(run: Any, model_folder: Path, tmp_path: Path, words: str) -> None:

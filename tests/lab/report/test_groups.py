@@ -1,13 +1,20 @@
-"""Groups: means by hand, what is newest counts, and what a paper says is as it is read today."""
+"""Groups: means by hand, what is newest counts, a paper as it is read today; the frontier that no row beats."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from kvkeep_lab.experiment import load_experiment
 from kvkeep_lab.report import groups, unread
+from kvkeep_lab.report.methods import AXES, NOISE, frontier
+from kvkeep_lab.statistics import Estimate
 from kvkeep_lab.store import Store
+from kvkeep_lab.tasks.base import Metric
 from results import EXPERIMENT, filled
 
 
@@ -75,3 +82,33 @@ def test_what_a_paper_says_is_as_it_is_read_today(tmp_path: Path) -> None:
     other = {**old, "where": "Fig. 1000"}
     (group,) = groups([filled(tmp_path / "b.jsonl", EXPERIMENT.with_(name="needle-25", paper=other))])
     assert group.experiment.paper is not None and group.experiment.paper.setting == "?"
+
+
+MEMORY, SPEED = AXES
+FOUND, KL = Metric("m", "found"), Metric("m", "KL", "lower", "number")
+
+
+def line(cost: float, mean: float, token_s: float | None = None) -> Any:
+    return SimpleNamespace(total_bytes=cost * 1e6, token_s=token_s, scores={"m": Estimate(mean, mean, mean, 3)})
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), min_size=1, max_size=12), st.booleans())
+def test_no_other_is_cheaper_and_better(rows: list[tuple[int, int]], higher: bool) -> None:
+    lines = [line(cost, mean) for cost, mean in rows]
+    found = [(one.total_bytes / 1e6, one.scores["m"].mean) for one in frontier(lines, FOUND if higher else KL, MEMORY)]
+    sign = 1 if higher else -1
+    beaten = {
+        (cost, mean)
+        for cost, mean in rows
+        for other, theirs in rows
+        if (other <= cost and sign * theirs > sign * mean) or (other < cost and theirs == mean)
+    }
+    assert found == sorted({(cost, mean) for cost, mean in rows} - beaten)
+
+
+def test_rounding_is_no_gain_and_what_has_no_time_is_not_fast() -> None:
+    cheap, exact = line(1, 5e-12), line(2, 0.0)
+    assert frontier([exact, cheap], KL, MEMORY) == [cheap]
+    assert frontier([line(1, 2 * NOISE), exact], KL, MEMORY)[-1] is exact
+    timed, untimed = line(1, 0.5, 0.1), line(1, 0.9)
+    assert frontier([timed, untimed], FOUND, SPEED) == [timed]

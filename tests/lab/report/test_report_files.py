@@ -1,12 +1,15 @@
-"""A report as files: the page, the Markdown, and pictures that are pictures."""
+"""A report as files: the page, the Markdown, pictures that are pictures, and labels over nothing else."""
 
 from __future__ import annotations
 
+import random
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
 from kvkeep_lab.report import groups, write
+from kvkeep_lab.report.labels import Label, place
 from results import EXPERIMENT, filled
 
 from kvkeep.errors import StoreError
@@ -62,3 +65,28 @@ def test_axes_of_names_have_a_table_of_their_own_and_a_map(tmp_path: Path) -> No
     assert "| `full` | - | 100.0 | 100.0 |" in table and "| `h2o` | 25% | 50.0 | 50.0 |" in table
     assert "`quantized` | 10%" not in table
     assert any("map" in path.name and path.stat().st_size > 10_000 for path in files)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_labels_lie_over_nothing(seed: int) -> None:
+    from matplotlib.figure import Figure
+    from matplotlib.text import Text
+
+    figure = Figure(figsize=(10, 5.6), dpi=100, layout="constrained")
+    axes = figure.subplots()
+    draw = random.Random(seed)
+    points = [(10 ** draw.random(), draw.random()) for _ in range(15)]
+    axes.set_xscale("log")
+    axes.plot(*zip(*points, strict=True), "o")
+    axes.axhline(0.5)
+    place(axes, [Label(f"method-{n}", point) for n, point in enumerate(points)], points, [((1, 0.5), (10, 0.5))])
+    figure.draw_without_rendering()
+    renderer = figure.canvas.get_renderer()
+    boxes = [Text.get_window_extent(text, renderer) for text in axes.texts]
+    dots = axes.transData.transform(points)
+    level = axes.transData.transform((1, 0.5))[1]
+    assert len(boxes) == len(points)
+    assert not any(one.overlaps(other) for one, other in combinations(boxes, 2))
+    assert not any(box.contains(*dot) for box in boxes for dot in dots)
+    assert not any(box.y0 < level < box.y1 for box in boxes)
+    assert all(figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1 for box in boxes)

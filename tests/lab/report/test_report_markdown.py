@@ -6,11 +6,11 @@ import re
 from pathlib import Path
 
 from kvkeep_lab.experiment import packaged
-from kvkeep_lab.intervals import Estimate, student
 from kvkeep_lab.report import markdown, unmeasured
 from kvkeep_lab.report.chapter import Chapter, Outcome, Picture, Verdict
 from kvkeep_lab.report.formatting import difference_text, escaped, estimate_text, listed, ways
 from kvkeep_lab.report.markdown import anchors
+from kvkeep_lab.statistics import Estimate, student
 from kvkeep_lab.tasks.base import Metric
 from results import EXPERIMENT, PAPER, chapters, filled
 

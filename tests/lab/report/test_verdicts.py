@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvkeep_lab.intervals import student
 from kvkeep_lab.report import groups
 from kvkeep_lab.report.chapter import Outcome, Verdict
 from kvkeep_lab.report.tasks import TaskGroup
 from kvkeep_lab.report.verdicts import JudgedCase, judge, judged_cases
+from kvkeep_lab.statistics import student
 from results import EXPERIMENT, PAPER, filled
 
 SHARE = (0.0, 1.0)

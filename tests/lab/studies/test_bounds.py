@@ -7,9 +7,7 @@ import torch
 from families import VOCABULARY
 from kvkeep_lab.studies.bounds import BoundsStudy, loose
 from measuring import measured
-from pydantic import ValidationError
 
-from kvkeep.errors import UsageError
 from kvkeep.models.watching import Attended
 from kvkeep.stores.bounds import PAGE, Bounds
 
@@ -52,10 +50,3 @@ def test_of_a_model(family: str) -> None:
     assert found.pages == [4, 16] and 0 <= found.mean(4, "excess") <= found.mean(16, "excess")
     for row in found.rows:
         assert 0 <= row.have <= row.may <= 1
-
-
-def test_what_is_refused() -> None:
-    with pytest.raises(UsageError, match="no page of 64"):
-        measured(BoundsStudy(pages=[64], queries=20), ids=IDS)
-    with pytest.raises(ValidationError, match="between 0 and 1"):
-        BoundsStudy(pages=[4], share=1.0)

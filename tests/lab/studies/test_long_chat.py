@@ -11,7 +11,6 @@ from kvkeep_lab.partial import Ending
 from kvkeep_lab.studies.long_chat import LongChat, Turn
 from measuring import loaded, measured, quiet
 
-from kvkeep import UsageError
 from kvkeep.decode.chat import Conversation
 from kvkeep.errors import SessionError
 from kvkeep.stock import new_cache
@@ -62,11 +61,6 @@ def test_the_models_positions_end_it_before_the_turn(monkeypatch: pytest.MonkeyP
     assert 400 < end.value.found.turns[-1].context <= 512 and len(end.value.found.turns) == 4
     endless = measured(LongChat(methods=["streaming-llm"], budget="32", turns=6, new=6))
     assert len(endless.turns) == 6 and endless.turns[-1].context > 512  # gives the model positions of its own
-
-
-def test_a_method_named_twice_is_refused() -> None:
-    with pytest.raises(UsageError, match="twice"):
-        measured(LongChat(methods=["stock", "stock"]))
 
 
 def test_a_stock_conversation_cannot_be_saved(tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ def test_answers_are_kept_and_not_asked_for_again(tmp_path: Path, monkeypatch: p
     assert len(answers) == 4 and told == ["chat of 60, stock", "chat of 60, window at 16"]
     again, told = run()
     assert sorted(one.key for one in again) == sorted(one.key for one in answers) and not told
-    monkeypatch.setattr(lab, "_setting", lambda loaded: "another machine")
+    monkeypatch.setattr(lab, "machine", lambda loaded, dtype: {"device": "another"})
     assert len(run()[1]) == 6
 
 

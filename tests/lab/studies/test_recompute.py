@@ -8,14 +8,11 @@ import pytest
 import torch
 from families import tiny
 from kvkeep_lab import recall_timing as lab
-from kvkeep_lab.buffers import Storage, faults
-from kvkeep_lab.partial import Interruption
+from kvkeep_lab.buffers import Roofline, Storage, faults
 from kvkeep_lab.recall_timing import APART, ATTEND, READ, RECOMPUTE, run
-from kvkeep_lab.roofline import Roofline
-from kvkeep_lab.shapes import SHAPES, config_of, shaped
+from kvkeep_lab.shapes import SHAPES, shaped
 
 from kvkeep import StoreError, UsageError
-from kvkeep.geometry import ModelGeometry
 
 CPU = torch.device("cpu")
 
@@ -24,7 +21,7 @@ CPU = torch.device("cpu")
 def small_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
     """Times are not looked at here, so nothing has to be really cold."""
     monkeypatch.setattr("kvkeep_lab.buffers.SWEEP_BYTES", 1 << 12)
-    monkeypatch.setattr("kvkeep_lab.roofline._BYTES", 1 << 16)
+    monkeypatch.setattr("kvkeep_lab.buffers.COPY_BYTES", 1 << 16)
 
 
 def test_every_way_at_every_count(tmp_path: Path) -> None:
@@ -64,16 +61,6 @@ def test_the_ways_give_the_same_entries(family: str) -> None:
     bench.close()
 
 
-def test_an_interrupt_keeps_what_was_measured() -> None:
-    def progress(text: str, done: int, total: int) -> None:
-        if done == 1:
-            raise KeyboardInterrupt
-
-    with pytest.raises(Interruption) as stop:
-        run(tiny("llama"), "tiny", counts=(3, 4), rounds=2, progress=progress)
-    assert stop.value.found.interrupted and {row.n for row in stop.value.found.rows} == {3}
-
-
 def test_files_on_disk_leave_memory_and_come_back(tmp_path: Path) -> None:
     storage = Storage("disk", CPU, tmp_path)
     tensor = torch.randn(3, 4096)
@@ -95,15 +82,6 @@ def test_the_roofline_is_arithmetic() -> None:
     even = Roofline(1e9, {"slow": roof.break_even(576, 4)})
     fetched = 10 * 576 * 4 / even.bandwidth["slow"]
     assert even.read_s("slow", 10, 384, 4) == pytest.approx(even.recompute_s("slow", 10, 576, 384, 4) - fetched)
-
-
-@pytest.mark.parametrize(
-    ("name", "hidden", "width"),
-    list(zip(SHAPES[:-2], (576, 896, 1024, 1536), (384, 256, 2048, 512), strict=True)),
-)
-def test_shapes_are_the_published_ones(name: str, hidden: int, width: int) -> None:
-    geometry = ModelGeometry.from_config(config_of(name))
-    assert geometry.hidden_size == hidden and {layer.entry_elements for layer in geometry.layers} == {width}
 
 
 def test_layers_of_a_shape_are_measured_as_a_model_is() -> None:

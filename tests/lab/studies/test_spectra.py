@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy
 import pytest
 import torch
@@ -72,10 +70,3 @@ def test_identical_tokens_are_alike() -> None:
 def test_latent_attention_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedModelError, match="deepseek_v3"):
         measured(SpectraStudy(), "deepseek_v3", IDS)
-
-
-def test_figure(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    study = SpectraStudy()
-    study.draw(measured(study, "gemma4", IDS), tmp_path / "spectra.png", title="tiny")
-    assert (tmp_path / "spectra.png").stat().st_size > 10_000

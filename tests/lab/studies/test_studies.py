@@ -16,13 +16,13 @@ from families import tiny
 from kvkeep_lab.experiment import StudyExperiment, load_experiment, packaged
 from kvkeep_lab.shapes import SHAPES, config_of
 from kvkeep_lab.studies import STUDIES
-from kvkeep_lab.studies.base import Drawn, Study
+from kvkeep_lab.studies.base import Drawn, Study, Trial
 from kvkeep_lab.studies.decoding import Decoding
 from kvkeep_lab.studies.rebuilt import Rebuilt
 from kvkeep_lab.studies.sketch_error import NORMAL, SketchError
 from kvkeep_lab.studies.throughput import Throughput
 from kvkeep_lab.studies.token_bytes import TokenBytes
-from kvkeep_lab.tables import Table
+from kvkeep_lab.tables import Table, refusals
 from kvkeep_lab.timing import NAIVE, Case, run
 from measuring import loaded, measured
 from pydantic import ValidationError
@@ -75,7 +75,7 @@ def found(text: Path) -> Callable[[str], tuple[Study, Any]]:
         study = STUDIES[name].model_validate(SMALL[name]) if name in SMALL else load_experiment(name).smoked().subject
         assert isinstance(study, Study)
         told: list[float] = []
-        result = study.measure(loaded(), [text], 0, lambda what, done, total: told.append(done / total))
+        result = study.measure(Trial(loaded(), [text], 0, lambda what, done, total: told.append(done / total)))
         assert all(0 <= share <= 1.01 for share in told)
         return study, result
 
@@ -202,7 +202,13 @@ def test_batches_hold_as_many_rows() -> None:
     found = measured(study)
     one, eight = found.of(1, "h2o"), found.of(8, "h2o")
     assert one is not None and eight is not None and eight.held_bytes == 8 * one.held_bytes
-    assert any("static" in note for note in study.tables(found)[0].notes)  # too small a budget: refused, and said
+    notes = [note for note in study.tables(found)[0].notes if "static" in note]  # too small a budget: refused, and said
+    assert len(notes) == 1 and notes[0].startswith("`static` with 1, 8 rows: ")  # once
+
+
+def test_a_reason_is_told_once_with_all_that_it_is_of() -> None:
+    found = [("a", 1, "Small."), ("b", 1, ""), ("a", 2, "Small."), ("a", 2, "Small."), ("a", 3, "Long.")]
+    assert refusals(found) == ["`a` at 1, 2: Small.", "`a` at 3: Long."]
 
 
 def test_the_sketch_is_as_its_lemma_says_for_normal_vectors(text: Path) -> None:

@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from conftest import tokenizer
-from families import tiny
 from kvkeep_lab.subject import Subject
 from kvkeep_lab.tasks.longbench import GROUPS, SETTINGS, LongBench, cut
 from kvkeep_lab.tasks.longbench_scores import JUDGES
 from kvkeep_lab.tasks.longbench_v2 import LongBenchV2, chosen, filled
+from measuring import subject
 from official import CLASSES, longbench_rows, longbench_v2_rows, write_lines, write_official
 
 from kvkeep.errors import UsageError
-from kvkeep.models.loading import Loaded
 
 
 @pytest.fixture
 def data(tmp_path: Path, words: str) -> Path:
     write_official(tmp_path, words)
     return tmp_path
-
-
-def subject(method: str = "full", budget: str | None = None) -> Subject:
-    return Subject(Loaded(tiny("llama"), tokenizer(), "tiny", ""), method, budget)
 
 
 def test_the_settings_are_the_authors() -> None:
@@ -61,7 +57,8 @@ def test_long_prompts_lose_their_middle() -> None:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_every_data_set_is_asked_and_judged(data: Path, name: str, words: str) -> None:
+def test_every_data_set_is_asked_and_judged(data: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SETTINGS, name, replace(SETTINGS[name], new=16))  # summaries may have 512 tokens
     task = LongBench(dataset=[name], samples=1, max_length=120)
     (sample,) = task.prepare(tokenizer(), task.sources(data), {"dataset": name}, 0)
     assert ("<bot>" in tokenizer().decode(sample.ids)) == SETTINGS[name].chat and len(sample.ids) <= 124

@@ -10,21 +10,16 @@ import pytest
 import torch
 from conftest import tokenizer
 from families import tiny
-from kvkeep_lab.subject import Subject
 from kvkeep_lab.tasks.perplexity import Perplexity
+from measuring import subject
 
 from kvkeep.errors import UsageError
-from kvkeep.models.loading import Loaded
 
 
 @pytest.fixture
 def data(tmp_path: Path, words: str) -> Path:
     (tmp_path / "wikitext2_test.txt").write_text(words)
     return tmp_path
-
-
-def subject(method: str = "full", budget: str | None = None) -> Subject:
-    return Subject(Loaded(tiny("llama"), tokenizer(), "tiny", ""), method, budget)
 
 
 def windows(data: Path, seed: int = 0, **sizes: Any) -> list[Any]:

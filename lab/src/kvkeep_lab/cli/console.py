@@ -37,15 +37,12 @@ def _parts(table: Table, width: int) -> list[list[int]]:
     found: list[list[int]] = [[]]
     for column in others:
         wider = [*found[-1], column]
-        if found[-1] and _width(_drawing(table, [*named, *wider])) > width:
+        drawn = _drawing(table, [*named, *wider])
+        if found[-1] and Measurement.get(out, out.options.update(width=1000), drawn).maximum > width:
             found.append([column])
         else:
             found[-1] = wider
     return [[*named, *part] for part in found]
-
-
-def _width(drawing: Drawing) -> int:
-    return Measurement.get(out, out.options.update(width=1000), drawing).maximum
 
 
 def _drawing(table: Table, columns: list[int]) -> Drawing:

@@ -46,18 +46,9 @@ def inspect(
     cache = new_cache(loaded.model, method, budget=budget, chunk=chunk, context=len(ids) + max_tokens)
     with interruptible() as interrupted, reading(len(ids)) as advance:
         try:
-            found = run(
-                loaded.model,
-                loaded.tokenizer,
-                ids,
-                cache,
-                loaded.name,
-                budget=budget,
-                max_new_tokens=max_tokens,
-                on_text=None if json else write,
-                on_progress=advance,
-                interrupted=interrupted,
-            )
+            given: dict[str, Any] = {"on_text": None if json else write, "on_progress": advance}
+            given |= {"budget": budget, "max_new_tokens": max_tokens, "interrupted": interrupted}
+            found = run(loaded.model, loaded.tokenizer, ids, cache, loaded.name, **given)
         except KeyboardInterrupt:
             raise Interrupted("Interrupted while reading the text; no page was written.") from None
         write_page(target, render(found))
@@ -80,7 +71,7 @@ def as_json(found: Inspection, output: str) -> dict[str, Any]:
         "prompt_tokens": generation.prompt_tokens,
         "layers": len(trace.heads),
         "lanes": trace.lanes,
-        "fates": trace.counts(),
+        "fates": trace.counts,
         "method": generation.method,
         "class": generation.exactness,
         "stopped": generation.stopped,
@@ -92,9 +83,8 @@ def as_json(found: Inspection, output: str) -> dict[str, Any]:
 def summary(found: Inspection, output: str) -> str:
     """Return one line on what became of the tokens."""
     trace, generation = found.trace, found.generation
-    counts = trace.counts()
-    total = sum(counts.values())
-    fates = ", ".join(f"{100 * count / total:.1f} % {name}" for name, count in counts.items())
+    total = sum(trace.counts.values())
+    fates = ", ".join(f"{100 * count / total:.1f} % {name}" for name, count in trace.counts.items())
     return (
         f"{generation.method} ({generation.exactness}): {trace.tokens} tokens in {len(trace.steps)} steps, at the end "
         f"{fates}; resident {size(generation.memory.resident_bytes)}. Open {output} in a browser."

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -19,13 +19,15 @@ from kvkeep.cli.output import err, note, print_json, show
 from kvkeep.errors import KvkeepError, Stopped, UsageError, unknown
 
 if TYPE_CHECKING:
-    from kvkeep_lab.experiment import ExperimentBase
     from kvkeep_lab.runner import Tally
     from kvkeep_lab.store import Store
     from kvkeep_lab.studies import Study
     from kvkeep_lab.tasks import Task
 
 FOLDER = Path("kvkeep-lab")
+WORKERS = "Processes that measure side by side. [default: 1; on Ray one a GPU, or a machine]"
+RAY = "Measure on a Ray cluster: its address, auto (this machine's), or local (started here)."
+KVPRESS = "The interpreter that has kvpress. [default: $KVKEEP_KVPRESS_PYTHON]"
 _PACE = 3600.0  # seconds that the time left is estimated from: a cell may take minutes
 
 app = typer.Typer(
@@ -45,21 +47,18 @@ def list_(json: options.Json = False) -> None:
     found = [load_experiment(name) for name in packaged()]
     kinds: dict[str, Mapping[str, type[Task] | type[Study]]] = {"tasks": TASKS, "studies": STUDIES}
     if json:
-        about = {
-            title: {
-                name: {"about": kind.about, "sizes": kind.model_json_schema().get("properties", {})}
-                for name, kind in known.items()
-            }
-            for title, known in kinds.items()
-        }
+
+        def told(kind: type[Task] | type[Study]) -> dict[str, Any]:
+            return {"about": kind.about, "sizes": kind.model_json_schema().get("properties", {})}
+
+        about = {title: {name: told(kind) for name, kind in known.items()} for title, known in kinds.items()}
         peers = {name: {"about": peer.about, "needs": peer.needs} for name, peer in PEERS.items()}
         print_json({"experiments": [one.model_dump(mode="json") for one in found], **about, "peers": peers})
         return
-    beside = ("-" if one.paper is None else f"{one.paper.title.partition(':')[0]}, {one.paper.where}" for one in found)
-    rows = [
-        (one.name, one.title, one.subject.name, paper, str(len(one.cells(""))))
-        for one, paper in zip(found, beside, strict=True)
-    ]
+    rows = []
+    for one in found:
+        beside = "-" if one.paper is None else f"{one.paper.title.partition(':')[0]}, {one.paper.where}"
+        rows.append((one.name, one.title, one.subject.name, beside, str(len(one.cells("")))))
     _show("Experiments", ("name", "title", "task or study", "beside", "cells"), rows)
     for title, known in kinds.items():
         sizes = ((name, kind.about, ", ".join(kind.model_fields)) for name, kind in known.items())
@@ -93,6 +92,7 @@ def run(
         Path | None, typer.Option("--store", help="The file of results.", show_default=f"{FOLDER}/NAME.jsonl")
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure again what was measured before.")] = False,
+<<<<<<< HEAD
     workers: Annotated[
         int | None,
         typer.Option(
@@ -115,6 +115,11 @@ def run(
             show_default="$KVKEEP_KVPRESS_PYTHON",
         ),
     ] = None,
+=======
+    workers: Annotated[int | None, typer.Option(min=1, help=WORKERS)] = None,
+    ray: Annotated[str | None, typer.Option(metavar="ADDRESS", help=RAY)] = None,
+    kvpress: Annotated[str | None, typer.Option(metavar="PYTHON", help=KVPRESS)] = None,
+>>>>>>> house
     device: options.Device = None,
     json: options.Json = False,
 ) -> None:
@@ -130,21 +135,13 @@ def run(
         chosen = load_experiment(experiment)
         chosen = chosen.smoked() if smoke else chosen
         chosen = chosen.with_(models=model) if model else chosen
-        _check_only(chosen, only or [])
+        methods = list(dict.fromkeys(cell.method for cell in chosen.cells("")))
+        for name in set(only or []) - set(methods):
+            raise unknown(f"method of experiment '{chosen.name}'", name, methods)
         results = Store(store or FOLDER / f"{chosen.name}{'-smoke' if smoke else ''}.jsonl")
         with _progress() as progress:
-            tally = measure(
-                chosen,
-                results,
-                data,
-                only=only or [],
-                fresh=fresh,
-                device=device,
-                workers=workers,
-                ray=ray,
-                progress=progress,
-                notify=note,
-            )
+            given: dict[str, Any] = {"fresh": fresh, "device": device, "workers": workers, "ray": ray}
+            tally = measure(chosen, results, data, only=only or [], progress=progress, notify=note, **given)
     except KeyboardInterrupt:
         raise Stopped("Stopped; what was measured is kept, and the same command goes on from there.") from None
     results.refresh()
@@ -155,19 +152,13 @@ def run(
 @contextmanager
 def _progress() -> Iterator[Callable[[str, int, int], None]]:
     """Yield a function that moves a progress bar."""
-    progress = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-        console=err,
-        transient=True,
-        disable=not err.is_terminal,
-        speed_estimate_period=_PACE,
-    )
-    with progress as bar, redirect_stdout(sys.stderr):  # Ray prints, too
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    left = TextColumn("left"), TimeRemainingColumn()
+    options: dict[str, Any] = {"console": err, "transient": True, "disable": not err.is_terminal}
+    with (
+        Progress(*columns, *left, speed_estimate_period=_PACE, **options) as bar,
+        redirect_stdout(sys.stderr),
+    ):  # Ray prints, too
         line = bar.add_task("", total=None)
         yield lambda label, done, total: bar.update(line, description=label, completed=done, total=total)
 
@@ -217,25 +208,17 @@ def report(
     chapters += [*foreign, *unmeasured({group.experiment.name for group in found})]
     files = write(chapters, output) if output is not None else []
     if json:
+        own = [
+            [group.as_dict() for group in found if isinstance(group, StudyGroup) is study] for study in (False, True)
+        ]
+        verdicts = [{"title": one.title, **asdict(verdict)} for one in chapters for verdict in one.verdicts]
         print_json(
-            {
-                "sections": [group.as_dict() for group in found if not isinstance(group, StudyGroup)],
-                "studies": [group.as_dict() for group in found if isinstance(group, StudyGroup)],
-                "verdicts": [{"title": one.title, **asdict(verdict)} for one in chapters for verdict in one.verdicts],
-                "files": [str(path) for path in files],
-            }
+            {"sections": own[0], "studies": own[1], "verdicts": verdicts, "files": [str(path) for path in files]}
         )
     elif output is None:
         print(markdown(chapters), end="")
     for path in files:
         note(f"Written: {path}")
-
-
-def _check_only(experiment: ExperimentBase, only: list[str]) -> None:
-    methods = list(dict.fromkeys(cell.method for cell in experiment.cells("")))
-    for name in only:
-        if name not in methods:
-            raise unknown(f"method of experiment '{experiment.name}'", name, methods)
 
 
 def _note_torn(store: Store) -> None:

@@ -26,7 +26,7 @@ from kvkeep_lab.cli.console import show
 from kvkeep_lab.figures import check_figure
 from kvkeep_lab.partial import Ending
 from kvkeep_lab.studies import STUDIES, Study
-from kvkeep_lab.studies.base import Drawn, Flag
+from kvkeep_lab.studies.base import Drawn, Flag, Trial
 from kvkeep_lab.studies.base import Progress as Report
 
 FILE = "The text to read, as it is; several are read one after another; - is standard input."
@@ -124,7 +124,7 @@ def parts(texts: list[str], option: str) -> list[str]:
     """Return what is listed in ``texts``, in order; "none" is an empty list. Raises UsageError for nothing.
 
     Commas separate, except that ``key=value`` after a comma is one more parameter of the method before it:
-    ``h2o:recent=0.5,sinks=4,window`` is two methods.
+    ``h2o:recent=0.5,halflife=64,window`` is two methods.
     """
     found: list[str] = []
     for part in (part.strip() for text in texts for part in text.split(",") if part.strip()):
@@ -157,7 +157,7 @@ def _run(
     stopped = None
     with _bar() as report:
         try:
-            found = study.measure(loaded, files, None, report)
+            found = study.measure(Trial(loaded, files, progress=report))
         except (KeyboardInterrupt, Ending) as stop:
             found, stopped = getattr(stop, "found", None), str(stop) or "Interrupted."
             if not isinstance(found, study.found):

@@ -69,11 +69,9 @@ class Kvpress(Peer):
 
     @property
     def versions(self) -> dict[str, str]:
-        """Those of the process at work."""
         return {} if KvpressProcess.current is None else KvpressProcess.current.versions
 
     def open(self, model: Any, budget: str | None, context: int) -> Reader:
-        """Return a reader in the other process, which is started where it is not there yet."""
         entries = None if budget is None else entries_of(model, budget, context)
         if entries is not None and entries <= self.unseen:
             raise UsageError(f"A budget of {entries} entries has no room beside the {self.unseen} tokens left unseen.")
@@ -87,7 +85,6 @@ class _Remote(Reader):
         self._last: dict[str, Any] = {}
 
     def step(self, ids: Tensor) -> tuple[Tensor, float]:
-        """Ask for the prompt, and then for one token at a time."""
         given = ids[0].tolist()
         if not self._last:
             press = "" if self.entries is None else self.peer.press
@@ -104,7 +101,6 @@ class _Remote(Reader):
         return logits, self._last["seconds"]
 
     def memory(self) -> Memory:
-        """Return the bytes of the other process' cache, which copies a layer at each step as transformers' own does."""
         held, largest, peak = (self._last.get(name, 0) for name in ("held", "largest", "peak"))
         return Memory(held, peak_cache_bytes=peak, peak_workspace_bytes=largest)
 

@@ -4,9 +4,8 @@ kvpress asks for a transformers that kvkeep is too new for, so this file is run 
 nothing of kvkeep. It reads one JSON object a line and answers each with one:
 
 * ``{"do": "load", "folder", "dtype", "device", "threads"}`` -> ``{"versions"}``, once, at first;
-* ``{"do": "read", "ids", "press", "options", "keep", "unseen"}`` -> a step: a prompt is read in one pass, and
-  ``press`` (none where it is "") prunes it to ``keep`` entries. The last ``unseen`` tokens are read after that, as the
-  pipeline of kvpress reads questions;
+* ``{"do": "read", "ids", "press", "options", "keep", "unseen"}`` -> a step: a prompt read in one pass and pruned to
+  ``keep`` entries by ``press`` ("": not at all); its last ``unseen`` tokens are read afterwards, as questions;
 * ``{"do": "next", "token"}`` -> a step: one token more.
 
 A step is ``{"seconds", "logits", "held", "largest", "peak"}``: the logits after the last token (float32, base64), and

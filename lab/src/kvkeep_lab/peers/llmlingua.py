@@ -1,8 +1,4 @@
-"""LLMLingua (Jiang et al., arXiv:2310.05736): not the cache is compressed, but the prompt.
-
-The package drops the tokens that a language model finds least surprising. Here that model is the one examined, as it is
-loaded: nothing is fetched, and nothing read twice.
-"""
+"""LLMLingua (Jiang et al., arXiv:2310.05736): not the cache is compressed, but the prompt, by the model under test."""
 
 from __future__ import annotations
 
@@ -43,16 +39,13 @@ class LLMLingua(Peer):
 
     @property
     def takes(self) -> tuple[str, ...]:
-        """A budget."""
         return ("budget",)
 
     @property
     def versions(self) -> dict[str, str]:
-        """The package's."""
         return installed("llmlingua")
 
     def open(self, model: Any, budget: str | None, context: int) -> Reader:
-        """Return a reader that compresses first."""
         if find_spec("llmlingua") is None:
             raise UsageError("'peer-llmlingua' needs the package llmlingua, which is missing: pip install llmlingua.")
         entries = entries_of(model, budget or "0", context)
@@ -72,7 +65,6 @@ class _Compressed(Reader):
 
     @torch.no_grad()
     def step(self, ids: Tensor) -> tuple[Tensor, float]:
-        """Compress and read the prompt, and then one token at a time."""
         spent = 0.0
         if not self._cache.get_seq_length():
             short, spent = self._shortened(ids[0].tolist())
@@ -82,7 +74,6 @@ class _Compressed(Reader):
         return output.logits[0, -1].float().cpu(), spent + time.perf_counter() - start
 
     def memory(self) -> Memory:
-        """Return the bytes of the short prompt's cache; the most was while the whole prompt was looked at."""
         held = account(self._cache)
         peak = max(held.peak_cache_bytes, self._most)
         return Memory(held.resident_bytes, peak_cache_bytes=peak, peak_workspace_bytes=held.peak_workspace_bytes)

@@ -32,7 +32,6 @@ class Static(Peer):
     about: ClassVar[str] = "transformers' StaticCache, allocated for prompt and answer"
 
     def open(self, model: Any, budget: str | None, context: int) -> Cache:
-        """Return an empty cache."""
         return _Static(config=model.config, max_cache_len=context)
 
 
@@ -69,8 +68,6 @@ class _Quantised(QuantizedCache):
     exactness = Exactness.LOSSY
 
     def memory(self) -> Memory:
-        """Return the bytes of the codes with their scales, and of what is not in codes yet. Each step decodes a layer,
-        whose entries are then in full for a moment."""
         recent = sum(held_by(layer).resident_bytes for layer in self.layers)
         codes = sum(
             tensor.nbytes
@@ -108,7 +105,6 @@ class Quantised(Peer):
 
     @property
     def versions(self) -> dict[str, str]:
-        """quanto's."""
         return {} if self.bits == "fp8" else installed("optimum-quanto")
 
     def open(self, model: Any, budget: str | None, context: int) -> Cache:

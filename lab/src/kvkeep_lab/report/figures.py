@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from kvkeep_lab.figures import COLOURS, DPI, WIDTH_PX, plain, save
+from kvkeep_lab.figures import COLOURS, FilePath, blank, plain, save
 from kvkeep_lab.report.formatting import shown, titled
 from kvkeep_lab.report.labels import Label, place
 from kvkeep_lab.report.methods import NOISE, Axis, MethodResult, frontier
@@ -18,25 +17,21 @@ from kvkeep_lab.tasks.base import Metric, named
 if TYPE_CHECKING:
     from kvkeep_lab.report.tasks import TaskGroup
 
-Path = str | os.PathLike[str]
-
 _BLUE = COLOURS[0]
 _PANELS = 4
 """Maps, or methods, beside each other."""
 
 
 @contextmanager
-def _figure(group: TaskGroup, path: Path, height: float) -> Iterator[Any]:
+def _figure(group: TaskGroup, path: FilePath, height: float) -> Iterator[Any]:
     """Yield a figure, ``height`` in inches, and write it afterwards; raises StoreError if that cannot be."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(WIDTH_PX / DPI, height), dpi=DPI, layout="constrained")
+    figure = blank(height)
     figure.suptitle(f"{group.experiment.title}: {group.model}", fontsize=11)
     yield figure
     save(figure, path)
 
 
-def draw_frontier(group: TaskGroup, axis: Axis, path: Path) -> None:
+def draw_frontier(group: TaskGroup, axis: Axis, path: FilePath) -> None:
     """Draw the task's first metric against ``axis``: every row a point, the points of a method joined in grey, those on
     the frontier and the line through them in colour. Raises StoreError if the file cannot be written."""
     metric = group.task.metrics[0]
@@ -69,7 +64,7 @@ def draw_frontier(group: TaskGroup, axis: Axis, path: Path) -> None:
         place(axes, labels, list(at.values()), steps)
 
 
-def draw_quality(group: TaskGroup, path: Path) -> None:
+def draw_quality(group: TaskGroup, path: FilePath) -> None:
     """Draw quality and memory, with 95 % intervals: a panel for each method with the task's first metric against the
     bytes held, the other methods in grey and the baseline across; of one budget alone, bars of the metrics that have a
     difference from the baseline. Raises StoreError if the file cannot be written."""
@@ -130,7 +125,7 @@ def _panels(figure: Any, group: TaskGroup, methods: dict[str, list[MethodResult]
     figure.supylabel(titled(metric), fontsize=9)
 
 
-def draw_maps(group: TaskGroup, path: Path) -> None:
+def draw_maps(group: TaskGroup, path: FilePath) -> None:
     """Draw a map for each metric of ``mapped`` and each value of the first axis: a row for each method, a column for
     each value of the second axis. Raises StoreError if the file cannot be written."""
     task, results = group.task, group.measured

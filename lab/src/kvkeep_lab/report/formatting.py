@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from kvkeep_lab.intervals import Estimate
+from kvkeep_lab.statistics import Estimate
 from kvkeep_lab.tasks.base import Metric
 
 
@@ -17,13 +17,7 @@ def titled(metric: Metric) -> str:
 
 def shown(metric: Metric, value: float) -> float:
     """Return a mean in the unit that readers see: percent of a share, the perplexity of nats."""
-    match metric.kind:
-        case "share" | "saving":
-            return 100 * value
-        case "number":
-            return value
-        case "perplexity":
-            return math.exp(value)
+    return 100 * value if metric.percent else math.exp(value) if metric.kind == "perplexity" else value
 
 
 def number(metric: Metric, value: float) -> str:
@@ -33,13 +27,9 @@ def number(metric: Metric, value: float) -> str:
 
 def change(metric: Metric, value: float) -> str:
     """Return a difference as a person reads it: signed, or of perplexities a factor."""
-    match metric.kind:
-        case "share" | "saving":
-            return f"{100 * value:+.1f}"
-        case "number":
-            return f"{value:+.3g}"
-        case "perplexity":
-            return f"× {math.exp(value):.3g}"
+    if metric.kind == "perplexity":
+        return f"× {math.exp(value):.3g}"
+    return f"{100 * value:+.1f}" if metric.percent else f"{value:+.3g}"
 
 
 def limit(metric: Metric, value: float, difference: bool) -> str:
@@ -49,16 +39,15 @@ def limit(metric: Metric, value: float, difference: bool) -> str:
     return change(metric, value) if difference else number(metric, value)
 
 
-def estimate_text(metric: Metric, found: Estimate) -> str:
+def estimate_text(metric: Metric, found: Estimate, words: Callable[[Metric, float], str] = number) -> str:
     """Return an estimate as a person reads it, its interval in brackets."""
-    mean, low, high = (number(metric, value) for value in (found.mean, found.low, found.high))
+    mean, low, high = (words(metric, value) for value in (found.mean, found.low, found.high))
     return mean if found.n == 1 else f"{mean} [{low}, {high}]"
 
 
 def difference_text(metric: Metric, found: Estimate) -> str:
-    """Return an estimate of a difference as a person reads it, its interval in brackets."""
-    mean, low, high = (change(metric, value) for value in (found.mean, found.low, found.high))
-    return mean if found.n == 1 else f"{mean} [{low}, {high}]"
+    """Return an estimate of a difference."""
+    return estimate_text(metric, found, change)
 
 
 def megabytes(count: float) -> str:

@@ -10,8 +10,8 @@ from statistics import fmean
 from typing import Any
 
 from kvkeep_lab.experiment import Experiment
-from kvkeep_lab.intervals import Estimate, estimate
 from kvkeep_lab.paper import PaperValue
+from kvkeep_lab.statistics import Estimate, estimate
 from kvkeep_lab.store import TaskRecord
 from kvkeep_lab.tasks.base import Metric, Point
 

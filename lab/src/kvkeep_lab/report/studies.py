@@ -9,12 +9,12 @@ from typing import Any
 
 from kvkeep.errors import UsageError
 from kvkeep_lab.experiment import StudyExperiment
-from kvkeep_lab.intervals import student
 from kvkeep_lab.paper import Claim
 from kvkeep_lab.report.chapter import Picture
 from kvkeep_lab.report.formatting import estimate_text, listed, number, titled
 from kvkeep_lab.report.group import Group
 from kvkeep_lab.report.verdicts import ClaimCase
+from kvkeep_lab.statistics import student
 from kvkeep_lab.store import StudyRecord
 from kvkeep_lab.studies.base import Drawn
 from kvkeep_lab.tables import Table
@@ -47,14 +47,12 @@ class StudyGroup(Group):
         return {name: numbers for name, numbers in values.items() if numbers}
 
     def as_dict(self) -> dict[str, Any]:
-        """Return everything as plain types."""
         own = {name: getattr(self, name) for name in ("setting", "model", "values")}
         records = [record.model_dump(mode="json") for record in self.records]
         return {**own, "records": records, "experiment": self.experiment.model_dump(mode="json")}
 
     @property
     def ours(self) -> str:
-        """Model, precision, sizes and seeds."""
         fields = self.experiment.study.model_dump(mode="json")
         sizes = (f"{name.replace('_', ' ')} {_size(value)}" for name, value in fields.items())
         seeds = listed(str(record.seed) for record in self.records)
@@ -63,7 +61,6 @@ class StudyGroup(Group):
         )
 
     def blocks(self) -> Iterator[str | Picture]:
-        """Yield the numbers beside the paper's, the study's tables, and its figure."""
         study = self.experiment.study
         several = " In brackets: Student's 95 % over seeds. Tables and figure are of the first."
         yield self.origin + (several if len(self.found) > 1 else "")
@@ -87,13 +84,11 @@ class StudyGroup(Group):
         return table
 
     def missing(self) -> Iterator[str]:
-        """Yield the seeds that failed, and those that were not measured."""
         yield from (f"Seed {record.seed}: {record.error}" for record in self.records if record.status == "failed")
         if seeds := [seed for seed in self.experiment.seeds if seed not in {record.seed for record in self.records}]:
             yield f"Not measured yet: seed{'s' if len(seeds) > 1 else ''} {listed(map(str, seeds))}."
 
     def cases(self, claim: Claim) -> list[ClaimCase]:
-        """Return the one case: the number, over seeds."""
         name = str(claim.metric)
         return [ClaimCase(values=self.values.get(name, []), certain=name in self.experiment.study.certain)]
 

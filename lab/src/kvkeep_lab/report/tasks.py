@@ -11,27 +11,16 @@ from typing import Any
 
 from kvkeep.errors import UsageError
 from kvkeep_lab.experiment import Experiment
-from kvkeep_lab.intervals import RESAMPLES
 from kvkeep_lab.paper import Claim, PaperValue
 from kvkeep_lab.reading import takes
+from kvkeep_lab.report import formatting as text
 from kvkeep_lab.report.chapter import Picture, Verdict
 from kvkeep_lab.report.figures import draw_frontier, draw_maps, draw_quality
-from kvkeep_lab.report.formatting import (
-    code,
-    difference_text,
-    escaped,
-    estimate_text,
-    listed,
-    megabytes,
-    milliseconds,
-    number,
-    table,
-    titled,
-    ways,
-)
+from kvkeep_lab.report.formatting import code, listed, number, table, titled, ways
 from kvkeep_lab.report.group import Group
 from kvkeep_lab.report.methods import AXES, MethodResult, frontier, method_results
 from kvkeep_lab.report.verdicts import ClaimCase
+from kvkeep_lab.statistics import RESAMPLES
 from kvkeep_lab.store import TaskRecord
 from kvkeep_lab.tasks.base import Metric, Task, named
 
@@ -80,27 +69,21 @@ class TaskGroup(Group):
         return [*sorted(value for value in found if not isinstance(value, str)), *names]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return everything but the single samples as plain types."""
         own = {name: getattr(self, name) for name in ("setting", "model", "versions", "machines", "prompts")}
         lines = [result.as_dict() for result in self.results]
         return {**own, "lines": lines, "experiment": self.experiment.model_dump(mode="json")}
 
     @property
     def ours(self) -> str:
-        """Model, precision, prompts and samples."""
         shortest, longest = self.prompts
         prompts = f"{shortest:,}" if shortest == longest else f"{shortest:,} to {longest:,}"
-        counts = {
-            "sample": self.task.samples,
-            "point": len(self.task.points()),
-            "seed": len(self.experiment.seeds),
-        }
+        seeds = len(self.experiment.seeds)
+        counts = {"sample": self.task.samples, "point": len(self.task.points()), "seed": seeds}
         row = ", ".join(f"{count} {name}{'s' if count > 1 else ''}" for name, count in counts.items())
         rows = f"N = {math.prod(counts.values())} a row ({row})"
         return f"{self.model}, {self.dtypes}, prompts of {prompts} tokens, {rows}"
 
     def blocks(self) -> Iterator[str | Picture]:
-        """Yield the tables, the frontiers and the figures."""
         setting = f"{self.origin} In brackets: 95 % of {RESAMPLES:,} bootstrap means over samples."
         if self._relative:
             setting += f" vs {self.experiment.baseline}: the difference from it, sample by sample."
@@ -122,7 +105,6 @@ class TaskGroup(Group):
         return [metric for metric in self.task.metrics if metric.name in self.task.relative]
 
     def missing(self) -> Iterator[str]:
-        """Yield what is not there, and why: what has the same reason together."""
         reasons: dict[str, list[MethodResult]] = {}
         for result in self.results:
             if result.cells < result.of:
@@ -130,13 +112,12 @@ class TaskGroup(Group):
         for error, results in reasons.items():
             cells = {f"{result.cells} of {result.of} cells" for result in results}
             names = ways((code(result.method), result.budget) for result in results)
-            yield f"{names}: {' or '.join(sorted(cells))} measured{f': {escaped(error)}' if error else ' so far.'}"
+            yield f"{names}: {' or '.join(sorted(cells))} measured{f': {text.escaped(error)}' if error else ' so far.'}"
         there = {(result.method, result.budget) for result in self.results}
         if missing := [way for way in self.experiment.ways() if way not in there]:
             yield f"Not measured yet: {ways((code(method), budget) for method, budget in missing)}."
 
     def cases(self, claim: Claim) -> list[ClaimCase]:
-        """Return every method of the claim at every budget, less each method that it is compared with."""
         assert claim.metric is not None
         measured = {(result.method, result.budget): result for result in self.measured}
         cases = []
@@ -214,13 +195,13 @@ def _table(group: TaskGroup) -> str:
         cells = [code(result.method), result.budget or "-", entries]
         for metric in group.task.metrics:
             name = metric.name
-            cells.append(estimate_text(metric, result.scores[name]) if name in result.scores else "-")
+            cells.append(text.estimate_text(metric, result.scores[name]) if name in result.scores else "-")
             if metric in relative:
-                cells.append(difference_text(metric, result.beside[name]) if name in result.beside else "-")
+                cells.append(text.difference_text(metric, result.beside[name]) if name in result.beside else "-")
         cells += [", ".join(map(group.paper_value, result.paper)) or "-"] if paper else []
-        cells.append(megabytes(result.held_bytes))
-        cells += [megabytes(result.checkpoint_bytes) if result.checkpoint_bytes else "-"] if checkpoints else []
-        rows.append([*cells, f"{result.prefill_s:.2f} s", milliseconds(result.token_s)])
+        cells.append(text.megabytes(result.held_bytes))
+        cells += [text.megabytes(result.checkpoint_bytes) if result.checkpoint_bytes else "-"] if checkpoints else []
+        rows.append([*cells, f"{result.prefill_s:.2f} s", text.milliseconds(result.token_s)])
     return table(headings, rows)
 
 
@@ -255,18 +236,11 @@ def _frontiers(group: TaskGroup) -> Iterator[str | Picture]:
         f"({metric.label}). Memory is that of entries and checkpoints, wherever they are."
         + (" Times are of the machine's load while a row was measured." if group.comparable else "")
     )
-    rows = [
-        [
-            code(result.method),
-            result.budget or "-",
-            estimate_text(metric, result.scores[metric.name]),
-            megabytes(result.total_bytes),
-            milliseconds(result.token_s),
-            listed(of[result]),
-        ]
-        for result in sorted(group.measured, key=lambda result: result.total_bytes)
-        if result in of
-    ]
+    rows = []
+    for result in sorted(of, key=lambda result: (result.total_bytes, group.measured.index(result))):
+        quality = text.estimate_text(metric, result.scores[metric.name])
+        cost = text.megabytes(result.total_bytes), text.milliseconds(result.token_s)
+        rows.append([code(result.method), result.budget or "-", quality, *cost, listed(of[result])])
     yield table(["on the frontier", "budget", titled(metric), "memory", "token", "of"], rows, right=3)
     for axis in axes:
         title = f"{group.title}, quality against {axis.of}"

@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from kvkeep_lab.intervals import Estimate, student
 from kvkeep_lab.paper import Claim
 from kvkeep_lab.report.chapter import Outcome, Verdict
 from kvkeep_lab.report.formatting import code, difference_text, estimate_text, limit, listed, titled, ways
+from kvkeep_lab.statistics import Estimate, student
 from kvkeep_lab.tasks.base import Metric
 
 ERROR = 0.05

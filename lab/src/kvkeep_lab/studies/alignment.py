@@ -1,20 +1,14 @@
 """``alignment``: whether E can be left out of merging (KVSlimmer's Fig. 3 and 10-14, arXiv:2603.00907, Eqs. 31-33).
 
-E = dL/do is the gradient of the loss by a head's output, by backpropagation; L is the sum of the text's next-token
-losses. The paper's closed form (Eq. 33) needs cos(E, c_11) = cos(E, c_22) = -cos(E, c_12) (Eq. 32), and its figure
-shows the means of a head's cosines over all pairs. Those say little: cos(E, c_22) of one pair is cos(E, c_11) of the
-next, so the two means are over the same numbers. The closed form is used for each pair, so here the relation is
-looked at pair by pair, too: how the cosines correlate, whether their signs agree, and what becomes of the weight of
-the merged key.
+E = dL/do is the gradient of the sum of the text's next-token losses by a head's output. The closed form (Eq. 33) needs
+cos(E, c_11) = cos(E, c_22) = -cos(E, c_12) (Eq. 32). The paper's figure shows means of a head's cosines, which say
+little: cos(E, c_22) of one pair is cos(E, c_11) of the next. So the relation is looked at pair by pair, too.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
-from statistics import fmean
 from typing import Any, ClassVar
 
 import torch
@@ -25,12 +19,11 @@ from torch import Tensor
 from kvkeep.errors import UnsupportedModelError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.models.binding import bind
-from kvkeep.models.loading import Loaded
 from kvkeep.models.watching import Attended, grouped, watching
-from kvkeep_lab.figures import blank, dress, save, styled
-from kvkeep_lab.measures import rank_correlation
+from kvkeep_lab.figures import FilePath, blank, dress, save, styled
 from kvkeep_lab.sensitivity import sensitivity
-from kvkeep_lab.studies.base import Progress, TextStudy
+from kvkeep_lab.statistics import each, mean, rank_correlation, where
+from kvkeep_lab.studies.base import TextStudy, Trial
 from kvkeep_lab.tables import Table, fixed, number, percent
 from kvkeep_lab.tasks.base import Metric
 
@@ -104,9 +97,7 @@ class Alignment:
 
     def mean(self, measure: str, layer: int | None = None) -> float | None:
         """Return the mean of one of :data:`MEASURES` over all heads, or those of a layer; None where none has it."""
-        found = [getattr(row, measure) for row in self.rows if layer in (None, row.layer)]
-        values = [value for value in found if value is not None]
-        return fmean(values) if values else None
+        return mean(self.rows if layer is None else where(self.rows, layer=layer), measure)
 
 
 class AlignmentStudy(TextStudy):
@@ -133,9 +124,8 @@ class AlignmentStudy(TextStudy):
 
     queries: int = Field(64, ge=1, description="queries, over the second half")
 
-    def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int | None, progress: Progress) -> Alignment:
-        """Pass forward and back, and compare E with the c_ij in every head, for queries spread over the second half."""
-        model, ids = loaded.model, self.passage(loaded, sources, seed)
+    def measure(self, trial: Trial) -> Alignment:
+        model, ids = trial.model, self.passage(trial)
         tokens = ids.shape[1]
         bind(model)
         geometry = ModelGeometry.from_config(model.config)
@@ -148,13 +138,12 @@ class AlignmentStudy(TextStudy):
                 if gradient is None:
                     raise UnsupportedModelError(f"The loss does not depend on the attention of layer {attended.layer}.")
                 rows += _layer(attended, gradient, at, geometry.layers[attended.layer].kind)
-                progress("layers", done, len(seen))
+                trial.progress("layers", done, len(seen))
         cos11, cos12, cos22 = (torch.tensor([getattr(row, name) for row in rows]) for name in MEASURES[:3])
         spread = {"cos22": rank_correlation(cos11, cos22), "-cos12": rank_correlation(cos11, -cos12)}
         return Alignment(tokens, at.tolist(), loss, rows, spread)
 
     def scores(self, found: Alignment) -> dict[str, float]:
-        """Return correlations and means over heads."""
         scores = {"spread22": found.spread["cos22"], "spread12": found.spread["-cos12"]}
         scores |= {name: found.mean(name) for name in ("corr22", "corr12", "agree", "convex", "gap", "gap_half")}
         return {name: value for name, value in scores.items() if value is not None}
@@ -172,13 +161,12 @@ class AlignmentStudy(TextStudy):
         beside = {"corr22": ("1", "0"), "corr12": ("1", "0.71"), "agree": ("100 %", "50 %")}
         beside |= {"agree_alike": ("100 %", "50 %"), "convex": ("100 %", ""), "gap": ("0", "")}
         for name in MEASURES:
-            if (mean := found.mean(name)) is not None:
-                shown = percent(mean, 0) if name in _SHARES else number(mean, 2)
+            if (value := found.mean(name)) is not None:
+                shown = percent(value, 0) if name in _SHARES else number(value, 2)
                 table.rows.append([_HEADINGS[name], shown, *beside.get(name, ("", ""))])
         return [table]
 
     def details(self, found: Alignment) -> list[Table]:
-        """Return the same by layer."""
         pairs = [fixed(found.spread[name]) for name in ("cos22", "-cos12")]
         table = Table(
             "By layer, means over its heads",
@@ -188,13 +176,13 @@ class AlignmentStudy(TextStudy):
                 f"{pairs[1]}; but these are means over the same tokens, one apart."
             ],
         )
-        for layer in dict.fromkeys(row.layer for row in found.rows):
+        for layer in each(found.rows, "layer"):
             means = [(name, found.mean(name, layer)) for name in MEASURES]
-            cells = (percent(mean, 0) if name in _SHARES else fixed(mean, 3) for name, mean in means)
+            cells = (percent(value, 0) if name in _SHARES else fixed(value, 3) for name, value in means)
             table.rows.append([f"{layer}", *cells])
         return [table]
 
-    def draw(self, found: Alignment, path: str | os.PathLike[str], *, title: str) -> None:
+    def draw(self, found: Alignment, path: FilePath, *, title: str) -> None:
         """Draw Fig. 3, one point a head, coloured by layer, and below it the relation pair by pair, by layer."""
         figure = blank(7.4)
         above, below = figure.subfigures(2, 1, height_ratios=[1.25, 1])
@@ -244,26 +232,12 @@ def _layer(attended: Attended, gradient: Tensor, at: Tensor, kind: str) -> list[
         wanted, got = exact[head][use], closed[head][use]
         convex, convex_closed = ((weights >= 0) & (weights <= 1) for weights in (wanted, got))
         both = convex & convex_closed
-        rows.append(
-            Head(
-                attended.layer,
-                head,
-                kind,
-                len(a),
-                cos11=float(a.mean()),
-                cos12=float(b.mean()),
-                cos22=float(c.mean()),
-                size=float(a.abs().mean()),
-                corr22=_correlation(a, c),
-                corr12=_correlation(a, -b),
-                agree=_mean(agree),
-                agree_alike=_mean(agree[like >= like.quantile(1 - ALIKE)]),
-                convex=_mean(convex),
-                convex_closed=_mean(convex_closed),
-                gap=_finite((wanted - got)[both].abs().mean()),
-                gap_half=_finite((wanted - 0.5)[both].abs().mean()),
-            )
-        )
+        means = [float(part.mean()) for part in (a, b, c, a.abs())]
+        shares = (agree, agree[like >= like.quantile(1 - ALIKE)], convex, convex_closed)
+        gaps = [_finite((wanted - other)[both].abs().mean()) for other in (got, 0.5)]
+        found = (*means, *(_correlation(a, other) for other in (c, -b)), *(_mean(part) for part in shares), *gaps)
+        measures: dict[str, Any] = dict(zip(MEASURES, found, strict=True))
+        rows.append(Head(attended.layer, head, kind, len(a), **measures))
     return rows
 
 
@@ -292,7 +266,7 @@ def _scatter(part: Any, found: Alignment) -> None:
 
 
 def _pairs(below: Any, found: Alignment) -> None:
-    order = list(dict.fromkeys(row.layer for row in found.rows))
+    order = each(found.rows, "layer")
     lines = (
         (below[0], "corr22", "correlation of cos(E, c11), cos(E, c22)", 1),
         (below[0], "corr12", "correlation of cos(E, c11), -cos(E, c12)", 1),
@@ -301,13 +275,12 @@ def _pairs(below: Any, found: Alignment) -> None:
     )
     for place, (axes, measure, label, scale) in enumerate(lines):
         means = [found.mean(measure, layer) for layer in order]
-        axes.plot(order, [None if mean is None else scale * mean for mean in means], **styled(place, label, 3.5))
+        axes.plot(order, [None if value is None else scale * value for value in means], **styled(place, label, 3.5))
     below[0].axhline(1, color="0.5", linewidth=0.8, linestyle="--")
     below[0].set_ylim(min(0, *below[0].get_ylim()), 1.05)
     below[1].axhline(50, color="0.5", linewidth=0.8, linestyle=":")
     below[1].set_ylim(0, 100)
-    for axes, words in zip(
-        below, ("pair by pair: 1 is what Eq. 32 says", "share of pairs, % (dotted: by chance)"), strict=True
-    ):
+    titles = "pair by pair: 1 is what Eq. 32 says", "share of pairs, % (dotted: by chance)"
+    for axes, words in zip(below, titles, strict=True):
         dress(axes, words, "layer")
         axes.legend(frameon=False, fontsize=8, loc="lower right")

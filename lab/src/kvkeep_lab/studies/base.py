@@ -8,7 +8,7 @@ import os
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
 
@@ -34,6 +34,27 @@ DIGITS = 5
 
 LEAST = 16
 """Tokens of the shortest text that is measured."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a study is measured on: a model, and the files that it reads. seed: of an experiment; None in a command:
+    texts are read from their start. progress: what is told of how far it is."""
+
+    loaded: Loaded
+    sources: Sequence[Path] = ()
+    seed: int | None = None
+    progress: Progress = lambda what, done, total: None
+
+    @property
+    def model(self) -> Any:
+        """The model itself."""
+        return self.loaded.model
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's own."""
+        return self.loaded.tokenizer
 
 
 class Flag:
@@ -131,8 +152,8 @@ class Study(BaseModel, ABC):
         """Raise UsageError for fields and a command's files that do not go together, before a model is loaded."""
 
     @abstractmethod
-    def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int | None, progress: Progress) -> Any:
-        """Measure, and return a ``found``. seed: of an experiment; None in a command: texts are read from their start.
+    def measure(self, trial: Trial) -> Any:
+        """Measure, and return a ``found``.
 
         Raises :class:`~kvkeep_lab.partial.Interruption`, or KeyboardInterrupt where nothing was measured, when it is
         interrupted, and :class:`~kvkeep_lab.partial.Ending` where it cannot go on.
@@ -188,15 +209,14 @@ class TextStudy(Study):
     tokens: Annotated[int, Flag("--limit")] = Field(512, ge=LEAST, description="tokens of the text that are read")
 
     def sources(self, data: Path | None) -> list[Path]:
-        """Return the texts."""
         return text_files(data)
 
-    def passage(self, loaded: Loaded, sources: Sequence[Path], seed: int | None) -> Tensor:
-        """Return the ids of a passage that ``seed`` chooses, or of the first tokens, (1, tokens)."""
-        if seed is None:
-            return first_tokens(loaded, sources, self.tokens)
-        ids = passage(loaded.tokenizer, joined(sources), self.tokens, random.Random(seed))
-        return torch.tensor([ids], device=loaded.model.device)
+    def passage(self, trial: Trial) -> Tensor:
+        """Return the ids of a passage that the seed chooses, or of the first tokens, (1, tokens)."""
+        if trial.seed is None:
+            return first_tokens(trial.loaded, trial.sources, self.tokens)
+        ids = passage(trial.tokenizer, joined(trial.sources), self.tokens, random.Random(trial.seed))
+        return torch.tensor([ids], device=trial.model.device)
 
 
 def first_tokens(loaded: Loaded, files: Sequence[Path], limit: int | None) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -12,13 +11,12 @@ from pydantic import Field
 from kvkeep.budget import Budget
 from kvkeep.contracts import Exactness
 from kvkeep.geometry import ModelGeometry
-from kvkeep.models.loading import Loaded
 from kvkeep.plan.candidates import specs
 from kvkeep.policies.methods import resolve
 from kvkeep.stock import STOCK
 from kvkeep_lab.partial import Interruption
-from kvkeep_lab.studies.base import BudgetText, Count, Flag, Progress, Study
-from kvkeep_lab.tables import Table, fixed, megabytes
+from kvkeep_lab.studies.base import BudgetText, Count, Flag, Study, Trial
+from kvkeep_lab.tables import Table, fixed, megabytes, refusals
 from kvkeep_lab.timing import HELD, NAIVE, Case, Timed, run
 
 COMBINED = ("h2o+quantize:4", "h2o+merge", "kvreviver:estimate=shrunk,by=mean")
@@ -54,23 +52,20 @@ class Bench(Study):
         "wall", description="what is timed by: wall, or processor, for a machine that others use, too"
     )
 
-    def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int | None, progress: Progress) -> Benched:
-        """Measure all cases."""
-        listed = cases(loaded.model, self.contexts, self.budget, self.steps, slow=self.slow)
+    def measure(self, trial: Trial) -> Benched:
+        listed = cases(trial.model, self.contexts, self.budget, self.steps, slow=self.slow)
         if self.only is not None:
             listed = [one for one in listed if one.method == STOCK or any(part in one.label for part in self.only)]
         options: dict[str, Any] = {"rounds": self.rounds, "steps": self.steps, "clock": self.clock}
         try:
-            return Benched(run(loaded.model, listed, progress=progress, **options))
+            return Benched(run(trial.model, listed, progress=trial.progress, **options))
         except Interruption as stop:
             raise Interruption(Benched(stop.found)) from None
 
     def conditions(self) -> dict[str, Any]:
-        """Return the clock."""
         return {"clock": self.clock}
 
     def tables(self, found: Benched) -> list[Table]:
-        """Return times and bytes, and below what was refused."""
         merging = any(row.merging_ms for row in found.rows)
         on_gpu = any("device_peak_bytes" in row.memory for row in found.rows)
         table = Table(
@@ -82,7 +77,7 @@ class Bench(Study):
             ],
             notes=[
                 "×: time relative to stock at the same context; × held: to a stock cache of the budget's entries only.",
-                *(f"`{row.label}` at {row.context:,}: {row.error}" for row in found.rows if row.error),
+                *refusals((row.label, f"{row.context:,}", row.error) for row in found.rows),
             ],
             named=2,
         )

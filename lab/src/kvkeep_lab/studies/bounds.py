@@ -1,22 +1,15 @@
 """``bounds``: how loose the bounds of pages are, by which selective recall chooses and certifies.
 
-For each page of slots the minimum and maximum of every key channel bound the scores of its keys (Quest,
-arXiv:2406.10774):
-
-    s_k = scaling q·k <= u = scaling sum_i max(q_i min_i, q_i max_i)
-
-The *excess* is u less the largest true score of the page. By the bound alone, a page of n keys may have up to
-n exp(u - lse) of a query's attention, with lse the log-sum-exp of all its scores; what it has is the sum of
-exp(s_k - lse).
+The minimum and maximum of every key channel bound the scores of a page's keys (Quest, arXiv:2406.10774), s_k = scaling
+q·k <= u = scaling sum_i max(q_i min_i, q_i max_i). The *excess* is u less the largest true score. By the bound alone n
+keys may have n exp(u - lse) of a query's attention, lse the log-sum-exp of all its scores; they have
+sum exp(s_k - lse).
 """
 
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean
 from typing import Annotated
 
@@ -24,11 +17,11 @@ import torch
 from pydantic import Field
 
 from kvkeep.errors import UsageError
-from kvkeep.models.loading import Loaded
 from kvkeep.models.watching import Attended
-from kvkeep_lab.figures import COLOURS, dress, panels, styled
+from kvkeep_lab.figures import COLOURS, FilePath, dress, panels, styled
 from kvkeep_lab.reading import watch
-from kvkeep_lab.studies.base import LEAST, Count, Flag, Progress, Share, TextStudy, rising
+from kvkeep_lab.statistics import each, where
+from kvkeep_lab.studies.base import LEAST, Count, Flag, Share, TextStudy, Trial, rising
 from kvkeep_lab.tables import Table, fixed, percent
 
 
@@ -56,7 +49,7 @@ class Looseness:
 
     def mean(self, page: int, measure: str) -> float:
         """Return the mean of a measure over layers."""
-        return fmean(getattr(row, measure) for row in self.rows if row.page == page)
+        return fmean(getattr(row, measure) for row in where(self.rows, page=page))
 
     @property
     def pages(self) -> list[int]:
@@ -81,10 +74,10 @@ class BoundsStudy(TextStudy):
     queries: int = Field(64, ge=1, description="how many of the last tokens ask")
     share: Share = Field(0.01, description="the share of attention that counts")
 
-    def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int | None, progress: Progress) -> Looseness:
+    def measure(self, trial: Trial) -> Looseness:
         """Look at every full layer while the passage is read once. Raises UsageError for pages that it does not
         fill."""
-        ids = self.passage(loaded, sources, seed)
+        ids = self.passage(trial)
         tokens, largest = ids.shape[1], max(self.pages)
         if tokens - self.queries < largest:
             raise UsageError(
@@ -96,11 +89,10 @@ class BoundsStudy(TextStudy):
             for page in self.pages:
                 rows.append(Row(attended.layer, page, *loose(attended, self.queries, page, self.share)))
 
-        watch(loaded.model, ids, look, progress)
+        watch(trial.model, ids, look, trial.progress)
         return Looseness(tokens, self.queries, self.share, rows)
 
     def tables(self, found: Looseness) -> list[Table]:
-        """Return means by size of pages."""
         counts = f"more than {100 * found.share:g} % of the attention"
         table = Table(
             "Bounds by page, means over layers, heads, queries and pages",
@@ -111,11 +103,11 @@ class BoundsStudy(TextStudy):
             table.rows.append([f"{page}", fixed(excess, 1), percent(may), percent(have)])
         return [table]
 
-    def draw(self, found: Looseness, path: str | os.PathLike[str], *, title: str) -> None:
+    def draw(self, found: Looseness, path: FilePath, *, title: str) -> None:
         """Draw how far bounds are above the truth (thin: each layer), and the pages they cannot rule out."""
         with panels(path, f"{title}, {found.tokens:,} tokens", 2, 4.2) as (left, right):
-            for layer in sorted({row.layer for row in found.rows}):
-                rows = [row for row in found.rows if row.layer == layer]
+            for layer in each(found.rows, "layer"):
+                rows = where(found.rows, layer=layer)
                 pages, excess = [row.page for row in rows], [row.excess for row in rows]
                 left.plot(pages, excess, color=COLOURS[0], alpha=0.15, linewidth=0.8)
             left.plot(found.pages, [found.mean(page, "excess") for page in found.pages], **styled(0, size=None))

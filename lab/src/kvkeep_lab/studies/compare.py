@@ -1,10 +1,9 @@
-"""``compare``: what methods cost in quality, on one text (:mod:`kvkeep_lab.compare`): KV-Direct's Fig. 4 and 9."""
+"""``compare``: what methods cost in quality, on one text (:mod:`kvkeep_lab.reference`): KV-Direct's Fig. 4 and 9."""
 
 from __future__ import annotations
 
 import logging
 import math
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
@@ -15,10 +14,9 @@ from pydantic import Field
 from kvkeep.contracts import Exactness
 from kvkeep.decode.prompt import encode, question, shortened
 from kvkeep.errors import UsageError
-from kvkeep.models.loading import Loaded
-from kvkeep_lab.compare import Comparison, Row, cases, compare
-from kvkeep_lab.figures import COLOURS, blank, dress, save, styled
-from kvkeep_lab.studies.base import BudgetText, Flag, MethodName, Progress, Study, text_of, unique
+from kvkeep_lab.figures import COLOURS, FilePath, blank, dress, save, styled
+from kvkeep_lab.reference import Comparison, Row, cases, compare
+from kvkeep_lab.studies.base import BudgetText, Flag, MethodName, Study, Trial, text_of, unique
 from kvkeep_lab.tables import Table, fixed, megabytes, percent
 
 log = logging.getLogger(__name__)
@@ -60,24 +58,21 @@ class Compare(Study):
     chunk: int | None = Field(None, ge=1, description="tokens of the prompt taken at a time")
 
     def check(self, files: Sequence[Path]) -> None:
-        """Refuse an empty request."""
         if not files:
             question(None, self.prompt)
 
-    def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int | None, progress: Progress) -> Comparison:
-        """Measure the reference, then every case."""
-        text = text_of(sources) if sources else None
+    def measure(self, trial: Trial) -> Comparison:
+        text = text_of(trial.sources) if trial.sources else None
         if text is not None and self.limit is not None:
-            text, count = shortened(loaded.tokenizer, text, self.limit)
+            text, count = shortened(trial.tokenizer, text, self.limit)
             if count > self.limit:
                 log.warning("Only the first %s of the text's %s tokens are read.", f"{self.limit:,}", f"{count:,}")
-        raw = self.raw if self.raw is not None else bool(sources) and not self.prompt
-        ids = encode(loaded.tokenizer, question(text, self.prompt), raw=raw)
+        raw = self.raw if self.raw is not None else bool(trial.sources) and not self.prompt
+        ids = encode(trial.tokenizer, question(text, self.prompt), raw=raw)
         listed = cases(self.methods, self.budgets)
-        return compare(loaded.model, ids, listed, new=self.new, chunk=self.chunk, progress=progress)
+        return compare(trial.model, ids, listed, new=self.new, chunk=self.chunk, progress=trial.progress)
 
     def problem(self, found: Comparison) -> str | None:
-        """Tell if every method refused."""
         return None if found.measured else "No method could be measured; the reasons are above."
 
     def as_json(self, found: Comparison) -> dict[str, Any]:
@@ -95,7 +90,11 @@ class Compare(Study):
             notes=[
                 "Stock is the reference; KL in nats, the best of each budget in bold.",
                 *(f"`{row.label}`: {row.error}" for row in found.rows if row.error),
-                *(_merged(row) for row in found.measured if row.merges[0] > 0),
+                *(
+                    f"`{row.label}`: {row.merges[0]:,} pairs merged, {row.merges[1]:,} shares of keys clamped."
+                    for row in found.measured
+                    if row.merges[0] > 0
+                ),
             ],
             named=len(_NAMED),
         )
@@ -104,7 +103,7 @@ class Compare(Study):
             table.rows.append([_cell(row, peers, show, badness) for _, show, badness in columns])
         return [table]
 
-    def draw(self, found: Comparison, path: str | os.PathLike[str], *, title: str) -> None:
+    def draw(self, found: Comparison, path: FilePath, *, title: str) -> None:
         """Draw token match and KL by the bytes held, and KL at each position of the smallest budget. One budget alone
         gives bars instead of lines. Raises UsageError if no row was measured."""
         rows = found.measured
@@ -197,10 +196,6 @@ def nats(value: float | None) -> str:
     return f"{value:.3f}" if value >= 1e-2 else f"{value:.1e}"
 
 
-def _merged(row: Row) -> str:
-    return f"`{row.label}`: {row.merges[0]:,} pairs merged, {row.merges[1]:,} shares of keys clamped."
-
-
 def _negative(value: float | None) -> float | None:
     return None if value is None else -value
 
@@ -217,12 +212,10 @@ def _budgets(rows: Sequence[Row]) -> list[str]:
 def _floor(rows: Sequence[Row]) -> float:
     """Return the lowest KL that is drawn: a decade below the smallest of the methods that are not exact, or of those
     that are where there is no other."""
-    exact: dict[bool, list[float]] = {True: [], False: []}
-    for row in rows:
-        if row.kl_mean:
-            exact[row.exactness == Exactness.EXACT].append(row.kl_mean)
-    smallest = min(exact[False], default=min(exact[True], default=1e-5))
-    return 10.0 ** max(math.floor(math.log10(smallest)) - 1, _LOWEST if exact[False] else -20)
+    found = [row.kl_mean for row in rows if row.kl_mean]
+    others = [row.kl_mean for row in rows if row.kl_mean and row.exactness != Exactness.EXACT]
+    smallest = min(others or found, default=1e-5)
+    return 10.0 ** max(math.floor(math.log10(smallest)) - 1, _LOWEST if others else -20)
 
 
 def _lines(figure: Any, rows: Sequence[Row], budgets: Sequence[str], floor: float) -> None:
@@ -270,9 +263,8 @@ def _bars(left: Any, right: Any, rows: Sequence[Row], floor: float) -> None:
     left.set_xlim(0, 119)
     left.set_xticks([0, 50, 100])
     left.set_yticks(places, [row.method for row in rows])
-    bars = right.barh(
-        places, [max(value - floor, 0.0) for value in divergences], left=floor, color=colours, height=0.65
-    )
+    lengths = [max(value - floor, 0.0) for value in divergences]
+    bars = right.barh(places, lengths, left=floor, color=colours, height=0.65)
     right.bar_label(bars, [_nats(value, floor) for value in divergences], padding=3, fontsize=9)
     dress(left, "The full cache's tokens (%)", "blue: methods that call themselves exact", grid="x")
     dress(right, "Mean KL (nats)", x="log", grid="x")
@@ -287,14 +279,8 @@ def _positions(axes: Any, rows: Sequence[Row], floor: float, title: str) -> None
 
     highest = max(value for row in rows for value in row.kl)
     cells = [[max(value, floor) for value in row.kl] for row in rows]
-    image = axes.imshow(
-        cells,
-        aspect="auto",
-        interpolation="nearest",
-        cmap="viridis",
-        norm=LogNorm(floor, max(highest, 10 * floor)),
-        extent=(-0.5, len(cells[0]) - 0.5, len(cells) - 0.5, -0.5),
-    )
+    style: dict[str, Any] = {"aspect": "auto", "interpolation": "nearest", "cmap": "viridis"}
+    image = axes.imshow(cells, norm=LogNorm(floor, max(highest, 10 * floor)), **style)
     for number in range(1, len(rows)):
         axes.axhline(number - 0.5, color="white", linewidth=2)
     axes.set_title(title, loc="left", fontsize=10)

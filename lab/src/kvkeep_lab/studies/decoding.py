@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import torch
 from pydantic import AfterValidator, Field
 
 from kvkeep.geometry import ModelGeometry
-from kvkeep.models.loading import Loaded
 from kvkeep.stock import STOCK, new_cache
-from kvkeep_lab.figures import COLOURS, dress, panels, styled
-from kvkeep_lab.studies.base import Count, MethodName, Progress, Study
+from kvkeep_lab.figures import COLOURS, FilePath, dress, panels, styled
+from kvkeep_lab.statistics import each, where
+from kvkeep_lab.studies.base import Count, MethodName, Study, Trial
 from kvkeep_lab.tables import Table, milliseconds, number, times
 from kvkeep_lab.tasks.base import Metric
 from kvkeep_lab.timing import NAIVE, Case, random_ids, run, synchronize, timed
@@ -74,7 +71,7 @@ class Decoded:
 
     def run(self, way: str) -> Run:
         """Return one way's."""
-        return next(run for run in self.runs if run.way == way)
+        return where(self.runs, way=way)[0]
 
 
 class Decoding(Study):
@@ -108,23 +105,21 @@ class Decoding(Study):
     )
     rounds: int = Field(2, ge=1, description="how often everything is measured")
 
-    def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int | None, progress: Progress) -> Decoded:
-        """Decode, then measure phases, then append."""
+    def measure(self, trial: Trial) -> Decoded:
         ways = (NAIVE, *self.caches)
         total = self.rounds * len(ways) + 2
         runs: dict[str, list[list[float]]] = {way: [] for way in ways}
         for turn in range(self.rounds):
             for place, way in enumerate(ways):
-                progress(way, turn * len(ways) + place, total)
-                runs[way].append(self._run(loaded.model, way, seed or 0))
+                trial.progress(way, turn * len(ways) + place, total)
+                runs[way].append(self._run(trial.model, way, trial.seed or 0))
         best = {way: [min(step) for step in zip(*rounds, strict=True)] for way, rounds in runs.items()}
         decoded = [Run(way, first, [1e3 * step for step in steps]) for way, (first, *steps) in best.items()]
-        progress("prefill and decode", total - 2, total)
-        phases = self._phases(loaded.model)
-        progress("appending", total - 1, total)
-        return Decoded(
-            self.prompt, decoded, phases, [one for way in GROWING for one in self._appends(loaded.model, way)]
-        )
+        trial.progress("prefill and decode", total - 2, total)
+        phases = self._phases(trial.model)
+        trial.progress("appending", total - 1, total)
+        appends = [one for way in GROWING for one in self._appends(trial.model, way)]
+        return Decoded(self.prompt, decoded, phases, appends)
 
     @torch.inference_mode()
     def _run(self, model: Any, way: str, seed: int) -> list[float]:
@@ -151,32 +146,24 @@ class Decoding(Study):
     def _appends(self, model: Any, way: str) -> list[Append]:
         geometry = ModelGeometry.from_config(model.config)
         owners = [layer for layer in geometry.layers if layer.owns_entries]
+
+        def append(cache: Any, count: int) -> float:
+            sizes = [(layer.kv_heads, count, dim) for layer in owners for dim in (layer.key_dim, layer.value_dim)]
+            entries = iter([torch.zeros(1, *size, device=model.device, dtype=model.dtype) for size in sizes])
+            start = time.perf_counter()
+            for layer in owners:
+                cache.layers[layer.index].update(next(entries), next(entries))
+            synchronize(model.device)
+            return time.perf_counter() - start
+
         found = []
         for length in self.lengths:
             cache = _cache(model, way, length + _APPENDS * self.rounds)
-            layers = [cache.layers[layer.index] for layer in owners]
-
-            def append(count: int, layers: Sequence[Any] = layers) -> float:
-                entries = [
-                    [
-                        torch.zeros(1, layer.kv_heads, count, dim, device=model.device, dtype=model.dtype)
-                        for dim in (layer.key_dim, layer.value_dim)
-                    ]
-                    for layer in owners
-                ]
-                start = time.perf_counter()
-                for layer, (keys, values) in zip(layers, entries, strict=True):
-                    layer.update(keys, values)
-                synchronize(model.device)
-                return time.perf_counter() - start
-
-            append(length)
-            best = min(append(1) for _ in range(_APPENDS * self.rounds))
-            found.append(Append(way, length, 1e6 * best))
+            append(cache, length)
+            found.append(Append(way, length, 1e6 * min(append(cache, 1) for _ in range(_APPENDS * self.rounds))))
         return found
 
     def scores(self, found: Decoded) -> dict[str, float]:
-        """Return how steps grow, what the cache saves, and what copying costs."""
         naive, stock, longest = found.run(NAIVE), found.run(STOCK), found.phases[-1]
         appends = {one.way: one.microseconds for one in found.appends if one.length == self.lengths[-1]}
         bare, cached = (last / first for first, last in (_ends(naive), _ends(stock)))
@@ -190,7 +177,6 @@ class Decoding(Study):
         }
 
     def tables(self, found: Decoded) -> list[Table]:
-        """Return one table for each of the three questions."""
         stock = found.run(STOCK)
         whole = Table(
             f"{len(stock.step_ms) + 1} tokens after {found.prompt}",
@@ -205,34 +191,27 @@ class Decoding(Study):
             ["tokens", "prefill", "tokens/s", "a cached step", "tokens/s", "a naive step", "naive by cached"],
         )
         for phase in found.phases:
+            prefill = [f"{phase.length:,}", f"{phase.prefill_s:.3f} s", number(phase.length / phase.prefill_s)]
+            step, naive = (milliseconds(ms / 1e3) for ms in (phase.step_ms, phase.naive_ms))
             phases.rows.append(
-                [
-                    f"{phase.length:,}",
-                    f"{phase.prefill_s:.3f} s",
-                    number(phase.length / phase.prefill_s),
-                    milliseconds(phase.step_ms / 1e3),
-                    number(1e3 / phase.step_ms),
-                    milliseconds(phase.naive_ms / 1e3),
-                    times(phase.naive_ms / phase.step_ms),
-                ]
+                [*prefill, step, number(1e3 / phase.step_ms), naive, times(phase.naive_ms / phase.step_ms)]
             )
-        ways = list(dict.fromkeys(one.way for one in found.appends))
+        ways = each(found.appends, "way")
         appends = Table("µs to append one token to all layers", ["tokens held", *ways])
         by_place = {(one.length, one.way): one.microseconds for one in found.appends}
-        for length in dict.fromkeys(one.length for one in found.appends):
+        for length in each(found.appends, "length"):
             appends.rows.append([f"{length:,}", *(number(by_place[length, way]) for way in ways)])
         return [whole, phases, appends]
 
-    def draw(self, found: Decoded, path: str | os.PathLike[str], *, title: str) -> None:
-        """Draw latency by step, the sum of it, and what appending takes."""
+    def draw(self, found: Decoded, path: FilePath, *, title: str) -> None:
         with panels(path, title, 3) as (steps, sums, appends):
             for place, one in enumerate(found.runs):
                 style: dict[str, Any] = {"color": COLOURS[place % len(COLOURS)], "linewidth": 1.2}
                 across = range(found.prompt + 1, found.prompt + 1 + len(one.step_ms))
                 steps.plot(across, one.step_ms, label=one.way, **style)
                 sums.plot(across, list(accumulate((ms / 1e3 for ms in one.step_ms), initial=one.first_s))[1:], **style)
-            for place, way in enumerate(dict.fromkeys(one.way for one in found.appends), start=1):
-                mine = [one for one in found.appends if one.way == way]
+            for place, way in enumerate(each(found.appends, "way"), start=1):
+                mine = where(found.appends, way=way)
                 appends.plot([one.length for one in mine], [one.microseconds for one in mine], **styled(place, way))
             dress(steps, "ms of a step", "tokens", y="log", legend=True)
             dress(sums, "seconds until then", "tokens")

@@ -2,18 +2,13 @@
 (arXiv:2603.19664, sections 3.3 and 5.7).
 
 Norms and rotation left aside, a head's score of residuals i and j is h_i M h_j^T / sqrt(d), M = W_q W_k^T (Eq. 18).
-Its effective rank at 90 % is the least r with (s_1^2 + ... + s_r^2) / sum_i s_i^2 >= 0.9 (Eqs. 19-20). M is never
-formed: with W_q = Q_q R_q and W_k = Q_k R_k its singular values are those of R_q R_k^T, which is d_head by d_head.
-
-Three things are measured beside it. Several query heads share a KV head: a key is asked by all of them, by M stacked
-over the group. And a score at distance D is h_i W_q R_D W_k^T h_j: rotation stands between the two, so the rank
-depends on the distance. And energies of s_i^4, as they come of squaring the eigenvalues of M M^T where those are
-taken for singular values: not what Eq. 19 says, but near what the paper prints for the model that is also ours.
+Its effective rank at 90 % is the least r with (s_1^2 + ... + s_r^2) / sum_i s_i^2 >= 0.9 (Eqs. 19-20). Beside it: M
+stacked over the query heads of a KV head; W_q R_D W_k^T, rotation at a distance D between the two; and energies of
+s_i^4, which are not what Eq. 19 says, but near what the paper prints for the model that is also ours.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,10 +25,9 @@ from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.models.adapter import Adapter
 from kvkeep.models.binding import bind
 from kvkeep.models.head_weights import HeadWeights, head_weights
-from kvkeep.models.loading import Loaded
-from kvkeep_lab.figures import blank, dress, save, styled
-from kvkeep_lab.measures import effective_rank
-from kvkeep_lab.studies.base import LEAST, Count, Flag, Progress, Study, first_tokens, part, rising
+from kvkeep_lab.figures import FilePath, blank, dress, save, styled
+from kvkeep_lab.statistics import each, effective_rank, where
+from kvkeep_lab.studies.base import LEAST, Count, Flag, Progress, Study, Trial, first_tokens, part, rising
 from kvkeep_lab.studies.truncation import LOWRANK, WAYS, Truncation, truncations
 from kvkeep_lab.tables import Table, fixed, number, percent
 from kvkeep_lab.tasks.base import Metric
@@ -121,43 +115,40 @@ class EffectiveRank(Study):
     new: Annotated[int, Flag("--max-tokens", "-n", default=32)] = Field(30, ge=1, description="tokens written")
 
     def check(self, files: Sequence[Path]) -> None:
-        """Refuse two texts, and ranks without any."""
         if files and self.prompt is not None:
             raise UsageError("One text is continued: give --prompt or --file.")
         if self.ranks is not None and self.prompt is None and not files:
             raise UsageError("To truncate to ranks there has to be a text to continue: give --prompt or --file.")
 
-    def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int | None, progress: Progress) -> Ranks:
+    def measure(self, trial: Trial) -> Ranks:
         """Take ranks, and truncate to some. Raises UnsupportedModelError for a family whose heads have no weights of
         their own."""
-        layers = layer_ranks(loaded.model, part(progress, 0, 2))
+        layers = layer_ranks(trial.model, part(trial.progress, 0, 2))
         dim = layers[0].dim
         if self.prompt is not None:
-            ids = encode(loaded.tokenizer, question(None, self.prompt))
-        elif sources:
-            ids = first_tokens(loaded, sources, self.limit)[0].tolist()
+            ids = encode(trial.tokenizer, question(None, self.prompt))
+        elif trial.sources:
+            ids = first_tokens(trial.loaded, trial.sources, self.limit)[0].tolist()
         else:
             return Ranks(layers)
         listed = self.ranks or sorted({max(1, round(share * dim)) for share in self.shares})
-        rows = truncations(loaded.model, ids, listed, new=self.new, progress=part(progress, 1, 2))
+        rows = truncations(trial.model, ids, listed, new=self.new, progress=part(trial.progress, 1, 2))
         return Ranks(layers, len(ids), self.new, tuple(rows))
 
     def scores(self, found: Ranks) -> dict[str, float]:
-        """Return the mean rank, and what half of the width holds and does."""
         dim = found.layers[0].dim
         scores = {
             "rank": fmean(found.values("heads")),
             "share": fmean(rank / layer.dim for layer in found.layers for rank in layer.heads),
             "half_energy": found.energy(dim // 2),
         }
-        for row in (row for row in found.truncations if row.way == WAYS[0]):
-            if row.match is not None and row.kl is not None:
-                scores |= {"half_match": row.match, "half_kl": row.kl} if row.rank == dim // 2 else {}
-                scores |= {"whole_match": row.match} if row.rank == dim else {}
+        for row in where(found.truncations, way=WAYS[0], error=""):
+            assert row.match is not None and row.kl is not None
+            scores |= {"half_match": row.match, "half_kl": row.kl} if row.rank == dim // 2 else {}
+            scores |= {"whole_match": row.match} if row.rank == dim else {}
         return scores
 
     def tables(self, found: Ranks) -> list[Table]:
-        """Return the ranks, and what truncation does."""
         dim = found.layers[0].dim
         shape = Table(
             "Effective rank at 90 % of the energy",
@@ -186,7 +177,7 @@ class EffectiveRank(Study):
             notes=sorted({row.error for row in found.truncations if row.error}),
         )
         by_rank = {(row.way, row.rank): row for row in found.truncations}
-        for rank in dict.fromkeys(row.rank for row in found.truncations):
+        for rank in each(found.truncations, "rank"):
             rows = [by_rank[way, rank] for way in WAYS]
             cells = [f"{percent(row.match, 0)}, {number(row.kl, 2)}" for row in rows]
             paper = "{} %, {}".format(*PAPER[rank / dim]) if rank / dim in PAPER else ""
@@ -194,7 +185,6 @@ class EffectiveRank(Study):
         return table
 
     def details(self, found: Ranks) -> list[Table]:
-        """Return the ranks by layer, and how many heads have low ones."""
         distances, heads = list(found.layers[0].turned or {}), found.values("heads")
         table = Table(
             "By layer, mean over its heads",
@@ -208,7 +198,7 @@ class EffectiveRank(Study):
             table.rows.append([*row, *(fixed(mean, 1) for mean in means)])
         return [table]
 
-    def draw(self, found: Ranks, path: str | os.PathLike[str], *, title: str) -> None:
+    def draw(self, found: Ranks, path: FilePath, *, title: str) -> None:
         """Draw Fig. 5, a dot for each query head (colour and area: effective rank over d_head), and where ranks were
         truncated to, Fig. 6."""
         tall = 1.6 + 0.24 * max(len(layer.heads) for layer in found.layers)
@@ -228,7 +218,12 @@ def layer_ranks(model: Any, progress: Progress = lambda what, done, total: None)
     adapter = bind(model)
     geometry = ModelGeometry.from_config(model.config)
     weights = head_weights(model)
-    turns = _turns(adapter, geometry)
+    try:
+        adapter.require("turn", [layer.index for layer in geometry.full_layers], "ranks by distance")
+    except UnsupportedModelError:
+        turns = False
+    else:
+        turns = True
     found = []
     for layer, mine in zip(geometry.layers, weights, strict=True):
         keys = weights[layer.source].key
@@ -236,14 +231,6 @@ def layer_ranks(model: Any, progress: Progress = lambda what, done, total: None)
         found.append(_layer(adapter, layer, mine, keys, turns))
         progress("layers", layer.index + 1, len(weights))
     return found
-
-
-def _turns(adapter: Adapter, geometry: ModelGeometry) -> bool:
-    try:
-        adapter.require("turn", [layer.index for layer in geometry.full_layers], "ranks by distance")
-    except UnsupportedModelError:
-        return False
-    return True
 
 
 def _layer(adapter: Adapter, layer: LayerGeometry, weights: HeadWeights, keys: Tensor, turns: bool) -> LayerRank:
@@ -258,17 +245,11 @@ def _layer(adapter: Adapter, layer: LayerGeometry, weights: HeadWeights, keys: T
         far = adapter.turn(layer.index, key[None], adapter.angles(layer.index, key, by))[0]
         values = product_singular_values(query, far.repeat_interleave(heads // kv_heads, 0))
         turned[distance] = float(effective_rank(values.square(), ENERGY).mean())
-    return LayerRank(
-        layer.index,
-        layer.kind,
-        query.shape[-1],
-        effective_rank(energies, ENERGY).tolist(),
-        effective_rank(stacked.square(), ENERGY).tolist(),
-        turned or None,
-        _held(energies),
-        effective_rank(energies.square(), ENERGY).tolist(),
-        _held(energies.square()),
+    heads_, groups, fourth = (
+        effective_rank(part, ENERGY).tolist() for part in (energies, stacked.square(), energies.square())
     )
+    about, held = (layer.index, layer.kind, query.shape[-1]), (_held(energies), _held(energies.square()))
+    return LayerRank(*about, heads_, groups, turned or None, held[0], fourth, held[1])
 
 
 def _held(energies: Tensor) -> list[float]:
@@ -299,7 +280,7 @@ def _fig_6(panels: Any, found: Ranks) -> None:
     match, divergence = panels
     dim = found.layers[0].dim
     for place, way in enumerate(WAYS):
-        rows = [row for row in found.truncations if row.way == way and row.match is not None]
+        rows = where(found.truncations, way=way, error="")
         if rows:
             ranks = [row.rank for row in rows]
             style = styled(place, "all but the newest (lowrank:r)" if way == LOWRANK else way, None)

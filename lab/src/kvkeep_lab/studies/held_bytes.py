@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from pydantic import Field
@@ -12,9 +10,8 @@ from pydantic import Field
 from kvkeep.cache import KeepCache
 from kvkeep.geometry import CheckpointKind
 from kvkeep.memory.meter import nbytes
-from kvkeep.models.loading import Loaded
 from kvkeep_lab.prompts import built_in
-from kvkeep_lab.studies.base import Count, Progress, Study
+from kvkeep_lab.studies.base import Count, Study, Trial
 from kvkeep_lab.tables import Table
 
 
@@ -69,20 +66,19 @@ class HeldBytesStudy(Study):
     budgets: list[int] = Field([0, 64], min_length=1, description="B")
 
     @torch.no_grad()
-    def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int | None, progress: Progress) -> HeldBytes:
+    def measure(self, trial: Trial) -> HeldBytes:
         """Read and count. Raises UnsupportedModelError for a kind that the family cannot have."""
-        ids = built_in(loaded.tokenizer, max(self.lengths)).to(loaded.model.device)
+        ids = built_in(trial.tokenizer, max(self.lengths)).to(trial.model.device)
         asked = [(kind, budget, length) for kind in self.kinds for budget in self.budgets for length in self.lengths]
         rows: list[Bytes] = []
         for kind, budget, length in asked:
-            progress(f"{length} tokens, {kind}", len(rows), len(asked))
-            cache = KeepCache(loaded.model, "kv-direct", budget, checkpoint=kind, where="host")
-            loaded.model(ids[:, :length], past_key_values=cache, logits_to_keep=1)
+            trial.progress(f"{length} tokens, {kind}", len(rows), len(asked))
+            cache = KeepCache(trial.model, "kv-direct", budget, checkpoint=kind, where="host")
+            trial.model(ids[:, :length], past_key_values=cache, logits_to_keep=1)
             rows.append(_count(cache, kind, length, budget))
         return HeldBytes(rows)
 
     def tables(self, found: HeldBytes) -> list[Table]:
-        """Return all of them, with whether the prediction is right to the byte."""
         table = Table(
             "Bytes held after T tokens within B entries (Eq. 28: one vector an evicted token)",
             ["kind", "T", "B", "stock cache", "Eq. 28", "predicted", "used", "allocated", "used = predicted"],

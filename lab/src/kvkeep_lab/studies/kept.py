@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any
 
@@ -15,11 +13,10 @@ from torch import Tensor
 
 from kvkeep.cache import KeepCache
 from kvkeep.errors import UsageError
-from kvkeep.models.loading import Loaded
-from kvkeep_lab.figures import dress, panels, styled
+from kvkeep_lab.figures import FilePath, dress, panels, styled
 from kvkeep_lab.inspection import STATES, entry_states
 from kvkeep_lab.reading import takes
-from kvkeep_lab.studies.base import BudgetText, Flag, OwnMethod, Progress, TextStudy, unique
+from kvkeep_lab.studies.base import BudgetText, Flag, OwnMethod, TextStudy, Trial, unique
 from kvkeep_lab.tables import Table, percent
 
 RESIDENT = STATES.index("resident")
@@ -70,13 +67,13 @@ class Kept(TextStudy):
     budget: Annotated[BudgetText, Flag("--budget", "-b")] = Field("25%", description="of each, a share of the text")
     chunk: int | None = Field(None, ge=1, description="tokens of the text taken at a time")
 
-    def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int | None, progress: Progress) -> Agreements:
+    def measure(self, trial: Trial) -> Agreements:
         """Read the passage with each method. Raises UsageError for a method that takes no budget."""
-        ids = self.passage(loaded, sources, seed)
+        ids = self.passage(trial)
         kept: dict[str, list[Tensor]] = {}
         for method in self.methods:
-            progress(method, len(kept), len(self.methods))
-            kept[method] = self._resident(loaded.model, ids, method)
+            trial.progress(method, len(kept), len(self.methods))
+            kept[method] = self._resident(trial.model, ids, method)
         pairs = [(one, other) for place, one in enumerate(self.methods) for other in self.methods[place + 1 :]]
         return Agreements(ids.shape[1], [agreement(one, other, kept[one], kept[other]) for one, other in pairs])
 
@@ -93,7 +90,6 @@ class Kept(TextStudy):
         return [states == RESIDENT for states in entry_states(cache)]
 
     def tables(self, found: Agreements) -> list[Table]:
-        """Return a row for each pair."""
         table = Table(
             f"Entries kept of {found.tokens:,} tokens, budget {self.budget}",
             ["methods", "both keep, mean", "least of all heads", "differing", "kept"],
@@ -103,8 +99,7 @@ class Kept(TextStudy):
             table.rows.append([f"`{row.method}`, `{row.other}`", *shares, f"{row.differing:,}", f"{row.of:,}"])
         return [table]
 
-    def draw(self, found: Agreements, path: str | os.PathLike[str], *, title: str) -> None:
-        """Draw the shares of the first method with each other one, by layer."""
+    def draw(self, found: Agreements, path: FilePath, *, title: str) -> None:
         first = found.rows[0].method
         with panels(path, f"{title}, {found.tokens:,} tokens, budget {self.budget}") as (axes,):
             for place, row in enumerate(row for row in found.rows if row.method == first):

@@ -1,12 +1,7 @@
-"""``long-chat``: memory and time of every turn of a long conversation, with several caches.
-
-The KV-Direct paper's Fig. 3 (arXiv:2603.19664): its system prompt, 30 tokens a turn. Its appendix A names subjects of
-the questions ("France, the Eiffel Tower, etc.") and not the questions, so these are ours.
-"""
+"""``long-chat``: memory and time of every turn of a long conversation, with several caches (KV-Direct's Fig. 3)."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -22,10 +17,11 @@ from kvkeep.geometry import ModelGeometry
 from kvkeep.memory.meter import Memory
 from kvkeep.models.loading import Loaded
 from kvkeep.stock import STOCK, new_cache
-from kvkeep_lab.figures import dress, panels, styled
+from kvkeep_lab.figures import FilePath, dress, panels, styled
 from kvkeep_lab.partial import keeping
 from kvkeep_lab.reading import takes
-from kvkeep_lab.studies.base import BudgetText, Flag, Kind, OwnMethod, PlaceName, Progress, Study
+from kvkeep_lab.statistics import each, where
+from kvkeep_lab.studies.base import BudgetText, Flag, Kind, OwnMethod, PlaceName, Progress, Study, Trial
 from kvkeep_lab.tables import Table, fixed, megabytes, times
 from kvkeep_lab.tasks.base import Metric
 
@@ -105,11 +101,11 @@ class Chat:
     @property
     def methods(self) -> list[str]:
         """In their order, the first being whom others are compared with."""
-        return list(dict.fromkeys(turn.method for turn in self.turns))
+        return each(self.turns, "method")
 
     def of(self, method: str) -> list[Turn]:
         """Return one method's turns."""
-        return [turn for turn in self.turns if turn.method == method]
+        return where(self.turns, method=method)
 
     def ratio(self, turn: Turn) -> float:
         """Return the seconds of a turn by the first method's."""
@@ -153,23 +149,21 @@ class LongChat(Study):
     new: Annotated[int, Flag("--max-tokens", "-n")] = Field(30, ge=1, description="tokens written a turn")
 
     def check(self, files: Sequence[Path]) -> None:
-        """Refuse a method named twice."""
         if len(set(self.methods)) < len(self.methods):
             raise UsageError("A method was named twice; each is one conversation.")
 
-    def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int | None, progress: Progress) -> Chat:
-        """Hold the conversation."""
+    def measure(self, trial: Trial) -> Chat:
         self.check(())
         found = Chat([])
         with keeping(found, found.turns):
-            for turn in self.converse(loaded, progress):
+            for turn in self.converse(trial.loaded, trial.progress):
                 found.turns.append(turn)
         return found
 
     def converse(self, loaded: Loaded, progress: Progress) -> Iterator[Turn]:
         """Hold one conversation with each cache, all of them a turn at a time; yield each turn as it ends. Raises
         UsageError before a turn that would go past the model's positions."""
-        talks = self._conversations(loaded)
+        talks = {name: self._conversation(loaded, name) for name in self.methods}
         for number in range(self.turns):
             question = QUESTIONS[number % len(QUESTIONS)]
             reference: list[int] | None = None
@@ -178,40 +172,26 @@ class LongChat(Study):
                 prompt = talk.prompt(question)
                 _check_room(loaded.model, talk.cache, len(prompt) + self.new, number + 1)
                 result = talk.answer(question, prompt, max_new_tokens=self.new)
-                reference = result.tokens if reference is None else reference
-                yield Turn(
-                    name,
-                    number + 1,
-                    talk.cache.get_seq_length(),
-                    result.timing.prefill_tokens,
-                    len(result.tokens),
-                    result.timing.prefill_s,
-                    result.timing.decode_s,
-                    result.tokens == reference,
-                    result.memory,
-                    result.text,
-                )
+                took, tokens = result.timing, result.tokens
+                reference = tokens if reference is None else reference
+                counts = number + 1, talk.cache.get_seq_length(), took.prefill_tokens, len(tokens)
+                same = tokens == reference
+                yield Turn(name, *counts, took.prefill_s, took.decode_s, same, result.memory, result.text)
 
-    def _conversations(self, loaded: Loaded) -> dict[str, Conversation]:
-        """Return a conversation for each method; options go to those that take them."""
+    def _conversation(self, loaded: Loaded, method: str) -> Conversation:
+        """Return a method's; options go to those that take them."""
         given = {"budget": self.budget, "checkpoint": self.checkpoint, "where": self.where}
-        talks = {}
-        for name in self.methods:
-            options = {key: value for key, value in given.items() if key in takes(name)}
-            cache: Any = new_cache(loaded.model, name, **options)
-            talks[name] = Conversation(loaded.model, loaded.tokenizer, cache, system=SYSTEM)
-        return talks
+        options = {key: value for key, value in given.items() if key in takes(method)}
+        cache: Any = new_cache(loaded.model, method, **options)
+        return Conversation(loaded.model, loaded.tokenizer, cache, system=SYSTEM)
 
     def as_json(self, found: Chat) -> dict[str, Any]:
-        """Return the budget and every turn, with its seconds."""
         return {"budget": self.budget, "turns": [asdict(turn) | {"seconds": turn.seconds} for turn in found.turns]}
 
     def plain(self, found: Chat) -> Any:
-        """Return plain types, the texts left out."""
         return super().plain(Chat([replace(turn, text="") for turn in found.turns]))
 
     def scores(self, found: Chat) -> dict[str, float]:
-        """Return the first two methods' numbers."""
         first, *others = found.methods
         scores = {"grown": found.of(first)[-1].held / 1e6}
         if others:
@@ -221,7 +201,6 @@ class LongChat(Study):
         return scores
 
     def tables(self, found: Chat) -> list[Table]:
-        """Return what each method came to."""
         last = max(turn.turn for turn in found.turns)
         table = Table(
             f"After {last} turns",
@@ -236,7 +215,6 @@ class LongChat(Study):
         return [table]
 
     def details(self, found: Chat) -> list[Table]:
-        """Return the turns, some of a long conversation."""
         last = max(turn.turn for turn in found.turns)
         table = Table(
             "Turns",
@@ -252,7 +230,7 @@ class LongChat(Study):
                 table.rows.append([*own, *took, *sizes, "yes" if turn.same else "no"])
         return [table]
 
-    def draw(self, found: Chat, path: str | os.PathLike[str], *, title: str) -> None:
+    def draw(self, found: Chat, path: FilePath, *, title: str) -> None:
         """Draw Fig. 3 (a) and (b): resident bytes (lines), checkpoints (dotted) and seconds of each turn, by method."""
         from matplotlib.ticker import MaxNLocator
 

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from kvkeep.models.loading import Loaded
 from kvkeep.stock import STOCK
-from kvkeep_lab.figures import dress, panels, styled
+from kvkeep_lab.figures import FilePath, dress, panels, styled
 from kvkeep_lab.reading import takes
-from kvkeep_lab.studies.base import BudgetText, Flag, MethodName, Progress, Study
-from kvkeep_lab.tables import Table, megabytes, milliseconds, number, times
+from kvkeep_lab.statistics import where
+from kvkeep_lab.studies.base import BudgetText, Flag, MethodName, Study, Trial
+from kvkeep_lab.tables import Table, megabytes, milliseconds, number, refusals, times
 from kvkeep_lab.tasks.base import Metric
 from kvkeep_lab.timing import Case, run
 
@@ -50,8 +47,7 @@ class Costs:
 
     def of(self, method: str, length: int, chunk: int = 0) -> Cost | None:
         """Return one of those that were measured, or None."""
-        found = (row for row in self.rows if (row.method, row.length, row.chunk) == (method, length, chunk))
-        return next((row for row in found if not row.error), None)
+        return next(iter(where(self.rows, method=method, length=length, chunk=chunk, error="")), None)
 
     def seconds(self, row: Cost) -> float:
         """Return the seconds of prompt and answer."""
@@ -98,18 +94,11 @@ class MergingCost(Study):
         """The length at which chunks are compared."""
         return self.lengths[len(self.lengths) // 2]
 
-    def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int | None, progress: Progress) -> Costs:
-        """Measure by length, then by chunk."""
+    def measure(self, trial: Trial) -> Costs:
         wanted = [(method, length, 0) for length in self.lengths for method in self.methods]
         wanted += [(method, self.middle, chunk) for chunk in self.chunks for method in (OURS, RIVAL)]
-        rows = run(
-            loaded.model,
-            [self._case(*one) for one in wanted],
-            rounds=self.rounds,
-            steps=self.answer + 1,
-            patience_s=600,
-            progress=progress,
-        )
+        listed, steps = [self._case(*one) for one in wanted], self.answer + 1
+        rows = run(trial.model, listed, rounds=self.rounds, steps=steps, patience_s=600, progress=trial.progress)
         costs = []
         for one, row in zip(wanted, rows, strict=True):
             memory = row.memory
@@ -120,13 +109,11 @@ class MergingCost(Study):
         return Costs(costs, self.answer)
 
     def _case(self, method: str, length: int, chunk: int) -> Case:
-        options: dict[str, Any] = {}
-        if "budget" in takes(method):
-            options = {"budget": self.budget, "context": length + self.answer + 2}
+        options: dict[str, Any] = {"budget": self.budget, "context": length + self.answer + 2}
+        options = options if "budget" in takes(method) else {}
         return Case(f"{method}, chunk {chunk}", length, method, options | ({"chunk": chunk} if chunk else {}))
 
     def scores(self, found: Costs) -> dict[str, float]:
-        """Return how much less kvslimmer takes."""
         pairs = [(found.of(OURS, length), found.of(RIVAL, length)) for length in self.lengths]
         seconds = [1 - found.seconds(a) / found.seconds(b) for a, b in pairs if a is not None and b is not None]
         steps = [1 - a.mean_ms / b.mean_ms for a, b in pairs if a and b and a.mean_ms and b.mean_ms]
@@ -145,12 +132,10 @@ class MergingCost(Study):
         return scores
 
     def tables(self, found: Costs) -> list[Table]:
-        """Return seconds by length, and peaks by chunk."""
-        notes = [f"`{row.method}`: {row.error}" for row in found.rows if row.error]
         seconds = Table(
             f"Seconds by length: budget {self.budget}, {found.answer} tokens decoded",
             ["method, tokens", "prompt", "step, mean", "request", "by asymkv's", "held", "peak"],
-            notes=notes,
+            notes=refusals((row.method, f"{row.length:,}", row.error) for row in found.rows),
         )
         for row in (row for row in found.rows if not row.chunk and not row.error):
             rival = found.of(RIVAL, row.length)
@@ -171,8 +156,7 @@ class MergingCost(Study):
                 peaks.rows.append([f"{chunk}", megabytes(mine.peak_bytes), megabytes(rival.peak_bytes), less])
         return [seconds, peaks]
 
-    def draw(self, found: Costs, path: str | os.PathLike[str], *, title: str) -> None:
-        """Draw seconds of a request and of a step by length, and peaks by chunk."""
+    def draw(self, found: Costs, path: FilePath, *, title: str) -> None:
         titles = (f"seconds of a request of {found.answer}", "ms of a step, mean", f"peak MB, {self.middle:,} tokens")
         with panels(path, f"{title}, budget {self.budget}", 3) as grid:
             for place, method in enumerate(self.methods):

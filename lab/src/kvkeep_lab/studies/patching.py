@@ -3,11 +3,9 @@ Fig. 8, arXiv:2603.19664, section 5.3)."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -17,9 +15,9 @@ from kvkeep.geometry import ModelGeometry
 from kvkeep.models.adapter import layers_of
 from kvkeep.models.binding import bind
 from kvkeep.models.forward import probing
-from kvkeep.models.loading import Loaded
-from kvkeep_lab.figures import COLOURS, dress, panels
-from kvkeep_lab.studies.base import Progress, Study
+from kvkeep_lab.figures import COLOURS, FilePath, dress, panels
+from kvkeep_lab.statistics import each, where
+from kvkeep_lab.studies.base import Study, Trial
 from kvkeep_lab.tables import Table, number
 from kvkeep_lab.tasks.base import Metric
 
@@ -67,13 +65,13 @@ class PatchingStudy(Study):
     certain = ("kl", "layers")
 
     @torch.no_grad()
-    def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int | None, progress: Progress) -> Patches:
+    def measure(self, trial: Trial) -> Patches:
         """Patch every layer, at all positions. Both prompts are tokenized without a chat template; the longer one loses
         its first tokens until both are as long."""
-        model = loaded.model
+        model = trial.model
         layers = layers_of(bind(model).decoder)
         geometry = ModelGeometry.from_config(model.config)
-        prompts = [loaded.tokenizer(text).input_ids for text in (DONOR, RECIPIENT)]
+        prompts = [trial.tokenizer(text).input_ids for text in (DONOR, RECIPIENT)]
         length = min(map(len, prompts))
         donor, recipient = (torch.tensor([prompt[-length:]], device=model.device) for prompt in prompts)
         entering: list[Tensor] = []
@@ -85,7 +83,7 @@ class PatchingStudy(Study):
                 patched = _distribution(model, recipient)
             kl = float((patched.exp() * (patched - expected)).sum())
             rows.append(Patching(index, kl, _also_reads(model, geometry, index)))
-            progress("layers", len(rows), len(layers))
+            trial.progress("layers", len(rows), len(layers))
         return Patches(rows)
 
     def scores(self, found: Patches) -> dict[str, float]:
@@ -97,21 +95,20 @@ class PatchingStudy(Study):
         return {"kl": max((row.kl for row in claimed), key=abs), "layers": zero}
 
     def tables(self, found: Patches) -> list[Table]:
-        """Return a line for layers whose residuals are all there is, and one for each other reason."""
         table = Table(
             "KL by layers",
             ["what later layers read", "layers", "with KL = 0", "largest KL", "the paper's"],
             notes=["The paper: 0 at all 30 layers of SmolLM2-135M and all 24 of Qwen2.5-0.5B."],
         )
-        for reads in dict.fromkeys(row.also_reads for row in found.rows):
-            mine = [row for row in found.rows if row.also_reads == reads]
+        for reads in each(found.rows, "also_reads"):
+            mine = where(found.rows, also_reads=reads)
             worst = max((row.kl for row in mine), key=abs)
             counts = [f"{len(mine)}", f"{sum(row.kl == 0 for row in mine)}"]
             what = f"the residual, and {reads}" if reads else "the residual alone"
             table.rows.append([what, *counts, number(worst), "" if reads else "0"])
         return [table]
 
-    def draw(self, found: Patches, path: str | os.PathLike[str], *, title: str) -> None:
+    def draw(self, found: Patches, path: FilePath, *, title: str) -> None:
         """Draw the KL at each layer; what is 0 lies on the axis."""
         with panels(path, title, height=3) as (axes,):
             for place, (alone, words) in enumerate(((True, "nothing else is read"), (False, "something else is, too"))):

@@ -21,12 +21,23 @@ from kvkeep.decode.generate import Generation
 from kvkeep.errors import KvkeepError
 from kvkeep.models.loading import Loaded
 from kvkeep.stock import STOCK
-from kvkeep_lab import lines
 from kvkeep_lab.answers import Answer, Case, judged, written
 from kvkeep_lab.partial import keeping
 from kvkeep_lab.prompts import TEXT, Prompt, prompts
 from kvkeep_lab.reading import takes
-from kvkeep_lab.studies.base import BudgetText, Flag, Kind, OwnMethod, PlaceName, Progress, Study, text_of, unique
+from kvkeep_lab.store import append_line, whole_lines
+from kvkeep_lab.studies.base import (
+    BudgetText,
+    Flag,
+    Kind,
+    OwnMethod,
+    PlaceName,
+    Progress,
+    Study,
+    Trial,
+    text_of,
+    unique,
+)
 from kvkeep_lab.tables import Table, fixed, number, percent, times
 
 _ANSWER = TypeAdapter(Answer)
@@ -105,20 +116,21 @@ class Prove(Study):
     copies: int | None = Field(None, ge=0, description="0 keeps rounds from copying drafts from the text")
     store: Path | None = Field(None, description="a file that keeps each answer as it comes; run again, and it goes on")
 
-    def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int | None, progress: Progress) -> Proof:
+    def measure(self, trial: Trial) -> Proof:
         """Answer prompts made of the files, or of the built-in text. Raises StoreError for a store that cannot be read
         or written."""
-        text = text_of(sources) if sources else "\n\n".join([TEXT] * 3)
-        asked = prompts(loaded.tokenizer, text, self.lengths, self.prompts, self.kinds)
-        return self.answer(loaded, asked, progress)
+        text = text_of(trial.sources) if trial.sources else "\n\n".join([TEXT] * 3)
+        asked = prompts(trial.tokenizer, text, self.lengths, self.prompts, self.kinds)
+        return self.answer(trial.loaded, asked, trial.progress)
 
     def answer(self, loaded: Loaded, asked: Sequence[Prompt], progress: Progress) -> Proof:
         """Answer ``asked`` with every case or with one case a prompt, in turn; the store's answers of the same model,
         precision, machine, prompt and case are not asked for again."""
         known = {} if self.store is None else _known(self.store)
-        listed, setting = self.cases(), _setting(loaded)
+        listed = self.cases()
+        setting = json.dumps(machine(loaded, str(loaded.model.dtype).removeprefix("torch.")))
         asking = [
-            (prompt, case, _key(setting, prompt, case, self.new))
+            (prompt, case, sha256(json.dumps([setting, prompt.ids, asdict(case), self.new]).encode()).hexdigest()[:16])
             for number, prompt in enumerate(asked)
             for case in (listed if self.every else [listed[number % len(listed)]])
         ]
@@ -128,7 +140,7 @@ class Prove(Study):
             for answer in self._answers(loaded, missing, found.refused, progress):
                 found.answers.append(answer)
                 if self.store is not None:
-                    lines.append(self.store, json.dumps(asdict(answer)))
+                    append_line(self.store, json.dumps(asdict(answer)))
         return found
 
     def cases(self) -> list[Case]:
@@ -175,18 +187,21 @@ class Prove(Study):
         return None if found.answers else next(iter(found.refused.values()), "There was nothing to answer.")
 
     def as_json(self, found: Proof) -> dict[str, Any]:
-        """Return rows and answers."""
         return {"rows": [asdict(row) for row in found.rows], "answers": [asdict(one) for one in found.answers]}
 
     def tables(self, found: Proof) -> list[Table]:
-        """Return a row for each case, and below the differences."""
         table = Table(
             f"Answers of {self.new} tokens",
             ["", "prompts", "identical", "ties", "tokens", "prefill", "decoding", "a round", "right", "budget"],
             notes=[
                 "Times are relative to transformers' own cache in the same run: below 1 is faster.",
                 *(f"`{row.label}`: {row.error}" for row in found.rows if row.error),
-                *(_difference(answer) for answer in found.answers if answer.differs_at is not None),
+                *(
+                    f"`{one.label}`, {one.kind} of {one.prompt_tokens}: differs at token {one.differs_at}, gap "
+                    f"{number(one.gap)}, noise {number(one.noise)}: {'a tie' if one.tie else 'no tie'}."
+                    for one in found.answers
+                    if one.differs_at is not None
+                ),
             ],
         )
         for row in (row for row in found.rows if not row.error):
@@ -198,17 +213,11 @@ class Prove(Study):
         return [table]
 
 
-def _difference(answer: Answer) -> str:
-    return (
-        f"`{answer.label}`, {answer.kind} of {answer.prompt_tokens}: differs at token {answer.differs_at}, gap "
-        f"{number(answer.gap)}, noise {number(answer.noise)}: {'a tie' if answer.tie else 'no tie'}."
-    )
-
-
 def _row(label: str, own: Sequence[Answer]) -> Row:
     rounds = [answer.rounds for answer in own if answer.rounds is not None]
     tried = sum(one["drafted"] + one["copied"] for one in rounds)
     budgeted = [answer for answer in own if answer.budget_bytes is not None]
+    exceeded = [answer.resident_bytes > (answer.budget_bytes or 0) for answer in budgeted]
     return Row(
         label,
         len(own),
@@ -220,23 +229,14 @@ def _row(label: str, own: Sequence[Answer]) -> Row:
         median(answer.decode_ratio for answer in own),
         sum(answer.tokens - 1 for answer in own) / sum(one["rounds"] for one in rounds) if rounds else None,
         sum(one["accepted"] for one in rounds) / tried if tried else None,
-        all(answer.resident_bytes <= (answer.budget_bytes or 0) for answer in budgeted) if budgeted else None,
+        not any(exceeded) if budgeted else None,
     )
-
-
-def _setting(loaded: Loaded) -> str:
-    """Return what answers depend on beside prompt and case: model, precision, versions, machine."""
-    return json.dumps(machine(loaded, str(loaded.model.dtype).removeprefix("torch.")))
-
-
-def _key(setting: str, prompt: Prompt, case: Case, new: int) -> str:
-    return sha256(json.dumps([setting, prompt.ids, asdict(case), new]).encode()).hexdigest()[:16]
 
 
 def _known(store: Path) -> dict[str, Answer]:
     """Return the answers of a file by their keys; a line that a kill left torn is none."""
     found = {}
-    for line in lines.whole(store)[0]:
+    for line in whole_lines(store)[0]:
         with suppress(ValidationError):
             answer = _ANSWER.validate_json(line)
             found[answer.key] = answer

@@ -1,9 +1,6 @@
 """``reactivation``: tokens that were not heavy hitters and are needed after all (KVReviver's Fig. 2).
 
-The text's first half is a prompt, after which each KV head has its heavy hitters, a share of the tokens; none is one
-for being recent, as in the paper. The second half's queries then read with the whole cache. A token is *active* for a
-query that pays it more than a threshold (the paper's 0.5 %) of its attention: the mean of the KV head's query heads,
-which is also what heavy hitters accumulate. Who the heavy hitters are:
+Attention is the mean of a KV head's query heads; no token is a heavy hitter for being recent, as in the paper. Who is:
 
     h2o         the most attention from all of the prompt's queries
     snapkv      the most from its last 32, each pooled with its 3 neighbours on either side (the largest)
@@ -14,10 +11,9 @@ Layers with a sliding window forget by themselves and are left out.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import product
 from statistics import fmean
 from typing import Annotated, Any, ClassVar
 
@@ -26,11 +22,11 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from kvkeep.models.loading import Loaded
 from kvkeep.models.watching import Attended
-from kvkeep_lab.figures import dress, panels, styled
+from kvkeep_lab.figures import FilePath, dress, panels, styled
 from kvkeep_lab.reading import watch
-from kvkeep_lab.studies.base import LEAST, Flag, Progress, Share, TextStudy, rising
+from kvkeep_lab.statistics import each, where
+from kvkeep_lab.studies.base import LEAST, Flag, Share, TextStudy, Trial, rising
 from kvkeep_lab.tables import Table, fixed, number, percent
 from kvkeep_lab.tasks.base import Metric
 
@@ -77,11 +73,11 @@ class Reactivation:
     @property
     def rules(self) -> list[tuple[str, float]]:
         """Rules and ratios."""
-        return list(dict.fromkeys((row.rule, row.ratio) for row in self.rows))
+        return each(self.rows, "rule", "ratio")
 
     def of(self, rule: str, ratio: float) -> list[Row]:
         """Return the rows of a rule and a ratio, by layer."""
-        return [row for row in self.rows if (row.rule, row.ratio) == (rule, ratio)]
+        return where(self.rows, rule=rule, ratio=ratio)
 
     def mean(self, rule: str, ratio: float, measure: str) -> float:
         """Return the mean of a measure over layers."""
@@ -108,8 +104,7 @@ class ReactivationStudy(TextStudy):
     found = Reactivation
     metrics: ClassVar[tuple[Metric, ...]] = tuple(
         Metric(f"{rule}_{ratio:g}", f"others that become active, {rule} at {ratio:g}", "lower")
-        for rule in RULES
-        for ratio in RATIOS
+        for rule, ratio in product(RULES, RATIOS)
     )
 
     tokens: Annotated[int, Flag("--limit")] = Field(
@@ -120,9 +115,8 @@ class ReactivationStudy(TextStudy):
         list(RATIOS), min_length=1, description="shares of the prompt that are heavy hitters"
     )
 
-    def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int | None, progress: Progress) -> Reactivation:
-        """Look at every full layer while the passage is read once."""
-        ids = self.passage(loaded, sources, seed)
+    def measure(self, trial: Trial) -> Reactivation:
+        ids = self.passage(trial)
         tokens, prompt = ids.shape[1], ids.shape[1] // 2
         bins = _bins(tokens)
         rows: list[Row] = []
@@ -135,19 +129,14 @@ class ReactivationStudy(TextStudy):
                 rows.append(Row(attended.layer, rule, ratio, **measured))
             active[attended.layer] = float((after[..., :prompt] > self.threshold).float().sum(-1).mean())
 
-        watch(loaded.model, ids, look, progress)
+        watch(trial.model, ids, look, trial.progress)
         return Reactivation(tokens, prompt, self.threshold, list(self.ratios), bins, active, rows)
 
     def scores(self, found: Reactivation) -> dict[str, float]:
-        """Return how many others become active, at the paper's ratios."""
-        return {
-            f"{rule}_{ratio:g}": found.mean(rule, ratio, "reactivated")
-            for rule, ratio in found.rules
-            if ratio in RATIOS
-        }
+        rules = [rule for rule in found.rules if rule[1] in RATIOS]
+        return {f"{rule}_{ratio:g}": found.mean(rule, ratio, "reactivated") for rule, ratio in rules}
 
     def tables(self, found: Reactivation) -> list[Table]:
-        """Return all measures by rule and ratio, and rates by distance."""
         even, headings = 1 / found.prompt, [f"{rule}, {ratio:g}" for rule, ratio in found.rules]
         table = Table(
             "Tokens that are no heavy hitters",
@@ -167,7 +156,6 @@ class ReactivationStudy(TextStudy):
         return [table, distances]
 
     def details(self, found: Reactivation) -> list[Table]:
-        """Return how many become active by layer."""
         headings = [f"{rule}, {ratio:g}" for rule, ratio in found.rules]
         table = Table(
             "Others that become active, by layer",
@@ -182,12 +170,11 @@ class ReactivationStudy(TextStudy):
             table.rows.append([f"{layer}", *cells, fixed(active, 1)])
         return [table]
 
-    def draw(self, found: Reactivation, path: str | os.PathLike[str], *, title: str) -> None:
-        """Draw how much is missed by rule and ratio, by layer and by distance."""
+    def draw(self, found: Reactivation, path: FilePath, *, title: str) -> None:
         title = f"{title}, {found.tokens:,} tokens; active: above {100 * found.threshold:g} % of a query's attention"
         ratio = found.ratios[len(found.ratios) // 2]
         with panels(path, title, 3, 4.6) as (left, middle, right):
-            for place, rule in enumerate(dict.fromkeys(rule for rule, _ in found.rules)):
+            for place, rule in enumerate(each(found.rows, "rule")):
                 style, ratios = styled(place), [100 * each for each in found.ratios]
                 for name, words, line in (("reactivated", "tokens", "-"), ("missed", "of all activations", ":")):
                     shares = [100 * found.mean(rule, each, name) for each in found.ratios]
@@ -220,18 +207,17 @@ def reactivated(
         order = scores.argsort(-1, descending=True)
         for ratio in ratios:
             count = max(1, round(ratio * prompt))
-            others = torch.ones_like(scores, dtype=torch.bool)  # (kv_heads, prompt)
-            others.scatter_(1, order[:, :count], False)
-            needed = active & others[:, None]
-            each = others[:, None].expand_as(active)
-            pairs, hits = (torch.bincount(of_bin[part], minlength=len(bins)).tolist() for part in (each, needed))
+            others = torch.ones_like(scores, dtype=torch.bool)
+            others = others.scatter_(1, order[:, :count], False)[:, None]  # (kv_heads, 1, prompt)
+            needed, all_of = active & others, others.expand_as(active)
+            pairs, hits = (torch.bincount(of_bin[part], minlength=len(bins)).tolist() for part in (all_of, needed))
             rest = prompt - count
             shares = {
                 "others": rest,
                 "reactivated": float(needed.any(1).sum(-1).double().mean()) / rest,
                 "activations": float(needed.sum((1, 2)).double().mean()) / rest,
                 "missed": float(needed.sum() / active.sum().clamp(min=1)),
-                "mass": float((paid * others[:, None]).sum(-1).div(paid.sum(-1).clamp(min=1e-30)).mean()),
+                "mass": float((paid * others).sum(-1).div(paid.sum(-1).clamp(min=1e-30)).mean()),
                 "by_distance": [hit / pair if pair else None for hit, pair in zip(hits, pairs, strict=True)],
             }
             found.append((rule, ratio, shares))

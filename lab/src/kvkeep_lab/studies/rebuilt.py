@@ -4,12 +4,10 @@ section 5.4 finds beyond sliding windows)."""
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import or_
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -20,12 +18,12 @@ from transformers import DynamicCache
 from kvkeep.geometry import ModelGeometry
 from kvkeep.models.adapter import Adapter
 from kvkeep.models.binding import bind
-from kvkeep.models.loading import DTYPES, Loaded
-from kvkeep_lab.figures import dress, panels, styled
+from kvkeep.models.loading import DTYPES
+from kvkeep_lab.figures import FilePath, dress, panels, styled
 from kvkeep_lab.prompts import built_in
-from kvkeep_lab.rebuilding import Difference, difference, observed
-from kvkeep_lab.studies.base import Progress, Study
-from kvkeep_lab.studies.windows import Windows, beyond_the_window, text_length
+from kvkeep_lab.statistics import each, where
+from kvkeep_lab.studies.base import Study, Trial
+from kvkeep_lab.studies.windows import Difference, Windows, beyond_the_window, difference, observed, text_length
 from kvkeep_lab.tables import Table
 from kvkeep_lab.tasks.base import Metric
 
@@ -96,9 +94,8 @@ class Rebuilt(Study):
         ["float32", "bfloat16", "float16"], min_length=1, description="the model is cast to"
     )
 
-    def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int | None, progress: Progress) -> Differences:
-        """Rebuild and compare."""
-        model, tokenizer = loaded.model, loaded.tokenizer
+    def measure(self, trial: Trial) -> Differences:
+        model, tokenizer = trial.model, trial.tokenizer
         beyond = text_length(ModelGeometry.from_config(model.config), new=6)
         steps = len(self.dtypes) * len(self.lengths) + bool(beyond)
         ids = built_in(tokenizer, max(self.lengths))
@@ -107,15 +104,14 @@ class Rebuilt(Study):
             for row in reconstruction(model, ids, self.lengths, name):
                 rows.append(row)
                 done = place * len(self.lengths) + self.lengths.index(row.length) + 1
-                progress(f"{row.length} tokens in {name}", done, steps)
+                trial.progress(f"{row.length} tokens in {name}", done, steps)
         windows = None
         if beyond:
-            progress("sliding windows", steps - 1, steps)
+            trial.progress("sliding windows", steps - 1, steps)
             windows = beyond_the_window(model, built_in(tokenizer, beyond), new=6)
         return Differences(rows, windows)
 
     def plain(self, found: Differences) -> Any:
-        """Return plain types, single layers left out."""
         return super().plain(replace(found, rows=[replace(row, layers=()) for row in found.rows]))
 
     def scores(self, found: Differences) -> dict[str, float]:
@@ -135,14 +131,14 @@ class Rebuilt(Study):
             table.rows.append([f"{row.dtype}, {row.kind}", f"{row.length}", *sizes])
         return [table] if found.windows is None else [table, found.windows.table()]
 
-    def draw(self, found: Differences, path: str | os.PathLike[str], *, title: str) -> None:
+    def draw(self, found: Differences, path: FilePath, *, title: str) -> None:
         """Draw the largest difference by length, dtype and shapes; 0 lies on the axis."""
         title = f"{title}: largest difference of keys and values"
-        lines = list(dict.fromkeys((row.dtype, row.kind) for row in found.rows))
+        lines = each(found.rows, "dtype", "kind")
         with panels(path, title, 3, 4.2, sharey=True) as grid:
             for axes, (part, words) in zip(grid, _PARTS.items(), strict=True):
                 for place, (dtype, kind) in enumerate(lines):
-                    mine = [row for row in found.rows if (row.dtype, row.kind) == (dtype, kind)]
+                    mine = where(found.rows, dtype=dtype, kind=kind)
                     lengths, parts = [row.length for row in mine], [getattr(row, part) for row in mine]
                     style = styled(place, f"{dtype}, {kind} layers", None)
                     axes.plot(lengths, [max(one.keys, one.values) for one in parts], clip_on=False, **style)

@@ -1,32 +1,31 @@
 """``recompute``: is it faster to recompute evicted entries, or to read them?
 
-The KV-Direct paper (arXiv:2603.19664, section 5.8, Fig. 7) finds that projecting residuals is up to five times as fast
-as reading cached entries. Here one layer of a model does both (:mod:`kvkeep_lab.recall_timing`), and a third way,
-attending entries where they lie.
+KV-Direct (arXiv:2603.19664, section 5.8, Fig. 7) finds projecting up to five times as fast as reading.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from kvkeep.models.loading import Loaded
-from kvkeep_lab.figures import COLOURS, blank, dress, save, styled
+from kvkeep_lab.figures import COLOURS, FilePath, blank, dress, save, styled
 from kvkeep_lab.partial import Interruption
 from kvkeep_lab.recall_timing import APART, ATTEND, READ, RECOMPUTE, RERUN, Report, Row, run
 from kvkeep_lab.shapes import SHAPES, Shape, shaped
-from kvkeep_lab.studies.base import Count, Flag, Progress, Study, part, rising
+from kvkeep_lab.statistics import each, where
+from kvkeep_lab.studies.base import Count, Flag, Study, Trial, part, rising
 from kvkeep_lab.tables import Table, fixed, number
 from kvkeep_lab.tasks.base import Metric
 
 WAYS = (RECOMPUTE, READ, APART, ATTEND, *RERUN)
 PAPER = {1: (1.1, 1.1), 100: (0.46, 0.68), 500: (0.17, 0.3)}
 """KV-Direct's Fig. 7, as its section 5.8 gives it: the ratio of its models at N tokens, from least to most."""
+
+COUNTED = (1, 50, 100, 500)
+"""N of the metrics."""
 
 
 @dataclass(frozen=True)
@@ -49,13 +48,9 @@ class Recompute(Study):
     )
     found = Reports
     metrics: ClassVar[tuple[Metric, ...]] = tuple(
-        Metric(f"{name}_{count}", f"recompute by {words}, N = {count}", "lower", "number")
-        for count in (1, 50, 100, 500)
-        for name, words in (
-            ("warm", "read, memory, warm"),
-            ("cold", "read, memory, cold"),
-            ("disk", "read, disk, cold"),
-        )
+        Metric(f"{name}_{count}", f"recompute by read, {words}, N = {count}", "lower", "number")
+        for count in COUNTED
+        for name, words in (("warm", "memory, warm"), ("cold", "memory, cold"), ("disk", "disk, cold"))
     )
 
     counts: Annotated[list[Count], rising, Flag(default=[1, 5, 10, 50, 100, 200, 500, 1000, 2000, 4096])] = Field(
@@ -69,14 +64,13 @@ class Recompute(Study):
     slow: bool = Field(True, description="also recall that runs whole layers: residual:4, tokens")
     folder: str | None = Field(None, description="for files; the user's cache folder")
 
-    def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int | None, progress: Progress) -> Reports:
-        """Measure the model, then the shapes."""
+    def measure(self, trial: Trial) -> Reports:
         reports: list[Report] = []
-        names = [loaded.name, *self.beside]
+        names = [trial.loaded.name, *self.beside]
         for place, name in enumerate(names):
-            model = shaped(name, loaded.model.dtype, loaded.model.device) if place else loaded.model
+            model = shaped(name, trial.model.dtype, trial.model.device) if place else trial.model
             options: dict[str, Any] = {"slow": self.slow and not place, "folder": self.folder}
-            steps = part(progress, place, len(names))
+            steps = part(trial.progress, place, len(names))
             try:
                 reports.append(run(model, name, counts=self.counts, rounds=self.rounds, progress=steps, **options))
             except Interruption as stop:
@@ -86,37 +80,24 @@ class Recompute(Study):
         return Reports(reports)
 
     def as_json(self, found: Reports) -> dict[str, Any]:
-        """Return the reports, called models."""
         return {"models": asdict(found)["reports"]}
 
     def scores(self, found: Reports) -> dict[str, float]:
-        """Return the loaded model's ratios."""
         rows, scores = found.reports[0].rows, {}
         for name, place, buffers in (("warm", "device", "warm"), ("cold", "device", "cold"), ("disk", "disk", "cold")):
-            for row in (row for row in rows if (row.way, row.place, row.buffers) == (READ, place, buffers)):
-                if row.recompute_ratio is not None and row.n in (1, 50, 100, 500):
+            for row in where(rows, way=READ, place=place, buffers=buffers):
+                if row.recompute_ratio is not None and row.n in COUNTED:
                     scores[f"{name}_{row.n}"] = row.recompute_ratio
         return scores
 
     def tables(self, found: Reports) -> list[Table]:
-        """Return times and ratios of the loaded model, and the ratios of all."""
         return [*_times(found.reports[0]), self._ratios(found)]
 
     def details(self, found: Reports) -> list[Table]:
-        """Return the machine's rates for each model, and the times of the other shapes."""
         places = list(found.reports[0].roofline.bandwidth)
         table = Table(
             "Shapes and rates",
-            [
-                "model",
-                "d",
-                "w",
-                "bytes",
-                "layers",
-                "GFLOP/s",
-                *(f"GB/s, {place}" for place in places),
-                "break-even",
-            ],
+            [*("model", "d", "w", "bytes", "layers", "GFLOP/s"), *(f"GB/s, {place}" for place in places), "break-even"],
             notes=["Break-even: projecting a residual at hand beats reading from what gives fewer GB/s."],
         )
         for one in found.reports:
@@ -127,7 +108,7 @@ class Recompute(Study):
         return [table, *(times for one in found.reports[1:] for times in _times(one))]
 
     def _ratios(self, found: Reports) -> Table:
-        cases = list(dict.fromkeys((row.place, row.buffers) for row in found.reports[0].rows))
+        cases = each(found.reports[0].rows, "place", "buffers")
         table = Table(
             "Recompute by read: below 1, recomputing is faster",
             ["model, N", *(f"{place}, {buffers}" for place, buffers in cases), "entry by entry", "the paper's"],
@@ -142,18 +123,17 @@ class Recompute(Study):
                 table.rows.append([f"{report.model}, {count:,}", *ratios, apart, paper])
         return table
 
-    def draw(self, found: Reports, path: str | os.PathLike[str], *, title: str) -> None:
+    def draw(self, found: Reports, path: FilePath, *, title: str) -> None:
         """Draw Fig. 7: the first model's times from memory and from disk, and below them the ratio of recompute to read
         of every model."""
         figure = blank(9.4)
         grid: Any = figure.subplots(2, 2, sharey="row")
-        for column, (place, where) in enumerate((("device", "in memory"), ("disk", "on disk"))):
-            times, ratios = grid[0][column], grid[1][column]
+        for (times, ratios), (place, lies) in zip(grid.T, (("device", "in memory"), ("disk", "on disk")), strict=True):
             _draw_times(times, found.reports[0], place)
             _draw_ratios(ratios, found.reports, place)
-            words = f"{found.reports[0].model}: ms for one layer, {where}, cold buffers"
+            words = f"{found.reports[0].model}: ms for one layer, {lies}, cold buffers"
             dress(times, words, "N, tokens", x="log", y="log", legend=True)
-            words = f"recompute / read, {where} (thin: entry by entry; dotted: roofline)"
+            words = f"recompute / read, {lies} (thin: entry by entry; dotted: roofline)"
             dress(ratios, words, "N, tokens", x="log", y="log")
         handles, labels = grid[1][0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False, fontsize=8)
@@ -163,8 +143,8 @@ class Recompute(Study):
 
 def _times(report: Report) -> list[Table]:
     tables = []
-    for place, buffers in dict.fromkeys((row.place, row.buffers) for row in report.rows):
-        rows = {(row.n, row.way): row for row in report.rows if (row.place, row.buffers) == (place, buffers)}
+    for place, buffers in each(report.rows, "place", "buffers"):
+        rows = {(row.n, row.way): row for row in where(report.rows, place=place, buffers=buffers)}
         shown = [way for way in WAYS if any(key[1] == way for key in rows)]
         table = Table(
             f"{report.model}: ms for one layer, from {place}, {buffers} buffers",
@@ -183,7 +163,7 @@ def _number(row: Row | None, name: str, digits: int = 3) -> str:
 
 
 def _draw_times(axes: Any, report: Report, place: str) -> None:
-    rows = [row for row in report.rows if (row.place, row.buffers) == (place, "cold")]
+    rows = where(report.rows, place=place, buffers="cold")
     for series, way in enumerate((RECOMPUTE, READ, ATTEND, APART, *RERUN)):
         if not (mine := _by_count(rows, way)):
             continue
@@ -197,11 +177,9 @@ def _draw_ratios(axes: Any, reports: Sequence[Report], place: str) -> None:
     axes.axhline(1, color="0.4", linewidth=1)
     for series, report in enumerate(reports):
         for buffers, line in (("warm", "-"), ("cold", "--")):
-            rows = [row for row in report.rows if (row.place, row.buffers) == (place, buffers)]
+            rows = [row for row in where(report.rows, place=place, buffers=buffers) if row.recompute_ratio is not None]
             for way in (READ, APART):
-                shown = [
-                    (row.n, row.recompute_ratio) for row in _by_count(rows, way) if row.recompute_ratio is not None
-                ]
+                shown = [(row.n, row.recompute_ratio) for row in _by_count(rows, way)]
                 style = {"color": COLOURS[series % len(COLOURS)], "marker": "", "linewidth": 0.8, "alpha": 0.6}
                 if way == READ:
                     style = styled(series, f"{report.model}, {buffers}", 3.5)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, get_args
 
 import torch
@@ -16,11 +13,10 @@ from transformers import DynamicCache
 from kvkeep.cache import KeepCache
 from kvkeep.errors import UnsupportedModelError
 from kvkeep.geometry import CheckpointKind
-from kvkeep.models.loading import Loaded
-from kvkeep_lab.figures import COLOURS, dress, panels
+from kvkeep_lab.figures import COLOURS, FilePath, dress, panels
 from kvkeep_lab.prompts import built_in
 from kvkeep_lab.reading import greedy
-from kvkeep_lab.studies.base import Flag, Kind, Progress, Study
+from kvkeep_lab.studies.base import Flag, Kind, Study, Trial
 from kvkeep_lab.tables import Table, number, times
 from kvkeep_lab.tasks.base import Metric
 
@@ -83,13 +79,13 @@ class SameTokens(Study):
     kinds: list[Kind] | None = Field(None, description="of checkpoints; all that the family can have")
 
     @torch.no_grad()
-    def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int | None, progress: Progress) -> Ways:
+    def measure(self, trial: Trial) -> Ways:
         """Decode every way. Raises UnsupportedModelError where kv-direct does not serve the model at all."""
-        model = loaded.model
+        model = trial.model
         kinds, refused = checkpoint_kinds(model)
         if self.kinds is not None:
             kinds = tuple(kind for kind in kinds if kind in self.kinds)
-        ids = built_in(loaded.tokenizer, self.prompt).to(model.device)
+        ids = built_in(trial.tokenizer, self.prompt).to(model.device)
 
         def stock() -> DynamicCache:
             return DynamicCache(config=model.config)
@@ -100,7 +96,7 @@ class SameTokens(Study):
         asked = [(budget, kind) for budget in self.budgets for kind in kinds]
         for way in (None, *asked):
             label = NO_CACHE if way is None else f"kv-direct B={way[0]}, {way[1]}"
-            progress(label, len(rows), len(asked) + 2)
+            trial.progress(label, len(rows), len(asked) + 2)
             options: dict[str, Any] = {"use_cache": False}
             if way is not None:
                 cache = KeepCache(model, "kv-direct", way[0], checkpoint=way[1], where="device")
@@ -110,7 +106,6 @@ class SameTokens(Study):
         return Ways(rows, refused)
 
     def scores(self, found: Ways) -> dict[str, float]:
-        """Return the shares that are the same, and how much slower no cache is."""
         bare = next(row for row in found.rows if row.way == NO_CACHE)
         direct = [row.matching / row.of for row in found.rows[2:]]
         scores = {"recomputed": bare.matching / bare.of, "ratio": bare.ratio}
@@ -126,7 +121,7 @@ class SameTokens(Study):
         table.notes = [f"Checkpoint kind {kind} is refused: {reason}" for kind, reason in found.refused.items()]
         return [table]
 
-    def draw(self, found: Ways, path: str | os.PathLike[str], *, title: str) -> None:
+    def draw(self, found: Ways, path: FilePath, *, title: str) -> None:
         """Draw bars of seconds, the same tokens written beside them."""
         seconds = [row.seconds for row in found.rows]
         with panels(path, title, height=1.2 + 0.3 * len(found.rows)) as (axes,):

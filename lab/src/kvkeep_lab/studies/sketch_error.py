@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean
 from typing import Annotated, ClassVar
 
@@ -15,10 +12,10 @@ from pydantic import Field
 from torch import Tensor
 from transformers import DynamicCache
 
-from kvkeep.models.loading import Loaded
 from kvkeep.stores.sketch import MEDIAN, CountSketch, places
-from kvkeep_lab.figures import COLOURS, dress, panels, styled
-from kvkeep_lab.studies.base import LEAST, Flag, Progress, TextStudy
+from kvkeep_lab.figures import COLOURS, FilePath, dress, panels, styled
+from kvkeep_lab.statistics import each, where
+from kvkeep_lab.studies.base import LEAST, Flag, TextStudy, Trial
 from kvkeep_lab.tables import Table, number, percent
 from kvkeep_lab.tasks.base import Metric
 
@@ -99,11 +96,10 @@ class SketchError(TextStudy):
     dim: int = Field(128, ge=1, description="of the normal vectors, of which there are 8 heads")
 
     @torch.no_grad()
-    def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int | None, progress: Progress) -> Errors:
-        """Read the passage, then fill sketches."""
+    def measure(self, trial: Trial) -> Errors:
         cache = DynamicCache()  # without a config it keeps what sliding layers would drop
-        loaded.model(self.passage(loaded, sources, seed), past_key_values=cache, logits_to_keep=1)
-        draw = seed or 0
+        trial.model(self.passage(trial), past_key_values=cache, logits_to_keep=1)
+        draw = trial.seed or 0
         normal = torch.randn(8, self.tokens, self.dim, generator=torch.Generator().manual_seed(draw))
         layers = [layer for layer in cache.layers if layer.keys is not None]
         keys, values = ([getattr(layer, part)[0].float() for layer in layers] for part in ("keys", "values"))
@@ -111,14 +107,13 @@ class SketchError(TextStudy):
         rows: list[Error] = []
         for sort, (vectors, signed) in sorts.items():
             for load in self.loads:
-                progress(f"{sort}, load {load:g}", len(rows), len(sorts) * len(self.loads))
+                trial.progress(f"{sort}, load {load:g}", len(rows), len(sorts) * len(self.loads))
                 parts = [_measure(part, load, signed, draw) for part in vectors]
                 rows.append(Error(sort, load, *(fmean(numbers) for numbers in zip(*parts, strict=True))))
         return Errors(self.tokens, rows)
 
     def scores(self, found: Errors) -> dict[str, float]:
-        """Return whether lemma and bounds hold, and how far real entries are from them."""
-        normal = [row for row in found.rows if row.sort == NORMAL]
+        normal = where(found.rows, sort=NORMAL)
         beyond = [row for row in found.rows if row.load > ROWS]
         last = {row.sort: row for row in found.rows if row.load == max(self.loads)}
         scores = {
@@ -132,7 +127,7 @@ class SketchError(TextStudy):
 
     def tables(self, found: Errors) -> list[Table]:
         """Return errors beside the bounds, and how full slots are."""
-        sorts = list(dict.fromkeys(row.sort for row in found.rows))
+        sorts = each(found.rows, "sort")
         table = Table(
             f"Error of the median of three, in mean squares; {found.tokens:,} vectors",
             ["load", "Lemma 2", "bound aπ/N", *sorts],
@@ -141,25 +136,24 @@ class SketchError(TextStudy):
             ],
         )
         crowded = Table("Slots with more than twice the load", ["load", "measured", "Chernoff bound exp(-a/N)"])
-        for load in dict.fromkeys(row.load for row in found.rows):
-            rows = {row.sort: row for row in found.rows if row.load == load}
-            normal = rows[NORMAL]
-            table.rows.append(
-                [f"{load:g}", number(normal.predicted), number(normal.bound), *(_three(rows[sort]) for sort in sorts)]
-            )
+        for load in each(found.rows, "load"):
+            rows = where(found.rows, load=load)
+            (normal,) = where(rows, sort=NORMAL)
+            sizes = [f"{number(row.median)} ({number(row.mean)}, {number(row.constant)})" for row in rows]
+            table.rows.append([f"{load:g}", number(normal.predicted), number(normal.bound), *sizes])
             crowded.rows.append([f"{load:g}", percent(normal.crowded), percent(normal.chance)])
         return [table, crowded]
 
-    def draw(self, found: Errors, path: str | os.PathLike[str], *, title: str) -> None:
+    def draw(self, found: Errors, path: FilePath, *, title: str) -> None:
         """Draw errors by load, the lemma's, the bound's and that of one mean vector beside them."""
         words = "mean squared error by mean square (dotted: of one mean vector for all)"
         with panels(path, title, height=4.6) as (axes,):
-            for place, sort in enumerate(dict.fromkeys(row.sort for row in found.rows)):
-                mine = [row for row in found.rows if row.sort == sort]
+            for place, sort in enumerate(each(found.rows, "sort")):
+                mine = where(found.rows, sort=sort)
                 axes.plot([row.load for row in mine], [row.median for row in mine], **styled(place, sort, None))
                 constant = fmean(row.constant for row in mine)
                 axes.axhline(constant, color=COLOURS[place], linewidth=0.8, linestyle=":")
-            normal = [row for row in found.rows if row.sort == NORMAL]
+            normal = where(found.rows, sort=NORMAL)
             for attribute, label, style in (("bound", "bound aπ/N", "-"), ("predicted", "Lemma 2", "--")):
                 sizes = [getattr(row, attribute) for row in normal]
                 axes.plot([row.load for row in normal], sizes, style, color="0.4", linewidth=1, label=label)
@@ -180,16 +174,6 @@ def _measure(vectors: Tensor, load: float, signed: bool, seed: int) -> tuple[flo
         for by in ("median", "mean")
     ]
     constant = float((vectors - vectors.mean(1, keepdim=True)).square().mean() / square)
-    crowded = fmean(_crowded(at[:, 0] % (ROWS * slots), slots, count))
+    others = [torch.bincount(row, minlength=ROWS * slots)[row] - 1 for row in at[:, 0] % (ROWS * slots)]  # by row
+    crowded = fmean(float((shared > 2 * (count - 1) / slots).float().mean()) for shared in others)
     return (count - 1) / slots, errors[0], errors[1], constant, crowded
-
-
-def _crowded(cells: Tensor, slots: int, count: int) -> Iterator[float]:
-    """Yield, by row of the sketch, the share of ids in whose slot there are more than twice the mean's others."""
-    for row in cells:
-        others = torch.bincount(row, minlength=ROWS * slots)[row] - 1
-        yield float((others > 2 * (count - 1) / slots).float().mean())
-
-
-def _three(row: Error) -> str:
-    return f"{number(row.median)} ({number(row.mean)}, {number(row.constant)})"

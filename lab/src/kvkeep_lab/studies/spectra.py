@@ -11,10 +11,8 @@ is the i-th coordinate of y_t in V, modes cost one product of y with V, and U is
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import product
 from statistics import fmean
 from typing import ClassVar
 
@@ -24,11 +22,10 @@ from torch import Tensor
 from kvkeep.geometry import ModelGeometry
 from kvkeep.models.adapter import decoder_of
 from kvkeep.models.head_weights import HeadWeights, head_weights, inputs
-from kvkeep.models.loading import Loaded
 from kvkeep.models.watching import Attended, watching
-from kvkeep_lab.figures import COLOURS, dress, panels, styled
-from kvkeep_lab.measures import effective_rank, rank_correlation
-from kvkeep_lab.studies.base import Progress, TextStudy
+from kvkeep_lab.figures import COLOURS, FilePath, dress, panels, styled
+from kvkeep_lab.statistics import each, effective_rank, mean, rank_correlation, where
+from kvkeep_lab.studies.base import TextStudy, Trial
 from kvkeep_lab.tables import Table, fixed, number, percent
 from kvkeep_lab.tasks.base import Metric
 
@@ -72,8 +69,8 @@ class Spectra:
 
     def mean(self, projection: str, measure: str, layer: int | None = None) -> float | None:
         """Return the mean of a measure over layers, or a layer's; None where the layer has no such projection."""
-        own = [row for row in self.rows if row.projection == projection and layer in (None, row.layer)]
-        return fmean(getattr(row, measure) for row in own) if own else None
+        own = where(self.rows, projection=projection, **({} if layer is None else {"layer": layer}))
+        return mean(own, measure)
 
 
 class SpectraStudy(TextStudy):
@@ -95,10 +92,10 @@ class SpectraStudy(TextStudy):
         Metric("within", "rank correlation of modes and cosine within Q, K and V, mean", "lower", "number"),
     )
 
-    def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int | None, progress: Progress) -> Spectra:
+    def measure(self, trial: Trial) -> Spectra:
         """Look at every layer while the passage is read. Raises UnsupportedModelError for a family whose heads have no
         weights of their own."""
-        model, ids = loaded.model, self.passage(loaded, sources, seed)
+        model, ids = trial.model, self.passage(trial)
         weights = head_weights(model)
         geometry = ModelGeometry.from_config(model.config)
         rows: list[Projection] = []
@@ -107,25 +104,20 @@ class SpectraStudy(TextStudy):
             def see(attended: Attended) -> None:
                 x = taken.pop(attended.layer)[0].float()
                 rows.extend(_layer(weights[attended.layer], geometry.layers[attended.layer].kind, x, attended))
-                progress("layers", attended.layer + 1, len(weights))
+                trial.progress("layers", attended.layer + 1, len(weights))
 
             with watching(see):
                 decoder_of(model)(input_ids=ids, use_cache=False)
         return Spectra(ids.shape[1], rows, _correlations(rows))
 
     def scores(self, found: Spectra) -> dict[str, float]:
-        """Return means over layers."""
-        wanted = {
-            f"{name}_{projection}": found.mean(projection, name)
-            for projection in PROJECTIONS
-            for name in ("cosine", "apart", "modes")
-        }
+        pairs = product(("cosine", "apart", "modes"), PROJECTIONS)
+        wanted = {f"{name}_{projection}": found.mean(projection, name) for name, projection in pairs}
         within = [value for name in PROJECTIONS if (value := found.correlation[name]) is not None]
         wanted |= {"explained": found.correlation["all"], "within": fmean(within) if within else None}
         return {name: value for name, value in wanted.items() if value is not None}
 
     def tables(self, found: Spectra) -> list[Table]:
-        """Return the means by projection."""
         table = Table(
             "Means over layers and heads",
             ["", "cosine of neighbours", "far apart", "as attended", "modes with 90 %", "modes and cosine, over heads"],
@@ -139,22 +131,21 @@ class SpectraStudy(TextStudy):
         return [table]
 
     def details(self, found: Spectra) -> list[Table]:
-        """Return the same by layer."""
         words = {"cosine": "cosine", "apart": "far apart", "attended": "as attended"}
         headings = [f"{word}, {name[0].upper()}" for word in (*words.values(), "modes") for name in PROJECTIONS]
         table = Table("Queries, keys and values by layer", ["layer", *headings])
-        for layer in dict.fromkeys(row.layer for row in found.rows):
+        for layer in each(found.rows, "layer"):
             cells = [fixed(found.mean(name, measure, layer)) for measure in words for name in PROJECTIONS]
             held = (percent(found.mean(name, "modes", layer), 0) for name in PROJECTIONS)
             table.rows.append([f"{layer}", *cells, *held])
         return [table]
 
-    def draw(self, found: Spectra, path: str | os.PathLike[str], *, title: str) -> None:
+    def draw(self, found: Spectra, path: FilePath, *, title: str) -> None:
         """Draw Fig. 2: cosines by layer, eigenvalues and contributions by mode (thin: each layer; bold: their mean)."""
         title = f"{title}, {found.tokens:,} tokens"
         with panels(path, title, 3) as (left, middle, right):
             for place, name in enumerate(PROJECTIONS):
-                rows = [row for row in found.rows if row.projection == name]
+                rows = where(found.rows, projection=name)
                 layers, colour = [row.layer for row in rows], COLOURS[place]
                 left.plot(layers, [row.cosine for row in rows], **styled(place, name, 3.5))
                 left.plot(layers, [row.apart for row in rows], color=colour, linestyle=":", label=f"{name}, far apart")
@@ -163,8 +154,8 @@ class SpectraStudy(TextStudy):
                     for line in lines:
                         axes.plot(_shares(line), line, color=colour, alpha=0.12, linewidth=0.6)
                     alike = [line for line, row in zip(lines, rows, strict=True) if row.dim == rows[0].dim]
-                    mean = [fmean(values) for values in zip(*alike, strict=True)]
-                    axes.plot(_shares(mean), mean, color=colour, linewidth=2)
+                    middling = [fmean(values) for values in zip(*alike, strict=True)]
+                    axes.plot(_shares(middling), middling, color=colour, linewidth=2)
             across = "mode, % of all, largest first"
             dress(left, "cosine of neighbours", "layer")
             dress(middle, "eigenvalue, share of the sum", across, y="log")

@@ -1,7 +1,5 @@
-"""``stream``: a text of any length through one cache: does memory stay, does time stay, does the model keep its wits?
-
-StreamingLLM's claim (arXiv:2309.17453, Figs. 3 and 5), on one's own model and text.
-"""
+"""``stream``: a text of any length through one cache: memory, time and perplexity along the way (StreamingLLM's claim,
+arXiv:2309.17453, Figs. 3 and 5)."""
 
 from __future__ import annotations
 
@@ -9,7 +7,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
@@ -19,10 +16,9 @@ from pydantic import Field
 from kvkeep.cache import KeepCache
 from kvkeep.errors import UsageError
 from kvkeep.memory.meter import Memory
-from kvkeep.models.loading import Loaded
 from kvkeep.stock import memory_of, new_cache
 from kvkeep_lab.partial import keeping
-from kvkeep_lab.studies.base import BudgetText, Flag, OwnMethod, Progress, TextStudy, counted, text_of
+from kvkeep_lab.studies.base import BudgetText, Flag, OwnMethod, TextStudy, Trial, counted, text_of
 from kvkeep_lab.tables import Table, fixed, megabytes
 
 STEPS = 16
@@ -72,21 +68,19 @@ class Stream(TextStudy):
     stretch: int = Field(1024, ge=2, description="tokens to a line of the table")
     chunk: int | None = Field(None, ge=1, description="tokens of the text taken at a time")
 
-    def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int | None, progress: Progress) -> Streamed:
-        """Read the text."""
-        ids = list(loaded.tokenizer(text_of(sources), verbose=False).input_ids)
+    def measure(self, trial: Trial) -> Streamed:
+        ids = list(trial.tokenizer(text_of(trial.sources), verbose=False).input_ids)
         if len(ids) < 2:
             raise UsageError("The text is shorter than two tokens; there is nothing to predict.")
         ids = (ids * -(-self.tokens // len(ids)))[: self.tokens]
-        cache = new_cache(loaded.model, self.method, budget=self.budget, chunk=self.chunk, context=len(ids))
-        found = Streamed(loaded.name, self.method, self.budget, [])
+        cache = new_cache(trial.model, self.method, budget=self.budget, chunk=self.chunk, context=len(ids))
+        found = Streamed(trial.loaded.name, self.method, self.budget, [])
         with keeping(found, found.stretches):
-            for row in stretches(loaded.model, ids, cache, self.stretch, counted(progress, "reading")):
+            for row in stretches(trial.model, ids, cache, self.stretch, counted(trial.progress, "reading")):
                 found.stretches.append(row)
         return found
 
     def tables(self, found: Streamed) -> list[Table]:
-        """Return a row for each stretch."""
         table = Table(
             f"{found.method} within {found.budget}",
             ["from token", "perplexity", "ms a token, read", "ms a token, one by one", "resident", "everything else"],
@@ -127,11 +121,5 @@ def stretches(
         expected = tokens[0, start + 1 : start + own.shape[1] + 1]
         loss = torch.nn.functional.cross_entropy(torch.cat(rows).float(), expected)
         progress(start + own.shape[1], tokens.shape[1] - 1)
-        yield Stretch(
-            start,
-            own.shape[1],
-            math.exp(float(loss)),
-            1e3 * took[0] / (own.shape[1] - steps),
-            1e3 * median(took[1:]) if steps else float("nan"),
-            memory_of(cache),
-        )
+        read_ms, step_ms = took[0] / (own.shape[1] - steps), median(took[1:]) if steps else math.nan
+        yield Stretch(start, own.shape[1], math.exp(float(loss)), 1e3 * read_ms, 1e3 * step_ms, memory_of(cache))

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
+import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from kvkeep.models.loading import Loaded
 from kvkeep.stock import STOCK
-from kvkeep_lab.figures import dress, panels, styled
+from kvkeep_lab.figures import FilePath, dress, panels, styled
 from kvkeep_lab.reading import takes
-from kvkeep_lab.studies.base import BudgetText, Count, Flag, MethodName, Progress, Study
-from kvkeep_lab.tables import Table, megabytes, number, times
+from kvkeep_lab.statistics import where
+from kvkeep_lab.studies.base import BudgetText, Count, Flag, MethodName, Study, Trial
+from kvkeep_lab.tables import Table, megabytes, number, refusals, times
 from kvkeep_lab.tasks.base import Metric
 from kvkeep_lab.timing import Case, run
 
@@ -41,9 +39,9 @@ class Rate:
     error: str = ""
 
     @property
-    def tokens_per_s(self) -> float | None:
-        """Of all rows together, while decoding."""
-        return None if self.step_ms is None else 1e3 * self.batch / self.step_ms
+    def tokens_per_s(self) -> float:
+        """Of all rows together, while decoding; nan where nothing was measured."""
+        return 1e3 * self.batch / (self.step_ms or math.nan)
 
 
 @dataclass(frozen=True)
@@ -54,8 +52,12 @@ class Rates:
 
     def of(self, batch: int, method: str) -> Rate | None:
         """Return what was measured of one method with so many rows; None where it was not."""
-        found = (row for row in self.rows if (row.batch, row.method) == (batch, method) and row.step_ms is not None)
-        return next(found, None)
+        return next((row for row in where(self.rows, batch=batch, method=method) if row.step_ms is not None), None)
+
+    def ratio(self, batch: int, method: str, rival_batch: int | None = None) -> float | None:
+        """Return a method's tokens a second by the stock cache's, with as many rows or ``rival_batch``."""
+        mine, full = self.of(batch, method), self.of(rival_batch or batch, FULL)
+        return None if mine is None or full is None else mine.tokens_per_s / full.tokens_per_s
 
 
 class Throughput(Study):
@@ -88,43 +90,35 @@ class Throughput(Study):
     steps: int = Field(12, ge=2, description="tokens decoded a round")
     rounds: int = Field(2, ge=1, description="how often everything is measured")
 
-    def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int | None, progress: Progress) -> Rates:
-        """Measure every method with every number of rows."""
+    def measure(self, trial: Trial) -> Rates:
         pairs = [(batch, method) for batch in self.batches for method in self.methods]
-        listed = [self._case(batch, method) for batch, method in pairs]
-        rows = run(loaded.model, listed, rounds=self.rounds, steps=self.steps, progress=progress)
+        options = {"budget": self.budget, "context": self.length + self.steps + 1}
+        cases = [
+            Case(
+                f"{method}, {batch} rows",
+                self.length,
+                method,
+                options if "budget" in takes(method) else {},
+                batch=batch,
+            )
+            for batch, method in pairs
+        ]
+        rows = run(trial.model, cases, rounds=self.rounds, steps=self.steps, progress=trial.progress)
         return Rates(
             [
-                Rate(batch, method, row.prefill_s, row.step_ms, row.held_bytes, row.error)
-                for (batch, method), row in zip(pairs, rows, strict=True)
+                Rate(*pair, row.prefill_s, row.step_ms, row.held_bytes, row.error)
+                for pair, row in zip(pairs, rows, strict=True)
             ]
         )
 
-    def _case(self, batch: int, method: str) -> Case:
-        options = {"budget": self.budget, "context": self.length + self.steps + 1}
-        return Case(
-            f"{method}, {batch} rows", self.length, method, options if "budget" in takes(method) else {}, batch=batch
-        )
-
     def scores(self, found: Rates) -> dict[str, float]:
-        """Return the paper's comparison."""
-        scores: dict[str, float] = {}
-        for batch in self.batches:
-            full, mine = found.of(batch, FULL), found.of(batch, REVIVER)
-            if full is None or mine is None:
-                continue
-            assert full.tokens_per_s is not None and mine.tokens_per_s is not None
-            if batch == 1:
-                scores |= {"full_1": full.tokens_per_s, "reviver_1": mine.tokens_per_s}
-                scores |= {"fits": full.held_bytes / mine.held_bytes}
-            if batch in (1, 2):
-                scores[f"ratio_{batch}"] = mine.tokens_per_s / full.tokens_per_s
-        most = max(self.batches)
-        full, mine = found.of(most // FITS, FULL), found.of(most, REVIVER)
-        if full is not None and mine is not None:
-            assert full.tokens_per_s is not None and mine.tokens_per_s is not None
-            scores["best"] = mine.tokens_per_s / full.tokens_per_s
-        return scores
+        most, scores = max(self.batches), dict[str, float | None]()
+        if 1 in self.batches and (full := found.of(1, FULL)) and (mine := found.of(1, REVIVER)):
+            scores |= {"full_1": full.tokens_per_s, "reviver_1": mine.tokens_per_s}
+            scores |= {"fits": full.held_bytes / mine.held_bytes}
+        scores |= {f"ratio_{batch}": found.ratio(batch, REVIVER) for batch in (1, 2) if batch in self.batches}
+        scores |= {"best": found.ratio(most, REVIVER, most // FITS) if most >= FITS else None}
+        return {name: value for name, value in scores.items() if value is not None}
 
     def tables(self, found: Rates) -> list[Table]:
         """Return Table 1, longer."""
@@ -141,21 +135,19 @@ class Throughput(Study):
                 "rows that fit",
                 "the paper's tokens/s",
             ],
-            notes=[f"`{row.method}`, {row.batch} rows: {row.error}" for row in found.rows if row.error],
+            notes=refusals(((row.method, row.batch, row.error) for row in found.rows), "with {} rows"),
         )
         for row in (row for row in found.rows if not row.error):
-            rival, rate = found.of(row.batch, FULL), row.tokens_per_s
-            ratio = None if rival is None or not rate or not rival.tokens_per_s else rate / rival.tokens_per_s
             fits = "-" if one is None else f"{one.held_bytes * row.batch / row.held_bytes:.1f}"
             paper = PAPER.get((row.batch, row.method))
-            assert row.prefill_s is not None and row.step_ms is not None
-            measured = [f"{row.prefill_s:.2f} s", f"{row.step_ms:.0f} ms", number(rate), times(ratio)]
+            took = [f"{row.prefill_s:.2f} s", f"{row.step_ms:.0f} ms", number(row.tokens_per_s)]
             sizes = [megabytes(row.held_bytes), fits, "" if paper is None else f"{paper:.2f}"]
-            table.rows.append([f"`{row.method}`, {row.batch}", *measured, *sizes])
+            table.rows.append(
+                [f"`{row.method}`, {row.batch}", *took, times(found.ratio(row.batch, row.method)), *sizes]
+            )
         return [table]
 
-    def draw(self, found: Rates, path: str | os.PathLike[str], *, title: str) -> None:
-        """Draw tokens a second by rows, and by the bytes held."""
+    def draw(self, found: Rates, path: FilePath, *, title: str) -> None:
         with panels(path, f"{title}, budget {self.budget}", 2, 4.2, sharey=True) as (rows, held):
             for place, method in enumerate(self.methods):
                 mine = [row for row in found.rows if row.method == method and not row.error]

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -14,10 +11,9 @@ from transformers import DynamicCache
 
 from kvkeep.geometry import ModelGeometry
 from kvkeep.memory.meter import nbytes
-from kvkeep.models.loading import Loaded
-from kvkeep_lab.figures import COLOURS, dress, panels
+from kvkeep_lab.figures import COLOURS, FilePath, dress, panels
 from kvkeep_lab.shapes import SHAPES, Shape, config_of
-from kvkeep_lab.studies.base import Progress, Study
+from kvkeep_lab.studies.base import Study, Trial
 from kvkeep_lab.tables import Table, number
 from kvkeep_lab.tasks.base import Metric
 
@@ -82,39 +78,26 @@ class TokenBytes(Study):
     dtype_bytes: int = Field(2, ge=1, description="bytes of an element, for those")
     stride: int = Field(4, ge=2, description="of the checkpoint kind residual:s")
 
-    def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int | None, progress: Progress) -> TokenSizes:
-        """Size all models, and let the loaded one read a few tokens."""
-        model = loaded.model
+    def measure(self, trial: Trial) -> TokenSizes:
+        model = trial.model
         cache = DynamicCache(config=model.config)
         ids = torch.arange(_READ, device=model.device).unsqueeze(0)
         with torch.no_grad():
             model(ids, past_key_values=cache, logits_to_keep=1)
         held = sum(nbytes(layer.keys, layer.values) for layer in cache.layers) / _READ
-        rows = [self._sizes(loaded.name, model.config, model.dtype.itemsize, held)]
+        rows = [self._sizes(trial.loaded.name, model.config, model.dtype.itemsize, held)]
         return TokenSizes(rows + [self._sizes(name, config_of(name), self.dtype_bytes) for name in self.shapes])
 
     def _sizes(self, name: str, config: Any, itemsize: int, held: float | None = None) -> Sizes:
         geometry = ModelGeometry.from_config(config, itemsize)
         layer = geometry.layers[0]
-        checkpoints = {
-            "kv": geometry.checkpoint_bytes_per_token("kv"),
-            "residual": geometry.checkpoint_bytes_per_token("residual"),
-            f"residual:{self.stride}": geometry.checkpoint_bytes_per_token("residual", self.stride),
-            "tokens": geometry.checkpoint_bytes_per_token("tokens"),
-        }
-        return Sizes(
-            name,
-            len(geometry.full_layers),
-            len(geometry.sliding_layers),
-            layer.kv_heads,
-            layer.key_dim,
-            geometry.hidden_size,
-            geometry.kv_bytes_per_token,
-            geometry.residual_bytes_per_token,
-            geometry.rho,
-            checkpoints,
-            held,
-        )
+        sized = geometry.checkpoint_bytes_per_token
+        checkpoints = {"kv": sized("kv"), "residual": sized("residual")}
+        checkpoints |= {f"residual:{self.stride}": sized("residual", self.stride), "tokens": sized("tokens")}
+        layers = len(geometry.full_layers), len(geometry.sliding_layers)
+        shape = *layers, layer.kv_heads, layer.key_dim, geometry.hidden_size
+        sizes = geometry.kv_bytes_per_token, geometry.residual_bytes_per_token, geometry.rho
+        return Sizes(name, *shape, *sizes, checkpoints, held)
 
     def scores(self, found: TokenSizes) -> dict[str, float]:
         """Return the loaded model's, as if it were in the papers' dtype."""
@@ -139,8 +122,7 @@ class TokenBytes(Study):
             table.rows.append([*shape, *sizes, *(_kb(row.checkpoints[kind]) for kind in kinds)])
         return [table]
 
-    def draw(self, found: TokenSizes, path: str | os.PathLike[str], *, title: str) -> None:
-        """Draw bars of bytes a token, by model and kind."""
+    def draw(self, found: TokenSizes, path: FilePath, *, title: str) -> None:
         kinds = {"keys and values": [row.entries for row in found.rows]}
         kinds["one residual (the paper's)"] = [row.residual for row in found.rows]
         for kind in list(found.rows[0].checkpoints)[1:]:

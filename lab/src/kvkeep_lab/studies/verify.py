@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any
 
 from pydantic import Field
 
 from kvkeep.geometry import ModelGeometry
 from kvkeep.models.binding import bind
-from kvkeep.models.loading import Loaded
 from kvkeep_lab.prompts import built_in
-from kvkeep_lab.studies.base import Flag, Progress, Study, part
+from kvkeep_lab.studies.base import Flag, Study, Trial, part
 from kvkeep_lab.studies.held_bytes import Bytes, HeldBytes, HeldBytesStudy
 from kvkeep_lab.studies.patching import Patches, Patching, PatchingStudy
 from kvkeep_lab.studies.rebuilt import Differences, Rebuilt, Reconstruction, reconstruction
@@ -60,24 +57,20 @@ class Report:
         }
         return found if self.windows is None else found | {"windows change neither (section 5.4)": [self.windows]}
 
-    def failures(self) -> list[Any]:
-        """Return the measurements that contradict a claim."""
-        return [row for rows in self.claims.values() for row in rows if not row.holds]
-
     @property
-    def holds(self) -> bool:
-        """Every claim held."""
-        return not self.failures()
+    def failures(self) -> int:
+        """How many measurements contradict a claim."""
+        return sum(not row.holds for rows in self.claims.values() for row in rows)
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain types, each measurement with whether it ``holds``."""
-        plain = asdict(self)
-        for name in ("reconstruction", "tokens", "patching", "memory"):
-            for row, found in zip(plain[name], getattr(self, name), strict=True):
-                row["holds"] = found.holds
-        if self.windows is not None:
-            plain["windows"]["holds"] = self.windows.holds
-        return plain | {"holds": self.holds}
+
+        def told(rows: list[Any]) -> list[dict[str, Any]]:
+            return [asdict(row) | {"holds": row.holds} for row in rows]
+
+        rows = {name: told(getattr(self, name)) for name in ("reconstruction", "tokens", "patching", "memory")}
+        windows = None if self.windows is None else told([self.windows])[0]
+        return asdict(self) | rows | {"windows": windows, "holds": not self.failures}
 
 
 class Verify(Study):
@@ -95,9 +88,9 @@ class Verify(Study):
         False, description="one length, one dtype, fewer tokens, no decoding from tokens"
     )
 
-    def measure(self, loaded: Loaded, sources: Sequence[Path], seed: int | None, progress: Progress) -> Report:
+    def measure(self, trial: Trial) -> Report:
         """Run all checks. Raises UnsupportedModelError where kv-direct does not serve the model at all."""
-        model, tokenizer, quick = loaded.model, loaded.tokenizer, self.quick
+        model, tokenizer, quick = trial.model, trial.tokenizer, self.quick
         bind(model)
         dtype = str(model.dtype).removeprefix("torch.")
         geometry = ModelGeometry.from_config(model.config, model.dtype.itemsize)
@@ -106,37 +99,34 @@ class Verify(Study):
         ids, lengths = built_in(tokenizer, most), LENGTHS[-1:] if quick else LENGTHS
         rebuilt: list[Reconstruction] = []
         for name in (dtype,) if quick else DTYPES:
-            progress(f"rebuilding in {name}", 0, 5)
+            trial.progress(f"rebuilding in {name}", 0, 5)
             rebuilt += reconstruction(model, ids, lengths, name)
         exact = [kind for kind in kinds if not quick or kind != "tokens"]
         tokens = SameTokens.model_validate({"kinds": exact, "new": 12 if quick else 30})
         texts = {"lengths": [min(160, most)], "budgets": [64]} if quick else {"lengths": [96, most]}
         counted = HeldBytesStudy.model_validate({"kinds": kinds, **texts})
-        said = tokens.measure(loaded, [], seed, part(progress, 1, 5)).rows
-        patched = PatchingStudy().measure(loaded, [], seed, part(progress, 2, 5)).rows
-        memory = counted.measure(loaded, [], seed, part(progress, 3, 5)).rows
+        trials = [replace(trial, progress=part(trial.progress, place, 5)) for place in (1, 2, 3)]
+        said, patched = tokens.measure(trials[0]).rows, PatchingStudy().measure(trials[1]).rows
+        memory = counted.measure(trials[2]).rows
         windows, new = None, 6 if quick else 12
         if length := text_length(geometry, new):
-            progress("sliding windows", 4, 5)
+            trial.progress("sliding windows", 4, 5)
             rebuilding = tuple(kind for kind in kinds if kind != "kv")
             windows = beyond_the_window(model, built_in(tokenizer, length), new=new, kinds=rebuilding)
         sizes = geometry.kv_bytes_per_token, geometry.residual_bytes_per_token, geometry.rho
-        return Report(loaded.name, dtype, *sizes, rebuilt, said, patched, memory, windows, refused)
+        return Report(trial.loaded.name, dtype, *sizes, rebuilt, said, patched, memory, windows, refused)
 
     def problem(self, found: Report) -> str | None:
-        """Tell how many measurements contradict a claim."""
-        return None if found.holds else f"{len(found.failures())} measurements contradict a claim; they are above."
+        return f"{found.failures} measurements contradict a claim; they are above." if found.failures else None
 
     def as_json(self, found: Report) -> dict[str, Any]:
-        """Return all measurements, each with whether it holds."""
         return found.as_dict()
 
     def tables(self, found: Report) -> list[Table]:
-        """Return the paper's tables for this model, and a verdict for each claim."""
         sizes = Table("KB a token (Table 1)", ["", "keys and values", "one residual", "ρ"])
         own = (f"{found.kv_bytes / 1024:.1f}", f"{found.residual_bytes / 1024:.1f}", f"{found.rho:.1f}")
         sizes.rows = [[f"{found.model}, {found.dtype}", *own], *TABLE_1]
-        verdict = "Every claim held." if found.holds else f"{len(found.failures())} measurements contradict a claim."
+        verdict = f"{found.failures} measurements contradict a claim." if found.failures else "Every claim held."
         claims = Table("Claims", ["", "measurements", "that hold"], notes=[verdict])
         for claim, rows in found.claims.items():
             claims.rows.append([claim, f"{len(rows)}", f"{sum(row.holds for row in rows)}"])

@@ -4,18 +4,30 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from kvkeep.errors import unknown
 from kvkeep_lab.subject import AnswerCost, Subject
 
 Point = dict[str, int | float | str]
 """One value for each of a task's axes: a size, or a name."""
+
+
+def among(what: str, names: Iterable[str]) -> AfterValidator:
+    """Return a validator of a field that is one of ``names``; raises UsageError for any other."""
+
+    def check(name: str) -> str:
+        if name not in names:
+            raise unknown(what, name, names)
+        return name
+
+    return AfterValidator(check)
 
 
 def named(value: float | str) -> str:

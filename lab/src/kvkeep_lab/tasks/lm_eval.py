@@ -56,16 +56,13 @@ class LmEval(Task):
 
     @property
     def metrics(self) -> tuple[Metric, ...]:  # type: ignore[override]
-        """The task's own."""
         return tuple(Metric(name, name) for name in self.measures)
 
     @property
     def relative(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The first of them."""
         return (self.measures[0],)
 
     def sources(self, data: Path | None) -> list[Path]:
-        """Return the file, if there is to be one."""
         return [source(data, self.file)] if self.file else []
 
     def prepare(self, tokenizer: Any, sources: Sequence[Path], point: Point, seed: int) -> list[Sample]:
@@ -102,7 +99,6 @@ class LmEval(Task):
         return task
 
     def measure(self, subject: Subject, sample: Sample) -> Outcome:
-        """Let the requests of a row be answered, and the harness judge the answers."""
         from kvkeep_lab.harness import KeepLM
 
         task, instances = sample.facts["task"], sample.facts["instances"]

@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from kvkeep.decode.prompt import encode
-from kvkeep.errors import UsageError, unknown
+from kvkeep.errors import UsageError
 from kvkeep_lab.subject import Subject
-from kvkeep_lab.tasks.base import Metric, Outcome, Point, Sample, Task
+from kvkeep_lab.tasks.base import Metric, Outcome, Point, Sample, Task, among
 from kvkeep_lab.tasks.longbench_scores import JUDGES
 from kvkeep_lab.tasks.rows import Hub, drawn, rows, source
 
@@ -70,6 +70,8 @@ SETTINGS: dict[str, Setting] = {
 }
 """The data sets by name, in the order of the paper's tables."""
 
+DataSet = Annotated[str, among("data set of LongBench", SETTINGS)]
+
 
 class LongBench(Task):
     """Rows of the official release: ``DATASET.jsonl``, with ``input``, ``context``, ``answers`` and ``all_classes``."""
@@ -89,20 +91,11 @@ class LongBench(Task):
     relative = ("score",)
     axes = ("dataset",)
 
-    dataset: list[str] = Field(list(SETTINGS), min_length=1, description="which of the sixteen")
+    dataset: list[DataSet] = Field(list(SETTINGS), min_length=1, description="which of the sixteen")
     samples: int = Field(20, ge=1, description="rows of each data set")
     max_length: int = Field(7500, ge=2, description="tokens that longer prompts are cut to")
 
-    @field_validator("dataset")
-    @classmethod
-    def _known(cls, given: list[str]) -> list[str]:
-        for name in given:
-            if name not in SETTINGS:
-                raise unknown("data set of LongBench", name, SETTINGS)
-        return given
-
     def sources(self, data: Path | None) -> list[Path]:
-        """Return the data sets' files."""
         return [source(data, f"{name}.jsonl", Hub(HUB, name)) for name in self.dataset]
 
     def prepare(self, tokenizer: Any, sources: Sequence[Path], point: Point, seed: int) -> list[Sample]:
@@ -124,7 +117,6 @@ class LongBench(Task):
         return Sample(ids, {"dataset": name, "answers": row["answers"], "classes": row["all_classes"] or []})
 
     def measure(self, subject: Subject, sample: Sample) -> Outcome:
-        """Let it be answered, and judge the answer."""
         setting = SETTINGS[sample.facts["dataset"]]
         answer = subject.write(sample.ids, setting.new, setting.ended if setting.first_line else None)
         score = setting.score(answer.text, sample.facts["answers"], sample.facts["classes"])

@@ -54,7 +54,6 @@ class LongBenchV2(Task):
     new: int = Field(128, ge=1, description="the most tokens of an answer")
 
     def sources(self, data: Path | None) -> list[Path]:
-        """Return the file."""
         return [source(data, "data.json", Hub("THUDM/LongBench-v2", split="train"))]
 
     def prepare(self, tokenizer: Any, sources: Sequence[Path], point: Point, seed: int) -> list[Sample]:
@@ -69,7 +68,6 @@ class LongBenchV2(Task):
         return Sample(encode(tokenizer, [{"role": "user", "content": text}]), facts)
 
     def measure(self, subject: Subject, sample: Sample) -> Outcome:
-        """Let a choice be made."""
         answer = subject.write(sample.ids, self.new, lambda text: bool(_BRACKETED.search(_plain(text))))
         choice = chosen(answer.text)
         right = float(choice == sample.facts["answer"])

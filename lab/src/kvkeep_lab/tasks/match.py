@@ -16,7 +16,7 @@ from kvkeep_lab.tasks.texts import joined, passage, text_files
 
 
 class Match(Task):
-    """Passages of texts, continued greedily; see :mod:`kvkeep_lab.compare` for what is computed."""
+    """Passages of texts, continued greedily; see :mod:`kvkeep_lab.reference` for what is computed."""
 
     name = "match"
     about = "tokens, KL and perplexity against the full cache, on passages of any text"
@@ -36,17 +36,14 @@ class Match(Task):
     new: int = Field(50, ge=2, description="tokens written")
 
     def sources(self, data: Path | None) -> list[Path]:
-        """Return the texts."""
         return text_files(data)
 
     def prepare(self, tokenizer: Any, sources: Sequence[Path], point: Point, seed: int) -> list[Sample]:
-        """Cut one passage for each sample."""
         text, tokens = joined(sources), int(point["length"])
         draws = (random.Random(f"{seed}/{number}") for number in range(self.samples))
         return [Sample(passage(tokenizer, text, tokens, draw)) for draw in draws]
 
     def measure(self, subject: Subject, sample: Sample) -> Outcome:
-        """Compare the continuation with the unbounded cache's."""
         row = subject.compare(sample.ids, self.new)
         assert row.kl_mean is not None and row.match is not None and row.top1 is not None and row.perplexity is not None
         scores = {"kl": row.kl_mean, "match": row.match, "top1": row.top1, "nll": math.log(row.perplexity)}

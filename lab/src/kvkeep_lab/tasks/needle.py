@@ -10,13 +10,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from kvkeep.decode.prompt import encode, question
-from kvkeep.errors import UsageError, unknown
+from kvkeep.errors import UsageError
 from kvkeep_lab.subject import Subject
-from kvkeep_lab.tasks.base import Metric, Outcome, Point, Sample, Task
-from kvkeep_lab.tasks.texts import joined, passage, text_files
+from kvkeep_lab.tasks.base import Metric, Outcome, Point, Sample, Task, among
+from kvkeep_lab.tasks.texts import begun, joined, passage, text_files
 
 Length = Annotated[int, Field(ge=64)]
 Depth = Annotated[float, Field(ge=0, le=100)]
@@ -81,18 +80,10 @@ class Needle(Task):
 
     length: list[Length] = Field([512, 1024], min_length=1, description="tokens of the whole prompt")
     depth: list[Depth] = Field([0, 25, 50, 75, 100], min_length=1, description="where the needle lies, in percent")
-    form: str = Field("magic-number", description=f"the needle: {', '.join(FORMS)}")
+    form: Annotated[str, among("needle", FORMS)] = Field("magic-number", description=f"the needle: {', '.join(FORMS)}")
     new: int = Field(20, ge=1, description="tokens written")
 
-    @field_validator("form")
-    @classmethod
-    def _known(cls, form: str) -> str:
-        if form not in FORMS:
-            raise unknown("needle", form, FORMS)
-        return form
-
     def sources(self, data: Path | None) -> list[Path]:
-        """Return the haystack's texts."""
         return text_files(data)
 
     def prepare(self, tokenizer: Any, sources: Sequence[Path], point: Point, seed: int) -> list[Sample]:
@@ -112,7 +103,6 @@ class Needle(Task):
         return made
 
     def measure(self, subject: Subject, sample: Sample) -> Outcome:
-        """Let the right answer be judged, and one be written."""
         answer, value = subject.examine(sample.ids, sample.facts["right"], self.new), sample.facts["value"]
         scores = {"found": float(contains(answer.text, value)), "words": share(answer.text, value)}
         return Outcome({**scores, "loglik": fmean(answer.logs)}, answer.cost)
@@ -143,6 +133,4 @@ def _words(text: str) -> list[str]:
 
 
 def _prompt(tokenizer: Any, form: Form, text: str) -> list[int]:
-    asked = encode(tokenizer, question(text, form.question))
-    lead = form.lead if getattr(tokenizer, "chat_template", None) else f"\n\n{form.lead}"
-    return asked + list(tokenizer(lead, add_special_tokens=False).input_ids)
+    return begun(tokenizer, text, form.question, form.lead, "\n\n")

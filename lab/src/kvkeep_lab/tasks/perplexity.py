@@ -44,7 +44,6 @@ class Perplexity(Task):
         return self
 
     def sources(self, data: Path | None) -> list[Path]:
-        """Return the text."""
         return [source(data, self.file)]
 
     def prepare(self, tokenizer: Any, sources: Sequence[Path], point: Point, seed: int) -> list[Sample]:
@@ -59,6 +58,5 @@ class Perplexity(Task):
         return [Sample(ids[number * stride :][:length], {"first": first}) for number in numbers]
 
     def measure(self, subject: Subject, sample: Sample) -> Outcome:
-        """Let the window's tokens be scored."""
         logs, cost = subject.score(sample.ids, sample.facts["first"], self.step)
         return Outcome({"nll": -fmean(logs)}, cost)

@@ -79,7 +79,6 @@ class Summary(Task):
         return drawn(found, self.samples, seed, there)
 
     def measure(self, subject: Subject, sample: Sample) -> Outcome:
-        """Let the summary be written, and compare it."""
         answer = subject.write(sample.ids, self.new)
         return Outcome(rouge(sample.facts["summary"], answer.text), answer.cost)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvkeep.decode.prompt import read_text
+from kvkeep.decode.prompt import encode, question, read_text
 from kvkeep.errors import UsageError
 
 _CHARACTERS = 8  # cut for each token wanted: more than a token of any usual text is long
@@ -22,6 +22,12 @@ def text_files(data: Path | None, folder: str = "haystack") -> list[Path]:
     if not found:
         raise UsageError(f"There are no .txt files in '{data / folder}' or '{data}'; give another folder (--data).")
     return found
+
+
+def begun(tokenizer: Any, text: str, asked: str | None, lead: str, gap: str) -> list[int]:
+    """Return a message's token ids with the answer's first words after them, ``gap`` between without a template."""
+    lead = lead if getattr(tokenizer, "chat_template", None) else f"{gap}{lead}"
+    return encode(tokenizer, question(text, asked)) + list(tokenizer(lead, add_special_tokens=False).input_ids)
 
 
 def joined(sources: Sequence[Path]) -> str:

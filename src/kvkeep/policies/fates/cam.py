@@ -26,6 +26,7 @@ class Cam(Fate):
     seed: int = 0
 
     label: ClassVar[str] = "values merged by chance"
+    source: ClassVar[str] = "CaM (Zhang et al., ICML 2024)"
     work: ClassVar[str] = "merged"
     merges: ClassVar[bool] = True
 

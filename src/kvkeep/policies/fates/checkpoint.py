@@ -33,6 +33,7 @@ class Checkpointed(Fate):
     kind: str = ""
 
     label: ClassVar[str] = "checkpointed"
+    source: ClassVar[str] = "KV-Direct, arXiv:2603.19664"
     work: ClassVar[str] = "checkpoint"
     returns: ClassVar[str] = "all pages, exact"
     exactness: ClassVar[Exactness] = Exactness.EXACT
@@ -141,7 +142,6 @@ class ByEntry(EvictedStore):
             piece.copy_(without(piece.squeeze(-1), slots)[..., None])
 
     def select(self, lanes: Tensor) -> None:
-        """Make the lanes those of an index."""
         self.slots.select(lanes)
 
     @property
@@ -150,14 +150,12 @@ class ByEntry(EvictedStore):
         return self.slots.nbytes
 
     def state(self) -> dict[str, Tensor]:
-        """Return what must be saved."""
         span = self.slots.first, self.slots.length
         return {"first": torch.tensor([span[0]])} | (
             {"slots": concatenated(self.slots, *span)} if span[0] < span[1] else {}
         )
 
     def restore(self, state: dict[str, Tensor]) -> None:
-        """Take what :meth:`state` gave."""
         self.holes = True  # nobody looked
         self.slots.first = self.slots.length = int(state["first"][0])
         if "slots" in state:
@@ -194,15 +192,12 @@ class ByResidual(EvictedStore):
             yield piece._replace(slots=slots, first=0, holes=True)
 
     def states(self, lanes: int, length: int) -> Tensor:
-        """Return what became of the entry of each slot."""
         codes = torch.full((lanes, length), EntryState.CHECKPOINTED, dtype=torch.int8)
         codes[:, : self.checkpoint.first(self.layer)] = EntryState.DROPPED
         return codes
 
     def state(self) -> dict[str, Tensor]:
-        """Return what must be saved."""
         return {"left": torch.tensor([self.left])}
 
     def restore(self, state: dict[str, Tensor]) -> None:
-        """Take what :meth:`state` gave."""
         self.left = bool(state["left"][0])

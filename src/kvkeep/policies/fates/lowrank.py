@@ -30,6 +30,7 @@ class LowRank(Fate):
     exact: float = 0.5
 
     label: ClassVar[str] = "truncated to a low rank"
+    source: ClassVar[str] = "arXiv:2603.19664, section 5.7"
     work: ClassVar[str] = "lowrank"
     returns: ClassVar[str] = "approximately, from its coordinates"
     records: ClassVar[bool] = True

@@ -27,6 +27,7 @@ class Quantize(Fate):
     exact: float = 0.5
 
     label: ClassVar[str] = "quantised"
+    source: ClassVar[str] = "KIVI, arXiv:2402.02750"
     work: ClassVar[str] = "coded"
     returns: ClassVar[str] = "approximately, from its codes"
 

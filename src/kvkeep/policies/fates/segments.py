@@ -25,6 +25,7 @@ class Segments(Fate):
     top: int = 8
 
     label: ClassVar[str] = "kept in segments"
+    source: ClassVar[str] = "LongCache (Liu et al., 2024)"
     work: ClassVar[str] = "segments"
     returns: ClassVar[str] = "the most promising segments"
     exactness: ClassVar[Exactness] = Exactness.REVERSIBLE

@@ -31,6 +31,7 @@ class Sketch(Fate):
     rows: int = 3
 
     label: ClassVar[str] = "sketched"
+    source: ClassVar[str] = "KVReviver, Algorithms 1 to 4"
     work: ClassVar[str] = "sketched"
     returns: ClassVar[str] = "approximately, from a count sketch"
     exactness: ClassVar[Exactness] = Exactness.REVERSIBLE

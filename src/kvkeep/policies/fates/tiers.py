@@ -23,6 +23,7 @@ class InTiers(Fate):
     exact: float = 8
 
     label: ClassVar[str] = "quantised by attention"
+    source: ClassVar[str] = "kvkeep; codes after arXiv:2402.02750"
     work: ClassVar[str] = "tiers"
     returns: ClassVar[str] = "approximately, from its codes"
 

@@ -17,5 +17,4 @@ class Evicted(Recall):
     backed: ClassVar[bool] = False
 
     def reader(self, site: Site, round: Any) -> Reader:
-        """Return the reader of one layer."""
         return ReadEvicted()

@@ -28,6 +28,7 @@ class FetchOnMiss(PagesThatMatter):
     threshold: float = 0.0
 
     label: ClassVar[str] = "what a step missed, for the next"
+    source: ClassVar[str] = "llama.cpp pull request 21097"
     place: ClassVar[str | None] = "host"
     loses: ClassVar[bool] = True
     fetches: ClassVar[bool] = True
@@ -52,3 +53,7 @@ class FetchOnMiss(PagesThatMatter):
     def entries(self, away: int) -> int:
         """Return how many of ``away`` entries of a KV head come back after a step, at most."""
         return min(away, self.limit)
+
+    def swapped(self, away: int) -> int:
+        """Return all of them."""
+        return self.entries(away)

@@ -26,6 +26,7 @@ class Pages(PagesThatMatter):
     count: int = 8
 
     label: ClassVar[str] = "the most promising pages"
+    source: ClassVar[str] = "Quest, arXiv:2406.10774"
 
     @classmethod
     def from_spec(cls, text: str) -> Pages:

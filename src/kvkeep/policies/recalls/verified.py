@@ -20,6 +20,7 @@ class Verified(Recall):
     longest: int = 24
 
     label: ClassVar[str] = "verified, once for a run of drafts"
+    source: ClassVar[str] = "arXiv:2211.17192, a model drafting for itself"
     exactness: ClassVar[Exactness | None] = Exactness.EXACT
     drafts: ClassVar[bool] = True
 

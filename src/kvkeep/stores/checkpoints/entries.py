@@ -75,11 +75,9 @@ class Entries:
         return self._rows[layer][0].first
 
     def length(self, layer: int) -> int:
-        """Return how many entries came."""
         return self._rows[layer][0].length
 
     def truncate(self, layer: int, length: int) -> None:
-        """Forget a layer's entries from ``length`` on."""
         for rows in self._rows[layer]:
             rows.truncate(length)
 
@@ -87,7 +85,6 @@ class Entries:
         """Nothing: there are none."""
 
     def select(self, index: Tensor, lanes: Callable[[int], Tensor]) -> None:
-        """Make the batch the rows of ``index``."""
         for layer, pair in self._rows.items():
             for rows in pair:
                 rows.select(lanes(layer))

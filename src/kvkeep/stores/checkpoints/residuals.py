@@ -190,7 +190,6 @@ class Residuals:
             rows.truncate(length)
 
     def select(self, index: Tensor, lanes: Callable[[int], Tensor]) -> None:
-        """Make the batch the rows of ``index``."""
         for rows in self._rows.values():
             rows.select(index)
 

@@ -8,14 +8,12 @@ from pathlib import Path
 
 import pytest
 from conftest import WORDS, tokenizer
-from families import tiny
-from kvkeep_lab.subject import Subject
 from kvkeep_lab.tasks.ruler import Ruler
 from kvkeep_lab.tasks.ruler.families import FAMILIES, GENERATED
 from kvkeep_lab.tasks.ruler.task import largest, string_match
+from measuring import subject
 
 from kvkeep.errors import UsageError
-from kvkeep.models.loading import Loaded
 
 
 @pytest.fixture
@@ -80,7 +78,7 @@ def test_what_cannot_be_is_told() -> None:
 def test_an_answer_is_measured(data: Path) -> None:
     task = Ruler(length=[300], family=["niah_single_1"], samples=1, new=4)
     (sample,) = task.prepare(tokenizer(), [], task.points()[0], 0)
-    one = Subject(Loaded(tiny("llama"), tokenizer(), "tiny", ""), "kv-direct", "32")
+    one = subject("kv-direct", "32")
     found = task.measure(one, sample)
     assert set(found.scores) == {metric.name for metric in task.metrics} and found.cost.prompt_tokens == len(sample.ids)
     sample.facts["answers"] = [one.write(sample.ids, 4).text, "never said"]

@@ -9,16 +9,17 @@ from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from kvkeep.decode.prompt import encode, question
-from kvkeep.errors import UsageError, unknown
+from kvkeep.errors import UsageError
 from kvkeep_lab.subject import Subject
-from kvkeep_lab.tasks.base import Metric, Outcome, Point, Sample, Task
+from kvkeep_lab.tasks.base import Metric, Outcome, Point, Sample, Task, among
 from kvkeep_lab.tasks.rows import source
 from kvkeep_lab.tasks.ruler.families import ESSAYS, FAMILIES, GENERATED
 from kvkeep_lab.tasks.ruler.generated import Asked
-from kvkeep_lab.tasks.texts import text_files
+from kvkeep_lab.tasks.texts import begun, text_files
+
+FamilyName = Annotated[str, among("family of RULER", FAMILIES)]
 
 
 class Ruler(Task):
@@ -41,16 +42,8 @@ class Ruler(Task):
     axes = ("length", "family")
 
     length: list[Annotated[int, Field(ge=128)]] = Field([1024], min_length=1, description="tokens, answer included")
-    family: list[str] = Field(GENERATED, min_length=1, description=", ".join(FAMILIES))
+    family: list[FamilyName] = Field(GENERATED, min_length=1, description=", ".join(FAMILIES))
     new: int = Field(128, ge=1, description="the most tokens written; RULER's own number where that is less")
-
-    @field_validator("family")
-    @classmethod
-    def _known(cls, given: list[str]) -> list[str]:
-        for name in given:
-            if name not in FAMILIES:
-                raise unknown("family of RULER", name, FAMILIES)
-        return given
 
     def sources(self, data: Path | None) -> list[Path]:
         """Return the essays, SQuAD (squad.json) and HotpotQA (hotpotqa.json), as far as the families need them."""
@@ -60,7 +53,6 @@ class Ruler(Task):
         return essays + [source(folder, file) for file in read if file not in ("", ESSAYS)]
 
     def prepare(self, tokenizer: Any, sources: Sequence[Path], point: Point, seed: int) -> list[Sample]:
-        """Make each sample as large as the length has room for."""
         length, name = int(point["length"]), str(point["family"])
         family = FAMILIES[name]
         loaded = family.load([path for path in sources if _kind(path) == family.reads])
@@ -86,7 +78,6 @@ class Ruler(Task):
         return Sample(_prompt(tokenizer, asked), facts)
 
     def measure(self, subject: Subject, sample: Sample) -> Outcome:
-        """Let the right answer be judged, and one be written."""
         facts = sample.facts
         answer = subject.examine(sample.ids, facts["right"], facts["new"])
         matched = string_match(answer.text, facts["answers"], some=facts["some"])
@@ -121,5 +112,4 @@ def _kind(path: Path) -> str:
 
 
 def _prompt(tokenizer: Any, asked: Asked) -> list[int]:
-    begun = asked.lead if getattr(tokenizer, "chat_template", None) else f" {asked.lead}"
-    return encode(tokenizer, question(asked.text, None)) + list(tokenizer(begun, add_special_tokens=False).input_ids)
+    return begun(tokenizer, asked.text, None, asked.lead, " ")

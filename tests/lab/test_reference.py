@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 from families import FAMILIES, tiny
-from kvkeep_lab import compare as lab
 from kvkeep_lab import reading
-from kvkeep_lab.compare import Case, Comparison, Row, cases, compare, judge
+from kvkeep_lab import reference as lab
 from kvkeep_lab.figures import check_figure
-from kvkeep_lab.partial import INTERRUPTED, Interruption
+from kvkeep_lab.reference import Case, Comparison, Row, cases, compare, judge
 from kvkeep_lab.studies.compare import Compare
 
 from kvkeep.cache import KeepCache
@@ -169,23 +168,6 @@ def test_progress_reaches_its_total() -> None:
     assert {given[0] for given in told} == {"the reference", "full", "kv-direct at 16", "kv-direct at 32"}
 
 
-def test_an_interrupt_keeps_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest, calls = lab.Reference.measure, []
-
-    def second_time_interrupted(*arguments: Any) -> Row:
-        calls.append(arguments)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return honest(*arguments)
-
-    monkeypatch.setattr(lab.Reference, "measure", second_time_interrupted)
-    with pytest.raises(Interruption) as stop:
-        compare(tiny("llama"), PROMPT, cases(["kv-direct"], ["16", "32", "64"]), new=3)
-    found = stop.value.found
-    assert [row.error for row in found.rows] == ["", INTERRUPTED, INTERRUPTED]
-    assert found.rows[0].match == 1.0
-
-
 # -- the figure ---------------------------------------------------------------------------------------
 
 
@@ -200,13 +182,17 @@ def _made(methods: dict[str, tuple[str, float]], budgets: list[str | None]) -> C
     return Comparison(100, 8, rows[0], [*rows, Row("static", budgets[0], error="refused")])
 
 
-@pytest.mark.parametrize("budgets", [["12.5%", "25%", "50%"], ["64"], [None]])
+MANY = {f"method-{number}": ("lossy" if number else "exact", 1e-11 * 50.0**number) for number in range(9)}
+
+
 @pytest.mark.parametrize(
-    "methods",
+    ("methods", "budgets"),
     [
-        {"kv-direct": ("exact", 0.0)},
-        {"h2o": ("lossy", 0.5)},
-        {f"method-{number}": ("lossy" if number else "exact", 1e-11 * 50.0**number) for number in range(9)},
+        ({"kv-direct": ("exact", 0.0)}, ["12.5%", "25%", "50%"]),
+        ({"h2o": ("lossy", 0.5)}, ["64"]),
+        ({"kv-direct": ("exact", 0.0)}, [None]),
+        (MANY, ["12.5%", "25%", "50%"]),
+        (MANY, ["64"]),
     ],
 )
 def test_the_figure_is_a_picture(

@@ -1,4 +1,4 @@
-"""Intervals: by hand, by tables, and by how often they cover the mean."""
+"""Intervals by hand, by tables and by how often they cover the mean; ranks against their definitions."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import math
 import random
 from statistics import fmean
 
+import numpy
 import pytest
-from kvkeep_lab.intervals import Estimate, estimate, student
+import torch
+from kvkeep_lab.statistics import Estimate, each, effective_rank, estimate, mean, rank_correlation, student, where
 
 
 def test_bootstrap_intervals_by_hand() -> None:
@@ -51,3 +53,33 @@ def test_student_covers_the_mean_of_few_where_bootstrap_does_not() -> None:
         for name, of in (("student", student), ("bootstrap", estimate))
     }
     assert 0.92 < covered["student"] < 0.98 and covered["bootstrap"] < 0.85
+
+
+@pytest.mark.parametrize("rank", [1, 3, 8])
+def test_a_matrix_of_known_rank(rank: int) -> None:
+    """All directions alike: as many as it takes to hold the share."""
+    a, b = (torch.linalg.qr(torch.randn(20, rank, generator=torch.Generator().manual_seed(rank)))[0] for _ in range(2))
+    energies = torch.linalg.svdvals(a @ b.T).square()
+    assert effective_rank(energies, 0.999) == rank
+    assert effective_rank(energies, 0.5) == -(-rank // 2)
+
+
+def test_effective_rank_is_the_paper_s() -> None:
+    values = numpy.sort(numpy.random.default_rng(0).random((5, 16)) ** 4)[:, ::-1].copy()
+    for mine, row in zip(effective_rank(torch.from_numpy(values), 0.9).tolist(), values, strict=True):
+        expected = next(r for r in range(1, 17) if row[:r].sum() >= 0.9 * row.sum())
+        assert mine == expected
+
+
+def test_rank_correlation() -> None:
+    a = torch.tensor([3.0, 1.0, 4.0, 1.5])
+    assert rank_correlation(a, a.exp()) == pytest.approx(1) and rank_correlation(a, -a) == pytest.approx(-1)
+    assert rank_correlation(torch.tensor([1.0, 1.0, 2.0]), torch.tensor([1.0, 2.0, 3.0])) == pytest.approx(0.75**0.5)
+    assert rank_correlation(a[:2], a[:2]) is None and rank_correlation(torch.ones(4), a) is None
+
+
+def test_rows_by_their_fields() -> None:
+    rows = [Estimate(1.0, 0.0, 2.0, 3), Estimate(3.0, 0.0, 4.0, 3), Estimate(5.0, 1.0, 4.0, 2)]
+    assert where(rows, low=0.0, n=3) == rows[:2] and where(rows, low=9.0) == []
+    assert each(rows, "n") == [3, 2] and each(rows, "low", "n") == [(0.0, 3), (1.0, 2)]
+    assert mean(rows, "mean") == 3.0 and mean([], "mean") is None

@@ -1,4 +1,4 @@
-"""Studies on tiny models, without files: what tests of studies share."""
+"""Tiny models in the lab, without files: what its tests ask of tasks, peers and studies."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from unittest.mock import patch
 
 from conftest import tokenizer
 from families import tiny
-from kvkeep_lab.studies.base import Study, TextStudy
+from kvkeep_lab.studies.base import Study, TextStudy, Trial
+from kvkeep_lab.subject import Subject
 from torch import Tensor
 
 from kvkeep.models.loading import Loaded
@@ -19,6 +20,10 @@ from kvkeep.models.loading import Loaded
 @cache
 def loaded(family: str = "llama") -> Loaded:
     return Loaded(tiny(family), tokenizer(), f"tiny-{family}", "")
+
+
+def subject(method: str = "full", budget: str | None = None, family: str = "llama") -> Subject:
+    return Subject(loaded(family), method, budget)
 
 
 def quiet(what: str, done: float, total: float) -> None:
@@ -30,4 +35,4 @@ def measured(
 ) -> Any:
     """What a study finds in a tiny model; ids: read in place of a passage."""
     with patch.object(TextStudy, "passage", TextStudy.passage if ids is None else lambda *given: ids):
-        return study.measure(loaded(family), files, None, progress)
+        return study.measure(Trial(loaded(family), files, progress=progress))

@@ -1,15 +1,35 @@
-"""Means of few numbers, and how sure one can be of them."""
+"""Means of few numbers and how sure one can be of them, ranks and their correlation."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from statistics import fmean, stdev
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 RESAMPLES = 2000
+T = TypeVar("T")
+
+
+def where(rows: Iterable[T], **fields: Any) -> list[T]:
+    """Return the rows whose fields are these."""
+    return [row for row in rows if all(getattr(row, name) == value for name, value in fields.items())]
+
+
+def each(rows: Iterable[Any], *names: str) -> list[Any]:
+    """Return the values of a field, or of several together, in the order of the rows and each once."""
+    return list(dict.fromkeys(map(attrgetter(*names), rows)))
+
+
+def mean(rows: Iterable[Any], name: str) -> float | None:
+    """Return the mean of a field over the rows that have it; None where none has."""
+    values = [value for row in rows if (value := getattr(row, name)) is not None]
+    return fmean(values) if values else None
 
 
 @dataclass(frozen=True)
@@ -76,3 +96,23 @@ def _within(t: float, freedom: int) -> float:
         total += term
         term *= cosine * cosine * (number - 1) / number
     return 2 / math.pi * (angle + math.sin(angle) * total) if odd else math.sin(angle) * total
+
+
+def effective_rank(energies: Tensor, share: float) -> Tensor:
+    """Return how many of the ``energies`` (..., modes), falling, it takes to hold a ``share`` of their sum (KV-Direct,
+    Eqs. 19-20): (...) float32."""
+    total = energies.double().cumsum(-1)
+    return (total < share * total[..., -1:]).sum(-1).float() + 1
+
+
+def rank_correlation(a: Tensor, b: Tensor) -> float | None:
+    """Return Spearman's correlation of two vectors, ties at their mean rank; None where there is none."""
+    if len(a) < 3 or a.unique().numel() < 2 or b.unique().numel() < 2:
+        return None
+    return float(torch.corrcoef(torch.stack([_ranks(a), _ranks(b)]))[0, 1])
+
+
+def _ranks(values: Tensor) -> Tensor:
+    _, places, counts = values.unique(return_inverse=True, return_counts=True)
+    last = counts.cumsum(0).double()
+    return (last - (counts - 1) / 2)[places]

@@ -1,26 +1,19 @@
 """What every method costs in quality, on one text: KV-Direct's Fig. 4 and Fig. 9 on the user's own model.
 
-The reference is transformers' own unbounded cache. It continues the prompt greedily (the largest logit; ends of text
-and a model's own generation settings ignored) by N tokens r_0 ... r_{N-1}, and its distribution p_i at each of the N
-positions is kept. Then, for each method and budget, there are two questions, because each alone misleads:
+The reference is transformers' own unbounded cache: its N greedy tokens r_i after the prompt, ends of text ignored, and
+its distributions p_i. Each method and budget is asked two things, because each alone misleads: *free-running*, at how
+many positions its own token is r_i (one early difference may cost all later ones), and how fast; and *teacher-forced*,
+given r_0, r_1, ... one by one, KL(p_i || q_i) = sum_v p_i(v) (ln p_i(v) - ln q_i(v)) in nats, whether the largest q_i
+is r_i, and the perplexity exp(-mean ln q_i(r_i)).
 
-1. *Free-running.* The bounded cache reads the prompt and continues greedily by itself. Token match is the share of
-   the N positions at which its token equals r_i, as in Fig. 4; one early difference may cost all later ones, which is
-   why the position of the first difference stands beside it. Speed is measured here.
-2. *Teacher-forced.* The bounded cache reads the prompt and is then given r_0, r_1, ... one token at a time, as decoding
-   would, whatever it would have chosen. So its distribution q_i is of the same text as p_i, and at each position
-   KL(p_i || q_i) = sum_v p_i(v) (ln p_i(v) - ln q_i(v)), in nats; top-1 agreement, the share of positions at which the
-   largest q_i is r_i; and the perplexity exp(-mean ln q_i(r_i)) of the reference's continuation.
-
-A free run that chose r_0 ... r_{N-2} was given just what teacher forcing would give it, so it answers both questions
-and the second pass is left out: exact methods are read once. Logits are taken in float32 and distributions made of
-them in float64, so that a KL of 0 means the same logits and 1e-11 is a figure rather than rounding.
+A free run that chose r_0 ... r_{N-2} answers both, and the second pass is left out. Logits are float32, distributions
+float64, so that a KL of 0 means the same logits and 1e-11 is a figure rather than rounding.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean
 from typing import Any
@@ -36,6 +29,7 @@ from kvkeep.memory.meter import Memory
 from kvkeep.stock import STOCK, memory_of
 from kvkeep_lab.partial import INTERRUPTED, Interruption
 from kvkeep_lab.reading import cache_for, read, takes
+from kvkeep_lab.statistics import mean
 
 Progress = Callable[[str, float, float], None]
 """Gets what is being measured, the work done and the work in all, in seconds of the reference's own speed; all is 1
@@ -52,7 +46,7 @@ class Case:
     @property
     def label(self) -> str:
         """The case as a person reads it."""
-        return labelled(self.method, self.budget)
+        return f"{self.method} at {self.budget}" if self.budget else self.method
 
 
 @dataclass(frozen=True)
@@ -93,7 +87,7 @@ class Row:
     @property
     def label(self) -> str:
         """Method and budget."""
-        return labelled(self.method, self.budget)
+        return Case(self.method, self.budget).label
 
     @property
     def held_bytes(self) -> int:
@@ -143,11 +137,6 @@ class Position:
     kl: float
     nll: float
     agrees: bool
-
-
-def labelled(method: str, budget: str | None) -> str:
-    """Return a method and its budget as a person reads them."""
-    return f"{method} at {budget}" if budget else method
 
 
 def cases(methods: Sequence[str], budgets: Sequence[str]) -> list[Case]:
@@ -212,16 +201,14 @@ def _fits(model: Any, prompt_tokens: int, new: int) -> None:
         )
 
 
-def _free(
-    method: str, budget: str | None, tokens: list[int], expected: list[int], seconds: Sequence[float], cache: Any
-) -> Row:
+def _free(case: Case, tokens: list[int], expected: list[int], seconds: Sequence[float], cache: Any) -> Row:
     """Return the results of a free run, bytes included."""
     same = [a == b for a, b in zip(tokens, expected, strict=True)]
     recall = cache.certificate() if isinstance(cache, KeepCache) else []
     decoding = sum(seconds[1:])
     return Row(
-        method,
-        budget,
+        case.method,
+        case.budget,
         exactness=str(getattr(cache, "exactness", Exactness.EXACT)),
         entries=getattr(cache, "entries", None),
         match=fmean(same),
@@ -230,9 +217,9 @@ def _free(
         prefill_s=seconds[0],
         tokens_per_s=(len(seconds) - 1) / decoding if decoding else None,
         tokens=tokens,
-        away=fmean(layer.away for layer in recall) if recall else None,
-        recalled=fmean(layer.recalled for layer in recall) if recall else None,
-        left_out=max(layer.worst for layer in recall) if recall else None,
+        away=mean(recall, "away"),
+        recalled=mean(recall, "recalled"),
+        left_out=max((layer.worst for layer in recall), default=None),
         merges=cache.merges() if isinstance(cache, KeepCache) else (0, 0),
     )
 
@@ -277,7 +264,7 @@ class Reference:
         logits, seconds = zip(*read(model, ids, cache, new), strict=True)
         tokens = [int(one.argmax()) for one in logits]
         judged = [judge(one, one, token) for one, token in zip(logits, tokens, strict=True)]
-        row = _forced(_free(STOCK, None, tokens, tokens, seconds, cache), judged)
+        row = _forced(_free(Case(STOCK), tokens, tokens, seconds, cache), judged)
         return cls(model, ids, list(logits), row, fmean(seconds[1:]) if new > 1 else seconds[0], chunk)
 
     def work(self, tokens: int, steps: int) -> float:
@@ -290,12 +277,11 @@ class Reference:
         row, judged = self._run_freely(case, report)
         if len(judged) < len(self.logits):
             one_pass = self.work(self.ids.shape[1], len(self.logits) - 1)
-            judged = self._run_forced(case, lambda done: report(one_pass + done))
+            judged = list(self._run_forced(case, lambda done: report(one_pass + done)))
         return _forced(row, judged)
 
     def _run_freely(self, case: Case, report: Callable[[float], None]) -> tuple[Row, list[Position]]:
-        expected = self.row.tokens
-        cache = self._cache(case, report)
+        expected, cache = self.row.tokens, self._cache(case, report)
         tokens: list[int] = []
         seconds: list[float] = []
         judged: list[Position] = []
@@ -305,16 +291,13 @@ class Reference:
             tokens.append(int(logits.argmax()))
             seconds.append(took)
             report(self.work(self.ids.shape[1], step))
-        return _free(case.method, case.budget, tokens, expected, seconds, cache), judged
+        return _free(case, tokens, expected, seconds, cache), judged
 
-    def _run_forced(self, case: Case, report: Callable[[float], None]) -> list[Position]:
-        expected = self.row.tokens
-        judged: list[Position] = []
-        passed = read(self.model, self.ids, self._cache(case, report), len(expected), expected)
-        for step, (logits, _) in enumerate(passed):
-            judged.append(judge(self.logits[step], logits, expected[step]))
+    def _run_forced(self, case: Case, report: Callable[[float], None]) -> Iterator[Position]:
+        expected, cache = self.row.tokens, self._cache(case, report)
+        for step, (logits, _) in enumerate(read(self.model, self.ids, cache, len(expected), expected)):
+            yield judge(self.logits[step], logits, expected[step])
             report(self.work(self.ids.shape[1], step))
-        return judged
 
     def _cache(self, case: Case, report: Callable[[float], None]) -> Any:
         context = self.ids.shape[1] + len(self.row.tokens)

@@ -1,0 +1,236 @@
+"""Layers whose entries a selector chooses: what it learns of attention, and what rows of a batch take of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from cases import LOSSY, SIX, Case, new_cache
+from families import tiny
+from helpers import NEW, assert_near, bounded, generate, padded, prompt, slots_of, step
+from test_contract import watched
+
+from kvkeep import KeepCache, UsageError
+from kvkeep.stores import slots
+from kvkeep.stores.layer import Layer
+
+
+def chosen(case: Case) -> bool:
+    """Whether a budget is that of resident entries alone, of which many a prompt fills."""
+    return not case.equals and case.length == 45 and "sketch" not in case.spec and "kvreviver" not in case.spec
+
+
+CHOSEN = [name for name, case in LOSSY.items() if chosen(case)]
+DROPPING = [name for name in CHOSEN if "+" not in name and LOSSY[name].promise == "lossy" and name != "duo-attention"]
+
+
+# -- what a selector learns -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", SIX)
+def test_all_attention_given_is_counted(family: str) -> None:
+    """Each query gives a weight of one to what it attends to, in every layer that reads the entries: where nothing
+    leaves, what "h2o" adds up is how many queries there were, of prompts and of single tokens."""
+    cache = new_cache("h2o", family, budget=100)
+    queries: dict[int, int] = {}
+    own = cache.stream.attend
+
+    def attend(module: Any, query: torch.Tensor, *args: Any) -> torch.Tensor:
+        source = cache.geometry.layers[module.layer_idx].source
+        queries[source] = queries.get(source, 0) + query.shape[2]
+        return own(module, query, *args)
+
+    cache.stream.attend = attend  # type: ignore[method-assign]
+    for low, high in ((0, 40), (40, 41), (41, 42), (42, 45)):
+        step(family, cache, prompt(2)[:, low:high])
+        for layer in bounded(cache):
+            for bank in layer.resident.banks:
+                total = bank.scores[:, : bank.used].sum(1)
+                torch.testing.assert_close(total, torch.full_like(total, queries[layer.index]), atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", SIX)
+def test_a_token_that_took_anothers_place_keeps_what_it_received(family: str) -> None:
+    """The first attention a decoded token gets is its own; it counts whether the token was appended or replaced one."""
+    for budget in (42, 44):  # full after the prompt, and with room for two more
+        cache = new_cache("h2o", family, budget=budget, chunk=42)
+        for low, high in ((0, 42), (42, 43)):
+            step(family, cache, prompt(1)[:, low:high])
+        for layer in bounded(cache):
+            (bank,) = layer.resident.banks
+            assert (bank.scores[bank.slots == 42] > 0).all()
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_a_row_that_was_padded_attends_as_many_entries_as_one_that_was_not(name: str) -> None:
+    """A decoded token takes its place before it attends, in padded batches too: the budget includes it."""
+    cache = new_cache(name, "llama")
+    ids, mask = padded([45, 30])
+    step("llama", cache, ids, mask)
+    attended: list[tuple[int, int]] = []
+    for layer in bounded(cache):
+        own: Callable[..., Iterator[Any]] = layer.resident.pieces
+
+        def pieces(*given: Any, own: Callable[..., Iterator[Any]] = own, layer: Layer = layer) -> Iterator[Any]:
+            assert layer.pending is None  # settled before it is attended
+            for piece in own(*given):
+                attended.append((layer.index, piece.keys.shape[2]))
+                yield piece
+
+        layer.resident.pieces = pieces
+    step("llama", cache, ids[:, :1], torch.cat([mask, mask.new_ones(2, 1)], 1))
+    slack = max(getattr(layer.evicted, "slack", 1) - 1 for layer in bounded(cache))
+    assert attended
+    for index, count in attended:
+        assert min(cache.budgets[index]) - slack <= count <= max(cache.budgets[index])
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_a_budget_of_nothing_is_refused_or_works(name: str) -> None:
+    """With nothing recalled, not even the token in hand would be attended."""
+    try:
+        cache = new_cache(name, "llama", budget=0, chunk=7)
+    except UsageError as error:
+        assert "budget" in str(error).lower() and str(error).endswith(".")
+        return
+    assert LOSSY[name].promise == "reversible"
+    assert all(logits.isfinite().all() for logits in generate("llama", cache, prompt()).logits)
+
+
+def test_rows_of_a_batch_break_ties_alike() -> None:
+    """Estimates that tie exactly: equal rows stay equal, whatever else is in the batch."""
+    ids = prompt(1, 60)
+    others = torch.cat([ids, prompt(1, 60, seed=8), ids])
+    for spec in (
+        "tova+sketch:swap=1",
+        "tova+sketch:swap=1,estimate=shrunk,by=mean,keys=signed",
+        "snapkv:window=4+sketch:swap=1",
+    ):
+        cache = KeepCache(tiny("llama"), spec, 24, chunk=16)
+        for low, high in ((0, 48), *((at, at + 1) for at in range(48, 60))):
+            step("llama", cache, others[:, low:high])
+            for layer in bounded(cache):
+                lanes = [sorted(slots) for slots in slots_of(layer)]
+                assert lanes[: layer.heads] == lanes[2 * layer.heads :], spec
+
+
+@pytest.mark.parametrize("name", ["tova", "h2o", "knorm"])
+def test_of_entries_that_rank_alike_the_oldest_leaves(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever in a bank they lie: after a crop and new tokens, banks of two readers are in another order."""
+    cache = new_cache(name, "llama")
+    alike = {"rank": lambda self, entries: torch.zeros_like(entries.slots, dtype=torch.float32)}
+    monkeypatch.setattr(type(cache.method.selector), "rank", alike["rank"])
+    monkeypatch.setattr(type(cache.method.selector), "may_tie", True)
+    ids = prompt(2, 60)
+    step("llama", cache, ids[:, :20])
+    cache.crop(-9)
+    for low, high in ((11, 31), (31, 32), (32, 50), (50, 51)):
+        step("llama", cache, ids[:, low:high])
+    for layer in bounded(cache):
+        assert all(sorted(slots) == [*range(35, 51)] for slots in slots_of(layer))
+
+
+def test_entries_that_come_back_are_struck_out_of_what_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not of memory that is there for groups to come, which may hold any numbers."""
+    cache, asked, own = new_cache("lru+quantize:4+missed", "llama"), [], slots.flags_of
+    step("llama", cache, prompt(1, 170))
+    for layer in bounded(cache):
+        layer.evicted.slots[:, layer.evicted.held :] = layer.evicted.waiting[2][:, layer.evicted.count :] = 2**30
+    monkeypatch.setattr(slots, "flags_of", lambda held, length: asked.append(length) or own(held, length))
+    for token in range(3):
+        step("llama", cache, prompt(1, 3)[:, token : token + 1])
+    assert asked and max(asked) <= 173
+
+
+def test_where_no_entry_is_missing_nothing_is_masked() -> None:
+    """A decoding step of one row reads what left without a mask, as "kv-direct" does."""
+    cache = new_cache("h2o+kv", "llama")
+    step("llama", cache, prompt(1, 64))
+    step("llama", cache, prompt(1, 1))
+    for layer in bounded(cache):
+        pieces = [*layer.evicted.pieces(torch.empty(0), layer.resident, layer.length)]
+        assert pieces and not any(piece.holes for piece in pieces)
+
+
+# -- memory -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", DROPPING)
+def test_rows_allocate_what_they_need(name: str) -> None:
+    """Row by row, in blocks of 128 columns up to the budget: hand-computed for 300 tokens beside 20."""
+    ids, mask = padded([300, 20])
+    cache = new_cache(name, "llama", budget=256, chunk=64)
+    entry = 2 * 2 * 8 * 4  # keys and values, two heads of 8 floats
+    step("llama", cache, ids, mask)
+    budgets = [own for (own,) in cache.budgets or ()]
+    sinks = 3 * 2 * 8 * 4 * len(budgets) if name == "streaming-llm" else 0  # as they came, of the long row alone
+    both = sum(min(own, 384) + min(own, 128) for own in budgets) * entry
+    assert both <= cache.resident_bytes() <= both + 2 * sinks
+    if name == "pyramidkv":
+        assert budgets == sorted(budgets, reverse=True) and budgets[0] > 256 > budgets[-1]
+    cache.reorder_cache(torch.tensor([1, 0]))
+    assert both <= cache.resident_bytes() <= both + 2 * sinks
+    cache.batch_select_indices(torch.tensor([0]))  # the short row
+    short = sum(min(own, 128) for own in budgets) * entry
+    assert short <= cache.resident_bytes() <= short + 2 * sinks
+    step("llama", cache, ids[:1, :1], torch.cat([mask[1:], mask.new_ones(1, 1)], 1))
+    for layer, own in zip(bounded(cache), budgets, strict=True):
+        assert [len(slots) for slots in slots_of(layer)] == [min(own, 21)] * 2
+
+
+@pytest.mark.parametrize("name", DROPPING)
+def test_memory_grows_with_the_text_up_to_the_budget(name: str) -> None:
+    cache = new_cache(name, "llama", budget=300, chunk=100)
+    budgets, held = [own for (own,) in cache.budgets or ()], []
+    for low in range(0, 500, 100):
+        step("llama", cache, prompt(1, 500)[:, low : low + 100])
+        blocks = -(-(low + 100) // 128) * 128  # what so many tokens need
+        held.append([sum(bank.columns for bank in layer.resident.banks) for layer in bounded(cache)])
+        assert held[-1] == [min(own, blocks) for own in budgets]
+    assert held[0] == [min(own, 128) for own in budgets] and held[-1] == [min(own, 512) for own in budgets]
+
+
+@pytest.mark.parametrize("name", [name for name in CHOSEN if "merge" not in name and LOSSY[name].alone])
+def test_ragged_rows_are_what_they_are_alone(name: str) -> None:
+    """Rows in banks of their own, that grow at different times, give what each gives without the others."""
+    inputs = torch.randn(3, 300 + NEW, 32, generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(3, 300 + NEW, dtype=torch.long)
+    lengths = [300, 236, 44]  # padded by whole chunks
+    for row, length in enumerate(lengths):
+        mask[row, : 300 - length] = 0
+
+    def outputs(rows: slice, start: int, checked: bool = False) -> torch.Tensor:
+        cache, logits = new_cache(name, "llama", budget=256, chunk=64), []
+        if checked:
+            watched(cache, Case(LOSSY[name].spec, 256))
+        places = (mask[rows, start:].cumsum(1) - 1).clamp(min=0)
+        for low, high in ((start, 300), *((at, at + 1) for at in range(300, 300 + NEW))):
+            given = {"position_ids": places[:, low - start : high - start]}
+            logits.append(step("llama", cache, inputs[rows, low:high], mask[rows, start:high], **given))
+        return torch.cat(logits, 1)
+
+    batch = outputs(slice(None), 0, checked=True)
+    for row, length in enumerate(lengths[1:], 1):
+        own = slice(row, row + 1)
+        assert_near(batch[own], outputs(own, 0 if LOSSY[name].alone == "padded" else 300 - length))
+
+
+@pytest.mark.parametrize("family", SIX)
+def test_pyramidkv_allocates_less_with_depth_and_says_so(family: str) -> None:
+    cache = new_cache("pyramidkv", family, budget=40)
+    step(family, cache, prompt(2, 100))
+    layers = bounded(cache)
+    widths = [
+        2
+        * layer.heads
+        * 4
+        * (cache.geometry.layers[layer.index].key_dim + cache.geometry.layers[layer.index].value_dim)
+        for layer in layers
+    ]
+    mean, least, full = 40 - 4, (40 - 4) / 20, len(layers)
+    shares = [depth / (full - 1) if full > 1 else 0.5 for depth in range(full)]
+    budgets = [4 + int(2 * mean - least + (2 * least - 2 * mean) * share) for share in shares]
+    assert [layer.resident_bytes for layer in layers] == [a * b for a, b in zip(budgets, widths, strict=True)]
+    assert [report.entries for report in cache.describe() if report.kind == "full"] == budgets
