@@ -59,11 +59,7 @@ def test_a_failed_write_leaves_what_was_there(tmp_path: Path, monkeypatch: pytes
     def full(handle: int) -> None:
         raise OSError(28, "No space left on device")
 
-<<<<<<< HEAD
     monkeypatch.setattr("os.fsync", full)
-=======
-    monkeypatch.setattr("kvkeep.decode.session_file.write_whole", full)
->>>>>>> house
     with pytest.raises(SessionError, match="no space left"):
         save_session(tmp_path / "s", Session(cache, [list(range(2, 9))]))
     assert (tmp_path / "s").read_text() == "before"

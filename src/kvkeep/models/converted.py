@@ -12,7 +12,6 @@ from typing import Any
 from safetensors import SafetensorError
 
 from kvkeep.errors import ModelError
-from kvkeep.extras import optional
 from kvkeep.models.checksum import remembered_sha256, sha256
 from kvkeep.models.folders import cache_folder
 from kvkeep.models.quiet import quiet
@@ -67,11 +66,7 @@ def _read(gguf: Path) -> tuple[Any, Any]:
     from transformers import AutoTokenizer
 
     try:
-<<<<<<< HEAD
-        _check_blocks(gguf)
-=======
         _check_header(gguf)
->>>>>>> house
         with quiet():
             tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
             model = read_weights(gguf.parent, str(gguf), gguf_file=gguf.name, dtype=torch.float32)
@@ -89,16 +84,6 @@ def _read(gguf: Path) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-<<<<<<< HEAD
-def _check_blocks(gguf: Path) -> None:
-    """Raise ModelError unless the header names as many layers as there are tensors of: transformers makes whatever it
-    is asked for before it looks for the tensors."""
-    reader = optional("gguf", "gguf").GGUFReader(gguf)
-    numbers = [int(part[1]) for tensor in reader.tensors if (part := tensor.name.split("."))[0] == "blk"]
-    stated = [field.contents() for name, field in reader.fields.items() if name.endswith(".block_count")]
-    if stated != [max(numbers, default=-1) + 1]:
-        raise _unreadable(gguf, ValueError(f"its header and its tensors differ in the number of layers: {stated}"))
-=======
 def _check_header(gguf: Path) -> None:
     """Raise ModelError where the header asks for more than the file can hold: transformers would make it all first."""
     from gguf import GGUFReader
@@ -114,7 +99,6 @@ def _check_header(gguf: Path) -> None:
             raise _unreadable(gguf, ValueError(f"{value} layers of {len(reader.tensors)} tensors"))
         if name == "embedding_length" and value not in sizes:
             raise _unreadable(gguf, ValueError(f"no tensor is {value} wide"))
->>>>>>> house
 
 
 def _unreadable(gguf: Path, error: Exception) -> ModelError:

@@ -92,34 +92,9 @@ def run(
         Path | None, typer.Option("--store", help="The file of results.", show_default=f"{FOLDER}/NAME.jsonl")
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure again what was measured before.")] = False,
-<<<<<<< HEAD
-    workers: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Processes that measure side by side.", show_default="1; on Ray one a GPU, or a machine"
-        ),
-    ] = None,
-    ray: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ADDRESS",
-            help="Measure on a Ray cluster: its address, auto (this machine's), or local (started here).",
-        ),
-    ] = None,
-    kvpress: Annotated[
-        str | None,
-        typer.Option(
-            "--kvpress",
-            metavar="PYTHON",
-            help="The interpreter that has kvpress.",
-            show_default="$KVKEEP_KVPRESS_PYTHON",
-        ),
-    ] = None,
-=======
     workers: Annotated[int | None, typer.Option(min=1, help=WORKERS)] = None,
     ray: Annotated[str | None, typer.Option(metavar="ADDRESS", help=RAY)] = None,
     kvpress: Annotated[str | None, typer.Option(metavar="PYTHON", help=KVPRESS)] = None,
->>>>>>> house
     device: options.Device = None,
     json: options.Json = False,
 ) -> None:
