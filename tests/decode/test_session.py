@@ -4,7 +4,6 @@ never been saved is in the contract (``tests/test_contract.py``), for every meth
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
