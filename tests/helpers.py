@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache as memoised
 from typing import Any
 
@@ -193,3 +194,16 @@ def leave_in_the_middle(cache: KeepCache, call: Callable[[], Any]) -> None:
     with pytest.raises(RuntimeError, match="in the middle"):
         call()
     del cache.stream.attend
+
+
+@contextmanager
+def broken(model: Any, layer: int, error: type[BaseException]) -> Iterator[None]:
+    """Within the block, forward passes end at the entry of a layer."""
+
+    def stop(*args: Any) -> None:
+        raise error
+
+    handle = model.model.layers[layer].register_forward_pre_hook(stop)
+    with pytest.raises(error):
+        yield
+    handle.remove()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from families import VOCABULARY, tiny
+from helpers import broken
 from transformers import DynamicCache
 
 from kvkeep import KeepCache, KvkeepError
@@ -22,19 +21,6 @@ def read(model: Any, cache: Any, ids: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         logits: torch.Tensor = model(ids, past_key_values=cache).logits
     return logits
-
-
-@contextmanager
-def broken(model: Any, layer: int, error: type[BaseException]) -> Iterator[None]:
-    """Within the block, forward passes end at the entry of a layer."""
-
-    def stop(*args: Any) -> None:
-        raise error
-
-    handle = model.model.layers[layer].register_forward_pre_hook(stop)
-    with pytest.raises(error):
-        yield
-    handle.remove()
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError], ids=["interrupt", "exception"])

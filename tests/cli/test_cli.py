@@ -13,7 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from families import tiny
+
+from kvkeep.cli.outlined import only_help
+from kvkeep.models.folders import cache_folder
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -105,6 +107,13 @@ def test_generate_streams_the_text(run: Run, model_folder: Path, text: str) -> N
         (("-p", "the " * 600), "512 positions"),
         (("-p", "a", "--dtype", "float31"), "did you mean float32"),
         (("-p", "a", "--device", "tpu9"), "Unknown device"),
+        (("-p", "a", "--seed", "9" * 23), "A seed is a whole number"),
+        (("-p", "a", "-b", "32", "-x", f"random:seed={'9' * 23}"), "A seed is a whole number"),
+        (("-p", "a", "-b", "32", "-x", f"cam:seed={'9' * 23}"), "A seed is a whole number"),
+        (("-p", "a", "-b", "64", "-x", "streaming-llm:sinks=99999"), "beside 99999 sinks"),
+        (("-p", "a", "-b", "99999999999", "-x", "static"), "not enough memory"),
+        (("-p", "a", "-x", ""), "by its name"),
+        (("-p", "a\udcff"), "not UTF-8"),
     ],
 )
 def test_bad_input_is_one_sentence(run: Run, model_folder: Path, arguments: tuple[str, ...], sentence: str) -> None:
@@ -190,11 +199,77 @@ def test_interrupting_leaves_one_sentence_and_no_files(tmp_path: Path, model_fol
     assert list(folder.iterdir()) == []
 
 
-def test_help_is_quick_and_every_command_has_one(run: Run) -> None:
-    assert tiny  # torch is not needed for this: see kvkeep/__init__.py
-    for command in ("generate", "chat", "methods", "models", "demo"):
-        code, out, _ = run(command, "--help")
-        assert code == 0 and "--json" in out
+HELP = """
+import contextlib, io, sys
+imported = set()
+sys.addaudithook(lambda event, given: imported.add(given[0]) if event == "import" else None)
+from kvkeep.cli import COMMANDS, main
+wanted = [["--help"], ["--version"], *([name, "--help"] for name in (*COMMANDS, "inspect")), ["lab", "run", "-h"]]
+for arguments in [*wanted, ["analyse", "stream", "--help"]]:  # one of all studies, which are in one module
+    sys.argv, out = ["kvkeep", *arguments], io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+        main()
+    assert "Usage: kvkeep" in out.getvalue() or "--version" in arguments, arguments
+    assert not {"torch._C", "transformers.dependency_versions_check", "numpy.linalg"} & imported, arguments
+    if arguments == ["analyse", "stream", "--help"]:
+        assert "--stretch" in out.getvalue()
+"""
+
+
+def test_help_needs_neither_torch_nor_transformers(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take seconds to import. What is shown is what the commands understand."""
+    done = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    monkeypatch.setenv("COLUMNS", "200")
+    assert "[default: (kv-direct with a budget, full without)]" in run("generate", "--help")[1]
+    assert only_help(["stream", "-h"]) and not only_help(["stream", "-f", "--help"])  # there it is a file's name
+
+
+def test_commands_of_the_laboratory_say_what_is_missing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvkeep.cli.lazy.entry_points", lambda **_: [])
+    for command in ("bench", "lab"):
+        code, out, err = run(command, "list")
+        assert code == 2 and out == "" and err.count("\n") == 1 and "pip install 'kvkeep[lab]'" in err
+
+
+ODD = 'from kvkeep.cli import output, streams; streams.prepare(); output.note("é"); output.write("é")'
+
+
+def test_streams_that_are_closed_or_full(model_folder: Path) -> None:
+    command = f"{sys.executable} -m kvkeep"
+    for redirected, code, sentence in (
+        (f"{command} --help >&-", 1, "kvkeep: Standard output is closed"),
+        (f"{command} --help >/dev/full", 1, "kvkeep: Standard output cannot be written to: no space left"),
+        (f"{command} --help 2>&-", 0, ""),
+        (f"{command} chat -m {model_folder} <&-", 2, "kvkeep: Standard input is closed"),
+        (f"PYTHONIOENCODING=ascii {sys.executable} -c '{ODD}'", 0, "\\xe9"),
+    ):
+        done = subprocess.run(["sh", "-c", redirected], capture_output=True, text=True)
+        assert done.returncode == code and done.stderr.startswith(sentence), (redirected, done.stderr)
+        assert len(done.stderr.splitlines()) <= 2
+
+
+@pytest.mark.parametrize("layers", [0, -3, 10**9, "4"])
+def test_a_config_with_layers_that_no_model_has(run: Run, model_folder: Path, tmp_path: Path, layers: object) -> None:
+    config = json.loads((model_folder / "config.json").read_text()) | {"num_hidden_layers": layers}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code, out, err = run("plan", "-m", str(tmp_path / "config.json"), "-n", "100")
+    assert code == 1 and out == "" and err.count("\n") == 1 and "num_hidden_layers" in err
+
+
+def test_the_cache_folder(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("KVKEEP_CACHE", "~/own")
+    assert cache_folder() == tmp_path / "own"
+    for name in ("HOME", "KVKEEP_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    code, out, err = run("models")
+    assert (
+        code == 2
+        and out == ""
+        and err == "kvkeep: There is no home folder to keep files in; set KVKEEP_CACHE to a folder.\n"
+    )
 
 
 def test_exact_drafts_and_verifies(run: Run, model_folder: Path) -> None:

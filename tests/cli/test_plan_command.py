@@ -54,7 +54,17 @@ def test_a_table_names_what_to_take(run: Run, model_folder: Path, here: None) ->
 
 def test_predictions_are_checked(run: Run, model_folder: Path, here: None) -> None:
     code, out, err = run(
-        "plan", "-m", str(model_folder), "-n", "300,400", "--check", "-b", "40%", "--only", "full,kv@,window", "--json"
+        "plan",
+        "-m",
+        str(model_folder),
+        "-n",
+        "300,400",
+        "--check",
+        "-b",
+        "40%",
+        "--only",
+        "full,kv-direct kv@,window",
+        "--json",
     )
     assert code == 0, err
     answer = json.loads(out)

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 from conftest import tokenizer
 from families import tiny
+from helpers import broken
 
 from kvkeep import Conversation, KeepCache, UsageError, generate
+from kvkeep.stock import new_cache
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
@@ -53,3 +55,24 @@ def test_a_conversation_goes_on_another_day(tmp_path: Path) -> None:
     answers = [one.answer("by from her", max_new_tokens=12, on_progress=told.append) for one in (again, talk)]
     assert answers[0].tokens == answers[1].tokens
     assert told[0] > length  # nothing was read twice
+
+
+@pytest.mark.parametrize("method", ["stock", "full", "kv-direct", "h2o"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_question_interrupted_within_a_step_is_forgotten(family: str, method: str) -> None:
+    """Of a step some layers have taken the tokens and others have not; sliding windows cannot take theirs back."""
+    model = tiny(family)
+
+    def ask(interrupt: bool) -> list[int]:
+        cache = new_cache(model, method, budget=16 if method in ("kv-direct", "h2o") else None)
+        talk = Conversation(model, tokenizer(), cache)
+        talk.answer("the of and to in " * 6, max_new_tokens=4)
+        if interrupt:
+            for layer in (2, 0):
+                with broken(model, layer, KeyboardInterrupt):
+                    talk.answer("was it for on " * 9, max_new_tokens=4)
+        assert len(talk.messages) == 2
+        return talk.answer("by from her", max_new_tokens=9).tokens
+
+    whole = ask(True), ask(False)
+    assert whole[0] == whole[1] or method == "h2o"

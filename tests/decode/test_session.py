@@ -56,10 +56,10 @@ def test_a_failed_write_leaves_what_was_there(tmp_path: Path, monkeypatch: pytes
     step(tiny("llama"), cache, torch.arange(2, 9).unsqueeze(0))
     (tmp_path / "s").write_text("before")
 
-    def full(*args: Any, **kwargs: Any) -> None:
+    def full(handle: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("kvkeep.decode.session_file.write_whole", full)
+    monkeypatch.setattr("os.fsync", full)
     with pytest.raises(SessionError, match="no space left"):
         save_session(tmp_path / "s", Session(cache, [list(range(2, 9))]))
     assert (tmp_path / "s").read_text() == "before"

@@ -54,9 +54,9 @@ def asked(
     memory: str | None = None,
     **options: Any,
 ) -> Asked:
-    """Return what the options ask for. kv_budget_tokens, kv_budget_mb: method kv-lru with that budget, 0 for none, as in
-    llama.cpp. exact: by draft and verify. memory: for a budget of "auto". Raises UsageError for what cannot be meant
-    together, and as :meth:`~kvkeep.policies.request.Request.parse` does."""
+    """Return what the options ask for. kv_budget_tokens, kv_budget_mb: method kv-lru with that budget, 0 for none, as
+    in llama.cpp. exact: by draft and verify. memory: for a budget of "auto". Raises UsageError for what cannot be
+    meant together, and as :meth:`~kvkeep.policies.request.Request.parse` does."""
     from kvkeep.stock import requested
 
     given = [f"{kv_budget_tokens}" if kv_budget_tokens else "", f"{kv_budget_mb}MB" if kv_budget_mb else ""]

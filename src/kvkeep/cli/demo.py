@@ -24,7 +24,7 @@ LONGEST = 3200  # prompt tokens of the text that the demonstration reads
 
 
 def demo(
-    doc: Annotated[str | None, typer.Option(help="The text. [default: this project's own docs]")] = None,
+    doc: Annotated[str | None, typer.Option(help="The text.", show_default="this project's own docs")] = None,
     question: Annotated[str, typer.Option(help="The question about it.")] = "Summarise this text in one sentence.",
     model: options.Model = "smollm2",
     budget: options.Budget = "12.5%",

@@ -16,7 +16,8 @@ Method = Annotated[
     typer.Option(
         "--method",
         "-x",
-        help="See 'kvkeep methods'; stock is transformers' own cache. [default: kv-direct with a budget, full without]",
+        help="See 'kvkeep methods'; stock is transformers' own cache.",
+        show_default="kv-direct with a budget, full without",
     ),
 ]
 Exact = Annotated[
@@ -24,8 +25,7 @@ Exact = Annotated[
     typer.Option(
         "--exact",
         "-e",
-        help="Token for token what the unbounded cache gives, by draft and verify: the method drafts. "
-        "[default: snapkv]",
+        help="Token for token what the unbounded cache gives, by draft and verify: the method (or snapkv) drafts.",
     ),
 ]
 Budget = Annotated[
@@ -35,7 +35,7 @@ Budget = Annotated[
     ),
 ]
 Memory = Annotated[
-    str | None, typer.Option(help="For --budget auto: bytes for the cache (64MB). [default: half of what is free]")
+    str | None, typer.Option(help="For --budget auto: bytes for the cache (64MB).", show_default="half of what is free")
 ]
 BudgetTokens = Annotated[
     int | None,
@@ -52,8 +52,8 @@ Checkpoint = Annotated[
     typer.Option(
         "--checkpoint",
         "-c",
-        help="What evicted entries become: kv, residual, residual:STRIDE, tokens. "
-        "[default: the smaller of kv and residual]",
+        help="What evicted entries become: kv, residual, residual:STRIDE, tokens.",
+        show_default="the smaller of kv and residual",
     ),
 ]
 Where = Annotated[
@@ -61,15 +61,18 @@ Where = Annotated[
     typer.Option(
         "--where",
         "-w",
-        help="Where checkpoints live: device, host, disk. [default: disk beside a CPU model, else host]",
+        help="Where checkpoints live: device, host, disk.",
+        show_default="disk beside a CPU model, else host",
     ),
 ]
 Capacity = Annotated[
     int | None, typer.Option(help="Entries the checkpoint may hold; what falls out is lost, and the cache is lossy.")
 ]
-Folder = Annotated[str | None, typer.Option(help="The folder for --where disk. [default: the user's cache folder]")]
+Folder = Annotated[
+    str | None, typer.Option(help="The folder for --where disk.", show_default="the user's cache folder")
+]
 Chunk = Annotated[
-    int | None, typer.Option(help="Prompt tokens taken at a time. [default: 512, or the budget if smaller]")
+    int | None, typer.Option(help="Prompt tokens taken at a time.", show_default="512, or the budget if smaller")
 ]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", min=1, help="The most tokens to write.")]
 Temperature = Annotated[float, typer.Option(min=0.0, help="0 is greedy; above, tokens are sampled.")]

@@ -6,12 +6,11 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from kvkeep.cli import options
-from kvkeep.cli.output import err, note, out, print_json, size
+from kvkeep.cli.output import err, note, out, print_json, show, size
 from kvkeep.errors import UsageError
 from kvkeep.extras import optional
 
@@ -30,7 +29,7 @@ def plan(
     ] = "4096",
     memory: Annotated[
         str | None,
-        typer.Option(help="Bytes for the cache (64MB), weights not counted. [default: half of what is free]"),
+        typer.Option(help="Bytes for the cache (64MB), weights not counted.", show_default="half of what is free"),
     ] = None,
     exact: Annotated[bool, typer.Option("--exact", help="Exact methods only.")] = False,
     acceptance: Annotated[
@@ -39,7 +38,9 @@ def plan(
     answer: Annotated[int, typer.Option(min=1, help="Tokens of the answer the recommendation is for.")] = 256,
     machine: Annotated[
         str | None,
-        typer.Option(help="A file of another machine's rates, or its data sheet. [default: this one, measured once]"),
+        typer.Option(
+            help="A file of another machine's rates, or its data sheet.", show_default="this one, measured once"
+        ),
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Show all rows, not the frontier only.")] = False,
     output: Annotated[
@@ -54,7 +55,8 @@ def plan(
     only: Annotated[str | None, typer.Option(help="For --check: rows whose name contains one of these.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="For --check: how often everything is measured.")] = 1,
     dtype: Annotated[
-        str | None, typer.Option(help="float32, bfloat16, float16, or auto. [default: float32 here, auto elsewhere]")
+        str | None,
+        typer.Option(help="float32, bfloat16, float16, or auto.", show_default="float32 here, auto elsewhere"),
     ] = None,
     device: options.Device = None,
     json: options.Json = False,
@@ -89,7 +91,7 @@ def plan(
         print_json(_as_json(planned, model, output))
         return
     note(f"{rates.name} ({rates.source}); weights {size(shape.weight_bytes)}, not counted")
-    _print(_table(planned, everything))
+    show(_table(planned, everything))
     out.print(planned.reason)
     if output is not None:
         note(f"The figure is in {output}.")
@@ -183,13 +185,6 @@ def _table(planned: Planned, everything: bool) -> Table:
     return table
 
 
-def _print(table: Table) -> None:
-    if out.is_terminal:
-        out.print(table)
-    else:
-        Console(width=160, highlight=False).print(table)
-
-
 # -- predictions against measurements ---------------------------------------------------------------------
 
 
@@ -232,7 +227,7 @@ def _check(
         print_json({"machine": asdict(rates), "rows": listed, "good": good, "measured": measured})
         return
     note(rates.name)
-    _print(_checked(rows))
+    show(_checked(rows))
     out.print(f"{good} of {measured} rows are within 25 % for a token and for the prompt.")
 
 

@@ -11,7 +11,7 @@ from kvkeep.cache import KeepCache
 from kvkeep.decode.generate import Generation, generate
 from kvkeep.decode.prompt import Messages, encode
 from kvkeep.decode.session import Session, check_savable, load_session, save_session
-from kvkeep.errors import SessionError
+from kvkeep.errors import KvkeepError, SessionError
 
 
 class Conversation:
@@ -59,10 +59,13 @@ class Conversation:
         """
         prompt = self.prompt(question) if prompt is None else prompt
         self._align(prompt)
+        known = self.cache.get_seq_length()
         try:
             result = generate(self.model, self.tokenizer, prompt, self.cache, **options)
-        finally:
+        except BaseException:
+            self._recover(known)
             self.ids = prompt[: self.cache.get_seq_length()]
+            raise
         self.ids = result.sequence[: self.cache.get_seq_length()]
         self.messages += [{"role": "user", "content": question}, {"role": "assistant", "content": result.text}]
         return result
@@ -81,11 +84,20 @@ class Conversation:
                 break
             common += 1
         surplus = self.cache.get_seq_length() - common
-        if surplus == 0:
-            return
         try:
-            self.cache.crop(-surplus)
-        except RuntimeError:  # a sliding window has forgotten what was before: read it again
+            if surplus:
+                self.cache.crop(-surplus)
+        except (RuntimeError, KvkeepError):  # a sliding window has forgotten what was before: read it again
+            self.cache.reset()
+
+    def _recover(self, known: int) -> None:
+        """Undo a step that was left in the middle; where that cannot be, all is read again the next time."""
+        if isinstance(self.cache, KeepCache):
+            try:
+                self.cache.stream.abandon()
+            except KvkeepError:
+                self.cache.reset()
+        elif self.cache.get_seq_length() != known:
             self.cache.reset()
 
 

@@ -19,6 +19,7 @@ from kvkeep.models.weights import read_weights
 
 DEFAULT = "smollm2"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": "auto"}
+MOST_LAYERS = 10_000
 DEVICES = ("cpu", "cuda", "mps")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(?<!\.gguf)")
 
@@ -180,6 +181,7 @@ def _read_config(source: str, name: str, revision: str | None) -> Any:
 
     stated, _ = PreTrainedConfig.get_config_dict(source, revision=revision)
     _refuse_unknown(stated.get("model_type"), name)
+    _refuse_sizes(stated, name)
     # Without a word about it, transformers would ask on the terminal whether to run a model's own code.
     config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
     _refuse_others(config, name)
@@ -195,6 +197,16 @@ def _refuse_unknown(family: str | None, name: str) -> None:
             f"'{name}' is a '{family}' model, a family that transformers {__version__} does not have; kvkeep runs no "
             "code that comes with a model."
         )
+
+
+def _refuse_sizes(stated: dict[str, Any], name: str) -> None:
+    """Raise ModelError for a number of layers that no model has: transformers makes a list of them first."""
+    for part in (stated, *(part for part in stated.values() if isinstance(part, dict))):
+        for key in ("num_hidden_layers", "n_layer", "num_layers", "n_layers"):
+            if (count := part.get(key, 1)) is not None and not (type(count) is int and 0 < count <= MOST_LAYERS):
+                raise ModelError(
+                    f"The config of '{name}' is damaged: its {key} is {str(count)[:40]}, not 1 to {MOST_LAYERS}."
+                )
 
 
 def _refuse_others(config: Any, name: str) -> None:

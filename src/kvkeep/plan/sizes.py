@@ -109,7 +109,7 @@ def _selected(
     within = held.budget - tail
     exact = fate.resident(within)
     sinks = selector.sinks_in_cache(not (fate.keeps or recall.backed))
-    exact -= 0 if sinks is None else (sinks + 1) // 2
+    exact = exact if sinks is None else max(exact - (sinks + 1) // 2, 1)
     if recall.backed and within < 1:
         raise BudgetError(f"A budget of {held.budget} entries leaves '{method.name}' nothing to attend to.")
     fate.fits(method.name, geometry, within)

@@ -99,7 +99,7 @@ def _bounded(
     sinks = selector.sinks_in_cache(not (fate.keeps or recall.backed))
     positions = None
     if sinks is not None:  # whose keys are held as they came, too
-        held -= (sinks + 1) // 2
+        held = max(held - (sinks + 1) // 2, 1)
         positions = _positions(model, geometry, sinks, held, chunk)
     budgets = selector.budgets(model, geometry, held)
     if tail:

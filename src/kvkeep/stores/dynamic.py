@@ -119,7 +119,7 @@ class DynamicLayer(CacheLayerMixin):
         self._view()
 
     def _view(self) -> None:
-        if self.is_initialized:
+        if self.is_initialized and self._values.data is not None:  # None: there was no memory for them
             self.keys, self.values = self._keys.view(), self._values.view()
 
     @property

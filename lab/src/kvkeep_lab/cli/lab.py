@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from kvkeep_lab.tasks import Task
 
 FOLDER = Path("kvkeep-lab")
-WORKERS = "Processes that measure side by side. [default: 1; on Ray one a GPU, or a machine]"
+WORKERS = "Processes that measure side by side."
 RAY = "Measure on a Ray cluster: its address, auto (this machine's), or local (started here)."
-KVPRESS = "The interpreter that has kvpress. [default: $KVKEEP_KVPRESS_PYTHON]"
+KVPRESS = "The interpreter that has kvpress."
 _PACE = 3600.0  # seconds that the time left is estimated from: a cell may take minutes
 
 app = typer.Typer(
@@ -89,12 +89,16 @@ def run(
         list[str] | None, typer.Option("--model", "-m", help="Other models than the experiment's; may be repeated.")
     ] = None,
     store: Annotated[
-        Path | None, typer.Option("--store", help=f"The file of results. [default: {FOLDER}/NAME.jsonl]")
+        Path | None, typer.Option("--store", help="The file of results.", show_default=f"{FOLDER}/NAME.jsonl")
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure again what was measured before.")] = False,
-    workers: Annotated[int | None, typer.Option(min=1, help=WORKERS)] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help=WORKERS, show_default="1; on Ray one a GPU, or a machine")
+    ] = None,
     ray: Annotated[str | None, typer.Option(metavar="ADDRESS", help=RAY)] = None,
-    kvpress: Annotated[str | None, typer.Option(metavar="PYTHON", help=KVPRESS)] = None,
+    kvpress: Annotated[
+        str | None, typer.Option(metavar="PYTHON", help=KVPRESS, show_default="$KVKEEP_KVPRESS_PYTHON")
+    ] = None,
     device: options.Device = None,
     json: options.Json = False,
 ) -> None:

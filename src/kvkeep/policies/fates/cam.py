@@ -11,7 +11,7 @@ import torch
 from kvkeep.contracts import Evicted, EvictedStore, Fate, Held, Selector, Site
 from kvkeep.errors import UsageError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
-from kvkeep.policies.selectors.random import sampled
+from kvkeep.policies.selectors.random import check_seed, sampled
 from kvkeep.stores.banks import Bank
 from kvkeep.stores.merge_on_evict import MergeOnEvict, newest_of
 
@@ -33,6 +33,7 @@ class Cam(Fate):
     def __post_init__(self) -> None:
         if self.into < 1:
             raise UsageError(f"A value goes into one entry at least, not {self.into}.")
+        check_seed(self.seed)
 
     def refuses(self, selector: Selector) -> str | None:
         """Selectors that do not observe attention: there is no A."""

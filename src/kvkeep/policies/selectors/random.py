@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.contracts import Candidates, Selector
+from kvkeep.errors import UsageError
 from kvkeep.stores.hashes import scattered
 
 
@@ -21,6 +22,9 @@ class Random(Selector):
     source: ClassVar[str] = "a baseline"
 
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_seed(self.seed)
 
     @property
     def scores_arrivals(self) -> bool:
@@ -35,6 +39,12 @@ class Random(Selector):
         """By the score."""
         assert entries.scores is not None
         return entries.scores
+
+
+def check_seed(seed: int) -> None:
+    """Raise UsageError for a seed that :func:`sampled` cannot take: of 64 bits, 40 are layer, head and slot."""
+    if not -(2**23) <= seed < 2**23:
+        raise UsageError(f"A seed is a whole number from {-(2**23)} to {2**23 - 1}, not {seed}.")
 
 
 def sampled(slots: Tensor, heads: int, layer: int, seed: int) -> Tensor:

@@ -37,7 +37,7 @@ class StreamingLLM(Selector):
     def budgets(self, model: Any, geometry: ModelGeometry, entries: int) -> list[Sequence[int]]:
         """Return the same for all. Raises BudgetError where the sinks would take it all."""
         if 0 < entries <= self.sinks:
-            raise BudgetError(f"A budget of {entries} entries leaves nothing beside {self.sinks} sinks; give it more.")
+            raise BudgetError(f"The budget leaves nothing beside {self.sinks} sinks; give it more, or fewer sinks.")
         return super().budgets(model, geometry, entries)
 
     def sinks_in_cache(self, drops: bool) -> int | None:

@@ -1,0 +1,157 @@
+"""Whatever is wrong with a session is one sentence when it is loaded, or does no harm afterwards."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import CASES, new_cache, pairs
+from families import tiny
+from safetensors import safe_open
+from torch import Tensor
+
+from kvkeep import KeepCache, KvkeepError, Session, SessionError, load_session, save_session
+from kvkeep.decode.session_file import write
+
+Tensors = dict[str, Tensor]
+NUMBERS = (-(2**31), -2, -1, 0, 1, 2, 5, 17, 60, 100, 1000, 2**31 - 1)
+DTYPES = (torch.float32, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool, torch.float64)
+
+
+def saved(name: str, family: str, path: Path, rows: int = 2) -> None:
+    cache, case = new_cache(name, family), CASES[name]
+    ids = torch.randint(2, 97, (rows, case.length), generator=torch.Generator().manual_seed(1))
+    read(cache, ids)
+    save_session(path, Session(cache, ids.tolist(), {"who": "me"}))
+
+
+def read(cache: KeepCache, ids: Tensor) -> None:
+    with torch.no_grad():
+        cache.model(ids, past_key_values=cache, logits_to_keep=1)
+
+
+def use(session: Session, path: Path) -> None:
+    """Do with a session whatever is done with one."""
+    cache = session.cache
+    rows = cache.rows or 1
+    read(cache, torch.full((rows, 3), 5))
+    cache.memory(), cache.describe()
+    try:
+        cache.crop(-1)
+    except (KvkeepError, RuntimeError) as error:
+        assert isinstance(error, KvkeepError) or "record_past" in str(error) or "past states" in str(error), error
+        read(cache, torch.full((rows, 1), 7))
+    cache.reorder_cache(torch.arange(rows).flip(0))
+    for _ in range(3):
+        read(cache, torch.full((rows, 11), 9))
+    save_session(path, Session(cache, [[1] * cache.get_seq_length()] * rows))
+
+
+def opened(path: Path) -> tuple[Tensors, dict[str, Any]]:
+    with safe_open(path, framework="pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}, json.loads(file.metadata()["kvkeep"])  # noqa: SIM118
+
+
+def damage(tensors: Tensors, about: dict[str, Any], draw: random.Random) -> str:
+    """Change one thing about a session; return what."""
+    name = draw.choice([*tensors])
+    own, other = tensors[name], draw.choice([*tensors])
+    axis = draw.randrange(max(own.ndim, 1))
+    kind = draw.choice(
+        ("drop", "narrow", "widen", "axis", "dtype", "swap", "copy", "number", "number", "number", "about")
+    )
+    integers = [one for one, tensor in tensors.items() if not tensor.is_floating_point() and tensor.numel()]
+    match kind:
+        case "drop":
+            del tensors[name]
+        case "narrow" if own.ndim and own.shape[axis]:
+            tensors[name] = own.narrow(axis, 0, own.shape[axis] - 1)
+        case "widen" if own.ndim:
+            tensors[name] = torch.cat([own, own.narrow(axis, 0, min(1, own.shape[axis]))], axis)
+        case "axis":
+            tensors[name] = own.unsqueeze(axis)
+        case "dtype":
+            tensors[name] = own.to(draw.choice(DTYPES))
+        case "swap":
+            tensors[name], tensors[other] = tensors[other], own
+        case "copy":
+            tensors[f"{name}{draw.choice(('', '0', '.0'))}"] = tensors[other]
+        case "number" if integers:
+            name = draw.choice(integers)
+            flat = tensors[name].clone().view(-1)
+            span = torch.iinfo(flat.dtype) if flat.dtype != torch.bool else None
+            value = draw.choice(NUMBERS)
+            place = draw.randrange(flat.numel())
+            flat[place] = not flat[place] if span is None else min(max(value, span.min), span.max)
+            tensors[name] = flat.view(tensors[name].shape)
+            other = f"[{place}] {value}"
+        case _:
+            return _about(about, draw)
+    return f"{kind} {name} {axis} {other}"
+
+
+def _about(about: dict[str, Any], draw: random.Random) -> str:
+    """Change one thing of what is written beside the tensors."""
+    past = about["past"]
+    values = [None, 1, -1, 0, 2**40, 1.5, [], {}, "full", "h2o", "residual", True]
+    table = draw.choice((about, past, past, about["options"]))
+    name = draw.choice([name for name in table if name not in ("fingerprint", "family", "notes")] or ["budget"])
+    before = table.get(name)
+    near = [before + step for step in (-1, 1)] if type(before) is int else []
+    if isinstance(before, dict) and before and draw.random() < 0.7:
+        own = draw.choice([*before])
+        before[own] = draw.choice([*values, 3, 5])
+        return f"about {name} {own} {before[own]}"
+    if draw.random() < 0.2:
+        table.pop(name, None)
+        return f"about {name} gone"
+    table[name] = draw.choice(near or values)
+    return f"about {name} {before} {table[name]}"
+
+
+def attacked(name: str, family: str, folder: Path, times: int, seed: int = 0) -> list[str]:
+    """Return what was neither refused by one sentence nor harmless."""
+    saved(name, family, folder / "whole")
+    tensors, about = opened(folder / "whole")
+    wrong = []
+    for number in range(times):
+        draw = random.Random(f"{name}{family}{seed}{number}")
+        damaged, told = dict(tensors), json.loads(json.dumps(about))
+        what = damage(damaged, told, draw)
+        write(folder / "s", damaged, told)
+        try:
+            session = load_session(folder / "s", tiny(family))
+        except SessionError as error:
+            if len(str(error).splitlines()) != 1:
+                wrong.append(f"{what}: {error}")
+            continue
+        except Exception as error:
+            wrong.append(f"{number} {what}: LOAD {type(error).__name__} {error}")
+            continue
+        try:
+            use(session, folder / "again")
+        except Exception as error:
+            wrong.append(f"{number} {what}: USE {type(error).__name__} {str(error)[:150]}")
+    return wrong
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_every_bit_counts(tmp_path: Path, family: str) -> None:
+    saved("h2o+kv", family, tmp_path / "whole")
+    data, draw = (tmp_path / "whole").read_bytes(), random.Random(0)
+    for _ in range(150):
+        place, bit = draw.randrange(len(data)), draw.randrange(8)
+        (tmp_path / "s").write_bytes(data[:place] + bytes([data[place] ^ 1 << bit]) + data[place + 1 :])
+        with pytest.raises(SessionError) as refused:
+            load_session(tmp_path / "s", tiny(family))
+        assert len(str(refused.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(("name", "family"), pairs(turn=1)[::4])
+def test_what_was_never_saved_is_refused_or_harmless(tmp_path: Path, name: str, family: str) -> None:
+    """A file whose checksum holds and whose content is no cache's: another program wrote it, or an older kvkeep."""
+    assert attacked(name, family, tmp_path, 8) == []
