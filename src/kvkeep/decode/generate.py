@@ -55,8 +55,8 @@ class Generation:
 
 
 class _Listener(BaseStreamer):
-    """Hears of each token as it is chosen: notes the time, and passes new text on. on_prompt: called once the prompt has
-    been read, before anything is passed on."""
+    """Hears of each token as it is chosen: notes the time, and passes new text on. on_prompt: called once the prompt
+    has been read, before anything is passed on."""
 
     def __init__(self, tokenizer: Any, on_text: Callable[[str], None] | None, on_prompt: Callable[[], None]) -> None:
         self.tokenizer, self.on_text, self.on_prompt = tokenizer, on_text, on_prompt
