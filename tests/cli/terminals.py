@@ -66,7 +66,13 @@ class Terminal:
         except OSError:  # the program has closed it
             data = b""
         self.seen += data.decode(errors="replace")
+        if b"\x1b[6n" in data:  # it asks where the cursor is
+            os.write(self.master, b"\x1b[1;1R")
         return bool(data)
+
+    def asked(self, times: int = 1) -> None:
+        """Read until so many questions have been asked for: what is pasted from then on is marked."""
+        self.until("\x1b[?2004h", times)
 
     def until(self, text: str, times: int = 1, seconds: float = 120) -> str:
         """Read until ``text`` was shown so many ``times``; return all that was shown so far."""

@@ -216,6 +216,15 @@ def test_what_is_no_gguf_file_is_refused(gguf_file: Path, content: bytes) -> Non
         load(gguf_file)
 
 
+def test_a_header_that_asks_for_more_layers_than_there_are_is_refused(gguf_file: Path) -> None:
+    """One flipped bit: transformers would make millions of layers before it looked for their weights."""
+    data = bytearray(gguf_file.read_bytes())
+    data[data.find(b"llama.block_count") + len(b"llama.block_count") + 7] ^= 0x10
+    gguf_file.write_bytes(data)
+    with pytest.raises(ModelError, match="number of layers"):
+        load(gguf_file)
+
+
 def test_a_file_that_lacks_a_tensor_is_refused(gguf_file: Path) -> None:
     gguf_file.write_bytes(gguf_file.read_bytes().replace(b"blk.0.attn_v.weight", b"blk.7.attn_v.weight"))
     with pytest.raises(ModelError, match="it comes without model.layers.0.self_attn.v_proj.weight"):

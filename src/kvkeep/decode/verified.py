@@ -45,8 +45,8 @@ def verified(
 
     ``cache``: a :class:`~kvkeep.cache.KeepCache` of a method that ends in ``+verified``. Greedy and sampling, batches
     with left padding, logits processors, stopping criteria, streamers; ``prompt_lookup_num_tokens`` of 0 keeps it from
-    copying drafts from the text. transformers 5.23 hands neither a streamer nor a tokenizer to a function like this one:
-    ``listener`` is the streamer, and in place of ``stop_strings`` pass
+    copying drafts from the text. transformers 5.23 hands neither a streamer nor a tokenizer to a function like this
+    one: ``listener`` is the streamer, and in place of ``stop_strings`` pass
     ``stopping_criteria=[StopStringCriteria(tokenizer, [...])]``. What it did is in ``cache.round.statistics``. Raises
     UsageError for what it cannot do.
     """

@@ -12,6 +12,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from kvkeep.errors import ModelError
+from kvkeep.extras import optional
 from kvkeep.models.checksum import remembered_sha256, sha256
 from kvkeep.models.folders import cache_folder
 from kvkeep.models.quiet import quiet
@@ -85,20 +86,14 @@ def _read(gguf: Path) -> tuple[Any, Any]:
 
 
 def _check_header(gguf: Path) -> None:
-    """Raise ModelError where the header asks for more than the file can hold: transformers would make it all first."""
-    from gguf import GGUFReader
-
-    reader = GGUFReader(gguf)
+    """Raise ModelError unless there are tensors of as many layers, and as wide, as the header names: transformers makes
+    whatever it is asked for before it looks for the tensors."""
+    reader = optional("gguf", "gguf").GGUFReader(gguf)
+    numbers = [int(part[1]) for tensor in reader.tensors if (part := tensor.name.split("."))[0] == "blk"]
     sizes = {int(size) for tensor in reader.tensors for size in tensor.shape}
-    for key, field in reader.fields.items():
-        name = key.partition(".")[2]
-        if name not in ("block_count", "embedding_length"):
-            continue
-        value = int(field.parts[field.data[0]][0])
-        if name == "block_count" and not 0 < value <= len(reader.tensors):
-            raise _unreadable(gguf, ValueError(f"{value} layers of {len(reader.tensors)} tensors"))
-        if name == "embedding_length" and value not in sizes:
-            raise _unreadable(gguf, ValueError(f"no tensor is {value} wide"))
+    stated = {name.rpartition(".")[2]: field.contents() for name, field in reader.fields.items()}
+    if stated.get("block_count") != max(numbers, default=-1) + 1 or stated.get("embedding_length") not in sizes:
+        raise _unreadable(gguf, ValueError("its header and its tensors differ in the number of layers or their width"))
 
 
 def _unreadable(gguf: Path, error: Exception) -> ModelError:
