@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Annotated, Any, ClassVar
@@ -13,7 +12,6 @@ import typer
 from typer.core import TyperGroup
 
 import kvkeep
-from kvkeep.cli.outlined import only_help, outlined
 from kvkeep.errors import UsageError
 
 log = logging.getLogger(__name__)
@@ -89,9 +87,6 @@ class Commands(TyperGroup):
         name, stand_in, rest = super().resolve_command(ctx, args)
         if name is None:
             return name, stand_in, rest
-        if only_help(rest):
-            with suppress(Exception), outlined():  # a module that cannot be looked at without torch: then with it
-                return name, loaded(name, self.table[name][0]), rest
         return name, loaded(name, self.table[name][0]), rest
 
 
