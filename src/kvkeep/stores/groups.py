@@ -14,7 +14,7 @@ from kvkeep.contracts import EntryState, Evicted, EvictedStore, Held, Piece, Res
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.memory.extent import Extent, Misfit, alike, fits, within
 from kvkeep.memory.meter import nbytes
-from kvkeep.stores.slots import without
+from kvkeep.stores.slots import codes_of, without
 
 GROUP = 32
 """Entries of a group."""
@@ -100,14 +100,10 @@ class Groups(EvictedStore):
             yield Piece(keys[:, None], values[:, None], slots, holes=True)
 
     def states(self, lanes: int, length: int) -> Tensor:
-        codes = torch.zeros(lanes, length + 1, dtype=torch.int8)
         held = [(self.slots[:, : self.held].flatten(1), self.codec.kept)] if self.slots is not None else []
         if self.count:
             held.append((self.waiting[2][:, : self.count], EntryState.RESIDENT))
-        for slots, state in held:
-            own = slots.cpu().long()
-            codes.scatter_(1, own.masked_fill((own < 0) | (own > length), length), int(state))
-        return codes[:, :length]
+        return codes_of(lanes, length, held)
 
     def truncate(self, length: int, resident: Resident) -> None:
         """Leave holes where slots are forgotten."""
