@@ -211,7 +211,10 @@ class Selector(ABC):
 class Resident(ABC):
     """The entries of one layer that attention reads as they are."""
 
-    bookkeeping_bytes: int = 0  # allocated for slots, scores and counts
+    @property
+    def bookkeeping_bytes(self) -> int:
+        """Bytes allocated for slots, scores and counts."""
+        return 0
 
     def arrive(self, keys: Tensor, values: Tensor) -> None:
         """Make room for new entries (lanes, n, dim), which :meth:`admit` will bring."""
@@ -269,15 +272,27 @@ class Resident(ABC):
 
 
 class WorkingSet(Resident):
-    """Resident entries that a selector chose, as stores and readers may ask of them. observes: the selector asks for
-    attention, and has something to choose from. columns, least_columns: the most and the fewest entries that a lane has
-    room for. The *tail* is columns behind the entries, for those that wait for a decision of the round."""
+    """Resident entries that a selector chose, as stores and readers may ask of them. The *tail* is columns behind the
+    entries, for those that wait for a decision of the round."""
 
     selector: Selector
     banks: Any
-    observes: bool
-    columns: int
-    least_columns: int
+    length: int  # slots so far
+
+    @property
+    @abstractmethod
+    def observes(self) -> bool:
+        """Whether the selector asks for attention, and has something to choose from."""
+
+    @property
+    @abstractmethod
+    def columns(self) -> int:
+        """The most entries that a lane has room for."""
+
+    @property
+    @abstractmethod
+    def least_columns(self) -> int:
+        """The fewest entries that a lane has room for."""
 
     @abstractmethod
     def unpadded(self, lse: Tensor) -> Tensor:
@@ -348,9 +363,17 @@ class EvictedStore(ABC):
     listens: ClassVar[bool] = False
     merges: ClassVar[bool] = False
     makes_room: ClassVar[bool] = False
-    compressed_bytes: int = 0
-    bookkeeping_bytes: int = 0
     taken: int | None = None  # entries so far, where they come in the order of the text
+
+    @property
+    def compressed_bytes(self) -> int:
+        """Bytes allocated for entries."""
+        return 0
+
+    @property
+    def bookkeeping_bytes(self) -> int:
+        """Bytes allocated for what is beside them."""
+        return 0
 
     def take(self, left: Evicted, resident: WorkingSet) -> None:
         """Take entries that leave; ``resident`` is what stays."""
@@ -392,7 +415,7 @@ class EvictedStore(ABC):
         :class:`EntryState`, on the CPU."""
         return torch.full((lanes, length), EntryState.DROPPED, dtype=torch.int8)
 
-    def truncate(self, length: int, resident: Resident) -> None:
+    def truncate(self, length: int, resident: WorkingSet) -> None:
         """Forget the slots from ``length`` on; ``resident`` did already, and the ledger still knows them."""
 
     def select(self, lanes: Tensor) -> None:
@@ -662,8 +685,12 @@ class Reader(ABC):
 
     backing: Any = None
     certificate: Any = None
-    bookkeeping_bytes: int = 0
     waiting: int = 0  # slots that came in and wait for a decision
+
+    @property
+    def bookkeeping_bytes(self) -> int:
+        """Bytes allocated for what it keeps."""
+        return 0
 
     @abstractmethod
     def attend(self, layer: Any, step: Step) -> Tensor:

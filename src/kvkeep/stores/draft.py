@@ -162,7 +162,7 @@ class DraftAndVerify(Backed):
         self._voters = None
 
     @property
-    def bookkeeping_bytes(self) -> int:  # type: ignore[override]
+    def bookkeeping_bytes(self) -> int:
         """Bytes of the queries that will choose."""
         voters = self._voters
         return 0 if voters is None else nbytes(voters.step.query, voters.output, voters.lse)

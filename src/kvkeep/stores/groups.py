@@ -21,11 +21,14 @@ GROUP = 32
 
 
 class Codec(ABC):
-    """What a group is kept as, and how attention reads it. kept: what becomes of an entry in a group. nbytes: bytes of
-    what it needs for that."""
+    """What a group is kept as, and how attention reads it. kept: what becomes of an entry in a group."""
 
     kept: ClassVar[EntryState]
-    nbytes: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what it needs for that."""
+        return 0
 
     @abstractmethod
     def encode(self, keys: Tensor, values: Tensor, slots: Tensor) -> list[Tensor]:
@@ -105,7 +108,7 @@ class Groups(EvictedStore):
             held.append((self.waiting[2][:, : self.count], EntryState.RESIDENT))
         return codes_of(lanes, length, held)
 
-    def truncate(self, length: int, resident: Resident) -> None:
+    def truncate(self, length: int, resident: WorkingSet) -> None:
         """Leave holes where slots are forgotten."""
         for slots in (self.slots, *self.waiting[2:]):
             if slots is not None:
@@ -160,12 +163,12 @@ class Groups(EvictedStore):
         extent.numbered("slots", self.slots[:, : self.held], (extent.lanes, None, GROUP))
 
     @property
-    def compressed_bytes(self) -> int:  # type: ignore[override]
+    def compressed_bytes(self) -> int:
         """Bytes allocated for entries."""
         return nbytes(*self.parts, *self.waiting[:2])
 
     @property
-    def bookkeeping_bytes(self) -> int:  # type: ignore[override]
+    def bookkeeping_bytes(self) -> int:
         """Bytes allocated for slots, and for what groups are read by."""
         return nbytes(self.slots, *self.waiting[2:]) + self.codec.nbytes
 

@@ -57,7 +57,7 @@ class Selected(WorkingSet):
         return lse.masked_fill(~visible[..., -lse.shape[2] :].squeeze(1), float("inf"))
 
     @property
-    def observes(self) -> bool:  # type: ignore[override]
+    def observes(self) -> bool:
         return self.selector.observation_window != 0 and any(bank.budget for bank in self.banks)
 
     def weighs_at_once(self, held: Sequence[Segment]) -> bool:
@@ -153,7 +153,7 @@ class Selected(WorkingSet):
     # -- what stores and readers ask of it ------------------------------------------------------------
 
     @property
-    def columns(self) -> int:  # type: ignore[override]
+    def columns(self) -> int:
         return self.banks.columns
 
     def observed(self, slots: Tensor, scores: Tensor, weights: Tensor, queries: int) -> Tensor:
@@ -218,7 +218,7 @@ class Selected(WorkingSet):
             self.store.take(gathered, self)
 
     @property
-    def least_columns(self) -> int:  # type: ignore[override]
+    def least_columns(self) -> int:
         return min((bank.columns for bank in self.banks), default=0)
 
     def halves(self, limit: int) -> Tensor:
@@ -297,7 +297,7 @@ class Selected(WorkingSet):
         return self.banks.nbytes
 
     @property
-    def bookkeeping_bytes(self) -> int:  # type: ignore[override]
+    def bookkeeping_bytes(self) -> int:
         return self.banks.bookkeeping_bytes
 
     def state(self) -> dict[str, Tensor]:

@@ -220,6 +220,6 @@ class Selective(Backed):
         self.bounds.check(extent)
 
     @property
-    def bookkeeping_bytes(self) -> int:  # type: ignore[override]
+    def bookkeeping_bytes(self) -> int:
         """Bytes of bounds."""
         return self.bounds.nbytes

@@ -303,7 +303,7 @@ class Tiers(EvictedStore):
             tier.holes = True
         self.slots = slots
 
-    def truncate(self, length: int, resident: Resident) -> None:
+    def truncate(self, length: int, resident: WorkingSet) -> None:
         """Leave holes where slots are forgotten."""
         if self.slots is not None:
             self._strike(self.slots.masked_fill(self.slots >= length, -1))
@@ -375,13 +375,13 @@ class Tiers(EvictedStore):
                 alike("tiers", tier.parts, made, (extent.lanes, tier.groups))
 
     @property
-    def compressed_bytes(self) -> int:  # type: ignore[override]
+    def compressed_bytes(self) -> int:
         """Bytes allocated for entries."""
         channels = () if self.channels is None else self.channels
         return sum(nbytes(*tier.parts) for tier in self.tiers) + nbytes(*channels, *self.waiting)
 
     @property
-    def bookkeeping_bytes(self) -> int:  # type: ignore[override]
+    def bookkeeping_bytes(self) -> int:
         """Bytes allocated for slots and scores."""
         return nbytes(self.slots, self.scores)
 
