@@ -704,6 +704,13 @@ class Reader(ABC):
     def settling(self, layer: Any, keys: Tensor, values: Tensor) -> None:
         """New entries are about to be kept."""
 
+    def commit(self, layer: Any, count: int, agreed: bool) -> None:
+        """Keep the first ``count`` of the entries that wait for the round's decision; ``agreed``: all drafts were
+        right."""
+
+    def choose(self, layer: Any) -> None:
+        """Choose the resident entries anew, before the round drafts again."""
+
     def past(self, layer: Any) -> Iterator[Piece]:
         """Yield the entries of all slots, each once; those that were evicted as they come back."""
         yield from layer.resident.pieces()
