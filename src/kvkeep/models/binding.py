@@ -183,6 +183,8 @@ def _before_decoder(
 
 @torch.compiler.disable
 def _open(decoder: nn.Module, given: dict[str, Any], cache: Taking | None) -> tuple[Any, ...] | None:
+    keep = _keep_last.get()
+    _keep_last.set(0)  # used once: an interrupt of this pass leaves nothing behind
     if cache is None:
         if current_probe() is None:
             set_attender(None)  # an interrupt may have left another cache's pass unclosed
@@ -194,8 +196,9 @@ def _open(decoder: nn.Module, given: dict[str, Any], cache: Taking | None) -> tu
     if cache.decoder not in (None, decoder):
         raise UsageError("This cache was made for another model; make one for this model.")
     cache.admit(total := tokens.shape[1])
+    cache.earlier_outputs = []
     if total > cache.chunk:
-        given = _all_but_last_chunk(decoder, given, cache, total)
+        given = _all_but_last_chunk(decoder, given, cache, total, keep)
         ids, embeddings = given.get("input_ids"), given.get("inputs_embeds")
     positions = cache.begin_forward(ids, embeddings, given.get("position_ids"), given.get("attention_mask"))
     if positions is not None:
@@ -204,7 +207,7 @@ def _open(decoder: nn.Module, given: dict[str, Any], cache: Taking | None) -> tu
     return (), given
 
 
-def _all_but_last_chunk(decoder: nn.Module, given: dict[str, Any], cache: Taking, total: int) -> dict[str, Any]:
+def _all_but_last_chunk(decoder: nn.Module, given: dict[str, Any], cache: Taking, total: int, keep: int) -> dict[str, Any]:
     """Run all chunks of a long input but the last; return the last one's arguments.
 
     What does not divide is the first one's: methods that choose by a prompt's last queries find them in the last chunk.
@@ -216,8 +219,7 @@ def _all_but_last_chunk(decoder: nn.Module, given: dict[str, Any], cache: Taking
                 f"'{wish}' is not available for an input longer than the cache's chunk of {cache.chunk}; give the "
                 "cache a larger one."
             )
-    keep, past = _keep_last.get(), cache.length
-    earlier = []
+    past, earlier = cache.length, []
     stops = list(range(total, 0, -cache.chunk))[::-1]
     for start, stop in zip([0, *stops], stops[:-1], strict=False):
         output = decoder(**_slice(given, start, stop, total, past))
