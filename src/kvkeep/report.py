@@ -1,4 +1,4 @@
-"""Reports: what a cache holds, and what each of its layers was asked for and got."""
+"""Reports: the bytes of a cache, and requested and effective settings of each layer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STOCK_STATE = "transformers' own"
 
 @dataclass(frozen=True)
 class LayerReport:
-    """What one layer asked for and what it got; ``note`` says why where they differ."""
+    """Requested and effective settings of one layer; ``note``: why they differ."""
 
     layer: int
     kind: str
@@ -52,7 +52,7 @@ def describe(request: Request, geometry: ModelGeometry, made: Assembly, promise:
 
 
 def memory(made: Assembly, held: Sequence[Any]) -> Memory:
-    """Return measured bytes, by what they are for; ``held``: what tells of each layer."""
+    """Return measured bytes by purpose. held: the state of each layer."""
     resident, compressed = (sum(getattr(one, kind) for one in held) for kind in ("resident_bytes", "compressed_bytes"))
     made.meter.cache(resident + compressed)
     places = {"device": 0, "host": 0, "disk": 0}

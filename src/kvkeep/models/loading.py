@@ -231,6 +231,6 @@ def _explained(source: str, name: str, error: Exception) -> ModelError:
             return ModelError(f"The folder '{name}' has no tokenizer (tokenizer.json); save it beside the model.")
         return ModelError(f"The model in '{name}' cannot be loaded: it is damaged or incomplete ({first}).")
     return ModelError(
-        f"The model '{name}' is no folder here, and cannot be had from the hub: there is no such model, or no "
+        f"The model '{name}' is no folder and cannot be loaded from the hub: there is no such model, or no "
         f"connection ({first})."
     )
