@@ -1,7 +1,7 @@
 """The quality of every method on one text: KV-Direct's Fig. 4 and Fig. 9 on the user's own model.
 
 The reference is transformers' own unbounded cache: its N greedy tokens r_i after the prompt, ends of text ignored, and
-its distributions p_i. Each method and budget is measured in two ways, because each alone misleads: *free-running*, at how
+its distributions p_i. Each method and budget is measured twice, because either alone misleads: *free-running*, at how
 many positions its own token is r_i (one early difference may cost all later ones), and how fast; and *teacher-forced*,
 given r_0, r_1, ... one by one, KL(p_i || q_i) = sum_v p_i(v) (ln p_i(v) - ln q_i(v)) in nats, whether the largest q_i
 is r_i, and the perplexity exp(-mean ln q_i(r_i)).
