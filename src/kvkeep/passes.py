@@ -76,7 +76,7 @@ class Passes:
         if it cannot be undone."""
         if not self.open:
             return
-        lost = any(getattr(layer, "lost", False) for layer in self.bounded)
+        lost = any(layer.lost for layer in self.bounded)
         if lost or self.moving:
             reason = "a store could not take evicted entries" if lost else "a sliding window cannot be rolled back"
             raise KvkeepError(
