@@ -29,8 +29,8 @@ class LayerReport:
     note: str
 
 
-def describe(request: Request, geometry: ModelGeometry, made: Assembly, promise: Exactness) -> list[LayerReport]:
-    """Return, for every layer, the requested and the effective method and budget; ``promise``: of its full layers."""
+def describe(request: Request, geometry: ModelGeometry, made: Assembly, exactness: Exactness) -> list[LayerReport]:
+    """Return, for every layer, the requested and the effective method and budget; ``exactness``: of full layers."""
     budget, name = "none" if request.budget is None else str(request.budget), request.method.name
     reports = []
     for layer in geometry.layers:
@@ -46,8 +46,8 @@ def describe(request: Request, geometry: ModelGeometry, made: Assembly, promise:
             effective, entries, note = "none", 0, f"reads the entries of layer {layer.source}"
         elif layer.kind != "full":
             effective, entries, note = STOCK_STATE, None, "not keys and values; left to transformers"
-        exactness = str(promise if layer.kind == "full" else Exactness.EXACT)
-        reports.append(LayerReport(layer.index, layer.kind, name, effective, budget, entries, exactness, note))
+        own_exactness = str(exactness if layer.kind == "full" else Exactness.EXACT)
+        reports.append(LayerReport(layer.index, layer.kind, name, effective, budget, entries, own_exactness, note))
     return reports
 
 

@@ -1,7 +1,8 @@
 """The stream: how a bounded cache takes part in a model's forward pass.
 
-transformers hands its attention function a module and tensors, not the cache. The hooks of :mod:`kvkeep.models.binding`
-find the stream on the cache and pass it the new tokens; it computes the attention of layers whose past is streamed.
+transformers passes a module and tensors to its attention function, not the cache. The hooks of
+:mod:`kvkeep.models.binding` find the stream on the cache and pass it the new tokens; it computes the attention of
+layers whose past is streamed.
 """
 
 from __future__ import annotations

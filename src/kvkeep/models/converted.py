@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 _MANIFEST = "kvkeep.json"
 
 
-def converted(gguf: Path, tell: Callable[[str], None]) -> Path:
+def converted(gguf: Path, progress: Callable[[str], None]) -> Path:
     """Return the folder with the converted copy of ``gguf``, making it the first time.
 
     The copy is named by the file's checksum and moved into place whole. Sizes and checksums of its files are compared
@@ -36,7 +36,7 @@ def converted(gguf: Path, tell: Callable[[str], None]) -> Path:
     if folder.exists():
         log.warning("The converted copy in %s is damaged; making it anew.", folder)
     with scratch(folder.parent) as temporary:
-        tell(f"Converting {gguf.name}, once ...")
+        progress(f"Converting {gguf.name}, once ...")
         fresh = temporary / "model"
         model, tokenizer = _read(gguf)
         _write(model, tokenizer, fresh)
@@ -48,7 +48,7 @@ def converted(gguf: Path, tell: Callable[[str], None]) -> Path:
 
 
 def copy_folder(name: str, checksum: str) -> Path:
-    """Return where the converted copy of the GGUF file with this name and SHA-256 lies, or would lie."""
+    """Return the folder of the converted copy of a GGUF file, which may not exist."""
     return cache_folder() / "models" / f"{Path(name).stem}-{checksum[:16]}"
 
 

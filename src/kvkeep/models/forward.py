@@ -1,6 +1,6 @@
 """The forward pass in progress: the cache of this thread's attention.
 
-transformers hands the attention function a module and tensors, not the cache. The hooks of
+transformers passes a module and tensors to the attention function, not the cache. The hooks of
 :mod:`kvkeep.models.binding` note the cache here when a forward pass begins; a context variable keeps
 threads (the sessions of a server) apart.
 """

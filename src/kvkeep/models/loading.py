@@ -106,16 +106,16 @@ def available() -> list[Available]:
     return found
 
 
-def _source(text: str, revision: str | None, tell: Callable[[str], None]) -> str:
+def _source(text: str, revision: str | None, progress: Callable[[str], None]) -> str:
     """Return the folder of the model, converted first if needed, or the hub id."""
     path = Path(text).expanduser()
     on_hub = text not in EMBEDDED and not path.exists() and _HUB_ID.fullmatch(text) is not None
     if revision is not None and not on_hub:
         raise UsageError(f"A revision is for a model on the hub, and '{text}' is not a hub id; leave it out.")
     if text in EMBEDDED:
-        return str(converted(fetch(EMBEDDED[text], tell), tell))
+        return str(converted(fetch(EMBEDDED[text], progress), progress))
     if on_hub:
-        tell(f"Asking the Hugging Face hub for {text} ...")
+        progress(f"Asking the Hugging Face hub for {text} ...")
         return text
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -123,7 +123,7 @@ def _source(text: str, revision: str | None, tell: Callable[[str], None]) -> str
         return str(path)
     if path.is_file():
         _check_magic(path, text)
-        return str(converted(path.resolve(), tell))
+        return str(converted(path.resolve(), progress))
     if "/" in text or path.suffix == ".gguf" or path.is_absolute() or text.startswith((".", "~")):
         raise ModelError(f"There is no model at '{text}'.")
     raise unknown("model", text, EMBEDDED)
