@@ -41,7 +41,7 @@ _WITHOUT_KEYS = {"shared", "linear_attention", "conv", "mamba", "moe", "mlp"}
 
 @dataclass(frozen=True)
 class LayerGeometry:
-    """What one layer caches.
+    """The cached entries of one layer.
 
     Attributes:
         index: position among the decoder's layers.

@@ -198,7 +198,7 @@ def partial(query: Tensor, segment: Segment, scaling: float) -> tuple[Tensor, Te
         # The causal flag of the kernel is per head: keys are repeated rather than queries packed.
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     else:
-        # Queries of one kv head are stacked as rows, so shared keys are read once, where they lie.
+        # Queries of one kv head are stacked as rows, so shared keys are read once, in place.
         query = query.reshape(batch, key.shape[1], groups * queries, query.shape[-1])
         if mask is not None and mask.shape[1] > 1:  # a mask a head
             mask = mask.reshape(batch, key.shape[1], groups * queries, -1)

@@ -105,4 +105,4 @@ def loaded(name: str, where: str) -> Any:
 
 
 def _nothing() -> None:
-    """Stands in for a command that has not been imported."""
+    """The placeholder of a command that is not imported yet."""

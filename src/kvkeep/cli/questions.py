@@ -1,7 +1,7 @@
-"""Questions: where ``kvkeep chat`` reads them from, a terminal or a file of lines.
+"""Questions: the input of ``kvkeep chat``, a terminal or a file of lines.
 
 A terminal by itself gives a line at a time, at most 4,095 bytes of it, and makes several questions of a pasted
-text; prompt_toolkit takes what is pasted as one question, and lines as long as they are.
+text; prompt_toolkit makes pasted text one question and has no limit of length.
 """
 
 from __future__ import annotations

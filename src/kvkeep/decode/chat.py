@@ -24,7 +24,7 @@ class Conversation:
 
     @classmethod
     def resume(cls, model: Any, tokenizer: Any, path: str | os.PathLike[str]) -> Conversation:
-        """Continue the conversation saved at ``path``. Raises SessionError, also where it is not one conversation."""
+        """Continue the conversation saved at ``path``. Raises SessionError, also for other sessions."""
         session = load_session(path, model)
         messages = session.notes.get("messages")
         if session.cache.rows > 1:

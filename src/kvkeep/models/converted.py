@@ -34,7 +34,7 @@ def converted(gguf: Path, progress: Callable[[str], None]) -> Path:
     if _intact(folder):
         return folder
     if folder.exists():
-        log.warning("The converted copy in %s is damaged; making it anew.", folder)
+        log.warning("The converted copy in %s is damaged; converting again.", folder)
     with scratch(folder.parent) as temporary:
         progress(f"Converting {gguf.name}, once ...")
         fresh = temporary / "model"

