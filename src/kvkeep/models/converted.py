@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -88,10 +89,10 @@ def _check_header(gguf: Path) -> None:
     """Raise ModelError unless the tensors have the layers and width of the header: transformers allocates by the header
     before it reads the tensors."""
     reader = optional("gguf", "gguf").GGUFReader(gguf)
-    numbers = [int(part[1]) for tensor in reader.tensors if (part := tensor.name.split("."))[0] == "blk"]
+    layers = Counter(tensor.name.split(".", 2)[2] for tensor in reader.tensors if tensor.name.startswith("blk."))
     sizes = {int(size) for tensor in reader.tensors for size in tensor.shape}
     stated = {name.rpartition(".")[2]: field.contents() for name, field in reader.fields.items()}
-    if stated.get("block_count") != max(numbers, default=-1) + 1 or stated.get("embedding_length") not in sizes:
+    if stated.get("block_count") != max(layers.values(), default=0) or stated.get("embedding_length") not in sizes:
         raise _unreadable(gguf, ValueError("its header and its tensors differ in the number of layers or their width"))
 
 
