@@ -87,3 +87,25 @@ def test_a_stock_cache_is_left_alone() -> None:
     with broken(model, 2, KeyboardInterrupt):
         read(model, stock, TEXT[:, 40:50])
     assert [layer.get_seq_length() for layer in stock.layers] == [50, 50, 40, 40]
+
+
+@pytest.mark.parametrize("cut", [None, -3])
+def test_an_interrupt_in_the_last_chunk_leaves_nothing_for_the_next_pass(cut: int | None) -> None:
+    model, ids, seen = tiny("llama"), torch.randint(2, 97, (1, 60)), []
+    cache = KeepCache(model, "kv-direct", 16, chunk=16)
+
+    def interrupted(*_: Any) -> None:
+        seen.append(1)
+        if len(seen) == 4:
+            raise KeyboardInterrupt
+
+    handle = model.model.layers[2].register_forward_pre_hook(interrupted)
+    with pytest.raises(KeyboardInterrupt), torch.no_grad():
+        model(ids, past_key_values=cache, logits_to_keep=1)
+    handle.remove()
+    if cut is not None:
+        cache.crop(cut)
+    with torch.no_grad():
+        assert model(ids[:, :3], past_key_values=cache).logits.shape[1] == 3
+        other = KeepCache(model, "kv-direct", 16, chunk=16)
+        assert model.model(ids, past_key_values=other).last_hidden_state.shape[1] == 60  # no logits_to_keep is left over
