@@ -72,7 +72,7 @@ class InOrder(EvictedStore):
         codes[:, : self.checkpoint.first(self.layer)] = EntryState.DROPPED
         return codes
 
-    def truncate(self, length: int, resident: Resident) -> None:
+    def truncate(self, length: int, resident: WorkingSet) -> None:
         """Forget the slots from ``length`` on."""
         self.taken = min(self.taken, length)
         self.checkpoint.truncate(self.layer, self.taken)
@@ -129,7 +129,7 @@ class ByEntry(EvictedStore):
     def _each(self) -> Iterator[Tensor]:
         return (piece for _, piece in self.slots.read(self.slots.first, self.slots.length))
 
-    def truncate(self, length: int, resident: Resident) -> None:
+    def truncate(self, length: int, resident: WorkingSet) -> None:
         """Leave holes where slots are forgotten."""
         self.holes = True
         for piece in self._each():
@@ -145,7 +145,7 @@ class ByEntry(EvictedStore):
         self.slots.select(lanes)
 
     @property
-    def bookkeeping_bytes(self) -> int:  # type: ignore[override]
+    def bookkeeping_bytes(self) -> int:
         """Bytes allocated for slots."""
         return self.slots.nbytes
 
