@@ -35,6 +35,18 @@ def own_cache_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pyte
         monkeypatch.setenv("KVKEEP_CACHE", str(tmp_path_factory.getbasetemp() / f"cache{next(_FOLDERS)}"))
 
 
+@pytest.fixture(scope="session")
+def smollm2() -> Any:
+    """The embedded model, for tests that are marked real."""
+    from kvkeep import load
+    from kvkeep.errors import ModelError
+
+    try:
+        return load("smollm2", device="cpu")
+    except ModelError as error:
+        pytest.skip(str(error))
+
+
 @pytest.fixture
 def registered() -> Iterator[None]:
     """What a test registers is gone after it."""

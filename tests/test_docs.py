@@ -41,15 +41,15 @@ def commands() -> Iterator[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
 def test_python_examples(
-    page: Path, registered: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    page: Path, smollm2: Any, registered: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     import kvkeep
 
     monkeypatch.chdir(tmp_path)
-    loaded = kvkeep.load("smollm2")
     names: dict[str, Any] = {
-        "kvkeep": kvkeep, "model": loaded.model, "tokenizer": loaded.tokenizer,
-        "system_prompt_ids": loaded.tokenizer("You are kind.", return_tensors="pt").input_ids,
+        "kvkeep": kvkeep, "model": smollm2.model, "tokenizer": smollm2.tokenizer,
+        "system_prompt_ids": smollm2.tokenizer("You are kind.", return_tensors="pt").input_ids,
     }  # fmt: skip
     for code in blocks(page, "python"):
         exec(compile(code, page.name, "exec", dont_inherit=True), names)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,8 @@ from helpers import prompt, step
 import kvkeep
 from kvkeep import KeepCache, UsageError
 from kvkeep.policies import registry
-from kvkeep.policies.methods import parts, resolve
+from kvkeep.policies.methods import Method, combined, parts, resolve
+from kvkeep.policies.recalls.evicted import Evicted
 
 ROOT = Path(__file__).parents[1]
 
@@ -48,32 +51,35 @@ def test_importing_kvkeep_imports_neither_torch_nor_transformers() -> None:
 # -- parts ------------------------------------------------------------------------------------------------
 
 
-def specs() -> Iterator[str]:
-    """Every selector with every fate and every recall, and every preset with every recall."""
+def combinations() -> Iterator[Method]:
+    """Every selector with every fate and every recall, and every preset with every recall, allowed or not."""
     known = parts()
-    for recall in ("", *known["recalls"]):
-        tail = f"+{recall}" if recall else ""
-        for selector in known["selectors"]:
+    recalls = {"": Evicted} | known["recalls"]
+    for name, recall in recalls.items():
+        tail = f"+{name}" if name else ""
+        for selector, fate in itertools.product(known["selectors"], known["fates"]):
             if selector != "kvpress":  # which is none without the name of a press
-                yield from (f"{selector}+{fate}{tail}" for fate in known["fates"])
-        yield from (f"{preset}{tail}" for preset in registry.PRESETS)
+                chosen = known["selectors"][selector](), known["fates"][fate](), recall()
+                yield combined(f"{selector}+{fate}{tail}", *chosen)
+        for preset in registry.PRESETS:
+            yield replace(resolve(preset), name=preset + tail, **({"recall": recall()} if name else {}))
 
 
 def test_every_combination_works_or_says_why_not() -> None:
     """Of about 700; some read a text."""
-    refused, taken = {}, []
-    for spec in specs():
-        try:
-            resolve(spec)
-        except UsageError as error:
-            refused[spec] = str(error)
+    refused, taken = 0, []
+    for made in combinations():
+        reason = made.refusal()
+        if reason is None and not made.name.startswith("kv-lru+"):
+            taken.append(made.name)
             continue
-        taken.append(spec)
-    for spec, reason in refused.items():
-        assert reason.startswith(f"'{spec}' is not understood") and reason.endswith("."), reason
-        why = reason.partition("is not understood")[2].lstrip(".: ")
-        assert ". " not in why and len(why.split()) > 5, reason
-    assert len(refused) < len(taken) > 400
+        why = f". {reason}" if reason else ": 'kv-lru' is a method of its own, without another recall."
+        assert why.endswith(".") and ". " not in why[2:] and len(why.split()) > 5, why
+        with pytest.raises(UsageError) as error:
+            resolve(made.name)
+        assert str(error.value) == f"'{made.name}' is not understood{why}"
+        refused += 1
+    assert refused < len(taken) > 400
     for number, spec in enumerate(taken):
         method = resolve(spec)
         given = {
