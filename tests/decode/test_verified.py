@@ -220,7 +220,7 @@ def test_what_cannot_be_done_is_said() -> None:
         KeepCache(model, "snapkv+verified", 0)
     with pytest.raises(UsageError, match="at least one"):
         KeepCache(model, "snapkv+verified:0", 16)
-    with pytest.raises(UsageError, match="method of its own"):
+    with pytest.raises(UsageError, match="recalls everything at every step"):
         KeepCache(model, "kv-direct+verified", 16)
     with pytest.raises(UsageError, match="needs a budget"):
         KeepCache(model, "snapkv+verified")

@@ -57,15 +57,17 @@ def test_all_parts_take_parameters() -> None:
         ("h2o:windw=3", ["'h2o:windw=3'", "selector 'h2o' takes recent"]),
         ("h2o+drop:3", ["fate 'drop' takes no parameters"]),
         # What exists is not called unknown.
-        ("kv-direct:3", ["'kv-direct' is a method of its own, without parameters, a fate or a recall"]),
+        ("kv-direct:3", ["'kv-direct' is a method of its own, without parameters"]),
         ("full+drop", ["'full' is a method of its own"]),
         ("kvreviver+drop", ["'kvreviver' is a method of its own, without another fate"]),
         # Parts that mean nothing together.
         ("window+cam", ["no attention to merge by"]),
-        ("window+kvslimmer", ["nothing to select but by h2o"]),
+        ("window+kvslimmer", ["accumulated attention, which only h2o"]),
         ("h2o+merge+pages:1", ["would count twice"]),
         ("h2o+sketch:swap=1.1+certified", ["hides the exact one"]),
-        ("kv-direct+pages:1", ["'kv-direct' is a method of its own"]),
+        ("kv-direct+pages:1", ["recalls everything at every step already; use 'window+RECALL'"]),
+        ("full+verified", ["Nothing is evicted, so nothing has to be recalled."]),
+        ("kv-lru+pages", ["'kv-lru' is a method of its own, without another recall"]),
         # Values that mean nothing.
         ("streaming-llm:positions=nowhere", ["'cache' or 'absolute'"]),
         ("streaming-llm:sinks=-1", ["0 sinks or more"]),
@@ -113,7 +115,7 @@ def test_what_cannot_be_a_method_is_said(text: str, words: list[str]) -> None:
             (UsageError, {"method": "h2o", name: value}, 32, f"'h2o' takes no {name}")
             for name, value in {"checkpoint": "kv", "where": "host", "capacity": 3, "folder": "/tmp"}.items()
         ],
-        (UsageError, {"method": "streaming-llm:positions=cache+checkpoint"}, 32, "never come back"),
+        (UsageError, {"method": "streaming-llm:positions=cache+checkpoint"}, 32, "rotated for the wrong one"),
         *[
             (UsageError, {"method": f"h2o+{recall}", "checkpoint": kind}, 32, "'kv' or 'residual'")
             for recall in ("pages:2", "certified:0.1", "missed:8")

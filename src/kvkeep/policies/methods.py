@@ -85,9 +85,9 @@ class Method:
     def refusal(self) -> str | None:
         """Return why the combination means nothing, in a sentence; None where it works."""
         if self.recall.backed and self.selector.keeps_all:
-            return "Nobody leaves, so nothing has to come back."
+            return "Nothing is evicted, so nothing has to be recalled."
         if self.recall.backed and self.selector.in_order:
-            return "'kv-direct' recalls everything at every step already; 'window' with this recall does what is meant."
+            return "'kv-direct' recalls everything at every step already; use 'window+RECALL'."
         if (reason := self.fate.refuses(self.selector)) is not None:
             return reason
         if self.recall.reads_single and (self.fate.merges or self.fate.makes_room):
@@ -131,8 +131,8 @@ def combined(name: str, selector: Selector, fate: Fate, recall: Recall) -> Metho
 
 def _of_preset(spec: str, first: str, preset: Preset, rest: list[str], recall: Recall) -> Method:
     name, _, given = first.partition(":")
-    if rest or (preset.closed and (given or recall.backed)):
-        without = "parameters, a fate or a recall" if preset.closed else "another fate"
+    if rest or (preset.closed and given) or (recall.backed and preset.recall.backed):
+        without = "another fate" if rest else "parameters" if given else "another recall"
         raise UsageError(f"'{spec}' is not understood: '{name}' is a method of its own, without {without}.")
     fate: Any = build("method", first, {name: preset.fate})
     own = {key for key, value in vars(fate).items() if value != getattr(preset.fate(), key)}

@@ -93,7 +93,7 @@ FORMER = {"ladder": "tiers"}
 @dataclass(frozen=True)
 class Preset:
     """A selector, a fate and perhaps a recall that are known by one name: its parameters are the fate's, ``defaults``
-    first. closed: it takes no other fate or recall, and no parameters."""
+    first. closed: it takes no parameters. A fate and a recall of its own are not replaced."""
 
     selector: Selector
     fate: type[Fate]

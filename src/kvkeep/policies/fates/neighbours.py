@@ -46,16 +46,12 @@ class Neighbours(Fate):
             raise UsageError(f"Pairs are merged by a share of the budget, or a number of them, not {self.slack:g}.")
 
     def refuses(self, selector: Selector) -> str | None:
-        """Selectors that do not add up attention: pairs are chosen by that, and nobody leaves."""
-        if selector.accumulates:
-            return None
-        return (
-            "Neighbours are merged by all the attention they received, and nobody leaves: there is nothing to select "
-            "but by h2o, which adds that up."
-        )
+        """Selectors that do not add up attention: pairs are chosen by that."""
+        reason = "Neighbours are chosen by accumulated attention, which only h2o and h2o-fisher (halflife=0) keep."
+        return None if selector.accumulates else reason
 
     def chunk(self, entries: int, chunk: int) -> int:
-        """Return how many tokens of a prompt to take at a time where nobody says: a quarter of the budget, as in the
+        """Return how many tokens of a prompt to take at a time by default: a quarter of the budget, as in the
         papers (512 of 2,048). A chunk as long as the budget would merge nearly everything each time."""
         return min(chunk, max(MIN_CHUNK, entries // 4))
 

@@ -43,7 +43,10 @@ class StreamingLLM(Selector):
     def sinks_in_cache(self, drops: bool) -> int | None:
         """Return the sinks unless positions are absolute. Raises UsageError where what comes back needs those."""
         if self.positions == "cache" and not drops:
-            raise UsageError("Positions within the cache are for entries that never come back; leave 'positions' out.")
+            raise UsageError(
+                "Positions within the cache change with every step, so a recalled entry would be rotated for the wrong "
+                "one; leave 'positions' out."
+            )
         return self.sinks if drops and self.positions != "absolute" else None
 
     def rank(self, entries: Candidates) -> Tensor:
