@@ -534,14 +534,30 @@ class Held:
     shrunk: int = 0
 
 
+class Reading(NamedTuple):
+    """What attention to entries that a store holds is counted as, beside attending to them.
+
+    entries: of those that there are, at most; None: all. bits: of codes that are multiplied or written out. rank:
+    numbers of which each key and each value is made. segment: entries that one bound is for. estimated: they are looked
+    up in a sketch.
+    """
+
+    entries: int | None = None
+    bits: int = 0
+    rank: int = 0
+    segment: int = 0
+    estimated: bool = False
+
+
 @dataclass(frozen=True)
 class Fate(ABC):
     """What becomes of entries that leave. A frozen dataclass whose fields are its parameters.
 
     label: in a word; source: the paper; returns: how what left comes back by itself; exactness: its promise;
     checkpoints: what leaves is kept in a checkpoint, whose options the cache then takes; records: ids and positions of
-    all tokens are needed. work: what reading it is counted as (:mod:`kvkeep.plan.costs`). leaves: who leaves, where
-    that is the fate's to say. keeps, merges, makes_room: as of the store it makes.
+    all tokens are needed. work: whose overhead a step has (:data:`kvkeep.plan.machine.LAYERS`), the selector's where it
+    is none of those. leaves: who leaves, where that is the fate's to say. keeps, merges, makes_room: as of the store
+    it makes.
     """
 
     label: ClassVar[str]
@@ -560,6 +576,11 @@ class Fate(ABC):
     def kind(self) -> str | None:
         """The kind of checkpoint that the method's name says, None where the cache's options do."""
         return None
+
+    @property
+    def reading(self) -> Reading:
+        """What reading its store takes, for the planner."""
+        return Reading()
 
     @property
     def swaps(self) -> bool:
@@ -677,6 +698,10 @@ class Recall(ABC):
     def tail(self, entries: int) -> int:
         """Return how many of a budget's ``entries`` are for tokens that wait for a decision, 0 where none does."""
         return 0
+
+    def entries(self, away: int) -> int:
+        """Return how many of ``away`` entries of a KV head come back for a step, at most."""
+        return away
 
     def swapped(self, away: int) -> int:
         """Return how many of ``away`` entries of a KV head may be resident after a step, in place of as many others."""

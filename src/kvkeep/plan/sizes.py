@@ -27,7 +27,8 @@ class Sizes:
     directly, those in a smaller form, and checkpoints by place, as ``cache.memory()`` measures them. hand: the largest
     chunk of one layer beside them. workspace: the most that recall holds for a moment. budget: entries of each full
     layer, None where there is none. exact: of those, how many are kept as they are. away: entries that have left.
-    kept: tokens whose entries attention still reads in some form."""
+    kept: tokens whose entries attention still reads in some form. stored: entries of a KV head that the
+    fate still has."""
 
     tokens: int
     budget: int | None
@@ -36,6 +37,7 @@ class Sizes:
     away: int
     kept: int
     resident: int
+    stored: int = 0
     compressed: int = 0
     device: int = 0
     host: int = 0
@@ -115,7 +117,7 @@ def _selected(
     fate.fits(method.name, geometry, within)
     moved = sinks is not None and _moves(arriving, exact)
     budgets = selector.budgets(model, geometry, exact)
-    resident, compressed, workspace, hand, kept = held.resident, 0, 0, held.hand, exact
+    resident, compressed, workspace, hand, stored = held.resident, 0, 0, held.hand, 0
     alike = Counter((_shape(layer), tuple(_by_head(budgets[layer.index], layer))) for layer in geometry.full_layers)
     gone: list[Left] = []
     for (layer, own), count in alike.items():
@@ -132,11 +134,11 @@ def _selected(
         hand += count * store.shrunk
         moving = _moved(max(own), arriving, tail, layer, geometry) + (8 * len(own) if len(set(own)) > 1 else 0)
         workspace = max(workspace, moving, store.workspace + reader.workspace)
-        if fate.keeps and not fate.merges:
-            kept = exact + store.entries if store.entries else held.tokens
-    kept = min(held.tokens, held.tokens if method.checkpoints or fate.merges or fate.makes_room else kept)
+        stored = 0 if fate.merges or not fate.keeps else store.entries or sum(left)
+    whole = method.checkpoints or fate.merges or fate.makes_room
+    kept = held.tokens if whole else min(held.tokens, exact + stored)
     away = sum(gone[0][1])
-    sums = {"resident": resident, "compressed": compressed, "workspace": workspace, "hand": hand}
+    sums = {"resident": resident, "compressed": compressed, "workspace": workspace, "hand": hand, "stored": stored}
     return replace(held, exact=exact, away=away, kept=kept, **sums), gone
 
 

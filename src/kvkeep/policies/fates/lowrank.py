@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvkeep.contracts import EntryState, EvictedStore, Fate, Held, Piece, Site
+from kvkeep.contracts import EntryState, EvictedStore, Fate, Held, Piece, Reading, Site
 from kvkeep.errors import UnsupportedModelError, UsageError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.memory.ledger import Ledger
@@ -38,6 +38,11 @@ class LowRank(Fate):
     def __post_init__(self) -> None:
         if self.rank < 1:
             raise UsageError(f"A rank is 1 or more, not {self.rank}.")
+
+    @property
+    def reading(self) -> Reading:
+        """Coordinates."""
+        return Reading(rank=self.rank)
 
     def resident(self, entries: int) -> int:
         """Return the exact ones."""

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from kvkeep.contracts import EntryState, EvictedStore, Fate, Held, Piece, Site
+from kvkeep.contracts import EntryState, EvictedStore, Fate, Held, Piece, Reading, Site
 from kvkeep.errors import UnsupportedModelError, UsageError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.memory.meter import Meter
@@ -34,6 +34,11 @@ class Quantize(Fate):
     def __post_init__(self) -> None:
         if self.bits not in (2, 4, 8):
             raise UsageError(f"Entries are kept at 8, 4 or 2 bits, not {self.bits}.")
+
+    @property
+    def reading(self) -> Reading:
+        """Codes."""
+        return Reading(bits=self.bits)
 
     def resident(self, entries: int) -> int:
         """Return the exact ones; the group that waits for its last entry comes on top."""

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvkeep.contracts import EntryState, EvictedStore, Exactness, Fate, Held, Piece, Site
+from kvkeep.contracts import EntryState, EvictedStore, Exactness, Fate, Held, Piece, Reading, Site
 from kvkeep.errors import UsageError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.memory.meter import Meter
@@ -33,6 +33,11 @@ class Segments(Fate):
     def __post_init__(self) -> None:
         if self.top < 1:
             raise UsageError(f"At least one segment is read, not {self.top}.")
+
+    @property
+    def reading(self) -> Reading:
+        """The highest-scoring segments, found by bounds."""
+        return Reading(GROUP * self.top, segment=GROUP)
 
     def store(self, site: Site, shared: Any) -> EvictedStore:
         """Return a store without an end."""

@@ -29,10 +29,6 @@ class PagesThatMatter(Recall):
         """Return which pages each lane recalls: here none. See :class:`kvkeep.stores.selective.Choice`."""
         return None
 
-    def entries(self, away: int) -> int:
-        """Return how many of ``away`` entries of a KV head come back in a step, at most."""
-        return away
-
     def holds(self, layer: LayerGeometry, geometry: ModelGeometry, tokens: int, away: int) -> Held:
         """Return the bytes of the bounds of all pages, and of what is recalled: gathered where it is less than half."""
         bounds = bounds_elements(layer.kv_heads * layer.key_dim, tokens) * geometry.dtype_bytes
