@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvkeep.budget import Budget
-from kvkeep.contracts import Exactness
-from kvkeep.errors import BudgetError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.memory.rows import BLOCK, pages_of, ring_rows, up
 from kvkeep.plan.candidates import Candidate
@@ -85,9 +83,7 @@ def sizes(
         full = rows * geometry.full_bytes_per_token
         return Sizes(tokens, limit, tokens, tokens, 0, tokens, sliding + full, hand=hand)
     assert budget is not None
-    exact = method.exactness is Exactness.EXACT
-    chunk = Budget.parse(budget).chunk_for(budget, layers=len(geometry.full_layers) if exact else 0)
-    chunk = method.fate.chunk(budget, chunk)
+    chunk = method.chunk(geometry, Budget.parse(budget), budget)
     arriving = [*_chunks(prompt, chunk), *[1] * steps]
     held = Sizes(tokens, budget, chunk, budget, 0, tokens, sliding, hand=min(chunk, prompt) * largest)
     if method.selector.in_order:
@@ -107,14 +103,7 @@ def _selected(
     method = candidate.method
     selector, fate, recall = method.selector, method.store_fate, method.recall
     assert held.budget is not None
-    tail = recall.tail(held.budget)
-    within = held.budget - tail
-    exact = fate.resident(within)
-    sinks = selector.sinks_in_cache(not (fate.keeps or recall.backed))
-    exact = exact if sinks is None else max(exact - (sinks + 1) // 2, 1)
-    if recall.backed and within < 1:
-        raise BudgetError(f"A budget of {held.budget} entries leaves '{method.name}' nothing to attend to.")
-    fate.fits(method.name, geometry, within)
+    tail, within, exact, sinks = method.division(geometry, held.budget)
     moved = sinks is not None and _moves(arriving, exact)
     budgets = selector.budgets(model, geometry, exact)
     resident, compressed, workspace, hand, stored = held.resident, 0, 0, held.hand, 0

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
+from kvkeep.budget import Budget
 from kvkeep.contracts import Exactness, Fate, Recall, Selector
-from kvkeep.errors import UsageError, unknown
+from kvkeep.errors import BudgetError, UsageError, unknown
+from kvkeep.geometry import ModelGeometry
 from kvkeep.policies import registry
 from kvkeep.policies.fates.drop import Drop
 from kvkeep.policies.recalls.evicted import Evicted
@@ -15,6 +17,17 @@ from kvkeep.policies.specs import build
 
 STOCK = "stock"
 """transformers' own cache, which is asked for as a method where the two are compared."""
+
+
+class Division(NamedTuple):
+    """What a layer's budget of entries is for. tail: tokens that wait for a decision. within: all others, of which
+    resident: those kept as they are. sinks: first entries whose keys are held as they came, too; None: positions are
+    those of the text."""
+
+    tail: int
+    within: int
+    resident: int
+    sinks: int | None
 
 
 @dataclass(frozen=True)
@@ -81,6 +94,24 @@ class Method:
             return ("budget", "chunk")
         capacity = ("capacity",) if not self.recall.backed or self.recall.loses else ()
         return ("budget", "checkpoint", "where", *capacity, "folder", "chunk", "page")
+
+    def division(self, geometry: ModelGeometry, entries: int) -> Division:
+        """Return what a budget of ``entries`` is for. Raises BudgetError where they are too few."""
+        tail, fate = self.recall.tail(entries), self.store_fate
+        within = entries - tail
+        if self.recall.backed and within < 1:
+            raise BudgetError(f"A budget of {entries} entries leaves '{self.name}' nothing to attend to; give it more.")
+        fate.fits(self.name, geometry, within)
+        resident = fate.resident(within)
+        sinks = self.selector.sinks_in_cache(not (fate.keeps or self.recall.backed))
+        return Division(tail, within, resident if sinks is None else max(resident - (sinks + 1) // 2, 1), sinks)
+
+    def chunk(self, geometry: ModelGeometry, budget: Budget, entries: int, chunk: int | None = None) -> int:
+        """Return how many tokens of a prompt are taken at a time with a budget of ``entries``; ``chunk``: those asked
+        for. Raises BudgetError where they do not fit."""
+        layers = len(geometry.full_layers) if self.exactness is Exactness.EXACT else 0
+        most = budget.chunk_for(entries, chunk, layers)
+        return most if chunk is not None else self.fate.chunk(entries, most)
 
     def refusal(self) -> str | None:
         """Return why the combination means nothing, in a sentence; None where it works."""

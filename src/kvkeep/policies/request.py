@@ -129,8 +129,7 @@ class Request:
         exact = self.method.exactness is Exactness.EXACT
         least = min(self.chunk, MIN_CHUNK) if exact and self.chunk else self.chunk
         entries = self.budget.entries(geometry, context=self.context, batch=self.batch, chunk=least)
-        chunk = self.budget.chunk_for(entries, self.chunk, len(geometry.full_layers) if exact else 0)
-        return entries, chunk if self.chunk is not None else self.method.fate.chunk(entries, chunk)
+        return entries, self.method.chunk(geometry, self.budget, entries, self.chunk)
 
     def spec(self, geometry: ModelGeometry, device: str) -> CheckpointSpec:
         """Return the checkpoint that is meant: by default the smaller of kv and residual, outside the memory the model
