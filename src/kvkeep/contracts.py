@@ -124,6 +124,9 @@ class Candidates:
 
 # -- who leaves ---------------------------------------------------------------------------------------
 
+STAYS = float("inf")
+"""The rank of an entry that does not leave."""
+
 
 @dataclass(frozen=True)
 class Selector(ABC):

@@ -17,7 +17,7 @@ from kvkeep.errors import UsageError
 from kvkeep.policies.fates.asymkv import AsymKV
 from kvkeep.policies.fates.cam import Cam
 from kvkeep.policies.fates.checkpoint import Checkpointed
-from kvkeep.policies.fates.drop import Drop
+from kvkeep.policies.fates.drop import Drop, Kept
 from kvkeep.policies.fates.kvslimmer import KVSlimmer
 from kvkeep.policies.fates.kvslimmer_exact import KVSlimmerExact
 from kvkeep.policies.fates.lowrank import LowRank
@@ -37,7 +37,7 @@ from kvkeep.policies.selectors.h2o_fisher import H2OFisher
 from kvkeep.policies.selectors.knorm import KNorm
 from kvkeep.policies.selectors.kvpress import KVPress
 from kvkeep.policies.selectors.lru import LRU
-from kvkeep.policies.selectors.nobody import Kept, Nobody
+from kvkeep.policies.selectors.nobody import Nobody
 from kvkeep.policies.selectors.pyramidkv import PyramidKV
 from kvkeep.policies.selectors.random import Random
 from kvkeep.policies.selectors.snapkv import SnapKV
