@@ -55,7 +55,7 @@ def methods(
 
 _COLUMNS = {
     "name": "method",
-    "class": "class",
+    "class": "exactness",
     "selector": "who leaves",
     "fate": "what becomes of it",
     "recall": "how it comes back",
@@ -83,11 +83,11 @@ def _rows() -> list[dict[str, Any]]:
     stock = {
         "name": STOCK,
         "class": "exact",
-        "selector": "nobody",
+        "selector": "none",
         "fate": "kept",
         "recall": "not needed",
         "options": [],
-        "summary": "transformers' own default cache, the yardstick.",
+        "summary": "transformers' own default cache, the baseline.",
         "source": "transformers.DynamicCache",
     }
     return [*rows, stock]

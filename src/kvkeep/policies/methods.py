@@ -137,21 +137,26 @@ def resolve(spec: str) -> Method:
     """
     registry.load_plugins()
     first, *rest = spec.split("+")
+    rest = [_current(part) for part in rest]
     name = first.partition(":")[0]
     recalls = bool(rest) and rest[-1].partition(":")[0] in RECALLS
     recall: Recall = build("recall", rest.pop(), RECALLS) if recalls else Evicted()
     if name in PRESETS:
         method = _of_preset(spec, first, PRESETS[name], rest, recall)
     elif name in SELECTORS:
-        text = "+".join(rest) if rest else "drop"
-        kind, colon, given = text.partition(":")
-        fate = build("fate", FORMER.get(kind, kind) + colon + given, FATES)
+        fate = build("fate", "+".join(rest) if rest else "drop", FATES)
         method = combined(spec, build("selector", first, SELECTORS), fate, recall)
     else:
         raise unknown("method", name, [*names(), STOCK])
     if (reason := method.refusal()) is not None:
         raise UsageError(f"'{spec}' is not understood. {reason}")
     return method
+
+
+def _current(part: str) -> str:
+    """Return a fate or recall by the name that it has now."""
+    name, colon, given = part.partition(":")
+    return FORMER.get(name, name) + colon + given
 
 
 def combined(name: str, selector: Selector, fate: Fate, recall: Recall) -> Method:

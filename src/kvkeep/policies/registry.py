@@ -83,11 +83,11 @@ RECALLS: dict[str, type[Recall]] = {
     "verified": Verified,
     "pages": Pages,
     "certified": Certified,
-    "missed": FetchOnMiss,
+    "fetch-on-miss": FetchOnMiss,
 }
 
-FORMER = {"ladder": "tiers"}
-"""Names that a part had in stores and sessions of earlier versions."""
+FORMER = {"ladder": "tiers", "missed": "fetch-on-miss"}
+"""Names that a fate or a recall had in stores and sessions of earlier versions."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ PRESETS: dict[str, Preset] = {
     "longcache": Preset(
         StreamingLLM(),
         Segments,
-        "Sinks, the newest, and for each query the most promising segments of all others: bounded work, not memory.",
+        "Sinks, the newest, and for each query the highest-scoring segments of all others: bounded work, not memory.",
         "LongCache (Liu et al., 2024)",
     ),
     "cam": Preset(

@@ -27,7 +27,7 @@ class Segments(Fate):
     label: ClassVar[str] = "kept in segments"
     source: ClassVar[str] = "LongCache (Liu et al., 2024)"
     work: ClassVar[str] = "segments"
-    returns: ClassVar[str] = "the most promising segments"
+    returns: ClassVar[str] = "the highest-scoring segments"
     exactness: ClassVar[Exactness] = Exactness.REVERSIBLE
 
     def __post_init__(self) -> None:
@@ -66,7 +66,7 @@ class Promising(Codec):
         return [keys, values, keys.amin(1), keys.amax(1)]
 
     def read(self, query: Tensor, parts: list[Tensor], slots: Tensor, holes: bool) -> Iterator[Piece]:
-        """Yield the most promising segments of each lane."""
+        """Yield the highest-scoring segments of each lane."""
         keys, values, low, high = parts
         if query.shape[-1] == low.shape[-1] and slots.shape[1] > self.top:
             # max(q min, q max) is q max for positive q and q min for negative.

@@ -17,7 +17,7 @@ class Nobody(Selector):
 
     layout: str = "dynamic"
 
-    leaves: ClassVar[str] = "nobody"
+    leaves: ClassVar[str] = "none"
     source: ClassVar[str] = ""
     keeps_all: ClassVar[bool] = True
 
