@@ -134,7 +134,7 @@ class Selector(ABC):
     :meth:`arrive` and :meth:`observe`. It holds no entries and no state: scores, one number for each entry, are kept
     beside the entries and travel with them.
 
-    leaves: who leaves, in a few words; source: the paper. keeps_all: nobody does. in_order: the oldest does, in all
+    leaves: who leaves, in a few words; source: the paper. keeps_all: none does. in_order: the oldest does, in all
     heads alike, so that entries lie in a ring.
     """
 
@@ -150,7 +150,7 @@ class Selector(ABC):
 
     @property
     def layout(self) -> str:
-        """How entries lie in memory where nobody leaves: "dynamic", "static" or "paged"."""
+        """How entries lie in memory where all stay: "dynamic", "static" or "paged"."""
         return ""
 
     @property
@@ -599,7 +599,7 @@ class Fate(ABC):
         return entries
 
     def chunk(self, entries: int, chunk: int) -> int:
-        """Return how many tokens of a prompt to take at a time where nobody says, ``chunk`` by default."""
+        """Return how many tokens of a prompt to take at a time by default, ``chunk`` or fewer."""
         return chunk
 
     def fits(self, name: str, geometry: ModelGeometry, entries: int) -> None:

@@ -182,7 +182,7 @@ def names() -> list[str]:
     """Return the names of all methods that lists name: presets, selectors, and a few combinations."""
     registry.load_plugins()
     unnamed = [name for name in SELECTORS if name != "kvpress"]  # which is none without the name of a press
-    kept = [name for name, preset in PRESETS.items() if preset.closed and name != "kv-lru"]
+    kept = [name for name, preset in PRESETS.items() if preset.closed and not preset.recall.backed]
     return [*kept, *unnamed, *(name for name in PRESETS if name not in kept), *LISTED]
 
 

@@ -162,7 +162,7 @@ class ByEntry(_OnCheckpoint):
         )
 
     def restore(self, state: dict[str, Tensor]) -> None:
-        self.holes = True  # nobody looked
+        self.holes = True  # there may be
         self.slots.first = self.slots.length = int(state["first"][0])
         if "slots" in state:
             self.slots.append(state["slots"])

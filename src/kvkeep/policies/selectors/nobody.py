@@ -1,4 +1,4 @@
-"""Nobody leaves: the methods that keep everything, and how their entries lie."""
+"""No eviction: the methods that keep everything, and how their entries lie."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvkeep.contracts import Candidates, Selector
 
 @dataclass(frozen=True)
 class Nobody(Selector):
-    """Nobody leaves. ``layout``: "dynamic" (buffers that grow), "static" (allocated once), "paged" (blocks of a
+    """All entries stay. ``layout``: "dynamic" (buffers that grow), "static" (allocated once), "paged" (blocks of a
     pool)."""
 
     layout: str = "dynamic"
