@@ -16,7 +16,7 @@ sequence, padding included, from 0.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum, StrEnum
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -211,80 +211,144 @@ class Selector(ABC):
         """Return the order of leaving: the lowest first. Empty columns and padding are taken care of."""
 
 
-class Resident(Protocol):
+class Resident(ABC):
     """The entries of one layer that attention reads as they are."""
-
-    def arrive(self, keys: Tensor, values: Tensor) -> None:
-        """Make room for new entries (lanes, n, dim), which :meth:`admit` will bring."""
-
-    def pieces(self, ordered: bool = True) -> Iterator[Piece]:
-        """Yield what is held; without ``ordered`` entries may come in any order: no mask will ask which is which."""
-
-    def admit(self, keys: Tensor, values: Tensor, first: int) -> Evicted | None:
-        """Keep new entries, whose slots begin at ``first``, within the budget. Return what left, None for nothing."""
-
-    def weighs_at_once(self, held: Sequence[Segment]) -> bool:
-        """Whether the weights of a single query are wanted, and can all be had with its attention."""
-
-    def observe(
-        self, step: Step, lse: Tensor, held: Sequence[Segment], new: tuple[Tensor, Tensor] | None, first: int
-    ) -> None:
-        """Score every entry by the attention it received: ``lse`` as attention over everything returned it, ``held``
-        the segments of :meth:`pieces`, ``new`` the step's own entries (lanes, n, dim) from slot ``first`` on, None
-        once they are settled."""
-
-    def held(self, alone: bool = False) -> Tensor:
-        """Return which slots are resident, (lanes, slots) bool, or (1, slots) where lanes are alike; ``alone``: and
-        stand for no other."""
-
-    def truncate(self, length: int) -> None:
-        """Forget the slots from ``length`` on; entries that left before do not come back by it."""
-
-    def select(self, lanes: Tensor) -> None:
-        """Make the lanes those of an index (repeats and reorders allowed)."""
-
-    def state(self) -> dict[str, Tensor]:
-        """Return what must be saved."""
-
-    def restore(self, state: dict[str, Tensor], length: int) -> None:
-        """Take what :meth:`state` gave, as entries of ``length`` slots."""
-
-    def check(self, extent: Extent) -> None:
-        """Raise Misfit where what came from a file cannot be what a layer of ``extent`` holds."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes allocated for entries."""
 
     @property
     def bookkeeping_bytes(self) -> int:
         """Bytes allocated for slots, scores and counts."""
+        return 0
 
+    def arrive(self, keys: Tensor, values: Tensor) -> None:
+        """Make room for new entries (lanes, n, dim), which :meth:`admit` will bring."""
 
-class WorkingSet(Resident, Protocol):
-    """Resident entries that a selector chose, as stores and readers may ask of them. columns: the most entries a lane
-    has room for."""
+    @abstractmethod
+    def pieces(self, ordered: bool = True) -> Iterator[Piece]:
+        """Yield what is held; without ``ordered`` entries may come in any order: the caller masks none of them."""
 
-    selector: Selector
+    @abstractmethod
+    def admit(self, keys: Tensor, values: Tensor, first: int) -> Evicted | None:
+        """Keep new entries, whose slots begin at ``first``, within the budget. Return what was evicted, None for
+        nothing, or where the store took it already."""
+
+    def weighs_at_once(self, held: Sequence[Segment]) -> bool:
+        """Return whether a single query's weights are needed, and can be computed with its attention: ``held`` is one
+        segment, of all lanes."""
+        return False
+
+    def observe(
+        self, step: Step, lse: Tensor, held: Sequence[Segment], new: tuple[Tensor, Tensor] | None, first: int
+    ) -> None:
+        """Score every entry by the attention it received. ``lse``: as attention over everything returned it. ``held``:
+        the segments of :meth:`pieces`. ``new``: the step's own entries (lanes, n, dim) from slot ``first`` on, None
+        once they are settled."""
+
+    @abstractmethod
+    def held(self, alone: bool = False) -> Tensor:
+        """Return which slots are resident, (lanes, slots) bool, or (1, slots) where lanes are alike; ``alone``: and
+        stand for no other."""
+
+    @abstractmethod
+    def truncate(self, length: int) -> None:
+        """Forget the slots from ``length`` on; entries that were evicted before do not come back by it."""
+
+    @abstractmethod
+    def select(self, lanes: Tensor) -> None:
+        """Make the lanes those of an index (repeats and reorders allowed)."""
+
+    @abstractmethod
+    def state(self) -> dict[str, Tensor]:
+        """Return what must be saved."""
+
+    @abstractmethod
+    def restore(self, state: dict[str, Tensor], length: int) -> None:
+        """Take what :meth:`state` gave, as entries of ``length`` slots."""
+
+    @abstractmethod
+    def check(self, extent: Extent) -> None:
+        """Raise Misfit where what came from a file cannot be what a layer of ``extent`` holds."""
 
     @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes allocated for entries."""
+
+
+class WorkingSet(Resident):
+    """Resident entries that a selector chose, as stores and readers may ask of them. The *tail* is columns behind the
+    entries, for those that wait for a decision of the round."""
+
+    selector: Selector
+    banks: Any
+    length: int  # slots so far
+
+    @property
+    @abstractmethod
+    def observes(self) -> bool:
+        """Whether the selector asks for attention, and has something to choose from."""
+
+    @property
+    @abstractmethod
     def columns(self) -> int:
-        """The most entries that any lane has room for."""
+        """The most entries that a lane has room for."""
 
+    @property
+    @abstractmethod
+    def least_columns(self) -> int:
+        """The fewest entries that a lane has room for."""
+
+    @abstractmethod
+    def unpadded(self, lse: Tensor) -> Tensor:
+        """Return a log-sum-exp (lanes, heads, queries) by which what padding attends to does not count."""
+
+    @abstractmethod
+    def learn_all(self, weights: Tensor) -> None:
+        """Let the selector score the entries, all of one bank and settled, by one query's ``weights`` (lanes, n)."""
+
+    @abstractmethod
     def observed(self, slots: Tensor, scores: Tensor, weights: Tensor, queries: int) -> Tensor:
-        """Return what the selector makes of the attention that entries elsewhere received; (lanes, n) throughout."""
+        """Return what the selector makes of the attention that entries elsewhere received; (lanes, n) throughout. One
+        that looks at keys and values is not shown those of entries elsewhere, and leaves their scores."""
 
+    @abstractmethod
     def ranks(self, slots: Tensor, scores: Tensor) -> Tensor:
         """Return the ranks of entries elsewhere, (lanes, n) float32; -inf where a slot is -1."""
 
+    @abstractmethod
     def lowest(self, count: int) -> Tensor:
-        """Return the ranks of those entries of every lane that would leave first, (lanes, ``count``) float32,
+        """Return the ranks of those entries of every lane that would be evicted first, (lanes, ``count``) float32,
         ascending: -inf for an empty column, inf where a lane has no more."""
 
+    @abstractmethod
     def swap_in(self, slots: Tensor, keys: Tensor, values: Tensor, scores: Tensor | None = None) -> None:
         """Make entries resident: ``slots`` (lanes, n), none of which is, -1 for none; keys and values (lanes, n, dim);
         scores (lanes, n), by default those of new entries. In each lane they take empty columns, then those of the
         entries that rank lowest, which leave; there can be no more of them than the lane has columns."""
+
+    @abstractmethod
+    def evict(self, count: int) -> None:
+        """Evict the ``count`` lowest-ranked entries of every lane now."""
+
+    @abstractmethod
+    def halves(self, limit: int) -> Tensor:
+        """Return half of the entries that each lane has room for, ``limit`` at most: (lanes, 1) int64."""
+
+    @abstractmethod
+    def pieces(self, ordered: bool = True, tail: int = 0) -> Iterator[Piece]:
+        """Yield what is held, with the first ``tail`` entries of the tail behind it."""
+
+    @abstractmethod
+    def wait(self, keys: Tensor, values: Tensor, after: int) -> None:
+        """Write new entries (lanes, n, dim) into the tail, behind ``after`` that are there."""
+
+    @abstractmethod
+    def waited(self, count: int) -> tuple[Tensor, Tensor]:
+        """Return copies of the first entries of the tail, (lanes, count, dim)."""
+
+    @abstractmethod
+    def choose(self, weights: Tensor, queries: int, pick: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
+        """Choose what is resident anew from all slots, by the attention they received from ``queries`` queries:
+        ``weights`` (lanes, slots). pick: returns keys and values (n, dim) of single entries by lane and slot."""
 
 
 # -- what becomes of it -------------------------------------------------------------------------------
@@ -302,9 +366,17 @@ class EvictedStore(ABC):
     listens: ClassVar[bool] = False
     merges: ClassVar[bool] = False
     makes_room: ClassVar[bool] = False
-    compressed_bytes: int = 0
-    bookkeeping_bytes: int = 0
     taken: int | None = None  # entries so far, where they come in the order of the text
+
+    @property
+    def compressed_bytes(self) -> int:
+        """Bytes allocated for entries."""
+        return 0
+
+    @property
+    def bookkeeping_bytes(self) -> int:
+        """Bytes allocated for what is beside them."""
+        return 0
 
     def take(self, left: Evicted, resident: WorkingSet) -> None:
         """Take entries that leave; ``resident`` is what stays."""
@@ -346,7 +418,7 @@ class EvictedStore(ABC):
         :class:`EntryState`, on the CPU."""
         return torch.full((lanes, length), EntryState.DROPPED, dtype=torch.int8)
 
-    def truncate(self, length: int, resident: Resident) -> None:
+    def truncate(self, length: int, resident: WorkingSet) -> None:
         """Forget the slots from ``length`` on; ``resident`` did already, and the ledger still knows them."""
 
     def select(self, lanes: Tensor) -> None:
@@ -631,15 +703,18 @@ class Fate(ABC):
 class Reader(ABC):
     """How the attention of one layer reads what is not resident, and what it keeps for that.
 
-    backed: every entry is in the checkpoint too, resident or not, so any may come back. backing: the layer's share of
-    it, None where there is none. certificate: what it can have left out, None where that is nothing.
+    backing: the layer's share of a checkpoint that has every entry, resident or not, None where there is none.
+    certificate: what it can have left out, None where that is nothing.
     """
 
-    backed: ClassVar[bool] = False
     backing: Any = None
     certificate: Any = None
-    bookkeeping_bytes: int = 0
     waiting: int = 0  # slots that came in and wait for a decision
+
+    @property
+    def bookkeeping_bytes(self) -> int:
+        """Bytes allocated for what it keeps."""
+        return 0
 
     @abstractmethod
     def attend(self, layer: Any, step: Step) -> Tensor:
@@ -652,6 +727,13 @@ class Reader(ABC):
 
     def settling(self, layer: Any, keys: Tensor, values: Tensor) -> None:
         """New entries are about to be kept."""
+
+    def commit(self, layer: Any, count: int, agreed: bool) -> None:
+        """Keep the first ``count`` of the entries that wait for the round's decision; ``agreed``: all drafts were
+        right."""
+
+    def choose(self, layer: Any) -> None:
+        """Choose the resident entries anew, before the round drafts again."""
 
     def past(self, layer: Any) -> Iterator[Piece]:
         """Yield the entries of all slots, each once; those that were evicted as they come back."""

@@ -76,7 +76,7 @@ class Passes:
         KvkeepError where it cannot be undone."""
         if not self.open:
             return
-        lost = any(getattr(layer, "lost", False) for layer in self.bounded)
+        lost = any(layer.lost for layer in self.bounded)
         if lost or self.moving:
             reason = "entries left that a store could not take" if lost else "what a sliding window forgot is gone"
             raise KvkeepError(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvkeep.attention import Segment, attend
 from kvkeep.attention.step import Step
-from kvkeep.contracts import Checkpoint, EntryState
+from kvkeep.contracts import Checkpoint, EntryState, Piece, Reader, Site
 from kvkeep.memory.extent import Extent, Misfit
 from kvkeep.stores.layer import Layer
 from kvkeep.stores.read_evicted import observe_evicted
@@ -92,6 +92,29 @@ class Backing:
         if slots.shape[1]:
             layer.evicted.forget(slots)
             layer.resident.swap_in(slots, *self.picked(slots))
+
+
+class Backed(Reader):
+    """A reader of a layer whose every entry is in the backing, whatever becomes of the resident one."""
+
+    def __init__(self, site: Site) -> None:
+        assert site.checkpoint is not None
+        self.backing: Backing = Backing(site.checkpoint, site.layer.index)
+
+    def settling(self, layer: Layer, keys: Tensor, values: Tensor) -> None:
+        self.backing.append(keys, values)
+
+    def past(self, layer: Layer) -> Iterator[Piece]:
+        yield from self.backing.checkpoint.pieces(layer.index, layer.length)
+
+    def states(self, layer: Layer, evicted: Tensor) -> Tensor:
+        return self.backing.states(evicted)
+
+    def truncate(self, layer: Layer, length: int) -> None:
+        self.backing.truncate(min(length, layer.length))
+
+    def check(self, extent: Extent) -> None:
+        self.backing.check(extent)
 
 
 def attended_exactly(layer: Layer, step: Step, output: Tensor, lse: Tensor) -> None:

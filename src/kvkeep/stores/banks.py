@@ -126,7 +126,11 @@ class Bank:
         held = self.slots >= 0
         filled = held.any(0).nonzero()
         self.used = int(filled.max()) + 1 if filled.numel() else 0
-        self.vacant = int((~held[:, : self.used]).sum(1).max()) if self.used else 0
+        self.count_vacant()
+
+    def count_vacant(self) -> None:
+        """Find out anew how many of the columns in use are empty, in the lane that has most."""
+        self.vacant = int((self.slots[:, : self.used] < 0).sum(1).max()) if self.used else 0
 
 
 class Banks:

@@ -11,7 +11,6 @@ from all, by the attention of the tokens that were verified.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,10 +18,9 @@ from torch import Tensor
 
 from kvkeep.attention import attend, received
 from kvkeep.attention.step import Step
-from kvkeep.contracts import Piece, Reader, Site
-from kvkeep.memory.extent import Extent
+from kvkeep.contracts import Site
 from kvkeep.memory.meter import nbytes
-from kvkeep.stores.backing import Backing, attended_exactly
+from kvkeep.stores.backing import Backed, attended_exactly
 from kvkeep.stores.layer import Layer
 from kvkeep.stores.round import Phase, Round
 
@@ -40,14 +38,12 @@ class _Voters:
     first: int
 
 
-class DraftAndVerify(Reader):
+class DraftAndVerify(Backed):
     """Attends as its ``round`` wants it."""
 
-    backed = True
-
     def __init__(self, site: Site, round: Round) -> None:
-        assert site.checkpoint is not None
-        self.backing, self.round = Backing(site.checkpoint, site.layer.index), round
+        super().__init__(site)
+        self.round = round
         self.waiting = 0  # entries in the tail
         self._voters: _Voters | None = None
 
@@ -77,7 +73,7 @@ class DraftAndVerify(Reader):
             return output
         attended_exactly(layer, step, output, lse)
         if step.last:
-            self._settle(layer)
+            layer.finish()
         return output
 
     def _draft(self, layer: Layer, step: Step) -> Tensor:
@@ -107,15 +103,6 @@ class DraftAndVerify(Reader):
         first = layer.length + step.new - last
         self._voters = _Voters(replace(step, query=query, key=none, value=none, mask=None), output, lse, first)
 
-    def settling(self, layer: Layer, keys: Tensor, values: Tensor) -> None:
-        """Write new entries to the backing."""
-        self.backing.append(keys, values)
-
-    def _settle(self, layer: Layer) -> None:
-        layer.settle()
-        if layer.evicted.listens:
-            layer.evicted.swap(layer.resident, layer.length)
-
     # -- the end of a round -------------------------------------------------------------------------
 
     def commit(self, layer: Layer, count: int, agreed: bool) -> None:
@@ -133,7 +120,7 @@ class DraftAndVerify(Reader):
             step = replace(asked, key=key, value=value, own=True, last=True)
             if agreed or not self.chooses(layer):
                 attended_exactly(layer, step, output, lse)
-        self._settle(layer)
+        layer.finish()
 
     def choose(self, layer: Layer) -> None:
         """Choose the resident entries anew from all that there are, if their number is more than the budget."""
@@ -164,30 +151,18 @@ class DraftAndVerify(Reader):
 
     # -- the cache contract -------------------------------------------------------------------------
 
-    def past(self, layer: Layer) -> Iterator[Piece]:
-        """Yield the entries of all slots, which are in the backing."""
-        yield from self.backing.checkpoint.pieces(layer.index, layer.length)
-
-    def states(self, layer: Layer, evicted: Tensor) -> Tensor:
-        """Return what became of evicted entries: all of them are in the backing."""
-        return self.backing.states(evicted)
-
     def truncate(self, layer: Layer, length: int) -> None:
         """Forget the slots from ``length`` on, those in the tail first."""
         self.waiting = max(0, min(self.waiting, length - layer.length))
         if length < layer.length:
             self._voters = None
-        self.backing.truncate(min(length, layer.length))
+        super().truncate(layer, length)
 
     def select(self, layer: Layer, lanes: Tensor) -> None:
         self._voters = None
 
-    def check(self, extent: Extent) -> None:
-        """Raise Misfit where the backing is not of all slots."""
-        self.backing.check(extent)
-
     @property
-    def bookkeeping_bytes(self) -> int:  # type: ignore[override]
+    def bookkeeping_bytes(self) -> int:
         """Bytes of the queries that will choose."""
         voters = self._voters
         return 0 if voters is None else nbytes(voters.step.query, voters.output, voters.lse)

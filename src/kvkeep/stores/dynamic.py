@@ -66,7 +66,8 @@ class DynamicLayer(CacheLayerMixin):
     is_sliding = False
     supports_early_init = False
     own = True
-    compressed_bytes = bookkeeping_bytes = pending_bytes = 0
+    lost = False
+    compressed_bytes = bookkeeping_bytes = 0
 
     def __init__(self, limit: int | None = None, block: int = BLOCK) -> None:
         super().__init__()
@@ -151,7 +152,7 @@ class SlidingLayer(DynamicSlidingWindowLayer):
     """
 
     own = True
-    compressed_bytes = bookkeeping_bytes = pending_bytes = 0
+    compressed_bytes = bookkeeping_bytes = 0
     keys: Tensor
     values: Tensor
 

@@ -160,7 +160,7 @@ def compete(bank: Bank, new: Arriving, ranking: Ranking, wanted: bool) -> Evicte
     for counted in (bank.extra, bank.newest):
         if counted is not None:
             counted[lane, target] = 0
-    bank.vacant = int((bank.slots < 0).sum(1).max())
+    bank.count_vacant()
     return left
 
 

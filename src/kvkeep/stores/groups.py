@@ -14,18 +14,21 @@ from kvkeep.contracts import EntryState, Evicted, EvictedStore, Held, Piece, Res
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.memory.extent import Extent, Misfit, alike, fits, within
 from kvkeep.memory.meter import nbytes
-from kvkeep.stores.slots import without
+from kvkeep.stores.slots import codes_of, without
 
 GROUP = 32
 """Entries of a group."""
 
 
 class Codec(ABC):
-    """What a group is kept as, and how attention reads it. kept: what becomes of an entry in a group. nbytes: bytes of
-    what it needs for that."""
+    """What a group is kept as, and how attention reads it. kept: what becomes of an entry in a group."""
 
     kept: ClassVar[EntryState]
-    nbytes: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what it needs for that."""
+        return 0
 
     @abstractmethod
     def encode(self, keys: Tensor, values: Tensor, slots: Tensor) -> list[Tensor]:
@@ -100,16 +103,12 @@ class Groups(EvictedStore):
             yield Piece(keys[:, None], values[:, None], slots, holes=True)
 
     def states(self, lanes: int, length: int) -> Tensor:
-        codes = torch.zeros(lanes, length + 1, dtype=torch.int8)
         held = [(self.slots[:, : self.held].flatten(1), self.codec.kept)] if self.slots is not None else []
         if self.count:
             held.append((self.waiting[2][:, : self.count], EntryState.RESIDENT))
-        for slots, state in held:
-            own = slots.cpu().long()
-            codes.scatter_(1, own.masked_fill((own < 0) | (own > length), length), int(state))
-        return codes[:, :length]
+        return codes_of(lanes, length, held)
 
-    def truncate(self, length: int, resident: Resident) -> None:
+    def truncate(self, length: int, resident: WorkingSet) -> None:
         """Leave holes where slots are forgotten."""
         for slots in (self.slots, *self.waiting[2:]):
             if slots is not None:
@@ -164,12 +163,12 @@ class Groups(EvictedStore):
         extent.numbered("slots", self.slots[:, : self.held], (extent.lanes, None, GROUP))
 
     @property
-    def compressed_bytes(self) -> int:  # type: ignore[override]
+    def compressed_bytes(self) -> int:
         """Bytes allocated for entries."""
         return nbytes(*self.parts, *self.waiting[:2])
 
     @property
-    def bookkeeping_bytes(self) -> int:  # type: ignore[override]
+    def bookkeeping_bytes(self) -> int:
         """Bytes allocated for slots, and for what groups are read by."""
         return nbytes(self.slots, *self.waiting[2:]) + self.codec.nbytes
 

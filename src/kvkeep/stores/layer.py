@@ -15,7 +15,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvkeep.attention import Segment
 from kvkeep.attention.step import Step
-from kvkeep.contracts import EntryState, EvictedStore, Piece, Reader, Site
+from kvkeep.contracts import EntryState, EvictedStore, Piece, Reader, Resident, Site
 from kvkeep.errors import UsageError
 from kvkeep.memory.extent import Extent, Misfit
 from kvkeep.memory.lasting import lasting, lasts
@@ -28,11 +28,12 @@ class Layer(CacheLayerMixin):
     is_sliding = False
     supports_early_init = False
 
-    def __init__(self, site: Site, resident: Any, evicted: EvictedStore, reader: Reader) -> None:
+    def __init__(self, site: Site, resident: Resident, evicted: EvictedStore, reader: Reader) -> None:
         super().__init__()
         self.index, self.ledger, self.device = site.layer.index, site.ledger, site.device
         self.geometry = site.layer
-        self.resident, self.evicted, self.reader = resident, evicted, reader
+        self.resident: Any = resident  # a WorkingSet, where parts ask for one
+        self.evicted, self.reader = evicted, reader
         self.heads = 0  # KV heads of a row
         self.length = 0  # slots settled so far
         self.pending: tuple[Tensor, Tensor] | None = None  # entries in hand, (lanes, n, dim)
@@ -78,6 +79,12 @@ class Layer(CacheLayerMixin):
             self.lost = True
             self.evicted.take(left, self.resident)
             self.lost = False
+
+    def finish(self) -> None:
+        """Settle after attention, and let a store that listens bring entries back."""
+        self.settle()
+        if self.evicted.listens:
+            self.evicted.swap(self.resident, self.length)
 
     def attends_settled(self, step: Step) -> bool:
         """Tell whether a step's entries are settled before they are attended: a single one where it will lie, with the
@@ -235,8 +242,6 @@ class Layer(CacheLayerMixin):
         extent = Extent(self.ledger.batch * self.heads, self.length, own.key_dim, own.value_dim)
         for part in (self.resident, self.evicted, self.reader):
             part.check(extent)
-        if self.evicted.taken is not None and self.evicted.taken != self.resident.evicted:
-            raise Misfit(f"entries of layer {self.index} are missing or there twice")
 
     def entry_states(self, length: int, batch: int) -> Tensor:
         """Return what became of every slot: (batch, kv_heads, ``length``) int8 codes, on the CPU."""

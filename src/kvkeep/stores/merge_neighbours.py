@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.attention.step import Step
-from kvkeep.contracts import Asked, EntryState, EvictedStore, PairMerging, Site
+from kvkeep.contracts import Asked, EntryState, EvictedStore, PairMerging, Site, WorkingSet
 from kvkeep.memory.extent import Extent, Misfit, fits, within
 from kvkeep.memory.meter import nbytes
 from kvkeep.models.adapter import Adapter
@@ -23,7 +23,6 @@ from kvkeep.stores.banks import Bank
 from kvkeep.stores.eviction import Arriving
 from kvkeep.stores.merge_on_evict import merged_states
 from kvkeep.stores.pairs import Entries, cheapest, merge
-from kvkeep.stores.selected import Selected
 
 QUERIES = 32
 """Queries kept while decoding, for methods that ask anew what they attend to."""
@@ -63,7 +62,7 @@ class MergeNeighbours(EvictedStore):
 
     # -- what is observed ---------------------------------------------------------------------------
 
-    def begin(self, resident: Selected) -> None:  # type: ignore[override]
+    def begin(self, resident: WorkingSet) -> None:
         """Forget what was observed before the last merging: done when more is about to be observed, so that there is
         always something to merge by."""
         if self.due is None or self.since is None:
@@ -76,7 +75,7 @@ class MergeNeighbours(EvictedStore):
         if self.outputs is not None:
             self.outputs *= kept
 
-    def attended(self, step: Step, output: Tensor, resident: Selected) -> None:  # type: ignore[override]
+    def attended(self, step: Step, output: Tensor, resident: WorkingSet) -> None:
         """Learn the output, or keep a step's queries: a chunk's until its entries have been merged, then the last
         few."""
         self.scaling, self.group, self.heads = step.scaling, step.query.shape[1], step.heads
@@ -91,7 +90,7 @@ class MergeNeighbours(EvictedStore):
         else:
             self.asked = torch.cat([self.asked[:, :, step.queries - QUERIES :], step.query], 2)
 
-    def settled(self, observed: bool, resident: Selected) -> None:  # type: ignore[override]
+    def settled(self, observed: bool, resident: WorkingSet) -> None:
         """Keep the last few queries only; forget what is due where nothing was observed of what was kept."""
         self.length = resident.length
         if not observed:
@@ -110,7 +109,7 @@ class MergeNeighbours(EvictedStore):
 
     # -- merging ------------------------------------------------------------------------------------
 
-    def make_room(self, bank: Bank, new: Arriving, resident: Selected) -> None:  # type: ignore[override]
+    def make_room(self, bank: Bank, new: Arriving, resident: WorkingSet) -> None:
         """Merge what is held and what is new until it fits, and write it."""
         with self.meter.merging():
             self._make_room(bank, new, resident.banks.lanes)
@@ -221,7 +220,7 @@ class MergeNeighbours(EvictedStore):
 
     # -- the cache contract -------------------------------------------------------------------------
 
-    def truncate(self, length: int, resident: Selected) -> None:  # type: ignore[override]
+    def truncate(self, length: int, resident: WorkingSet) -> None:
         """An entry that stood for a forgotten slot is gone, with the other slots that it stood for: what was before it
         moves up."""
         before, self.length = self.length, min(self.length, length)
@@ -251,7 +250,7 @@ class MergeNeighbours(EvictedStore):
                 setattr(self, name, rows.index_select(0, lanes.to(rows.device)))
 
     @property
-    def bookkeeping_bytes(self) -> int:  # type: ignore[override]
+    def bookkeeping_bytes(self) -> int:
         """Bytes allocated for what was observed."""
         return nbytes(self.tally, *(getattr(self, name) for name in _BY_LANE))
 

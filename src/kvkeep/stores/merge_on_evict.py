@@ -7,10 +7,9 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from kvkeep.contracts import EntryState, Evicted, EvictedStore, Site
+from kvkeep.contracts import EntryState, Evicted, EvictedStore, Site, WorkingSet
 from kvkeep.memory.ledger import Ledger
 from kvkeep.stores.banks import Bank
-from kvkeep.stores.selected import Selected
 
 
 class MergeOnEvict(EvictedStore):
@@ -21,7 +20,7 @@ class MergeOnEvict(EvictedStore):
     def __init__(self, site: Site) -> None:
         self.ledger, self.meter, self.layer = site.ledger, site.meter, site.layer.index
 
-    def take(self, left: Evicted, resident: Selected) -> None:  # type: ignore[override]
+    def take(self, left: Evicted, resident: WorkingSet) -> None:
         """Merge entries that leave into resident ones."""
         with self.meter.merging():
             for bank in resident.banks:

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from kvkeep.attention import Segment
-from kvkeep.attention.step import Step
-from kvkeep.contracts import Evicted, EvictedStore, Piece, Site
+from kvkeep.contracts import Evicted, EvictedStore, Piece, Resident, Site
 from kvkeep.memory.extent import Extent, Misfit, within
 from kvkeep.memory.places import Device
 from kvkeep.memory.rows import Ring, concatenated
 
 
-class Newest:
+class Newest(Resident):
     """Slots :attr:`evicted` .. :attr:`length` of every lane, within a budget; those before are the ``store``'s, which
     takes them in order."""
-
-    bookkeeping_bytes = 0
 
     def __init__(self, site: Site, store: EvictedStore) -> None:
         home = Device(site.device)
@@ -35,9 +31,6 @@ class Newest:
     def evicted(self) -> int:
         """Slots that are no longer resident."""
         return self._keys.first
-
-    def arrive(self, keys: Tensor, values: Tensor) -> None:
-        """Nothing to prepare: a ring grows when it is written."""
 
     def pieces(self, ordered: bool = True) -> Iterator[Piece]:
         """Yield what is held: one piece where the order does not matter, two at most where it does."""
@@ -68,15 +61,6 @@ class Newest:
         self.store.take(Evicted(keys, values, slots), self)  # type: ignore[arg-type]
         # From here on the store has them, whatever becomes of the rest of this step.
         self._keys.first = self._values.first = first + keys.shape[1]
-
-    def weighs_at_once(self, held: Sequence[Segment]) -> bool:
-        """Whether the weights of a single query are wanted: nobody asks."""
-        return False
-
-    def observe(
-        self, step: Step, lse: Tensor, held: Sequence[Segment], new: tuple[Tensor, Tensor] | None, first: int
-    ) -> None:
-        """Nothing: nobody asks what entries received."""
 
     def held(self, alone: bool = False) -> Tensor:
         """Return which slots are resident, (1, slots) bool: the same of all lanes."""
@@ -116,3 +100,5 @@ class Newest:
         within("resident entries", held, 0, min(extent.slots, self._keys.capacity) + 1)
         if held and extent.entries(self._keys.data, self._values.data) < held:
             raise Misfit("resident entries are missing")
+        if self.store.taken not in (None, self.evicted):
+            raise Misfit("entries are missing or there twice")

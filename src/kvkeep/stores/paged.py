@@ -8,15 +8,13 @@ common blocks once. A block that somebody else holds too is copied before it is 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from kvkeep.attention import Segment
-from kvkeep.attention.step import Step
-from kvkeep.contracts import Evicted, Piece, Site
+from kvkeep.contracts import Evicted, Piece, Resident, Site
 from kvkeep.memory.extent import Extent, Misfit
 from kvkeep.memory.meter import storage_bytes
 
@@ -167,11 +165,9 @@ def _drop_all(pool: BlockPool, rows: list[list[int]]) -> None:
         pool.drop(row)
 
 
-class Paged:
+class Paged(Resident):
     """One layer's entries in the places of a block table: nothing leaves. Attention reads runs of blocks that all rows
     share as views, and gathers the others ``page`` slots at a time."""
-
-    bookkeeping_bytes = 0
 
     def __init__(self, site: Site, table: BlockTable) -> None:
         self.table, self.meter, self.page = table, site.meter, site.page
@@ -229,15 +225,6 @@ class Paged:
             )
             with self.meter.holding(keys, values):
                 yield Piece(keys, values, first=slot, lanes=lanes)
-
-    def weighs_at_once(self, held: Sequence[Segment]) -> bool:
-        """Whether the weights of a single query are wanted: nobody asks."""
-        return False
-
-    def observe(
-        self, step: Step, lse: Tensor, held: Sequence[Segment], new: tuple[Tensor, Tensor] | None, first: int
-    ) -> None:
-        """Nothing: nobody asks what entries received."""
 
     def held(self, alone: bool = False) -> Tensor:
         return torch.ones(len(self.table.rows) * self.heads, self.length, dtype=torch.bool)

@@ -44,9 +44,7 @@ class ReadEvicted(Reader):
                 observe_evicted(layer, step, lse, evicted)
         store.attended(step, output, resident)
         if step.last:
-            layer.settle()
-            if store.listens:
-                store.swap(resident, layer.length)
+            layer.finish()
         return output
 
 

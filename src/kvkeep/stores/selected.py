@@ -10,14 +10,14 @@ from torch import Tensor
 
 from kvkeep.attention import Segment, received
 from kvkeep.attention.step import Step
-from kvkeep.contracts import Evicted, EvictedStore, Piece, Selector, Site
+from kvkeep.contracts import Evicted, EvictedStore, Piece, Selector, Site, WorkingSet
 from kvkeep.memory.extent import Extent, Misfit
 from kvkeep.memory.places import Device
 from kvkeep.stores.banks import Bank, Banks
 from kvkeep.stores.eviction import Arriving, Ranking, append, compete, replace_lowest
 
 
-class Selected:
+class Selected(WorkingSet):
     """The entries that ``selector`` ranks highest, up to ``budgets``; what leaves goes into ``store``.
 
     ``tail``: columns behind those, for entries that wait for a decision.
@@ -37,7 +37,6 @@ class Selected:
     # -- what attention reads -----------------------------------------------------------------------
 
     def pieces(self, ordered: bool = True, tail: int = 0) -> Iterator[Piece]:
-        """Yield each bank in use, with the first ``tail`` entries behind it; views."""
         for bank in self.banks:
             if stop := bank.used + tail if bank.columns else 0:
                 yield Piece(
@@ -52,7 +51,6 @@ class Selected:
     # -- attention that was received ----------------------------------------------------------------
 
     def unpadded(self, lse: Tensor) -> Tensor:
-        """Return a log-sum-exp (lanes, heads, queries) by which what padding attends to does not count."""
         visible = self.ledger.visible_by(self.banks.heads)
         if visible is None:
             return lse
@@ -60,27 +58,18 @@ class Selected:
 
     @property
     def observes(self) -> bool:
-        """Whether the selector asks for attention, and has something to choose from."""
         return self.selector.observation_window != 0 and any(bank.budget for bank in self.banks)
 
     def weighs_at_once(self, held: Sequence[Segment]) -> bool:
-        """Whether the weights of a single query are wanted, and can all be had with its attention: ``held`` is one
-        segment, of all lanes."""
         return self.selector.observation_window != 0 and len(self.banks) == len(held) == 1
 
     def learn_all(self, weights: Tensor) -> None:
-        """Let the selector score the entries of the only bank, all of them settled, by one query's ``weights``."""
         self.learn(self.banks.banks[0], weights, 1)
 
     def observe(
         self, step: Step, lse: Tensor, held: Sequence[Segment], new: tuple[Tensor, Tensor] | None, first: int
     ) -> None:
-        """Let the selector score every entry by the attention it received.
-
-        lse: as attention over everything returned it. held: a segment for each bank in use. new: the step's own
-        entries as cached, (lanes, n, dim), whose slots begin at ``first``; None once they are settled. Layers that
-        share entries observe one after the other.
-        """
+        # Layers that share entries observe one after the other.
         if not self.observes:
             return
         arriving = None if new is None else self._arriving(*new, first)
@@ -168,8 +157,6 @@ class Selected:
         return self.banks.columns
 
     def observed(self, slots: Tensor, scores: Tensor, weights: Tensor, queries: int) -> Tensor:
-        """Return what the selector makes of the attention that entries elsewhere received; (lanes, n) throughout. One
-        that looks at keys and values is not shown those of entries elsewhere, and leaves their scores."""
         if self.selector.needs_kv:
             return scores
         entries = self.ranking.candidates(None, slots, scores, self.length + self._hand, queries)
@@ -210,12 +197,11 @@ class Selected:
                 bank.scores[lane, column] = 0.0
             if len(column):
                 bank.used = max(bank.used, int(column.max()) + 1)
-            bank.vacant = int((bank.slots[:, : bank.used] < 0).sum(1).max()) if bank.used else 0
+            bank.count_vacant()
         if left and (gathered := self.banks.gathered(left)) is not None:
             self.store.take(gathered, self)
 
     def evict(self, count: int) -> None:
-        """Let the ``count`` lowest-ranked entries of every lane leave now."""
         left = []
         for bank in self.banks:
             leaving = self.ranking.order(bank, self.length)
@@ -227,17 +213,15 @@ class Selected:
                 left.append(gone._replace(slots=gone.slots.masked_fill(~place[:, :width], -1)))
             empty = torch.zeros(bank.slots.shape, dtype=torch.bool, device=leaving.device).scatter_(1, leaving, place)
             bank.slots.masked_fill_(empty, -1)
-            bank.vacant = int((bank.slots[:, : bank.used] < 0).sum(1).max()) if bank.used else 0
+            bank.count_vacant()
         if left and (gathered := self.banks.gathered(left)) is not None:
             self.store.take(gathered, self)
 
     @property
     def least_columns(self) -> int:
-        """The fewest entries that any lane has room for."""
         return min((bank.columns for bank in self.banks), default=0)
 
     def halves(self, limit: int) -> Tensor:
-        """Return half of the entries that each lane has room for, ``limit`` at most: (lanes, 1) int64."""
         limits = torch.empty(self.banks.lanes, 1, dtype=torch.int64, device=self.banks.banks[0].slots.device)
         for bank in self.banks:
             limits[bank.index] = min(limit, bank.columns // 2)
@@ -246,13 +230,11 @@ class Selected:
     # -- entries that wait for a decision, in the tail ---------------------------------------------------
 
     def wait(self, keys: Tensor, values: Tensor, after: int) -> None:
-        """Write new entries (lanes, n, dim) into the tail, behind ``after`` that are there."""
         for bank in self.banks:
             span = slice(bank.used + after, bank.used + after + keys.shape[1])
             bank.keys[:, span], bank.values[:, span] = bank.of(keys), bank.of(values)
 
     def waited(self, count: int) -> tuple[Tensor, Tensor]:
-        """Return copies of the first entries of the tail, (lanes, count, dim)."""
         keys, values = (
             part.new_empty(self.banks.lanes, count, part.shape[2])
             for part in (self.banks.banks[0].keys, self.banks.banks[0].values)
@@ -263,8 +245,6 @@ class Selected:
         return keys, values
 
     def choose(self, weights: Tensor, queries: int, pick: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
-        """Choose what is resident anew from all slots, by the attention they received from ``queries`` queries:
-        ``weights`` (lanes, slots). pick: returns keys and values (n, dim) of single entries by lane and slot."""
         slots = torch.arange(self.length, dtype=torch.int32, device=weights.device).expand(len(weights), -1)
         if (visible := self.ledger.visible_by(self.banks.heads)) is not None:
             slots = slots.masked_fill(~visible[:, 0, 0, : self.length], -1)
@@ -295,7 +275,7 @@ class Selected:
         bank.slots[lane, column] = slot.int()
         bank.scores = scores.gather(1, bank.slots.clamp(min=0).long())
         bank.used = columns
-        bank.vacant = int((bank.slots < 0).sum(1).max())
+        bank.count_vacant()
         return lane, column, slot
 
     def held(self, alone: bool = False) -> Tensor:

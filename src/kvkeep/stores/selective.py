@@ -24,9 +24,9 @@ from torch import Tensor
 
 from kvkeep.attention import Segment, attend
 from kvkeep.attention.step import Step
-from kvkeep.contracts import Piece, Reader, Site
+from kvkeep.contracts import Site
 from kvkeep.memory.extent import Extent
-from kvkeep.stores.backing import Backing, attended_exactly
+from kvkeep.stores.backing import Backed, attended_exactly
 from kvkeep.stores.bounds import PAGE, Bounds
 from kvkeep.stores.layer import Layer
 from kvkeep.stores.read_evicted import observe_evicted
@@ -66,16 +66,14 @@ class Certificate:
     away: float
 
 
-class Selective(Reader):
+class Selective(Backed):
     """Recalls what ``choice`` says, in steps of at most :data:`FEW` queries. In longer ones, where the caller masks by
     hand, and where attention is latent (bounds of what is cached say nothing about scores then), it recalls
     everything."""
 
-    backed = True
-
     def __init__(self, site: Site, choice: Choice) -> None:
-        assert site.checkpoint is not None
-        self.backing, self.choice, self.bounds = Backing(site.checkpoint, site.layer.index), choice, Bounds()
+        super().__init__(site)
+        self.choice, self.bounds = choice, Bounds()
         self.meter = site.meter
         self.last = self.worst = 0.0
         self._recalled = self._away = 0.0
@@ -100,7 +98,7 @@ class Selective(Reader):
             output, lse = self.backing.everything(layer, step)
             attended_exactly(layer, step, output, lse)
             if step.last:
-                self._settle(layer)
+                layer.finish()
             return output
         settled = few and layer.attends_settled(step)
         if settled:
@@ -128,15 +126,10 @@ class Selective(Reader):
         if store.listens:
             observe_evicted(layer, step, lse, evicted)
         if step.last:
-            self._settle(layer)
+            layer.finish()
             if few and self.choice.fetches:
                 self._fetch(layer, step, lse)
         return output
-
-    def _settle(self, layer: Layer) -> None:
-        layer.settle()
-        if layer.evicted.listens:
-            layer.evicted.swap(layer.resident, layer.length)
 
     def _chosen_pages(self, layer: Layer, near: list[Segment], step: Step) -> tuple[Tensor, Tensor, Tensor | None]:
         """Attend over ``near`` and what is recalled; note the bound on the rest. Return output, log-sum-exp, and what
@@ -201,24 +194,14 @@ class Selective(Reader):
         self.worst = max(self.worst, self.last)
 
     def settling(self, layer: Layer, keys: Tensor, values: Tensor) -> None:
-        """Write new entries to the backing, and bound their scores."""
-        self.backing.append(keys, values)
+        super().settling(layer, keys, values)
         self.bounds.extend(keys)
 
     # -- the cache contract -------------------------------------------------------------------------
 
-    def past(self, layer: Layer) -> Iterator[Piece]:
-        """Yield the entries of all slots, which are in the backing."""
-        yield from self.backing.checkpoint.pieces(layer.index, layer.length)
-
-    def states(self, layer: Layer, evicted: Tensor) -> Tensor:
-        """Return what became of evicted entries: all of them are in the backing."""
-        return self.backing.states(evicted)
-
     def truncate(self, layer: Layer, length: int) -> None:
-        length = min(length, layer.length)
-        self.backing.truncate(length)
-        self.bounds.truncate(length)
+        super().truncate(layer, length)
+        self.bounds.truncate(min(length, layer.length))
 
     def select(self, layer: Layer, lanes: Tensor) -> None:
         self.bounds.select(lanes)
@@ -233,11 +216,10 @@ class Selective(Reader):
         self._steps = int(steps)
 
     def check(self, extent: Extent) -> None:
-        """Raise Misfit where bounds or the backing are not of all slots."""
+        super().check(extent)
         self.bounds.check(extent)
-        self.backing.check(extent)
 
     @property
-    def bookkeeping_bytes(self) -> int:  # type: ignore[override]
+    def bookkeeping_bytes(self) -> int:
         """Bytes of bounds."""
         return self.bounds.nbytes

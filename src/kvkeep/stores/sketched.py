@@ -168,7 +168,7 @@ class Sketched(EvictedStore):
             codes[:, : own.shape[1]].masked_fill_(own, EntryState.SKETCHED)
         return codes
 
-    def truncate(self, length: int, resident: Resident) -> None:
+    def truncate(self, length: int, resident: WorkingSet) -> None:
         """Delete what the forgotten entries are estimated to be; by how much that is wrong stays as noise."""
         if self.inside is not None and self.inside[:, length:-1].any():
             slots = compact(self.inside[:, length:-1])
@@ -220,12 +220,12 @@ class Sketched(EvictedStore):
         return list(zip(self.sketches, (extent.key_dim, extent.value_dim), strict=True))
 
     @property
-    def compressed_bytes(self) -> int:  # type: ignore[override]
+    def compressed_bytes(self) -> int:
         """Bytes of all cells and tallies."""
         return 0 if self.sketches is None else sum(sketch.nbytes for sketch in self.sketches)
 
     @property
-    def bookkeeping_bytes(self) -> int:  # type: ignore[override]
+    def bookkeeping_bytes(self) -> int:
         """Bytes of flags and scores, and of the places of every slot."""
         return nbytes(self.inside, self.scores) + (self.hashed.nbytes if self.leads else 0)
 

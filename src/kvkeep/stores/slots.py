@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -24,6 +26,16 @@ def flags_of(slots: Tensor, length: int) -> Tensor:
     flags = torch.zeros(len(slots), length + 1, dtype=torch.bool, device=slots.device)
     flags.scatter_(1, slots.masked_fill(slots < 0, length).long(), True)
     return flags[:, :length]
+
+
+def codes_of(lanes: int, length: int, held: Iterable[tuple[Tensor, int]]) -> Tensor:
+    """Return int8 codes of ``length`` slots by lane, on the CPU: slots (lanes, n), -1 for none, with the code of each,
+    and 0 elsewhere."""
+    codes = torch.zeros(lanes, length + 1, dtype=torch.int8)
+    for slots, code in held:
+        own = slots.cpu().long()
+        codes.scatter_(1, own.masked_fill((own < 0) | (own > length), length), int(code))
+    return codes[:, :length]
 
 
 def without(held: Tensor, gone: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from kvkeep.memory.extent import Extent, Misfit, alike, fits, within
 from kvkeep.memory.meter import Meter, nbytes
 from kvkeep.stores.coded import CodedKeys, encode, multiplied, unpack
 from kvkeep.stores.groups import GROUP
-from kvkeep.stores.slots import without
+from kvkeep.stores.slots import codes_of, without
 
 
 class Bits(NamedTuple):
@@ -292,12 +292,8 @@ class Tiers(EvictedStore):
         scores.copy_(resident.observed(slots, scores, torch.cat([*weights], 1), queries))
 
     def states(self, lanes: int, length: int) -> Tensor:
-        codes = torch.full((lanes, length + 1), EntryState.DROPPED, dtype=torch.int8)
-        for tier, slots in self._places():
-            own = slots.cpu().long()
-            state = EntryState.RESIDENT if tier is None else EntryState.QUANTISED
-            codes.scatter_(1, own.masked_fill((own < 0) | (own > length), length), int(state))
-        return codes[:, :length]
+        states = EntryState.QUANTISED, EntryState.RESIDENT
+        return codes_of(lanes, length, ((slots, states[tier is None]) for tier, slots in self._places()))
 
     # -- the cache contract -------------------------------------------------------------------------
 
@@ -307,7 +303,7 @@ class Tiers(EvictedStore):
             tier.holes = True
         self.slots = slots
 
-    def truncate(self, length: int, resident: Resident) -> None:
+    def truncate(self, length: int, resident: WorkingSet) -> None:
         """Leave holes where slots are forgotten."""
         if self.slots is not None:
             self._strike(self.slots.masked_fill(self.slots >= length, -1))
@@ -379,13 +375,13 @@ class Tiers(EvictedStore):
                 alike("tiers", tier.parts, made, (extent.lanes, tier.groups))
 
     @property
-    def compressed_bytes(self) -> int:  # type: ignore[override]
+    def compressed_bytes(self) -> int:
         """Bytes allocated for entries."""
         channels = () if self.channels is None else self.channels
         return sum(nbytes(*tier.parts) for tier in self.tiers) + nbytes(*channels, *self.waiting)
 
     @property
-    def bookkeeping_bytes(self) -> int:  # type: ignore[override]
+    def bookkeeping_bytes(self) -> int:
         """Bytes allocated for slots and scores."""
         return nbytes(self.slots, self.scores)
 

@@ -79,7 +79,7 @@ class InOrder(_OnCheckpoint):
         if self.taken:
             yield from self.checkpoint.pieces(self.layer, self.taken, lazy=True)
 
-    def truncate(self, length: int, resident: Resident) -> None:
+    def truncate(self, length: int, resident: WorkingSet) -> None:
         """Forget the slots from ``length`` on."""
         self.taken = min(self.taken, length)
         self.checkpoint.truncate(self.layer, self.taken)
@@ -135,7 +135,7 @@ class ByEntry(_OnCheckpoint):
     def _each(self) -> Iterator[Tensor]:
         return (piece for _, piece in self.slots.read(self.slots.first, self.slots.length))
 
-    def truncate(self, length: int, resident: Resident) -> None:
+    def truncate(self, length: int, resident: WorkingSet) -> None:
         """Leave holes where slots are forgotten."""
         self.holes = True
         for piece in self._each():
@@ -151,7 +151,7 @@ class ByEntry(_OnCheckpoint):
         self.slots.select(lanes)
 
     @property
-    def bookkeeping_bytes(self) -> int:  # type: ignore[override]
+    def bookkeeping_bytes(self) -> int:
         """Bytes allocated for slots."""
         return self.slots.nbytes
 

@@ -86,7 +86,7 @@ class Coordinates(Codec):
             self.bases.append(left.to(projection.weight.dtype))
 
     @property
-    def nbytes(self) -> int:  # type: ignore[override]
+    def nbytes(self) -> int:
         """Bytes of the directions."""
         return storage_bytes(*self.bases)
 
