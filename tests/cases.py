@@ -200,7 +200,7 @@ LOSSY: dict[str, Case] = {
             ("h2o+pages:1", "h2o+pages:1"),
             ("snapkv+certified", "snapkv:window=6,kernel=3+certified:0.5"),
             ("kv-lru", "kv-lru"),
-            ("tova+residual+missed", "tova+checkpoint:residual+missed:3"),
+            ("tova+residual+fetch-on-miss", "tova+checkpoint:residual+fetch-on-miss:3"),
         )
     },
     **{
@@ -237,7 +237,7 @@ LOSSY: dict[str, Case] = {
     "snapkv+quantize:8+certified": _grouped(
         "snapkv:window=6,kernel=3+quantize:8+certified:0.5", 120, promise="reversible"
     ),
-    "lru+quantize:4+missed": _grouped("lru+quantize:4+missed:9", 100, promise="reversible"),
+    "lru+quantize:4+fetch-on-miss": _grouped("lru+quantize:4+fetch-on-miss:9", 100, promise="reversible"),
 }
 """These give something else than the unbounded cache does."""
 

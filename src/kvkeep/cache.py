@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from kvkeep.memory.rows import Rows
 from kvkeep.passes import Passes
 from kvkeep.policies.assembly import assemble
 from kvkeep.policies.methods import Method
-from kvkeep.policies.request import PAGE, Request
+from kvkeep.policies.request import Options, Request
 from kvkeep.stores.backing import recall
 from kvkeep.stores.dynamic import held_by
 from kvkeep.stores.layer import Layer
@@ -39,8 +38,8 @@ class KeepCache(Cache):
     "residual" or "residual:STRIDE"; by default the smaller of kv and residual. where: "device", "host" or "disk"; by
     default disk beside a CPU model, host beside an accelerator. capacity: entries the checkpoint may hold. folder:
     for disk. chunk: tokens of a prompt taken at a time. page: rows rebuilt at a time. batch: rows of the batch that
-    share a budget given in bytes. recall: how what left comes back, as the last part of the method's name would say
-    ("verified", "pages:8"); without a method, that of "snapkv".
+    share a budget given in bytes. recall: how evicted entries are read, as the last part of the method's name would say
+    ("verified", "pages:8"); without a method, that of "snapkv". request: all of it, read before.
 
     Raises UsageError, BudgetError, UnsupportedModelError or StoreError, each with one sentence.
     """
@@ -51,31 +50,11 @@ class KeepCache(Cache):
         method: str | None = None,
         budget: int | str | Budget | None = None,
         *,
-        checkpoint: str | None = None,
-        where: str | None = None,
-        capacity: int | None = None,
-        folder: str | os.PathLike[str] | None = None,
-        chunk: int | None = None,
-        page: int = PAGE,
-        context: int | None = None,
-        batch: int = 1,
-        recall: str | None = None,
         request: Request | None = None,
+        **options: Unpack[Options],
     ) -> None:
         self.model = model
-        self.request = request or Request.parse(
-            method,
-            budget,
-            checkpoint=checkpoint,
-            where=where,
-            capacity=capacity,
-            folder=folder,
-            chunk=chunk,
-            page=page,
-            context=context,
-            batch=batch,
-            recall=recall,
-        )
+        self.request = request or Request.parse(method, budget, **options)
         self.method: Method = self.request.method
         self.geometry = ModelGeometry.from_config(model.config, next(model.parameters()).dtype.itemsize)
         self._start()

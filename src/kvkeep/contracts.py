@@ -124,6 +124,9 @@ class Candidates:
 
 # -- who leaves ---------------------------------------------------------------------------------------
 
+STAYS = float("inf")
+"""The rank of an entry that does not leave."""
+
 
 @dataclass(frozen=True)
 class Selector(ABC):
@@ -131,7 +134,7 @@ class Selector(ABC):
     :meth:`arrive` and :meth:`observe`. It holds no entries and no state: scores, one number for each entry, are kept
     beside the entries and travel with them.
 
-    leaves: who leaves, in a few words; source: the paper. keeps_all: nobody does. in_order: the oldest does, in all
+    leaves: who leaves, in a few words; source: the paper. keeps_all: none does. in_order: the oldest does, in all
     heads alike, so that entries lie in a ring.
     """
 
@@ -147,7 +150,7 @@ class Selector(ABC):
 
     @property
     def layout(self) -> str:
-        """How entries lie in memory where nobody leaves: "dynamic", "static" or "paged"."""
+        """How entries lie in memory where all stay: "dynamic", "static" or "paged"."""
         return ""
 
     @property
@@ -606,14 +609,30 @@ class Held:
     shrunk: int = 0
 
 
+class Reading(NamedTuple):
+    """What attention to entries that a store holds is counted as, beside attending to them.
+
+    entries: of those that there are, at most; None: all. bits: of codes that are multiplied or written out. rank:
+    numbers of which each key and each value is made. segment: entries that one bound is for. estimated: they are looked
+    up in a sketch.
+    """
+
+    entries: int | None = None
+    bits: int = 0
+    rank: int = 0
+    segment: int = 0
+    estimated: bool = False
+
+
 @dataclass(frozen=True)
 class Fate(ABC):
     """What becomes of entries that leave. A frozen dataclass whose fields are its parameters.
 
     label: in a word; source: the paper; returns: how what left comes back by itself; exactness: its promise;
     checkpoints: what leaves is kept in a checkpoint, whose options the cache then takes; records: ids and positions of
-    all tokens are needed. work: what reading it is counted as (:mod:`kvkeep.plan.costs`). leaves: who leaves, where
-    that is the fate's to say. keeps, merges, makes_room: as of the store it makes.
+    all tokens are needed. work: whose overhead a step has (:data:`kvkeep.plan.machine.LAYERS`), the selector's where it
+    is none of those. leaves: who leaves, where that is the fate's to say. keeps, merges, makes_room: as of the store
+    it makes.
     """
 
     label: ClassVar[str]
@@ -634,6 +653,11 @@ class Fate(ABC):
         return None
 
     @property
+    def reading(self) -> Reading:
+        """What reading its store takes, for the planner."""
+        return Reading()
+
+    @property
     def swaps(self) -> bool:
         """Whether entries may be resident again as what they are estimated to be."""
         return False
@@ -647,7 +671,7 @@ class Fate(ABC):
         return entries
 
     def chunk(self, entries: int, chunk: int) -> int:
-        """Return how many tokens of a prompt to take at a time where nobody says, ``chunk`` by default."""
+        """Return how many tokens of a prompt to take at a time by default, ``chunk`` or fewer."""
         return chunk
 
     def fits(self, name: str, geometry: ModelGeometry, entries: int) -> None:
@@ -759,6 +783,10 @@ class Recall(ABC):
     def tail(self, entries: int) -> int:
         """Return how many of a budget's ``entries`` are for tokens that wait for a decision, 0 where none does."""
         return 0
+
+    def entries(self, away: int) -> int:
+        """Return how many of ``away`` entries of a KV head come back for a step, at most."""
+        return away
 
     def swapped(self, away: int) -> int:
         """Return how many of ``away`` entries of a KV head may be resident after a step, in place of as many others."""

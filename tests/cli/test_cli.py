@@ -141,7 +141,7 @@ def test_methods_and_models_as_json(run: Run) -> None:
     names = {row["name"]: row for row in json.loads(run("methods", "--json")[1])["methods"]}
     assert names["kv-direct"]["class"] == "exact" and "stock" in names
     assert names["kv-lru"]["class"] == "reversible" and "capacity" in names["kv-lru"]["options"]
-    assert {"pages", "certified", "missed"} <= set(json.loads(run("methods", "--json")[1])["recalls"])
+    assert {"pages", "certified", "fetch-on-miss"} <= set(json.loads(run("methods", "--json")[1])["recalls"])
     models = json.loads(run("models", "--json")[1])["models"]
     assert {"smollm2", "gemma3-270m"} == {row["name"] for row in models}
     assert "kv-direct" in run("methods")[1] and "smollm2" in run("models")[1]

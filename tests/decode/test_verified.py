@@ -310,6 +310,6 @@ def test_stop_strings_end_a_run_of_rounds() -> None:
 @pytest.mark.parametrize("family", ["gemma3", "gemma4"])
 def test_a_budget_in_bytes_holds_after_rounds_beside_sliding_windows(family: str) -> None:
     cache = KeepCache(tiny(family), "snapkv+verified", "24KB", checkpoint="kv", where="host")
-    generated(family, (45,), cache, custom_generate=kvkeep.verified)
+    generate(family, cache, prompt(1, 45), custom_generate=kvkeep.verified)
     held = cache.memory()
     assert held.resident_bytes + held.compressed_bytes <= 24_000

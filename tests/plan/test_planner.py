@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 from families import FAMILIES, tiny
 from transformers import LlamaConfig, MambaConfig, MistralConfig, Qwen3MoeConfig
 
-from kvkeep import KeepCache
+from kvkeep import Fate, KeepCache
 from kvkeep.errors import BudgetError, KvkeepError, UnsupportedModelError, UsageError
 from kvkeep.plan import planner
 from kvkeep.plan.candidates import candidates
@@ -17,6 +20,7 @@ from kvkeep.plan.machine import SHEET, Machine, at
 from kvkeep.plan.planner import parse_memory, plan, recommend
 from kvkeep.plan.shape import Shape, shape_of
 from kvkeep.plan.sizes import sizes
+from kvkeep.policies.registry import FATES, PRESETS, RECALLS, SELECTORS, Preset
 
 DOCS = Path(__file__).parents[2] / "docs" / "machines"
 H100 = Machine.load(DOCS / "h100-sxm.json")
@@ -167,3 +171,35 @@ def test_no_more_is_drafted_than_there_is_room_for() -> None:
     assert {row.budget for row in rounds} >= {256}
     for row in rounds:
         assert row.budget is not None and row.cost.drafts <= min(24, row.budget // 2 - 1)
+
+
+@patch.dict(SELECTORS)
+@patch.dict(FATES)
+@patch.dict(RECALLS)
+@patch.dict(PRESETS)
+def test_parts_of_others_are_planned() -> None:
+    """The guide's fate and recall, with a cost for what they read, more of it as the text grows."""
+    guide = (DOCS.parent / "extending.md").read_text(encoding="utf-8").partition("## Trying it")[0]
+    found: dict[str, Any] = {"__name__": __name__}
+    for block in re.findall(r"```python\n(.*?)```", guide, re.DOTALL):
+        exec(block, found)
+    PRESETS["halved"] = Preset(found["LargeValues"](), found["Half"], "", "")
+    PRESETS["above-half"] = Preset(found["LargeValues"](), found["Half"], "", "", recall=found["Above"]())
+
+    class Kept(found["Half"]):  # type: ignore[misc]
+        """Work that the planner has no name for, and no size of what it holds."""
+
+        work = "of its own"
+        holds = Fate.holds
+
+    PRESETS["plain"] = Preset(found["LargeValues"](), Kept, "", "")
+    shape, seconds = llama(), {}
+    for candidate in candidates(shape.geometry):
+        for tokens in (2048, 8192):
+            if not candidate.keeps_all:
+                held = sizes(shape.geometry, candidate, tokens, 1024)
+                seconds[str(candidate), tokens] = cost(shape, candidate, held, PLAIN, 0.95).step
+    for name in ("halved", "above-half kv@disk", "plain"):
+        assert seconds["large-values", 2048] < seconds[name, 2048]
+    for name in ("above-half kv@disk", "plain"):
+        assert seconds[name, 2048] < seconds[name, 8192]

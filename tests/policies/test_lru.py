@@ -117,7 +117,7 @@ def replayed(method: str, budget: int, chunks: list[int], seed: int, limit: int,
 def test_does_what_the_reference_does(
     budget: int, chunks: list[int], threshold: float, limit: int, seed: int, rows: int
 ) -> None:
-    method = f"lru:threshold={threshold}+missed:limit={limit},threshold={threshold}"
+    method = f"lru:threshold={threshold}+fetch-on-miss:limit={limit},threshold={threshold}"
     replayed(method, budget, [*chunks, *[1] * 6, 3, *[1] * 4], seed, limit, threshold, rows)
 
 

@@ -43,6 +43,7 @@ def test_all_parts_take_parameters() -> None:
     fate: Any = resolve("kvreviver:vague=0.2").fate
     assert (fate.swap, fate.vague) == (1.1, 0.2)  # a preset's own default, and what was given
     assert resolve("revive:exact=0.1").fate.exact == 0.1 and resolve("h2o+ladder").fate == resolve("h2o+tiers").fate
+    assert resolve("lru+missed:8").recall == resolve("lru+fetch-on-miss:8").recall  # a former name, in saved sessions
 
 
 @pytest.mark.parametrize(
@@ -96,7 +97,7 @@ def test_all_parts_take_parameters() -> None:
         ("h2o+pages:x", ["a whole number of them, or 'all'"]),
         ("h2o+pages:-1", ["a whole number of them, or 'all'"]),
         ("h2o+certified:1", ["from 0 to below 1"]),
-        ("h2o+missed:-1", ["a limit from 0 on"]),
+        ("h2o+fetch-on-miss:-1", ["a limit from 0 on"]),
         ("h2o+verified:0", ["at least one drafted token"]),
     ],
 )
@@ -118,7 +119,7 @@ def test_what_cannot_be_a_method_is_said(text: str, words: list[str]) -> None:
         (UsageError, {"method": "streaming-llm:positions=cache+checkpoint"}, 32, "rotated for the wrong one"),
         *[
             (UsageError, {"method": f"h2o+{recall}", "checkpoint": kind}, 32, "'kv' or 'residual'")
-            for recall in ("pages:2", "certified:0.1", "missed:8")
+            for recall in ("pages:2", "certified:0.1", "fetch-on-miss:8")
             for kind in ("tokens", "residual:2")
         ],
         (BudgetError, {"method": "h2o"}, 0, "leaves 'h2o' nothing to attend to"),

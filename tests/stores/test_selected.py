@@ -134,7 +134,7 @@ def test_of_entries_that_rank_alike_the_oldest_leaves(name: str, monkeypatch: py
 
 def test_entries_that_come_back_are_struck_out_of_what_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """And not of memory that is there for groups to come, which may hold any numbers."""
-    cache, asked, own = new_cache("lru+quantize:4+missed", "llama"), [], slots.flags_of
+    cache, asked, own = new_cache("lru+quantize:4+fetch-on-miss", "llama"), [], slots.flags_of
     step("llama", cache, prompt(1, 170))
     for layer in bounded(cache):
         layer.evicted.slots[:, layer.evicted.held :] = layer.evicted.waiting[2][:, layer.evicted.count :] = 2**30

@@ -1,6 +1,6 @@
 """The second derivatives of the loss by all pairs of neighbouring keys at once (KVSlimmer, sections 4.1-4.2).
 
-The formulas stand in :mod:`kvkeep.policies.fates.hessian`.
+The formulas stand in :mod:`kvkeep.policies.fates.kvslimmer`.
 
 Values are (..., tokens, dim), attention (..., queries, tokens), outputs and E (..., queries, dim); results are (...,
 queries, tokens - 1), one for each pair. No c_ij is written out: their norms and their products with E are made of
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvkeep.policies.fates.hessian import alone, best_share, together
+from kvkeep.policies.fates.kvslimmer import alone, best_share, together
 
 
 @dataclass(frozen=True, slots=True)

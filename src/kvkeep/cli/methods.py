@@ -55,7 +55,7 @@ def methods(
 
 _COLUMNS = {
     "name": "method",
-    "class": "class",
+    "class": "exactness",
     "selector": "who leaves",
     "fate": "what becomes of it",
     "recall": "how it comes back",

@@ -19,7 +19,7 @@ VARIANTS = {"quantized": ("quantized:8", "quantized:4", "quantized:2"), "lowrank
 """Methods that are planned with parameters of their own, in place of their name alone."""
 
 PREFERRED = ("full", "static", "paged", "kv-direct", "snapkv+verified")
-"""The order in which ties are told; others follow in the order of the registry."""
+"""The order in which ties are broken; others follow in the order of the registry."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Candidate:
 
 
 def specs() -> list[str]:
-    """Return the methods to plan for, those first that ties are told in favour of."""
+    """Return the methods to plan for, those first that win ties."""
     listed = [spec for name in names() for spec in VARIANTS.get(name, (name,))]
     return sorted(listed, key=lambda spec: PREFERRED.index(spec) if spec in PREFERRED else len(PREFERRED))
 

@@ -12,12 +12,11 @@ from itertools import pairwise
 
 from kvkeep.geometry import LayerGeometry
 from kvkeep.plan.candidates import Candidate
-from kvkeep.plan.machine import Machine, at
+from kvkeep.plan.machine import LAYERS, Machine, at
 from kvkeep.plan.shape import Shape
 from kvkeep.plan.sizes import Sizes
 from kvkeep.policies.request import PAGE
 from kvkeep.stores.bounds import PAGE as BOUNDED
-from kvkeep.stores.groups import GROUP
 
 # How often a simple operation reads or writes an element of what it is about, counted in transformers' modules.
 NORM, ROTATION, ACTIVATION, SUM = 7, 10, 5, 3
@@ -70,8 +69,7 @@ def overhead_of(candidate: Candidate) -> str:
         return "kv-direct"
     if method.recall.reads_single:
         return "selective"
-    work = method.store_fate.work
-    if work in ("coded", "tiers", "lowrank", "sketched", "segments", "merged", "neighbours"):
+    if (work := method.store_fate.work) in LAYERS:
         return work
     return "watched" if method.selector.observation_window != 0 else "selected"
 
@@ -132,7 +130,7 @@ class _Work:
         numbers = sorted({round(index * (count - 1) / max(1, SAMPLES - 1)) for index in range(SAMPLES)})
         times = [self.chunk(number * held.chunk, min(held.chunk, tokens)) for number in numbers]
         total = times[-1]
-        for (low, high), (first, last) in zip(_pairs(numbers), _pairs(times), strict=True):
+        for (low, high), (first, last) in zip(pairwise(numbers), pairwise(times), strict=True):
             total += (high - low) * (first + last) / 2 + (first - last) / 2  # a trapezium without its right end
         return total * tokens / (count * held.chunk) + self.head()
 
@@ -206,9 +204,7 @@ class _Work:
             seconds += self.chosen_pages(rows, away)
         elif self.recall.backed or self.fate.checkpoints:
             return self.whole(rows, away)
-        reads = {"coded": self.coded, "tiers": self.tiered, "lowrank": self.lowrank, "sketched": self.sketched}
-        reads |= {"segments": self.segments}
-        return seconds + (reads[self.fate.work](rows, away) if self.fate.work in reads else 0.0)
+        return seconds + self.stored(rows, min(away, self.held.stored))
 
     def whole(self, rows: int, away: float) -> float:
         """The same where all entries come back as they were."""
@@ -228,7 +224,7 @@ class _Work:
 
     def chosen_pages(self, rows: int, away: float) -> float:
         """The same where bounds of all pages say which are recalled: for a step, whose overhead has the rest of it."""
-        recalled = min(away, self.recall.entries(int(away)))  # type: ignore[attr-defined]
+        recalled = min(away, self.recall.entries(int(away)))
         bounds = sum(self.operations(layer, rows, away / BOUNDED) for layer in self.full)
         seconds = bounds / at(self.machine.attention, rows) + self.attended(rows, recalled)
         if self.candidate.stride:
@@ -273,39 +269,28 @@ class _Work:
         """Elements of one token's entries in all full layers."""
         return sum(layer.entry_elements for layer in self.owners)
 
-    def coded(self, rows: int, away: float, bits: int | None = None) -> float:
-        """Seconds to attend to entries kept in few bits."""
-        bits = bits or self.fate.bits  # type: ignore[attr-defined]
-        room = (self.held.compressed or 1) / (self.elements * self.bytes)  # in entries written out
-        entries = min(away, room * 8 * self.bytes / (bits + 1))
-        folded, dense, encoded = self.machine.coded[bits]
-        if rows <= 8:
-            return folded * entries * self.elements
-        return (dense * entries + encoded * rows) * self.elements + self.attended(rows, entries)
-
-    def tiered(self, rows: int, away: float) -> float:
-        """The same for precision tiers, of which most entries have 4 bits."""
-        return self.coded(rows, away, 4)
-
-    def lowrank(self, rows: int, away: float) -> float:
-        """Seconds to attend to entries cut to a low rank."""
-        rank, layer = self.fate.rank, self.owners[0]  # type: ignore[attr-defined]
-        size = 2 * rank * self.bytes * sum(one.kv_heads for one in self.owners)
-        entries = min(away, (self.held.compressed or 1) / size)
-        product = self.machine.multiply(256, 1, entries * rank * self.elements / 256)
-        turned = ROTATION * len(self.owners) * self.simple(entries * layer.kv_heads * layer.key_dim)
-        return product + turned + self.attended(rows, entries)
-
-    def sketched(self, rows: int, away: float) -> float:
-        """Seconds to attend to estimates of all entries: each is looked up in its slots and put together."""
-        return self.machine.overhead["estimate"] * away * self.elements + self.attended(rows, away)
-
-    def segments(self, rows: int, away: float) -> float:
-        """Seconds to find the most promising segments, and to attend to them."""
-        bounds = sum(self.operations(layer, rows, away / GROUP) for layer in self.full) / at(
-            self.machine.attention, rows
-        )
-        return bounds + self.attended(rows, min(away, GROUP * self.fate.top))  # type: ignore[attr-defined]
+    def stored(self, rows: int, entries: float) -> float:
+        """Seconds to attend to ``entries`` of what the fate holds, in the form that it has them in."""
+        if not entries:
+            return 0.0
+        reading, seconds = self.fate.reading, 0.0
+        if reading.segment:
+            bounds = sum(self.operations(layer, rows, entries / reading.segment) for layer in self.full)
+            seconds += bounds / at(self.machine.attention, rows)
+        entries = min(entries, reading.entries or entries)
+        if reading.bits:
+            coded = self.machine.coded
+            folded, dense, encoded = coded[min(coded, key=lambda bits: abs(bits - reading.bits))]
+            if rows <= 8:
+                return seconds + folded * entries * self.elements
+            seconds += (dense * entries + encoded * rows) * self.elements
+        if reading.rank:
+            layer = self.owners[0]
+            seconds += self.machine.multiply(256, 1, entries * reading.rank * self.elements / 256)
+            seconds += ROTATION * len(self.owners) * self.simple(entries * layer.kv_heads * layer.key_dim)
+        if reading.estimated:
+            seconds += self.machine.overhead["estimate"] * entries * self.elements
+        return seconds + self.attended(rows, entries)
 
     def written(self, rows: int) -> float:
         """Seconds to put a chunk's checkpoints where they belong."""
@@ -331,7 +316,3 @@ class _Work:
         scores = len(self.full) * heads * queries * (resident + rows) * self.machine.score
         moved = 6 * sum(self.simple(rows * layer.entry_elements) for layer in self.owners)
         return scores + moved
-
-
-def _pairs(values: list[int] | list[float]) -> list[tuple[float, float]]:
-    return list(pairwise(values))

@@ -21,7 +21,7 @@ from kvkeep.plan.shape import Shape, shape_of
 from kvkeep.plan.sizes import Sizes, sizes
 
 ACCEPTANCE = 0.95
-"""The share of drafted tokens that an exact pass confirms, where nobody has measured it."""
+"""The share of drafted tokens that an exact pass confirms, where none was measured."""
 
 ANSWER = 256
 """Tokens of the answer that a recommendation is for."""

@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvkeep.budget import Budget
-from kvkeep.contracts import Exactness
-from kvkeep.errors import BudgetError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.memory.rows import BLOCK, pages_of, ring_rows, up
 from kvkeep.plan.candidates import Candidate
@@ -27,7 +25,8 @@ class Sizes:
     directly, those in a smaller form, and checkpoints by place, as ``cache.memory()`` measures them. hand: the largest
     chunk of one layer beside them. workspace: the most that recall holds for a moment. budget: entries of each full
     layer, None where there is none. exact: of those, how many are kept as they are. away: entries that have left.
-    kept: tokens whose entries attention still reads in some form."""
+    kept: tokens whose entries attention still reads in some form. stored: entries of a KV head that the
+    fate still has."""
 
     tokens: int
     budget: int | None
@@ -36,6 +35,7 @@ class Sizes:
     away: int
     kept: int
     resident: int
+    stored: int = 0
     compressed: int = 0
     device: int = 0
     host: int = 0
@@ -83,9 +83,7 @@ def sizes(
         full = rows * geometry.full_bytes_per_token
         return Sizes(tokens, limit, tokens, tokens, 0, tokens, sliding + full, hand=hand)
     assert budget is not None
-    exact = method.exactness is Exactness.EXACT
-    chunk = Budget.parse(budget).chunk_for(budget, layers=len(geometry.full_layers) if exact else 0)
-    chunk = method.fate.chunk(budget, chunk)
+    chunk = method.chunk(geometry, Budget.parse(budget), budget)
     arriving = [*_chunks(prompt, chunk), *[1] * steps]
     held = Sizes(tokens, budget, chunk, budget, 0, tokens, sliding, hand=min(chunk, prompt) * largest)
     if method.selector.in_order:
@@ -105,17 +103,10 @@ def _selected(
     method = candidate.method
     selector, fate, recall = method.selector, method.store_fate, method.recall
     assert held.budget is not None
-    tail = recall.tail(held.budget)
-    within = held.budget - tail
-    exact = fate.resident(within)
-    sinks = selector.sinks_in_cache(not (fate.keeps or recall.backed))
-    exact = exact if sinks is None else max(exact - (sinks + 1) // 2, 1)
-    if recall.backed and within < 1:
-        raise BudgetError(f"A budget of {held.budget} entries leaves '{method.name}' nothing to attend to.")
-    fate.fits(method.name, geometry, within)
+    tail, within, exact, sinks = method.division(geometry, held.budget)
     moved = sinks is not None and _moves(arriving, exact)
     budgets = selector.budgets(model, geometry, exact)
-    resident, compressed, workspace, hand, kept = held.resident, 0, 0, held.hand, exact
+    resident, compressed, workspace, hand, stored = held.resident, 0, 0, held.hand, 0
     alike = Counter((_shape(layer), tuple(_by_head(budgets[layer.index], layer))) for layer in geometry.full_layers)
     gone: list[Left] = []
     for (layer, own), count in alike.items():
@@ -132,11 +123,11 @@ def _selected(
         hand += count * store.shrunk
         moving = _moved(max(own), arriving, tail, layer, geometry) + (8 * len(own) if len(set(own)) > 1 else 0)
         workspace = max(workspace, moving, store.workspace + reader.workspace)
-        if fate.keeps and not fate.merges:
-            kept = exact + store.entries if store.entries else held.tokens
-    kept = min(held.tokens, held.tokens if method.checkpoints or fate.merges or fate.makes_room else kept)
+        stored = 0 if fate.merges or not fate.keeps else store.entries or sum(left)
+    whole = method.checkpoints or fate.merges or fate.makes_room
+    kept = held.tokens if whole else min(held.tokens, exact + stored)
     away = sum(gone[0][1])
-    sums = {"resident": resident, "compressed": compressed, "workspace": workspace, "hand": hand}
+    sums = {"resident": resident, "compressed": compressed, "workspace": workspace, "hand": hand, "stored": stored}
     return replace(held, exact=exact, away=away, kept=kept, **sums), gone
 
 

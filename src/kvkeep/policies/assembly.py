@@ -85,22 +85,13 @@ def _bounded(
     request: Request, model: Any, geometry: ModelGeometry, ledger: Ledger, meter: Meter, spec: CheckpointSpec | None
 ) -> Assembly:
     method = request.method
-    selector, fate, recall = method.selector, method.store_fate, method.recall
+    selector = method.selector
     entries, chunk = request.entries(geometry)
-    tail = recall.tail(entries)
-    within = entries - tail
-    if recall.backed and within < 1:
-        raise BudgetError(f"A budget of {entries} entries leaves '{method.name}' nothing to attend to; give it more.")
-    fate.fits(method.name, geometry, within)
-    fate.check(model, geometry)
+    tail, within, held, sinks = method.division(geometry, entries)
+    method.store_fate.check(model, geometry)
     adapter = bind(model)
     build = _Builder(request, model, geometry, ledger, meter, within, spec)
-    held = fate.resident(within)
-    sinks = selector.sinks_in_cache(not (fate.keeps or recall.backed))
-    positions = None
-    if sinks is not None:  # whose keys are held as they came, too
-        held = max(held - (sinks + 1) // 2, 1)
-        positions = _positions(model, geometry, sinks, held, chunk)
+    positions = None if sinks is None else _positions(model, geometry, sinks, held, chunk)
     budgets = selector.budgets(model, geometry, held)
     if tail:
         assert build.checkpoint is not None

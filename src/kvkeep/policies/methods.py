@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
+from kvkeep.budget import Budget
 from kvkeep.contracts import Exactness, Fate, Recall, Selector
-from kvkeep.errors import UsageError, unknown
+from kvkeep.errors import BudgetError, UsageError, unknown
+from kvkeep.geometry import ModelGeometry
 from kvkeep.policies import registry
 from kvkeep.policies.fates.drop import Drop
 from kvkeep.policies.recalls.evicted import Evicted
@@ -15,6 +17,17 @@ from kvkeep.policies.specs import build
 
 STOCK = "stock"
 """transformers' own cache, which is asked for as a method where the two are compared."""
+
+
+class Division(NamedTuple):
+    """What a layer's budget of entries is for. tail: tokens that wait for a decision. within: all others, of which
+    resident: those kept as they are. sinks: first entries whose keys are held as they came, too; None: positions are
+    those of the text."""
+
+    tail: int
+    within: int
+    resident: int
+    sinks: int | None
 
 
 @dataclass(frozen=True)
@@ -82,6 +95,24 @@ class Method:
         capacity = ("capacity",) if not self.recall.backed or self.recall.loses else ()
         return ("budget", "checkpoint", "where", *capacity, "folder", "chunk", "page")
 
+    def division(self, geometry: ModelGeometry, entries: int) -> Division:
+        """Return what a budget of ``entries`` is for. Raises BudgetError where they are too few."""
+        tail, fate = self.recall.tail(entries), self.store_fate
+        within = entries - tail
+        if self.recall.backed and within < 1:
+            raise BudgetError(f"A budget of {entries} entries leaves '{self.name}' nothing to attend to; give it more.")
+        fate.fits(self.name, geometry, within)
+        resident = fate.resident(within)
+        sinks = self.selector.sinks_in_cache(not (fate.keeps or self.recall.backed))
+        return Division(tail, within, resident if sinks is None else max(resident - (sinks + 1) // 2, 1), sinks)
+
+    def chunk(self, geometry: ModelGeometry, budget: Budget, entries: int, chunk: int | None = None) -> int:
+        """Return how many tokens of a prompt are taken at a time with a budget of ``entries``; ``chunk``: those asked
+        for. Raises BudgetError where they do not fit."""
+        layers = len(geometry.full_layers) if self.exactness is Exactness.EXACT else 0
+        most = budget.chunk_for(entries, chunk, layers)
+        return most if chunk is not None else self.fate.chunk(entries, most)
+
     def refusal(self) -> str | None:
         """Return why the combination means nothing, in a sentence; None where it works."""
         if self.recall.backed and self.selector.keeps_all:
@@ -106,21 +137,26 @@ def resolve(spec: str) -> Method:
     """
     registry.load_plugins()
     first, *rest = spec.split("+")
+    rest = [_current(part) for part in rest]
     name = first.partition(":")[0]
     recalls = bool(rest) and rest[-1].partition(":")[0] in RECALLS
     recall: Recall = build("recall", rest.pop(), RECALLS) if recalls else Evicted()
     if name in PRESETS:
         method = _of_preset(spec, first, PRESETS[name], rest, recall)
     elif name in SELECTORS:
-        text = "+".join(rest) if rest else "drop"
-        kind, colon, given = text.partition(":")
-        fate = build("fate", FORMER.get(kind, kind) + colon + given, FATES)
+        fate = build("fate", "+".join(rest) if rest else "drop", FATES)
         method = combined(spec, build("selector", first, SELECTORS), fate, recall)
     else:
         raise unknown("method", name, [*names(), STOCK])
     if (reason := method.refusal()) is not None:
         raise UsageError(f"'{spec}' is not understood. {reason}")
     return method
+
+
+def _current(part: str) -> str:
+    """Return a fate or recall by the name that it has now."""
+    name, colon, given = part.partition(":")
+    return FORMER.get(name, name) + colon + given
 
 
 def combined(name: str, selector: Selector, fate: Fate, recall: Recall) -> Method:
@@ -146,7 +182,7 @@ def names() -> list[str]:
     """Return the names of all methods that lists name: presets, selectors, and a few combinations."""
     registry.load_plugins()
     unnamed = [name for name in SELECTORS if name != "kvpress"]  # which is none without the name of a press
-    kept = [name for name, preset in PRESETS.items() if preset.closed and name != "kv-lru"]
+    kept = [name for name, preset in PRESETS.items() if preset.closed and not preset.recall.backed]
     return [*kept, *unnamed, *(name for name in PRESETS if name not in kept), *LISTED]
 
 

@@ -17,7 +17,7 @@ from kvkeep.errors import UsageError
 from kvkeep.policies.fates.asymkv import AsymKV
 from kvkeep.policies.fates.cam import Cam
 from kvkeep.policies.fates.checkpoint import Checkpointed
-from kvkeep.policies.fates.drop import Drop
+from kvkeep.policies.fates.drop import Drop, Kept
 from kvkeep.policies.fates.kvslimmer import KVSlimmer
 from kvkeep.policies.fates.kvslimmer_exact import KVSlimmerExact
 from kvkeep.policies.fates.lowrank import LowRank
@@ -37,7 +37,7 @@ from kvkeep.policies.selectors.h2o_fisher import H2OFisher
 from kvkeep.policies.selectors.knorm import KNorm
 from kvkeep.policies.selectors.kvpress import KVPress
 from kvkeep.policies.selectors.lru import LRU
-from kvkeep.policies.selectors.nobody import Kept, Nobody
+from kvkeep.policies.selectors.nobody import Nobody
 from kvkeep.policies.selectors.pyramidkv import PyramidKV
 from kvkeep.policies.selectors.random import Random
 from kvkeep.policies.selectors.snapkv import SnapKV
@@ -83,11 +83,11 @@ RECALLS: dict[str, type[Recall]] = {
     "verified": Verified,
     "pages": Pages,
     "certified": Certified,
-    "missed": FetchOnMiss,
+    "fetch-on-miss": FetchOnMiss,
 }
 
-FORMER = {"ladder": "tiers"}
-"""Names that a part had in stores and sessions of earlier versions."""
+FORMER = {"ladder": "tiers", "missed": "fetch-on-miss"}
+"""Names that a fate or a recall had in stores and sessions of earlier versions."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ PRESETS: dict[str, Preset] = {
     "longcache": Preset(
         StreamingLLM(),
         Segments,
-        "Sinks, the newest, and for each query the most promising segments of all others: bounded work, not memory.",
+        "Sinks, the newest, and for each query the highest-scoring segments of all others: bounded work, not memory.",
         "LongCache (Liu et al., 2024)",
     ),
     "cam": Preset(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from kvkeep.budget import MIN_CHUNK, Budget
 from kvkeep.contracts import Exactness
@@ -17,16 +17,23 @@ PAGE = 512
 """Rows rebuilt at a time, unless a cache is told otherwise."""
 
 
+class Options(TypedDict, total=False):
+    """What a :class:`~kvkeep.cache.KeepCache` can be given by name."""
+
+    checkpoint: str | None
+    where: str | None
+    capacity: int | None
+    folder: str | os.PathLike[str] | None
+    chunk: int | None
+    page: int
+    context: int | None
+    batch: int
+    recall: str | None
+
+
 @dataclass(frozen=True)
 class Request:
-    """Everything a cache was asked for, understood.
-
-    method: who leaves, what becomes of it, how it comes back. budget: None for none. checkpoint: "kv", "tokens",
-    "residual" or "residual:STRIDE"; None: the smaller of kv and residual. where: "device", "host" or "disk"; None: disk
-    beside a CPU model, host beside an accelerator. capacity: entries the checkpoint may hold. folder: for disk. chunk:
-    tokens of a prompt taken at a time. page: rows rebuilt at a time. context: tokens that a share is of; None: all the
-    model's positions. batch: rows that share a budget given in bytes.
-    """
+    """Everything a cache was asked for, understood; what each is, :class:`~kvkeep.cache.KeepCache` says."""
 
     method: Method
     budget: Budget | None = None
@@ -44,23 +51,17 @@ class Request:
         cls,
         method: str | None = None,
         budget: int | str | Budget | None = None,
-        *,
-        checkpoint: str | None = None,
-        where: str | None = None,
-        capacity: int | None = None,
-        folder: str | os.PathLike[str] | None = None,
-        chunk: int | None = None,
-        page: int = PAGE,
-        context: int | None = None,
-        batch: int = 1,
-        recall: str | None = None,
+        **options: Unpack[Options],
     ) -> Request:
         """Read what a person wrote. method: by default "full" without a budget and "kv-direct" with one. recall: as the
         last part of the method's name would say; without a method, that of "snapkv".
 
         Raises UsageError or BudgetError for names, numbers and options that no model could make right.
         """
-        for name, text in (("method", method), ("recall", recall), ("checkpoint", checkpoint), ("where", where)):
+        given: dict[str, Any] = {**options}
+        recall, checkpoint, folder = given.pop("recall", None), given.get("checkpoint"), given.get("folder")
+        texts = {"method": method, "recall": recall, "checkpoint": checkpoint, "where": given.get("where")}
+        for name, text in texts.items():
             if text is not None and (not isinstance(text, str) or not text):
                 raise UsageError(f"A {name} is given by its name, and not as {text!r}.")
         if recall is not None:
@@ -68,43 +69,22 @@ class Request:
         else:
             spec = method or ("kv-direct" if budget is not None else "full")
         made = resolve(spec)
-        given = Budget.parse(budget)
-        for name, number in (
-            ("capacity", capacity),
-            ("chunk", chunk),
-            ("context", context),
-            ("page", page),
-            ("batch", batch),
-        ):
+        asked = Budget.parse(budget)
+        for name in ("capacity", "chunk", "context", "page", "batch"):
+            number = given.get(name)
             if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
                 raise UsageError(f"The {name} of a cache is a whole number from 1 on, not {number!r}.")
         if folder is not None and not isinstance(folder, str | os.PathLike):
             raise UsageError(f"The folder of a checkpoint is a path, not {folder!r}.")
-        request = cls(
-            made,
-            given,
-            made.kind or checkpoint,
-            where,
-            capacity,
-            None if folder is None else os.fspath(folder),
-            chunk,
-            page,
-            context,
-            batch,
-        )
+        given |= {"checkpoint": made.kind or checkpoint, "folder": None if folder is None else os.fspath(folder)}
+        request = cls(made, asked, **given)
         request._check(spec, checkpoint)
         return request
 
     def _check(self, spec: str, checkpoint: str | None) -> None:
         """Raise for options that the method has no use for, and for a budget that it lacks."""
-        options: dict[str, Any] = {
-            "checkpoint": checkpoint,
-            "where": self.where,
-            "capacity": self.capacity,
-            "folder": self.folder,
-        }
-        options |= {"budget": self.budget, "chunk": self.chunk}
-        for option, value in options.items():
+        for option in ("checkpoint", "where", "capacity", "folder", "budget", "chunk"):
+            value = checkpoint if option == "checkpoint" else getattr(self, option)
             if value is not None and option not in self.method.options:
                 raise UsageError(f"Method '{spec}' takes no {option}; 'kv-direct' does.")
         if self.method.budgeted and self.budget is None:
@@ -129,8 +109,7 @@ class Request:
         exact = self.method.exactness is Exactness.EXACT
         least = min(self.chunk, MIN_CHUNK) if exact and self.chunk else self.chunk
         entries = self.budget.entries(geometry, context=self.context, batch=self.batch, chunk=least)
-        chunk = self.budget.chunk_for(entries, self.chunk, len(geometry.full_layers) if exact else 0)
-        return entries, chunk if self.chunk is not None else self.method.fate.chunk(entries, chunk)
+        return entries, self.method.chunk(geometry, self.budget, entries, self.chunk)
 
     def spec(self, geometry: ModelGeometry, device: str) -> CheckpointSpec:
         """Return the checkpoint that is meant: by default the smaller of kv and residual, outside the memory the model

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Sequence
 from itertools import count
+from typing import Any
 
-from kvkeep.contracts import Fate
+from kvkeep.contracts import EvictedStore, Fate, Held, Site
 from kvkeep.errors import BudgetError, UsageError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
-from kvkeep.stores.groups import GROUP
+from kvkeep.stores.groups import GROUP, Codec, Groups, group_holds
 
 
 def exact_entries(exact: float, entries: int) -> int:
@@ -36,3 +39,45 @@ def spare(
             f"give it at least {least}."
         )
     return room(entries)
+
+
+class GroupedFate(Fate):
+    """Evicted entries are encoded by groups of 32, as many as have room beside the exact ones; the oldest make way.
+    exact: a parameter, the share of the budget that is for exact entries, or (from 1 on) their number."""
+
+    exact: float
+
+    @abstractmethod
+    def size(self, layer: LayerGeometry, geometry: ModelGeometry) -> int:
+        """Return the bytes of a group of one KV head."""
+
+    @abstractmethod
+    def codec(self, site: Site) -> Codec:
+        """Return how a layer's groups are encoded and read."""
+
+    def written(self, layer: LayerGeometry, geometry: ModelGeometry) -> int:
+        """Return the bytes that reading an entry of a KV head takes for a moment: by default those of the entry."""
+        return (layer.key_dim + layer.value_dim) * geometry.dtype_bytes
+
+    def resident(self, entries: int) -> int:
+        """Return the exact ones; the group that waits for its last entry comes on top."""
+        return exact_entries(self.exact, entries)
+
+    def _room(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int) -> int:
+        size = self.size(layer, geometry)
+        return spare(self, layer, geometry, entries, size) // size
+
+    def fits(self, name: str, geometry: ModelGeometry, entries: int) -> None:
+        """Raise BudgetError where there is no room for a group."""
+        super().fits(name, geometry, entries)
+        for layer in geometry.full_layers:
+            self._room(layer, geometry, entries)
+
+    def store(self, site: Site, shared: Any) -> EvictedStore:
+        """Return a store for as many groups as the budget has room for."""
+        return Groups(self._room(site.layer, site.geometry, site.entries), self.codec(site))
+
+    def holds(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int, left: Sequence[int]) -> Held:
+        """Return the bytes of so many groups, of one that waits, and of what reading them takes for a moment."""
+        room, size = self._room(layer, geometry, entries), self.size(layer, geometry)
+        return group_holds(layer, geometry, room, left, size, self.written(layer, geometry))

@@ -47,12 +47,25 @@ class Checkpointed(Fate):
         return ByResidual(site) if site.checkpoint.by_token else ByEntry(site)
 
 
-class InOrder(EvictedStore):
-    """The first entries of the text, which left in order, in all lanes alike."""
+class _OnCheckpoint(EvictedStore):
+    """Evicted entries that are in the cache's checkpoint."""
 
     def __init__(self, site: Site) -> None:
         assert site.checkpoint is not None
         self.checkpoint, self.layer = site.checkpoint, site.layer.index
+
+    def states(self, lanes: int, length: int) -> Tensor:
+        """Return what became of the entry of each slot."""
+        codes = torch.full((lanes, length), EntryState.CHECKPOINTED, dtype=torch.int8)
+        codes[:, : self.checkpoint.first(self.layer)] = EntryState.DROPPED
+        return codes
+
+
+class InOrder(_OnCheckpoint):
+    """The first entries of the text, which left in order, in all lanes alike."""
+
+    def __init__(self, site: Site) -> None:
+        super().__init__(site)
         self.taken: int = 0
 
     def take(self, left: Evicted, resident: WorkingSet) -> None:
@@ -65,12 +78,6 @@ class InOrder(EvictedStore):
         """Yield them all, piece by piece."""
         if self.taken:
             yield from self.checkpoint.pieces(self.layer, self.taken, lazy=True)
-
-    def states(self, lanes: int, length: int) -> Tensor:
-        """Return what became of the entry of each slot."""
-        codes = torch.full((lanes, length), EntryState.CHECKPOINTED, dtype=torch.int8)
-        codes[:, : self.checkpoint.first(self.layer)] = EntryState.DROPPED
-        return codes
 
     def truncate(self, length: int, resident: WorkingSet) -> None:
         """Forget the slots from ``length`` on."""
@@ -92,14 +99,13 @@ class InOrder(EvictedStore):
             raise Misfit("entries that left are missing in the checkpoint")
 
 
-class ByEntry(EvictedStore):
+class ByEntry(_OnCheckpoint):
     """Entries that leave in any order, and every head's are others: their slots are kept beside them."""
 
     def __init__(self, site: Site) -> None:
-        assert site.checkpoint is not None
-        self.checkpoint, self.layer, self.capacity = site.checkpoint, site.layer.index, site.checkpoint.capacity
-        home = Device(site.device)
-        self.slots: Buffer | Ring = Buffer() if self.capacity is None else Ring(self.capacity, home)
+        super().__init__(site)
+        capacity = self.checkpoint.capacity
+        self.slots: Buffer | Ring = Buffer() if capacity is None else Ring(capacity, Device(site.device))
         self.holes = False  # whether any slot is -1
 
     def take(self, left: Evicted, resident: WorkingSet) -> None:
@@ -156,7 +162,7 @@ class ByEntry(EvictedStore):
         )
 
     def restore(self, state: dict[str, Tensor]) -> None:
-        self.holes = True  # nobody looked
+        self.holes = True  # there may be
         self.slots.first = self.slots.length = int(state["first"][0])
         if "slots" in state:
             self.slots.append(state["slots"])
@@ -170,12 +176,11 @@ class ByEntry(EvictedStore):
             extent.numbered("slots", concatenated(self.slots, *span), (extent.lanes, None, 1))
 
 
-class ByResidual(EvictedStore):
+class ByResidual(_OnCheckpoint):
     """Entries that leave in any order; each can be rebuilt, resident or not: what is resident is masked."""
 
     def __init__(self, site: Site) -> None:
-        assert site.checkpoint is not None
-        self.checkpoint, self.layer = site.checkpoint, site.layer.index
+        super().__init__(site)
         self.left = False  # whether anything left
 
     def take(self, left: Evicted, resident: WorkingSet) -> None:
@@ -190,11 +195,6 @@ class ByResidual(EvictedStore):
         for piece in self.checkpoint.pieces(self.layer, length):
             slots = away[:, piece.first : piece.first + piece.keys.shape[2]]
             yield piece._replace(slots=slots, first=0, holes=True)
-
-    def states(self, lanes: int, length: int) -> Tensor:
-        codes = torch.full((lanes, length), EntryState.CHECKPOINTED, dtype=torch.int8)
-        codes[:, : self.checkpoint.first(self.layer)] = EntryState.DROPPED
-        return codes
 
     def state(self) -> dict[str, Tensor]:
         return {"left": torch.tensor([self.left])}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from kvkeep.contracts import EvictedStore, Fate, Site
+from kvkeep.contracts import EvictedStore, Exactness, Fate, Site
 
 
 class Dropped(EvictedStore):
@@ -24,3 +24,12 @@ class Drop(Fate):
     def store(self, site: Site, shared: Any) -> EvictedStore:
         """Return the one that holds nothing."""
         return Dropped()
+
+
+@dataclass(frozen=True)
+class Kept(Drop):
+    """Nothing is evicted."""
+
+    label: ClassVar[str] = "kept"
+    returns: ClassVar[str] = "not needed"
+    exactness: ClassVar[Exactness] = Exactness.EXACT

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvkeep.contracts import Asked, Pairs
 from kvkeep.policies.fates.asymkv import energy
-from kvkeep.policies.fates.hessian import alone, best_share, together
+from kvkeep.policies.fates.kvslimmer import alone, best_share, together
 from kvkeep.policies.fates.neighbours import Neighbours
 
 

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from kvkeep.contracts import EntryState, EvictedStore, Fate, Held, Piece, Site
+from kvkeep.contracts import EntryState, Piece, Reading, Site
 from kvkeep.errors import UnsupportedModelError, UsageError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.memory.ledger import Ledger
 from kvkeep.memory.meter import Meter, storage_bytes
 from kvkeep.models.adapter import Adapter
 from kvkeep.models.binding import bind
-from kvkeep.policies.fates.base import exact_entries, spare
-from kvkeep.stores.groups import GROUP, Codec, Groups, group_holds
+from kvkeep.policies.fates.base import GroupedFate
+from kvkeep.stores.groups import GROUP, Codec
 
 
 @dataclass(frozen=True)
-class LowRank(Fate):
+class LowRank(GroupedFate):
     """``rank`` numbers for each key and value of a head: its coordinates in the left singular vectors of the head's
     W_k and W_v, keys before rotation. It is here to show what the paper shows: that it fails. ``exact``: as for
     'quantize'; 1 leaves all but the newest to it."""
@@ -39,15 +39,10 @@ class LowRank(Fate):
         if self.rank < 1:
             raise UsageError(f"A rank is 1 or more, not {self.rank}.")
 
-    def resident(self, entries: int) -> int:
-        """Return the exact ones."""
-        return exact_entries(self.exact, entries)
-
-    def fits(self, name: str, geometry: ModelGeometry, entries: int) -> None:
-        """Raise where there is no room for a group."""
-        super().fits(name, geometry, entries)
-        for layer in geometry.full_layers:
-            self._room(layer, geometry, entries)
+    @property
+    def reading(self) -> Reading:
+        """Coordinates."""
+        return Reading(rank=self.rank)
 
     def check(self, model: Any, geometry: ModelGeometry) -> None:
         """Raise where keys cannot be turned, or no projection is to be had."""
@@ -56,25 +51,15 @@ class LowRank(Fate):
         for layer in layers:
             _projections(adapter, layer)
 
-    def _size(self, layer: LayerGeometry, geometry: ModelGeometry) -> int:
+    def size(self, layer: LayerGeometry, geometry: ModelGeometry) -> int:
+        """Return the bytes of coordinates."""
         # A head's weight has as many singular vectors as it has rows, or as the model is wide.
         ranks = [min(self.rank, dim, geometry.hidden_size) for dim in (layer.key_dim, layer.value_dim)]
         return GROUP * sum(ranks) * geometry.dtype_bytes
 
-    def _room(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int) -> int:
-        size = self._size(layer, geometry)
-        return spare(self, layer, geometry, entries, size) // size
-
-    def store(self, site: Site, shared: Any) -> EvictedStore:
-        """Return a store for as many groups as the budget has room for."""
-        codec = Coordinates(bind(site.model), site.layer, self.rank, site.ledger, site.meter)
-        return Groups(self._room(site.layer, site.geometry, site.entries), codec)
-
-    def holds(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int, left: Sequence[int]) -> Held:
-        """Return the bytes of so many groups, of one that waits, and of all of them written out for a moment."""
-        number = (layer.key_dim + layer.value_dim) * geometry.dtype_bytes
-        room = self._room(layer, geometry, entries)
-        return group_holds(layer, geometry, room, left, self._size(layer, geometry), number)
+    def codec(self, site: Site) -> Codec:
+        """Return coordinates in the directions of the layer's projections."""
+        return Coordinates(bind(site.model), site.layer, self.rank, site.ledger, site.meter)
 
 
 def _projections(adapter: Adapter, layer: LayerGeometry) -> tuple[Any, Any]:

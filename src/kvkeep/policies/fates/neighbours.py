@@ -1,4 +1,4 @@
-"""What the fates have in common that merge neighbours: nobody leaves, the least attended become one."""
+"""What the fates have in common that merge neighbours: none is evicted, the least attended become one."""
 
 from __future__ import annotations
 

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 
-from kvkeep.contracts import EntryState, EvictedStore, Fate, Held, Piece, Site
+from kvkeep.contracts import EntryState, Piece, Reading, Site
 from kvkeep.errors import UnsupportedModelError, UsageError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.memory.meter import Meter
-from kvkeep.policies.fates.base import exact_entries, spare
+from kvkeep.policies.fates.base import GroupedFate
 from kvkeep.stores.coded import CodedKeys, CodedValues, encode_keys, encode_values, group_bytes, width
-from kvkeep.stores.groups import GROUP, Codec, Groups, group_holds
+from kvkeep.stores.groups import GROUP, Codec
 
 
 @dataclass(frozen=True)
-class Quantize(Fate):
+class Quantize(GroupedFate):
     """Entries that leave are kept at ``bits`` bits, in what the budget's exact entries leave over; once that is full
     too, those that left first are dropped. ``exact``: the share of the budget that is for exact entries, or (from 1 on)
     their number, of which the budget allows half at most."""
@@ -35,34 +35,32 @@ class Quantize(Fate):
         if self.bits not in (2, 4, 8):
             raise UsageError(f"Entries are kept at 8, 4 or 2 bits, not {self.bits}.")
 
-    def resident(self, entries: int) -> int:
-        """Return the exact ones; the group that waits for its last entry comes on top."""
-        return exact_entries(self.exact, entries)
+    @property
+    def reading(self) -> Reading:
+        """Codes."""
+        return Reading(bits=self.bits)
 
     def fits(self, name: str, geometry: ModelGeometry, entries: int) -> None:
         """Raise where there is no room for a group, or heads do not divide into bytes."""
-        super().fits(name, geometry, entries)
         for layer in geometry.full_layers:
             if layer.key_dim % (8 // self.bits) or width(layer.value_dim) % (8 // self.bits):
                 raise UnsupportedModelError(
                     f"Heads of '{geometry.model_type}' are {layer.value_dim} wide, which does not divide into "
                     f"bytes at {self.bits} bits; use 8."
                 )
-            self._room(layer, geometry, entries)
+        super().fits(name, geometry, entries)
 
-    def _room(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int) -> int:
-        size = group_bytes(layer.key_dim, layer.value_dim, self.bits)
-        return spare(self, layer, geometry, entries, size) // size
+    def size(self, layer: LayerGeometry, geometry: ModelGeometry) -> int:
+        """Return the bytes of codes, scales and offsets."""
+        return group_bytes(layer.key_dim, layer.value_dim, self.bits)
 
-    def store(self, site: Site, shared: Any) -> EvictedStore:
-        """Return a store for as many groups as the budget has room for."""
-        return Groups(self._room(site.layer, site.geometry, site.entries), Quantised(self.bits, site.meter))
+    def codec(self, site: Site) -> Codec:
+        """Return codes of so many bits."""
+        return Quantised(self.bits, site.meter)
 
-    def holds(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int, left: Sequence[int]) -> Held:
-        """Return the bytes of so many groups, of one that waits, and of the codes as numbers for a moment."""
-        size = group_bytes(layer.key_dim, layer.value_dim, self.bits)
-        number = 4 * max(layer.key_dim, layer.value_dim)
-        return group_holds(layer, geometry, self._room(layer, geometry, entries), left, size, number)
+    def written(self, layer: LayerGeometry, geometry: ModelGeometry) -> int:
+        """Return the bytes of codes as numbers."""
+        return 4 * max(layer.key_dim, layer.value_dim)
 
 
 @dataclass(frozen=True)

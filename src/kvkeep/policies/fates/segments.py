@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvkeep.contracts import EntryState, EvictedStore, Exactness, Fate, Held, Piece, Site
+from kvkeep.contracts import EntryState, EvictedStore, Exactness, Fate, Held, Piece, Reading, Site
 from kvkeep.errors import UsageError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.memory.meter import Meter
@@ -27,12 +27,17 @@ class Segments(Fate):
     label: ClassVar[str] = "kept in segments"
     source: ClassVar[str] = "LongCache (Liu et al., 2024)"
     work: ClassVar[str] = "segments"
-    returns: ClassVar[str] = "the most promising segments"
+    returns: ClassVar[str] = "the highest-scoring segments"
     exactness: ClassVar[Exactness] = Exactness.REVERSIBLE
 
     def __post_init__(self) -> None:
         if self.top < 1:
             raise UsageError(f"At least one segment is read, not {self.top}.")
+
+    @property
+    def reading(self) -> Reading:
+        """The highest-scoring segments, found by bounds."""
+        return Reading(GROUP * self.top, segment=GROUP)
 
     def store(self, site: Site, shared: Any) -> EvictedStore:
         """Return a store without an end."""
@@ -61,7 +66,7 @@ class Promising(Codec):
         return [keys, values, keys.amin(1), keys.amax(1)]
 
     def read(self, query: Tensor, parts: list[Tensor], slots: Tensor, holes: bool) -> Iterator[Piece]:
-        """Yield the most promising segments of each lane."""
+        """Yield the highest-scoring segments of each lane."""
         keys, values, low, high = parts
         if query.shape[-1] == low.shape[-1] and slots.shape[1] > self.top:
             # max(q min, q max) is q max for positive q and q min for negative.

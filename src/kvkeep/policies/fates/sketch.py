@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvkeep.contracts import EvictedStore, Exactness, Fate, Held, Selector, Site
+from kvkeep.contracts import EvictedStore, Exactness, Fate, Held, Reading, Selector, Site
 from kvkeep.errors import BudgetError, UsageError, unknown
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.memory.ledger import Ledger
@@ -49,6 +49,11 @@ class Sketch(Fate):
             )
         if self.rows not in MEDIAN:
             raise UsageError(f"A sketch has {', '.join(map(str, MEDIAN))} rows, not {self.rows}.")
+
+    @property
+    def reading(self) -> Reading:
+        """Estimates."""
+        return Reading(estimated=True)
 
     @property
     def swaps(self) -> bool:

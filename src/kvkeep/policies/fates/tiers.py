@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from kvkeep.contracts import EvictedStore, Fate, Held, Site
+from kvkeep.contracts import EvictedStore, Fate, Held, Reading, Site
 from kvkeep.errors import UnsupportedModelError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.policies.fates.base import exact_entries, spare
@@ -26,6 +26,11 @@ class InTiers(Fate):
     source: ClassVar[str] = "kvkeep; codes after arXiv:2402.02750"
     work: ClassVar[str] = "tiers"
     returns: ClassVar[str] = "approximately, from its codes"
+
+    @property
+    def reading(self) -> Reading:
+        """Codes: most entries have 4 bits."""
+        return Reading(bits=4)
 
     def resident(self, entries: int) -> int:
         """Return the exact ones, a quarter of the budget at most; the group that waits comes on top."""

@@ -1,4 +1,4 @@
-"""``missed``: entries come back after the step that would have used them (llama.cpp pull request 21097)."""
+"""``fetch-on-miss``: entries come back after the step that would have used them (llama.cpp pull request 21097)."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class Pages(PagesThatMatter):
 
     count: int = 8
 
-    label: ClassVar[str] = "the most promising pages"
+    label: ClassVar[str] = "the highest-scoring pages"
     source: ClassVar[str] = "Quest, arXiv:2406.10774"
 
     @classmethod

@@ -22,16 +22,12 @@ class PagesThatMatter(Recall):
     fetches: ClassVar[bool] = False
 
     def reader(self, site: Site, round: Any) -> Reader:
-        """Return a reader that asks it which pages to recall."""
+        """Return a reader whose pages :meth:`choose` selects."""
         return Selective(site, self)  # type: ignore[arg-type]
 
     def choose(self, excess: Tensor) -> Tensor | None:
         """Return which pages each lane recalls: here none. See :class:`kvkeep.stores.selective.Choice`."""
         return None
-
-    def entries(self, away: int) -> int:
-        """Return how many of ``away`` entries of a KV head come back in a step, at most."""
-        return away
 
     def holds(self, layer: LayerGeometry, geometry: ModelGeometry, tokens: int, away: int) -> Held:
         """Return the bytes of the bounds of all pages, and of what is recalled: gathered where it is less than half."""

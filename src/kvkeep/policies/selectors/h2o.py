@@ -7,9 +7,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvkeep.contracts import Candidates, Selector
+from kvkeep.contracts import STAYS, Candidates, Selector
 from kvkeep.errors import UsageError
-from kvkeep.policies.selectors.base import STAYS
 
 
 @dataclass(frozen=True)

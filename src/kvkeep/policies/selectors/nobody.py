@@ -1,24 +1,23 @@
-"""Nobody leaves: the methods that keep everything, and how their entries lie."""
+"""No eviction: the methods that keep everything, and how their entries lie."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 
-from kvkeep.contracts import Candidates, EvictedStore, Exactness, Fate, Selector, Site
-from kvkeep.policies.fates.drop import Dropped
+from kvkeep.contracts import Candidates, Selector
 
 
 @dataclass(frozen=True)
 class Nobody(Selector):
-    """Nobody leaves. ``layout``: "dynamic" (buffers that grow), "static" (allocated once), "paged" (blocks of a
+    """All entries stay. ``layout``: "dynamic" (buffers that grow), "static" (allocated once), "paged" (blocks of a
     pool)."""
 
     layout: str = "dynamic"
 
-    leaves: ClassVar[str] = "nobody"
+    leaves: ClassVar[str] = "none"
     source: ClassVar[str] = ""
     keeps_all: ClassVar[bool] = True
 
@@ -28,19 +27,5 @@ class Nobody(Selector):
         return self.layout == "static"
 
     def rank(self, entries: Candidates) -> Tensor:
-        """By slot; never asked."""
+        """Unused: nothing is evicted."""
         return entries.slots
-
-
-@dataclass(frozen=True)
-class Kept(Fate):
-    """What becomes of entries that do not leave."""
-
-    label: ClassVar[str] = "kept"
-    returns: ClassVar[str] = "not needed"
-    exactness: ClassVar[Exactness] = Exactness.EXACT
-    keeps: ClassVar[bool] = False
-
-    def store(self, site: Site, shared: Any) -> EvictedStore:
-        """Return the one that holds nothing."""
-        return Dropped()

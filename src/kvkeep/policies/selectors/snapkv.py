@@ -9,9 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvkeep.contracts import Candidates, Selector
+from kvkeep.contracts import STAYS, Candidates, Selector
 from kvkeep.errors import UsageError
-from kvkeep.policies.selectors.base import STAYS
 
 
 @dataclass(frozen=True)
