@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from families import VOCABULARY, tiny
@@ -100,4 +102,4 @@ def test_an_interrupt_in_the_last_chunk_leaves_nothing_for_the_next_pass(cut: in
     with torch.no_grad():
         assert model(ids[:, :3], past_key_values=cache).logits.shape[1] == 3
         other = KeepCache(model, "kv-direct", 16, chunk=16)
-        assert model.model(ids, past_key_values=other).last_hidden_state.shape[1] == 60  # no logits_to_keep is left over
+        assert model.model(ids, past_key_values=other).last_hidden_state.shape[1] == 60
