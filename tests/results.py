@@ -72,6 +72,11 @@ def filled(
                 started=f"2026-01-01T00:00:{number:02}+00:00", seconds=1.0,
             )
         )  # fmt: skip
+    return stored(path)
+
+
+def stored(path: Path) -> Store:
+    """A store as it lies there, read."""
     store = Store(path)
     store.refresh()
     return store

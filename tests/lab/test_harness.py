@@ -11,24 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import tokenizer
 from families import tiny
 from kvkeep_lab.reading import cache_for, read
-from kvkeep_lab.subject import Subject
+from measuring import ending_subject as subject
 from official import hellaswag_text_rows, write_lines
 
 from kvkeep.errors import UsageError
-from kvkeep.models.loading import Loaded
 
 pytest.importorskip("lm_eval")
 
 from kvkeep_lab.harness import KeepLM, main
-
-
-def subject(method: str = "full", budget: str | None = None, family: str = "llama") -> Subject:
-    made = tokenizer()
-    made.eos_token = "<unk>"
-    return Subject(Loaded(tiny(family), made, "tiny", ""), method, budget)
 
 
 def requests(*arguments: tuple[Any, ...]) -> list[Any]:

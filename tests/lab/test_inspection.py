@@ -24,7 +24,7 @@ from kvkeep_lab.page import check_output, render, write_page
 from kvkeep.cache import KeepCache
 from kvkeep.contracts import EntryState
 from kvkeep.decode.generate import Generation, Timing
-from kvkeep.errors import StoreError, UsageError
+from kvkeep.errors import StoreError
 from kvkeep.memory.meter import Memory
 from kvkeep.stock import new_cache
 
@@ -106,12 +106,6 @@ def test_the_recording_is_what_the_cache_said(family: str, method: str, monkeypa
     for state in states if method != "full" else []:
         lanes = dict(enumerate(state.split(found.trace.heads)))
         assert all(int((lanes[layer] == EntryState.RESIDENT).sum(1).max()) <= 32 for layer in full)
-
-
-def test_stock_is_refused() -> None:
-    model = tiny("llama")
-    with pytest.raises(UsageError, match="stock"):
-        inspect(model, tokenizer(), PROMPT, new_cache(model, "stock"))
 
 
 def test_an_interrupted_answer_is_shown_so_far_and_an_interrupted_prompt_is_not() -> None:

@@ -17,6 +17,7 @@ from kvkeep_lab.tasks import TASKS
 from kvkeep_lab.tasks.base import Outcome, Sample
 from kvkeep_lab.tasks.match import Match
 from living import descendants, living, until
+from results import stored
 
 from kvkeep.errors import ModelError, UsageError
 
@@ -77,10 +78,9 @@ def test_two_workers_of_which_one_is_killed(
 
 
 def scores(path: Path) -> dict[str, Any]:
-    store = Store(path)
-    store.refresh()
-    found = {row.cell: (row.status, row.error, row.scores) for row in store.records}
-    assert len(found) == len(store.records) == 8
+    records = stored(path).records
+    found = {row.cell: (row.status, row.error, row.scores) for row in records}
+    assert len(found) == len(records) == 8
     return found
 
 
@@ -102,7 +102,7 @@ def test_data_keep_their_places(tmp_path: Path) -> None:
     assert files == {"inner/a.txt": b"data/inner/a.txt", "a.txt": b"data/a.txt"} and _contents([]) == {}
 
 
-def testcores_are_shared_as_machines_allow() -> None:
+def test_cores_are_shared_as_machines_allow() -> None:
     assert cores([8], 1) == 8 and cores([8], 3) == 2 and cores([8, 8], 2) == 8 and cores([3, 5], 2) == 3
     assert cores([16, 2, 0], 3) == 5
     with pytest.raises(UsageError, match="has 4 cores, too few for 5 workers"):

@@ -13,6 +13,7 @@ import pytest
 from kvkeep_lab.experiment import Cell, Experiment, load_experiment
 from kvkeep_lab.runner import Runner, run
 from kvkeep_lab.store import Store, TaskRecord
+from results import stored
 
 from kvkeep.errors import BudgetError, ModelError
 
@@ -44,17 +45,11 @@ def experiment(tmp_path: Path, model_folder: Path) -> Experiment:
     return load_experiment(str(tmp_path / "small.toml"))
 
 
-def read(path: Path) -> Store:
-    store = Store(path)
-    store.refresh()
-    return store
-
-
 def test_rows_hold_everything(experiment: Experiment, data: Path, tmp_path: Path) -> None:
     told: list[tuple[str, int, int]] = []
     tally = run(experiment, Store(tmp_path / "r.jsonl"), data, progress=lambda *given: told.append(given))
     assert (tally.done, tally.found, tally.elsewhere, len(tally.failed)) == (5, 0, 0, 2)
-    store = read(tmp_path / "r.jsonl")
+    store = stored(tmp_path / "r.jsonl")
     rows = {(row.method, row.budget): row for row in store.records}
     assert list(rows) == [
         ("full", None), ("h2o", "25%"), ("kv-direct", "25%"), ("static", "25%"),
@@ -84,7 +79,7 @@ def test_a_second_run_does_only_what_is_missing_and_what_failed(
     assert (third.done, third.found, len(third.failed)) == (0, 5, 2)
     fresh = run(experiment, Store(path), data, only=["h2o"], fresh=True)
     assert (fresh.done, fresh.found) == (2, 0)
-    again = [(row.method, row.scores) for row in read(path).records if row.method == "h2o"]
+    again = [(row.method, row.scores) for row in stored(path).records if row.method == "h2o"]
     assert again[:2] == again[2:]  # the same numbers again
 
 
@@ -95,7 +90,7 @@ def test_two_workers_measure_what_one_does(experiment: Experiment, data: Path, t
     for workers in (1, 2):
         store = Store(tmp_path / f"{workers}.jsonl")
         tally = run(experiment, store, data, workers=workers, progress=lambda label, done, total: told.append(done))
-        rows = read(store.path).records
+        rows = stored(store.path).records
         assert tally.done == 5 and len(rows) == 7 and {row.machine["workers"] for row in rows} == {workers}
         found.append({row.cell: (row.scores, row.error) for row in rows})
     assert found[0] == found[1]
@@ -137,7 +132,7 @@ def test_what_goes_wrong_is_the_cells_sentence_and_the_others_go_on(
 def test_a_model_that_is_not_there_is_told_at_once(experiment: Experiment, data: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no model at"):
         run(experiment.with_(models=["./nowhere"]), Store(tmp_path / "r.jsonl"), data)
-    assert read(tmp_path / "r.jsonl").records == []
+    assert stored(tmp_path / "r.jsonl").records == []
 
 
 def made_up(runner: Runner, cell: Cell, step: Any) -> TaskRecord:
@@ -160,7 +155,7 @@ def test_two_runs_at_once_do_each_cell_once(
     for one in both:
         one.join()
         assert one.exitcode == 0
-    found = read(path)
+    found = stored(path)
     assert len(found.records) == len(found.done()) == 21 and found.torn == 0
 
 
@@ -198,5 +193,5 @@ def test_an_interrupt_is_raised_on_and_keeps_what_was_measured(
     monkeypatch.setattr(Runner, "measure", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run(experiment, Store(tmp_path / "r.jsonl"), data)
-    assert len(read(tmp_path / "r.jsonl").records) == 2
+    assert len(stored(tmp_path / "r.jsonl").records) == 2
     assert [path.name for path in tmp_path.glob("*.lock")] == ["r.jsonl.lock"]

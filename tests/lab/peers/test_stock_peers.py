@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -89,11 +88,6 @@ def test_what_cannot_be_is_one_sentence() -> None:
         subject("stock-quantized:fp8", family="gemma3").write(IDS[0].tolist(), 2)
 
 
-def test_compare_and_the_command_take_peers(run: Any, model_folder: Path, tmp_path: Path, words: str) -> None:
+def test_peers_are_compared() -> None:
     compared = subject("stock-quantized:fp8").compare(IDS[0].tolist(), 5)
     assert compared.kl_mean is not None and 0 < compared.kl_mean < 0.1 and compared.exactness == "lossy"
-    text = tmp_path / "text.txt"
-    text.write_text(words)
-    options = ("-m", str(model_folder), "-x", "stock-quantized:fp8,stock-static", "-n", "4", "--limit", "40", "--json")
-    code, out, err = run("compare", "--file", str(text), *options)
-    assert code == 0 and '"stock-static"' in out, err

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from kvkeep_lab.report import groups
-from kvkeep_lab.report.chapter import Outcome, Verdict
+from kvkeep_lab.report.chapter import Outcome
 from kvkeep_lab.report.tasks import TaskGroup
 from kvkeep_lab.report.verdicts import JudgedCase, judge, judged_cases
 from kvkeep_lab.statistics import student
@@ -68,11 +68,6 @@ def group_of(path: Path, **claim: Any) -> TaskGroup:
     return group
 
 
-def verdict_of(path: Path, **claim: Any) -> Verdict:
-    (verdict,) = group_of(path, **claim).judged()
-    return verdict
-
-
 def cases_of(path: Path, **claim: Any) -> list[JudgedCase]:
     group = group_of(path, **claim)
     (asked,) = group.experiment.claims
@@ -106,7 +101,7 @@ def test_many_cases_are_judged_together(tmp_path: Path) -> None:
 
 
 def test_one_case_against_a_claim_is_enough_and_all_are_told(tmp_path: Path) -> None:
-    verdict = verdict_of(tmp_path, methods=["full", "window", "h2o", "quantized"], at_least=0.5)
+    (verdict,) = group_of(tmp_path, methods=["full", "window", "h2o", "quantized"], at_least=0.5).judged()
     assert (verdict.outcome, verdict.finding, verdict.samples) == (DIFFERS, "does not hold here", 8)
     against, for_it, open_, missing = verdict.ours
     assert against.startswith("Not so: `window` at 10% and 25%: 0.0 [0.0, ") and against.endswith("] (N = 8) each.")
@@ -118,21 +113,15 @@ def test_one_case_against_a_claim_is_enough_and_all_are_told(tmp_path: Path) -> 
     assert verdict.reading == ("found (%) of `full`, `window`, `h2o` and `quantized` at every budget, at least 50 %")
 
 
-def test_a_claim_holds_if_all_that_was_measured_does(tmp_path: Path) -> None:
-    verdict = verdict_of(tmp_path, methods=["quantized"], at_least=1.0)
-    assert verdict.outcome is HOLDS
-    assert verdict.ours == (
-        "So: `quantized` at 25%: 100.0 [100.0, 100.0] (N = 8).",
-        "Not measured: `quantized` at 10%.",
-    )
-
-
 def test_open_and_unmeasured_claims(tmp_path: Path) -> None:
-    verdict = verdict_of(tmp_path / "a", methods=["h2o"], than=["full"], at_least=-0.1)
+    (verdict,) = group_of(tmp_path / "a", methods=["h2o"], than=["full"], at_least=-0.1).judged()
     assert verdict.finding == "cannot be told from 8 samples"
     assert verdict.ours[0].startswith("Cannot be told: `h2o` less `full` at 10% and 25%: -50.0 [")
     assert verdict.reading == "found (%) of `h2o` less that of `full` at every budget, at least -10 points"
-    verdict = verdict_of(tmp_path / "b", methods=["h2o+merge"], budgets=["25%"], at_most=0.5)
+    (verdict,) = group_of(tmp_path / "c", methods=["quantized"], at_least=1.0).judged()
+    measured = "So: `quantized` at 25%: 100.0 [100.0, 100.0] (N = 8)."  # a claim holds if all that was measured does
+    assert (verdict.outcome, verdict.ours) == (HOLDS, (measured, "Not measured: `quantized` at 10%."))
+    (verdict,) = group_of(tmp_path / "b", methods=["h2o+merge"], budgets=["25%"], at_most=0.5).judged()
     assert (verdict.outcome, verdict.samples, verdict.ours) == (UNMEASURED, 0, ("Not measured: `h2o+merge` at 25%.",))
 
 

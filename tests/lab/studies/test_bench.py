@@ -33,12 +33,6 @@ def test_every_case_is_measured_against_stock() -> None:
     assert rows["kv-direct residual@disk"].memory["checkpoint_bytes"]["disk"] > 0
 
 
-def test_a_refused_case_says_why_and_the_others_go_on() -> None:
-    listed = [Case("stock", 30, "stock"), Case("small", 30, "kv-direct", {"budget": "3"})]
-    rows = run(tiny("llama"), listed, rounds=1, steps=2)
-    assert "smallest is 16" in rows[1].error and rows[0].error == ""
-
-
 def test_an_interrupt_keeps_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     honest, calls = timing._measure, []
 

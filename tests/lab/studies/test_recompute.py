@@ -10,9 +10,8 @@ from families import tiny
 from kvkeep_lab import recall_timing as lab
 from kvkeep_lab.buffers import Roofline, Storage, faults
 from kvkeep_lab.recall_timing import APART, ATTEND, READ, RECOMPUTE, run
-from kvkeep_lab.shapes import SHAPES, shaped
 
-from kvkeep import StoreError, UsageError
+from kvkeep import StoreError
 
 CPU = torch.device("cpu")
 
@@ -82,10 +81,3 @@ def test_the_roofline_is_arithmetic() -> None:
     even = Roofline(1e9, {"slow": roof.break_even(576, 4)})
     fetched = 10 * 576 * 4 / even.bandwidth["slow"]
     assert even.read_s("slow", 10, 384, 4) == pytest.approx(even.recompute_s("slow", 10, 576, 384, 4) - fetched)
-
-
-def test_layers_of_a_shape_are_measured_as_a_model_is() -> None:
-    report = run(shaped(SHAPES[0], torch.float32, CPU, layers=1), SHAPES[0], counts=(2,), rounds=1)
-    assert (report.hidden, report.width) == (576, 384) and len(report.rows) >= 12
-    with pytest.raises(UsageError, match="qwen3"):
-        shaped("qwen3", torch.float32, CPU)
