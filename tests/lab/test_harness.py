@@ -130,16 +130,11 @@ def test_the_harness_evaluates_it_by_name(model_folder: Path, tmp_path: Path, wo
     write_lines(tmp_path / "rows.jsonl", hellaswag_text_rows(words))
     files = {"data_files": {"test": str(tmp_path / "rows.jsonl")}, "cache_dir": str(tmp_path)}
     mine = {
-        "task": "mine",
-        "dataset_path": "json",
-        "dataset_kwargs": files,
-        "test_split": "test",
-        "output_type": "multiple_choice",
-        "doc_to_text": "{{ctx}}",
-        "doc_to_target": "{{label}}",
+        "task": "mine", "dataset_path": "json", "dataset_kwargs": files, "test_split": "test",
+        "output_type": "multiple_choice", "doc_to_text": "{{ctx}}", "doc_to_target": "{{label}}",
         "doc_to_choice": "{{endings}}",
         "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
-    }
+    }  # fmt: skip
     (tmp_path / "mine.yaml").write_text(json.dumps(mine))
     found = simple_evaluate(
         model="kvkeep",

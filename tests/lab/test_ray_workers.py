@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvkeep_lab.experiment import Experiment
 from kvkeep_lab.ray_workers import _contents, cores
 from kvkeep_lab.runner import run
 from kvkeep_lab.store import Store
@@ -17,7 +16,7 @@ from kvkeep_lab.tasks import TASKS
 from kvkeep_lab.tasks.base import Outcome, Sample
 from kvkeep_lab.tasks.match import Match
 from living import descendants, living, until
-from results import stored
+from results import small, stored
 
 from kvkeep.errors import ModelError, UsageError
 
@@ -44,17 +43,9 @@ def test_two_workers_of_which_one_is_killed(
     monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.setitem(TASKS, "killed", Killed)
     (tmp_path / "text.txt").write_text(". ".join([words] * 3))
-    experiment = Experiment.model_validate(
-        {
-            "name": "small",
-            "title": "Small",
-            "models": [str(model_folder)],
-            "methods": ["h2o", "kv-direct", "static"],
-            "budgets": ["25%"],
-            "seeds": [0, 1],
-            "task": {"name": "killed", "length": [76], "new": 4, "samples": 1, "mark": str(tmp_path / "killed")},
-        }
-    )
+    task = {"name": "killed", "length": [76], "new": 4, "samples": 1, "mark": str(tmp_path / "killed")}
+    sizes = {"methods": ["h2o", "kv-direct", "static"], "budgets": ["25%"], "seeds": [0, 1]}
+    experiment = small(model_folder, task=task, **sizes)
     told: list[tuple[int, int]] = []
     before, processes = descendants(os.getpid()), set[int]()
 
@@ -87,11 +78,8 @@ def scores(path: Path) -> dict[str, Any]:
 def test_without_ray_it_is_a_sentence(tmp_path: Path, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
     (tmp_path / "text.txt").write_text(words)
-    experiment = Experiment.model_validate(
-        {"name": "small", "title": "S", "methods": ["full"], "budgets": ["9"], "task": {"name": "match"}}
-    )
     with pytest.raises(UsageError, match=r"needs the package 'ray'.*pip install 'kvkeep-lab\[ray\]'"):
-        run(experiment, Store(tmp_path / "r.jsonl"), tmp_path, ray="auto")
+        run(small(tmp_path), Store(tmp_path / "r.jsonl"), tmp_path, ray="auto")
 
 
 def test_data_keep_their_places(tmp_path: Path) -> None:

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvkeep_lab.experiment import Cell, Experiment, load_experiment
+from kvkeep_lab.experiment import Cell, Experiment
 from kvkeep_lab.runner import Runner, run
 from kvkeep_lab.store import Store, TaskRecord
-from results import stored
+from results import small, stored
 
 from kvkeep.errors import BudgetError, ModelError
 
@@ -28,21 +28,8 @@ def data(tmp_path: Path, words: str) -> Path:
 
 
 @pytest.fixture
-def experiment(tmp_path: Path, model_folder: Path) -> Experiment:
-    (tmp_path / "small.toml").write_text(
-        f"""
-        title = "Small"
-        models = ["{model_folder}"]
-        methods = ["h2o", "kv-direct", "static"]
-        budgets = ["25%", "24"]
-        [task]
-        name = "match"
-        length = [76]
-        new = 4
-        samples = 2
-        """
-    )
-    return load_experiment(str(tmp_path / "small.toml"))
+def experiment(model_folder: Path) -> Experiment:
+    return small(model_folder, methods=["h2o", "kv-direct", "static"], budgets=["25%", "24"])
 
 
 def test_rows_hold_everything(experiment: Experiment, data: Path, tmp_path: Path) -> None:

@@ -27,15 +27,9 @@ def experiment(model_folder: Path) -> StudyExperiment:
     ]
     values = [{"metric": "rho", "value": 20.0, "note": "another model"}]
     paper = {"title": "A Paper", "where": "Table 1", "setting": "large", "claims": claims, "values": values}
-    return StudyExperiment.model_validate(
-        {
-            "name": "small",
-            "title": "Small",
-            "models": [str(model_folder)],
-            "study": {"name": "token-bytes", "shapes": ["qwen3-0.6b"]},
-            "paper": paper,
-        }
-    )
+    study = {"name": "token-bytes", "shapes": ["qwen3-0.6b"]}
+    sizes = {"name": "small", "title": "Small", "models": [str(model_folder)], "study": study, "paper": paper}
+    return StudyExperiment.model_validate(sizes)
 
 
 def test_a_study_is_run_once_and_its_chapter_says_what_it_found(experiment: StudyExperiment, tmp_path: Path) -> None:

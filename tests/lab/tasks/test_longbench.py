@@ -31,14 +31,12 @@ def test_the_settings_are_the_authors() -> None:
     assert plain == {"trec", "triviaqa", "samsum", "lcc", "repobench-p"}
     assert {name for name, setting in SETTINGS.items() if setting.first_line} == {"trec", "triviaqa", "samsum"}
     tokens = {name: setting.new for name, setting in SETTINGS.items()}
-    assert [tokens[name] for name in ("qasper", "multifieldqa_en", "hotpotqa", "qmsum", "trec", "lcc")] == [
-        128, 64, 32, 512, 64, 64,
-    ]  # fmt: skip
+    some = ("qasper", "multifieldqa_en", "hotpotqa", "qmsum", "trec", "lcc")
+    assert [tokens[name] for name in some] == [128, 64, 32, 512, 64, 64]
     for name, setting in SETTINGS.items():
         prompt = setting.prompt.format(context="{input}", input="<input>")
-        assert "{input}" in prompt and ("<input>" in prompt) == (
-            name not in ("gov_report", "multi_news", "passage_count", "lcc")
-        )
+        whole = name in ("gov_report", "multi_news", "passage_count", "lcc")
+        assert "{input}" in prompt and ("<input>" not in prompt) == whole
 
 
 def test_only_the_first_line_counts_where_the_authors_say_so() -> None:
@@ -79,10 +77,8 @@ def test_rows_are_the_first_or_drawn(data: Path, words: str) -> None:
     (data / "qasper.jsonl").write_text("".join(json.dumps(row) + "\n" for row in longbench_rows("qasper", words, 12)))
     task = LongBench(dataset=["lcc", "qasper"], samples=2)
     files, point = task.sources(data), {"dataset": "qasper"}
-    assert [file.name for file in files] == ["lcc.jsonl", "qasper.jsonl"] and task.points() == [
-        {"dataset": "lcc"},
-        point,
-    ]
+    assert [file.name for file in files] == ["lcc.jsonl", "qasper.jsonl"]
+    assert task.points() == [{"dataset": "lcc"}, point]
     first, drawn = task.prepare(tokenizer(), files, point, 0), task.prepare(tokenizer(), files, point, 3)
     assert first != drawn == task.prepare(tokenizer(), files, point, 3)
     assert task.prepare(tokenizer(), files, {"dataset": "lcc"}, 0) != first
@@ -90,17 +86,16 @@ def test_rows_are_the_first_or_drawn(data: Path, words: str) -> None:
 
 def test_rows_that_are_not_there_are_told(data: Path, words: str) -> None:
     point = {"dataset": "qasper"}
-    with pytest.raises(UsageError, match="has 2 rows, and 3 are wanted"):
-        LongBench(dataset=["qasper"], samples=3).prepare(tokenizer(), [data / "qasper.jsonl"], point, 0)
-    with pytest.raises(UsageError, match="holds rows of lcc, not of qasper"):
-        LongBench(dataset=["qasper"], samples=1).prepare(tokenizer(), [data / "lcc.jsonl"], point, 0)
-    (data / "qasper.jsonl").write_text('{"input": "", "context": "", "answers": []}')
-    with pytest.raises(UsageError, match="has no field 'all_classes'"):
-        LongBench(dataset=["qasper"], samples=1).prepare(tokenizer(), [data / "qasper.jsonl"], point, 0)
-    rest = '"context": "", "answers": [], "all_classes": []}'
-    (data / "qasper.jsonl").write_text("{" + rest)
-    with pytest.raises(UsageError, match="A row of qasper has no field 'input'"):
-        LongBench(dataset=["qasper"], samples=1).prepare(tokenizer(), [data / "qasper.jsonl"], point, 0)
+    (data / "a.jsonl").write_text('{"input": "", "context": "", "answers": []}')
+    (data / "b.jsonl").write_text('{"context": "", "answers": [], "all_classes": []}')
+    for file, samples, sentence in (
+        ("qasper", 3, "has 2 rows, and 3 are wanted"),
+        ("lcc", 1, "holds rows of lcc, not of qasper"),
+        ("a", 1, "has no field 'all_classes'"),
+        ("b", 1, "A row of qasper has no field 'input'"),
+    ):
+        with pytest.raises(UsageError, match=sentence):
+            LongBench(dataset=["qasper"], samples=samples).prepare(tokenizer(), [data / f"{file}.jsonl"], point, 0)
     with pytest.raises(ValueError, match="Unknown data set of LongBench 'hotpot'"):
         LongBench(dataset=["hotpot"])
     with pytest.raises(UsageError, match=r"There is no file '.*qmsum.jsonl'"):
@@ -125,9 +120,8 @@ def test_the_hub_calls_the_question_by_another_name(data: Path, words: str) -> N
 def test_the_prompt_has_each_part_in_its_place(words: str) -> None:
     row = {**longbench_v2_rows(words, 1)[0], "context": " about $Q$ and $C_A$ ", "choice_A": "one $C_B$"}
     text = filled(row)
-    assert text.startswith(
-        "Please read the following text and answer the question below.\n\n<text>\nabout $Q$ and $C_A$\n"
-    )
+    asked = "Please read the following text and answer the question below."
+    assert text.startswith(f"{asked}\n\n<text>\nabout $Q$ and $C_A$\n")
     assert "question: which of them was there\nChoices:\n(A) one $C_B$\n(B) the " in text
     assert text.endswith('\n\nFormat your response as follows: "The correct answer is (insert answer here)".')
 
