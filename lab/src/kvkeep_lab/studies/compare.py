@@ -264,7 +264,8 @@ def _bars(left: Any, right: Any, rows: Sequence[Row], floor: float) -> None:
     left.set_yticks(places, [row.method for row in rows])
     lengths = [max(value - floor, 0.0) for value in divergences]
     bars = right.barh(places, lengths, left=floor, color=colours, height=0.65)
-    right.bar_label(bars, [f"{nats(value)}{' (below the axis)' * (value < floor)}" for value in divergences], padding=3, fontsize=9)
+    labels = [f"{nats(value)}{' (below the axis)' * (value < floor)}" for value in divergences]
+    right.bar_label(bars, labels, padding=3, fontsize=9)
     dress(left, "The full cache's tokens (%)", "blue: methods that call themselves exact", grid="x")
     dress(right, "Mean KL (nats)", x="log", grid="x")
     right.set_xlim(floor, max(10 * floor, *divergences) * 30)
@@ -301,5 +302,3 @@ def _below(rows: Sequence[Row], floor: float) -> str:
 
 def _hundredths(row: Row) -> float:
     return 100 * (row.match or 0.0)
-
-
