@@ -40,7 +40,8 @@ def test_two_workers_of_which_one_is_killed(
     tmp_path: Path, model_folder: Path, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ray = pytest.importorskip("ray")
-    monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    paths = [*map(str, Path(__file__).parents[:2]), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     monkeypatch.setitem(TASKS, "killed", Killed)
     (tmp_path / "text.txt").write_text(". ".join([words] * 3))
     task = {"name": "killed", "length": [76], "new": 4, "samples": 1, "mark": str(tmp_path / "killed")}
