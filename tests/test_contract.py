@@ -527,7 +527,7 @@ def test_a_step_that_was_left_in_the_middle_can_be_taken_again(name: str, family
     step(family, cache, ids[:, :-5])
     if any(cache.is_sliding):  # which cannot be rolled back: it says so
         leave_in_the_middle(cache, lambda: step(family, cache, ids[:, -5:]))
-        with pytest.raises(kvkeep.KvkeepError, match="a sliding window forgot is gone; call reset"):
+        with pytest.raises(kvkeep.KvkeepError, match="a sliding window cannot be rolled back; call reset"):
             step(family, cache, ids[:, -5:])
         return
     leave_in_the_middle(cache, lambda: step(family, cache, ids[:, -5:]))

@@ -160,7 +160,7 @@ def modules(imported: ast.stmt) -> Iterator[str]:
         roots = (
             [imported.module or ""] if isinstance(imported, ast.ImportFrom) else [name.name for name in imported.names]
         )
-        assert not any(root.startswith("kvkeep_lab") for root in roots), "the laboratory is on top"
+        assert not any(root.startswith("kvkeep_lab") for root in roots), "the lab is on top"
 
 
 def for_types_only(node: ast.AST) -> bool:

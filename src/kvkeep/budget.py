@@ -14,13 +14,13 @@ DEFAULT_CHUNK = 512
 """Tokens per prefill chunk when the budget has room for them."""
 
 LONGEST_CHUNK = 1024
-"""The same of a cache that recalls everything, when :data:`SPARE` lets it: each chunk reads all the weights anew."""
+"""The largest chunk of a cache that recalls everything, within :data:`SPARE`: each chunk reads all weights once."""
 
 MIN_CHUNK = 16
-"""The smallest chunk chosen unasked: below it prefill runs almost token by token."""
+"""The smallest default chunk: below it prefill runs almost token by token."""
 
 SPARE = 8
-"""Where no number depends on it, a chunk may be larger than the budget: up to 1/SPARE of the entries of all layers."""
+"""For methods whose output does not depend on it, a chunk may have up to 1/SPARE of the entries of all layers."""
 
 _BYTES = {"b": 1} | {
     f"{letter}{suffix}": base**power
@@ -36,10 +36,10 @@ _EXAMPLES = (
 
 @dataclass(frozen=True)
 class Budget:
-    """How much cache a model may keep, in the words of the one who set it.
+    """The cache budget of a model, as its user wrote it.
 
     Attributes:
-        text: the user's spelling, outer blanks removed; what ``str`` returns.
+        text: the user's spelling, stripped; ``str`` returns it.
         unit: "tokens" (entries per full layer), "bytes" (of the whole cache: all layers, all rows of the
             batch) or "percent" (of the context, per full layer).
         amount: the number in that unit. MB is 10**6 bytes and MiB is 2**20, so too for the others.
@@ -59,7 +59,7 @@ class Budget:
     def parse(cls, value: int | str | Budget | None) -> Budget | None:
         """Read a budget; None stays None, which means no budget and the model's stock cache.
 
-        Case and blanks do not matter. Raises :class:`BudgetError` for anything else than the forms above.
+        Case and blanks do not matter. Raises :class:`BudgetError` for any other form.
         """
         if value is None or isinstance(value, Budget):
             return value
@@ -88,7 +88,7 @@ class Budget:
     def entries(
         self, geometry: ModelGeometry, *, context: int | None = None, batch: int = 1, chunk: int | None = None
     ) -> int:
-        """Return how many entries each full layer may keep, per sequence.
+        """Return the entries of each full layer, per sequence.
 
         Sliding layers keep their own window whatever the budget; only a budget in bytes counts them.
 
@@ -97,11 +97,11 @@ class Budget:
             context: tokens of the longest sequence; percentages are of it (default: what the model was
                 trained for), and windows never hold more than it.
             batch: sequences that share a budget in bytes.
-            chunk: prefill chunk asked for; None lets :meth:`chunk_for` choose.
+            chunk: prefill chunk; None: :meth:`chunk_for` chooses.
 
         Raises:
-            BudgetError: less than one chunk fits; the message names the smallest budget that would do.
-            UnsupportedModelError: the model has a layer whose cache no budget can govern.
+            BudgetError: less than one chunk fits; the message names the smallest budget.
+            UnsupportedModelError: the model has a layer whose cache cannot be bounded.
         """
         _positive("context", context)
         _positive("batch", batch)
@@ -119,14 +119,14 @@ class Budget:
     def chunk_for(self, entries: int, chunk: int | None = None, layers: int = 0) -> int:
         """Return the prefill chunk, in tokens, for the ``entries`` that :meth:`entries` returned.
 
-        The chunk asked for, or :data:`DEFAULT_CHUNK` shrunk to the budget, or more where ``layers`` allow it. With no
-        entries at all nothing is kept between chunks, so their size is free.
+        ``chunk`` if given, else :data:`DEFAULT_CHUNK` limited by the budget, or more where ``layers`` allow it. With
+        a budget of 0 nothing is kept between chunks, and any size works.
 
         Args:
             entries: of each full layer.
-            chunk: the one asked for.
-            layers: full layers of a cache that recalls everything, whose numbers no chunk changes; 0 for any other.
-                One layer's chunk is in hand at a time, so it may be larger than one layer's budget (see :data:`SPARE`).
+            chunk: the requested size.
+            layers: full layers of a cache that recalls everything, whose output no chunk changes; 0 for any other. The
+                chunk of one layer is pending at a time, so it may exceed one layer's budget (see :data:`SPARE`).
 
         Raises:
             BudgetError: ``entries`` is not zero and less than one chunk of a cache that does not recall everything.
@@ -177,7 +177,7 @@ class Budget:
 
 
 def _smallest_share(context: int, least: int) -> str:
-    """Return which percentage of ``context`` holds ``least`` entries, to a hundredth rounded up."""
+    """Return the percentage of ``context`` that holds ``least`` entries, rounded up to 0.01."""
     if context < least:
         return f"no share of a context of {context} would do, the smallest is {least} entries"
     hundredths = -(-least * 10_000 // context)
@@ -186,7 +186,7 @@ def _smallest_share(context: int, least: int) -> str:
 
 
 def _governable(budget: Budget, geometry: ModelGeometry) -> None:
-    """Refuse models on which the budget would be a promise about nothing, or about a part only."""
+    """Refuse models whose cache the budget would bound in no part, or only in part."""
     if geometry.other_layers:
         kinds = ", ".join(sorted({layer.kind for layer in geometry.other_layers}))
         raise UnsupportedModelError(

@@ -1,7 +1,7 @@
-"""Errors a person reads: one sentence that says what is wrong, why, and what to do.
+"""Errors of one sentence: what is wrong, why, and what to do.
 
-The command line prints the sentence and leaves with ``exit_code``; a library user catches
-:class:`KvkeepError` or the subclass that fits.
+The command line prints the sentence and exits with ``exit_code``; library users catch :class:`KvkeepError` or a
+subclass.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from difflib import get_close_matches
 
 
 class KvkeepError(Exception):
-    """Something could not be done; ``exit_code`` is what the command line leaves with."""
+    """The base class; ``exit_code``: the exit code of the command line."""
 
     exit_code = 1
 
@@ -27,15 +27,15 @@ class ModelError(KvkeepError):
 
 
 class UnsupportedModelError(ModelError):
-    """The model was read, but its architecture cannot be served by the method asked for."""
+    """The method does not support the model's architecture."""
 
 
 class BudgetError(UsageError):
-    """A cache budget that cannot be met; the message names the smallest that would do."""
+    """A cache budget is too small; the message names the smallest possible one."""
 
 
 class StoreError(KvkeepError):
-    """Entries could not be kept where they were asked to live (full disk, read-only folder)."""
+    """Entries could not be stored in the place requested (full disk, read-only folder)."""
 
 
 class SessionError(KvkeepError):
@@ -43,7 +43,7 @@ class SessionError(KvkeepError):
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> UsageError:
-    """Return the error for a name nobody knows, with the near matches and the whole list."""
+    """Return the error for an unknown name, with near matches and all known names."""
     names = sorted(known)
     near = get_close_matches(name, names, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
@@ -51,10 +51,10 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> UsageError:
 
 
 class Interrupted(KvkeepError):
-    """A person stopped it."""
+    """Ctrl-C stopped the command."""
 
 
 class Stopped(Interrupted):
-    """A person stopped work that goes on from there when it is started again; the code is a shell's for Ctrl-C."""
+    """Ctrl-C stopped a command that resumes when repeated; the exit code is a shell's for Ctrl-C."""
 
     exit_code = 130

@@ -1,4 +1,4 @@
-"""Packages that only some users need: asked for when they are used, and named in the error when they are missing."""
+"""Optional packages: imported when used, and named in the error when missing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvkeep.errors import UsageError
 def optional(module: str, extra: str) -> Any:
     """Return the module called ``module``, which the extra ``extra`` installs (``pip install 'kvkeep[extra]'``).
 
-    Raises UsageError, naming the package and the extra, where it is not installed.
+    Raises UsageError, with package and extra, if it is not installed.
     """
     try:
         return import_module(module)

@@ -1,9 +1,8 @@
-"""Files written whole: another process sees what was there before or all of what is there now, and a process that is
-killed while it writes leaves nothing behind for long.
+"""Atomic writes: another process sees the old file or the whole new one, and killed processes leave no files behind.
 
-On Linux the data goes into a file without a name, which the system frees by itself when its process ends, and gets its
-name when it is complete. Where that cannot be, and for the moment in which a file takes the place of another, it has a
-temporary name that says who writes it, so that a later write removes what the dead have left.
+On Linux the data goes into an unnamed file, which the system frees when its process ends and which is linked when it is
+complete. Elsewhere, and while it replaces another file, it has a temporary name with host and process, so that a later
+write removes the files of dead processes.
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ from pathlib import Path
 from typing import IO
 
 STALE = 24 * 3600
-"""Seconds after which the owner of a temporary file is taken for dead, wherever it ran."""
+"""Seconds after which a temporary file is abandoned, whatever its host."""
 
 _LONGEST = 120  # bytes of the file's own name that a temporary one takes over; names end at 255
 _NAMELESS_REFUSED = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT, errno.EPERM)
 
 
 def write_whole(path: str | os.PathLike[str], write: Callable[[IO[bytes]], None]) -> None:
-    """Make ``path`` a file of what ``write`` writes, at once or not at all; ``write`` may be called twice.
+    """Write ``path`` atomically by ``write``, which may be called twice.
 
-    A link is followed, and its target replaced. A file that is replaced keeps its mode; a new one has what the process
-    gives to new files. What killed processes left of the same file is removed. Raises OSError, and whatever ``write``
-    raises; what was there before is then still there.
+    A link is followed, and its target replaced. A file that is replaced keeps its mode; a new one has the process's
+    default. Temporary files of killed processes are removed. Raises OSError and the errors of ``write``; the previous
+    file then remains.
     """
     target = Path(os.path.realpath(path))
     mode = _mode(target)
@@ -48,13 +47,13 @@ def write_whole(path: str | os.PathLike[str], write: Callable[[IO[bytes]], None]
 
 
 def owner() -> str:
-    """Return who writes a temporary file, for its name: the host and the process."""
+    """Return host and process, for the name of a temporary file."""
     return f"{socket.gethostname()}-{os.getpid()}"
 
 
 def abandoned(path: Path, mark: str) -> bool:
-    """Tell whether the owner of ``path``, as :func:`owner` named it, is dead. Raises OSError or ValueError where that
-    cannot be told."""
+    """Return whether the process in ``mark``, from :func:`owner`, is dead or ``path`` is stale. Raises OSError or
+    ValueError for a file or mark that cannot be read."""
     host, process = mark.rsplit("-", 1)
     dead = host == socket.gethostname() and not _alive(int(process))
     return dead or time.time() - path.stat().st_mtime > STALE
@@ -95,7 +94,7 @@ def _fill(file: IO[bytes], mode: int | None, write: Callable[[IO[bytes]], None])
 
 
 def _write_nameless(target: Path, temporary: Path, mode: int | None, write: Callable[[IO[bytes]], None]) -> bool:
-    """Write a file without a name and give it one; return False where this system or file system cannot."""
+    """Write a file without a name and give it one; return False if system or file system cannot."""
     if not hasattr(os, "O_TMPFILE") or not os.path.isdir("/proc/self/fd"):
         return False
     try:

@@ -1,9 +1,9 @@
-"""What a model's key/value cache is made of: layers, heads, widths, and bytes per token.
+"""The geometry of a model's key/value cache: layers, heads, widths, and bytes per token.
 
 The sizes of the KV-Direct paper (arXiv:2603.19664): Eq. 23 (bytes of keys and values per token), Eq. 24
 (bytes of one residual vector), Eq. 25 (their ratio rho) and Table 1. They are read from a transformers
-config, so a model can be sized before any weight is loaded; what they promise is what a
-``DynamicCache`` of that model really holds.
+config, so a model can be sized before any weight is loaded, and equal the bytes of a
+``DynamicCache`` of that model.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _WINDOW_OF_TYPE = {
     "reference_sliding_attention": "sliding_window",
     "chunked_attention": "attention_chunk_size",
 }
-# Found by comparing tiny models of some 120 families with their own caches: configs that do not say it.
+# Families whose config does not state it, found by comparing some 120 tiny models with their caches.
 _UNTRUE_CONFIGS = {
     "cpmant": "its heads are wider than hidden_size / heads",
     "mimo_v2_flash": "its sliding layers have twice the key/value heads that its config names",
@@ -41,7 +41,7 @@ _WITHOUT_KEYS = {"shared", "linear_attention", "conv", "mamba", "moe", "mlp"}
 
 @dataclass(frozen=True)
 class LayerGeometry:
-    """What one layer caches.
+    """The cached entries of one layer.
 
     Attributes:
         index: position among the decoder's layers.
@@ -76,7 +76,7 @@ class LayerGeometry:
 
 @dataclass(frozen=True)
 class ModelGeometry:
-    """The layers of one decoder and the bytes they cost.
+    """The layers of one decoder and their bytes.
 
     Attributes:
         model_type: the transformers name of the decoder ("llama", "gemma3_text").
@@ -101,12 +101,12 @@ class ModelGeometry:
         """Read the geometry from a transformers ``config`` (of a decoder, or of a wrapper around one).
 
         Args:
-            config: any decoder's ``PretrainedConfig``; a multimodal one is asked for its text decoder.
+            config: any decoder's ``PretrainedConfig``; of a multimodal one the text decoder is used.
             dtype_bytes: bytes per cached element; by default those of ``config.dtype``, or of
                 ``torch.get_default_dtype()`` when the config names no dtype.
 
         Raises:
-            UnsupportedModelError: an encoder-decoder, or a config without what is needed; names both.
+            UnsupportedModelError: an encoder-decoder, or a config without a required field.
         """
         if getattr(config, "is_encoder_decoder", False):
             raise UnsupportedModelError(
@@ -145,7 +145,7 @@ class ModelGeometry:
 
     @property
     def other_layers(self) -> tuple[LayerGeometry, ...]:
-        """Layers that are neither full, sliding nor shared; a method that cannot serve them says so."""
+        """Layers that are neither full, sliding nor shared; methods that cannot serve them refuse the model."""
         return tuple(layer for layer in self.layers if layer.kind not in ("full", "sliding", "shared"))
 
     @property
@@ -179,7 +179,7 @@ class ModelGeometry:
     def rho(self) -> float:
         """Keys and values of all layers over one residual vector, 2 L n_kv d_head / d (Eq. 25).
 
-        This is the ratio of *one* vector per token; what each checkpoint really takes is
+        This is the ratio of *one* vector per token; the bytes of each checkpoint kind are
         :meth:`checkpoint_bytes_per_token`.
         """
         return sum(layer.entry_elements for layer in self.layers) / self.hidden_size
@@ -189,7 +189,7 @@ class ModelGeometry:
 
         They are the multiples of the stride from which some full layer is rebuilt: full layer l starts
         from the anchor stride * floor(l / stride) and runs the layers in between. Stride 1 therefore
-        keeps one residual per full layer; sliding layers are left to their own window.
+        keeps one residual per full layer; sliding layers keep their own window.
         """
         if stride < 1:
             raise UsageError(f"A residual stride must be 1 or more layers, not {stride}.")
@@ -216,7 +216,7 @@ class ModelGeometry:
 
 
 def _need(text: Any, holder: Any, name: str) -> int:
-    """Return the integer ``holder.name``, or refuse the model by name and say what is missing."""
+    """Return the integer ``holder.name``; raises UnsupportedModelError if there is none."""
     value = getattr(holder, name, None)
     if not isinstance(value, int):
         raise UnsupportedModelError(
@@ -233,7 +233,7 @@ def _layer_types(text: Any) -> tuple[list[str], set[int]]:
     count = text.num_hidden_layers
     if modes is not None:
         shared = {index for index, mode in enumerate(modes) if mode == "reuse"}
-    else:  # transformers 5.16 says only how many of the last layers share
+    else:  # transformers 5.16 names only the number of last layers that share
         shared = set(range(count - (getattr(text, "num_kv_shared_layers", None) or 0), count))
     return list(declared or inferred), shared
 

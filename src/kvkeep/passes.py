@@ -1,4 +1,4 @@
-"""Passes: the forward passes of a cache, of which one that was left in the middle is undone."""
+"""Passes: the forward passes of a cache; an unfinished one is undone."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from kvkeep.policies.assembly import Assembly
 class Passes:
     """The forward passes of a cache whose attention is transformers' own.
 
-    decoder: the only one whose passes these may be, None: any. open: a step is in progress, or was left in the middle.
-    chunk: tokens of a prompt taken at a time. earlier_outputs: of a prompt's earlier chunks, for the last. on_progress:
-    called with the tokens so far, after every pass.
+    decoder: the only decoder whose passes count, None: any. open: a step is in progress or unfinished. chunk: tokens of
+    a prompt read at a time. earlier_outputs: outputs of a prompt's earlier chunks. on_progress: called with the tokens
+    so far, after every pass.
     """
 
     streams = False
@@ -41,44 +41,44 @@ class Passes:
         return next(iter(self.bounded), self.layers[0]).get_seq_length()
 
     def admit(self, tokens: int) -> None:
-        """Raise if there is no room for ``tokens`` more, before anything is read."""
+        """Raise if there is no room for ``tokens`` more, before a token is read."""
 
     def begin_forward(
         self, ids: Tensor | None, embeddings: Tensor | None, positions: Tensor | None, mask: Any
     ) -> Tensor | None:
-        """Take note of the tokens about to be processed; return the positions to tell the model, None for its own."""
+        """Record the tokens of a pass; return positions for the model, None for its own."""
         self.roll_back()
         self.open, self._known = True, self._processed()
         return positions
 
     def enter_layer(self, layer_idx: int, hidden: Tensor) -> None:
-        """Take note of the residual entering a layer, (batch, new, hidden_size)."""
+        """Receive the residual entering a layer, (batch, new, hidden_size)."""
 
     def attends(self, layer_idx: int) -> bool:
-        """Tell whether a layer's past is streamed."""
+        """Return whether a layer's past is streamed."""
         return False
 
     def end_forward(self, completed: bool) -> None:
-        """Close the step; one that an exception left is rolled back where that can be done."""
+        """End the step; after an exception it is rolled back where possible."""
         if not completed:
             if not self.moving:
                 self.roll_back()
             return
         self.open = False
-        self._tell()
+        self._report_progress()
 
-    def _tell(self) -> None:
+    def _report_progress(self) -> None:
         if self.on_progress is not None:
             self.on_progress(self._processed())
 
     def roll_back(self) -> None:
-        """Undo a step that was left in the middle; hooks are not told of every interrupt, so this may be late. Raises
-        KvkeepError where it cannot be undone."""
+        """Undo an unfinished step. Hooks miss some interrupts, so this may run at the next use. Raises KvkeepError
+        if it cannot be undone."""
         if not self.open:
             return
         lost = any(layer.lost for layer in self.bounded)
         if lost or self.moving:
-            reason = "entries left that a store could not take" if lost else "what a sliding window forgot is gone"
+            reason = "a store could not take evicted entries" if lost else "a sliding window cannot be rolled back"
             raise KvkeepError(
                 f"The cache was left in the middle of a step, and {reason}; call reset() and read the text again."
             )
@@ -88,8 +88,8 @@ class Passes:
         self.forget_from(self._known)
 
     def forget_from(self, length: int) -> None:
-        """Forget what all layers share of the slots from ``length`` on; the layers did already."""
+        """Truncate the parts that all layers share to ``length`` slots, after the layers."""
 
     def abandon(self) -> None:
-        """Undo whatever was left in the middle."""
+        """Undo an unfinished step."""
         self.roll_back()

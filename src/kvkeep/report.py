@@ -1,4 +1,4 @@
-"""Reports: what a cache holds, and what each of its layers was asked for and got."""
+"""Reports: the bytes of a cache, and requested and effective settings of each layer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STOCK_STATE = "transformers' own"
 
 @dataclass(frozen=True)
 class LayerReport:
-    """What one layer asked for and what it got; ``note`` says why where they differ."""
+    """Requested and effective settings of one layer; ``note``: why they differ."""
 
     layer: int
     kind: str
@@ -29,8 +29,8 @@ class LayerReport:
     note: str
 
 
-def describe(request: Request, geometry: ModelGeometry, made: Assembly, promise: Exactness) -> list[LayerReport]:
-    """Return, for every layer, the requested and the effective method and budget; ``promise``: of its full layers."""
+def describe(request: Request, geometry: ModelGeometry, made: Assembly, exactness: Exactness) -> list[LayerReport]:
+    """Return, for every layer, the requested and the effective method and budget; ``exactness``: of full layers."""
     budget, name = "none" if request.budget is None else str(request.budget), request.method.name
     reports = []
     for layer in geometry.layers:
@@ -46,13 +46,13 @@ def describe(request: Request, geometry: ModelGeometry, made: Assembly, promise:
             effective, entries, note = "none", 0, f"reads the entries of layer {layer.source}"
         elif layer.kind != "full":
             effective, entries, note = STOCK_STATE, None, "not keys and values; left to transformers"
-        exactness = str(promise if layer.kind == "full" else Exactness.EXACT)
-        reports.append(LayerReport(layer.index, layer.kind, name, effective, budget, entries, exactness, note))
+        own_exactness = str(exactness if layer.kind == "full" else Exactness.EXACT)
+        reports.append(LayerReport(layer.index, layer.kind, name, effective, budget, entries, own_exactness, note))
     return reports
 
 
 def memory(made: Assembly, held: Sequence[Any]) -> Memory:
-    """Return measured bytes, by what they are for; ``held``: what tells of each layer."""
+    """Return measured bytes by purpose. held: the state of each layer."""
     resident, compressed = (sum(getattr(one, kind) for one in held) for kind in ("resident_bytes", "compressed_bytes"))
     made.meter.cache(resident + compressed)
     places = {"device": 0, "host": 0, "disk": 0}

@@ -1,4 +1,4 @@
-"""transformers' own cache beside kvkeep's: asked for as method "stock", and measured by the same words."""
+"""transformers' own cache, as method "stock", measured like kvkeep's."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from kvkeep.stores.dynamic import StockState
 
 __all__ = ["STOCK", "memory_of", "new_cache", "requested"]
 
-_MEANINGLESS = ("context", "page", "batch")  # options that say nothing of a cache without a budget
+_MEANINGLESS = ("context", "page", "batch")  # options without effect on a cache without a budget
 
 
 def requested(method: str | None = None, budget: Any = None, **options: Any) -> Request | None:
-    """Return what a cache was asked for, None for "stock". Raises as :meth:`Request.parse`, and for options that
-    transformers' own cache does not take."""
+    """Return the request of a cache, None for "stock". Raises as :meth:`Request.parse`, and for options that
+    "stock" does not take."""
     if method != STOCK:
         return Request.parse(method, budget, **options)
     if given := [
@@ -31,20 +31,19 @@ def requested(method: str | None = None, budget: Any = None, **options: Any) -> 
 
 
 def new_cache(model: Any, method: str | None = None, budget: Any = None, **options: Any) -> Cache:
-    """Return a :class:`KeepCache`, or transformers' own default cache for method "stock", the yardstick."""
+    """Return a :class:`KeepCache`, or transformers' own default cache for method "stock", the baseline."""
     request = requested(method, budget, **options)
     return DynamicCache(config=model.config) if request is None else KeepCache(model, request=request)
 
 
 def memory_of(cache: Any) -> Memory:
-    """Return the bytes any cache holds, by its own account where it keeps one; each step of one of transformers' own
-    copies the largest layer's whole."""
+    """Return the bytes of any cache, by its ``memory`` method or :func:`account`."""
     own = getattr(cache, "memory", None)
     return account(cache) if own is None else own()
 
 
 def account(cache: Cache) -> Memory:
-    """Return the bytes that one of transformers' own caches holds."""
+    """Return the bytes of one of transformers' caches; a step copies its largest layer, which is workspace."""
     held = [StockState(layer).resident_bytes for layer in cache.layers]
     total = sum(held)
     return Memory(resident_bytes=total, peak_cache_bytes=total, peak_workspace_bytes=max(held, default=0))

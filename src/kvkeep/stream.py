@@ -1,7 +1,8 @@
 """The stream: how a bounded cache takes part in a model's forward pass.
 
-transformers hands its attention function a module and tensors, not the cache. The hooks of :mod:`kvkeep.models.binding`
-find the stream on the cache and tell it what comes in; it answers the attention of the layers whose past is streamed.
+transformers passes a module and tensors to its attention function, not the cache. The hooks of
+:mod:`kvkeep.models.binding` find the stream on the cache and pass it the new tokens; it computes the attention of
+layers whose past is streamed.
 """
 
 from __future__ import annotations
@@ -34,17 +35,17 @@ class Stream(Passes):
         self.held = [held_by(layer) for layer in made.layers]
         self.ledger, self.meter, self.checkpoint = made.ledger, made.meter, made.checkpoint
         self.positions, self.round = made.positions, made.round
-        # Positions end where what leaves is gone: what comes back is where the text has it.
+        # Positions are limited if evicted entries are dropped; recalled ones keep those of the text.
         self.ends = made.budgets is not None and made.positions is None and not method.store_fate.keeps
         self._readers = {layer.source: layer.index for layer in geometry.layers}
-        self._in_hand = 0
-        self._masked = False  # by a mask of the caller's own, that says more than which tokens are padding
+        self._pending_bytes = 0
+        self._masked = False  # whether the caller's mask is not of padding alone
 
     def _processed(self) -> int:
         return self.ledger.length
 
     def admit(self, tokens: int) -> None:
-        """Raise UsageError if ``tokens`` more would go past the positions the model has, before anything is read."""
+        """Raise UsageError if ``tokens`` more would go past the model's positions, before a token is read."""
         limit = self.geometry.max_positions
         if self.ends and limit is not None and (total := self.length + tokens) > limit:
             raise UsageError(
@@ -56,7 +57,7 @@ class Stream(Passes):
     def begin_forward(
         self, ids: Tensor | None, embeddings: Tensor | None, positions: Tensor | None, mask: Any
     ) -> Tensor | None:
-        """Take note of the tokens about to be processed; return the positions to tell the model, None for its own."""
+        """Record the tokens of a pass; return positions for the model, None for its own."""
         self.roll_back()
         if self.round is not None:
             self.round.before_forward()
@@ -83,25 +84,25 @@ class Stream(Passes):
             self.checkpoint.enter_layer(layer_idx, hidden.detach())
 
     def attends(self, layer_idx: int) -> bool:
-        """Tell whether a layer's past is streamed (it is not where a sliding window keeps it)."""
+        """Return whether a layer's past is streamed; a sliding window's is not."""
         return self.geometry.layers[self.geometry.layers[layer_idx].source].kind == "full"
 
     @lasting
     def attend(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float
     ) -> Tensor:
-        """Attend over what was evicted, what is resident and what is new; then settle the new entries."""
+        """Attend to evicted, resident and new entries; then settle the new ones."""
         index = module.layer_idx
         source = self.geometry.layers[index].source
         layer = self.layers[source]
-        self._in_hand = max(self._in_hand, layer.pending_bytes)
+        self._pending_bytes = max(self._pending_bytes, layer.pending_bytes)
         if self.positions is not None:
-            self.positions.place(layer)  # before the new entries come in, whose positions are told already
+            self.positions.place(layer)  # before the new entries, which have positions already
         own, last = index == source, self._readers[source] == index
         if own and layer.pending is None:
             raise KvkeepError(
-                f"'{self.geometry.model_type}' did not hand its entries to the cache, as no model does that is trained "
-                "with gradient checkpointing; call model.eval()."
+                f"'{self.geometry.model_type}' passed no entries to the cache, as under gradient checkpointing; "
+                "call model.eval()."
             )
         if key.shape[2] == 1 and not self._masked and self.ledger.whole(1):
             mask = None  # a token sees itself
@@ -115,7 +116,7 @@ class Stream(Passes):
 
     @lasting
     def end_forward(self, completed: bool) -> None:
-        """Close the step; one that an exception left is rolled back where that can be done."""
+        """End the step; after an exception it is rolled back where possible."""
         if not completed:
             if self._drafting or not self.moving:
                 self.roll_back()
@@ -126,22 +127,22 @@ class Stream(Passes):
                 f"'{self.geometry.model_type}' did not pass all its entries through the cache's attention; "
                 "the result would be wrong. Use method 'full'."
             )
-        self.meter.cache(sum(held.resident_bytes + held.compressed_bytes for held in self.held) + self._in_hand)
-        self._in_hand = 0
+        self.meter.cache(sum(held.resident_bytes + held.compressed_bytes for held in self.held) + self._pending_bytes)
+        self._pending_bytes = 0
         if self.round is not None:
             self.round.after_forward()
-        self._tell()
+        self._report_progress()
 
     @lasting
     def roll_back(self) -> None:
-        """Undo a step that was left in the middle, or with it the round."""
+        """Undo an unfinished step, and the round with it."""
         if self.open and self.round is not None and self.round.open:
             self.open = False
             self.round.retract()
         super().roll_back()
 
     def forget_from(self, length: int) -> None:
-        """Forget what all layers share of the slots from ``length`` on; the layers did already."""
+        """Truncate the parts that all layers share to ``length`` slots, after the layers."""
         self.ledger.truncate(length)
         if self.positions is not None:
             self.positions.truncate(length)
@@ -150,7 +151,7 @@ class Stream(Passes):
 
     @lasting
     def abandon(self) -> None:
-        """Undo a step or a round that was left in the middle."""
+        """Undo an unfinished step or round."""
         self.roll_back()
         if self.round is not None and self.round.open:
             self.round.retract()

@@ -16,8 +16,8 @@ Kind = tuple[str | None, Any, dict[str, Any]]  # method, budget, other options o
 
 
 def state(cache: Any) -> dict[str, Tensor]:
-    """Return all that a cache's past is made of, by name. Views: what is kept must be copied. Raises KvkeepError where
-    a step was left in the middle and cannot be undone."""
+    """Return the tensors of a cache's past by name, as views. Raises KvkeepError for an unfinished step that cannot be
+    undone."""
     cache.stream.roll_back()
     tensors: dict[str, Tensor] = {}
     for number, held in enumerate(cache.held):
@@ -36,7 +36,7 @@ def state(cache: Any) -> dict[str, Tensor]:
 
 
 def header(cache: Any) -> dict[str, Any]:
-    """Return what is known of a cache's past beside its tensors, as plain types."""
+    """Return a cache's past beside its tensors, as plain types."""
     return {
         "length": cache.get_seq_length(),
         "rows": cache.rows,
@@ -46,8 +46,8 @@ def header(cache: Any) -> dict[str, Any]:
 
 
 def restore(cache: Any, names: set[str], tensor: Callable[[str], Tensor], about: dict[str, Any]) -> None:
-    """Give an empty cache the past that :func:`state` and :func:`header` told: ``names``, and what returns a
-    ``tensor`` by its name, one in memory at a time."""
+    """Restore the past of :func:`state` and :func:`header` in an empty cache. names: of the tensors; tensor: returns
+    one by name, so that one is in memory at a time."""
     length, device = about["length"], cache.made.device
     ids, positions = (tensor(name).to(device) if name in names else None for name in ("ids", "positions"))
     visible = tensor("visible").to(device) if "visible" in names else None
@@ -114,14 +114,14 @@ def _copy_windows(cache: Any, twin: Any) -> None:
 
 
 def _adopted(cache: Any, request: Request) -> Any:
-    """Return a cache of another kind that was handed the entries of ``cache``, a chunk at a time."""
+    """Return a cache of another kind with the entries of ``cache``, copied in chunks."""
     twin = cache.__class__(cache.model, request=request)
     length, method = cache.get_seq_length(), request.method
     reason = None
     if cache.exactness is not Exactness.EXACT:
-        reason = f"'{cache.method.name}' does not have all its entries as they were"
+        reason = f"'{cache.method.name}' does not hold all entries exactly"
     elif method.selector.observation_window != 0 and method.exactness is not Exactness.EXACT:
-        reason = f"'{method.name}' goes by the attention that entries received, which only reading the text gives"
+        reason = f"'{method.name}' ranks by attention scores, which only reading the text gives"
     elif twin.positions is not None:
         reason = f"'{method.name}' gives entries positions of its own, which only reading the text gives"
     elif method.fate.makes_room:

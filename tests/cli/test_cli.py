@@ -220,7 +220,7 @@ def test_help_needs_neither_torch_nor_transformers(run: Run, monkeypatch: pytest
     assert "[default: (kv-direct with a budget, full without)]" in run("generate", "--help")[1]
 
 
-def test_commands_of_the_laboratory_say_what_is_missing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_of_the_lab_say_what_is_missing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvkeep.cli.lazy.entry_points", lambda **_: [])
     for command in ("bench", "lab"):
         code, out, err = run(command, "list")

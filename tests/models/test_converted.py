@@ -91,7 +91,7 @@ def test_a_damaged_copy_is_made_anew(gguf_file: Path, spoil: str, caplog: pytest
         manifest.write_text(odd[spoil])
     with caplog.at_level(logging.WARNING, "kvkeep"):
         assert make(gguf_file)
-    assert "is damaged; making it anew" in caplog.text
+    assert "is damaged; converting again" in caplog.text
     assert copies() == [folder]
     assert weights.read_bytes() == whole
     assert not make(gguf_file)

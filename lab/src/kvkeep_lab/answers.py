@@ -1,6 +1,6 @@
 """Answers from a cache, judged token by token against transformers' own cache's.
 
-Where a token differs, the model is asked how near the two tokens were: the *gap* between their logits at that position,
+Where a token differs, the exact model gives the *gap* between their logits at that position,
 and the *noise*, the most by which the stock model's logits of that answer differ when it reads all of it at once, not
 one token at a time. A gap of at most twice the noise is a tie that rounding decides; any other difference is an error.
 """

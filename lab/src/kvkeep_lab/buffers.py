@@ -3,7 +3,7 @@ bandwidths allow.
 
 Warm: what is read was read just before, and what is written is written again. Cold: what is read has left the CPU's
 caches (and, on disk, the page cache), and what is written is memory that the allocator gave back to the system, so that
-every page of it is a fault. The kernel's own counts (faults, bytes read from a device) tell whether that was so.
+every page of it is a fault. The kernel's own counts (faults, bytes read from a device) confirm it.
 """
 
 from __future__ import annotations

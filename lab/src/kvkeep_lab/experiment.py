@@ -1,4 +1,4 @@
-"""Experiments: small files that say what is measured, and which part of which paper it is compared with."""
+"""Experiments: TOML files of measurements and the part of a paper they are compared with."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ FORMATS = (".png", ".svg", ".pdf")
 WIDTH_PX, DPI = 1600, 160
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-"""Okabe and Ito's palette, which people of every colour vision tell apart; markers differ as well."""
+"""Okabe and Ito's palette, distinguishable with any colour vision; markers differ as well."""
 
 MARKERS = "osD^vPX*<>hp"
 

@@ -1,4 +1,4 @@
-"""What a cache forgets, step by step: one generation, and what became of every token in every layer and head."""
+"""The state of every token in every layer and head, at each step of one generation."""
 
 from __future__ import annotations
 

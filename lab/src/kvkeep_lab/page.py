@@ -1,4 +1,4 @@
-"""The page of ``kvkeep inspect``: one HTML file that needs nothing else."""
+"""The page of ``kvkeep inspect``: one self-contained HTML file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a paper says, in a form that numbers can decide: its claims, and the values that it prints."""
+"""A paper's claims in a form that measurements decide, and its printed values."""
 
 from __future__ import annotations
 

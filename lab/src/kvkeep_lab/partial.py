@@ -1,4 +1,4 @@
-"""Measurements that end early: what was measured until then is not lost."""
+"""Measurements that end early keep the results so far."""
 
 from __future__ import annotations
 

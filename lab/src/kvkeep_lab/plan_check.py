@@ -71,7 +71,7 @@ def check(
     for context in contexts:
         share = Budget.parse(budget).entries(shape.geometry, context=context)
         for candidate in candidates(shape.geometry):
-            # The bench reads random tokens, which nobody drafts: what rounds take, kvkeep prove measures.
+            # The bench reads random tokens, which cannot be drafted; kvkeep prove measures rounds.
             if not candidate.method.recall.drafts and wanted(str(candidate)):
                 planned.append((candidate, context, None if candidate.keeps_all else share))
     cases = []

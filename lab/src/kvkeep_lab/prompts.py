@@ -1,4 +1,4 @@
-"""A text that is built in, and prompts made of a text, of the kinds that people write."""
+"""A built-in text, and prompts of several kinds made of a text."""
 
 from __future__ import annotations
 

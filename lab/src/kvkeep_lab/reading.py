@@ -22,7 +22,7 @@ _AT_ONCE = 128
 
 
 def takes(method: str) -> tuple[str, ...]:
-    """Return the options that a method or a peer takes; raises UsageError for a name nobody knows."""
+    """Return the options that a method or a peer takes; raises UsageError for an unknown name."""
     if method == STOCK:
         return ()
     peer = peer_of(method)

@@ -1,7 +1,7 @@
-"""What every method costs in quality, on one text: KV-Direct's Fig. 4 and Fig. 9 on the user's own model.
+"""The quality of every method on one text: KV-Direct's Fig. 4 and Fig. 9 on the user's own model.
 
 The reference is transformers' own unbounded cache: its N greedy tokens r_i after the prompt, ends of text ignored, and
-its distributions p_i. Each method and budget is asked two things, because each alone misleads: *free-running*, at how
+its distributions p_i. Each method and budget is measured twice, because either alone misleads: *free-running*, at how
 many positions its own token is r_i (one early difference may cost all later ones), and how fast; and *teacher-forced*,
 given r_0, r_1, ... one by one, KL(p_i || q_i) = sum_v p_i(v) (ln p_i(v) - ln q_i(v)) in nats, whether the largest q_i
 is r_i, and the perplexity exp(-mean ln q_i(r_i)).
@@ -140,8 +140,8 @@ class Position:
 
 
 def cases(methods: Sequence[str], budgets: Sequence[str]) -> list[Case]:
-    """Return every method at every budget; those that take none come first, once. Raises UsageError for a name nobody
-    knows."""
+    """Return every method at every budget; those that take none come first, once. Raises UsageError for an unknown
+    name."""
     bounded = [method for method in methods if "budget" in takes(method)]
     free = [Case(method) for method in methods if method not in bounded]
     return free + [Case(method, budget) for budget in budgets for method in bounded]

@@ -1,4 +1,4 @@
-"""Running an experiment: which cells are missing, how one is measured, and what became of all."""
+"""Running an experiment: missing cells, the measurement of one, and the outcome of all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Means of few numbers and how sure one can be of them, ranks and their correlation."""
+"""Means with intervals, ranks and their correlation."""
 
 from __future__ import annotations
 

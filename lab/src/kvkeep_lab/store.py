@@ -1,4 +1,4 @@
-"""The store: a file of JSON lines, one for each cell, and who is measuring which cell.
+"""The store: a file of JSON lines, one for each cell, and claims of cells by workers.
 
 A line is appended by one write, flushed to the disk, while a lock is held; what a kill or a full disk left torn stays
 a line of its own. A cell is measured under a lock file, which the operating system releases when its process dies.
@@ -200,7 +200,7 @@ class Store:
 
 
 def append_line(path: Path, line: str) -> None:
-    """Add one line, whole or not at all for whoever reads; raises StoreError where there is no room for it."""
+    """Append one line atomically; raises StoreError if there is no room."""
     data = line.encode() + b"\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""A model under test: one model with one cache method within one budget. Tasks ask it, and know nothing of caches."""
+"""A model under test: one model with one cache method within one budget. Tasks use it without access to the cache."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Subject:
 
     def write(self, ids: Sequence[int], new: int, ended: Callable[[str], bool] | None = None) -> Answer:
         """Read a prompt and answer greedily by up to ``new`` tokens. An end of text ends it, and so does ``ended``,
-        which is asked of the text so far. Methods that draft do so in rounds."""
+        called with the text so far. Methods that draft do so in rounds."""
         cache = self._cache(len(ids) + new)
         if isinstance(cache, Reader):
             return self._written(cache, ids, new, ended or (lambda text: False))

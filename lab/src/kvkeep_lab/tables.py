@@ -1,4 +1,4 @@
-"""Tables of text, and the numbers in them as a person reads them."""
+"""Tables of text, and the format of their numbers."""
 
 from __future__ import annotations
 

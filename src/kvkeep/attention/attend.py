@@ -1,4 +1,4 @@
-"""``attend(query, segments)``: attention over keys and values that never stand in one piece.
+"""``attend(query, segments)``: attention over keys and values in several segments.
 
 Softmax attention over a set of keys can be taken over any partition of that set: with
 ``o_i``, ``lse_i`` the output and the log-sum-exp of the scores of part i,
@@ -6,7 +6,7 @@ Softmax attention over a set of keys can be taken over any partition of that set
     o = sum_i exp(lse_i - lse) o_i,    lse = log sum_i exp(lse_i)
 
 which is the identity FlashAttention (Dao et al., 2022) is built on. So a page of recalled keys
-can be rebuilt, used and thrown away, and the result is the attention over all of them.
+can be rebuilt, used and freed, and the result is the attention over all of them.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 FOLDED = 8
-"""Up to so many queries coded keys and values are multiplied as they are; for more, writing them out is cheaper."""
+"""Most queries for which codes are multiplied directly; for more, decoding them first is cheaper."""
 
 
 class Coded(Protocol):
-    """Keys or values in another form than numbers, that know their products. lazy: they are no :class:`Lazy`."""
+    """Coded keys or values with products of their own. lazy: False, unlike :class:`Lazy`."""
 
     lazy: ClassVar[bool]
 
@@ -37,11 +37,11 @@ class Coded(Protocol):
         """Return the sums of values weighted by ``weights`` (batch, rows, entries): (batch, rows, dim) float32."""
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """Write them out: (batch, entries, dim)."""
+        """Decode them: (batch, entries, dim)."""
 
 
 class Lazy(Protocol):
-    """What keys and values could be made of, that knows the attention over them. lazy: what tells it from codes."""
+    """Data from which keys and values can be formed, with attention of its own. lazy: True, unlike :class:`Coded`."""
 
     lazy: ClassVar[bool]
 
@@ -50,7 +50,7 @@ class Lazy(Protocol):
         """Of its keys: (batch, kv_heads, entries, key_dim)."""
 
     def attend(self, query: Tensor, mask: Tensor | None, scaling: float) -> tuple[Tensor, Tensor]:
-        """Return what :func:`partial` does."""
+        """Return output and log-sum-exp as :func:`partial`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Segment:
     mask: None (every query sees every entry), or bool (True = seen) or additive float, broadcastable
     to (batch, 1, queries, entries).
     causal: query i sees entries 0..i; needs as many entries as queries, and no mask.
-    lanes: the rows of the query's batch that this segment is about, (its batch,) int64; None: all of them.
+    lanes: the rows of the query's batch that read this segment, (its batch,) int64; None: all of them.
     shared: one copy for several rows: of a query's batch, row r reads row r mod (the segment's batch).
     """
 
@@ -82,8 +82,8 @@ def attend(
     query: (batch, heads, queries, key_dim), heads a multiple of each segment's kv_heads (grouped
     queries: consecutive heads share a kv head). Returns (batch, heads, queries, value_dim) in the
     query's dtype, and (batch, heads, queries) float32. Partial results are combined in float32; a query that sees
-    nothing at all gets zeros and -inf. Segments are consumed one at a time, so a generator holds only one of them.
-    ``before``: output and log-sum-exp of further entries that were attended already.
+    no entry gets zeros and -inf. Segments are consumed one at a time, so a generator holds only one of them.
+    ``before``: output and log-sum-exp of entries already attended.
     """
     output, lse = (None, None) if before is None else (before[0].to(torch.float32, copy=True), before[1])
     for segment in segments:
@@ -124,17 +124,17 @@ def _shared(query: Tensor, segment: Segment, scaling: float) -> tuple[Tensor, Te
 def weighed(
     query: Tensor, segments: Sequence[Segment], scaling: float, reduce: str = "sum"
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return attention of a single query over segments, and for each of them the weight of its entries: the mean over
-    heads, or where ``reduce`` is "max" the most of any.
+    """Return attention of a single query over segments, and the weights of each segment's entries: the mean over heads,
+    or with ``reduce`` "max" the maximum.
 
-    query: (batch, heads, 1, key_dim). segments: of all rows, with numbers or codes in them. Returns (batch, heads, 1,
-    value_dim) and (batch, entries) float32 each. Kernels report no weights; for one query plain products are as fast,
-    and have them.
+    query: (batch, heads, 1, key_dim). segments: of all rows, tensors or codes. Returns (batch, heads, 1,
+    value_dim) and (batch, entries) float32 each. Kernels report no weights; for one query plain products are
+    as fast and do.
     """
     scored = [_scored(query, segment, scaling) for segment in segments]
     weights = torch.softmax(scored[0] if len(scored) == 1 else torch.cat(scored, -1), -1)
     if any(segment.mask is not None for segment in segments):
-        weights.nan_to_num_(0.0)  # of a query that sees nothing
+        weights.nan_to_num_(0.0)  # of a query that sees no entry
     shares = weights.split([scores.shape[-1] for scores in scored], -1)
     output = _mixed(shares[0], segments[0])
     for share, segment in zip(shares[1:], segments[1:], strict=True):
@@ -198,7 +198,7 @@ def partial(query: Tensor, segment: Segment, scaling: float) -> tuple[Tensor, Te
         # The causal flag of the kernel is per head: keys are repeated rather than queries packed.
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     else:
-        # Queries of one kv head are stacked as rows, so shared keys are read once, where they lie.
+        # Queries of one kv head are stacked as rows, so shared keys are read once, in place.
         query = query.reshape(batch, key.shape[1], groups * queries, query.shape[-1])
         if mask is not None and mask.shape[1] > 1:  # a mask a head
             mask = mask.reshape(batch, key.shape[1], groups * queries, -1)
@@ -215,7 +215,7 @@ def partial(query: Tensor, segment: Segment, scaling: float) -> tuple[Tensor, Te
 
 
 def _folded(query: Tensor, key: Coded, value: Coded, mask: Tensor | None, scaling: float) -> tuple[Tensor, Tensor]:
-    """The same for keys and values that are not written out."""
+    """The same for coded or lazy keys and values."""
     batch, heads, queries, dim = query.shape
     scores = key.scores(query.reshape(batch, heads * queries, dim)) * scaling
     if mask is not None:
@@ -241,11 +241,11 @@ def _plain(
 
 
 def _bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Turn "seen" flags into what is added to the scores."""
+    """Return a bool mask as an additive one."""
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
 
 
 def _blind(mask: Tensor) -> Tensor:
-    """Return which rows of a mask see nothing: (batch, 1, rows)."""
+    """Return the rows of a mask that see no entry: (batch, 1, rows)."""
     seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
     return ~seen.any(-1)

@@ -1,9 +1,8 @@
-"""``recall_attend``: attention over residuals, whose keys and values need not be written anywhere.
+"""``recall_attend``: attention over residuals, with keys and values in registers where possible.
 
-Two ways to the same result: :func:`formed_attend` makes the keys and values of a page, attends to them and drops them;
-the kernel of :mod:`kvkeep.attention.triton_recall` never writes them. The first is the reference. The second is taken
-on a GPU, where Triton is installed, for shapes it is made for, and only after it has agreed with the first on that very
-machine.
+Two implementations: :func:`formed_attend`, the reference, forms the keys and values of a page in memory; the kernel of
+:mod:`kvkeep.attention.triton_recall` forms them in registers. The kernel is used on a GPU with Triton, for supported
+shapes, after its result agreed with the reference on that machine.
 """
 
 from __future__ import annotations
@@ -44,9 +43,9 @@ def recall_attend(
 
     query: (batch, heads, queries, head_dim), rotated. hidden: (batch, entries, hidden_size), the residuals entering the
     layer. angles: cosines and sines of their positions, (batch or 1, entries, head_dim) each. scaling: of the scores.
-    mask: as :class:`~kvkeep.attention.Segment` has it. holding: a context in which keys and values are held, if they
-    are formed after all. Returns (batch, heads, queries, head_dim) and (batch, heads, queries), both float32, to be
-    merged with other parts by :func:`~kvkeep.attention.attend`; zeros and -inf for a query that sees nothing.
+    mask: as :class:`~kvkeep.attention.Segment` has it. holding: a context that counts keys and values
+    formed in memory. Returns (batch, heads, queries, head_dim) and (batch, heads, queries), both float32, to be
+    merged with other parts by :func:`~kvkeep.attention.attend`; zeros and -inf for a query that sees no entry.
     """
     if fused(query, hidden, projection):
         return _kernel()(query, hidden, projection, angles, scaling, mask)
@@ -62,19 +61,19 @@ def formed_attend(
     mask: Tensor | None = None,
     holding: Callable[..., AbstractContextManager[None]] = lambda *tensors: nullcontext(),
 ) -> tuple[Tensor, Tensor]:
-    """The same in plain tensor operations: the kernel's reference, and what is done without it."""
+    """The same in plain tensor operations: the reference, and the fallback."""
     keys, values = projection.form(hidden, angles)
     with holding(keys, values):
         return partial(query, Segment(keys, values, mask), scaling)
 
 
 def available(device: torch.device) -> bool:
-    """Tell whether there is a kernel for ``device`` at all: on NVIDIA's from Ampere on, which have bfloat16."""
+    """Return whether there is a kernel for ``device``: NVIDIA from Ampere on, for bfloat16."""
     return device.type in DEVICES and _kernel() is not None and _capable(device)
 
 
 def fused(query: Tensor, hidden: Tensor, projection: Projection) -> bool:
-    """Tell whether the kernel will be used for tensors like these."""
+    """Return whether the kernel is used for such tensors."""
     kv_heads, dim = projection.kv_heads, projection.head_dim
     rows = query.shape[1] // kv_heads * query.shape[2]
     tensors = (query, hidden, projection.norm, projection.key, projection.value)
@@ -129,7 +128,7 @@ def _agrees(
     value_bias: bool,
     key_norm: bool,
 ) -> bool:
-    """Try the kernel on random numbers of this shape, once; it is used if it gives what plain operations give."""
+    """Return whether the kernel agrees with the reference on random tensors of this shape; tried once."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int, scale: float = 1.0) -> Tensor:
@@ -161,7 +160,7 @@ def _agrees(
     try:
         pairs = zip(_kernel()(*given), formed_attend(*given), strict=True)
         agrees = all(close(mine, reference, dtype) for mine, reference in pairs)
-    except Exception as error:  # a compiler's, a driver's: whatever it is, there is another way
+    except Exception as error:  # any error of compiler or driver: the reference is used
         log.debug("the kernel for recall does not run on %s: %s", device, error)
         return False
     if not agrees:

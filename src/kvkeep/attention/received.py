@@ -1,8 +1,8 @@
-"""How much attention entries received, from the log-sum-exp of the attention that ran anyway.
+"""The attention that entries received, from the log-sum-exp of the attention kernel.
 
 Attention kernels return no weights, and asking for them (``output_attentions``) costs a matrix of all queries by all
 entries. But the weight of one entry for one query is exp(score - lse), and the kernel does report lse. So only the
-queries a selector asks for are multiplied with the keys again, a block at a time, and only sums are kept.
+queries in a selector's observation window are multiplied with the keys again, in blocks, and only sums are kept.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from torch import Tensor
 from kvkeep.attention.attend import Segment
 
 BLOCK = 128
-"""Queries whose weights stand in memory at once."""
+"""Queries whose weights are in memory at once."""
 
 
 def received(
     query: Tensor, segment: Segment, lse: Tensor, scaling: float, last: int | None = None, reduce: str = "sum"
 ) -> Tensor:
-    """Return the weight each entry of ``segment`` got: summed over the ``last`` queries (None: all), mean over heads;
-    or where ``reduce`` is "max" the most that any of these queries and heads gave it.
+    """Return the attention weight of each entry of ``segment``: the sum over the ``last`` queries (None: all), mean
+    over heads; with ``reduce`` "max", the maximum over queries and heads.
 
     query: (batch, heads, queries, key_dim) and lse: (batch, heads, queries) as :func:`attend` took and returned them,
     ``lse`` over everything that was attended; a query whose lse is inf counts nothing. Returns (batch, entries)
@@ -30,7 +30,7 @@ def received(
         query, lse = query[segment.lanes], lse[segment.lanes]
     batch, heads, queries, _ = query.shape
     groups = segment.key.shape[1]
-    if segment.mask is not None:  # a query that saw nothing gave nothing
+    if segment.mask is not None:  # a query without visible entries has no weights
         lse = lse.masked_fill(lse == float("-inf"), float("inf"))
     held = segment.key.flatten(0, 1) if isinstance(segment.key, Tensor) else segment.key.dense(torch.float32)
     keys = held.float().transpose(-1, -2)
@@ -52,7 +52,7 @@ def received(
 
 
 def _masked(scores: Tensor, segment: Segment, low: int, high: int) -> Tensor:
-    """Apply the segment's mask of queries ``low``..``high``; before exp, which what is masked could overflow."""
+    """Apply the segment's mask of queries ``low``..``high``; before exp, which masked scores could overflow."""
     if segment.mask is None:
         rows = torch.arange(low, high, device=scores.device)
         return scores.masked_fill_(torch.arange(scores.shape[-1], device=scores.device) > rows[:, None], float("-inf"))

@@ -1,6 +1,6 @@
-"""A step: what one layer is asked in one forward pass, folded to lanes.
+"""A step: the attention inputs of one layer in one forward pass, folded to lanes.
 
-A *lane* is one KV head of one row of the batch: lane = row * kv_heads + head. Everything behind a step is by lane: the
+A *lane* is one KV head of one row of the batch: lane = row * kv_heads + head. Everything after a step is by lane: the
 query heads that share a KV head are the heads of a lane, and a row that is padded masks its lanes.
 """
 
@@ -57,12 +57,12 @@ class Step:
 
     @property
     def new(self) -> int:
-        """How many entries are new."""
+        """Number of new entries."""
         return self.key.shape[2]
 
     @property
     def queries(self) -> int:
-        """How many queries a head has."""
+        """Number of queries of a head."""
         return self.query.shape[2]
 
     def unfolded(self, output: Tensor) -> Tensor:
@@ -82,14 +82,14 @@ class Step:
             return Segment(self.key, self.value, self.mask[..., -self.new :])
         if self.queries == self.new:
             return Segment(self.key, self.value, causal=True)
-        # Only the last tokens' queries were asked for.
+        # Queries of the last tokens only.
         rows = torch.arange(self.new - self.queries, self.new, device=self.query.device)
         seen = torch.arange(self.new, device=self.query.device)[None, :] <= rows[:, None]
         return Segment(self.key, self.value, seen[None, None])
 
     def expanded(self, keys: Any, values: Any) -> tuple[Any, Any]:
-        """Return what the module multiplies with: latent attention (DeepSeek-V3) caches the compressed latents and
-        expands them each time, from what is written out."""
+        """Return the keys and values that the module multiplies: latent attention (DeepSeek-V3) caches compressed
+        latents and expands them at each step."""
         expand: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = getattr(self.module, "expand_kv", None)
         if expand is None:
             return keys, values
@@ -100,5 +100,5 @@ class Step:
 
     @property
     def latent(self) -> bool:
-        """Whether the module multiplies with something else than what it caches."""
+        """Whether the module caches latents and expands them."""
         return getattr(self.module, "expand_kv", None) is not None

@@ -4,10 +4,10 @@ For a residual h at position p the keys and values of one head are (KV-Direct, E
 
     k = R_p RMSNorm(h) W_k,    v = RMSNorm(h) W_v,    RMSNorm(h) = h rsqrt(mean(h^2) + eps) (w + offset)
 
-Everything in the norm but the weights is one number for each residual, so it is applied after the products: sums of
-squares and h (w W) are gathered in the same loop over the hidden axis. The keys and values of a block of entries live
-in registers, are attended to with a running maximum and sum (online softmax) and are gone; only each program's partial
-output and log-sum-exp are written, which :func:`launch` combines by the identity of :mod:`kvkeep.attention.attend`.
+The norm without its weights is one factor for each residual, so it is applied after the products: sums of squares and
+h (w W) are accumulated in one loop over the hidden axis. Keys and values of a block of entries stay in registers and
+are attended with a running maximum and sum (online softmax); only each program's partial output and log-sum-exp are
+written, which :func:`launch` combines by the identity of :mod:`kvkeep.attention.attend`.
 
 One program is one row of the batch, one KV head and some blocks of entries, for all queries of the head's group.
 """
@@ -24,7 +24,7 @@ from torch import Tensor
 from kvkeep.models.projection import Projection
 
 ENTRIES = 64  # of a block
-PROGRAMS = 256  # so many are enough to fill a GPU; beyond, a program takes several blocks
+PROGRAMS = 256  # enough to fill a GPU; with more blocks a program takes several
 
 
 @triton.jit
@@ -64,7 +64,7 @@ def _recall(
     ROWS: tl.constexpr,
     ENTRIES: tl.constexpr,
     STEP: tl.constexpr,  # of the loop over the hidden axis
-    PRODUCT: tl.constexpr,  # what products take, after rounding to the model's dtype
+    PRODUCT: tl.constexpr,  # dtype of products, after rounding to the model's
     PRECISION: tl.constexpr,  # of float32 products
     MASK: tl.constexpr,  # 0 none, 1 seen or not, 2 added
     KEY_BIAS: tl.constexpr,
@@ -75,7 +75,7 @@ def _recall(
     lane = batch * tl.num_programs(1) + head
     row, half, wide = tl.arange(0, ROWS), tl.arange(0, HALF), tl.arange(0, WIDE)
     is_row, is_half, is_wide = row < rows, half < DIM // 2, wide < DIM
-    # Products need a whole number of sixteens: what is beyond is zero, and adds nothing.
+    # Products need multiples of 16: padding is zero.
     at_query = query + lane.to(tl.int64) * rows * DIM + row[:, None] * DIM + half[None, :]
     is_query = is_row[:, None] & is_half[None, :]
     query_low = tl.load(at_query, mask=is_query, other=0.0)
@@ -148,7 +148,7 @@ def _recall(
                 scores += seen.to(tl.float32) * 1.4426950408889634
         scores = tl.where(is_entry[None, :], scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
-        finite = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen nothing yet
+        finite = tl.where(higher == float("-inf"), 0.0, higher)  # a row without a visible entry
         weights = tl.exp2(scores - finite[:, None])
         shrink = tl.exp2(top - finite)
         total = total * shrink + tl.sum(weights, 1)
@@ -166,7 +166,7 @@ def _recall(
 
 
 def settings(dtype: torch.dtype, dim: int, rows: int) -> dict[str, Any]:
-    """Return what the kernel is compiled for: the model's dtype, its head_dim, and how many rows of queries.
+    """Return the compile-time settings for a dtype, a head_dim and a number of query rows.
 
     Warps, stages and steps are chosen so that ptxas spills next to no registers and a block has room in the shared
     memory of an A100 and of a desktop card (99 KB); they have not been tuned on a GPU.
@@ -199,7 +199,7 @@ def launch(
     block: int = ENTRIES,
     programs: int = PROGRAMS,
 ) -> tuple[Tensor, Tensor]:
-    """Run the kernel and combine what its programs give; arguments and result as of
+    """Run the kernel and combine the results of its programs; arguments and result as of
     :func:`~kvkeep.attention.recall.recall_attend`. block: entries taken at a time, a power of two from 16 on; programs:
     how many to aim at."""
     batch, heads, queries, dim = query.shape

@@ -16,7 +16,7 @@ COMMANDS = {
     "generate": ("kvkeep.cli.generate:generate", "Answer a prompt, or a question about a file, inside a cache budget."),
     "chat": ("kvkeep.cli.chat:chat", "Talk with a model; Ctrl-C stops an answer, not the program."),
     "plan": ("kvkeep.cli.plan:plan", "Predict bytes and times of every cache that fits in a memory."),
-    "methods": ("kvkeep.cli.methods:methods", "List the methods: who leaves, what becomes of it, how it comes back."),
+    "methods": ("kvkeep.cli.methods:methods", "List the methods: what they evict, store and recall."),
     "models": ("kvkeep.cli.models:models", "List the embedded models, and whether they are on this machine."),
     "demo": ("kvkeep.cli.demo:demo", "Answer a question about a long text, with the full cache and within a budget."),
 }
@@ -24,7 +24,7 @@ COMMANDS = {
 
 
 LAB = ("verify", "prove", "bench", "compare", "inspect", "stream", "longchat", "recompute", "analyse", "lab")
-"""Commands of the laboratory, which is a package of its own (``pip install 'kvkeep[lab]'``)."""
+"""Commands of the lab, a distribution of its own (package ``kvkeep_lab``, ``pip install 'kvkeep[lab]'``)."""
 
 
 def main() -> None:
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def _run() -> None:
-    """Run the command that was asked for, and write out what it printed, however it leaves."""
+    """Run the command and flush standard output, also after an error."""
     from kvkeep.cli.lazy import application
 
     try:
@@ -72,6 +72,6 @@ def _leave(sentence: str, code: int) -> NoReturn:
 
 
 def _out_of_memory(error: BaseException) -> bool:
-    """Tell whether the machine or the device has no memory left: torch has no one error for both."""
-    told = "can't allocate memory" in str(error) or "not enough memory" in str(error)
-    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or told
+    """Return whether host or device memory is exhausted; torch has no common error class."""
+    stated = "can't allocate memory" in str(error) or "not enough memory" in str(error)
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or stated

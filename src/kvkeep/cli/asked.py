@@ -1,4 +1,4 @@
-"""The cache that a command's options ask for: understood before a model is loaded, made when there is one."""
+"""The cache that a command's options ask for: parsed before the model is loaded, built after."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class Asked:
-    """request: what was asked for; None: transformers' own cache. memory: bytes that the planner may use, where it
-    chooses (``auto``)."""
+    """The options of a cache. request: None is transformers' own cache; auto: the planner chooses the request, within
+    ``memory`` bytes."""
 
     request: Request | None
     auto: bool = False
     memory: str | None = None
 
     def cache(self, model: Any, context: int | None = None, answer: int = 0) -> Any:
-        """Return the cache, for a text of ``context`` tokens, ``answer`` of which are to be written."""
+        """Return the cache for ``context`` tokens, of which the last ``answer`` are generated."""
         from transformers import DynamicCache
 
         from kvkeep.cache import KeepCache
@@ -35,7 +35,7 @@ class Asked:
         return KeepCache(model, request=replace(request, context=context))
 
     def _planned(self, model: Any, prompt: int, answer: int) -> Request:
-        """Return the planner's choice, and tell why."""
+        """Return the planner's choice and print its reason."""
         from kvkeep.plan.planner import recommend
         from kvkeep.policies.request import Request
 
@@ -54,9 +54,16 @@ def asked(
     memory: str | None = None,
     **options: Any,
 ) -> Asked:
-    """Return what the options ask for. kv_budget_tokens, kv_budget_mb: method kv-lru with that budget, 0 for none, as
-    in llama.cpp. exact: by draft and verify. memory: for a budget of "auto". Raises UsageError for what cannot be
-    meant together, and as :meth:`~kvkeep.policies.request.Request.parse` does."""
+    """Return the parsed options.
+
+    Args:
+        kv_budget_tokens, kv_budget_mb: method kv-lru with that budget, as in llama.cpp; 0 is off.
+        exact: recall by draft and verify.
+        memory: bytes for a budget of "auto".
+
+    Raises:
+        UsageError: contradicting options, and as :meth:`~kvkeep.policies.request.Request.parse`.
+    """
     from kvkeep.stock import requested
 
     given = [f"{kv_budget_tokens}" if kv_budget_tokens else "", f"{kv_budget_mb}MB" if kv_budget_mb else ""]

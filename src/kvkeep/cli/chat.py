@@ -1,4 +1,4 @@
-"""``kvkeep chat``: a conversation that stays within its budget, and can be continued another day."""
+"""``kvkeep chat``: a conversation within a cache budget, saved and resumed by a session file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvkeep.cli.questions import Ask
     from kvkeep.decode.chat import Conversation
 
-HELP = "/exit leaves (so does Ctrl-D), /reset forgets the conversation, /memory tells what the cache holds."
+HELP = "/exit leaves (so does Ctrl-D), /reset forgets the conversation, /memory shows what the cache holds."
 
 
 def chat(
@@ -53,19 +53,12 @@ def chat(
     from kvkeep.decode.prompt import check_text
     from kvkeep.models.loading import load
 
-    cache_options = {"checkpoint": checkpoint, "where": where, "capacity": capacity, "folder": folder}
-    wanted = asked(
-        method,
-        budget,
-        kv_budget_tokens=kv_budget_tokens,
-        kv_budget_mb=kv_budget_mb,
-        exact=exact,
-        memory=memory,
-        **cache_options,
-    )
+    limits: dict[str, Any] = {"kv_budget_tokens": kv_budget_tokens, "kv_budget_mb": kv_budget_mb}
+    store: dict[str, Any] = {"checkpoint": checkpoint, "where": where, "capacity": capacity, "folder": folder}
+    wanted = asked(method, budget, exact=exact, memory=memory, **limits, **store)
     check_text(system or "", "the system prompt")
     resume = session is not None and Path(session).exists()
-    if resume and (method or budget or exact or system or any(value is not None for value in cache_options.values())):
+    if resume and (method or budget or exact or system or any(value is not None for value in store.values())):
         raise UsageError(
             f"The session '{session}' has its own method, budget and system prompt; leave those options out."
         )
@@ -78,12 +71,8 @@ def chat(
             talk = Conversation.resume(loaded.model, loaded.tokenizer, session)
             note(f"Continuing with {talk.cache.get_seq_length()} tokens in the cache, {len(talk.messages)} messages.")
         else:
-            talk = Conversation(
-                loaded.model,
-                loaded.tokenizer,
-                wanted.cache(loaded.model, answer=max_tokens),
-                system=system,
-            )
+            cache = wanted.cache(loaded.model, answer=max_tokens)
+            talk = Conversation(loaded.model, loaded.tokenizer, cache, system=system)
         if session is not None:
             talk.check_savable()
         talk.prompt("?")  # a template that refuses the system prompt refuses every question
@@ -104,10 +93,10 @@ class _Chat:
     turns: list[dict[str, Any]] = field(default_factory=list)
     unsaved: KvkeepError | None = None
     saved: bool = False
-    unheard: OSError | None = None  # why nobody reads the answers
+    unwritable: OSError | None = None  # why standard output is gone
 
     def run(self) -> None:
-        """Answer until there are no more questions, and tell what came of it."""
+        """Answer until there are no more questions, then report."""
         if sys.stdin.isatty():
             note(HELP)
         try:
@@ -138,8 +127,8 @@ class _Chat:
                 note("Ctrl-D or /exit leaves.")
             except UsageError as error:
                 note(str(error))
-            if self.unheard is not None and not self.endings.asked:
-                raise self.unheard
+            if self.unwritable is not None and not self.endings.asked:
+                raise self.unwritable
 
     def _command(self, line: str) -> None:
         if line == "/reset":
@@ -165,7 +154,7 @@ class _Chat:
                         prompt,
                         on_text=None if self.json else self._say,
                         on_progress=advance,
-                        interrupted=lambda: interrupted() or self.endings.asked or self.unheard is not None,
+                        interrupted=lambda: interrupted() or self.endings.asked or self.unwritable is not None,
                         **self.sampling,
                     )
             except KeyboardInterrupt:
@@ -181,14 +170,14 @@ class _Chat:
         note(f"{fill(self.talk.cache)} · {summary(result)}")
 
     def _say(self, text: str) -> None:
-        """Write a piece of an answer; one that nobody reads any more ends."""
+        """Write a piece of an answer; a closed terminal or pipe ends the answer."""
         try:
             write(text)
-        except OSError as error:  # a closed terminal or pipe
-            self.unheard = error
+        except OSError as error:
+            self.unwritable = error
 
     def _save(self) -> None:
-        """Save what has been said, so that nothing that comes can lose it."""
+        """Save the conversation; an error is raised at the end of the run."""
         if self.session is None:
             return
         try:
@@ -201,7 +190,7 @@ class _Chat:
 
 
 def fill(cache: Any) -> str:
-    """Return a line on how full the cache is."""
+    """Return a line with the share of the budget in use."""
     length = cache.get_seq_length()
     if getattr(cache, "entries", None) is None:
         return f"{length} entries, no budget"

@@ -1,4 +1,4 @@
-"""``kvkeep demo``: the main job in one command."""
+"""``kvkeep demo``: a budget against the full cache, token by token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Endings: what a conversation does when its terminal is closed or somebody ends the process."""
+"""Endings: SIGTERM and SIGHUP during a conversation."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 
 
 class Endings:
-    """Within the block SIGTERM and SIGHUP raise a flag, so that what is under way can come to an end; while nothing is
-    (:meth:`waiting`), and the second time, they end the program at once. The exit code is a shell's for the signal."""
+    """Within the block the first SIGTERM or SIGHUP sets a flag, so that an answer can be finished and saved. A second
+    one, or one while :meth:`waiting`, exits at once. The exit code is a shell's for the signal."""
 
     def __init__(self) -> None:
-        self.code: int | None = None  # to leave with, once a signal came
+        self.code: int | None = None  # exit code, once a signal came
         self._waits = False
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Endings:
         for name in ("SIGTERM", "SIGHUP"):  # Windows has no SIGHUP
             number = getattr(signal, name, None)
-            if number is not None and signal.getsignal(number) is not signal.SIG_IGN:  # as nohup wants it
+            if number is not None and signal.getsignal(number) is not signal.SIG_IGN:  # nohup
                 self._before[number] = signal.signal(number, self._end)
         return self
 
@@ -31,12 +31,12 @@ class Endings:
 
     @property
     def asked(self) -> bool:
-        """Whether the program is asked to end."""
+        """Whether a signal came."""
         return self.code is not None
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Within the block nothing is under way. Raises SystemExit as soon as a signal comes, or came before."""
+        """Within the block a signal, also an earlier one, raises SystemExit."""
         self._waits = True
         try:
             self.leave()

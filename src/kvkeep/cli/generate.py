@@ -41,37 +41,18 @@ def generate(
     from kvkeep.decode.prompt import encode, question, read_text
     from kvkeep.models.loading import load
 
-    wanted = asked(
-        method,
-        budget,
-        kv_budget_tokens=kv_budget_tokens,
-        kv_budget_mb=kv_budget_mb,
-        exact=exact,
-        memory=memory,
-        checkpoint=checkpoint,
-        where=where,
-        capacity=capacity,
-        folder=folder,
-        chunk=chunk,
-    )
+    limits: dict[str, Any] = {"kv_budget_tokens": kv_budget_tokens, "kv_budget_mb": kv_budget_mb, "chunk": chunk}
+    store: dict[str, Any] = {"checkpoint": checkpoint, "where": where, "capacity": capacity, "folder": folder}
+    wanted = asked(method, budget, exact=exact, memory=memory, **limits, **store)
     messages = question(read_text(file) if file else None, prompt)
     loaded = load(model, dtype=dtype, device=device, progress=note)
     ids = encode(loaded.tokenizer, messages, raw=raw)
     cache = wanted.cache(loaded.model, len(ids) + max_tokens, max_tokens)
+    sampling: dict[str, Any] = {"max_new_tokens": max_tokens, "temperature": temperature, "seed": seed}
     with interruptible() as interrupted, reading(len(ids)) as advance:
+        watch: dict[str, Any] = {"on_text": None if json else write, "on_progress": advance, "interrupted": interrupted}
         try:
-            result = run(
-                loaded.model,
-                loaded.tokenizer,
-                ids,
-                cache,
-                max_new_tokens=max_tokens,
-                temperature=temperature,
-                seed=seed,
-                on_text=None if json else write,
-                on_progress=advance,
-                interrupted=interrupted,
-            )
+            result = run(loaded.model, loaded.tokenizer, ids, cache, **sampling, **watch)
         except KeyboardInterrupt:
             raise Interrupted("Interrupted while reading the prompt; there is no answer.") from None
     if json:
@@ -86,11 +67,7 @@ def generate(
 def as_json(result: Any) -> dict[str, Any]:
     """Return a generation as plain types for ``--json``."""
     return {
-        "text": result.text,
-        "tokens": result.tokens,
-        "prompt_tokens": result.prompt_tokens,
-        "stopped": result.stopped,
-        "method": result.method,
+        **{name: getattr(result, name) for name in ("text", "tokens", "prompt_tokens", "stopped", "method")},
         "class": result.exactness,
         "memory": result.memory.as_dict(),
         "timing": asdict(result.timing),
@@ -99,12 +76,12 @@ def as_json(result: Any) -> dict[str, Any]:
 
 
 def summary(result: Any) -> str:
-    """Return one line on what an answer cost."""
+    """Return one line with method, speed and bytes of an answer."""
     memory, timing = result.memory, result.timing
     places = [f"{size(count)} on {name}" for name, count in memory.checkpoint_bytes.items() if count]
     rounds = result.rounds
-    told = f"{result.method} ({result.exactness}): {timing.prefill_tokens} tokens read at "
-    told += f"{timing.prefill_tokens_per_s:.0f}/s, {len(result.tokens)} written at {timing.decode_tokens_per_s:.1f}/s"
+    line = f"{result.method} ({result.exactness}): {timing.prefill_tokens} tokens read at "
+    line += f"{timing.prefill_tokens_per_s:.0f}/s, {len(result.tokens)} written at {timing.decode_tokens_per_s:.1f}/s"
     if rounds is not None:
-        told += f" in {rounds.rounds} rounds ({rounds.accepted} of {rounds.drafted + rounds.copied} drafts right)"
-    return f"{told}; resident {size(memory.resident_bytes)}" + (f", checkpoints {', '.join(places)}" if places else "")
+        line += f" in {rounds.rounds} rounds ({rounds.accepted} of {rounds.drafted + rounds.copied} drafts right)"
+    return f"{line}; resident {size(memory.resident_bytes)}" + (f", checkpoints {', '.join(places)}" if places else "")

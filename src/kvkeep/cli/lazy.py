@@ -21,13 +21,13 @@ Table = Mapping[str, tuple[str, str]]
 
 
 def application(own: Table, lab: Sequence[str] = ()) -> Any:
-    """Return the command line of ``own`` commands and of those that installed packages add; ``lab``: the names of those
-    that the laboratory adds, where it is installed."""
+    """Return the command line: ``own`` commands and those of installed packages. ``lab``: names of the lab's commands,
+    for the error when it is not installed."""
     table = dict(own)
     for point in entry_points(group=GROUP):
         try:
             table |= {name: entry for name, entry in point.load().items() if name not in table}
-        except Exception as error:  # whatever is wrong with another package, kvkeep's own commands work
+        except Exception as error:  # a broken plugin leaves the other commands usable
             log.warning("The commands of '%s' are left out: %s", point.value, error)
     group = typer.main.get_command(_application())
     assert isinstance(group, Commands)
@@ -61,7 +61,7 @@ def _version(wanted: bool) -> None:
 
 
 class Commands(TyperGroup):
-    """Commands by name; ``table`` says where each is, ``missing`` which come with a package that is not installed."""
+    """Commands by name; ``table``: module and help of each; ``missing``: names of a package that is not installed."""
 
     table: ClassVar[Table] = {}
     missing: ClassVar[frozenset[str]] = frozenset()
@@ -71,7 +71,7 @@ class Commands(TyperGroup):
         return list(self.table)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return a stand-in with the command's line of help."""
+        """Return a placeholder with the command's line of help."""
         if cmd_name not in self.table:
             return None
         stand_in = typer.Typer(add_completion=False)
@@ -82,7 +82,7 @@ class Commands(TyperGroup):
         """Return the command itself."""
         if args and args[0] in self.missing:
             raise UsageError(
-                f"'kvkeep {args[0]}' comes with the laboratory, which is not installed: pip install 'kvkeep[lab]'."
+                f"'kvkeep {args[0]}' comes with the lab, which is not installed: pip install 'kvkeep[lab]'."
             )
         name, stand_in, rest = super().resolve_command(ctx, args)
         if name is None:
@@ -105,4 +105,4 @@ def loaded(name: str, where: str) -> Any:
 
 
 def _nothing() -> None:
-    """Stands in for a command that has not been imported."""
+    """The placeholder of a command that is not imported yet."""

@@ -1,4 +1,4 @@
-"""``kvkeep methods``: what there is, what each promises, and what goes with what."""
+"""``kvkeep methods``: all methods and parts, and their combinations."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def methods(
         typer.Option(help="Print one table as Markdown: methods, selectors, fates, recalls, or combinations."),
     ] = None,
 ) -> None:
-    """List the methods: who leaves, what becomes of it, how it comes back, and the promise."""
+    """List the methods: what they evict, store and recall, and how exact they are."""
     if table is not None:
         if (made := TABLES.get(table)) is None:
             raise unknown("table", table, list(TABLES))
@@ -47,7 +47,7 @@ def methods(
     out.print(
         "\nAny SELECTOR+FATE+RECALL is a method, too; a fate or a recall may be left out, and each may have parameters:"
         "\nsnapkv:window=16+quantize:4, h2o+verified, snapkv+pages:4"
-        "\n'kvkeep methods --table combinations' says what goes with what, and why the rest does not."
+        "\n'kvkeep methods --table combinations' lists the combinations, and why others are refused."
     )
     for kind, registry in known.items():
         _print([[kind, "parameters"], *([name, _parameters(made)] for name, made in registry.items())])
@@ -63,7 +63,7 @@ _COLUMNS = {
 
 
 def _rows() -> list[dict[str, Any]]:
-    """Return what there is to say of every method that lists name."""
+    """Return a row of fields for each named method."""
     from kvkeep.policies.methods import STOCK
     from kvkeep.policies.methods import methods as registered
 
@@ -94,7 +94,7 @@ def _rows() -> list[dict[str, Any]]:
 
 
 def _methods() -> Rows:
-    """The methods that have a name of their own, besides the selectors."""
+    """Named methods other than plain selectors."""
     from kvkeep.policies.methods import parts
 
     columns = _COLUMNS | {"source": "source"}
@@ -110,7 +110,7 @@ _PARTS = {
 
 
 def _parts(kind: str) -> Rows:
-    """The selectors, the fates or the recalls, with the names that they had."""
+    """The selectors, fates or recalls, with their former names."""
     from kvkeep.policies.methods import parts
     from kvkeep.policies.registry import FORMER
 
@@ -123,8 +123,8 @@ def _parts(kind: str) -> Rows:
 
 
 def _combinations() -> Rows:
-    """What goes with what: for each fate its selectors, and the promise without and with each recall. Parts have their
-    own parameters, and those that a preset gives them, where these change anything. Reasons follow, numbered."""
+    """For each fate: its selectors, and the exactness alone and with each recall. Parts have their default parameters,
+    and those of a preset where they change a row. Numbered reasons for refusals follow."""
     from kvkeep.policies.methods import combined, parts
     from kvkeep.policies.recalls.evicted import Evicted
     from kvkeep.policies.registry import PRESETS
@@ -140,7 +140,7 @@ def _combinations() -> Rows:
         fates |= {f"{names[preset.fate]}:{given}": preset.fate(**preset.defaults)} if given else {}
     reasons: list[str] = []
 
-    def told(selector: Any, fate: Any, recall: Any) -> str:
+    def answer(selector: Any, fate: Any, recall: Any) -> str:
         method = combined("", selector, fate, recall)
         if (reason := method.refusal()) is None:
             return str(method.exactness)
@@ -150,15 +150,15 @@ def _combinations() -> Rows:
 
     rows: dict[str, list[str]] = {}
     for name, fate in fates.items():
-        alone = {own: told(selector, fate, Evicted()) for own, selector in selectors.items()}
-        refused = [own for own, answer in alone.items() if answer.startswith("no")]
+        alone = {own: answer(selector, fate, Evicted()) for own, selector in selectors.items()}
+        refused = [own for own, text in alone.items() if text.startswith("no")]
         taken = [own for own in selectors if own not in refused]
         goes = "all"
         if refused:
             goes = f"all but {_listed(refused)}" if len(refused) < len(taken) else f"only {_listed(taken)}"
             goes += f" [{', '.join(dict.fromkeys(alone[own].strip('no []') for own in refused))}]"
         row = [goes, _distinct(alone[own] for own in taken)]
-        row += [_distinct(told(selectors[own], fate, recall) for own in taken) for recall in recalls.values()]
+        row += [_distinct(answer(selectors[own], fate, recall) for own in taken) for recall in recalls.values()]
         if rows.get(name.partition(":")[0]) != row:
             rows[name] = row
     heading = ["fate", "selectors", "alone", *(f"+{name}" for name in recalls)]
@@ -193,7 +193,7 @@ def _code(text: str) -> str:
 
 
 def _markdown(rows: Rows) -> str:
-    """Return rows as a Markdown table; rows of one cell follow it as a list."""
+    """Return rows as a Markdown table; rows of one cell become a list below it."""
     lines = [f"| {' | '.join(row)} |" for row in rows if len(row) > 1]
     lines.insert(1, "| " + " | ".join("---" for _ in rows[0]) + " |")
     notes = [f"* {row[0]}" for row in rows if len(row) == 1]
@@ -210,5 +210,5 @@ def _print(rows: Rows) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Return a default as JSON has it; None where there is none."""
+    """Return a default for JSON; None if there is none."""
     return None if value is MISSING or value == "" else value

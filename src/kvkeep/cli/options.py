@@ -25,7 +25,7 @@ Exact = Annotated[
     typer.Option(
         "--exact",
         "-e",
-        help="Token for token what the unbounded cache gives, by draft and verify: the method (or snapkv) drafts.",
+        help="The same tokens as the unbounded cache, by draft and verify; --method (default snapkv) drafts.",
     ),
 ]
 Budget = Annotated[
@@ -52,7 +52,7 @@ Checkpoint = Annotated[
     typer.Option(
         "--checkpoint",
         "-c",
-        help="What evicted entries become: kv, residual, residual:STRIDE, tokens.",
+        help="What is stored of evicted entries: kv, residual, residual:STRIDE, tokens.",
         show_default="the smaller of kv and residual",
     ),
 ]
@@ -61,12 +61,12 @@ Where = Annotated[
     typer.Option(
         "--where",
         "-w",
-        help="Where checkpoints live: device, host, disk.",
+        help="Where checkpoints are stored: device, host, disk.",
         show_default="disk beside a CPU model, else host",
     ),
 ]
 Capacity = Annotated[
-    int | None, typer.Option(help="Entries the checkpoint may hold; what falls out is lost, and the cache is lossy.")
+    int | None, typer.Option(help="Entries the checkpoint may hold; older ones are lost, which makes the cache lossy.")
 ]
 Folder = Annotated[
     str | None, typer.Option(help="The folder for --where disk.", show_default="the user's cache folder")
@@ -74,7 +74,7 @@ Folder = Annotated[
 Chunk = Annotated[
     int | None, typer.Option(help="Prompt tokens taken at a time.", show_default="512, or the budget if smaller")
 ]
-MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", min=1, help="The most tokens to write.")]
+MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", min=1, help="The most tokens to generate.")]
 Temperature = Annotated[float, typer.Option(min=0.0, help="0 is greedy; above, tokens are sampled.")]
 Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output, and nothing else.")]

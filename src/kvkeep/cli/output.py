@@ -1,4 +1,4 @@
-"""What commands print: text and tables for people, one JSON object for programs, progress on standard error."""
+"""Output of the commands: text and tables or one JSON object, and progress on standard error."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def write(text: str) -> None:
 
 
 def note(text: str) -> None:
-    """Tell a person what is going on, on standard error, if anybody is there to read it."""
+    """Print a message on standard error, if that is open."""
     try:
         err.print(text, style="dim", markup=False)
     except OSError:
@@ -43,13 +43,13 @@ def note(text: str) -> None:
 
 
 def show(table: Table) -> None:
-    """Print a table; where nobody looks at a terminal, as wide as it needs to be."""
+    """Print a table; unless on a terminal, as wide as it needs to be."""
     needed = Measurement.get(out, out.options.update(width=1000), table).maximum
     (out if out.is_terminal else Console(width=max(needed, out.width), highlight=False)).print(table)
 
 
 def machine(loaded: Any, dtype: str) -> dict[str, Any]:
-    """Return what figures depend on: model, dtype, threads, versions and device."""
+    """Return the conditions of a measurement: model, dtype, threads, versions and device."""
     import torch
     import transformers
 
@@ -65,7 +65,7 @@ def machine(loaded: Any, dtype: str) -> dict[str, Any]:
 
 
 def size(count: int) -> str:
-    """Return bytes as a person reads them (MB is 10**6)."""
+    """Return bytes with a unit (MB is 10**6)."""
     for unit, scale in (("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
         if count >= scale:
             return f"{count / scale:.1f} {unit}"
@@ -74,7 +74,7 @@ def size(count: int) -> str:
 
 @contextmanager
 def reading(total: int) -> Iterator[Callable[[int], None]]:
-    """Show a bar of prompt tokens read; it goes away when the first token comes."""
+    """Show a progress bar of prompt tokens, removed when all are read."""
     columns = (SpinnerColumn(), TextColumn("reading"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
         task = progress.add_task("", total=total)
@@ -89,7 +89,7 @@ def reading(total: int) -> Iterator[Callable[[int], None]]:
 
 @contextmanager
 def interruptible() -> Iterator[Callable[[], bool]]:
-    """Within the block Ctrl-C only raises a flag, which the caller looks at between steps; a second one interrupts."""
+    """Within the block the first Ctrl-C sets a flag, which the yielded function returns; the second interrupts."""
     raised = False
 
     def raise_flag(number: int, frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""``kvkeep plan``: what every cache would hold and take, before anything is loaded."""
+"""``kvkeep plan``: predicted bytes and seconds of every cache, without loading weights."""
 
 from __future__ import annotations
 
@@ -21,37 +21,22 @@ if TYPE_CHECKING:
 
 
 def plan(
-    model: Annotated[
-        str, typer.Option("--model", "-m", help="As elsewhere, or a config.json: no weights are read.")
-    ] = "smollm2",
-    context: Annotated[
-        str, typer.Option("--context", "-n", help="Tokens of the prompt; several with --check.")
-    ] = "4096",
+    model: Annotated[str, typer.Option("--model", "-m", help="A model, or a config.json; no weights.")] = "smollm2",
+    context: Annotated[str, typer.Option("--context", "-n", help="Prompt tokens; several with --check.")] = "4096",
     memory: Annotated[
         str | None,
         typer.Option(help="Bytes for the cache (64MB), weights not counted.", show_default="half of what is free"),
     ] = None,
     exact: Annotated[bool, typer.Option("--exact", help="Exact methods only.")] = False,
-    acceptance: Annotated[
-        float, typer.Option(help="Share of drafted tokens that stay, for methods that draft.")
-    ] = 0.95,
+    acceptance: Annotated[float, typer.Option(help="Share of drafted tokens that are accepted.")] = 0.95,
     answer: Annotated[int, typer.Option(min=1, help="Tokens of the answer the recommendation is for.")] = 256,
     machine: Annotated[
-        str | None,
-        typer.Option(
-            help="A file of another machine's rates, or its data sheet.", show_default="this one, measured once"
-        ),
+        str | None, typer.Option(help="Another machine's rates or data sheet.", show_default="this one, measured once")
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Show all rows, not the frontier only.")] = False,
-    output: Annotated[
-        str | None, typer.Option("--output", "-o", help="Draw a figure too: a .png, .svg or .pdf file.")
-    ] = None,
-    check: Annotated[
-        bool, typer.Option("--check", help="Load the model, measure every row, and compare with what was predicted.")
-    ] = False,
-    budget: Annotated[
-        str, typer.Option("--budget", "-b", help="The budget of whatever has one, for --check.")
-    ] = "12.5%",
+    output: Annotated[str | None, typer.Option("--output", "-o", help="A figure: a .png, .svg or .pdf file.")] = None,
+    check: Annotated[bool, typer.Option("--check", help="Measure every row and compare with its prediction.")] = False,
+    budget: Annotated[str, typer.Option("--budget", "-b", help="For --check: the cache budget.")] = "12.5%",
     only: Annotated[str | None, typer.Option(help="For --check: rows whose name contains one of these.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="For --check: how often everything is measured.")] = 1,
     dtype: Annotated[
@@ -69,9 +54,9 @@ def plan(
 
     contexts = _contexts(context)
     if len(contexts) > 1 and not check:
-        raise UsageError("A plan is for one context; several are for --check.")
+        raise UsageError("A plan takes one context; --check takes several.")
     if check and machine is not None:
-        raise UsageError("What is predicted for another machine cannot be checked on this one; leave --machine out.")
+        raise UsageError("A prediction for another machine cannot be checked on this one; leave --machine out.")
     if output is not None:
         optional("kvkeep_lab.figures", "lab").check_figure(output)
     elsewhere = Machine.load(machine) if machine is not None else None
@@ -89,8 +74,13 @@ def plan(
         optional("kvkeep_lab.plan_figure", "lab").draw_plan(planned, output, model=model)
     if json:
         print_json(_as_json(planned, model, output))
-        return
-    note(f"{rates.name} ({rates.source}); weights {size(shape.weight_bytes)}, not counted")
+    else:
+        _print(planned, everything, output)
+
+
+def _print(planned: Planned, everything: bool, output: str | None) -> None:
+    machine = planned.machine
+    note(f"{machine.name} ({machine.source}); weights {size(planned.shape.weight_bytes)}, not counted")
     show(_table(planned, everything))
     out.print(planned.reason)
     if output is not None:
@@ -131,7 +121,7 @@ def _here(device: str | None, dtype: str) -> Machine:
 
 
 def _free(rates: Machine, shape: Shape, device: str | None, elsewhere: bool) -> int:
-    """Return half of what is free here, or on another machine nine tenths of what its weights leave."""
+    """Return half of the free bytes here; on another machine, nine tenths of its memory less the weights."""
     import torch
 
     from kvkeep.plan.planner import free_memory
@@ -141,8 +131,8 @@ def _free(rates: Machine, shape: Shape, device: str | None, elsewhere: bool) -> 
     left = int(0.9 * rates.memory_bytes) - shape.weight_bytes
     if left <= 0:
         raise UsageError(
-            f"The weights alone are {size(shape.weight_bytes)} and '{rates.name}' has {size(rates.memory_bytes)}; say "
-            "what is left for the cache with --memory, if they are spread over several."
+            f"The weights alone are {size(shape.weight_bytes)} and '{rates.name}' has {size(rates.memory_bytes)}; "
+            "if they are spread over several machines, give the bytes for the cache with --memory."
         )
     return left
 
@@ -233,18 +223,8 @@ def _check(
 
 def _checked(rows: list[Any]) -> Table:
     table = Table(box=None, header_style="bold")
-    for heading in (
-        "context",
-        "cache",
-        "bytes",
-        "measured",
-        "prompt s",
-        "measured",
-        "%",
-        "ms a token",
-        "measured",
-        "%",
-    ):
+    headings = ["context", "cache", "bytes", "measured", "prompt s", "measured", "%", "ms a token", "measured", "%"]
+    for heading in headings:
         table.add_column(heading, justify="left" if heading == "cache" else "right", no_wrap=True)
     for row in rows:
         if row.error or row.measured_step_s is None or row.measured_prefill_s is None:

@@ -1,7 +1,7 @@
-"""Questions: where ``kvkeep chat`` reads them from, a terminal or a file of lines.
+"""Questions: the input of ``kvkeep chat``, a terminal or a file of lines.
 
-A terminal by itself hands over a line at a time, at most 4,095 bytes of it, and makes several questions of a pasted
-text; prompt_toolkit takes what is pasted as one question, and lines as long as they are.
+A terminal by itself gives a line at a time, at most 4,095 bytes of it, and makes several questions of a pasted
+text; prompt_toolkit makes pasted text one question and has no limit of length.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NAME = "that line"
 
 @contextmanager
 def questions() -> Iterator[Ask]:
-    """Yield what asks for the next question. Raises UsageError where standard input is closed."""
+    """Yield a function that returns the next question. Raises UsageError where standard input is closed."""
     source = standard_input()
     if not sys.stdin.isatty():
         yield lambda: _line(source)

@@ -1,4 +1,4 @@
-"""Standard streams as a program may find them: closed, of another encoding, full, or gone."""
+"""Standard streams that are closed, full, or of another encoding."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from kvkeep.errors import KvkeepError
 
 
 class Watched(io.TextIOWrapper):
-    """A text stream that remembers why it could not be written to. (A buffer may have dropped what it was given, so
-    that to ask again is no help.)"""
+    """A text stream that keeps the error of a failed write: a buffer may drop its data, and the next flush would
+    succeed."""
 
     refusal: OSError | None = None
 
@@ -25,7 +25,7 @@ class Watched(io.TextIOWrapper):
             raise
 
     def flush(self) -> None:
-        """Write out what waits."""
+        """Write out the buffer."""
         try:
             super().flush()
         except OSError as error:
@@ -34,8 +34,8 @@ class Watched(io.TextIOWrapper):
 
 
 def prepare() -> None:
-    """Make standard streams safe to use: characters that their encoding does not have are written as escapes, and what
-    is closed goes nowhere. Raises KvkeepError where standard output is closed."""
+    """Make standard streams safe: characters outside their encoding are escaped, and a closed standard error is
+    ``os.devnull``. Raises KvkeepError where standard output is closed."""
     _fill()
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - for the rest of the process
@@ -51,15 +51,15 @@ def prepare() -> None:
 
 
 def _fill() -> None:
-    """Open what is closed of the first three files, so that no other file gets their number and is written to."""
+    """Open closed descriptors 0 to 2 on ``os.devnull``, so that no other file gets their numbers."""
     while (handle := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(handle, True)
     os.close(handle)
 
 
 def undelivered() -> OSError | None:
-    """Return why something could not be written to standard output, None where all of it was. What waits is dropped
-    then, so that Python does not try again when it ends."""
+    """Return the error of a failed write to standard output, else None. After an error the buffer is dropped, so that
+    Python does not flush it at exit."""
     with suppress(OSError):
         sys.stdout.flush()
     refusal: OSError | None = getattr(sys.stdout, "refusal", None)
@@ -69,7 +69,7 @@ def undelivered() -> OSError | None:
 
 
 def drop(stream: object) -> None:
-    """Let everything that is written to ``stream`` from now on go nowhere, and what waits with it."""
+    """Send ``stream`` and its buffer to ``os.devnull``."""
     with suppress(OSError, AttributeError):
         handle = os.open(os.devnull, os.O_WRONLY)
         os.dup2(handle, stream.fileno())  # type: ignore[attr-defined]

@@ -1,1 +1,1 @@
-"""Generating: prompts, answers as they come, and what they cost."""
+"""Generation: prompts, streamed answers, timings and memory."""

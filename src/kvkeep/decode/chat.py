@@ -1,4 +1,4 @@
-"""A conversation on one cache: every turn reads only what the cache does not have yet."""
+"""A conversation on one cache: each turn reads only tokens that the cache does not hold."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvkeep.errors import KvkeepError, SessionError
 
 
 class Conversation:
-    """Messages, the cache (transformers' own will do), and the token ids the cache has processed."""
+    """Messages, the cache (also one of transformers' own), and the token ids it has processed."""
 
     def __init__(self, model: Any, tokenizer: Any, cache: Cache, *, system: str | None = None) -> None:
         self.model, self.tokenizer, self.cache = model, tokenizer, cache
@@ -24,7 +24,7 @@ class Conversation:
 
     @classmethod
     def resume(cls, model: Any, tokenizer: Any, path: str | os.PathLike[str]) -> Conversation:
-        """Continue the conversation saved at ``path``. Raises SessionError, also where it is not one conversation."""
+        """Continue the conversation saved at ``path``. Raises SessionError, also for other sessions."""
         session = load_session(path, model)
         messages = session.notes.get("messages")
         if session.cache.rows > 1:
@@ -45,7 +45,7 @@ class Conversation:
         save_session(path, session)
 
     def check_savable(self) -> None:
-        """Raise SessionError where the cache cannot be saved, whatever will be said."""
+        """Raise SessionError if a cache of this kind cannot be saved."""
         check_savable(self.cache)
 
     def prompt(self, question: str) -> list[int]:
@@ -55,7 +55,7 @@ class Conversation:
     def answer(self, question: str, prompt: list[int] | None = None, **options: Any) -> Generation:
         """Answer ``question`` (options as in :func:`kvkeep.decode.generate.generate`) and remember both.
 
-        If reading is interrupted or refused, the conversation is as it was before the question.
+        After an error or interrupt the conversation is as before the question.
         """
         prompt = self.prompt(question) if prompt is None else prompt
         self._align(prompt)
@@ -76,8 +76,8 @@ class Conversation:
         self.ids, self.messages = [], [message for message in self.messages if message["role"] == "system"]
 
     def _align(self, prompt: list[int]) -> None:
-        """Take back what the cache holds beyond the prompt's own beginning (a template may close an answer
-        differently from how it was written); at least the last prompt token is left to be read."""
+        """Crop the cache to its common prefix with ``prompt`` (a template may close an answer differently from how it
+        was generated), less the last prompt token."""
         common = 0
         for ours, theirs in zip(self.ids, prompt[:-1], strict=False):
             if ours != theirs:
@@ -87,11 +87,11 @@ class Conversation:
         try:
             if surplus:
                 self.cache.crop(-surplus)
-        except (RuntimeError, KvkeepError):  # a sliding window has forgotten what was before: read it again
+        except (RuntimeError, KvkeepError):  # a sliding window cannot be cropped: read the prompt again
             self.cache.reset()
 
     def _recover(self, known: int) -> None:
-        """Undo a step that was left in the middle; where that cannot be, all is read again the next time."""
+        """Undo an unfinished step; where that is impossible, reset the cache."""
         if isinstance(self.cache, KeepCache):
             try:
                 self.cache.stream.abandon()

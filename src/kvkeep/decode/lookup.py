@@ -1,32 +1,32 @@
-"""Prompt lookup: drafts copied from where the last few tokens were seen before (Saxena, 2023)."""
+"""Prompt lookup: drafts copied from behind an earlier occurrence of the last tokens (Saxena, 2023)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 GRAM = 3
-"""Tokens that must agree."""
+"""Tokens that must match."""
 
 
 class Lookup:
-    """The tokens of one row, and after which of their trigrams what came last time."""
+    """The tokens of one row, indexed by trigram."""
 
     def __init__(self, tokens: Iterable[int]) -> None:
         self._tokens: list[int] = []
-        self._after: dict[tuple[int, ...], int] = {}  # of each trigram's last occurrence, the place behind it
-        self._source: int | None = None  # the same for the occurrence before the one at the end
+        self._after: dict[tuple[int, ...], int] = {}  # trigram: index behind its last occurrence
+        self._source: int | None = None  # index behind the previous occurrence of the last trigram
         for token in tokens:
             self.add(token)
 
     def add(self, token: int) -> None:
-        """Take the next token."""
+        """Append a token."""
         self._tokens.append(token)
         gram = tuple(self._tokens[-GRAM:])
         self._source = self._after.get(gram)
         self._after[gram] = len(self._tokens)
 
     def run(self, length: int) -> list[int]:
-        """Return the ``length`` tokens that followed last time, or nothing. What repeats goes on repeating."""
+        """Return the ``length`` tokens after the previous occurrence, or none. A copy that reaches the end repeats."""
         if self._source is None:
             return []
         period = len(self._tokens) - self._source

@@ -1,4 +1,4 @@
-"""How far to draft: what rounds cost and how often drafts were right, as measured while decoding."""
+"""The number of drafts, from measured times of rounds and the acceptance rate."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ FORGET = 0.9
 
 
 class Acceptance:
-    """The chance that a drafted token is right, if those before it were: right ones per judged one, recent rounds
-    first. ``right`` and ``wrong`` are what it begins with."""
+    """The acceptance rate of a draft whose predecessors were accepted, recent rounds weighted most. ``right`` and
+    ``wrong``: initial counts."""
 
     def __init__(self, right: float, wrong: float) -> None:
         self.right, self.wrong = right, wrong
 
     def note(self, accepted: int, drafted: int) -> None:
-        """Learn that of a run of ``drafted`` tokens the first ``accepted`` were right."""
+        """Record that the first ``accepted`` of ``drafted`` tokens were accepted."""
         self.right = FORGET * self.right + accepted
         self.wrong = FORGET * self.wrong + (accepted < drafted)
 
     def tokens(self, drafted: int) -> float:
-        """Return how many tokens a round with ``drafted`` ones is expected to give: sum of a^i for i to ``drafted``."""
+        """Return the expected tokens of a round: the sum of a^i for i = 0..``drafted``."""
         chance = min(self.right / (self.right + self.wrong), 0.995)
         return (1 - chance ** (drafted + 1)) / (1 - chance)
 
 
 class Pace:
-    """Chooses the number of tokens to draft that makes a token cheapest."""
+    """Chooses the number of drafts with the most tokens a second."""
 
     def __init__(self) -> None:
         self.drafts, self.copies = Acceptance(8, 1), Acceptance(4, 1)
@@ -33,7 +33,7 @@ class Pace:
         self._pass: float | None = None
 
     def took(self, drafted: int, drafting_s: float, verifying_s: float) -> None:
-        """Learn what a round cost."""
+        """Record the seconds of a round."""
         if drafted:
             step = drafting_s / drafted
             self._step = step if self._step is None else FORGET * self._step + (1 - FORGET) * step
@@ -46,7 +46,7 @@ class Pace:
         return max(range(1, longest + 1), key=self._rate, default=0)
 
     def prefers_copies(self, copied: int, drafted: int) -> bool:
-        """Tell whether verifying ``copied`` tokens found in the text gives more tokens a second than drafting."""
+        """Return whether verifying ``copied`` tokens found in the text gives more tokens a second than drafting."""
         if self._step is None or self._pass is None:
             return False
         return self.copies.tokens(copied) / self._pass > self._rate(drafted)

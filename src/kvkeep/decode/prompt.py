@@ -54,7 +54,7 @@ def shortened(tokenizer: Any, text: str, limit: int) -> tuple[str, int]:
 
 
 def encode(tokenizer: Any, messages: Messages, *, raw: bool = False) -> list[int]:
-    """Return the token ids of a conversation, ready for the next answer.
+    """Return the token ids of a conversation up to the next answer.
 
     Models with a chat template get it; base models (and ``raw``) get the contents as plain text. Raises UsageError for
     text that is not UTF-8, and where the model's template does not take the conversation.
@@ -65,7 +65,7 @@ def encode(tokenizer: Any, messages: Messages, *, raw: bool = False) -> list[int
         return list(tokenizer("\n\n".join(message["content"] for message in messages)).input_ids)
     try:
         encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-    except Exception as error:  # a template is a program of the model's, and refuses in its own words
+    except Exception as error:  # a template is code of the model and raises anything
         first = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
         system = any(message["role"] == "system" for message in messages)
         remedy = "leave the system prompt out" if system else "give a plain prompt (--raw) or take another model"

@@ -1,7 +1,7 @@
-"""Sessions: a cache saved to a file, to be continued another day without reading its tokens again.
+"""Sessions: a cache saved to a file and continued without reading its tokens again.
 
 The file (:mod:`~kvkeep.decode.session_file`) holds the resident entries of every layer, the checkpoint's rows, ids and
-positions; and beside them the method, the budget, the lengths and the fingerprint of the model.
+positions; its header the method, the budget, the lengths and the fingerprint of the model.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _PAST: dict[str, tuple[type, ...]] = {"length": (int,), "rows": (int,), "first":
 
 @dataclass
 class Session:
-    """A cache, the token ids it has processed, and what the program wants to remember with it (``notes``, JSON)."""
+    """A cache, the token ids it has processed, and JSON ``notes`` of the program."""
 
     cache: KeepCache
     ids: list[list[int]]
@@ -45,10 +45,9 @@ class Session:
 
 
 def save_session(path: str | os.PathLike[str], session: Session) -> None:
-    """Write ``session`` to ``path``, at once or not at all. A link is followed; a file that is replaced keeps its mode.
+    """Write ``session`` to ``path`` atomically. A link is followed; a file that is replaced keeps its mode.
 
-    Raises SessionError where the file cannot be written, or the cache not saved; what was there before is then still
-    there.
+    Raises SessionError if the cache cannot be saved or the file not written; the previous file then remains.
     """
     cache = session.cache
     check_savable(cache)
@@ -67,7 +66,7 @@ def save_session(path: str | os.PathLike[str], session: Session) -> None:
 
 
 def check_savable(cache: Cache) -> None:
-    """Raise SessionError where a cache cannot be saved, whatever it holds."""
+    """Raise SessionError if a cache of this kind cannot be saved."""
     if not isinstance(cache, KeepCache):
         raise SessionError("A session on transformers' own cache cannot be saved; method 'full' can.")
     if others := cache.geometry.other_layers:
@@ -88,7 +87,7 @@ def load_session(path: str | os.PathLike[str], model: Any) -> Session:
             return _restored(file, model)
         except SessionError as error:
             raise SessionError(f"The session '{path}' cannot be continued: {error}") from error.__cause__
-        except KvkeepError as error:  # a method that is not installed, a place that is not there
+        except KvkeepError as error:  # a method or folder that this machine does not have
             raise SessionError(f"The session '{path}' cannot be continued here: {error}") from error
 
 
@@ -104,7 +103,7 @@ def _restored(file: SessionFile, model: Any) -> Session:
     _check_types(past, _PAST, "past")
     numbers = [past["length"], past["rows"], *past["first"].values()]
     if not all(type(number) is int and 0 <= number < _LONGEST for number in numbers):
-        raise _odd("its past has numbers that no cache has")
+        raise _odd("its past has numbers out of range")
     cache = _empty(about, model)
     try:
         check_tensors(cache, file.stored, past)
@@ -115,7 +114,7 @@ def _restored(file: SessionFile, model: Any) -> Session:
         raise _odd(str(error)) from error
     except KvkeepError:
         raise
-    except Exception as error:  # a part that was handed what it never saved may fail in any way
+    except Exception as error:  # restoring malformed tensors may raise anything
         raise _odd(f"its tensors are not those of a cache of method '{cache.method.name}'") from error
     return Session(cache, file.tensor(NAME_OF_IDS).tolist(), about["notes"])
 
@@ -133,10 +132,10 @@ def _empty(about: dict[str, Any], model: Any) -> KeepCache:
 
 def _check_types(value: Any, schema: Mapping[str, tuple[type, ...]], what: str) -> None:
     if type(value) is not dict or set(value) != set(schema):
-        raise _odd(f"its {what} has not the names it should have")
+        raise _odd(f"its {what} has other names than expected")
     for name, kinds in schema.items():
         if type(value[name]) not in kinds:
-            raise _odd(f"its {what} has no '{name}' that could be meant")
+            raise _odd(f"its {what} has a '{name}' of the wrong type")
 
 
 def _odd(reason: str) -> SessionError:

@@ -1,7 +1,7 @@
 """The file of a session: safetensors with one checksum over all of it.
 
-The checksum (SHA-256) is the first entry of the header, at a place that never changes; it is taken over the whole file
-with zeros in that place. Whatever else a file holds is as it was written, or the file is refused.
+The checksum (SHA-256) is the first entry of the header, at a fixed offset; it is taken over the whole file with zeros
+at that offset. A file that differs in any bit is refused.
 """
 
 from __future__ import annotations
@@ -54,8 +54,7 @@ class Stored:
 
 
 class SessionFile:
-    """An open file whose checksum holds. about: what was written beside the tensors, any JSON; stored: the tensors by
-    name."""
+    """An open file with a valid checksum. about: the JSON beside the tensors; stored: shapes and dtypes by name."""
 
     def __init__(self, about: Any, file: Any) -> None:
         self.about, self._file = about, file
@@ -68,8 +67,8 @@ class SessionFile:
 
 
 def write(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], about: dict[str, Any]) -> None:
-    """Write ``tensors`` (one at a time is copied to the host) and ``about`` (plain types) to ``path``, at once or not
-    at all. Raises SessionError where the file cannot be written; what was there before is then still there."""
+    """Write ``tensors`` (copied to the host one at a time) and ``about`` (plain types) to ``path`` atomically. Raises
+    SessionError if the file cannot be written; the previous file then remains."""
     table = _table(tensors)
     metadata = {"checksum": _BLANK.decode(), "format": str(FORMAT), "kvkeep": json.dumps(about)}
     header = json.dumps({"__metadata__": metadata, **table}, separators=(",", ":")).encode()
@@ -94,21 +93,20 @@ def _table(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     table, stop = {}, 0
     for name, tensor in tensors.items():
         if tensor.dtype not in _NAMES:
-            raise SessionError(f"The session cannot be saved: its file has no room for {tensor.dtype} ('{name}').")
+            raise SessionError(f"The session cannot be saved: its file format has no {tensor.dtype} ('{name}').")
         start, stop = stop, stop + tensor.nbytes
         table[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, stop]}
     return table
 
 
 def _bytes(tensor: Tensor) -> Any:
-    """Return the bytes of a tensor, which are copied only where they do not lie in order on the host."""
+    """Return the bytes of a tensor, copied only if it is not contiguous on the host."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 @contextmanager
 def opened(path: str | os.PathLike[str]) -> Iterator[SessionFile]:
-    """Yield the session file at ``path``. Raises SessionError where there is none, where it is another version's, and
-    where a single bit of it is not as it was written."""
+    """Yield the session file at ``path``. Raises SessionError if it is missing, damaged or of another version."""
     if not Path(path).is_file():
         raise SessionError(f"There is no session at '{path}': no such file.")
     with ExitStack() as stack:
@@ -131,7 +129,7 @@ def opened(path: str | os.PathLike[str]) -> Iterator[SessionFile]:
 
 
 def _checked(path: str | os.PathLike[str]) -> tuple[bool, bool]:
-    """Return whether a file has a checksum where this version writes it, and whether the checksum holds."""
+    """Return whether a file has a checksum at the offset of this version, and whether it is valid."""
     with open(path, "rb") as file:
         start = file.read(_PLACE)
         stated = file.read(len(_BLANK))

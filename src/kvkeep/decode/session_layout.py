@@ -1,8 +1,7 @@
-"""What the tensors of a session must look like, given the cache they are for.
+"""Checks of a session's tensors against the cache that restores them.
 
-Before anything is read: names, shapes and dtypes of what every cache has (the layers' entries, the checkpoint's rows,
-ids and positions). Once the parts have taken theirs: that each part holds what the file says, and that every number by
-which something is looked up is within what there is.
+:func:`check_tensors` runs before tensors are read: names, shapes and dtypes of entries, checkpoint rows, ids and
+positions. :func:`check_restored` runs after: each part holds what the file has, and all indices are in range.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ def check_tensors(cache: KeepCache, stored: Mapping[str, Stored], past: dict[str
 
 
 def _check_part(cache: KeepCache, number: int, name: str, one: Stored, past: dict[str, Any]) -> None:
-    """Check a tensor of a layer: entries as the model has them; the rest is the part's own affair."""
+    """Check entries of a layer; other tensors are checked by the part that restores them."""
     layer, held = cache.geometry.layers[number], cache.held[number]
     if isinstance(held, Layer):
         if name.startswith("resident.") and name.rpartition(".")[2] in ("keys", "values"):
@@ -77,11 +76,11 @@ def _check_part(cache: KeepCache, number: int, name: str, one: Stored, past: dic
 def _check_entries(name: str, one: Stored, layer: LayerGeometry, axes: int) -> None:
     width = layer.key_dim if name.endswith("keys") else layer.value_dim
     if len(one.shape) != axes or one.shape[-1] != width or not one.dtype.is_floating_point:
-        raise Misfit(f"'{name}' has not the width of the model's entries")
+        raise Misfit(f"'{name}' does not have the width of the model's entries")
 
 
 def _check_rows(cache: KeepCache, name: str, kind: str, number: int, one: Stored, past: dict[str, Any]) -> None:
-    """Check what a checkpoint keeps: residuals of each token, or entries that left."""
+    """Check rows of a checkpoint: residuals of each token, or evicted entries."""
     known = {known for known, _ in cache.checkpoint_rows()} | {"residual.0"}
     if name not in known or (kind == "residual") != cache.checkpoint.by_token:  # type: ignore[union-attr]
         raise Misfit(f"'checkpoint.{name}' is no part of such a cache")
@@ -95,8 +94,7 @@ def _check_rows(cache: KeepCache, name: str, kind: str, number: int, one: Stored
 
 
 def _check_first(cache: KeepCache, stored: Mapping[str, Stored], past: dict[str, Any]) -> None:
-    """Check where the stores of a checkpoint begin: all of a layer at the same entry, residuals so that they end with
-    the last token."""
+    """Check the first rows of a checkpoint: equal within a layer; residuals end at the last token."""
     names = {name for name, _ in cache.checkpoint_rows()}
     names |= {name.removeprefix("checkpoint.") for name in stored if name == "checkpoint.residual.0"}
     if set(past["first"]) != names:
@@ -116,7 +114,7 @@ def _check_first(cache: KeepCache, stored: Mapping[str, Stored], past: dict[str,
 
 
 def check_restored(cache: KeepCache, file: SessionFile, past: dict[str, Any]) -> None:
-    """Raise Misfit unless the parts of ``cache`` hold what the file has, and look nothing up that is not there."""
+    """Raise Misfit unless ``cache`` holds what the file has and all its indices are in range."""
     length, rows = past["length"], past["rows"]
     if (cache.get_seq_length(), cache.rows) != (length, rows if length else cache.rows):
         raise Misfit(f"its layers are not of {length} tokens")
@@ -130,7 +128,7 @@ def check_restored(cache: KeepCache, file: SessionFile, past: dict[str, Any]) ->
     again = transfer.state(cache)
     forms = {name: Stored(tuple(one.shape), one.dtype) for name, one in again.items()}
     if forms != {name: one for name, one in file.stored.items() if name != NAME_OF_IDS}:
-        raise Misfit(f"it has not what a cache of method '{cache.method.name}' holds")
+        raise Misfit(f"it does not hold the tensors of method '{cache.method.name}'")
     vocabulary = cache.model.get_input_embeddings().weight.shape[0]
     for name in (NAME_OF_IDS, "ids"):
         if name in file.stored:
@@ -142,7 +140,7 @@ def check_restored(cache: KeepCache, file: SessionFile, past: dict[str, Any]) ->
 
 
 def _check_dtype(cache: KeepCache, tensors: Mapping[str, Tensor]) -> None:
-    """Raise Misfit unless all entries are of one dtype: the model's, or a narrower one where it ran under autocast."""
+    """Raise Misfit unless all entries are of one dtype: the model's, or a 16-bit one if it ran under autocast."""
     own = next(cache.model.parameters()).dtype
     found = {one.dtype for name, one in tensors.items() if _ENTRIES.fullmatch(name)}
     if len(found) > 1 or any(one != own and not (own == torch.float32 and one.itemsize == 2) for one in found):

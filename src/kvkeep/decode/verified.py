@@ -1,15 +1,15 @@
-"""Draft and verify: what the unbounded cache gives, token for token, mostly at the cost of a bounded one.
+"""Draft and verify: the output of the unbounded cache, token for token, mostly at the speed of a bounded one.
 
-A round: the bounded cache drafts a run of tokens; one exact pass reads the last token and the whole run, so that what
-was evicted is recalled once for all of them; the drafts are accepted as far as they are what the exact pass chooses,
-and its choice replaces the first that is not. It is speculative decoding (Leviathan et al., arXiv:2211.17192) in which
-a model is its own draft, as in TriForce (arXiv:2404.11912), MagicDec (arXiv:2408.11049) and QuantSpec
+A round: the bounded cache drafts a run of tokens; one exact pass reads the last token and the whole run, so evicted
+entries are recalled once for all of them. Drafts that equal the choice of the exact pass are accepted, and its choice
+replaces the first that differs. It is speculative decoding (Leviathan et al., arXiv:2211.17192) in which a model is its
+own draft, as in TriForce (arXiv:2404.11912), MagicDec (arXiv:2408.11049) and QuantSpec
 (arXiv:2502.10424); here for any model, any drafting method and any checkpoint.
 
 Sampling: a sample is argmax(p / noise) with exponential noise, which is how ``torch.multinomial`` draws one. Draft and
-exact pass use the same noise at the same position. So what is returned is argmax(p / noise) of the exact p: a sample of
+exact pass use the same noise at the same position. So the output is argmax(p / noise) of the exact p: a sample of
 exactly its distribution, whatever the draft was (Daliri et al., arXiv:2408.07978), and with the same seed it is the
-token that transformers' own sampling returns.
+token of transformers' own sampling.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ def verified(
 
     ``cache``: a :class:`~kvkeep.cache.KeepCache` of a method that ends in ``+verified``. Greedy and sampling, batches
     with left padding, logits processors, stopping criteria, streamers; ``prompt_lookup_num_tokens`` of 0 keeps it from
-    copying drafts from the text. transformers 5.23 hands neither a streamer nor a tokenizer to a function like this
-    one: ``listener`` is the streamer, and in place of ``stop_strings`` pass
-    ``stopping_criteria=[StopStringCriteria(tokenizer, [...])]``. What it did is in ``cache.round.statistics``. Raises
-    UsageError for what it cannot do.
+    copying drafts from the text. transformers 5.23 passes neither streamer nor tokenizer to a ``custom_generate``:
+    ``listener`` is the streamer, and in place of ``stop_strings`` pass
+    ``stopping_criteria=[StopStringCriteria(tokenizer, [...])]``. ``cache.round.statistics`` counts rounds and drafts.
+    Raises UsageError for unsupported options.
     """
     cache = model_kwargs.get("past_key_values")
     if not isinstance(cache, KeepCache) or cache.round is None:
@@ -58,15 +58,15 @@ def verified(
             raise UsageError(f"'{wish}' is not available while decoding in rounds; leave out custom_generate.")
     if (generation_config.num_beams or 1) > 1:
         raise UsageError("Beams are not decoded in rounds; leave out custom_generate, and they are exact all the same.")
-    told = streamer if listener is None else listener
-    if told is not None and len(input_ids) > 1:
+    sink = streamer if listener is None else listener
+    if sink is not None and len(input_ids) > 1:
         raise UsageError("A streamer takes one text; give a batch without it.")
     if synced_gpus:
         raise UsageError("Decoding in rounds does not run in step with other processes (synced_gpus).")
-    if listener is not None:  # generate() tells the prompt to its own streamer only
+    if listener is not None:  # generate() passes the prompt to its own streamer only
         listener.put(input_ids.cpu())
     outputs = model._prefill(input_ids, generation_config, model_kwargs)
-    run = _Run(model, cache, input_ids, logits_processor, stopping_criteria, generation_config, told)
+    run = _Run(model, cache, input_ids, logits_processor, stopping_criteria, generation_config, sink)
     run.start(outputs.logits[:, -1], model_kwargs.get("attention_mask"))
     del outputs
     try:
@@ -79,7 +79,7 @@ def verified(
 
 
 class _Run:
-    """One call: the rows' tokens, and what is needed to choose the next."""
+    """The state of one call."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class _Run:
     # -- a round ------------------------------------------------------------------------------------
 
     def round(self) -> None:
-        """Draft a run, verify it, and take what is right."""
+        """Draft a run, verify it, and keep the accepted tokens."""
         begin = time.perf_counter()
         self.cache_round.draft()
         copied = self._copied()
@@ -141,7 +141,7 @@ class _Run:
         chosen = self._choose(logits, drafts.shape[1])
         right = self._right(drafts, chosen)
         counts = [0 if done else count + 1 for count, done in zip(right, self.finished, strict=True)]
-        if any(self.cache.is_sliding):  # whose windows count slots: no row may be ahead of another
+        if any(self.cache.is_sliding):  # sliding windows count slots, so rows advance together
             counts = [min(count for count in counts if count)] * self.rows
         active = [not done for done in self.finished]
         kept = self._take(chosen, counts, logits)
@@ -153,7 +153,7 @@ class _Run:
         self._learn(drafts, copied, copies, right, kept, active, drafted - begin, end - drafted)
 
     def _room(self) -> int:
-        """Return how many tokens may be drafted: one less than any row may still take."""
+        """Return the most drafts: one less than the tokens that every row has room for."""
         shortest = min(length for length, done in zip(self.lengths, self.finished, strict=True) if not done)
         longest = self.longest
         if (limit := self.criteria.max_length) is not None:
@@ -163,7 +163,7 @@ class _Run:
         return max(0, longest)
 
     def _drafted(self, count: int) -> Tensor:
-        """Draft ``count`` tokens of each row with what is resident."""
+        """Draft ``count`` tokens of each row from the resident entries."""
         rows = torch.arange(self.rows)
         last = self.tokens[rows, [length - 1 for length in self.lengths]][:, None]
         drafts = last[:, :0]
@@ -175,7 +175,7 @@ class _Run:
         return drafts
 
     def _copied(self) -> Tensor | None:
-        """Return drafts found in the text, (rows, longest), if there are some for every unfinished row."""
+        """Return drafts copied from the text, (rows, longest), if every unfinished row has some."""
         if not self.lookups or not self.longest:
             return None
         runs = [
@@ -185,12 +185,12 @@ class _Run:
         return torch.tensor(runs, device=self.tokens.device) if all(runs) else None
 
     def _note_drafts(self, drafts: Tensor) -> None:
-        """Write drafts behind the tokens, where logits processors see them."""
+        """Write drafts behind the tokens, for the logits processors."""
         for row, length in enumerate(self.lengths):
             self.tokens[row, length : length + drafts.shape[1]] = drafts[row]
 
     def _read(self, ids: Tensor, before: int) -> Tensor:
-        """Run the model over ``ids`` (rows, n), ``before`` drafts after what is kept: logits (rows, n, vocabulary)."""
+        """Run the model over ``ids`` (rows, n), ``before`` drafts after the tokens: logits (rows, n, vocabulary)."""
         positions = self.positions[:, None] + torch.arange(before, before + ids.shape[1], device=ids.device)
         mask = self.mask
         if mask is not None:
@@ -201,13 +201,12 @@ class _Run:
         return output.logits
 
     def _right(self, drafts: Tensor, chosen: Tensor) -> list[int]:
-        """Return how many drafts of each row are right, one after the other."""
+        """Return the number of leading drafts of each row that are right."""
         same = (drafts == chosen[:, : drafts.shape[1]]).long()
         return same.cumprod(1).sum(1).tolist()
 
     def _take(self, chosen: Tensor, counts: Sequence[int], logits: Tensor) -> list[int]:
-        """Append the first ``counts`` of the chosen tokens to each row, until it is finished; return how many it
-        took."""
+        """Append the first ``counts`` chosen tokens to each row until it is finished; return the numbers appended."""
         taken = []
         longest = max(self.lengths) + chosen.shape[1] + self.longest + 2
         if longest > self.tokens.shape[1]:
@@ -251,7 +250,7 @@ class _Run:
         drafting_s: float,
         verifying_s: float,
     ) -> None:
-        """Note what the round cost and gave; what copies would have given is known, too."""
+        """Record seconds and acceptance of the round; copies are judged also where they were not used."""
         count, done = drafts.shape[1], self.done
         mean = sum(n for n, live in zip(right, active, strict=True) if live) // sum(active)
         self.pace.took(0 if copies else count, drafting_s, verifying_s)
@@ -289,16 +288,16 @@ class _Run:
         return torch.cat(columns, 1)
 
     def _scores(self, logits: Tensor, ahead: int) -> Tensor:
-        """Return logits (rows, vocabulary) as the processors make them of the tokens before."""
+        """Return the processed logits, (rows, vocabulary)."""
         scores = logits.new_empty(logits.shape, dtype=torch.float32)
-        for length in set(self.lengths):  # processors may know the batch, so they are shown all of it each time
+        for length in set(self.lengths):  # processors may depend on the whole batch
             rows = [row for row in range(self.rows) if self.lengths[row] == length]
             fresh = logits.to(copy=True, dtype=torch.float32)
             scores[rows] = self.processor(self.tokens[:, : length + ahead], fresh)[rows]
         return scores
 
     def _noise(self, like: Tensor, ahead: int) -> Tensor:
-        """Return the noise of each row's next token but ``ahead``; it is drawn once for each, in order."""
+        """Return the noise of each row's token ``ahead`` of the next; drawn once for each, in order."""
         numbers = [length - self.prompt + ahead for length in self.lengths]
         oldest = min(number for number, done in zip(numbers, self.finished, strict=True) if not done) - ahead
         for number in [number for number in self.noise if number < oldest]:
@@ -308,10 +307,10 @@ class _Run:
         rows = [self.noise.get(number, like)[row] for row, number in enumerate(numbers)]  # finished rows: anything
         return torch.stack(rows)
 
-    # -- what is returned ---------------------------------------------------------------------------
+    # -- output ---------------------------------------------------------------------------
 
     def _report(self, row: int, logits: Tensor) -> None:
-        """Keep what led to the row's last token."""
+        """Keep logits and scores of the row's last token."""
         raw = logits.to(copy=True, dtype=torch.float32)
         scores = self.processor(self.tokens[:, : self.lengths[row] - 1], raw.clone())
         self.reported[row].append((raw[row], scores[row]))
@@ -343,7 +342,7 @@ class _Run:
 
 
 def _agreeing(left: Sequence[int], right: Sequence[int]) -> int:
-    """Return how many of the first tokens are the same."""
+    """Return the length of the common prefix."""
     count = 0
     for one, other in zip(left, right, strict=False):
         if one != other:

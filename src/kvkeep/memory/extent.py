@@ -1,4 +1,4 @@
-"""What the tensors of one layer extend over, and the check that they do: for parts that were restored from a file."""
+"""Sizes of one layer's tensors, and checks of restored ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Misfit(Exception):
-    """A tensor or number that a part of a cache cannot have; the message is a part of a sentence."""
+    """A restored tensor or number is invalid; the message is a part of a sentence."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,7 @@ class Extent:
     value_dim: int
 
     def entries(self, keys: Tensor | None, values: Tensor | None, lanes: int | None = None) -> int:
-        """Return how many entries of each lane there are: keys and values (lanes, n, dim) of one floating dtype; of
-        ``lanes``, by default all."""
+        """Return n of keys and values (lanes, n, dim), which must have one floating dtype. lanes: by default all."""
         count = keys.shape[1] if keys is not None and keys.ndim == 3 else 0
         lanes = self.lanes if lanes is None else lanes
         fits("keys", keys, (lanes, count, self.key_dim))
@@ -32,7 +31,7 @@ class Extent:
         return count
 
     def numbered(self, what: str, slots: Tensor | None, sizes: Sequence[int | None]) -> None:
-        """Numbers of slots, int32, -1 for none."""
+        """Check slot numbers, int32, -1 for none."""
         within(what, fits(what, slots, sizes, torch.int32), -1, self.slots)
 
 

@@ -1,4 +1,4 @@
-"""Tensors that last: what a cache keeps is written again later, whatever mode it was made in."""
+"""Tensors that can be written later, also when made under ``torch.inference_mode``."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ R = TypeVar("R")
 
 
 def lasting(function: Callable[P, R]) -> Callable[P, R]:
-    """Let ``function`` run without gradients and outside ``torch.inference_mode``, whose tensors cannot be written
-    outside of it."""
+    """Run ``function`` without gradients and outside ``torch.inference_mode``."""
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:

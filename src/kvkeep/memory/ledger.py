@@ -1,4 +1,4 @@
-"""The ledger: which tokens came in, and at which positions. Everything else can be rebuilt from it."""
+"""The ledger: ids and positions of all tokens, from which everything else can be rebuilt."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvkeep.memory.rows import Buffer
 class Ledger:
     """Token ids and positions of every slot, 4 bytes each: (batch, slots, 1) int32.
 
-    ``records`` False: only how many there were; for caches that never rebuild anything.
+    ``records`` False: only their number, for caches that rebuild nothing.
     """
 
     def __init__(self, records: bool = True) -> None:
@@ -50,8 +50,7 @@ class Ledger:
         self._see(mask[:, : self.length] if mask is not None and mask.ndim == 2 else None)
 
     def keep(self, start: int, counts: list[int]) -> None:
-        """Of what came in since slot ``start``, keep the first ``counts`` of each row; where they differ, the others'
-        slots are padding."""
+        """Keep the first ``counts`` slots of each row from slot ``start`` on; shorter rows are padded."""
         stop = start + max(counts)
         self.truncate(stop)
         visible = self.visible
@@ -62,7 +61,7 @@ class Ledger:
         self._see(None if visible is None else visible[:, :stop])
 
     def _see(self, mask: Tensor | None) -> None:
-        """Note which slots are padding, by a mask (batch, slots); it is looked at once, on the host."""
+        """Record padding from a mask (batch, slots), read once on the host."""
         self.visible = self.first = self._padding = None
         self._by_lane.clear()
         if mask is None or (host := mask.cpu().bool()).all():
@@ -74,8 +73,8 @@ class Ledger:
         self._whole = self.length - 1 - int(gaps[-1])
 
     def visible_by(self, heads: int) -> Tensor | None:
-        """Return which slots of each lane's row are not padding, (lanes, 1, 1, slots) bool, ``heads`` lanes a row; None
-        where there is no padding."""
+        """Return the slots that are not padding, (lanes, 1, 1, slots) bool, ``heads`` lanes a row; None without
+        padding."""
         if self.visible is None:
             return None
         if heads not in self._by_lane:
@@ -83,16 +82,16 @@ class Ledger:
         return self._by_lane[heads]
 
     def first_by(self, heads: int) -> Tensor | None:
-        """Return the first slot of each lane's row that is not padding, (lanes, 1); None where there is no padding."""
+        """Return the first slot that is not padding, (lanes, 1); None without padding."""
         return None if self.first is None else self.first.repeat_interleave(heads, 0)[:, None]
 
     @property
     def counts(self) -> list[int] | None:
-        """How many slots of each row are not padding; None where all are."""
+        """The number of slots of each row that are not padding; None without padding."""
         return None if self._padding is None else [self.length - count for count in self._padding]
 
     def whole(self, count: int) -> bool:
-        """Tell whether the last ``count`` slots are real tokens in every row."""
+        """Return whether the last ``count`` slots are tokens in every row."""
         return self.visible is None or count <= self._whole
 
     def span(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
@@ -118,8 +117,8 @@ class Ledger:
     def restore(
         self, length: int, batch: int, ids: Tensor | None, positions: Tensor | None, visible: Tensor | None
     ) -> None:
-        """Take what was recorded of ``length`` slots of ``batch`` rows: ids and positions (batch, slots, 1), where they
-        were; visible: (batch, slots) bool, where there is padding."""
+        """Restore ``length`` slots of ``batch`` rows. ids, positions: (batch, slots, 1), if recorded; visible: (batch,
+        slots) bool, if there is padding."""
         self.length, self.batch = length, batch
         if self.records and ids is not None and positions is not None:
             self.ids.append(ids)
@@ -128,7 +127,7 @@ class Ledger:
 
     @property
     def bookkeeping_bytes(self) -> int:
-        """Bytes of positions, and of what is known of padding."""
+        """Bytes of positions and padding masks."""
         masks = (self.visible, self.first, *self._by_lane.values())
         return self.positions.nbytes + sum(mask.nbytes for mask in masks if mask is not None)
 

@@ -1,4 +1,4 @@
-"""Counting bytes: what is held for a moment, and the most that was ever held at once; and seconds of merging."""
+"""Meters: bytes of workspace, peaks, and seconds of merging."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ def nbytes(*tensors: Tensor | None) -> int:
 
 
 def storage_bytes(*tensors: Tensor) -> int:
-    """Return the bytes of the memory behind ``tensors``, more than theirs where they are views of something larger."""
+    """Return the bytes of the storages of ``tensors``, more than theirs for views of larger ones."""
     return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
 
 @dataclass
 class Meter:
-    """Follows what one cache holds beside its stores, in bytes, and what it does beside a step.
+    """Counts the temporary bytes of one cache, its peaks, and its seconds of merging.
 
-    workspace: transients of recall (rebuilt pages, residuals on their way through the layers).
-    peak_cache: the most that resident and compressed entries took together, the chunk in hand included.
-    merging_s: seconds in which entries were put into others; with a GPU, in which that was asked for.
+    workspace: temporary tensors of recall (rebuilt pages, residuals between layers).
+    peak_cache: the peak of resident, compressed and pending entries together.
+    merging_s: seconds spent merging entries; on a GPU, seconds of launching that work.
     """
 
     workspace: int = 0
@@ -60,18 +60,17 @@ class Meter:
         self.peak_workspace = max(self.peak_workspace, self.workspace)
 
     def cache(self, size: int) -> None:
-        """Note that the cache holds ``size`` bytes right now."""
+        """Record that the cache holds ``size`` bytes."""
         self.peak_cache = max(self.peak_cache, size)
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What a cache holds, in bytes, measured from its tensors.
+    """Bytes of a cache, measured from its tensors.
 
-    resident_bytes: entries attention reads directly. compressed_bytes: entries kept in a smaller form.
-    checkpoint_bytes: what evicted entries are rebuilt from, by place. bookkeeping_bytes: positions, tables.
-    peak_cache_bytes: the most resident and compressed entries took at once, the chunk in hand included.
-    peak_workspace_bytes: the most that recall held for a moment.
+    resident_bytes: entries attention reads directly. compressed_bytes: entries in a smaller form. checkpoint_bytes:
+    data from which evicted entries are rebuilt, by place. bookkeeping_bytes: positions, tables. peak_cache_bytes: the
+    peak of resident, compressed and pending entries. peak_workspace_bytes: the peak of temporary tensors of recall.
     """
 
     resident_bytes: int = 0

@@ -1,4 +1,4 @@
-"""Where checkpoints live: on the model's device, in host memory, or in memory-mapped files on disk."""
+"""Places of checkpoints: on the model's device, in host memory, or in memory-mapped files on disk."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Device:
         self.device = device
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return an uninitialised tensor of ``shape`` that lives here."""
+        """Return an uninitialised tensor of ``shape``."""
         return torch.empty(shape, dtype=dtype, device=self.device)
 
 
 class Host:
-    """Memory of the host, pinned where an accelerator will read it."""
+    """Host memory, pinned for an accelerator."""
 
     name = "host"
 
@@ -39,16 +39,16 @@ class Host:
         self.pinned = device.type == "cuda"
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return an uninitialised tensor of ``shape`` that lives here."""
+        """Return an uninitialised tensor of ``shape``."""
         return torch.empty(shape, dtype=dtype, pin_memory=self.pinned)
 
 
 class Disk:
-    """Memory-mapped files that never have a name, so that nothing is left behind by a crash.
+    """Memory-mapped files without a name, so that a crash leaves none behind.
 
     A file is created without a directory entry and mapped; the kernel frees it with its last mapping,
-    however the process ends. Space is reserved when a page is allocated, so that a full disk is an
-    error there and then and not a bus error later.
+    however the process ends. Space is reserved when a page is allocated, so a full disk is an error then
+    and not a bus error later.
     """
 
     name = "disk"

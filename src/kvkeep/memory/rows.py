@@ -1,6 +1,6 @@
-"""Rows of a tensor that arrive in order: the three ways of keeping them.
+"""Rows of a tensor that arrive in order: three stores of them.
 
-A *row* is one token's worth of something: keys (batch, heads, **rows**, dim), residuals
+A *row* belongs to one token: keys (batch, heads, **rows**, dim), residuals
 (batch, **rows**, dim), ids (batch, **rows**, 1). The row axis is the last but one throughout, the batch
 axis the first. Rows are numbered by *slot*: their place in the sequence, padding included, from 0.
 
@@ -27,13 +27,13 @@ LARGEST = 1024
 
 
 class Rows(Protocol):
-    """What every store of rows offers. ``first <= slot < length`` are the slots it still holds."""
+    """The protocol of all stores of rows; they hold the slots ``first <= slot < length``."""
 
     first: int
     length: int
 
     def append(self, rows: Tensor) -> None:
-        """Take the next ``rows``; what no longer fits leaves at the front."""
+        """Append ``rows``; the oldest beyond the capacity are dropped."""
 
     def read(self, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
         """Yield (slot, view) pieces that together are the rows ``start``..``stop``, in order."""
@@ -79,7 +79,7 @@ class Buffer:
         self.data: Tensor | None = None
 
     def append(self, rows: Tensor) -> None:
-        """Take the next ``rows``; grows by the blocks that are missing."""
+        """Append ``rows``; the tensor grows by whole blocks."""
         stop = self.length + rows.shape[-2]
         if self.data is None or stop > self.data.shape[-2]:
             self._grow(rows, stop)
@@ -89,7 +89,7 @@ class Buffer:
 
     def _grow(self, rows: Tensor, needed: int) -> None:
         capacity = self.limit if self.limit is not None else up(needed, self.block)
-        with torch.inference_mode(False):  # what is made in it cannot be written outside of it
+        with torch.inference_mode(False):  # tensors made in it are read-only outside
             grown = rows.new_empty((*rows.shape[:-2], capacity, rows.shape[-1]))
         if self.data is not None:
             grown[..., : self.length, :] = self.data[..., : self.length, :]
@@ -110,7 +110,7 @@ class Buffer:
         return _pick(self.data, lane, slot)
 
     def truncate(self, length: int) -> None:
-        """Forget the rows from slot ``length`` on; the memory stays for the next ones."""
+        """Forget the rows from slot ``length`` on; the memory stays allocated."""
         self.length = min(self.length, length)
 
     def select(self, index: Tensor) -> None:
@@ -137,7 +137,7 @@ class Ring:
         self.data: Tensor | None = None
 
     def append(self, rows: Tensor) -> None:
-        """Take the next ``rows``; they overwrite those ``capacity`` slots before them."""
+        """Append ``rows``; they overwrite those ``capacity`` slots before them."""
         stop = self.length + rows.shape[-2]
         first = max(self.first, stop - self.capacity)
         start = max(self.length, first)
@@ -174,7 +174,7 @@ class Ring:
     def everything(self) -> Tensor | None:
         """Return all rows held as one view when the ring is full (rotated), or from its start; else None.
 
-        Attention without a mask does not ask for an order, so one view serves where two would be read.
+        Attention without a mask does not depend on the order, so one view replaces two.
         """
         if self.data is None or self.first == self.length:
             return None
@@ -191,7 +191,7 @@ class Ring:
         return _pick(self.data, lane, slot % self.capacity)
 
     def truncate(self, length: int) -> None:
-        """Forget the rows from slot ``length`` on; those that left at the front do not come back."""
+        """Forget the rows from slot ``length`` on; overwritten rows are not restored."""
         self.length = min(self.length, length)
         self.first = min(self.first, self.length)
 
@@ -208,9 +208,8 @@ class Ring:
 
 
 class Pages:
-    """All rows, in pages allocated once at their home and never moved; each is as long as what comes, or an eighth of
-    what is there already, between ``smallest`` and ``largest`` rows, so that little lies idle and reading stays in long
-    pieces."""
+    """All rows, in pages that are allocated once and never moved. A page holds the rows appended, or an eighth of those
+    allocated before, between ``smallest`` and ``largest``: little memory is idle, and reads are long."""
 
     def __init__(self, home: Place, smallest: int = BLOCK, largest: int = LARGEST) -> None:
         self.home = home
@@ -222,7 +221,7 @@ class Pages:
         self.starts: list[int] = []
 
     def append(self, rows: Tensor) -> None:
-        """Take the next ``rows``; new pages are allocated before anything is written."""
+        """Append ``rows``; all new pages are allocated before one is written."""
         stop = self.length + rows.shape[-2]
         while stop > self._allocated:
             size = page_rows(stop - self._allocated, self._allocated, self.smallest, self.largest)
@@ -275,22 +274,22 @@ class Pages:
 
 
 def up(count: int, block: int = BLOCK) -> int:
-    """Return ``count`` rounded up to whole blocks: the rows of a buffer that has so many."""
+    """Return ``count`` rounded up to whole blocks: the allocated rows of a buffer."""
     return -(-count // block) * block
 
 
 def ring_rows(needed: int, capacity: int, block: int = BLOCK) -> int:
-    """Return the rows that a ring of ``capacity`` has allocated once ``needed`` rows came."""
+    """Return the allocated rows of a ring of ``capacity`` after ``needed`` rows."""
     return min(capacity, up(needed, block))
 
 
 def page_rows(missing: int, allocated: int, smallest: int = BLOCK, largest: int = LARGEST) -> int:
-    """Return the rows of the next page, where ``allocated`` rows have one and ``missing`` more are needed."""
+    """Return the rows of the next page, given ``allocated`` rows and ``missing`` more."""
     return min(largest, max(-(-missing // smallest), allocated // (8 * smallest)) * smallest)
 
 
 def pages_of(counts: Iterable[int]) -> list[int]:
-    """Return the rows of each page that :class:`Pages` allocates for rows that come by so many at a time."""
+    """Return the rows of each page of :class:`Pages` after appending ``counts`` rows."""
     pages: list[int] = []
     allocated = needed = 0
     for count in counts:
@@ -302,6 +301,6 @@ def pages_of(counts: Iterable[int]) -> list[int]:
 
 
 def concatenated(rows: Rows, start: int, stop: int) -> Tensor:
-    """Return the rows ``start``..``stop`` of any store as one tensor: a view where they lie together."""
+    """Return the rows ``start``..``stop`` of any store as one tensor, a view if they are contiguous."""
     pieces = [piece for _, piece in rows.read(start, stop)]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=-2)

@@ -1,1 +1,1 @@
-"""Models: loading them, and running parts of them."""
+"""Models: loading, hooks, and running single layers."""

@@ -2,9 +2,9 @@
 
 KV-Direct (arXiv:2603.19664, Eqs. 13-14) rebuilds K = R_p RMSNorm(h) W_k and V = RMSNorm(h) W_v. Models
 differ in every symbol of that: fused projections, norms on the heads, LayerNorm, latent attention,
-rotary tables by layer type. So nothing is re-implemented here: a layer is run with a cache that takes
-what it is handed and stops it there. What a family cannot do is found by trying: before first use each
-capability is compared with a plain forward pass of the model, and refused by name where it differs.
+rotary tables by layer type. So nothing is re-implemented here: a layer runs with a cache that records its
+keys and values and then stops it. Before first use each capability is compared with a plain forward pass of
+the model; a difference is a refusal that names family and layer.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ log = logging.getLogger(__name__)
 
 
 class _Taken(Exception):
-    """Carries what a layer was about to cache, or the hidden states entering the first layer."""
+    """Carries keys and values of a layer, or the hidden states entering the first."""
 
     def __init__(self, *taken: Tensor) -> None:
         self.taken = taken
 
 
 class _Take:
-    """A cache that takes the first keys and values it is handed and stops the layer."""
+    """A cache that raises :class:`_Taken` with the first keys and values it receives."""
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> None:
         raise _Taken(keys, values)
 
 
 class Adapter:
-    """Runs parts of one model: ``embed``, ``project``, ``advance``. Holds no state of any sequence."""
+    """Runs parts of one model: ``embed``, ``project``, ``advance``. Has no state of a sequence."""
 
     def __init__(self, model: Any) -> None:
         self.decoder = decoder_of(model)
@@ -58,7 +58,7 @@ class Adapter:
         self._direct = all(self._has_plain_projections(index) for index in range(len(self.layers)))
         self._offsets: dict[int, float | None] = {}
 
-    # -- what the model can be asked for ------------------------------------------------------------
+    # -- public -----------------------------------------------------------------------------------
 
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
         """Return the residual entering layer 0, (batch, n, hidden), of token ``ids`` (batch, n)."""
@@ -80,21 +80,20 @@ class Adapter:
         )
 
     def project(self, layer_idx: int, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what layer ``layer_idx`` caches for residuals ``hidden`` (batch, n, hidden) at
+        """Return the entries of layer ``layer_idx`` for residuals ``hidden`` (batch, n, hidden) at
         ``positions`` (batch, n): keys and values, (batch, kv_heads, n, dim) each (Eqs. 13-14)."""
         if self._direct:
             return self._project_plain(layer_idx, hidden, positions)
         return self._project_by_layer(layer_idx, hidden, positions)
 
     def projection(self, layer_idx: int) -> Projection | None:
-        """Return the weights with which :meth:`project` can be done outside the model's modules, None where it cannot.
-
-        Found by trial, once for each layer: the weights give what the modules give.
+        """Return weights that reproduce :meth:`project` without the model's modules, None if there are none; tried once
+        for each layer.
         """
         if layer_idx not in self._offsets:
             tried = (offset for offset in (0.0, 1.0) if self._projects(layer_idx, offset))
             self._offsets[layer_idx] = next(tried, None)
-        # Read anew each time: modules may have been replaced since.
+        # Not cached: modules may be replaced.
         return None if (offset := self._offsets[layer_idx]) is None else read(self.layers[layer_idx], offset)
 
     def rotation(self, layer_idx: int, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -105,13 +104,13 @@ class Adapter:
     def advance(self, layer_idx: int, hidden: Tensor, positions: Tensor, cache: Any) -> Tensor:
         """Return the residual leaving layer ``layer_idx`` for ``hidden`` entering it.
 
-        ``cache`` is handed the layer's new keys and values and answers its attention (an Attender).
+        ``cache`` receives the layer's new keys and values and computes its attention (an Attender).
         """
         output = self._call(layer_idx, hidden, positions, cache, cache)
         return output[0] if isinstance(output, tuple) else output
 
     def layer_type(self, layer_idx: int) -> str:
-        """Return what tells a layer's rotary embedding from others': its type, or "" where all layers are alike."""
+        """Return the type of a layer's rotary embedding, "" if all layers share one."""
         return str(self.config.layer_types[layer_idx]) if self._rotary_by_type else ""
 
     def angles(self, layer_idx: int, like: Tensor, by: Tensor) -> tuple[Tensor, Tensor]:
@@ -122,12 +121,12 @@ class Adapter:
         return (cos * scale).to(like.dtype), (sin * scale).to(like.dtype)
 
     def turn(self, layer_idx: int, keys: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-        """Return cached ``keys`` (batch, kv_heads, n, dim) as they would be some positions later, by ``angles``. Rotary
+        """Return cached ``keys`` (batch, kv_heads, n, dim) moved by the positions of ``angles``. Rotary
         position embeddings only: R(p + by) = R(by) R(p)."""
         rotate = sys.modules[type(self.layers[layer_idx].self_attn).__module__].apply_rotary_pos_emb
         return rotate(keys[:, :1], keys, *angles)[1]
 
-    # -- how ----------------------------------------------------------------------------------------
+    # -- trials -------------------------------------------------------------------------------------
 
     def _call(self, layer_idx: int, hidden: Tensor, positions: Tensor, cache: Any, attender: Any = None) -> Any:
         return _aside(
@@ -154,10 +153,10 @@ class Adapter:
         except _Taken as signal:
             keys, values = signal.taken
             return keys, values
-        raise UnsupportedModelError(f"'{self.family}' does not hand keys and values to a cache at layer {layer_idx}.")
+        raise UnsupportedModelError(f"'{self.family}' passes no keys and values to a cache at layer {layer_idx}.")
 
     def _project_plain(self, layer_idx: int, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """The same without the query's projection, for layers laid out like Llama's (most are)."""
+        """The same without the query's projection, for layers with Llama's layout."""
         layer = self.layers[layer_idx]
         attention = layer.self_attn
         normed = layer.input_layernorm(hidden)
@@ -172,7 +171,7 @@ class Adapter:
         return rotate(keys[:, :1], keys, cos, sin)[1], values
 
     def _has_plain_projections(self, layer_idx: int) -> bool:
-        """Try the short way on a few random residuals; it is taken only if it gives the very same."""
+        """Return whether :meth:`_project_plain` gives identical results on random residuals."""
         try:
             hidden, positions = self._sample(4)
             short = self._project_plain(layer_idx, hidden, positions)
@@ -183,7 +182,7 @@ class Adapter:
 
     @torch.no_grad()
     def _projects(self, layer_idx: int, offset: float) -> bool:
-        """Try a layer's weights, with ``offset`` added to those of its norms, on a few random residuals."""
+        """Return whether a layer's weights, with ``offset`` added to its norms', agree on random residuals."""
         if not self._direct or (weights := read(self.layers[layer_idx], offset)) is None:
             return False
         hidden, positions = self._sample(4)
@@ -200,12 +199,12 @@ class Adapter:
         hidden = torch.randn(1, count, self.config.hidden_size, generator=generator)
         return hidden.to(weight.device, weight.dtype), torch.arange(count, device=weight.device).unsqueeze(0)
 
-    # -- whether ------------------------------------------------------------------------------------
+    # -- checks -------------------------------------------------------------------------------------
 
     def require(
         self, capability: str, layers: list[int], wanted_for: str, instead: str = "use checkpoint kind 'kv'"
     ) -> None:
-        """Make sure of ``capability`` ("project", "advance", "turn") on ``layers``, by comparison with a forward pass.
+        """Check ``capability`` ("project", "advance", "turn") on ``layers`` against a forward pass.
 
         Raises UnsupportedModelError naming the family, the layer and the difference, and what to do ``instead``.
         """
@@ -222,7 +221,7 @@ class Adapter:
 
     @torch.no_grad()
     def _compare(self, capability: str, layers: list[int]) -> str | None:
-        """Run a few tokens through the model and through the adapter; return how they differ, if they do."""
+        """Return how the adapter differs from the model on a few tokens, None if it does not."""
         count = 8
         device = next(self.decoder.parameters()).device
         generator = torch.Generator().manual_seed(1)
@@ -250,7 +249,7 @@ class Adapter:
         return None
 
     def _there_and_back(self, index: int, hidden: Tensor, positions: Tensor, cache: Any) -> Any:
-        """Project at positions far on, and turn back."""
+        """Compare projection at late positions, turned back, with that at early ones."""
         keys, values = self.project(index, hidden, positions + 1000)
         angles = self.angles(index, keys, positions.new_full(positions.shape, -1000))
         return (self.turn(index, keys, angles), values), cache.layers[index]
@@ -264,7 +263,7 @@ class Adapter:
 
 
 class _Whole:
-    """The cache of a layer run over a whole sequence at once: nothing before, stock causal attention."""
+    """The empty cache of a layer that runs over a whole sequence with stock causal attention."""
 
     def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         return keys, values
@@ -274,22 +273,22 @@ class _Whole:
 
 
 def _aside(attender: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call ``function`` in a context of its own, where ``attender`` answers attention: the forward pass in progress
-    does not see it, nor do those who capture what its layers put out."""
+    """Call ``function`` in a context of its own, where ``attender`` computes attention, hidden from the forward pass
+    in progress and from hooks that capture layer outputs."""
     context = Context()
     context.run(set_attender, attender)
     return context.run(function, *args, **kwargs)
 
 
 def _close(a: Tensor, b: Tensor) -> bool:
-    """Equal up to the rounding of the dtype (sums may run in another order)."""
+    """Return whether two tensors are equal up to rounding (the order of sums may differ)."""
     tolerance = {torch.float64: 1e-9, torch.float32: 1e-4}.get(a.dtype, 5e-2)
     scale = float(b.detach().float().abs().max().clamp(min=1e-6))
     return bool(((a - b).float().abs().max() <= tolerance * scale).item())
 
 
 def decoder_of(model: Any) -> Any:
-    """Return the stack of decoder layers' owner (``model.model`` for most families)."""
+    """Return the module that owns the decoder layers (``model.model`` for most families)."""
     return model.get_decoder() if hasattr(model, "get_decoder") else getattr(model, "base_model", model)
 
 
@@ -298,4 +297,4 @@ def layers_of(decoder: Any) -> nn.ModuleList:
     for name in ("layers", "h"):
         if isinstance(getattr(decoder, name, None), nn.ModuleList):
             return getattr(decoder, name)
-    raise UnsupportedModelError(f"'{type(decoder).__name__}' has no list of decoder layers kvkeep knows how to find.")
+    raise UnsupportedModelError(f"'{type(decoder).__name__}' has no list of decoder layers that kvkeep finds.")

@@ -1,12 +1,11 @@
-"""Binding a model: the registration points through which a bounded cache takes part in its forward pass.
+"""Binding: the registration points through which a bounded cache takes part in a model's forward pass.
 
 transformers documents three: attention functions by name, mask functions by name, and torch's module
-hooks. Nothing else is touched, and none of them changes anything while another cache is in use: without
-a cache with a :class:`~kvkeep.models.forward.Taking` the model runs stock SDPA with stock masks. A cache that
-keeps everything only has its forward passes watched (:func:`watch`), so that one that was interrupted is undone.
+hooks. With any other cache, one without a :class:`~kvkeep.models.forward.Taking`, the model runs stock SDPA with
+stock masks. For a cache that keeps everything only the forward passes are hooked (:func:`watch`), so that an
+interrupted one is undone.
 
-Hooks are named functions, so that a bound model can be saved and pickled; ``torch.compile`` leaves them as they are,
-and compiles what is between.
+Hooks are named functions, so a bound model can be saved and pickled; ``torch.compile`` compiles the code between them.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ _ALONG_SEQUENCE = (
     "cache_position",
     "per_layer_inputs",
 )
-_BY_LAYER = ("output_hidden_states", "output_attentions", "output_router_logits")  # what of each layer is handed out
-# How many of the last positions' outputs the caller will use (0: all), told by the outermost forward.
+_BY_LAYER = ("output_hidden_states", "output_attentions", "output_router_logits")  # outputs of each layer
+# Last positions whose outputs the caller uses (0: all), set by the outermost forward.
 _keep_last: ContextVar[int] = ContextVar("kvkeep_keep_last", default=0)
 
 
@@ -51,7 +50,7 @@ def attention_forward(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function registered with transformers: streamed where a bounded cache says so, else SDPA."""
+    """The attention function registered with transformers: streamed for a bounded cache, else SDPA."""
     output = _streamed(module, query, key, value, attention_mask, scaling, kwargs)
     if output is not None:
         return output, None
@@ -68,7 +67,7 @@ def _streamed(
     scaling: float | None,
     given: dict[str, Any],
 ) -> Tensor | None:
-    """Return (batch, queries, heads, value_dim), None where nobody but transformers answers."""
+    """Return (batch, queries, heads, value_dim), or None for stock attention."""
     attender = current_attender()
     layer_idx = getattr(module, "layer_idx", None)
     if attender is None or layer_idx is None or not attender.attends(layer_idx):
@@ -88,7 +87,7 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
 class Binding:
-    """What binding left on a model: its adapter, and the handles that undo it."""
+    """The adapter of a bound model, and the handles that undo binding."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -105,7 +104,7 @@ class Binding:
             self._handles.append(model.register_forward_hook(_after_model, always_call=True))
 
     def stream(self) -> Adapter:
-        """Let bounded caches answer the model's attention, and see what enters its layers."""
+        """Register streamed attention and the hooks of the layers' residuals."""
         if self.adapter is not None:
             return self.adapter
         model, layers = self.model, layers_of(self.decoder)
@@ -129,7 +128,7 @@ class Binding:
         return self.adapter
 
     def undo(self) -> None:
-        """Take the hooks off again and restore stock attention."""
+        """Remove the hooks and restore stock attention."""
         for handle in self._handles:
             handle.remove()
         if self.adapter is not None:
@@ -138,7 +137,7 @@ class Binding:
 
 
 def watch(model: Any) -> Binding:
-    """Tell caches of ``model`` when a forward pass begins and ends; once, a second call changes nothing."""
+    """Hook begin and end of forward passes of ``model``; a second call changes nothing."""
     binding = getattr(model, "_kvkeep_binding", None)
     if binding is None:
         binding = model._kvkeep_binding = Binding(model)
@@ -146,13 +145,13 @@ def watch(model: Any) -> Binding:
 
 
 def bind(model: Any) -> Adapter:
-    """Bind ``model`` (once; a second call returns the same) and return its adapter. Raises UnsupportedModelError where
-    its attention cannot be streamed."""
+    """Bind ``model`` (a second call changes nothing) and return its adapter. Raises UnsupportedModelError if its
+    attention cannot be streamed."""
     return watch(model).stream()
 
 
 def unbind(model: Any) -> None:
-    """Undo :func:`bind` and :func:`watch`, if they were done."""
+    """Undo :func:`bind` and :func:`watch`."""
     if (binding := getattr(model, "_kvkeep_binding", None)) is not None:
         binding.undo()
 
@@ -173,7 +172,7 @@ def _entering(index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[
 def _before_decoder(
     names: list[str], decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, ...] | None:
-    """Take prompts in chunks, and open the cache's forward pass."""
+    """Run prompts in chunks, and begin the cache's forward pass."""
     given = dict(zip(names, args, strict=False)) | kwargs
     cache: Taking | None = getattr(given.get("past_key_values"), "stream", None)
     if torch.compiler.is_compiling() and (cache is None or not cache.streams):
@@ -183,6 +182,8 @@ def _before_decoder(
 
 @torch.compiler.disable
 def _open(decoder: nn.Module, given: dict[str, Any], cache: Taking | None) -> tuple[Any, ...] | None:
+    keep = _keep_last.get()
+    _keep_last.set(0)  # used once: an interrupt of this pass leaves nothing behind
     if cache is None:
         if current_probe() is None:
             set_attender(None)  # an interrupt may have left another cache's pass unclosed
@@ -194,8 +195,9 @@ def _open(decoder: nn.Module, given: dict[str, Any], cache: Taking | None) -> tu
     if cache.decoder not in (None, decoder):
         raise UsageError("This cache was made for another model; make one for this model.")
     cache.admit(total := tokens.shape[1])
+    cache.earlier_outputs = []
     if total > cache.chunk:
-        given = _all_but_last_chunk(decoder, given, cache, total)
+        given = _all_but_last_chunk(decoder, given, cache, total, keep)
         ids, embeddings = given.get("input_ids"), given.get("inputs_embeds")
     positions = cache.begin_forward(ids, embeddings, given.get("position_ids"), given.get("attention_mask"))
     if positions is not None:
@@ -204,11 +206,11 @@ def _open(decoder: nn.Module, given: dict[str, Any], cache: Taking | None) -> tu
     return (), given
 
 
-def _all_but_last_chunk(decoder: nn.Module, given: dict[str, Any], cache: Taking, total: int) -> dict[str, Any]:
+def _all_but_last_chunk(decoder: nn.Module, given: dict[str, Any], cache: Taking, total: int, keep: int) -> dict[str, Any]:
     """Run all chunks of a long input but the last; return the last one's arguments.
 
-    What does not divide is the first one's: methods that choose by a prompt's last queries find them in the last chunk.
-    The outputs of earlier chunks that the caller will ask for wait on the cache for the last.
+    The first chunk takes the remainder, so that the last queries of a prompt share a chunk. Outputs of earlier chunks
+    that the caller uses are kept on the cache until the last.
     """
     for wish in _BY_LAYER:
         if given.get(wish, getattr(getattr(decoder, "config", None), wish, None)):
@@ -216,8 +218,7 @@ def _all_but_last_chunk(decoder: nn.Module, given: dict[str, Any], cache: Taking
                 f"'{wish}' is not available for an input longer than the cache's chunk of {cache.chunk}; give the "
                 "cache a larger one."
             )
-    keep, past = _keep_last.get(), cache.length
-    earlier = []
+    past, earlier = cache.length, []
     stops = list(range(total, 0, -cache.chunk))[::-1]
     for start, stop in zip([0, *stops], stops[:-1], strict=False):
         output = decoder(**_slice(given, start, stop, total, past))
@@ -230,7 +231,7 @@ def _all_but_last_chunk(decoder: nn.Module, given: dict[str, Any], cache: Taking
 
 
 def _slice(given: dict[str, Any], start: int, stop: int, total: int, past: int) -> dict[str, Any]:
-    """Cut what runs along the new tokens to ``start``..``stop``; masks also reach back over the past."""
+    """Cut arguments along the new tokens to ``start``..``stop``; masks also cover the past."""
     cut = dict(given)
     for name in _ALONG_SEQUENCE:
         value = cut.get(name)
@@ -248,7 +249,7 @@ def _slice(given: dict[str, Any], start: int, stop: int, total: int, past: int) 
 
 
 def _after_decoder(decoder: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-    """Close the cache's forward pass, and put the outputs of earlier chunks before the last one's."""
+    """End the cache's forward pass, and put the outputs of earlier chunks before the last one's."""
     cache: Taking | None = getattr(kwargs.get("past_key_values"), "stream", None)
     if cache is None or (torch.compiler.is_compiling() and not cache.streams):
         return None

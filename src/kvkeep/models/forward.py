@@ -1,6 +1,6 @@
-"""The forward pass in progress: which cache the attention of this thread belongs to.
+"""The forward pass in progress: the cache of this thread's attention.
 
-transformers hands the attention function a module and tensors, not the cache. The hooks of
+transformers passes a module and tensors to the attention function, not the cache. The hooks of
 :mod:`kvkeep.models.binding` note the cache here when a forward pass begins; a context variable keeps
 threads (the sessions of a server) apart.
 """
@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 
 class Attender(Protocol):
-    """Whatever answers the attention of a layer in place of stock attention over whole K and V."""
+    """Computes the attention of a layer in place of stock attention."""
 
     def attends(self, layer_idx: int) -> bool:
-        """Tell whether layer ``layer_idx`` attends through :meth:`attend` in this forward pass."""
+        """Return whether layer ``layer_idx`` attends through :meth:`attend` in this forward pass."""
 
     def attend(
         self,
@@ -37,9 +37,9 @@ class Attender(Protocol):
 
 
 class Taking(Attender, Protocol):
-    """What takes part in the forward pass for a cache: prompts in chunks, residuals, streamed attention. Hooks find it
-    as the cache's ``stream``, and let every other cache pass. streams: whether any layer attends through it. decoder:
-    the only one that it takes part in, None: any."""
+    """A cache's part in the forward pass: prompts in chunks, residuals, streamed attention. Hooks read it as the
+    cache's ``stream`` and ignore other caches. streams: whether any layer attends through it. decoder:
+    the only decoder whose passes it takes part in, None: any."""
 
     streams: bool
     decoder: Any
@@ -53,17 +53,16 @@ class Taking(Attender, Protocol):
     def begin_forward(
         self, ids: Tensor | None, embeddings: Tensor | None, positions: Tensor | None, mask: Any
     ) -> Tensor | None:
-        """Take note of the tokens about to be processed (at most ``chunk``); return the positions to tell the model,
-        None for its own."""
+        """Record the tokens of a pass (at most ``chunk``); return positions for the model, None for its own."""
 
     def admit(self, tokens: int) -> None:
         """Raise if there is no room for ``tokens`` more, before any of them is processed."""
 
     def end_forward(self, completed: bool) -> None:
-        """Close the forward pass; ``completed`` is False where it was left by an exception."""
+        """End the forward pass; ``completed`` is False after an exception."""
 
     def enter_layer(self, layer_idx: int, hidden: Tensor) -> None:
-        """Take note of the residual entering a layer, (batch, new, hidden_size)."""
+        """Receive the residual entering a layer, (batch, new, hidden_size)."""
 
 
 _attender: ContextVar[Attender | None] = ContextVar("kvkeep_attender", default=None)
@@ -71,18 +70,18 @@ _probe: ContextVar[Any] = ContextVar("kvkeep_probe", default=None)
 
 
 def current_attender() -> Attender | None:
-    """Return who answers attention in this context, or None for stock attention."""
+    """Return the attender of this context, or None for stock attention."""
     return _attender.get()
 
 
 def set_attender(attender: Attender | None) -> None:
-    """Make ``attender`` answer attention in this context from now on."""
+    """Set the attender of this context."""
     _attender.set(attender)
 
 
 @contextmanager
 def attending(attender: Attender | None) -> Iterator[None]:
-    """Let ``attender`` answer attention within the block, then whoever did before."""
+    """Set ``attender`` within the block and restore the previous one."""
     before = _attender.get()
     _attender.set(attender)
     try:
@@ -92,7 +91,7 @@ def attending(attender: Attender | None) -> Iterator[None]:
 
 
 def current_probe() -> Any:
-    """Return the callable that layer hooks report to in this context, if any."""
+    """Return the callable that layer hooks call in this context, if any."""
     return _probe.get()
 
 

@@ -1,8 +1,8 @@
-"""W_Q, W_K and W_V of every head, whatever modules a family keeps them in.
+"""W_Q, W_K and W_V of every head, for any layout of modules.
 
-Weights lie apart (Llama), fused one after another (GPT-2, Phi-3), or fused head by head (GPT-NeoX). Which it is, is
-found by trying: a few tokens are run, and a layout is right if the values it reads out of a projection are those that
-attention was handed, up to the length of each (Gemma 4 normalises them).
+Weights are separate (Llama), fused in sequence (GPT-2, Phi-3), or fused by head (GPT-NeoX). The layout is found by
+trial: on a few tokens, the values read from a projection must equal those that attention receives, up to the norm of
+each (Gemma 4 normalises them).
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ Split = Callable[[Tensor], list[Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class HeadWeights:
-    """One layer's projections of x, what its attention reads (the normalised residual): y = W x, without any bias.
+    """One layer's projections y = W x of the normalised residual x, without bias.
 
     query: (heads, key_dim, hidden) float32. key: (kv_heads, key_dim, hidden), value: (kv_heads, value_dim, hidden);
-    None in a layer that reads another's. module: the one that is handed x (the query's, or the fused one).
+    None in a layer that reads another's. module: the one that receives x (the query's, or the fused one).
     """
 
     layer: int
@@ -59,7 +59,7 @@ def head_weights(model: Any) -> list[HeadWeights]:
     if getattr(model.config.get_text_config(decoder=True), "kv_lora_rank", None):
         raise UnsupportedModelError(
             f"'{adapter.family}' has latent attention: its keys and values come out of one latent by way of a norm, so "
-            "no head has a W_K or W_V to look at; take a model with plain projections."
+            "no head has a W_K or W_V; take a model with plain projections."
         )
     found = [_modules(adapter.family, index, layer) for index, layer in enumerate(adapter.layers)]
     shown: dict[int, Attended] = {}
@@ -80,7 +80,7 @@ def head_weights(model: Any) -> list[HeadWeights]:
         if layer.index not in shown:
             raise UnsupportedModelError(
                 f"'{adapter.family}' attends to no keys at layer {layer.index} ({layer.kind}), so there are no head "
-                "weights to look at; take a model whose layers all attend."
+                "weights; take a model whose layers all attend."
             )
         weights.append(
             _read(
@@ -92,8 +92,8 @@ def head_weights(model: Any) -> list[HeadWeights]:
 
 @contextmanager
 def inputs(weights: list[HeadWeights]) -> Iterator[dict[int, Tensor]]:
-    """Within the block, collect what the projections are handed: x by layer, (batch, n, hidden). Take (pop) it when the
-    layer's attention is shown."""
+    """Within the block, collect the inputs x of the projections by layer, (batch, n, hidden); pop them with the layer's
+    attention."""
     taken: dict[int, Tensor] = {}
 
     def hook(layer: int) -> Any:
@@ -129,7 +129,7 @@ def _modules(family: str, index: int, layer: nn.Module) -> list[nn.Module]:
     if apart[0] is None:
         raise UnsupportedModelError(
             f"'{family}' keeps the weights of layer {index} in no module known here (q_proj, k_proj, v_proj, or a "
-            "fused one), so they cannot be told apart."
+            "fused one)."
         )
     return [part for part in apart if part is not None]
 
@@ -154,8 +154,8 @@ def _read(
             query, key, value = split(torch.cat(matrices))
             return HeadWeights(attended.layer, modules[0], query, key, value)
     raise UnsupportedModelError(
-        f"'{family}' lays out the projections of layer {attended.layer} in a way not known here: what they give is "
-        "not what its attention is handed."
+        f"'{family}' lays out the projections of layer {attended.layer} in a way not known here: their output "
+        "is not the input of its attention."
     )
 
 
@@ -175,7 +175,7 @@ def _layouts(heads: int, kv_heads: int, key_dim: int, value_dim: int) -> Iterato
 
 
 def _matrix(module: nn.Module, hidden: int, like: Tensor) -> Tensor:
-    """Return a projection's weight (rows, hidden) in float32: a linear layer's own, or what the module makes of unit
+    """Return a projection's weight (rows, hidden) in float32: a linear layer's own, or the module's output for unit
     vectors."""
     if type(module) is nn.Linear:
         return module.weight.detach().float()

@@ -26,7 +26,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(?<!\.gguf)")
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model in eval mode, its tokenizer, the name it was asked for, and the folder or hub id it came from."""
+    """A model in eval mode, its tokenizer, its requested name, and its source: a folder or hub id."""
 
     model: Any
     tokenizer: Any
@@ -36,7 +36,7 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Available:
-    """An embedded model and what of it is on this machine. bytes_on_disk: GGUF file and converted copy."""
+    """An embedded model and its files on this machine. bytes_on_disk: GGUF file and converted copy."""
 
     name: str
     description: str
@@ -58,8 +58,8 @@ def load(
 
     name: an embedded model (``kvkeep models``; the default), a ``.gguf`` file, a folder with ``config.json``, or a hub
     id (``owner/name``). dtype: float32, bfloat16, float16, or auto (as stored). device: cpu, cuda, cuda:1, mps; by
-    default cuda where there is one. revision: of a hub id. progress: gets a line of text where something takes longer
-    (fetching, converting). Raises UsageError, ModelError or UnsupportedModelError, each with one sentence.
+    default cuda where there is one. revision: of a hub id. progress: receives a line of text when fetching or
+    converting. Raises UsageError, ModelError or UnsupportedModelError, each with one sentence.
     """
     text = os.fspath(name) if name is not None else DEFAULT
     kind, target = _dtype(dtype), _device(device)
@@ -76,8 +76,8 @@ def load(
 def load_config(
     name: str | os.PathLike[str], *, revision: str | None = None, progress: Callable[[str], None] | None = None
 ) -> Any:
-    """Return the config of a model as :func:`load` names them; of a folder or hub id only config.json is read, and a
-    path to such a file does too. Raises as :func:`load`."""
+    """Return the config of a model, named as in :func:`load` or by the path of a config.json, without reading weights.
+    Raises as :func:`load`."""
     text = os.fspath(name)
     path = Path(text).expanduser()
     source = (
@@ -95,7 +95,7 @@ def load_config(
 
 
 def available() -> list[Available]:
-    """Return the embedded models, and what of each is on this machine."""
+    """Return the embedded models and their files on this machine."""
     found = []
     for model in EMBEDDED.values():
         gguf, folder = gguf_path(model), copy_folder(model.file, model.sha256)
@@ -106,16 +106,16 @@ def available() -> list[Available]:
     return found
 
 
-def _source(text: str, revision: str | None, tell: Callable[[str], None]) -> str:
-    """Return the folder to read the model from, made first where it must be, or the hub id."""
+def _source(text: str, revision: str | None, progress: Callable[[str], None]) -> str:
+    """Return the folder of the model, converted first if needed, or the hub id."""
     path = Path(text).expanduser()
     on_hub = text not in EMBEDDED and not path.exists() and _HUB_ID.fullmatch(text) is not None
     if revision is not None and not on_hub:
-        raise UsageError(f"A revision is of a model on the hub, and '{text}' is not a hub id; leave it out.")
+        raise UsageError(f"A revision is for a model on the hub, and '{text}' is not a hub id; leave it out.")
     if text in EMBEDDED:
-        return str(converted(fetch(EMBEDDED[text], tell), tell))
+        return str(converted(fetch(EMBEDDED[text], progress), progress))
     if on_hub:
-        tell(f"Asking the Hugging Face hub for {text} ...")
+        progress(f"Asking the Hugging Face hub for {text} ...")
         return text
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -123,7 +123,7 @@ def _source(text: str, revision: str | None, tell: Callable[[str], None]) -> str
         return str(path)
     if path.is_file():
         _check_magic(path, text)
-        return str(converted(path.resolve(), tell))
+        return str(converted(path.resolve(), progress))
     if "/" in text or path.suffix == ".gguf" or path.is_absolute() or text.startswith((".", "~")):
         raise ModelError(f"There is no model at '{text}'.")
     raise unknown("model", text, EMBEDDED)
@@ -171,7 +171,7 @@ def _read(source: str, name: str, dtype: Any, revision: str | None) -> tuple[Any
             model = read_weights(source, name, dtype=dtype, revision=revision, trust_remote_code=False)
     except ModelError:
         raise
-    except Exception as error:  # transformers, safetensors and the hub raise of every kind here
+    except Exception as error:  # transformers, safetensors and the hub raise anything
         raise _explained(source, name, error) from error
     return model, tokenizer
 
@@ -182,7 +182,7 @@ def _read_config(source: str, name: str, revision: str | None) -> Any:
     stated, _ = PreTrainedConfig.get_config_dict(source, revision=revision)
     _refuse_unknown(stated.get("model_type"), name)
     _refuse_sizes(stated, name)
-    # Without a word about it, transformers would ask on the terminal whether to run a model's own code.
+    # Otherwise transformers prompts on the terminal to run code of the model.
     config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
     _refuse_others(config, name)
     return config
@@ -200,7 +200,7 @@ def _refuse_unknown(family: str | None, name: str) -> None:
 
 
 def _refuse_sizes(stated: dict[str, Any], name: str) -> None:
-    """Raise ModelError for a number of layers that no model has: transformers makes a list of them first."""
+    """Raise ModelError for an absurd number of layers, which transformers would allocate."""
     for part in (stated, *(part for part in stated.values() if isinstance(part, dict))):
         for key in ("num_hidden_layers", "n_layer", "num_layers", "n_layers"):
             if (count := part.get(key, 1)) is not None and not (type(count) is int and 0 < count <= MOST_LAYERS):
@@ -214,12 +214,12 @@ def _refuse_others(config: Any, name: str) -> None:
 
     family = str(config.model_type)
     causal = family in families.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    # BERT and its kin have a class for causal language models too, but were trained to see both ways.
+    # BERT has a causal class too, but is bidirectional.
     masked = family in families.MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False)
     if config.is_encoder_decoder or masked or not causal:
         raise UnsupportedModelError(
-            f"'{name}' is a '{family}' model, which is not a decoder that writes text token by token; kvkeep runs "
-            "those only."
+            f"'{name}' is a '{family}' model, which is not a decoder that generates text token by token; kvkeep runs "
+            "only those."
         )
 
 
@@ -231,6 +231,6 @@ def _explained(source: str, name: str, error: Exception) -> ModelError:
             return ModelError(f"The folder '{name}' has no tokenizer (tokenizer.json); save it beside the model.")
         return ModelError(f"The model in '{name}' cannot be loaded: it is damaged or incomplete ({first}).")
     return ModelError(
-        f"The model '{name}' is no folder here, and cannot be had from the hub: there is no such model, or no "
+        f"The model '{name}' is no folder and cannot be loaded from the hub: there is no such model, or no "
         f"connection ({first})."
     )

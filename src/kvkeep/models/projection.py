@@ -1,8 +1,8 @@
 """The weights that make keys and values of a residual, for layers laid out like Llama's.
 
 :class:`~kvkeep.models.adapter.Adapter` re-implements no layer and runs the model's own modules. A kernel cannot run
-modules: it needs the numbers. :func:`read` finds them by the names that most families share, and the adapter takes them
-only if what they give is what the modules give.
+modules: it needs weights. :func:`read` finds them by the names that most families share, and the adapter uses them only
+if they reproduce the modules' output.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ class Projection:
 
 
 def rms_normed(rows: Tensor, weight: Tensor, offset: float, eps: float) -> Tensor:
-    """Return ``rows`` over their root mean square, times ``weight + offset``, summed in float32 and in their dtype."""
+    """Return RMSNorm of ``rows``, weighted by ``weight + offset``, summed in float32, in their dtype."""
     wide = rows.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (normed * (weight.float() + offset)).to(rows.dtype)
 
 
 def read(layer: Any, offset: float) -> Projection | None:
-    """Return the weights of a decoder layer, None where it has others or computes with them in another way."""
+    """Return the weights of a decoder layer, None if its layout or computation differs."""
     attention = getattr(layer, "self_attn", None)
     norm = getattr(layer, "input_layernorm", None)
     key, value = getattr(attention, "k_proj", None), getattr(attention, "v_proj", None)

@@ -1,4 +1,4 @@
-"""Keeping transformers' bars and remarks off the terminal while a model loads."""
+"""Silences transformers' progress bars and warnings while a model loads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers.utils import logging
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence transformers within the block, and restore it as it was."""
+    """Silence transformers within the block."""
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     hub = standard.getLogger("huggingface_hub")
     level = hub.level
@@ -20,7 +20,7 @@ def quiet() -> Iterator[None]:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        with redirect_stderr(io.StringIO()):  # gguf's own bars know no switch
+        with redirect_stderr(io.StringIO()):  # gguf's bars have no switch
             yield
     finally:
         logging.set_verbosity(verbosity)

@@ -1,4 +1,4 @@
-"""Scratch folders: where files are made before they are moved into place whole."""
+"""Scratch folders for files that are moved into place when complete."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _PREFIX = ".scratch-"
 
 @contextmanager
 def scratch(parent: Path) -> Iterator[Path]:
-    """Yield an empty folder within ``parent``, removed afterwards whatever happens.
+    """Yield an empty folder within ``parent``, removed afterwards.
 
-    Removes what killed processes left there, too. Raises ModelError where ``parent`` cannot be written or is full.
+    Also removes folders of killed processes. Raises ModelError where ``parent`` cannot be written or is full.
     """
     try:
         parent.mkdir(parents=True, exist_ok=True)
@@ -28,13 +28,13 @@ def scratch(parent: Path) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(dir=parent, prefix=prefix, ignore_cleanup_errors=True) as folder:
             yield Path(folder)
     except OSError as error:
-        if error.errno is None:  # not the disk: transformers raises bare ones of its own
+        if error.errno is None:  # transformers raises OSError without errno
             raise
         raise unwritable(parent, (error.strerror or str(error)).lower()) from error
 
 
 def unwritable(folder: Path, reason: str) -> ModelError:
-    """Return the error for a folder that takes no files."""
+    """Return the error for a folder that cannot be written."""
     return ModelError(
         f"kvkeep cannot write to its cache folder '{folder}' ({reason}); make room there, or set KVKEEP_CACHE to "
         "another folder."
@@ -42,7 +42,7 @@ def unwritable(folder: Path, reason: str) -> ModelError:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file whole: another process sees the old text or the new, never a part."""
+    """Write a file atomically."""
     with scratch(path.parent) as folder:
         (folder / path.name).write_text(text)
         os.replace(folder / path.name, path)

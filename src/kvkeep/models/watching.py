@@ -1,4 +1,4 @@
-"""What attention is handed, seen in a plain forward pass: every family makes its queries, keys and values itself."""
+"""The inputs and outputs of attention in a plain forward pass, for any family."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class Attended:
     output: Tensor
 
     def visible(self, queries: Tensor) -> Tensor:
-        """Return what the queries (positions, int64) see: (batch or 1, 1, queries, n) bool."""
+        """Return the mask of the queries (positions, int64): (batch or 1, 1, queries, n) bool."""
         if self.mask is None:
             return (torch.arange(self.key.shape[2], device=queries.device) <= queries[:, None])[None, None]
         rows = self.mask[..., queries, :]
         return rows if rows.dtype == torch.bool else rows >= 0
 
     def weights(self, queries: Tensor) -> Tensor:
-        """Return the attention that the queries (positions, int64) pay: (batch, heads, queries, n) float32."""
+        """Return the attention weights of the queries (positions, int64): (batch, heads, queries, n) float32."""
         keys = grouped(self.key, self.query.shape[1]).float()
         scores = self.query[:, :, queries].float() @ keys.transpose(-1, -2) * self.scaling
         return scores.masked_fill_(~self.visible(queries), float("-inf")).softmax(-1)
@@ -51,7 +51,7 @@ def grouped(entries: Tensor, heads: int) -> Tensor:
 
 
 class _Watcher:
-    """Answers all attention as stock attention would, and shows it."""
+    """Computes stock attention and passes it to ``see``."""
 
     def __init__(self, see: Callable[[Attended], None]) -> None:
         self.see = see
@@ -73,7 +73,7 @@ class _Watcher:
 
 @contextmanager
 def watching(see: Callable[[Attended], None]) -> Iterator[None]:
-    """Within the block, let ``see`` be shown the attention of every layer of a bound model that is run without a cache,
-    in order, before the layer goes on."""
+    """Within the block, call ``see`` with the attention of every layer of a bound model that runs without a cache, in
+    order."""
     with attending(_Watcher(see)), probing(lambda *_: None):
         yield

@@ -1,4 +1,4 @@
-"""Reading a model's weights, every one of them."""
+"""Reading a model's weights, all of which must be in its files."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from kvkeep.errors import ModelError
 def read_weights(source: str | os.PathLike[str], name: str, **options: Any) -> Any:
     """Return ``AutoModelForCausalLM.from_pretrained(source, **options)``, refusing incomplete files.
 
-    transformers makes up random values for a weight that a file lacks, and says so only in its log. Raises ModelError,
-    which calls the model ``name``, when a weight is missing or has another shape than config.json says.
+    transformers initialises missing weights at random, with a line in its log only. Raises ModelError, with ``name``,
+    when a weight is missing or has another shape than config.json says.
     """
     from transformers import AutoModelForCausalLM
 
-    # Other shapes are let through here to be named below: transformers names them in its log only.
+    # Other shapes pass here and are named below: transformers names them in its log only.
     model, report = AutoModelForCausalLM.from_pretrained(
         source, output_loading_info=True, ignore_mismatched_sizes=True, **options
     )

@@ -160,8 +160,13 @@ class SlidingLayer(DynamicSlidingWindowLayer):
         """Take new entries, and return those that attention sees."""
         seen = super().update(key_states, value_states, *args, **kwargs)
         if key_states.shape[-2] > 1 and not self.record_past:  # a step's storage is one entry larger, no more
-            self.keys, self.values = self.keys.clone(), self.values.clone()
+            self.trim()
         return seen
+
+    def trim(self) -> None:
+        """Hold the window in memory of its own, not as a view of more."""
+        window = slice(-self.sliding_window + 1, None)
+        self.keys, self.values = self.keys[:, :, window].clone(), self.values[:, :, window].clone()
 
     def select(self, index: Tensor) -> None:
         if self.is_initialized:

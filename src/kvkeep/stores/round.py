@@ -121,6 +121,7 @@ class Round:
         for window in self._before:
             window.layer.crop(-surplus)
             window.layer.record_past = window.recorded
+            window.layer.trim()
         self._before = []
         self.checkpoint.truncate_residuals(self.ledger.length)
 

@@ -69,7 +69,7 @@ class CountSketch:
         factor = (factor if there is None else factor * there).to(vectors.dtype)
         lane = torch.arange(lanes, dtype=at.dtype, device=at.device)[:, None] * size
         index = (at % size + lane).flatten()
-        self.cells.view(-1, dim).index_add_(0, index, (vectors * factor[..., None]).view(-1, dim))
+        self.cells.view(-1, dim).index_add_(0, index, (vectors * factor[..., None]).reshape(-1, dim))
         if self.counts is not None and self.total is not None:
             self.counts.view(-1).index_add_(0, index, factor.flatten().float())
             own = vectors if there is None else vectors * there[..., None]

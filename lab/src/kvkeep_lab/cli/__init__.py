@@ -1,4 +1,4 @@
-"""The laboratory's commands of ``kvkeep``, found by the entry point ``kvkeep.commands``."""
+"""The lab's commands of ``kvkeep``, found by the entry point ``kvkeep.commands``."""
 
 COMMANDS = {
     "verify": ("kvkeep_lab.cli.study:verify", "The claims, on your model: bits, tokens, KL, bytes."),

@@ -1,4 +1,4 @@
-"""Tables as a terminal shows them."""
+"""Tables on a terminal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LEAST = 10  # characters of a heading's line
 
 
 def show(table: Table) -> None:
-    """Print a table; where nobody looks at a terminal, as wide as it needs to be. One that is too wide for a terminal
+    """Print a table; unless on a terminal, as wide as it needs to be. One that is too wide for a terminal
     is printed in parts, each with the columns that name a row."""
     console = out if out.is_terminal else Console(width=1000, highlight=False)
     out.print(Text(table.title, style="bold"), soft_wrap=True)

@@ -1,4 +1,4 @@
-"""``kvkeep inspect``: a picture of the cache, to see what a method forgets."""
+"""``kvkeep inspect``: a page that shows the state of every token in the cache."""
 
 from __future__ import annotations
 

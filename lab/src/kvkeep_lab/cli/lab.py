@@ -1,4 +1,4 @@
-"""``kvkeep lab``: experiments beside the papers': list them, run them, report what they found."""
+"""``kvkeep lab``: experiments beside the papers': list, run and report."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ KVPRESS = "The interpreter that has kvpress."
 _PACE = 3600.0  # seconds that the time left is estimated from: a cell may take minutes
 
 app = typer.Typer(
-    help="Experiments that stand beside the papers': list them, run them, report what they found.",
+    help="Experiments that stand beside the papers': list, run and report.",
     no_args_is_help=True,
 )
 
@@ -48,10 +48,10 @@ def list_(json: options.Json = False) -> None:
     kinds: dict[str, Mapping[str, type[Task] | type[Study]]] = {"tasks": TASKS, "studies": STUDIES}
     if json:
 
-        def told(kind: type[Task] | type[Study]) -> dict[str, Any]:
+        def described(kind: type[Task] | type[Study]) -> dict[str, Any]:
             return {"about": kind.about, "sizes": kind.model_json_schema().get("properties", {})}
 
-        about = {title: {name: told(kind) for name, kind in known.items()} for title, known in kinds.items()}
+        about = {title: {name: described(kind) for name, kind in known.items()} for title, known in kinds.items()}
         peers = {name: {"about": peer.about, "needs": peer.needs} for name, peer in PEERS.items()}
         print_json({"experiments": [one.model_dump(mode="json") for one in found], **about, "peers": peers})
         return

@@ -1,6 +1,6 @@
-"""Implementations by others, asked what kvkeep's own methods are asked: one file for each.
+"""Implementations by others, measured like kvkeep's own methods: one file for each.
 
-Tasks, experiments and stores know nothing of them: a peer is named where a method is, and is asked by the same
+Tasks, experiments and stores do not distinguish them: a peer is named where a method is, and measured by the same
 :class:`~kvkeep_lab.subject.Subject`. Names begin with ``stock-`` for the caches that come with transformers beside its
 default (``stock``), with ``peer-`` for what does the reading itself.
 """
@@ -27,5 +27,5 @@ __all__ = ["PEERS", "Peer", "Reader", "peer_of"]
 
 def peer_of(method: str) -> Peer | None:
     """Return the peer that ``method`` names, with parameters after a colon (``stock-quantized:2``), or None where it is
-    a method of kvkeep's. Raises UsageError for a peer or parameters that nobody knows."""
+    a method of kvkeep's. Raises UsageError for an unknown peer or parameter."""
     return build("peer", method, PEERS) if method.startswith(("stock-", "peer-")) else None

@@ -1,4 +1,4 @@
-"""What a peer is: parameters, and something that reads a prompt."""
+"""The contract of a peer: parameters, and a reader of prompts."""
 
 from __future__ import annotations
 

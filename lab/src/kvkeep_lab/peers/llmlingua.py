@@ -80,7 +80,7 @@ class _Compressed(Reader):
 
     def _shortened(self, ids: list[int]) -> tuple[list[int], float]:
         """Return at most so many tokens as there are entries, and the seconds it took to compress once. The package
-        aims at a number of tokens and may miss it: where it leaves more, it is asked again for fewer by as many."""
+        aims at a number of tokens and may miss it: where it leaves more, the target is lowered by the excess."""
         assert self.entries is not None
         if len(ids) <= self.entries:
             return ids, 0.0

@@ -1,4 +1,4 @@
-"""Reports: what stores hold, as Markdown, as a page, and as figures, beside what the papers say."""
+"""Reports of stores as Markdown, HTML and figures, beside the papers' values."""
 
 from __future__ import annotations
 

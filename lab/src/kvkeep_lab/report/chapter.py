@@ -1,4 +1,4 @@
-"""What a report is made of: chapters of words, tables and pictures, each with what it says of a paper's claims."""
+"""The parts of a report: chapters of text, tables and pictures, with verdicts on a paper's claims."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure. name: of its files, without a suffix. title: what it shows, in words, for whoever cannot see it. draw:
-    writes it to a file by its suffix; raises StoreError where that cannot be."""
+    """A figure. name: of its files, without a suffix. title: its alternative text. draw: writes it to a file by
+    its suffix; raises StoreError if that fails."""
 
     name: str
     title: str

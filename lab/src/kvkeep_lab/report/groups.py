@@ -1,4 +1,4 @@
-"""Reading stores for a report: what belongs together, what this version cannot read, and what was never run."""
+"""Reading stores for a report: groups of records, unreadable ones, and missing ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report as files: the Markdown, the figures, and one page that holds both and needs nothing else."""
+"""The report as files: the Markdown, the figures, and one self-contained page of both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report as Markdown, the one source of everything it says: what differs from the papers comes first."""
+"""The report as Markdown; differences from the papers come first."""
 
 from __future__ import annotations
 

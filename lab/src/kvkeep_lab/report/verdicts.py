@@ -1,4 +1,4 @@
-"""What becomes of a paper's claims here: numbers of ours decide, each with an interval."""
+"""Verdicts on a paper's claims, by our measurements with intervals."""
 
 from __future__ import annotations
 

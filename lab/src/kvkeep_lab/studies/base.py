@@ -1,4 +1,4 @@
-"""What a study is: one measurement with its result, tables, figure and verdicts. It is part of an experiment, and a
+"""A study: one measurement with its result, tables, figure and verdicts. It is part of an experiment, and a
 command whose options are its fields (:mod:`kvkeep_lab.cli.study`)."""
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ LEAST = 16
 
 @dataclass(frozen=True)
 class Trial:
-    """What a study is measured on: a model, and the files that it reads. seed: of an experiment; None in a command:
-    texts are read from their start. progress: what is told of how far it is."""
+    """The inputs of a study: a model, and the files that it reads. seed: of an experiment; None in a command:
+    texts are read from their start. progress: called with the progress."""
 
     loaded: Loaded
     sources: Sequence[Path] = ()

@@ -1,4 +1,4 @@
-"""``compare``: what methods cost in quality, on one text (:mod:`kvkeep_lab.reference`): KV-Direct's Fig. 4 and 9."""
+"""``compare``: the quality of methods on one text (:mod:`kvkeep_lab.reference`): KV-Direct's Fig. 4 and 9."""
 
 from __future__ import annotations
 

@@ -143,7 +143,9 @@ class LongChat(Study):
         description="the first is whom others are compared with",
     )
     budget: Annotated[BudgetText, Flag("--budget", "-b")] = Field("256", description="of those that have one")
-    checkpoint: Annotated[Kind | None, Flag("--checkpoint", "-c")] = Field(None, description="what leaves becomes")
+    checkpoint: Annotated[Kind | None, Flag("--checkpoint", "-c")] = Field(
+        None, description="what is stored of evicted entries"
+    )
     where: Annotated[PlaceName | None, Flag("--where", "-w")] = Field(None, description="where checkpoints live")
     turns: int = Field(20, ge=1, description="questions; they begin again when they run out")
     new: Annotated[int, Flag("--max-tokens", "-n")] = Field(30, ge=1, description="tokens written a turn")

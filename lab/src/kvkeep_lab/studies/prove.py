@@ -183,7 +183,7 @@ class Prove(Study):
                 yield judged(loaded.model, prompt, case, key, result, reference, cache)
 
     def problem(self, found: Proof) -> str | None:
-        """Tell if nothing was answered."""
+        """Return whether nothing was answered."""
         return None if found.answers else next(iter(found.refused.values()), "There was nothing to answer.")
 
     def as_json(self, found: Proof) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""``sketch-error``: what estimates of a count sketch are worth, against the bounds that are given for them."""
+"""``sketch-error``: the error of estimates of a count sketch, against their bounds."""
 
 from __future__ import annotations
 

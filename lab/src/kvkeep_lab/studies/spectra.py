@@ -38,7 +38,7 @@ class Projection:
     """One projection of one layer; means are over its heads, and over pairs of tokens.
 
     cosine: of adjacent tokens (Eq. 5), the sum of ``contributions``. apart: of tokens half the text apart, alike for
-    other reasons than being neighbours. attended: of adjacent tokens as attention is handed them, with bias, norms
+    other reasons than being neighbours. attended: of adjacent tokens as attention receives them, with bias, norms
     and rotation. modes: the share of all modes that it takes to hold 90 % of the energy sum_i l_i. eigenvalues: l_i
     over their sum, contributions: c_i, falling in l. head_cosines, head_modes: the two by head.
     """
@@ -80,7 +80,7 @@ class SpectraStudy(TextStudy):
     about = "cosines of neighbours, eigenvalues and contributions of modes, for queries, keys and values"
     protocol = (
         "A passage is read once. Cosine: of neighbours' projections (Eq. 5), of tokens half the text apart, and of "
-        "neighbours as attention is handed them. Modes: the share of eigenvalues that holds 90 % of their sum. Means "
+        "neighbours as attention receives them. Modes: the share of eigenvalues that holds 90 % of their sum. Means "
         "over heads, layers and pairs."
     )
     found = Spectra

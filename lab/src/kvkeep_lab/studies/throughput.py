@@ -1,4 +1,4 @@
-"""``throughput``: tokens a second by rows of a batch, and what they hold."""
+"""``throughput``: tokens a second and bytes, by rows of a batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``token-bytes``: what a token takes as keys and values, as one residual, and as each kind of checkpoint."""
+"""``token-bytes``: bytes of a token as keys and values, as one residual, and as each kind of checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What truncating keys and values to a rank does to a text (KV-Direct, arXiv:2603.19664, section 5.7).
+"""The effect of truncating keys and values to a rank on a text (KV-Direct, arXiv:2603.19664, section 5.7).
 
 Truncation keeps, of each head's W_k and W_v, the part in its first r left singular vectors: of every token (the
 weights themselves, as the paper's text says; and of keys or values alone, and of all but the first token), or of

@@ -65,11 +65,11 @@ class Report:
     def as_dict(self) -> dict[str, Any]:
         """Return plain types, each measurement with whether it ``holds``."""
 
-        def told(rows: list[Any]) -> list[dict[str, Any]]:
+        def plain(rows: list[Any]) -> list[dict[str, Any]]:
             return [asdict(row) | {"holds": row.holds} for row in rows]
 
-        rows = {name: told(getattr(self, name)) for name in ("reconstruction", "tokens", "patching", "memory")}
-        windows = None if self.windows is None else told([self.windows])[0]
+        rows = {name: plain(getattr(self, name)) for name in ("reconstruction", "tokens", "patching", "memory")}
+        windows = None if self.windows is None else plain([self.windows])[0]
         return asdict(self) | rows | {"windows": windows, "holds": not self.failures}
 
 

@@ -1,4 +1,4 @@
-"""What is asked of a model under a cache: one file each."""
+"""Tasks for a model under a cache: one file each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a task is: prompts made of data, and numbers made of what a cache's model says to them."""
+"""The contract of a task: prompts made of data, and scores of a model's answers."""
 
 from __future__ import annotations
 

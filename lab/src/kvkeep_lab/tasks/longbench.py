@@ -1,4 +1,4 @@
-"""LongBench: sixteen English tasks on long texts, as its authors ask and judge them.
+"""LongBench: sixteen English tasks on long texts, with its authors' prompts and scores.
 
 lm-evaluation-harness (0.4.13) has these tasks in another protocol: long prompts lose their beginning, not their middle;
 the chat template is put around all prompts or none; and they need the hub and the packages jieba, fuzzywuzzy and rouge.
@@ -39,7 +39,7 @@ GROUPS = {
 
 @dataclass(frozen=True)
 class Setting:
-    """How a data set is asked and judged; see ``longbench.toml``."""
+    """Prompt and score of a data set; see ``longbench.toml``."""
 
     group: str
     judge: str
@@ -53,7 +53,7 @@ class Setting:
         return text.lstrip("\n").split("\n")[0] if self.first_line else text
 
     def ended(self, text: str) -> bool:
-        """Tell whether what an answer goes on with would not count."""
+        """Return whether the continuation of an answer would not be scored."""
         return self.first_line and "\n" in text.lstrip("\n")
 
     def score(self, text: str, answers: Sequence[str], classes: Sequence[str]) -> float:

@@ -1,4 +1,4 @@
-"""How LongBench judges an answer: a share from 0 to 1 for each right answer, the best of which counts.
+"""LongBench's scores of an answer: a share from 0 to 1 for each right answer, the best of which counts.
 
 Written after the definitions of its ``metrics.py``, and of the packages ``rouge`` 1.0.1 and ``fuzzywuzzy`` 0.18 that it
 calls, of which neither is needed here.

@@ -117,7 +117,7 @@ def hidden(hay: str, needle: str, depth: float) -> str:
 
 
 def contains(text: str, value: str) -> bool:
-    """Tell whether ``value`` stands in ``text``, case and spaces aside."""
+    """Return whether ``text`` contains ``value``, ignoring case and spaces."""
     written, wanted = (f" {' '.join(_words(part))} " for part in (text, value))
     return wanted in written
 

@@ -1,4 +1,4 @@
-"""Perplexity of any text, each token given what a bounded cache holds of the tokens before it."""
+"""Perplexity of any text, each token given the bounded cache of the tokens before it."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ _KINDS = ("rouge1", "rouge2", "rougeL")
 
 @dataclass(frozen=True)
 class Form:
-    """How a data set calls an article and its summary; instruction: what is asked after the article, "" where the
+    """The fields of article and summary in a data set; instruction: the request after the article, "" where the
     article says so itself."""
 
     article: str
