@@ -11,6 +11,7 @@ from families import FAMILIES, REFUSES, tiny
 
 import kvkeep
 from kvkeep import EntryState, KeepCache
+from kvkeep.policies.methods import Method, resolve
 
 ALL = tuple(FAMILIES)
 TURN = int(os.environ.get("KVKEEP_TURN", "0"))
@@ -49,9 +50,14 @@ class Case:
     families: tuple[str, ...] = ALL
 
     @property
+    def method(self) -> Method:
+        """The method of this name."""
+        return resolve(self.spec)
+
+    @property
     def drafts(self) -> bool:
         """Whether it decodes in rounds."""
-        return "verified" in self.spec
+        return self.method.recall.drafts
 
     @property
     def rounds(self) -> dict[str, Any]:
@@ -61,12 +67,12 @@ class Case:
     @property
     def backed(self) -> bool:
         """Whether all entries are in a checkpoint, resident or not."""
-        return any(recall in self.spec for recall in ("verified", "pages", "certified", "fetch-on-miss", "kv-lru"))
+        return self.method.recall.backed
 
     @property
     def waits(self) -> bool:
         """Whether what leaves waits as it is until it is a group."""
-        return any(fate in self.spec for fate in ("quantize", "revive", "tiers", "lowrank", "longcache", "segments"))
+        return self.method.fate.work in ("coded", "tiers", "lowrank", "segments")
 
     @property
     def loses(self) -> bool:
@@ -237,6 +243,28 @@ LOSSY: dict[str, Case] = {
 
 CASES = EXACT | DRAFTING | LOSSY
 Pair = tuple[str, str]  # the name of a case, and a family
+
+
+# What takes the past of every cache whose promise is exact, what only of one that keeps the ids, and which do.
+TAKES_ANY = (
+    *("full", "static", "paged", "kv-0", "kv", "window+kv", "h2o+kv", "h2o+kv-0", "snapkv+kv", "pyramidkv+kv"),
+    *("duo-attention+kv", "duo-attention+pages:all", "snapkv+verified, kv", "duo-attention+verified, kv"),
+    *("knorm+kv+verified", "h2o+quantize:8+verified", "longcache+verified", "revive+verified", "h2o+merge+verified"),
+)
+TAKES_IDS = (
+    *("tokens", "random+tokens", "sketch+pages:all", "sketch+certified:0", "tova+verified, tokens"),
+    *("snapkv+sketch+verified", "lowrank+verified"),
+)
+KEEPS_IDS = (
+    *("residual", "residual:3", "tokens", "streaming-llm+residual", "tova+residual", "knorm+residual:3"),
+    *("random+tokens", "h2o+verified, residual", "window+verified, residual:3", "tova+verified, tokens"),
+    *("quantized:4+verified", "asymkv+verified", "snapkv+sketch+verified", "kvreviver+verified", "lowrank+verified"),
+)
+
+
+def handed_on(source: str, target: str) -> bool:
+    """Tell whether the past of one case can be put into another."""
+    return CASES[source].promise == "exact" and (target in TAKES_ANY or (target in TAKES_IDS and source in KEEPS_IDS))
 
 
 def taken(name: str, family: str) -> bool:

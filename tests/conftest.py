@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,32 @@ def own_cache_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pyte
     """Nothing a test writes lands in the user's cache folder, except that real models are taken from there."""
     if request.node.get_closest_marker("real") is None:
         monkeypatch.setenv("KVKEEP_CACHE", str(tmp_path_factory.getbasetemp() / f"cache{next(_FOLDERS)}"))
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Any:
+    """The embedded model, for tests that are marked real."""
+    from kvkeep import load
+    from kvkeep.errors import ModelError
+
+    try:
+        return load("smollm2", device="cpu")
+    except ModelError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def registered() -> Iterator[None]:
+    """What a test registers is gone after it."""
+    from kvkeep.policies import registry
+
+    registry.load_plugins()  # which stay
+    homes: list[dict[str, Any]] = [registry.SELECTORS, registry.FATES, registry.RECALLS, registry.PRESETS]
+    before = [dict(home) for home in homes]
+    yield
+    for home, own in zip(homes, before, strict=True):
+        home.clear()
+        home.update(own)
 
 
 def tokenizer() -> Any:

@@ -47,12 +47,16 @@ def stock(model: Any) -> DynamicCache:
     return DynamicCache(config=(tiny(model) if isinstance(model, str) else model).config)
 
 
-def step(model: Any, cache: Any, tokens: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
-    """Read ids (rows, n) or vectors (rows, n, hidden) at once, and return the last logits. ``model``: or its family."""
-    name = "input_ids" if tokens.ndim == 2 else "inputs_embeds"
-    given = {name: tokens, "attention_mask": mask, "past_key_values": cache, "logits_to_keep": 1} | options
+def forward(model: Any, cache: Any, tokens: Tensor, **options: Any) -> Any:
+    """Read ids (rows, n) or vectors (rows, n, hidden) at once. ``model``: or its family."""
+    given = {"input_ids" if tokens.ndim == 2 else "inputs_embeds": tokens, "past_key_values": cache}
     with torch.no_grad():
-        return (tiny(model) if isinstance(model, str) else model)(**given).logits
+        return (tiny(model) if isinstance(model, str) else model)(**given, **options)
+
+
+def step(model: Any, cache: Any, tokens: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
+    """Return the last logits of a forward pass, or with ``logits_to_keep=0`` all of them."""
+    return forward(model, cache, tokens, attention_mask=mask, **({"logits_to_keep": 1} | options)).logits
 
 
 def read(model: Any, cache: Any, tokens: Tensor, mask: Tensor | None = None, single: int = NEW) -> Tensor:
@@ -182,7 +186,6 @@ def counted(cache: KeepCache) -> int:
 
 def leave_in_the_middle(cache: KeepCache, call: Callable[[], Any]) -> None:
     """Make ``call``, a step on ``cache``, fail in its third layer, or where that is another's, in its fourth."""
-    assert cache.stream is not None
     own = cache.stream.attend
 
     def fails(module: Any, *args: Any) -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import ALL, CASES, DRAFTING, ELSEWHERE, EXACT, LOSSY, Case, new_cache, pairs, taken
+from cases import ALL, CASES, DRAFTING, ELSEWHERE, EXACT, LOSSY, Case, handed_on, new_cache, pairs, taken
 from families import FAMILIES, tiny
 from helpers import (
     NEW,
@@ -39,7 +39,7 @@ from helpers import (
 
 import kvkeep
 from kvkeep import EntryState, KeepCache, Session, UnsupportedModelError, UsageError, load_session, save_session
-from kvkeep.policies.methods import parts, resolve
+from kvkeep.policies.methods import parts
 
 # Where a norm follows the projection, all keys of a fresh model are as long, but for rounding: "knorm" is then a throw
 # of dice that falls otherwise in another batch.
@@ -59,19 +59,19 @@ def differs(case: Case) -> bool:
 
 
 def streams(case: Case) -> bool:
-    return case.spec not in ("full", "static")
+    return case.method.selector.layout not in ("dynamic", "static")
 
 
 def by_head(case: Case) -> bool:
     """Whether a selector chooses, of entries that lie in banks."""
-    return streams(case) and case.spec != "paged" and not case.spec.startswith("kv-direct")
+    return not case.method.selector.keeps_all and not case.method.selector.in_order
 
 
 # -- the list -----------------------------------------------------------------------------------------
 
 
 def test_every_method_and_every_part_is_in_the_list() -> None:
-    made = [resolve(case.spec) for case in CASES.values()]
+    made = [case.method for case in CASES.values()]
     for name, method in kvkeep.methods().items():
         own = [type(part) for part in (method.selector, method.fate, method.recall)]
         same = [other for other in made if [type(part) for part in (other.selector, other.fate, other.recall)] == own]
@@ -85,7 +85,7 @@ def test_every_method_and_every_part_is_in_the_list() -> None:
 def test_every_case_keeps_its_word_on_every_family() -> None:
     """What it promises, and that families it does not work on are refused by name."""
     for name, case in CASES.items():
-        assert resolve(case.spec).exactness == case.promise, name
+        assert case.method.exactness == case.promise, name
         for family in ALL:
             if not taken(name, family):
                 with pytest.raises(UnsupportedModelError, match=tiny(family).config.model_type):
@@ -134,14 +134,12 @@ def watched(cache: KeepCache, case: Case) -> list[int]:
         assert_sound(cache, case)
         lengths.append(length)
 
-    if cache.stream is not None:
-        cache.stream.on_progress = check
+    cache.stream.on_progress = check
     return lengths
 
 
 def chunks(cache: KeepCache, length: int) -> list[int]:
     """The lengths at which a prompt is cut: what does not divide comes first."""
-    assert cache.stream is not None
     return list(range(length % cache.stream.chunk or cache.stream.chunk, length + 1, cache.stream.chunk))
 
 
@@ -214,7 +212,7 @@ def test_a_text_is_answered_in_two_turns_and_after_a_reset_again(name: str, fami
             assert_same(answers[-1], answered(family, conversation))
         else:
             assert all(logits.isfinite().all() for logits in answers[-1].logits)
-        if cache.stream is not None and not turn:
+        if not turn:
             begin = chunks(cache, case.length)
             assert lengths[: len(begin)] == begin
             assert case.drafts or lengths == [*begin, *range(case.length + 1, case.length + NEW)]
@@ -237,7 +235,7 @@ def test_rows_of_a_padded_batch_are_what_they_are_alone(name: str, family: str) 
     progress = watched(cache, case)
     batch = read(family, cache, ids, mask)
     assert cache.get_seq_length() == lengths[0]
-    assert cache.stream is None or progress == [*chunks(cache, case.length), *range(case.length + 1, lengths[0] + 1)]
+    assert progress == [*chunks(cache, case.length), *range(case.length + 1, lengths[0] + 1)]
     assert_accounts(cache, case, padding)
     if case.equals:
         assert_near(batch, expected(family, ids, mask)[:, -NEW - 1 :])
@@ -387,8 +385,9 @@ def test_until_something_leaves_it_is_the_unbounded_cache(name: str) -> None:
     step(family, cache, ids[:, :4])
     step(family, cache, ids[:, 20:23])
     cache.crop(-3)
+    exact = getattr(CASES[name].method.fate, "exact", 0) == 1  # then the rest is truncated at once
     for layer in bounded(cache):
-        assert slots_of(layer) == [[0, 1, 2, 3]] * layer.rows * layer.heads or "lowrank" in name
+        assert slots_of(layer) == [[] if exact else [0, 1, 2, 3]] * layer.rows * layer.heads
     for low, high in ((4, 6), (6, 7)):
         assert_near(step(family, cache, ids[:, low:high])[:, -1], expected(family, ids[:, :7])[:, high - 1])
 
@@ -405,12 +404,11 @@ def test_beams_and_samples(name: str, family: str, way: int) -> None:
     """Of a padded batch; what does not equal stock is at least the same each time."""
     case, options = CASES[name], (BEAMS, SAMPLES)[way]
     lengths = case.length, case.length - 9
-    cache, rows = new_cache(name, family), set()
+    cache = new_cache(name, family)
     progress = watched(cache, case)
     ours = generate(family, cache, *padded(list(lengths)), **options)
-    assert cache.stream is None or progress[-1] == case.length + NEW - 1
-    rows = {layer.rows for layer in bounded(cache)}
-    assert rows <= {2 if way else 6}
+    assert progress[-1] == case.length + NEW - 1
+    assert {layer.rows for layer in bounded(cache)} <= {2 if way else 6}
     theirs = (
         generated(family, lengths, **options)
         if case.equals
@@ -490,34 +488,13 @@ def test_the_past_of_an_exact_cache_may_be_put_into_any_other(name: str) -> None
             fork = cache.fork(case.spec, **options)
         except UsageError as error:
             assert str(error).startswith(f"The past of one cache cannot be put into another of method '{case.spec}': ")
-            assert refused(CASES[name], case), f"{name} -> {other}: {error}"
+            assert not handed_on(name, other), f"{name} -> {other}: {error}"
             continue
-        assert not refused(CASES[name], case), f"{name} -> {other}"
+        assert handed_on(name, other), f"{name} -> {other}"
         assert fork.method.name == case.spec and fork.get_seq_length() == 50
         assert_near(step(family, fork, ids[:, 50:52])[:, -1], expected(family, ids)[:, 51])
         assert_near(step(family, fork, ids[:, 52:53])[:, -1], expected(family, ids)[:, 52])
     assert_near(step(family, cache, ids[:, 50:51])[:, -1], expected(family, ids)[:, 50])
-
-
-def refused(source: Case, target: Case) -> bool:
-    """Whether ``target`` needs what only reading the text gives, or ``source`` has not all its entries as they were."""
-    one, two = resolve(source.spec), resolve(target.spec)
-    kind = [case.options.get("checkpoint") or method.kind or "" for case, method in ((source, one), (target, two))]
-    return (
-        source.promise != "exact"
-        or (two.selector.observation_window != 0 and target.promise != "exact")
-        or two.fate.makes_room
-        or kind[1].startswith("residual")
-        or (
-            (kind[1] == "tokens" or "sketch" in target.spec or "lowrank" in target.spec)
-            and not records(source, kind[0])
-        )
-    )
-
-
-def records(case: Case, kind: str) -> bool:
-    """Whether ids and positions of all tokens are kept."""
-    return kind not in ("", "kv") or "sketch" in case.spec or "kvreviver" in case.spec or "lowrank" in case.spec
 
 
 @pytest.mark.parametrize(("name", "family"), pairs(9, streams))

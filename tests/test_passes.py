@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from families import VOCABULARY, tiny
-from helpers import broken
+from helpers import broken, forward
 from transformers import DynamicCache
 
 from kvkeep import KeepCache, KvkeepError
@@ -15,12 +15,6 @@ from kvkeep.transfer import state
 
 TEXT = torch.randint(2, VOCABULARY, (1, 60), generator=torch.Generator().manual_seed(0))
 WAYS = [("full", None), ("static", 70), ("paged", None), ("kv-direct", 16), ("h2o", 16), ("snapkv+verified", 16)]
-
-
-def read(model: Any, cache: Any, ids: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        logits: torch.Tensor = model(ids, past_key_values=cache).logits
-    return logits
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError], ids=["interrupt", "exception"])
@@ -33,17 +27,17 @@ def test_what_was_left_in_the_middle_is_undone(method: str, budget: int | None, 
         KeepCache(tiny("llama"), method, budget),
     )
     for one in (cache, other):
-        read(model, one, TEXT[:, :40])
+        forward(model, one, TEXT[:, :40])
     for layer in (0, 2):
         with broken(model, layer, error):
-            read(model, cache, TEXT[:, 40:50])
+            forward(model, cache, TEXT[:, 40:50])
         assert cache.get_seq_length() == 40
     again = cache.fork()
     for one in (cache, again, other):
         one.crop(-2) if method in ("full", "static") else None
-    expected = read(model, other, TEXT[:, 40:50])
+    expected = forward(model, other, TEXT[:, 40:50]).logits
     for one in (cache, again):
-        logits = read(model, one, TEXT[:, 40:50])
+        logits = forward(model, one, TEXT[:, 40:50]).logits
         if method == "h2o":  # whose layers had let entries leave already
             assert logits.isfinite().all() and {layer.length for layer in one.layers} == {50}
         else:
@@ -53,13 +47,13 @@ def test_what_was_left_in_the_middle_is_undone(method: str, budget: int | None, 
 @pytest.mark.parametrize("method", ["full", "h2o"])
 def test_windows_cannot_be_undone(method: str) -> None:
     model, cache = tiny("gemma3"), KeepCache(tiny("gemma3"), method, 16 if method == "h2o" else None)
-    expected = read(model, cache, TEXT)
+    expected = forward(model, cache, TEXT).logits
     cache.reset()
-    read(model, cache, TEXT[:, :30])
+    forward(model, cache, TEXT[:, :30])
     with broken(model, 2, KeyboardInterrupt):
-        read(model, cache, TEXT[:, 30:40])
+        forward(model, cache, TEXT[:, 30:40])
     for act in (
-        lambda: read(model, cache, TEXT[:, 30:]),
+        lambda: forward(model, cache, TEXT[:, 30:]),
         lambda: cache.crop(-1),
         lambda: state(cache),
         lambda: cache.reorder_cache(torch.tensor([0])),
@@ -67,15 +61,15 @@ def test_windows_cannot_be_undone(method: str) -> None:
         with pytest.raises(KvkeepError, match=r"left in the middle of a step.*call reset\(\)"):
             act()
     cache.reset()
-    assert torch.equal(read(model, cache, TEXT), expected)
+    assert torch.equal(forward(model, cache, TEXT).logits, expected)
 
 
 @pytest.mark.parametrize(("method", "budget"), WAYS)
 def test_progress_is_told_after_every_pass(method: str, budget: int | None) -> None:
     model, cache, told = tiny("llama"), KeepCache(tiny("llama"), method, budget), []
     cache.stream.on_progress = told.append
-    read(model, cache, TEXT[:, :50])
-    read(model, cache, TEXT[:, 50:51])
+    forward(model, cache, TEXT[:, :50])
+    forward(model, cache, TEXT[:, 50:51])
     assert told[-2:] == [50, 51] and told == sorted(told)
 
 
@@ -83,7 +77,29 @@ def test_a_stock_cache_is_left_alone() -> None:
     """Watching a model changes nothing for caches that are not kvkeep's."""
     model, stock = tiny("llama"), DynamicCache()
     KeepCache(model)
-    read(model, stock, TEXT[:, :40])
+    forward(model, stock, TEXT[:, :40])
     with broken(model, 2, KeyboardInterrupt):
-        read(model, stock, TEXT[:, 40:50])
+        forward(model, stock, TEXT[:, 40:50])
     assert [layer.get_seq_length() for layer in stock.layers] == [50, 50, 40, 40]
+
+
+@pytest.mark.parametrize("cut", [None, -3])
+def test_an_interrupt_in_the_last_chunk_leaves_nothing_for_the_next_pass(cut: int | None) -> None:
+    model, ids, seen = tiny("llama"), torch.randint(2, 97, (1, 60)), []
+    cache = KeepCache(model, "kv-direct", 16, chunk=16)
+
+    def interrupted(*_: Any) -> None:
+        seen.append(1)
+        if len(seen) == 4:
+            raise KeyboardInterrupt
+
+    handle = model.model.layers[2].register_forward_pre_hook(interrupted)
+    with pytest.raises(KeyboardInterrupt), torch.no_grad():
+        model(ids, past_key_values=cache, logits_to_keep=1)
+    handle.remove()
+    if cut is not None:
+        cache.crop(cut)
+    with torch.no_grad():
+        assert model(ids[:, :3], past_key_values=cache).logits.shape[1] == 3
+        other = KeepCache(model, "kv-direct", 16, chunk=16)
+        assert model.model(ids, past_key_values=other).last_hidden_state.shape[1] == 60

@@ -1,32 +1,26 @@
-"""What others build upon: the names that kvkeep exports, parts that are added, which of them go together, and that
-imports go one way."""
+"""What others build upon: the names that kvkeep exports, and which parts go together."""
 
 from __future__ import annotations
 
-import ast
+import itertools
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 from families import tiny
 from helpers import prompt, step
 
 import kvkeep
-from kvkeep import KeepCache, Selector, UsageError
+from kvkeep import KeepCache, UsageError
 from kvkeep.policies import registry
-from kvkeep.policies.methods import parts, resolve
+from kvkeep.policies.methods import Method, combined, parts, resolve
+from kvkeep.policies.recalls.evicted import Evicted
 
 ROOT = Path(__file__).parents[1]
-ORDER = (
-    *("errors", "extras", "geometry", "files", "budget", "models", "attention", "memory", "contracts", "stores"),
-    *("policies", "passes", "stream", "report", "transfer", "cache", "stock", "decode", "plan", "cli", "__main__"),
-)
-"""The rooms of src/kvkeep: each imports only from those before it."""
 
 
 # -- names ------------------------------------------------------------------------------------------------
@@ -45,7 +39,7 @@ def test_pages_name_what_is_exported() -> None:
     rooms = {path.stem for path in (ROOT / "src" / "kvkeep").iterdir()}
     for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
         named = set(re.findall(r"\bkvkeep\.([A-Za-z]\w*)", page.read_text(encoding="utf-8")))
-        assert named <= {*kvkeep.__all__, *rooms, "parts", "md", "git"}, page.name
+        assert named <= {*kvkeep.__all__, *rooms, "commands", "parts", "md", "git"}, page.name
 
 
 def test_importing_kvkeep_imports_neither_torch_nor_transformers() -> None:
@@ -54,114 +48,38 @@ def test_importing_kvkeep_imports_neither_torch_nor_transformers() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
 
 
-# -- imports ----------------------------------------------------------------------------------------------
-
-
-def imported(tree: ast.Module) -> Iterator[str]:
-    """The rooms that a module imports from, but those it names in annotations alone."""
-    unseen = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-        for inner in ast.walk(node)
-    }
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and id(node) not in unseen:
-            names = [node.module or ""] if node.module != "kvkeep" else [f"kvkeep.{one.name}" for one in node.names]
-        elif isinstance(node, ast.Import):
-            names = [one.name for one in node.names]
-        else:
-            continue
-        yield from (name.split(".")[1] for name in names if name.startswith("kvkeep."))
-        assert not any(name.startswith("kvkeep_lab") for name in names), "the lab is another package"
-
-
-def test_imports_go_one_way() -> None:
-    root = ROOT / "src" / "kvkeep"
-    for path in root.rglob("*.py"):
-        own = path.relative_to(root).parts[0].removesuffix(".py")
-        if own == "__init__":
-            continue
-        assert own in ORDER, f"'{own}' has no place in the order of rooms"
-        for room in imported(ast.parse(path.read_text(encoding="utf-8"))):
-            assert ORDER.index(room) <= ORDER.index(own), f"{path.relative_to(root)} imports from '{room}'"
-
-
 # -- parts ------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class EverySecond(Selector):
-    """Odd slots leave first."""
-
-    leaves: ClassVar[str] = "odd slots"
-    source: ClassVar[str] = "tests/test_structure.py"
-
-    def rank(self, entries):  # type: ignore[no-untyped-def]
-        return -(entries.slots % 2)
-
-
-@pytest.fixture
-def added(monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setitem(registry.SELECTORS, "every-second", EverySecond)  # which is undone
-    del registry.SELECTORS["every-second"]
-    kvkeep.register("every-second", EverySecond)
-    return "every-second"
-
-
-def test_a_registered_selector_is_a_method_like_any_other(added: str) -> None:
-    assert kvkeep.methods()[added].leaves == "odd slots" and parts()["selectors"][added] is EverySecond
-    for spec in (added, f"{added}+quantize:4", f"{added}+verified"):
-        cache = KeepCache(tiny("llama"), spec, 100)
-        step("llama", cache, prompt(1, 140))
-        if spec == added:
-            assert all(states[..., ::2].all() for states in cache.entry_states())
-    kvkeep.register(added, EverySecond)  # the same again
-
-
-@pytest.mark.parametrize(
-    ("name", "part", "words"),
-    [
-        ("h2o", EverySecond, "another part already"),
-        ("full", EverySecond, "another part already"),
-        ("two+names", EverySecond, "cannot be the name"),
-        ("", EverySecond, "cannot be the name"),
-        ("some", dict, "no selector, fate, recall or preset"),
-        ("some", EverySecond(), "no selector, fate, recall or preset"),
-    ],
-)
-def test_what_cannot_be_registered_is_said(name: str, part: object, words: str) -> None:
-    with pytest.raises(UsageError, match=words):
-        kvkeep.register(name, part)  # type: ignore[arg-type]
-    assert name not in ("two+names", "", "some") or name not in kvkeep.methods()
-
-
-def specs() -> Iterator[str]:
-    """Every selector with every fate and every recall, and every preset with every recall."""
+def combinations() -> Iterator[Method]:
+    """Every selector with every fate and every recall, and every preset with every recall, allowed or not."""
     known = parts()
-    for recall in ("", *known["recalls"]):
-        tail = f"+{recall}" if recall else ""
-        for selector in known["selectors"]:
+    recalls = {"": Evicted} | known["recalls"]
+    for name, recall in recalls.items():
+        tail = f"+{name}" if name else ""
+        for selector, fate in itertools.product(known["selectors"], known["fates"]):
             if selector != "kvpress":  # which is none without the name of a press
-                yield from (f"{selector}+{fate}{tail}" for fate in known["fates"])
-        yield from (f"{preset}{tail}" for preset in registry.PRESETS)
+                chosen = known["selectors"][selector](), known["fates"][fate](), recall()
+                yield combined(f"{selector}+{fate}{tail}", *chosen)
+        for preset in registry.PRESETS:
+            yield replace(resolve(preset), name=preset + tail, **({"recall": recall()} if name else {}))
 
 
 def test_every_combination_works_or_says_why_not() -> None:
     """Of about 700; some read a text."""
-    refused, taken = {}, []
-    for spec in specs():
-        try:
-            resolve(spec)
-        except UsageError as error:
-            refused[spec] = str(error)
+    refused, taken = 0, []
+    for made in combinations():
+        reason = made.refusal()
+        if reason is None and not made.name.startswith("kv-lru+"):
+            taken.append(made.name)
             continue
-        taken.append(spec)
-    for spec, reason in refused.items():
-        assert reason.startswith(f"'{spec}' is not understood") and reason.endswith("."), reason
-        why = reason.partition("is not understood")[2].lstrip(".: ")
-        assert ". " not in why and len(why.split()) > 5, reason
-    assert len(refused) < len(taken) > 400
+        why = f". {reason}" if reason else ": 'kv-lru' is a method of its own, without another recall."
+        assert why.endswith(".") and ". " not in why[2:] and len(why.split()) > 5, why
+        with pytest.raises(UsageError) as error:
+            resolve(made.name)
+        assert str(error.value) == f"'{made.name}' is not understood{why}"
+        refused += 1
+    assert refused < len(taken) > 400
     for number, spec in enumerate(taken):
         method = resolve(spec)
         given = {

@@ -153,7 +153,7 @@ def test_the_kernel_on_a_familys_layers(family: str, on_this_device: None) -> No
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(2, 45, 32, generator=generator).to(DEVICE)
     positions = torch.stack([torch.arange(7, 52), torch.arange(45)]).to(DEVICE)
-    for layer in range(4):
+    for layer in (2, 3):  # gemma3's differ in their windows and rotations
         projection = adapter.projection(layer)
         assert projection is not None
         query = torch.randn(2, 4, 3, projection.head_dim, generator=generator).to(DEVICE)
@@ -175,7 +175,7 @@ def test_the_kernel_within_a_cache(family: str, checkpoint: str, on_this_device:
     """A padded batch: logits as without a bounded cache; where residuals are at hand, no keys or values are written."""
     model = tiny(family, 2).to(DEVICE)
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(1, VOCABULARY, (2, 44), generator=generator).to(DEVICE)
+    ids = torch.randint(1, VOCABULARY, (2, 42), generator=generator).to(DEVICE)
     mask = torch.ones_like(ids)
     mask[0, :5] = 0
     positions = (mask.cumsum(1) - 1).clamp(min=0)
@@ -183,7 +183,7 @@ def test_the_kernel_within_a_cache(family: str, checkpoint: str, on_this_device:
         plain = model(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
         cache = KeepCache(model, "kv-direct", 20, checkpoint=checkpoint, where="host", chunk=20, page=32)
         rows = []
-        for start, stop in ((0, 40), *((step, step + 1) for step in range(40, 44))):
+        for start, stop in ((0, 40), *((step, step + 1) for step in (40, 41))):
             given: dict[str, Any] = {"attention_mask": mask[:, :stop], "position_ids": positions[:, start:stop]}
             rows.append(model(ids[:, start:stop], past_key_values=cache, **given).logits)
     assert recall._agrees.cache_info().currsize  # it was asked for

@@ -21,8 +21,7 @@ Run = Callable[..., tuple[int, str, str]]
 NOTE = ["the man was here", "and the", "of it", "was it for", "by from her"]
 
 
-@pytest.mark.parametrize("columns", [80, 40])
-@pytest.mark.parametrize("method", ["stock", "full"])
+@pytest.mark.parametrize(("method", "columns"), [("stock", 80), ("full", 40)])
 def test_an_answer_without_a_budget_is_one_line(run: Run, model_folder: Path, method: str, columns: int) -> None:
     """A bar of what is read stays on a terminal until the first token, and breaks every line of text while it does."""
     common = ("generate", "-m", str(model_folder), "-x", method, "-p", "the man was here", "-n", "24")

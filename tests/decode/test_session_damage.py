@@ -11,10 +11,11 @@ import pytest
 import torch
 from cases import CASES, new_cache, pairs
 from families import tiny
+from helpers import step
 from safetensors import safe_open
 from torch import Tensor
 
-from kvkeep import KeepCache, KvkeepError, Session, SessionError, load_session, save_session
+from kvkeep import KvkeepError, Session, SessionError, load_session, save_session
 from kvkeep.decode.session_file import write
 
 Tensors = dict[str, Tensor]
@@ -25,29 +26,24 @@ DTYPES = (torch.float32, torch.float16, torch.int64, torch.int32, torch.uint8, t
 def saved(name: str, family: str, path: Path, rows: int = 2) -> None:
     cache, case = new_cache(name, family), CASES[name]
     ids = torch.randint(2, 97, (rows, case.length), generator=torch.Generator().manual_seed(1))
-    read(cache, ids)
+    step(cache.model, cache, ids)
     save_session(path, Session(cache, ids.tolist(), {"who": "me"}))
-
-
-def read(cache: KeepCache, ids: Tensor) -> None:
-    with torch.no_grad():
-        cache.model(ids, past_key_values=cache, logits_to_keep=1)
 
 
 def use(session: Session, path: Path) -> None:
     """Do with a session whatever is done with one."""
     cache = session.cache
     rows = cache.rows or 1
-    read(cache, torch.full((rows, 3), 5))
+    step(cache.model, cache, torch.full((rows, 3), 5))
     cache.memory(), cache.describe()
     try:
         cache.crop(-1)
     except (KvkeepError, RuntimeError) as error:
         assert isinstance(error, KvkeepError) or "record_past" in str(error) or "past states" in str(error), error
-        read(cache, torch.full((rows, 1), 7))
+        step(cache.model, cache, torch.full((rows, 1), 7))
     cache.reorder_cache(torch.arange(rows).flip(0))
     for _ in range(3):
-        read(cache, torch.full((rows, 11), 9))
+        step(cache.model, cache, torch.full((rows, 11), 9))
     save_session(path, Session(cache, [[1] * cache.get_seq_length()] * rows))
 
 

@@ -305,3 +305,11 @@ def test_stop_strings_end_a_run_of_rounds() -> None:
         for cache, options in ((new_cache(KV, "llama"), {"custom_generate": kvkeep.verified}), (stock("llama"), {}))
     )
     assert PROMPT < ours.shape[1] < free.shape[1] and torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gemma4"])
+def test_a_budget_in_bytes_holds_after_rounds_beside_sliding_windows(family: str) -> None:
+    cache = KeepCache(tiny(family), "snapkv+verified", "24KB", checkpoint="kv", where="host")
+    generate(family, cache, prompt(1, 45), custom_generate=kvkeep.verified)
+    held = cache.memory()
+    assert held.resident_bytes + held.compressed_bytes <= 24_000

@@ -226,7 +226,7 @@ def test_a_header_that_asks_for_more_layers_than_there_are_is_refused(gguf_file:
 
 
 def test_a_file_that_lacks_a_tensor_is_refused(gguf_file: Path) -> None:
-    gguf_file.write_bytes(gguf_file.read_bytes().replace(b"blk.0.attn_v.weight", b"blk.7.attn_v.weight"))
+    gguf_file.write_bytes(gguf_file.read_bytes().replace(b"blk.0.attn_v.weight", b"blk.0.attn_w.weight"))
     with pytest.raises(ModelError, match="it comes without model.layers.0.self_attn.v_proj.weight"):
         load(gguf_file)
     assert copies() == []

@@ -204,14 +204,6 @@ def test_available_counts_what_lies_on_disk(model_folder: Path) -> None:
     assert (row.path, row.bytes_on_disk) == (folder, 1000 + sum(file.stat().st_size for file in folder.iterdir()))
 
 
-@pytest.fixture(scope="module")
-def smollm2() -> object:
-    try:
-        return load("smollm2", device="cpu")
-    except ModelError as error:
-        pytest.skip(str(error))
-
-
 @pytest.mark.real
 def test_the_default_model_answers(smollm2: object) -> None:
     model, tokenizer = smollm2.model, smollm2.tokenizer  # type: ignore[attr-defined]

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
+from families import tiny
+from helpers import prompt, step
 from torch import Tensor
 
-from kvkeep import Selector, UsageError, methods, register
+from kvkeep import KeepCache, Selector, UsageError, methods, register
 from kvkeep.contracts import Candidates
 from kvkeep.policies import registry
 from kvkeep.policies.fates.drop import Drop
 from kvkeep.policies.methods import resolve
 from kvkeep.policies.registry import FATES, PRESETS, RECALLS, SELECTORS
+
+pytestmark = pytest.mark.usefixtures("registered")
 
 
 @dataclass(frozen=True)
@@ -28,18 +31,6 @@ class Oldest(Selector):
 
     def rank(self, entries: Candidates) -> Tensor:
         return -entries.slots
-
-
-@pytest.fixture(autouse=True)
-def _as_before() -> Iterator[None]:
-    """What a test registers is gone after it."""
-    methods()  # loads what installed packages add
-    kinds: list[dict[str, Any]] = [SELECTORS, FATES, RECALLS, PRESETS]
-    before = [dict(kind) for kind in kinds]
-    yield
-    for kind, own in zip(kinds, before, strict=True):
-        kind.clear()
-        kind.update(own)
 
 
 def test_names_are_unambiguous() -> None:
@@ -56,7 +47,11 @@ def test_what_is_registered_is_a_method_and_may_be_registered_again() -> None:
     for _ in range(2):
         register("oldest", Oldest)
     assert resolve("oldest:few=5+checkpoint").selector == Oldest(5) and "oldest" in methods()
-    assert methods()["oldest"].summary == "The oldest stay."
+    assert methods()["oldest"].summary == "The oldest stay." and methods()["oldest"].leaves == "newest"
+    for spec in ("oldest", "oldest+quantize:4", "oldest+verified"):
+        cache = KeepCache(tiny("llama"), spec, 100)
+        step("llama", cache, prompt(1, 140))
+        assert spec != "oldest" or all(states[..., :80].all() for states in cache.entry_states())
 
 
 @pytest.mark.parametrize(
@@ -68,6 +63,7 @@ def test_what_is_registered_is_a_method_and_may_be_registered_again() -> None:
         ("h2o", Oldest, "'h2o' is the name of another part"),
         ("verified", Drop, "'verified' is the name of another part"),
         ("kv-direct", Oldest, "'kv-direct' is the name of another part"),
+        ("full", Oldest, "'full' is the name of another part"),
         ("thing", int, "no selector, fate, recall or preset"),
         ("thing", Oldest(), "no selector, fate, recall or preset"),
     ],

@@ -154,3 +154,14 @@ def test_of_those_that_rank_the_same_the_oldest_leave_and_the_oldest_come_back()
     layer.resident.arrive(key[0], key[0])
     left = layer.resident.admit(key[0], key[0], 100)
     assert isinstance(left, Evicted) and left.slots.flatten().tolist() == oldest
+
+
+@pytest.mark.parametrize("padding", [30, 150])
+def test_rows_padded_by_more_than_a_chunk(padding: int) -> None:
+    ids = torch.randint(2, 97, (1, 170), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[:, :padding] = 0
+    cache = KeepCache(tiny("llama"), "h2o+sketch", 64)
+    with torch.no_grad():
+        logits = tiny("llama")(ids, attention_mask=mask, past_key_values=cache).logits
+    assert logits[:, padding:].isfinite().all() and cache.get_seq_length() == 170

@@ -206,7 +206,9 @@ def _open(decoder: nn.Module, given: dict[str, Any], cache: Taking | None) -> tu
     return (), given
 
 
-def _all_but_last_chunk(decoder: nn.Module, given: dict[str, Any], cache: Taking, total: int, keep: int) -> dict[str, Any]:
+def _all_but_last_chunk(
+    decoder: nn.Module, given: dict[str, Any], cache: Taking, total: int, keep: int
+) -> dict[str, Any]:
     """Run all chunks of a long input but the last; return the last one's arguments.
 
     The first chunk takes the remainder, so that the last queries of a prompt share a chunk. Outputs of earlier chunks
