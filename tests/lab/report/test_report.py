@@ -29,7 +29,7 @@ FRONT = [
     "Where ours agree",
     "What cannot be told yet",
     "Claims that were not measured",
-    "What could not be run here",
+    "What was not run",
 ]
 
 

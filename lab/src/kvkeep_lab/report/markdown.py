@@ -19,7 +19,7 @@ _JUDGED = {
 }
 """A section for each outcome, and what stands there if there is none."""
 
-_MISSING = "What could not be run here"
+_MISSING = "What was not run"
 
 FRONT = (*(title for title, _ in _JUDGED.values()), _MISSING)
 """The sections that come before the chapters."""
