@@ -49,16 +49,13 @@ def _headings(parts: Iterable[str]) -> list[str]:
     return [line.lstrip("# ") for part in parts for line in part.splitlines() if re.match("#+ ", line)]
 
 
-def slug(title: str) -> str:
-    """Return the anchor that a heading has on GitHub, and on the page."""
-    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
-
-
 def anchors(titles: Sequence[str]) -> list[str]:
-    """Return the anchors of headings that follow each other; a repeated one gets a number."""
+    """Return the anchors that headings, one after another, have on GitHub and on the page; a repeated one gets a
+    number."""
     seen: Counter[str] = Counter()
     made = []
-    for anchor in map(slug, titles):
+    for title in titles:
+        anchor = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
         made.append(f"{anchor}-{seen[anchor]}" if seen[anchor] else anchor)
         seen[anchor] += 1
     return made
