@@ -75,8 +75,11 @@ class FatePress:
     """Has no score."""
 
 
-@pytest.fixture
-def package(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def _package(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """A double of it, for all tests but those of the package itself."""
+    if "real" in request.fixturenames:
+        return
     double = ModuleType("kvpress")
     for press in (ScorerPress, EvenPress, WindowPress, WholePress, OtherFamilyPress, NestedPress, FatePress):
         setattr(double, press.__name__, press)
@@ -99,7 +102,6 @@ def stock_keys(tokens: torch.Tensor) -> torch.Tensor:
     return cache.layers[0].keys[0]
 
 
-@pytest.mark.usefixtures("package")
 def test_the_highest_scores_stay_and_later_entries_beside_them() -> None:
     """Layer 0's keys follow from the tokens alone, so who stays is known. Decoded tokens have no score and stay; the
     lowest score leaves for each."""
@@ -116,7 +118,6 @@ def test_the_highest_scores_stay_and_later_entries_beside_them() -> None:
     assert resident(cache) == [list(range(47, 63))] * 2  # no scored entry is left: the newest
 
 
-@pytest.mark.usefixtures("package")
 def test_what_a_press_is_shown() -> None:
     tokens = prompt(1, 40)
     cache = new("EvenPress,sign=-1")
@@ -138,7 +139,6 @@ def test_what_a_press_is_shown() -> None:
     assert "rotary_emb" not in dict(attention.named_modules())
 
 
-@pytest.mark.usefixtures("package")
 @pytest.mark.parametrize(
     ("family", "kind"), [("llama", "kv"), ("qwen3", "residual"), ("gemma3", "tokens"), ("phi3", "residual")]
 )
@@ -149,7 +149,6 @@ def test_exact_with_checkpoints(family: str, kind: str) -> None:
     assert_same(generate(family, cache, ids, mask), generated(family, (45, 45)))
 
 
-@pytest.mark.usefixtures("package")
 def test_a_chunk_too_short_for_the_press_waits_for_the_next() -> None:
     cache = new("window", chunk=12)
     step("llama", cache, prompt(1, 12 + 12))
@@ -158,7 +157,6 @@ def test_a_chunk_too_short_for_the_press_waits_for_the_next() -> None:
     assert all(head[-5:] == [24, 25, 26, 27, 28] for head in resident(cache))
 
 
-@pytest.mark.usefixtures("package")
 def test_rollback_and_rows() -> None:
     """After a rollback heads hold different numbers of entries; rows are reordered with their scores."""
     tokens = prompt(2, 40)
@@ -170,7 +168,6 @@ def test_rollback_and_rows() -> None:
     assert all(len(head) == 16 and max(head) < 45 for head in resident(cache))
 
 
-@pytest.mark.usefixtures("package")
 def test_a_model_is_hooked_once_and_other_caches_leave_nothing_behind() -> None:
     from kvkeep.policies.selectors import kvpress as adapter
 
@@ -184,7 +181,6 @@ def test_a_model_is_hooked_once_and_other_caches_leave_nothing_behind() -> None:
     assert adapter._running.get() is None
 
 
-@pytest.mark.usefixtures("package")
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
@@ -200,7 +196,6 @@ def test_names_and_values_that_are_not_understood(spec: str, words: str) -> None
         resolve(spec)
 
 
-@pytest.mark.usefixtures("package")
 def test_what_cannot_be_served_is_said() -> None:
     with pytest.raises(UsageError, match=r"needs the name of a press \(kvpress:snapkv\): even, nested"):
         KeepCache(tiny("llama"), "kvpress", budget=16)
