@@ -158,14 +158,17 @@ def test_a_chunk_too_short_for_the_press_waits_for_the_next() -> None:
 
 
 def test_rollback_and_rows() -> None:
-    """After a rollback heads hold different numbers of entries; rows are reordered with their scores."""
-    tokens = prompt(2, 40)
-    cache = new("even")
-    step("llama", cache, tokens)
-    cache.crop(-15)
+    """After a rollback heads hold different numbers of entries; rows are reordered with their scores. With a checkpoint
+    what follows is exact."""
+    tokens, more, cache, twin = prompt(2, 40), prompt(2, 20), new("even"), new("even+checkpoint:kv")
+    for own in (cache, twin):
+        step("llama", own, tokens)
+        own.crop(-15)
     cache.reorder_cache(torch.tensor([1, 0]))
-    step("llama", cache, prompt(2, 20))
+    step("llama", cache, more)
     assert all(len(head) == 16 and max(head) < 45 for head in resident(cache))
+    whole = expected("llama", torch.cat([tokens[:, :25], more], 1))
+    assert_near(step("llama", twin, more)[:, -1], whole[:, -1])
 
 
 def test_a_model_is_hooked_once_and_other_caches_leave_nothing_behind() -> None:

@@ -98,8 +98,8 @@ class Rule:
         return scores
 
     def rank(self, scores: Array, keys: Array, budget: int) -> Array:
-        """Return what decides, the highest stay. keys: (kv_heads, slots, dim)."""
-        raise NotImplementedError
+        """Return what decides, the highest stay: the scores, unless it says otherwise. keys: (kv_heads, slots, dim)."""
+        return scores
 
 
 class Newest(Rule):
@@ -126,9 +126,6 @@ class HeavyHitters(Rule):
 class LastQuery(Rule):
     def observe(self, scores: Array, weights: Array, kept: Array) -> Array:
         return np.broadcast_to(weights[:, -1].mean(0), scores.shape)
-
-    def rank(self, scores: Array, keys: Array, budget: int) -> Array:
-        return scores
 
 
 class Votes(Rule):
