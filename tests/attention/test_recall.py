@@ -210,13 +210,8 @@ def test_it_compiles_for_gpus_that_are_not_here(
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     settings = kernel.settings(dtype, 128, 8)
     options = {name: settings.pop(name) for name in ("num_warps", "num_stages")}
-    constants = settings | {
-        "ENTRIES": kernel.ENTRIES,
-        "MASK": 1,
-        "KEY_BIAS": True,
-        "VALUE_BIAS": True,
-        "KEY_NORM": True,
-    }
+    constants = settings | {"ENTRIES": kernel.ENTRIES, "MASK": 1}
+    constants |= dict.fromkeys(("KEY_BIAS", "VALUE_BIAS", "KEY_NORM"), True)
     model = {torch.float32: "*fp32", torch.bfloat16: "*bf16"}[dtype]
     types = {"mask": "*u8", "output": "*fp32", "lse": "*fp32"}
     types |= dict.fromkeys(("query", "hidden", "norm", "key_weight", "value_weight", "key_bias", "value_bias"), model)

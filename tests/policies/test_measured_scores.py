@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from families import tiny
+from helpers import prompt, step
 from transformers import AutoModelForCausalLM
 
 from kvkeep import KeepCache, UsageError
@@ -56,8 +57,7 @@ def test_layers_share_the_budget_by_information(tmp_path: Path) -> None:
     cache = KeepCache(tiny("llama"), f"h2o-fisher:least=0.2,scores={scores}", 100)
     assert [own for (own,) in cache.budgets or ()] == [180, 100, 80, 40]
     cache = KeepCache(tiny("llama"), f"h2o-fisher:scores={scores}+sketch:0.2,swap=1.1", 100, chunk=20)
-    with torch.no_grad():
-        tiny("llama")(torch.randint(2, 97, (1, 200)), past_key_values=cache)
+    step("llama", cache, prompt(1, 200))
     memory = cache.memory()
     assert memory.resident_bytes + memory.compressed_bytes <= 100 * cache.geometry.kv_bytes_per_token
 
@@ -69,10 +69,9 @@ def test_scores_are_the_attention_paid_to_the_passkey() -> None:
     assert scores.shape == (4, 2) and bool((scores >= 0).all()) and bool((scores <= 1).all())
     seen: list[torch.Tensor] = []
     honest = heads.decoder_of
+    shown = lambda model: lambda **given: seen.append(given["input_ids"]) or honest(model)(**given)  # noqa: E731
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            heads, "decoder_of", lambda model: lambda **given: seen.append(given["input_ids"]) or honest(model)(**given)
-        )
+        patch.setattr(heads, "decoder_of", shown)
         assert torch.equal(heads._measured(model, geometry("llama")), scores)
     ids, passkey = seen[0], heads.PASSKEY
     eager = AutoModelForCausalLM.from_config(deepcopy(model.config), attn_implementation="eager").eval()
@@ -97,8 +96,7 @@ def test_budgets_follow_the_file(tmp_path: Path) -> None:
     few, many = 10, (40 * 8 - 5 * 10) // 3
     assert [list(layer) for layer in cache.budgets] == [[many, few], [few, many], [few, few], [many, few]]
     assert cache.describe()[0].note == f"by head: {many}, {few}"
-    with torch.no_grad():
-        tiny("llama")(torch.randint(2, 97, (1, 120)), past_key_values=cache)
+    step("llama", cache, prompt(1, 120))
     held = sum(layer.resident.held().sum().item() for layer in cache.layers)
     assert held == sum(map(sum, cache.budgets)) <= 40 * 8
     assert cache.resident_bytes() == held * 2 * 8 * 4  # keys and values of 8 float32 each: nothing is masked away

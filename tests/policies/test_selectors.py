@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers import forward
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -80,8 +81,7 @@ def read(cache: KeepCache, chunks: list[int], seed: int, rows: int = 1) -> None:
     """Take in vectors drawn at random, so that no two entries are alike, in chunks of these lengths."""
     generator = torch.Generator().manual_seed(seed)
     for count in chunks:
-        with torch.no_grad():
-            model()(inputs_embeds=torch.randn(rows, count, WIDTH, generator=generator), past_key_values=cache)
+        forward(model(), cache, torch.randn(rows, count, WIDTH, generator=generator))
 
 
 # -- the reference ----------------------------------------------------------------------------------

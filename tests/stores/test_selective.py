@@ -191,9 +191,9 @@ def test_kinds_give_the_same() -> None:
 @pytest.mark.parametrize(
     ("family", "method"),
     [
+        *((own, "kv-lru") for own in ("llama", LATENT, "gemma4")),
         ("gemma3", "h2o+verified:4"),
         ("gpt2", "knorm+pages:1"),
-        *((own, "kv-lru") for own in ("llama", LATENT, "gemma4")),
     ],
 )
 def test_evict_and_recall_by_hand(family: str, method: str) -> None:
@@ -244,21 +244,16 @@ def test_methods_without_all_entries_in_checkpoints_say_so() -> None:
 
     for method in ("h2o", "kv-direct", "h2o+checkpoint", "h2o+quantize:4", "h2o+merge+verified"):
         cache = new(method, 300)
-        for call, given in ((cache.evict, 1), (cache.recall, [0])):
+        for call in (lambda cache=cache: cache.evict(1), lambda cache=cache: cache.recall([0])):
             with pytest.raises(UsageError, match="kv-lru"):
-                call(given)
+                call()
         assert cache.certificate() == []
     with pytest.raises(UsageError, match="tokens"):
         new("h2o+verified", BUDGET, checkpoint="tokens").recall([0])
     cache = new("kv-lru", BUDGET)
-    for call, given in (
-        (cache.recall, ([40],)),
-        (cache.recall, ([-1],)),
-        (cache.recall, ([0], -1)),
-        (cache.evict, (-1,)),
-    ):
+    for call, *own in ((cache.recall, [40]), (cache.recall, [-1]), (cache.recall, [0], -1), (cache.evict, -1)):
         with pytest.raises(UsageError, match="0 or more"):
-            call(*given)
+            call(*own)
 
 
 @pytest.mark.parametrize("kind", ["kv", "residual"])
