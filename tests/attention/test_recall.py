@@ -210,14 +210,9 @@ def test_it_compiles_for_gpus_that_are_not_here(
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     settings = kernel.settings(dtype, 128, 8)
     options = {name: settings.pop(name) for name in ("num_warps", "num_stages")}
-    constants = settings | {
-        "ENTRIES": kernel.ENTRIES,
-        "MASK": 1,
-        "KEY_BIAS": True,
-        "VALUE_BIAS": True,
-        "KEY_NORM": True,
-    }
-    model = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}[dtype]
+    constants = settings | {"ENTRIES": kernel.ENTRIES, "MASK": 1}
+    constants |= dict.fromkeys(("KEY_BIAS", "VALUE_BIAS", "KEY_NORM"), True)
+    model = {torch.float32: "*fp32", torch.bfloat16: "*bf16"}[dtype]
     types = {"mask": "*u8", "output": "*fp32", "lse": "*fp32"}
     types |= dict.fromkeys(("query", "hidden", "norm", "key_weight", "value_weight", "key_bias", "value_bias"), model)
     types |= dict.fromkeys(("key_norm", "cos", "sin"), model) | dict.fromkeys(constants, "constexpr")
@@ -240,22 +235,17 @@ def test_weights_are_read_where_they_give_the_same(family: str) -> None:
     for layer, projection in enumerate(found):
         if projection is not None:
             with torch.no_grad():
-                pairs = zip(
-                    projection.form(hidden, adapter.rotation(layer, hidden, positions)),
-                    adapter.project(layer, hidden, positions),
-                    strict=True,
-                )
-                for mine, modules in pairs:
-                    torch.testing.assert_close(mine, modules, atol=1e-4, rtol=1e-4)
+                formed = projection.form(hidden, adapter.rotation(layer, hidden, positions))
+                modules = adapter.project(layer, hidden, positions)
+            torch.testing.assert_close((*formed,), (*modules,), atol=1e-4, rtol=1e-4)
 
 
 def test_without_a_gpu_plain_operations_are_used() -> None:
     query, hidden, projection, angles, scaling = case()
     if DEVICE == "cpu":
         assert not recall.available(torch.device("cpu")) and not recall.fused(query, hidden, projection)
-        mine = recall_attend(query, hidden, projection, angles, scaling)
-        for ours, plain in zip(mine, recall.formed_attend(query, hidden, projection, angles, scaling), strict=True):
-            assert torch.equal(ours, plain)
+        given = query, hidden, projection, angles, scaling
+        assert all(map(torch.equal, recall_attend(*given), recall.formed_attend(*given)))
 
 
 @pytest.mark.parametrize("fault", ["absent", "raises", "differs"])

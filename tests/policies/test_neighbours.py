@@ -106,11 +106,11 @@ def test_where_the_output_lies_between_the_values_the_closed_form_is_off() -> No
 def test_shares_leave_the_segment_where_one_has_most_of_the_attention() -> None:
     case = Case(2, line=True)
     pairs = case.pairs()
-    half = Pairs(
-        pairs.keys, pairs.values, (torch.full((1, 1), 0.6), torch.full((1, 1), 0.01)), pairs.output, None, pairs.real
+    most, nothing = (
+        Pairs(pairs.keys, pairs.values, tuple(torch.tensor(given).view(2, 1, 1)), pairs.output, None, pairs.real)
+        for given in ((0.6, 0.01), (0.0, 0.0))
     )
-    assert not 0 <= float(KVSlimmer().share(half)) <= 1
-    nothing = Pairs(pairs.keys, pairs.values, (torch.zeros(1, 1), torch.zeros(1, 1)), pairs.output, None, pairs.real)
+    assert not 0 <= float(KVSlimmer().share(most)) <= 1
     assert KVSlimmer().share(nothing).isnan().all()
 
 

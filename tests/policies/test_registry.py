@@ -1,22 +1,23 @@
-"""The registry: parts of others become methods like kvkeep's own, and names stay unambiguous."""
+"""The registry: parts of others become methods like kvkeep's own, and names with parameters, as people write them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 from families import tiny
 from helpers import prompt, step
 from torch import Tensor
 
-from kvkeep import KeepCache, Selector, UsageError, methods, register
+from kvkeep import Fate, KeepCache, Selector, UsageError, methods, register
 from kvkeep.contracts import Candidates
 from kvkeep.policies import registry
 from kvkeep.policies.fates.drop import Drop
 from kvkeep.policies.methods import resolve
 from kvkeep.policies.registry import FATES, PRESETS, RECALLS, SELECTORS
+from kvkeep.policies.specs import build, parameters
 
 pytestmark = pytest.mark.usefixtures("registered")
 
@@ -57,18 +58,11 @@ def test_what_is_registered_is_a_method_and_may_be_registered_again() -> None:
 @pytest.mark.parametrize(
     ("name", "part", "words"),
     [
-        ("", Oldest, "cannot be the name of a part"),
-        ("the oldest", Oldest, "cannot be the name of a part"),
-        ("old+est", Oldest, "cannot be the name of a part"),
-        ("stock", Oldest, "cannot be the name of a part"),
-        (3, Oldest, "cannot be the name of a part"),
-        ("abstract", Selector, "'Selector' does not implement rank"),
-        ("h2o", Oldest, "'h2o' is the name of another part"),
+        *((name, Oldest, "cannot be the name of a part") for name in ("", "the oldest", "old+est", "stock", 3)),
+        *((name, Oldest, f"'{name}' is the name of another part") for name in ("h2o", "kv-direct", "full")),
+        ("abstract", Fate, "'Fate' does not implement store"),
         ("verified", Drop, "'verified' is the name of another part"),
-        ("kv-direct", Oldest, "'kv-direct' is the name of another part"),
-        ("full", Oldest, "'full' is the name of another part"),
-        ("thing", int, "no selector, fate, recall or preset"),
-        ("thing", Oldest(), "no selector, fate, recall or preset"),
+        *(("thing", part, "no selector, fate, recall or preset") for part in (int, Oldest())),
     ],
 )
 def test_what_cannot_be_registered_is_said(name: str, part: type[Selector], words: str) -> None:
@@ -90,3 +84,70 @@ def test_plugins_are_loaded_and_broken_ones_left_out(
     registry.load_plugins.__wrapped__()
     assert SELECTORS["oldest"] is Oldest and "other" not in SELECTORS
     assert "The part 'other' of 'theirs:Other' is left out: no such module" in caplog.text
+
+
+# -- parameters -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Thing:
+    count: int = 3
+    share: float = 0.5
+    word: str = "none"
+
+
+@dataclass(frozen=True)
+class Word:
+    word: str = ""
+
+
+@dataclass(frozen=True)
+class Bare:
+    pass
+
+
+THINGS: dict[str, type[Any]] = {"thing": Thing, "word": Word, "bare": Bare}
+
+
+@pytest.mark.parametrize(
+    ("text", "made"),
+    [
+        ("thing", Thing()),
+        ("thing:", Thing()),
+        ("thing:7", Thing(7)),
+        ("thing:count=-7", Thing(-7)),
+        ("thing:share=1", Thing(share=1.0)),
+        ("thing:7,word=a", Thing(7, word="a")),
+        ("thing:word=a=b,count=7", Thing(7, word="a=b")),
+        ("word:a:b", Word("a:b")),  # a checkpoint kind has a colon of its own
+        ("word:word=a:b", Word("a:b")),
+        ("bare:", Bare()),
+    ],
+)
+def test_parameters(text: str, made: Any) -> None:
+    built = build("thing", text, THINGS)
+    assert built == made and [*map(type, vars(built).values())] == [*map(type, vars(made).values())]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("thng", ["Unknown kind 'thng'", "did you mean thing?", "bare, thing, word"]),
+        (":7", ["Unknown kind ''", "bare, thing, word"]),
+        ("thing:conut=7", ["'thing:conut=7'", "kind 'thing'", "count, share, word"]),
+        ("thing:7,8", ["'thing:7,8'", "count, share, word"]),  # only the first may go without a name
+        ("thing:=7", ["count, share, word"]),
+        ("thing:seven", ["count is a whole number, not 'seven'"]),
+        ("thing:count=7.5", ["count is a whole number, not '7.5'"]),
+        ("thing:share=half", ["share is a number, not 'half'"]),
+        ("bare:7", ["kind 'bare' takes no parameters"]),
+    ],
+)
+def test_what_is_not_understood_is_said(text: str, words: list[str]) -> None:
+    with pytest.raises(UsageError) as raised:
+        build("kind", text, THINGS)
+    assert all(word in str(raised.value) for word in words), raised.value
+
+
+def test_parameters_have_defaults() -> None:
+    assert parameters(Thing) == {"count": 3, "share": 0.5, "word": "none"} and parameters(Bare) == {}

@@ -41,25 +41,6 @@ def test_equals_reading_what_is_kept(family: str, first: int) -> None:
     assert done > 150
 
 
-def test_rows_of_different_length() -> None:
-    """Padded rows have sinks of their own, and follow their own window; they may change places."""
-    ids, mask = prompt(3, 120), torch.ones(3, 120, dtype=torch.long)
-    cache, done = KeepCache(shallow("llama"), SPEC, BUDGET + COPIES, chunk=BUDGET), 0
-    for row, padding in enumerate((0, 7, 15)):
-        mask[row, :padding] = 0
-    for count in [18, *[1] * 60]:
-        done += count
-        positions = (mask[:, :done].cumsum(1) - 1).clamp(min=0)[:, -count:]
-        new = ids[:, done - count : done]
-        ours = step(shallow("llama"), cache, new, mask[:, :done], position_ids=positions)[:, -1]
-        for row, padding in enumerate((0, 7, 15)) if count == 1 else ():
-            assert_near(ours[row], afresh("llama", ids[row, padding:done], 1)[-1])
-        if done == 50:
-            order = torch.tensor([2, 0, 1])
-            cache.reorder_cache(order)
-            cache.reorder_cache(order.argsort())
-
-
 def test_absolute_positions_end_in_time_and_say_so() -> None:
     model = shallow("llama")
     cache = KeepCache(model, f"{SPEC},positions=absolute", BUDGET)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from cases import new_cache
 from families import tiny
-from helpers import PROMPT, bounded, prompt, step
+from helpers import PROMPT, bounded, forward, prompt, step
 
 from kvkeep import KeepCache
 
@@ -49,8 +49,7 @@ def test_entries_return_to_which_attention_returns() -> None:
     kept_attention = full.config._attn_implementation
     try:
         full.set_attn_implementation("eager")
-        with torch.no_grad():
-            weights = full(prompt(), output_attentions=True).attentions
+        weights = forward(full, None, prompt(), output_attentions=True).attentions
     finally:
         full.set_attn_implementation(kept_attention)
     for layer, attention in zip(bounded(cache), weights, strict=True):

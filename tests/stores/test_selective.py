@@ -84,13 +84,12 @@ def assert_held(calls: list[Call]) -> None:
         assert call.error < 2e-4
 
 
+OTHERS = [family for family in FAMILIES if family != LATENT]
+
+
 @pytest.mark.parametrize(
     ("family", "method"),
-    [
-        (family, METHODS[(number + turn) % 5])
-        for number, family in enumerate(family for family in FAMILIES if family != LATENT)
-        for turn in (0, 2)
-    ],
+    [(family, METHODS[(number + turn) % 5]) for number, family in enumerate(OTHERS) for turn in (0, 2)],
 )
 def test_the_certificate_holds(family: str, method: str) -> None:
     """Chunks, short steps and single tokens of a padded batch, and after a rollback."""
@@ -163,9 +162,7 @@ def test_more_pages_leave_less_out(family: str) -> None:
 @pytest.mark.parametrize(
     ("family", "method", "count"),
     [
-        (LATENT, "h2o+pages:1", 1),
-        (LATENT, "kv-lru", 1),
-        (LATENT, "h2o+certified:0.9", 1),
+        *((LATENT, method, 1) for method in ("h2o+pages:1", "kv-lru", "h2o+certified:0.9")),
         ("llama", "h2o+pages:1", FEW + 4),
     ],
 )
@@ -194,11 +191,9 @@ def test_kinds_give_the_same() -> None:
 @pytest.mark.parametrize(
     ("family", "method"),
     [
-        ("llama", "kv-lru"),
+        *((own, "kv-lru") for own in ("llama", LATENT, "gemma4")),
         ("gemma3", "h2o+verified:4"),
         ("gpt2", "knorm+pages:1"),
-        (LATENT, "kv-lru"),
-        ("gemma4", "kv-lru"),
     ],
 )
 def test_evict_and_recall_by_hand(family: str, method: str) -> None:
@@ -242,11 +237,9 @@ def test_no_more_than_the_limit_comes_back() -> None:
 
 
 def test_methods_without_all_entries_in_checkpoints_say_so() -> None:
-    ids = prompt(1, 40)
-
     def new(method: str, budget: int, **options: Any) -> KeepCache:
         cache = KeepCache(tiny("llama"), method, budget, **options)
-        step("llama", cache, ids)
+        step("llama", cache, prompt(1, 40))
         return cache
 
     for method in ("h2o", "kv-direct", "h2o+checkpoint", "h2o+quantize:4", "h2o+merge+verified"):
@@ -258,14 +251,9 @@ def test_methods_without_all_entries_in_checkpoints_say_so() -> None:
     with pytest.raises(UsageError, match="tokens"):
         new("h2o+verified", BUDGET, checkpoint="tokens").recall([0])
     cache = new("kv-lru", BUDGET)
-    for call in (
-        lambda: cache.recall([40]),
-        lambda: cache.recall([-1]),
-        lambda: cache.recall([0], -1),
-        lambda: cache.evict(-1),
-    ):
+    for call, *own in ((cache.recall, [40]), (cache.recall, [-1]), (cache.recall, [0], -1), (cache.evict, -1)):
         with pytest.raises(UsageError, match="0 or more"):
-            call()
+            call(*own)
 
 
 @pytest.mark.parametrize("kind", ["kv", "residual"])

@@ -7,19 +7,27 @@ from statistics import median
 import pytest
 import torch
 from families import tiny
-from helpers import bounded, prompt, step
+from helpers import bounded, padded, prompt, step
 from single import attended, layer_of
 from torch import Tensor
 
 from kvkeep import EntryState, KeepCache
-from kvkeep.contracts import Evicted
+from kvkeep.contracts import Evicted, Selector, Site
 from kvkeep.policies.fates.sketch import Sketch
 from kvkeep.policies.selectors.h2o import H2O
 from kvkeep.policies.selectors.tova import Tova
+from kvkeep.stores.layer import Layer
 from kvkeep.stores.sketch import places
 from kvkeep.stores.sketched import Hashed, Sketched
 
 HEADS, GROUP, DIM, EXACT, SLOTS, SWAP = 2, 2, 4, 8, 3, 1.1
+
+
+def sketched(selector: Selector, heads: int) -> Layer:
+    def store(site: Site) -> Sketched:
+        return Sketched(Hashed(site.ledger, 3), SLOTS, "plain", "median", False, SWAP, site.meter, True)
+
+    return layer_of(selector, Sketch(swap=SWAP), heads, DIM, EXACT, store)
 
 
 class Reviver:
@@ -79,10 +87,7 @@ class Reviver:
 @pytest.mark.parametrize("seed", range(3))
 def test_it_does_what_the_pseudocode_does(seed: int) -> None:
     generator, lanes = torch.Generator().manual_seed(seed), [Reviver() for _ in range(HEADS)]
-    layer = layer_of(
-        H2O(), Sketch(swap=SWAP), HEADS, DIM, EXACT,
-        lambda site: Sketched(Hashed(site.ledger, 3), SLOTS, "plain", "median", False, SWAP, site.meter, True),
-    )  # fmt: skip
+    layer = sketched(H2O(), HEADS)
     for slot in range(60):
         query = 2 * torch.randn(1, HEADS * GROUP, 1, DIM, generator=generator)
         key, value = (torch.randn(1, HEADS, 1, DIM, generator=generator) for _ in range(2))
@@ -129,10 +134,7 @@ def test_a_rollback_takes_estimates_out_and_answers_with_no_forgotten_slot(metho
 def test_of_those_that_rank_the_same_the_oldest_leave_and_the_oldest_come_back() -> None:
     """Entries that share all their slots of a sketch are estimated alike, so they may well rank the same, exactly; and
     rows of a batch must not differ by where their entries lie."""
-    layer = layer_of(
-        Tova(), Sketch(swap=SWAP), 3, DIM, EXACT,
-        lambda site: Sketched(Hashed(site.ledger, 3), SLOTS, "plain", "median", False, SWAP, site.meter, True),
-    )  # fmt: skip
+    layer = sketched(Tova(), 3)
     generator = torch.Generator().manual_seed(0)
     for _ in range(100):
         key = torch.randn(1, 3, 1, DIM, generator=generator)
@@ -158,10 +160,6 @@ def test_of_those_that_rank_the_same_the_oldest_leave_and_the_oldest_come_back()
 
 @pytest.mark.parametrize("padding", [30, 150])
 def test_rows_padded_by_more_than_a_chunk(padding: int) -> None:
-    ids = torch.randint(2, 97, (1, 170), generator=torch.Generator().manual_seed(0))
-    mask = torch.ones_like(ids)
-    mask[:, :padding] = 0
-    cache = KeepCache(tiny("llama"), "h2o+sketch", 64)
-    with torch.no_grad():
-        logits = tiny("llama")(ids, attention_mask=mask, past_key_values=cache).logits
-    assert logits[:, padding:].isfinite().all() and cache.get_seq_length() == 170
+    ids, mask = padded([170, 170 - padding])
+    logits = step("llama", KeepCache(tiny("llama"), "h2o+sketch", 64), ids[1:], mask[1:], logits_to_keep=0)
+    assert logits[:, padding:].isfinite().all()

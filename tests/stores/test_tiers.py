@@ -154,21 +154,6 @@ def test_a_tier_knows_of_its_own_holes() -> None:
     assert all(piece.holes == bool((piece.slots < 0).any()) for piece in coded)
 
 
-def test_saved_selected_cut_and_forgotten() -> None:
-    tiers, _ = filled(9000, [300, 1, 1])
-    again = new(9000)
-    again.restore({name: tensor.clone() for name, tensor in tiers.state().items()})
-    again.select(torch.tensor([2, 0]))
-    for mine, theirs in zip(pieces(tiers), pieces(again), strict=True):
-        assert torch.equal(mine.slots[[2, 0]], theirs.slots)
-    again.truncate(100, NOBODY)
-    assert all(int(piece.slots.max()) < 100 and piece.holes for piece in pieces(again))
-    assert all(int(piece.slots.max()) >= 100 for piece in pieces(tiers))
-    gone = held(tiers, 0)[[3, 200]]
-    tiers.forget(gone.expand(LANES, -1))
-    assert not torch.isin(gone, torch.cat([held(tiers, lane) for lane in range(LANES)])).any()
-
-
 # -- in a cache -------------------------------------------------------------------------------------------
 
 

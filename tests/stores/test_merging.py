@@ -1,4 +1,5 @@
-"""Merged neighbours: held against a cache in plain loops, with unrotated keys; and what always holds."""
+"""What is merged is in something: neighbours with each other, held against a cache in plain loops with unrotated keys,
+and what leaves with what stays. Nothing is lost, chance decides by the numbers it says, a rollback forgets."""
 
 from __future__ import annotations
 
@@ -10,12 +11,19 @@ import pytest
 import torch
 from families import tiny
 from helpers import bounded, padded, prompt, step, stock
-from single import attended, greedy, layer_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from single import attended, greedy, layer_of, site
 
 from kvkeep import EntryState, KeepCache
+from kvkeep.contracts import Evicted
 from kvkeep.models.binding import bind
+from kvkeep.policies.fates.cam import Cam
 from kvkeep.policies.fates.kvslimmer import KVSlimmer
+from kvkeep.policies.fates.merge import Merge
 from kvkeep.policies.selectors.h2o import H2O
+from kvkeep.stores.banks import Bank
+from kvkeep.stores.pairs import Entries, cheapest, cheapest_pairs, merge
 
 INF, DIM = float("inf"), 8
 METHODS = ("asymkv", "kvslimmer", "kvslimmer-exact")
@@ -145,28 +153,6 @@ def test_equals_merging_in_plain_loops(cap: int, chunks: list[int]) -> None:
 # -- a whole cache --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("cap", [0, 5])
-def test_no_value_is_ever_lost(name: str, cap: int) -> None:
-    """Counts times values add up to all values that came (those of the first layer depend on the tokens alone), with a
-    capped count too: what is divided is multiplied again. Without a cap counts add up to the tokens."""
-    ids, whole = prompt(2, 90), stock("llama")
-    cache = KeepCache(tiny("llama"), f"{name}:sinks=2,cap={cap},slack=3", 24, chunk=20)
-    for low, high in ((0, 70), *((at, at + 1) for at in range(70, 90))):
-        for each in (cache, whole):
-            step("llama", each, ids[:, low:high])
-        (bank,) = bounded(cache)[0].resident.banks
-        assert bank.used <= 24 and bank.extra is not None
-        counts = 1 + bank.extra[:, : bank.used]
-        ours = (counts[..., None] * bank.values[:, : bank.used]).sum(1).unflatten(0, (2, -1))
-        torch.testing.assert_close(ours, whole.layers[0].values.sum(2), atol=1e-3, rtol=1e-3)
-        if not cap:
-            assert (counts.sum(1) == high).all()
-        assert (bank.slots[:, 1 : bank.used] > bank.slots[:, : bank.used - 1]).all()
-        assert bank.slots[:, :2].tolist() == [[0, 1]] * 4  # sinks
-        assert (bank.slots[:, bank.used - 1] == high - 1).all()
-
-
 def test_a_rollback_takes_what_stands_for_a_forgotten_token() -> None:
     cache, ids = KeepCache(tiny("llama"), "kvslimmer:sinks=2,cap=0,slack=4", 20, chunk=16), prompt(2, 60)
     step("llama", cache, ids[:, :50])
@@ -228,3 +214,123 @@ def test_pairs_are_counted_and_so_is_what_was_clamped() -> None:
 def test_slack_leaves_entries_to_merge() -> None:
     for slack, budget, pairs in ((0.125, 512, 64), (20, 512, 20), (0.9, 512, 120), (0.125, 36, 1)):
         assert KVSlimmer(slack=slack).pairs_at_once(budget) == pairs
+
+
+# -- one pass over neighbours -------------------------------------------------------------------------------
+
+
+@given(
+    rows=st.lists(
+        st.lists(st.sampled_from([0.0, 1.0, 2.0, 3.0, 5.0, INF]), min_size=9, max_size=9), min_size=1, max_size=4
+    ),
+    wanted=st.integers(0, 5),
+)
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_pairs_are_greedys(rows: list[list[float]], wanted: int) -> None:
+    chosen = cheapest_pairs(torch.tensor(rows), torch.full((len(rows), 1), wanted))
+    assert [flags.nonzero().flatten().tolist() for flags in chosen] == [greedy(row, wanted) for row in rows]
+
+
+def test_pairs_never_overlap_even_where_costs_only_fall() -> None:
+    chosen = cheapest_pairs(torch.arange(300.0).flip(0)[None], torch.tensor([[300]]))
+    assert not (chosen[:, 1:] & chosen[:, :-1]).any()
+    assert chosen.sum() >= 12
+
+
+def test_equal_neighbours_merge_without_a_trace() -> None:
+    """Tokens with the same key at the same place and the same value are one that counts twice; sinks and entries that
+    no query has seen are left alone."""
+    key, value, ones = torch.randn(1, 1, 8).expand(-1, 6, -1), torch.randn(1, 1, 8).expand(-1, 6, -1), torch.ones(1, 6)
+    slots, known = torch.arange(6, dtype=torch.int32)[None], torch.tensor([[True] * 5 + [False]])
+    entries = Entries(key, value, slots, ones, ones / 6, known)
+    chosen = cheapest(entries, 1, torch.tensor([[9]]))
+    assert chosen.nonzero()[:, 1].tolist() == [1, 3]
+    result, tally = merge(entries, chosen, KVSlimmer(cap=0), lambda keys, by: keys, torch.randn(1, 1, 8))
+    assert result.slots.tolist() == [[-1, -1, 0, 2, 4, 5]] and result.counts.tolist() == [[0, 0, 1, 2, 2, 1]]
+    torch.testing.assert_close(result.attention[:, 2:], torch.tensor([[1.0, 2.0, 2.0, 1.0]]) / 6)
+    assert tally.tolist()[0] == 2
+    for found, whole in ((result.keys, key), (result.values, value)):
+        torch.testing.assert_close(found[:, 2:], whole[:, 2:])
+
+
+# -- what leaves joins what stays ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("method", "cap"),
+    [
+        *((f"{name}+merge", 0) for name in ("h2o", "tova", "random", "streaming-llm")),
+        ("window+merge:slot", 0),
+        *((name, cap) for name in METHODS for cap in (0, 5)),
+    ],
+)
+def test_what_is_merged_adds_up_to_all_that_came(method: str, cap: int) -> None:
+    """Counts times values, in the first layer, where they depend on the tokens alone, and with a capped count too: what
+    is divided is multiplied again. Without a cap counts add up to the tokens. Where keys are averaged, so do they."""
+    ids, whole = prompt(2, 90), stock("llama")
+    neighbours = method in METHODS
+    spec = f"{method}:sinks=2,cap={cap},slack=3" if neighbours else method
+    cache = KeepCache(tiny("llama"), spec, 24, chunk=20)
+    for low, high in ((0, 60), (60, 67), *((at, at + 1) for at in range(67, 90))):
+        for each in (cache, whole):
+            step("llama", each, ids[:, low:high])
+        (bank,) = bounded(cache)[0].resident.banks
+        assert bank.used <= 24 and bank.extra is not None
+        counts = (1 + bank.extra[:, : bank.used])[..., None]
+        assert cap or (counts.sum(1) == high).all()
+        for name in ("values",) if neighbours else ("keys", "values"):
+            ours = (counts * getattr(bank, name)[:, : bank.used]).sum(1).unflatten(0, (2, -1))
+            torch.testing.assert_close(ours, getattr(whole.layers[0], name).sum(2), atol=1e-3, rtol=1e-3)
+        if neighbours:
+            assert (bank.slots[:, 1 : bank.used] > bank.slots[:, : bank.used - 1]).all()
+            assert bank.slots[:, :2].tolist() == [[0, 1]] * 4  # sinks
+            assert (bank.slots[:, bank.used - 1] == high - 1).all()
+
+
+def test_what_leaves_joins_its_like_and_weighs_by_its_count() -> None:
+    keys = torch.tensor([[[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0]]])
+    bank = Bank(None, 3, keys.clone(), keys.clone(), torch.tensor([[4, 9, 2]]), None, used=3)
+    one, seven = torch.ones(1, 1), torch.tensor([[7]])
+    left = Evicted(keys[:, 1:2] * 3, keys[:, 1:2], torch.tensor([[6]]), None, one, seven)  # it stands for two
+    Merge().store(site(1, 2, 3), None).merge(bank, left)
+    assert bank.extra is not None and bank.newest is not None
+    assert bank.extra.tolist() == [[0, 2, 0]] and bank.newest.tolist() == [[0, 7, 0]]
+    torch.testing.assert_close(bank.keys[0, 1], torch.tensor([0.0, 7 / 3]))
+    torch.testing.assert_close(bank.values, keys)
+    Merge("slot").store(site(1, 2, 3), None).merge(bank, left)
+    assert bank.extra.tolist() == [[2, 2, 0]]  # slot 4 is nearer to 6 than 9 is
+
+
+@pytest.mark.parametrize("score", [0.0, 0.4, 5.0])
+def test_chance_is_the_ratio_of_attention(score: float) -> None:
+    """Of many lanes alike, the share whose value goes into the next two is the entry's attention over the mean of
+    theirs; then it goes in whole, and keys and counts stay."""
+    lanes = 4000
+    slots = torch.tensor([[30, 5, 12, 20]]).expand(lanes, -1).contiguous()
+    bank = Bank(None, 4, torch.ones(lanes, 4, 2), torch.zeros(lanes, 4, 2), slots, used=4)
+    bank.scores = torch.tensor([[9.0, 9.0, 0.5, 1.5]]).expand(lanes, -1).contiguous()
+    extra, newest = bank.counted()
+    value, gone = torch.randn(lanes, 1, 2), torch.full((lanes, 1), 10)
+    left = Evicted(value, value, gone, torch.full((lanes, 1), score))
+    Cam(into=2).store(site(lanes, 2, 4), None).merge(bank, left)
+    went = bank.values.abs().sum((1, 2)) > 0
+    assert float(went.float().mean()) == pytest.approx(min(1.0, score), abs=0.04)
+    for column in (2, 3):
+        torch.testing.assert_close(bank.values[went][:, column], value[went, 0] / 2)
+    assert (bank.values[:, :2] == 0).all() and (bank.keys == 1).all() and (extra == 0).all()
+    assert (newest[went][:, 2:] == 10).all() and (newest[~went] == 0).all()
+
+
+def test_a_rollback_takes_what_a_forgotten_entry_has_joined() -> None:
+    cache, ids = KeepCache(tiny("llama"), "tova+merge", 20, chunk=16), prompt(1, 60)
+    step("llama", cache, ids[:, :50])
+    banks = [layer.resident.banks.banks[0] for layer in bounded(cache)]
+    newest = [torch.maximum(bank.newest, bank.slots) for bank in banks]
+    assert any((bank.slots < 42)[rows >= 42].any() for bank, rows in zip(banks, newest, strict=True))
+    cache.crop(-8)
+    for bank, rows, codes in zip(banks, newest, cache.entry_states(), strict=True):
+        assert (bank.slots[rows >= 42] == -1).all() and (bank.slots[rows < 42] >= 0).all()
+        assert bank.extra is not None and (bank.extra[bank.slots < 0] == 0).all()
+        assert set(codes.flatten().tolist()) <= {EntryState.RESIDENT, EntryState.MERGED}
+    for at in range(50, 60):
+        assert step("llama", cache, ids[:, at : at + 1]).isfinite().all()
