@@ -39,7 +39,6 @@ class Host:
         self.pinned = device.type == "cuda"
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return an uninitialised tensor of ``shape``."""
         return torch.empty(shape, dtype=dtype, pin_memory=self.pinned)
 
 

@@ -79,7 +79,6 @@ class Buffer:
         self.data: Tensor | None = None
 
     def append(self, rows: Tensor) -> None:
-        """Append ``rows``; the tensor grows by whole blocks."""
         stop = self.length + rows.shape[-2]
         if self.data is None or stop > self.data.shape[-2]:
             self._grow(rows, stop)
@@ -101,7 +100,6 @@ class Buffer:
         return self.data[..., start : self.length if stop is None else stop, :]
 
     def read(self, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
-        """Yield the rows in one piece."""
         if start < stop:
             yield start, self.view(start, stop)
 
@@ -167,7 +165,6 @@ class Ring:
             start += count
 
     def read(self, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
-        """Yield the rows in at most two pieces."""
         if start < stop:
             yield from self._pieces(start, stop)
 
@@ -186,7 +183,6 @@ class Ring:
         return None
 
     def pick(self, lane: Tensor, slot: Tensor) -> Tensor:
-        """Return single rows, of slots still held."""
         assert self.data is not None
         return _pick(self.data, lane, slot % self.capacity)
 
@@ -237,14 +233,12 @@ class Pages:
         return self.starts[-1] + self.pages[-1].shape[-2] if self.pages else 0
 
     def read(self, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
-        """Yield the rows page by page."""
         for origin, page in zip(self.starts, self.pages, strict=True):
             low, high = max(start, origin), min(stop, origin + page.shape[-2])
             if low < high:
                 yield low, page[..., low - origin : high - origin, :]
 
     def pick(self, lane: Tensor, slot: Tensor) -> Tensor:
-        """Return single rows, page by page."""
         lane, slot = lane.to(self.pages[0].device), slot.to(self.pages[0].device)
         if len(self.pages) == 1:
             return _pick(self.pages[0], lane, slot)
@@ -262,7 +256,6 @@ class Pages:
             self.starts.pop()
 
     def select(self, index: Tensor) -> None:
-        """Make the batch the rows of ``index``, page by page."""
         for number, page in enumerate(self.pages):
             picked = _select(page, index, page)
             if picked is not page:

@@ -27,7 +27,6 @@ class Backing:
 
     @property
     def first(self) -> int:
-        """The first slot that is still there; those before are lost."""
         return self.checkpoint.first(self.index)
 
     def append(self, keys: Tensor, values: Tensor) -> None:

@@ -63,11 +63,9 @@ class Bank:
 
     @property
     def columns(self) -> int:
-        """Entries each lane has room for."""
         return self.slots.shape[1]
 
     def tensors(self) -> list[Tensor]:
-        """Return what is allocated."""
         return [tensor for name in SAVED if (tensor := getattr(self, name)) is not None]
 
     def scored(self) -> Tensor:
@@ -155,7 +153,6 @@ class Banks:
 
     @property
     def columns(self) -> int:
-        """The most columns of any lane."""
         return max(bank.columns for bank in self.banks)
 
     def reserve(self, keys: Tensor, values: Tensor, length: int) -> None:
@@ -228,7 +225,6 @@ class Banks:
         return gathered._replace(holes=not full or any(left.holes for _, left in there))
 
     def held(self, length: int, alone: bool = False) -> Tensor:
-        """Return which of ``length`` slots are resident, (lanes, slots) bool; ``alone``: and stand for no other."""
         device = self.banks[0].slots.device if self.banks else None
         flags = torch.zeros(self.lanes, length + 1, dtype=torch.bool, device=device)
         for bank in self.banks:
@@ -254,7 +250,6 @@ class Banks:
             bank.recount()
 
     def select(self, index: Tensor) -> None:
-        """Make the lanes those of ``index``."""
         if not self.banks:
             return
         chosen, homes = index.tolist(), self._homes()
@@ -269,16 +264,13 @@ class Banks:
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated for entries."""
         return sum(nbytes(bank.keys, bank.values, bank.sinks) for bank in self.banks)
 
     @property
     def bookkeeping_bytes(self) -> int:
-        """Bytes allocated for slots, scores and counts."""
         return sum(nbytes(*bank.tensors()) for bank in self.banks) - self.nbytes
 
     def state(self) -> dict[str, Tensor]:
-        """Return what must be saved, by bank."""
         saved: dict[str, Tensor] = {}
         for number, bank in enumerate(self.banks):
             saved[f"{number}.layout"] = torch.tensor([self.heads, bank.budget, bank.used, bank.vacant])
@@ -288,7 +280,6 @@ class Banks:
         return saved
 
     def restore(self, state: dict[str, Tensor]) -> None:
-        """Take what :meth:`state` gave."""
         self.banks = []
         while f"{len(self.banks)}.layout" in state:
             number = len(self.banks)

@@ -100,7 +100,6 @@ class CachePositions:
         return storage_bytes(self._next, self.gap, *flags, *(one for angles in self._angles.values() for one in angles))
 
     def select(self, index: Tensor) -> None:
-        """Make the batch the rows of ``index``."""
         if len(self._next) > 1:
             self._next, self.gap = (one[index.to(one.device)] for one in (self._next, self.gap))
         if len(self._turned) > 1:
@@ -114,7 +113,6 @@ class CachePositions:
         return torch.tensor([self.base, self._moved, len(bases), *bases, *self._next.tolist(), *turned])
 
     def restore(self, state: Tensor) -> None:
-        """Take what :meth:`state` gave."""
         self.base, moved, count, *rest = state.tolist()
         self._moved, bases = bool(moved), rest[:count]
         self._bases = dict(zip(bases[::2], bases[1::2], strict=True))
@@ -137,7 +135,6 @@ class CachePositions:
         return self._moved and length < self.sinks
 
     def truncate(self, length: int) -> None:
-        """Forget the slots from ``length`` on."""
         self._next = self._next.clamp(max=max(0, length - self.sinks))
 
 

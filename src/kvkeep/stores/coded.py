@@ -120,7 +120,6 @@ class CodedKeys(_Coded):
         return products.transpose(1, 2).flatten(2)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """Write them out: (lanes, entries, dim)."""
         # One group is a view of what is transposed, which the attention kernel would misread.
         return self._numbers().transpose(2, 3).flatten(1, 2).contiguous().to(dtype)
 
@@ -132,19 +131,16 @@ class CodedValues(_Coded):
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """(lanes, 1, entries, dim), as if they were written out."""
         lanes, groups, parts, _, packed = self.codes.shape
         return lanes, 1, groups * GROUP, parts * packed * (8 // self.bits)
 
     def mix(self, weights: Tensor) -> Tensor:
-        """Return the sums weighted by ``weights`` (lanes, rows, entries): (lanes, rows, dim) float32."""
         grouped = weights.unflatten(2, (-1, GROUP)).transpose(1, 2)[:, :, None]  # (lanes, groups, 1, rows, GROUP)
         mixed = multiplied(grouped * self.scale.float().transpose(3, 4), self.codes, self.bits)
         mixed += grouped @ self.offset.float()
         return mixed.sum(1).transpose(1, 2).flatten(2)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """Write them out: (lanes, entries, dim)."""
         return self._numbers().transpose(2, 3).flatten(3).flatten(1, 2).to(dtype)
 
 

@@ -57,12 +57,10 @@ class DraftAndVerify(Backed):
     # -- a forward pass -----------------------------------------------------------------------------
 
     def arrive(self, layer: Layer, keys: Tensor, values: Tensor) -> None:
-        """Make room for new entries; drafted ones have the tail."""
         if not self.round.open:
             layer.resident.arrive(keys, values)
 
     def attend(self, layer: Layer, step: Step) -> Tensor:
-        """Attend as the round wants it."""
         if self.round.phase is Phase.DRAFT:
             return self._draft(layer, step)
         output, lse = self.backing.everything(layer, step)
@@ -152,7 +150,6 @@ class DraftAndVerify(Backed):
     # -- the cache contract -------------------------------------------------------------------------
 
     def truncate(self, layer: Layer, length: int) -> None:
-        """Forget the slots from ``length`` on, those in the tail first."""
         self.waiting = max(0, min(self.waiting, length - layer.length))
         if length < layer.length:
             self._voters = None
@@ -163,6 +160,5 @@ class DraftAndVerify(Backed):
 
     @property
     def bookkeeping_bytes(self) -> int:
-        """Bytes of the queries that will choose."""
         voters = self._voters
         return 0 if voters is None else nbytes(voters.step.query, voters.output, voters.lse)

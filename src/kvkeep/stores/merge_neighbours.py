@@ -110,7 +110,6 @@ class MergeNeighbours(EvictedStore):
     # -- merging ------------------------------------------------------------------------------------
 
     def make_room(self, bank: Bank, new: Arriving, resident: WorkingSet) -> None:
-        """Merge what is held and what is new until it fits, and write it."""
         with self.meter.merging():
             self._make_room(bank, new, resident.banks.lanes)
 
@@ -251,7 +250,6 @@ class MergeNeighbours(EvictedStore):
 
     @property
     def bookkeeping_bytes(self) -> int:
-        """Bytes allocated for what was observed."""
         return nbytes(self.tally, *(getattr(self, name) for name in _BY_LANE))
 
     def state(self) -> dict[str, Tensor]:
@@ -268,7 +266,6 @@ class MergeNeighbours(EvictedStore):
         self.length, self.heads, self.group = state["counts"].tolist()
 
     def check(self, extent: Extent) -> None:
-        """Raise Misfit where what was observed is not of all lanes of ``extent``."""
         lanes, slots = extent.lanes, extent.slots
         fits("tally", self.tally, (2,), torch.float64)
         if (self.length, self.heads) != (slots, lanes // self.ledger.batch):

@@ -21,7 +21,6 @@ class MergeOnEvict(EvictedStore):
         self.ledger, self.meter, self.layer = site.ledger, site.meter, site.layer.index
 
     def take(self, left: Evicted, resident: WorkingSet) -> None:
-        """Merge entries that leave into resident ones."""
         with self.meter.merging():
             for bank in resident.banks:
                 if bank.columns:  # none: a row of padding so far

@@ -32,7 +32,6 @@ class Entries:
     clues: Tensor | None = None
 
     def at(self, index: Tensor) -> Entries:
-        """Return the entries at ``index`` (lanes, n)."""
         held = ((field.name, getattr(self, field.name)) for field in fields(self))
         return Entries(**{name: _gathered(part, index) for name, part in held if part is not None})
 

@@ -121,7 +121,6 @@ class Selected(WorkingSet):
         return Arriving(keys, values, slots, new.first, new.whole, self._scores.get(number))
 
     def admit(self, keys: Tensor, values: Tensor, first: int) -> Evicted | None:
-        """Keep new entries (lanes, n, dim), whose slots begin at ``first``, within the budgets; return what left."""
         new, left = self._arriving(keys, values, first), []
         for number, bank in enumerate(self.banks):
             left.append(self._admit(bank, self._of(bank, number, new)))
@@ -301,7 +300,6 @@ class Selected(WorkingSet):
         return self.banks.bookkeeping_bytes
 
     def state(self) -> dict[str, Tensor]:
-        """Return what must be saved, by bank."""
         return self.banks.state()
 
     def restore(self, state: dict[str, Tensor], length: int) -> None:
@@ -309,7 +307,6 @@ class Selected(WorkingSet):
         self.banks.restore(state)
 
     def check(self, extent: Extent) -> None:
-        """Raise Misfit where banks are not of all lanes of ``extent``, each within its budget."""
         self.banks.check(extent, self.selector.sinks_in_cache(True))
         if self.selector.scores_arrivals and any(bank.used and bank.scores is None for bank in self.banks):
             raise Misfit("'scores' are missing")

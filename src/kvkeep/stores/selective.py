@@ -81,14 +81,12 @@ class Selective(Backed):
 
     @property
     def certificate(self) -> Certificate:
-        """What it can have left out so far."""
         steps = max(1, self._steps)
         return Certificate(self.backing.index, self.last, self.worst, self._recalled / steps, self._away / steps)
 
     # -- a forward pass -----------------------------------------------------------------------------
 
     def attend(self, layer: Layer, step: Step) -> Tensor:
-        """Attend over what is resident and new, and the pages that are chosen."""
         if step.own:
             self.last = 0.0
         wide = step.wide(layer.length)
@@ -221,5 +219,4 @@ class Selective(Backed):
 
     @property
     def bookkeeping_bytes(self) -> int:
-        """Bytes of bounds."""
         return self.bounds.nbytes

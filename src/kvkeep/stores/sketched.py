@@ -44,7 +44,6 @@ class Hashed:
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated."""
         return nbytes(*self._known.values())
 
 
@@ -69,7 +68,6 @@ class Sketched(EvictedStore):
         self._asked: list[Tensor] = []  # slots of the pieces that were last yielded
 
     def take(self, left: Evicted, resident: WorkingSet) -> None:
-        """Add what leaves to the sketches."""
         if self.sketches is None:
             self.sketches = self._new(left.keys, left.values)
         at, there = self.hashed.at(left.slots, self.size), left.slots >= 0
@@ -126,7 +124,6 @@ class Sketched(EvictedStore):
     # -- entries come back --------------------------------------------------------------------------
 
     def observe(self, weights: Sequence[Tensor], queries: int, resident: WorkingSet) -> None:
-        """Let the selector go on scoring what is in the sketches."""
         if not weights or self.scores is None:
             return
         slots, self._asked = torch.cat(self._asked, 1), []
@@ -134,7 +131,6 @@ class Sketched(EvictedStore):
         self.scores = _put(self.scores, slots, own)
 
     def swap(self, resident: WorkingSet, length: int) -> None:
-        """Let entries come back for those that rank too low."""
         if self.inside is None or self.scores is None:
             return
         columns = resident.columns
@@ -154,7 +150,6 @@ class Sketched(EvictedStore):
                 return
 
     def forget(self, slots: Tensor) -> None:
-        """Delete entries that are resident again."""
         if self.inside is not None:
             there = _got(self.inside, slots).bool()
             self._delete(slots.masked_fill(~there, -1))
@@ -221,7 +216,6 @@ class Sketched(EvictedStore):
 
     @property
     def compressed_bytes(self) -> int:
-        """Bytes of all cells and tallies."""
         return 0 if self.sketches is None else sum(sketch.nbytes for sketch in self.sketches)
 
     @property

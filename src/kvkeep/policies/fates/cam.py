@@ -42,7 +42,6 @@ class Cam(Fate):
         return None
 
     def store(self, site: Site, shared: Any) -> EvictedStore:
-        """Return the one that draws."""
         return MergeByChance(site, self.into, self.seed)
 
     def holds(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int, left: Sequence[int]) -> Held:

@@ -32,7 +32,6 @@ class Merge(Fate):
             raise UsageError(f"Entries are merged by 'key' or by 'slot', not by '{self.by}'.")
 
     def store(self, site: Site, shared: Any) -> EvictedStore:
-        """Return the one that merges."""
         return MergeLikest(site, self.by)
 
 

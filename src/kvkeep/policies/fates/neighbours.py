@@ -56,12 +56,10 @@ class Neighbours(Fate):
         return min(chunk, max(MIN_CHUNK, entries // 4))
 
     def fits(self, name: str, geometry: ModelGeometry, entries: int) -> None:
-        """Raise where ``entries`` leave nothing to merge beside the sinks."""
         super().fits(name, geometry, entries)
         self._check_room(name, entries)
 
     def check(self, model: Any, geometry: ModelGeometry) -> None:
-        """Raise where keys cannot be turned."""
         full = [layer.index for layer in geometry.full_layers]
         bind(model).require("turn", full, "merging, which turns keys to new positions", "use h2o+merge")
 
@@ -73,7 +71,6 @@ class Neighbours(Fate):
             )
 
     def store(self, site: Site, shared: Any) -> EvictedStore:
-        """Return what makes room in one layer."""
         budget = min(site.budgets)
         self._check_room(f"layer {site.layer.index}", budget)
         return MergeNeighbours(site, self, bind(site.model), self.pairs_at_once(budget))

@@ -19,14 +19,11 @@ class KNorm(Selector):
 
     @property
     def scores_arrivals(self) -> bool:
-        """The score is the key's."""
         return True
 
     def arrive(self, entries: Candidates, keys: Tensor) -> Tensor:
-        """Return minus the norm."""
         return -keys.float().norm(dim=-1)
 
     def rank(self, entries: Candidates) -> Tensor:
-        """By the score."""
         assert entries.scores is not None
         return entries.scores

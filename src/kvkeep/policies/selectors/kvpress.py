@@ -77,7 +77,6 @@ class KVPress(Selector):
 
     @property
     def needs_kv(self) -> bool:
-        """A press looks at keys and values."""
         return True
 
     def budgets(self, model: Any, geometry: ModelGeometry, entries: int) -> list[Sequence[int]]:
@@ -124,7 +123,6 @@ class KVPress(Selector):
             return entries.scores.scatter(1, order, scores.nan_to_num(-HIGHEST).clamp(-HIGHEST, HIGHEST))
 
     def rank(self, entries: Candidates) -> Tensor:
-        """By score; what has none stays."""
         assert entries.scores is not None
         return entries.scores
 

@@ -30,7 +30,6 @@ class LRU(Selector):
 
     @property
     def observation_window(self) -> None:
-        """Every query may use an entry."""
         return None
 
     @property
@@ -40,7 +39,6 @@ class LRU(Selector):
 
     @property
     def scores_arrivals(self) -> bool:
-        """The score is when it came."""
         return True
 
     @property
@@ -59,6 +57,5 @@ class LRU(Selector):
         return entries.scores.masked_fill(used, float(entries.length))
 
     def rank(self, entries: Candidates) -> Tensor:
-        """By the time of the last use."""
         assert entries.scores is not None
         return entries.scores

@@ -28,7 +28,6 @@ class Random(Selector):
 
     @property
     def scores_arrivals(self) -> bool:
-        """The score is drawn."""
         return True
 
     def arrive(self, entries: Candidates, keys: Tensor) -> Tensor:
@@ -36,7 +35,6 @@ class Random(Selector):
         return sampled(entries.slots, entries.heads, entries.layer, self.seed)
 
     def rank(self, entries: Candidates) -> Tensor:
-        """By the score."""
         assert entries.scores is not None
         return entries.scores
 

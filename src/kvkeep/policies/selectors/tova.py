@@ -19,7 +19,6 @@ class Tova(Selector):
 
     @property
     def observation_window(self) -> int:
-        """The last query."""
         return 1
 
     def observe(self, entries: Candidates, weights: Tensor, queries: int) -> Tensor:
@@ -27,6 +26,5 @@ class Tova(Selector):
         return weights.unflatten(0, (-1, entries.heads)).mean(1).repeat_interleave(entries.heads, 0)
 
     def rank(self, entries: Candidates) -> Tensor:
-        """By the last query's attention."""
         assert entries.scores is not None
         return entries.scores

@@ -48,7 +48,6 @@ class Entries:
         """Nothing: residuals are not kept."""
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Append to the layer's store."""
         for rows, new in zip(self._rows[layer], (keys, values), strict=True):
             rows.append(new)
 
@@ -66,12 +65,10 @@ class Entries:
                     yield Piece(*moved, first=start + low)
 
     def pick(self, layer: int, lane: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
-        """Gather them."""
         keys, values = (rows.pick(lane, slot).to(self.device) for rows in self._rows[layer])
         return keys, values
 
     def first(self, layer: int) -> int:
-        """Return the first entry that the ring has not overwritten."""
         return self._rows[layer][0].first
 
     def length(self, layer: int) -> int:
@@ -90,7 +87,6 @@ class Entries:
                 rows.select(lanes(layer))
 
     def stores(self) -> Iterator[tuple[str, Rows]]:
-        """Yield ``keys.L`` and ``values.L``."""
         for layer, (keys, values) in self._rows.items():
             yield f"keys.{layer}", keys
             yield f"values.{layer}", values

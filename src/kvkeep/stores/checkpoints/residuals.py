@@ -53,12 +53,10 @@ class Residuals:
 
     @property
     def picks(self) -> bool:
-        """Where every layer has its own residuals."""
         return self.stride == 1
 
     @property
     def replays(self) -> bool:
-        """Where layers are run again from an anchor to the next."""
         return self.stride > 1
 
     @property
@@ -79,7 +77,6 @@ class Residuals:
             rows.append(self.adapter.embed(*self.ledger.span(low, min(low + self.page, known))))
 
     def enter_layer(self, layer: int, hidden: Tensor) -> None:
-        """Keep the residual if the layer is an anchor; layer 0's follows from the ids in the ledger."""
         if layer in self._rows:
             self._rows[layer].append(hidden)
 
@@ -174,18 +171,15 @@ class Residuals:
     # -- keeping ------------------------------------------------------------------------------------
 
     def first(self, layer: int) -> int:
-        """Return the first slot that the ring has not overwritten."""
         return self._rows[layer].first if layer in self._rows else 0
 
     def length(self, layer: int) -> int:
-        """Return how many slots there are."""
         return self.ledger.length
 
     def truncate(self, layer: int, length: int) -> None:
         """Nothing: residuals are there for every slot."""
 
     def truncate_residuals(self, length: int) -> None:
-        """Forget the slots from ``length`` on."""
         for rows in self._rows.values():
             rows.truncate(length)
 
@@ -194,7 +188,6 @@ class Residuals:
             rows.select(index)
 
     def stores(self) -> Iterator[tuple[str, Rows]]:
-        """Yield ``residual.L``."""
         for layer, rows in self._rows.items():
             yield f"residual.{layer}", rows
 
