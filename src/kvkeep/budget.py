@@ -38,11 +38,9 @@ _EXAMPLES = (
 class Budget:
     """The cache budget of a model, as its user wrote it.
 
-    Attributes:
-        text: the user's spelling, stripped; ``str`` returns it.
-        unit: "tokens" (entries per full layer), "bytes" (of the whole cache: all layers, all rows of the
-            batch) or "percent" (of the context, per full layer).
-        amount: the number in that unit. MB is 10**6 bytes and MiB is 2**20, so too for the others.
+    text: the user's spelling, stripped; ``str`` returns it. unit: "tokens" (entries per full layer), "bytes" (of the
+    whole cache: all layers, all rows of the batch) or "percent" (of the context, per full layer). amount: the number in
+    that unit. MB is 10**6 bytes and MiB is 2**20, so too for the others.
     """
 
     text: str
@@ -88,20 +86,13 @@ class Budget:
     def entries(
         self, geometry: ModelGeometry, *, context: int | None = None, batch: int = 1, chunk: int | None = None
     ) -> int:
-        """Return the entries of each full layer, per sequence.
+        """Return the entries of each full layer, per sequence. Sliding layers keep their own window whatever the
+        budget; only a budget in bytes counts them.
 
-        Sliding layers keep their own window whatever the budget; only a budget in bytes counts them.
-
-        Args:
-            geometry: the model.
-            context: tokens of the longest sequence; percentages are of it (default: what the model was
-                trained for), and windows never hold more than it.
-            batch: sequences that share a budget in bytes.
-            chunk: prefill chunk; None: :meth:`chunk_for` chooses.
-
-        Raises:
-            BudgetError: less than one chunk fits; the message names the smallest budget.
-            UnsupportedModelError: the model has a layer whose cache cannot be bounded.
+        context: tokens of the longest sequence; percentages are of it (default: what the model was trained for), and
+        windows never hold more than it. batch: sequences that share a budget in bytes. chunk: prefill chunk; None:
+        :meth:`chunk_for` chooses. Raises BudgetError where less than one chunk fits, naming the smallest budget, and
+        UnsupportedModelError where the model has a layer whose cache cannot be bounded.
         """
         _positive("context", context)
         _positive("batch", batch)
@@ -122,14 +113,9 @@ class Budget:
         ``chunk`` if given, else :data:`DEFAULT_CHUNK` limited by the budget, or more where ``layers`` allow it. With
         a budget of 0 nothing is kept between chunks, and any size works.
 
-        Args:
-            entries: of each full layer.
-            chunk: the requested size.
-            layers: full layers of a cache that recalls everything, whose output no chunk changes; 0 for any other. The
-                chunk of one layer is pending at a time, so it may exceed one layer's budget (see :data:`SPARE`).
-
-        Raises:
-            BudgetError: ``entries`` is not zero and less than one chunk of a cache that does not recall everything.
+        layers: full layers of a cache that recalls everything, whose output no chunk changes; 0 for any other. The
+        chunk of one layer is pending at a time, so it may exceed one layer's budget (see :data:`SPARE`). Raises
+        BudgetError where ``entries`` is not zero and less than one chunk of a cache that does not recall everything.
         """
         _positive("chunk", chunk)
         if entries == 0 or (layers and chunk):

@@ -69,9 +69,11 @@ def head_weights(model: Any) -> list[HeadWeights]:
         for modules in found
         for module in modules
     ]
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.randint(0, geometry.vocab_size, (1, _TRIAL_TOKENS), generator=generator)
     try:
         with watching(lambda attended: shown.update({attended.layer: attended})):
-            adapter.decoder(input_ids=_trial(model, geometry), use_cache=False)
+            adapter.decoder(input_ids=ids.to(next(model.parameters()).device), use_cache=False)
     finally:
         for handle in handles:
             handle.remove()
@@ -105,12 +107,6 @@ def inputs(weights: list[HeadWeights]) -> Iterator[dict[int, Tensor]]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _trial(model: Any, geometry: ModelGeometry) -> Tensor:
-    generator = torch.Generator().manual_seed(2)
-    ids = torch.randint(0, geometry.vocab_size, (1, _TRIAL_TOKENS), generator=generator)
-    return ids.to(next(model.parameters()).device)
 
 
 def _modules(family: str, index: int, layer: nn.Module) -> list[nn.Module]:

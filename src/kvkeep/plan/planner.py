@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -148,10 +148,7 @@ def _beats(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
 
 
 def _with_frontier(rows: Sequence[Row]) -> list[Row]:
-    marked = [
-        Row(row.candidate, row.sizes, row.cost, row.memory, row.fits, best)
-        for row, best in zip(rows, frontier(rows), strict=True)
-    ]
+    marked = [replace(row, frontier=best) for row, best in zip(rows, frontier(rows), strict=True)]
     return sorted(marked, key=lambda row: (row.memory, row.cost.step))
 
 

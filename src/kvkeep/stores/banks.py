@@ -213,11 +213,11 @@ class Banks:
         if not there or there[0][0].lanes is None:
             return there[0][1] if there else None
         shape = self.lanes, max(left.slots.shape[1] for _, left in there)
-        like = there[0][1].tensors
+        like = there[0][1][:-1]
         whole = [None if part is None else part.new_zeros(*shape, *part.shape[2:]) for part in like]
         whole[2] = there[0][1].slots.new_full(shape, -1)
         for bank, left in there:
-            for kept, part in zip(whole, left.tensors, strict=True):
+            for kept, part in zip(whole, left[:-1], strict=True):
                 if kept is not None and part is not None:
                     kept[bank.lanes, : part.shape[1]] = part
         full = len(there) == len(self.banks) and all(left.slots.shape[1] == shape[1] for _, left in there)

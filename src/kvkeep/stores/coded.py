@@ -87,7 +87,7 @@ def _fitted(rows: Tensor, low: Tensor, high: Tensor, bits: int) -> tuple[list[Te
 
 
 @dataclass(frozen=True)
-class _Coded:
+class Codes:
     """offset + scale * code, the last axis of codes packed."""
 
     lazy: ClassVar[bool] = False
@@ -102,7 +102,7 @@ class _Coded:
 
 
 @dataclass(frozen=True)
-class CodedKeys(_Coded):
+class CodedKeys(Codes):
     """Keys of some lanes: codes (lanes, groups, dim, GROUP packed), scale and offset (lanes, groups, dim, 1)."""
 
     @property
@@ -125,7 +125,7 @@ class CodedKeys(_Coded):
 
 
 @dataclass(frozen=True)
-class CodedValues(_Coded):
+class CodedValues(Codes):
     """Values of some lanes: codes (lanes, groups, parts, GROUP, width packed), scale and offset (lanes, groups, parts,
     GROUP, 1); ``parts`` of ``width`` channels each."""
 

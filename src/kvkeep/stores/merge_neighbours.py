@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from kvkeep.attention.step import Step
-from kvkeep.contracts import Asked, EntryState, EvictedStore, PairMerging, Site, WorkingSet
+from kvkeep.contracts import EntryState, EvictedStore, Site, WorkingSet
 from kvkeep.memory.extent import Extent, Misfit, fits, within
 from kvkeep.memory.meter import nbytes
 from kvkeep.models.adapter import Adapter
 from kvkeep.stores.banks import Bank
 from kvkeep.stores.eviction import Arriving
 from kvkeep.stores.merge_on_evict import merged_states
-from kvkeep.stores.pairs import Entries, cheapest, merge
+from kvkeep.stores.pairs import Asked, Entries, PairMerging, cheapest, merge
 
 QUERIES = 32
 """Queries kept while decoding, for methods that ask anew what they attend to."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from kvkeep.contracts import EntryState, Evicted, EvictedStore, Held, Piece, Res
 from kvkeep.geometry import LayerGeometry
 from kvkeep.memory.extent import Extent, Misfit, alike, fits, within
 from kvkeep.memory.meter import Meter, nbytes
-from kvkeep.stores.coded import CodedKeys, encode, multiplied, unpack
+from kvkeep.stores.coded import CodedKeys, Codes, encode, multiplied
 from kvkeep.stores.groups import GROUP
 from kvkeep.stores.slots import codes_of, without
 
@@ -62,16 +62,10 @@ class Entries(NamedTuple):
 
 
 @dataclass(frozen=True)
-class CodedValues:
+class CodedValues(Codes):
     """Values of some lanes: codes (lanes, entries, dim packed), scale and offset (lanes, entries, 1); mean and
     deviation (lanes, 1, dim) of the channels."""
 
-    lazy: ClassVar[bool] = False
-
-    codes: Tensor
-    scale: Tensor
-    offset: Tensor
-    bits: int
     mean: Tensor
     deviation: Tensor
 
@@ -85,8 +79,7 @@ class CodedValues:
         return mixed.mul_(self.deviation).add_(weights.sum(-1, keepdim=True) * self.mean)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        numbers = torch.addcmul(self.offset.float(), unpack(self.codes, self.bits, torch.float32), self.scale.float())
-        return numbers.mul_(self.deviation).add_(self.mean).to(dtype)
+        return self._numbers().mul_(self.deviation).add_(self.mean).to(dtype)
 
 
 class Channels(NamedTuple):

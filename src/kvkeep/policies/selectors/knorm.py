@@ -16,10 +16,7 @@ class KNorm(Selector):
 
     leaves: ClassVar[str] = "largest key norms"
     source: ClassVar[str] = "arXiv:2406.11430"
-
-    @property
-    def scores_arrivals(self) -> bool:
-        return True
+    scores_arrivals: ClassVar[bool] = True
 
     def arrive(self, entries: Candidates, keys: Tensor) -> Tensor:
         return -keys.float().norm(dim=-1)

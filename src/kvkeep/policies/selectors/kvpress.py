@@ -51,6 +51,8 @@ class KVPress(Selector):
 
     leaves: ClassVar[str] = "least scored by a press"
     source: ClassVar[str] = "github.com/NVIDIA/kvpress"
+    scores_arrivals: ClassVar[bool] = True  # as not scored
+    needs_kv: ClassVar[bool] = True
 
     press: str = ""
     options: str = ""
@@ -69,15 +71,6 @@ class KVPress(Selector):
     def observation_window(self) -> int:
         """The last query's attention, which is not used: this is when scores are made, with what was held at hand."""
         return 1
-
-    @property
-    def scores_arrivals(self) -> bool:
-        """New entries are marked as not scored."""
-        return True
-
-    @property
-    def needs_kv(self) -> bool:
-        return True
 
     def budgets(self, model: Any, geometry: ModelGeometry, entries: int) -> list[Sequence[int]]:
         """Return ``entries`` for every layer. Presses also see what attention modules are called with, so the model

@@ -20,15 +20,12 @@ class Random(Selector):
 
     leaves: ClassVar[str] = "anyone"
     source: ClassVar[str] = "a baseline"
+    scores_arrivals: ClassVar[bool] = True
 
     seed: int = 0
 
     def __post_init__(self) -> None:
         check_seed(self.seed)
-
-    @property
-    def scores_arrivals(self) -> bool:
-        return True
 
     def arrive(self, entries: Candidates, keys: Tensor) -> Tensor:
         """Hash (seed, layer, head, slot) to a number in [0, 1)."""

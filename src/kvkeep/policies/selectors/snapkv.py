@@ -24,6 +24,7 @@ class SnapKV(Selector):
 
     leaves: ClassVar[str] = "least attended by the last 32 queries"
     source: ClassVar[str] = "arXiv:2404.14469"
+    may_tie: ClassVar[bool] = True  # pooling makes neighbours equal
 
     window: int = 32
     kernel: int = 7
@@ -35,11 +36,6 @@ class SnapKV(Selector):
     @property
     def observation_window(self) -> int:
         return self.window
-
-    @property
-    def may_tie(self) -> bool:
-        """Pooling makes neighbours equal."""
-        return True
 
     def observe(self, entries: Candidates, weights: Tensor, queries: int) -> Tensor:
         assert entries.scores is not None
