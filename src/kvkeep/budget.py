@@ -66,7 +66,8 @@ class Budget:
         text = str(value).strip()
         match = _SPELLING.fullmatch(text)
         if match is None:
-            raise _unreadable(value, _why_unreadable(text))
+            negative = "it is negative" if text.startswith("-") else "it is not a number with a unit"
+            raise _unreadable(value, negative if text else "it is empty")
         amount, suffix = Fraction(match[1]), match[2].lower()
         if suffix == "%":
             if amount > 100:
@@ -99,7 +100,12 @@ class Budget:
         _positive("chunk", chunk)
         _governable(self, geometry)
         if self.unit == "percent":
-            context = self._context(geometry, context)
+            context = geometry.max_positions if context is None else context
+            if context is None:
+                raise BudgetError(
+                    f"Budget '{self}' is a share of the context, and {geometry.model_type} names none: "
+                    "give the context in tokens, or the budget as entries (512) or bytes (64MB)."
+                )
         if self.amount == 0:
             return 0
         entries = self._fitting(geometry, context, batch)
@@ -124,15 +130,6 @@ class Budget:
         if entries < least:
             raise BudgetError(f"Budget '{self}' holds {entries} entries, below one chunk of {least}.")
         return chunk or max(min(DEFAULT_CHUNK, entries), min(LONGEST_CHUNK, entries * layers // SPARE))
-
-    def _context(self, geometry: ModelGeometry, context: int | None) -> int:
-        known = context if context is not None else geometry.max_positions
-        if known is None:
-            raise BudgetError(
-                f"Budget '{self}' is a share of the context, and {geometry.model_type} names none: "
-                "give the context in tokens, or the budget as entries (512) or bytes (64MB)."
-            )
-        return known
 
     def _fitting(self, geometry: ModelGeometry, context: int | None, batch: int) -> int:
         """Return the entries that fit; negative when the sliding layers alone take more."""
@@ -189,14 +186,6 @@ def _governable(budget: Budget, geometry: ModelGeometry) -> None:
 def _positive(name: str, value: int | None) -> None:
     if value is not None and value < 1:
         raise BudgetError(f"The {name} of a budget must be 1 or more, not {value}.")
-
-
-def _why_unreadable(text: str) -> str:
-    if not text:
-        return "it is empty"
-    if text.startswith("-"):
-        return "it is negative"
-    return "it is not a number with a unit"
 
 
 def _unreadable(value: object, why: str) -> BudgetError:

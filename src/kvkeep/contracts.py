@@ -186,9 +186,11 @@ class Selector(ABC):
         assert entries.scores is not None
         return entries.scores
 
-    @abstractmethod
     def rank(self, entries: Candidates) -> Tensor:
-        """Return the order of leaving: the lowest first. Empty columns and padding are taken care of."""
+        """Return the order of leaving, the lowest first: by default the scores. Empty columns and padding are taken
+        care of."""
+        assert entries.scores is not None
+        return entries.scores
 
 
 class Part(ABC):
@@ -564,11 +566,9 @@ class Fate(ABC):
 class Reader(Part):
     """How the attention of one layer reads what is not resident, and what it keeps for that.
 
-    backing: the layer's share of a checkpoint that has every entry, resident or not, None where there is none.
     certificate: what it can have left out, None where that is nothing.
     """
 
-    backing: Any = None
     certificate: Any = None
     waiting: int = 0  # slots that came in and wait for a decision
 
@@ -590,6 +590,11 @@ class Reader(Part):
 
     def choose(self, layer: Any) -> None:
         """Choose the resident entries anew, before the round drafts again."""
+
+    def recall(self, layer: Any, slots: Tensor, limit: int) -> int:
+        """Make those of ``slots`` (n,) resident that can come back, the first ``limit`` of every lane; return how many
+        that were in all."""
+        return 0
 
     def past(self, layer: Any) -> Iterator[Piece]:
         """Yield the entries of all slots, each once; those that were evicted as they come back."""

@@ -48,10 +48,7 @@ class Request:
 
     @classmethod
     def parse(
-        cls,
-        method: str | None = None,
-        budget: int | str | Budget | None = None,
-        **options: Unpack[Options],
+        cls, method: str | None = None, budget: int | str | Budget | None = None, **options: Unpack[Options]
     ) -> Request:
         """Read what a person wrote. method: by default "full" without a budget and "kv-direct" with one. recall: as the
         last part of the method's name would say; without a method, that of "snapkv".

@@ -139,7 +139,8 @@ class MergeNeighbours(EvictedStore):
 
     def _merged(self, bank: Bank, entries: Entries, excess: Tensor, end: int) -> Entries:
         """Return entries of which ``excess`` (lanes, 1) pairs were merged; one pass halves them at most."""
-        start = self._first(bank)
+        first = self.ledger.first_by(self.heads)
+        start = 0 if first is None else bank.of(first)
         while int(excess.max()) > 0:
             chosen = cheapest(entries, start + self.how.sinks, excess)
             made = chosen.sum(1, keepdim=True)
@@ -149,11 +150,6 @@ class MergeNeighbours(EvictedStore):
             self.tally = self.tally.to(tally.device) + tally
             excess = excess - made
         return entries
-
-    def _first(self, bank: Bank) -> Tensor | int:
-        """Return the first slot of each lane's row that is no padding, (lanes, 1)."""
-        first = self.ledger.first_by(self.heads)
-        return 0 if first is None else bank.of(first)
 
     def _output(self, bank: Bank, start: Tensor | int, end: int) -> Tensor | None:
         """Return the layer's mean output since attention was last forgotten, (lanes, 1, value_dim)."""

@@ -205,14 +205,11 @@ class Sketched(EvictedStore):
             raise Misfit("'inside' has slots that there are not")
         if self.scores is not None:
             fits("scores", self.scores, self.inside.shape, torch.float32)
-        fresh = self._new(*(sketch.cells.new_zeros(extent.lanes, 1, dim) for sketch, dim in self._widths(extent)))
+        widths = zip(self.sketches, (extent.key_dim, extent.value_dim), strict=True)
+        fresh = self._new(*(sketch.cells.new_zeros(extent.lanes, 1, dim) for sketch, dim in widths))
         for sketch, new in zip(self.sketches, fresh, strict=True):
             alike("cells", sketch.state(), new.state(), ())
             fits("cells", sketch.cells, new.cells.shape, self.sketches[0].cells.dtype)
-
-    def _widths(self, extent: Extent) -> list[tuple[CountSketch, int]]:
-        assert self.sketches is not None
-        return list(zip(self.sketches, (extent.key_dim, extent.value_dim), strict=True))
 
     @property
     def compressed_bytes(self) -> int:

@@ -20,7 +20,3 @@ class KNorm(Selector):
 
     def arrive(self, entries: Candidates, keys: Tensor) -> Tensor:
         return -keys.float().norm(dim=-1)
-
-    def rank(self, entries: Candidates) -> Tensor:
-        assert entries.scores is not None
-        return entries.scores

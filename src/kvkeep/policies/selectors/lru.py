@@ -44,7 +44,3 @@ class LRU(Selector):
         assert entries.scores is not None
         used = weights >= (self.threshold or 1 / (entries.length - entries.first))
         return entries.scores.masked_fill(used, float(entries.length))
-
-    def rank(self, entries: Candidates) -> Tensor:
-        assert entries.scores is not None
-        return entries.scores

@@ -31,10 +31,6 @@ class Random(Selector):
         """Hash (seed, layer, head, slot) to a number in [0, 1)."""
         return sampled(entries.slots, entries.heads, entries.layer, self.seed)
 
-    def rank(self, entries: Candidates) -> Tensor:
-        assert entries.scores is not None
-        return entries.scores
-
 
 def check_seed(seed: int) -> None:
     """Raise UsageError for a seed that :func:`sampled` cannot take: of 64 bits, 40 are layer, head and slot."""

@@ -24,7 +24,3 @@ class Tova(Selector):
     def observe(self, entries: Candidates, weights: Tensor, queries: int) -> Tensor:
         """Forget earlier queries; heads of a row agree."""
         return weights.unflatten(0, (-1, entries.heads)).mean(1).repeat_interleave(entries.heads, 0)
-
-    def rank(self, entries: Candidates) -> Tensor:
-        assert entries.scores is not None
-        return entries.scores

@@ -28,13 +28,7 @@ class Entries(Checkpoint):
     replays = False
 
     def __init__(
-        self,
-        home: Place,
-        device: torch.device,
-        layers: Sequence[int],
-        spec: CheckpointSpec,
-        meter: Meter,
-        page: int,
+        self, home: Place, device: torch.device, layers: Sequence[int], spec: CheckpointSpec, meter: Meter, page: int
     ) -> None:
         self.spec, self.where, self.capacity = spec, spec.where, spec.capacity
         self.device, self.meter, self.page = device, meter, page
