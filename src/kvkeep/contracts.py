@@ -261,8 +261,7 @@ class Resident(Part):
 
 
 class WorkingSet(Resident):
-    """Resident entries that a selector chose, as stores may ask of them. The *tail* is columns behind the entries, for
-    those that wait for a decision of the round."""
+    """Resident entries that a selector chose, as stores may ask of them."""
 
     selector: Selector
     banks: Any
@@ -292,10 +291,6 @@ class WorkingSet(Resident):
         """Make entries resident: ``slots`` (lanes, n), none of which is, -1 for none; keys and values (lanes, n, dim);
         scores (lanes, n), by default those of new entries. In each lane they take empty columns, then those of the
         entries that rank lowest, which leave; there can be no more of them than the lane has columns."""
-
-    @abstractmethod
-    def pieces(self, ordered: bool = True, tail: int = 0) -> Iterator[Piece]:
-        """Yield what is held, with the first ``tail`` entries of the tail behind it."""
 
 
 # -- what becomes of it -------------------------------------------------------------------------------

@@ -146,7 +146,8 @@ def _read(
             value = split(torch.cat(rows))[2]
         except RuntimeError:  # other numbers of rows
             continue
-        if _same_directions(value.transpose(1, 2), attended.value[0]):
+        made, given = value.transpose(1, 2), attended.value[0]
+        if made.shape == given.shape and bool((torch.cosine_similarity(made, given.float(), -1) > 0.999).all()):
             query, key, value = split(torch.cat(matrices))
             return HeadWeights(attended.layer, modules[0], query, key, value)
     raise UnsupportedModelError(
@@ -177,7 +178,3 @@ def _matrix(module: nn.Module, hidden: int, like: Tensor) -> Tensor:
         return module.weight.detach().float()
     unit = torch.eye(hidden, device=like.device, dtype=like.dtype)
     return (module(unit) - module(torch.zeros_like(unit[:1]))).T.float()
-
-
-def _same_directions(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and bool((torch.cosine_similarity(a, b.float(), -1) > 0.999).all())

@@ -138,13 +138,12 @@ def frontier(rows: Sequence[Row]) -> list[bool]:
     with as many tokens of the text still to be read. How well a method chooses those is not foreseen."""
     points = [(row.memory, row.cost.step, _PROMISES.index(Exactness(row.exactness)), -row.sizes.kept) for row in rows]
     return [
-        not any(_beats(other, point) or (other == point and at < number) for at, other in enumerate(points))
+        not any(
+            all(a <= b for a, b in zip(other, point, strict=True)) and (other != point or at < number)
+            for at, other in enumerate(points)
+        )
         for number, point in enumerate(points)
     ]
-
-
-def _beats(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
-    return one != other and all(a <= b for a, b in zip(one, other, strict=True))
 
 
 def _with_frontier(rows: Sequence[Row]) -> list[Row]:

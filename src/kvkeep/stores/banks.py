@@ -58,7 +58,6 @@ class Bank:
 
     @property
     def index(self) -> Any:
-        """What picks this bank's share of something that all lanes have."""
         return slice(None) if self.lanes is None else self.lanes
 
     @property
@@ -99,7 +98,6 @@ class Bank:
         return Evicted(keys, values, self.slots.gather(1, columns), scores, extra, newest)
 
     def check(self, extent: Extent, tail: int, sinks: int | None) -> None:
-        """Raise Misfit where this cannot be a bank of a layer of ``extent`` with so many columns behind it."""
         lanes = extent.lanes if self.lanes is None else len(self.lanes)
         extent.numbered("slots", self.slots, (lanes, None))
         within("columns", self.columns, 0, self.budget + 1)

@@ -31,7 +31,6 @@ class Bounds:
 
     @property
     def pages(self) -> int:
-        """How many pages there are, the one that is partly filled included."""
         return self._low.length
 
     @property

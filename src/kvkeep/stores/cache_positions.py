@@ -95,7 +95,6 @@ class CachePositions:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of gaps, and of the angles that sinks are turned by."""
         flags = self._turned, self._before
         return storage_bytes(self._next, self.gap, *flags, *(one for angles in self._angles.values() for one in angles))
 
@@ -121,7 +120,6 @@ class CachePositions:
         self._turned = self._before = turned[0].bool() if turned else self.gap > 0  # older sessions
 
     def check(self, rows: int, length: int, layers: int) -> None:
-        """Raise Misfit where it is not of a cache of so many rows, tokens and layers."""
         within("the base of positions", self.base, 0, length + 1)
         for layer, base in self._bases.items():
             within("a layer's number", layer, 0, layers)

@@ -136,7 +136,6 @@ class Groups(EvictedStore):
         self.slots = every[-1] if parts else None
 
     def check(self, extent: Extent) -> None:
-        """Raise Misfit where parts are not as the codec makes them, or slots not there."""
         within("counts", self.count, 0, GROUP)
         if not self.waiting:
             if self.count or self.written or self.parts:

@@ -56,7 +56,6 @@ class BlockPool:
 
     @property
     def places(self) -> int:
-        """Entries the pool has room for."""
         return len(self.counts) * BLOCK_SIZE
 
 

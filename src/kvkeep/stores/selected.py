@@ -20,7 +20,7 @@ from kvkeep.stores.eviction import Arriving, Ranking, append, compete, replace_l
 class Selected(WorkingSet):
     """The entries that ``selector`` ranks highest, up to ``budgets``; what leaves goes into ``store``.
 
-    ``tail``: columns behind those, for entries that wait for a decision.
+    ``tail``: columns behind those, for entries that wait for a decision of the round.
     """
 
     def __init__(
@@ -37,6 +37,7 @@ class Selected(WorkingSet):
     # -- what attention reads -----------------------------------------------------------------------
 
     def pieces(self, ordered: bool = True, tail: int = 0) -> Iterator[Piece]:
+        """Yield what is held, with the first ``tail`` entries of the tail behind it."""
         for bank in self.banks:
             if stop := bank.used + tail if bank.columns else 0:
                 yield Piece(
@@ -98,7 +99,6 @@ class Selected(WorkingSet):
             self._scores[number] = scores[:, bank.used :]
 
     def learn(self, bank: Bank, weights: Tensor, queries: int) -> None:
-        """Let the selector score the entries of a bank, all of them settled, by ``weights`` (lanes, used)."""
         slots, scores = bank.slots[:, : bank.used], bank.scored()[:, : bank.used]
         entries = self.ranking.candidates(bank, slots, scores, self.length)
         if self.selector.needs_kv:

@@ -39,7 +39,6 @@ class Hashed:
         return known.flatten(1).index_select(1, (slots.clamp(min=0) + row).flatten()).view(self.rows, *slots.shape)
 
     def clear(self) -> None:
-        """Forget what the rows and slots no longer are."""
         self._known = {}
 
     @property
@@ -197,7 +196,6 @@ class Sketched(EvictedStore):
             sketch.restore([state[key] for key in sorted(state) if key.startswith(f"{name}.")])
 
     def check(self, extent: Extent) -> None:
-        """Raise Misfit where sketches are of another size, or have entries of slots that there are not."""
         if self.sketches is None or self.inside is None:
             return
         fits("inside", self.inside, (extent.lanes, None), torch.bool)

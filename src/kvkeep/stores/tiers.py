@@ -334,7 +334,6 @@ class Tiers(EvictedStore):
             tier.holes = bool(flag)
 
     def check(self, extent: Extent) -> None:
-        """Raise Misfit where a tier is not as it is coded, or slots and scores are not of all tiers."""
         within("counts", self.count, 0, GROUP)
         if self.slots is None:
             if self.count or self.groups:

@@ -76,6 +76,5 @@ class GroupedFate(Fate):
         return Groups(self._room(site.layer, site.geometry, site.entries), self.codec(site))
 
     def holds(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int, left: Sequence[int]) -> Held:
-        """Return the bytes of so many groups, of one that waits, and of what reading them takes for a moment."""
         room, size = self._room(layer, geometry, entries), self.size(layer, geometry)
         return group_holds(layer, geometry, room, left, size, self.written(layer, geometry))

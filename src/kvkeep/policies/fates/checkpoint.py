@@ -76,7 +76,6 @@ class InOrder(_OnCheckpoint):
         self.taken = int(state["count"][0])
 
     def check(self, extent: Extent) -> None:
-        """Raise Misfit where the checkpoint has others than the first entries."""
         within("entries that left", self.taken, 0, extent.slots + 1)
         if not self.checkpoint.by_token and self.checkpoint.length(self.layer) != self.taken:
             raise Misfit("entries that left are missing in the checkpoint")
@@ -146,7 +145,6 @@ class ByEntry(_OnCheckpoint):
             self.slots.append(state["slots"])
 
     def check(self, extent: Extent) -> None:
-        """Raise Misfit where slots are not those of the checkpoint's entries."""
         span = self.slots.first, self.slots.length
         if span != (self.checkpoint.first(self.layer), self.checkpoint.length(self.layer)):
             raise Misfit("entries that left are missing in the checkpoint")
@@ -165,7 +163,6 @@ class ByResidual(_OnCheckpoint):
         self.left = True
 
     def pieces(self, query: Tensor, resident: Resident, length: int) -> Iterator[Piece]:
-        """Yield everything, the resident entries masked."""
         if not self.left:
             return
         away = torch.arange(length, device=query.device).masked_fill(resident.held(), -1)

@@ -44,7 +44,6 @@ class LowRank(GroupedFate):
         return Reading(rank=self.rank)
 
     def check(self, model: Any, geometry: ModelGeometry) -> None:
-        """Raise where keys cannot be turned, or no projection is to be had."""
         adapter, layers = bind(model), geometry.full_layers
         adapter.require("turn", [layer.index for layer in layers], "low rank", "use another method")
         for layer in layers:

@@ -42,7 +42,6 @@ class Neighbours(Fate, PairMerging):
             raise UsageError(f"Pairs are merged by a share of the budget, or a number of them, not {self.slack:g}.")
 
     def refuses(self, selector: Selector) -> str | None:
-        """Selectors that do not add up attention: pairs are chosen by that."""
         reason = "Neighbours are chosen by accumulated attention, which only h2o and h2o-fisher (halflife=0) keep."
         return None if selector.accumulates else reason
 

@@ -59,7 +59,6 @@ class Sketch(Fate):
         return self.swap > 0
 
     def refuses(self, selector: Selector) -> str | None:
-        """Selectors that look at keys and values, where entries would have to be compared with those in the sketch."""
         if self.swap and selector.needs_kv:
             return "Entries in a sketch have no keys and values of their own for a selector to rank them by."
         return None
