@@ -26,6 +26,13 @@ def subject(method: str = "full", budget: str | None = None, family: str = "llam
     return Subject(loaded(family), method, budget)
 
 
+def ending_subject(method: str = "full", budget: str | None = None, family: str = "llama") -> Subject:
+    """A subject whose tokenizer has an end of text, as the harness wants it."""
+    made = tokenizer()
+    made.eos_token = "<unk>"
+    return Subject(Loaded(tiny(family), made, "tiny", ""), method, budget)
+
+
 def quiet(what: str, done: float, total: float) -> None:
     pass
 

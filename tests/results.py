@@ -37,6 +37,14 @@ EXPERIMENT = Experiment.model_validate(
         "paper": PAPER,
     }
 )
+
+
+def small(model_folder: Path, **changes: object) -> Experiment:
+    """An experiment that can be run: passages for a tiny model."""
+    task = {"name": "match", "length": [76], "new": 4, "samples": 2}
+    return EXPERIMENT.with_(**{"models": [str(model_folder)], "task": task, "paper": None, **changes})
+
+
 FOUND = {"full": [1.0, 1.0], "h2o": [1.0, 0.0], "window": [0.0, 0.0], "quantized": [1.0, 1.0]}
 
 
@@ -72,6 +80,11 @@ def filled(
                 started=f"2026-01-01T00:00:{number:02}+00:00", seconds=1.0,
             )
         )  # fmt: skip
+    return stored(path)
+
+
+def stored(path: Path) -> Store:
+    """A store as it lies there, read."""
     store = Store(path)
     store.refresh()
     return store

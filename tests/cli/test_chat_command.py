@@ -109,6 +109,10 @@ def test_every_turn_is_saved_and_a_full_disk_ends_nothing(
     code, _, err = run(*common, stdin="the of\nwas it\n")
     assert code == 0 and saved == [2, 4] and err.count("cannot be written") == 1 and "Saved to" in err
     assert questions(session) == ["the of", "was it"]
+    assert run(*common, stdin="and her\n")[0] == 0  # the same line another day
+    code, out, err = run(*common, "-x", "h2o", stdin="by\n")
+    assert code == 2 and not out and "continues with method 'kv-direct', budget 16" in err
+    assert questions(session) == ["the of", "was it", "and her"]
 
 
 def test_what_is_forgotten_is_forgotten_on_disk(run: Run, model_folder: Path, tmp_path: Path) -> None:

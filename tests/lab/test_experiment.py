@@ -23,22 +23,8 @@ budgets = ["64"]
 depth = [50]
 """
 
-PAPER = '[paper]\ntitle = "T"\nwhere = "W"\nsetting = "S"\n[[paper.values]]\nmetric = "bleu"\nvalue = 1\n'
-
-CLAIMED = PAPER.replace('[[paper.values]]\nmetric = "bleu"\nvalue = 1\n', "[[paper.claims]]\nsays = 'So.'\n")
-
-
-CLAIM = """
-[paper]
-title = "T"
-where = "W"
-setting = "S"
-[[paper.claims]]
-says = "C"
-metric = "within"
-methods = ["h2o"]
-at_most = 0.0
-"""
+PAPER = '[paper]\ntitle = "T"\nwhere = "W"\nsetting = "S"\n'
+CLAIMED = PAPER + "[[paper.claims]]\nsays = 'So.'\n"
 STUDY = """
 title = "Small"
 models = ["smollm2", "gemma3-270m"]
@@ -120,7 +106,8 @@ def test_the_digest_is_of_names_and_contents(tmp_path: Path) -> None:
         (SMALL, {"length": 'form = "haystack"\nlength'}, r"wrong at 'task.form': Unknown needle 'haystack'"),
         (SMALL, {"[task]": "[task"}, r"small.toml' is not TOML: "),
         (SMALL, {"methods": "seeds = []\nmethods"}, r"wrong at 'seeds': tuple should have at least 1 item"),
-        (SMALL, {"[smoke]\nbudgets": f"{PAPER}[smoke]\nbudgets"}, r"Unknown metric 'bleu'"),
+        (SMALL, {"[smoke]\nbudgets": f'{PAPER}[[paper.values]]\nmetric = "bleu"\nvalue = 1\n[smoke]\nbudgets'},
+         r"Unknown metric 'bleu'"),
         *(
             (SMALL, {"[smoke]\nbudgets": f"{CLAIMED}{claim}\n[smoke]\nbudgets"}, sentence)
             for claim, sentence in (
@@ -140,7 +127,8 @@ def test_the_digest_is_of_names_and_contents(tmp_path: Path) -> None:
         (STUDY, {"64": "4"}, r"wrong at 'study.tokens': input should be greater than or equal to 16"),
         (STUDY, {"[study]": '[task]\nname = "match"\n[study]'}, r"has a \[task\] and a \[study\]"),
         (STUDY, {'"spectra"\ntokens': '"long-chat"\nmethods = ["h20"]\nturns'}, r"Unknown method 'h20'"),
-        (STUDY, {"[smoke]": CLAIM + "[smoke]"}, r"the claim 'C' names methods"),
+        (STUDY, {"[smoke]": CLAIMED + 'metric = "within"\nmethods = ["h2o"]\nat_most = 0.0\n[smoke]'},
+         r"the claim 'So.' names methods"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_one_sentence(tmp_path: Path, text: str, changes: dict[str, str], sentence: str) -> None:
@@ -153,7 +141,7 @@ def test_what_is_wrong_is_one_sentence(tmp_path: Path, text: str, changes: dict[
 
 
 def test_claims_are_sentences_or_more(tmp_path: Path) -> None:
-    text = SMALL.replace("[smoke]\nbudgets", f"{PAPER.split('[[')[0]}claims = ['So it is.']\n[smoke]\nbudgets")
+    text = SMALL.replace("[smoke]\nbudgets", f"{PAPER}claims = ['So it is.']\n[smoke]\nbudgets")
     plain = written(tmp_path, text)
     assert plain.paper is not None and [claim.says for claim in plain.paper.claims] == ["So it is."]
     assert plain.paper.claims[0].metric is None

@@ -11,24 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import tokenizer
 from families import tiny
 from kvkeep_lab.reading import cache_for, read
-from kvkeep_lab.subject import Subject
+from measuring import ending_subject as subject
 from official import hellaswag_text_rows, write_lines
 
 from kvkeep.errors import UsageError
-from kvkeep.models.loading import Loaded
 
 pytest.importorskip("lm_eval")
 
 from kvkeep_lab.harness import KeepLM, main
-
-
-def subject(method: str = "full", budget: str | None = None, family: str = "llama") -> Subject:
-    made = tokenizer()
-    made.eos_token = "<unk>"
-    return Subject(Loaded(tiny(family), made, "tiny", ""), method, budget)
 
 
 def requests(*arguments: tuple[Any, ...]) -> list[Any]:
@@ -138,16 +130,11 @@ def test_the_harness_evaluates_it_by_name(model_folder: Path, tmp_path: Path, wo
     write_lines(tmp_path / "rows.jsonl", hellaswag_text_rows(words))
     files = {"data_files": {"test": str(tmp_path / "rows.jsonl")}, "cache_dir": str(tmp_path)}
     mine = {
-        "task": "mine",
-        "dataset_path": "json",
-        "dataset_kwargs": files,
-        "test_split": "test",
-        "output_type": "multiple_choice",
-        "doc_to_text": "{{ctx}}",
-        "doc_to_target": "{{label}}",
+        "task": "mine", "dataset_path": "json", "dataset_kwargs": files, "test_split": "test",
+        "output_type": "multiple_choice", "doc_to_text": "{{ctx}}", "doc_to_target": "{{label}}",
         "doc_to_choice": "{{endings}}",
         "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
-    }
+    }  # fmt: skip
     (tmp_path / "mine.yaml").write_text(json.dumps(mine))
     found = simple_evaluate(
         model="kvkeep",

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvkeep_lab.experiment import Experiment
 from kvkeep_lab.ray_workers import _contents, cores
 from kvkeep_lab.runner import run
 from kvkeep_lab.store import Store
@@ -17,6 +16,7 @@ from kvkeep_lab.tasks import TASKS
 from kvkeep_lab.tasks.base import Outcome, Sample
 from kvkeep_lab.tasks.match import Match
 from living import descendants, living, until
+from results import small, stored
 
 from kvkeep.errors import ModelError, UsageError
 
@@ -40,20 +40,13 @@ def test_two_workers_of_which_one_is_killed(
     tmp_path: Path, model_folder: Path, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ray = pytest.importorskip("ray")
-    monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    paths = [*map(str, Path(__file__).parents[:2]), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     monkeypatch.setitem(TASKS, "killed", Killed)
     (tmp_path / "text.txt").write_text(". ".join([words] * 3))
-    experiment = Experiment.model_validate(
-        {
-            "name": "small",
-            "title": "Small",
-            "models": [str(model_folder)],
-            "methods": ["h2o", "kv-direct", "static"],
-            "budgets": ["25%"],
-            "seeds": [0, 1],
-            "task": {"name": "killed", "length": [76], "new": 4, "samples": 1, "mark": str(tmp_path / "killed")},
-        }
-    )
+    task = {"name": "killed", "length": [76], "new": 4, "samples": 1, "mark": str(tmp_path / "killed")}
+    sizes = {"methods": ["h2o", "kv-direct", "static"], "budgets": ["25%"], "seeds": [0, 1]}
+    experiment = small(model_folder, task=task, **sizes)
     told: list[tuple[int, int]] = []
     before, processes = descendants(os.getpid()), set[int]()
 
@@ -77,21 +70,17 @@ def test_two_workers_of_which_one_is_killed(
 
 
 def scores(path: Path) -> dict[str, Any]:
-    store = Store(path)
-    store.refresh()
-    found = {row.cell: (row.status, row.error, row.scores) for row in store.records}
-    assert len(found) == len(store.records) == 8
+    records = stored(path).records
+    found = {row.cell: (row.status, row.error, row.scores) for row in records}
+    assert len(found) == len(records) == 8
     return found
 
 
 def test_without_ray_it_is_a_sentence(tmp_path: Path, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
     (tmp_path / "text.txt").write_text(words)
-    experiment = Experiment.model_validate(
-        {"name": "small", "title": "S", "methods": ["full"], "budgets": ["9"], "task": {"name": "match"}}
-    )
     with pytest.raises(UsageError, match=r"needs the package 'ray'.*pip install 'kvkeep-lab\[ray\]'"):
-        run(experiment, Store(tmp_path / "r.jsonl"), tmp_path, ray="auto")
+        run(small(tmp_path), Store(tmp_path / "r.jsonl"), tmp_path, ray="auto")
 
 
 def test_data_keep_their_places(tmp_path: Path) -> None:
@@ -102,7 +91,7 @@ def test_data_keep_their_places(tmp_path: Path) -> None:
     assert files == {"inner/a.txt": b"data/inner/a.txt", "a.txt": b"data/a.txt"} and _contents([]) == {}
 
 
-def testcores_are_shared_as_machines_allow() -> None:
+def test_cores_are_shared_as_machines_allow() -> None:
     assert cores([8], 1) == 8 and cores([8], 3) == 2 and cores([8, 8], 2) == 8 and cores([3, 5], 2) == 3
     assert cores([16, 2, 0], 3) == 5
     with pytest.raises(UsageError, match="has 4 cores, too few for 5 workers"):

@@ -17,7 +17,7 @@ from kvkeep_lab.reference import Case, Comparison, Row, cases, compare, judge
 from kvkeep_lab.studies.compare import Compare
 
 from kvkeep.cache import KeepCache
-from kvkeep.errors import KvkeepError, StoreError, UsageError
+from kvkeep.errors import StoreError, UsageError
 
 PROMPT = [(7 * number + 3) % 97 for number in range(60)]
 
@@ -129,95 +129,41 @@ def test_what_ran_as_the_reference_is_read_once(monkeypatch: pytest.MonkeyPatch)
     assert made == ["stock", "kv-direct"]
 
 
-def test_a_refusing_row_says_why_and_the_others_go_on() -> None:
-    found = compare(tiny("llama"), PROMPT, cases(["kv-direct", "full"], ["3", "16"]), new=3)
-    assert [row.error == "" for row in found.rows] == [True, False, True]
-    assert "smallest is 16" in found.rows[1].error and found.rows[1].match is None
-    assert [row.budget for row in found.measured] == [None, "16"]
-
-
 def test_the_chunk_goes_to_those_that_take_one() -> None:
     found = compare(tiny("llama"), PROMPT, cases(["full", "kv-direct"], ["16"]), new=3, chunk=8)
     assert [row.error for row in found.rows] == ["", ""]
     assert found.rows[1].memory["peak_cache_bytes"] < 60 * KeepCache(tiny("llama")).geometry.kv_bytes_per_token
 
 
-def test_one_token_has_no_decoding_speed() -> None:
+def test_one_token_has_no_decoding_speed_and_none_is_refused() -> None:
+    with pytest.raises(UsageError, match="empty"):
+        compare(tiny("llama"), [], [Case("full")])
     row = compare(tiny("llama"), PROMPT, [Case("full")], new=1).rows[0]
     assert row.tokens_per_s is None and row.match == 1.0 and row.prefill_s
 
 
-def test_what_cannot_be_compared_is_refused() -> None:
-    with pytest.raises(UsageError, match="empty"):
-        compare(tiny("llama"), [], [Case("full")])
-    with pytest.raises(UsageError, match=r"512 positions.*--limit 448"):
-        compare(tiny("llama"), PROMPT * 9, [Case("full")])
-    with pytest.raises(UsageError, match="did you mean kv-direct"):
-        cases(["kvdirect"], ["16"])
+def row(number: int, budget: str | None, kl: float) -> Row:
+    memory = {"resident_bytes": 10**6 * (number + 1), "compressed_bytes": 0}
+    exactness = "lossy" if number else "exact"
+    return Row(f"method-{number}", budget, exactness, 64, 0.5, 3, kl, 2 * kl, [kl] * 8, 0.5, 3.0, memory, 1.0, 1.0)
 
 
-def test_progress_reaches_its_total() -> None:
-    told: list[tuple[str, float, float]] = []
-    compare(
-        tiny("llama"), PROMPT, cases(["kv-direct", "full"], ["16", "32"]), new=4,
-        progress=lambda *given: told.append(given),
-    )  # fmt: skip
-    assert told[0] == ("the reference", 0.0, 1.0)
-    done = [given[1] for given in told[1:]]
-    assert done == sorted(done) and 0 < done[-1] <= told[-1][2]
-    assert {given[0] for given in told} == {"the reference", "full", "kv-direct at 16", "kv-direct at 32"}
-
-
-# -- the figure ---------------------------------------------------------------------------------------
-
-
-def _made(methods: dict[str, tuple[str, float]], budgets: list[str | None]) -> Comparison:
-    def row(method: str, exactness: str, kl: float, budget: str | None, number: int) -> Row:
-        memory = {"resident_bytes": 10**6 * (number + 1), "compressed_bytes": 0}
-        return Row(
-            method, budget, exactness, 64, 0.5, 3, kl, 2 * kl, [kl] * 8, 0.5, 3.0, memory, 1.0, 1.0, [0] * 8
-        )  # fmt: skip
-
-    rows = [row(name, *what, budget, n) for n, budget in enumerate(budgets) for name, what in methods.items()]
-    return Comparison(100, 8, rows[0], [*rows, Row("static", budgets[0], error="refused")])
-
-
-MANY = {f"method-{number}": ("lossy" if number else "exact", 1e-11 * 50.0**number) for number in range(9)}
-
-
-@pytest.mark.parametrize(
-    ("methods", "budgets"),
-    [
-        ({"kv-direct": ("exact", 0.0)}, ["12.5%", "25%", "50%"]),
-        ({"h2o": ("lossy", 0.5)}, ["64"]),
-        ({"kv-direct": ("exact", 0.0)}, [None]),
-        (MANY, ["12.5%", "25%", "50%"]),
-        (MANY, ["64"]),
-    ],
-)
-def test_the_figure_is_a_picture(
-    tmp_path: Path, methods: dict[str, tuple[str, float]], budgets: list[str | None]
+@pytest.mark.parametrize("methods", [1, 9])
+@pytest.mark.parametrize("budgets", [[None], ["64"], ["12.5%", "25%", "50%"]])
+def test_the_figure_is_a_picture_however_few_or_many_it_shows(
+    tmp_path: Path, methods: int, budgets: list[str | None]
 ) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "compare.png"
-    check_figure(path)
-    Compare().draw(_made(methods, budgets), path, title="tiny")
+    rows = [row(n, budget, 1e-11 * 50.0**n if methods > 1 else 0.0) for n in range(methods) for budget in budgets]
+    Compare().draw(Comparison(100, 8, rows[0], [*rows, Row("static", budgets[0], error="refused")]), path, title="tiny")
     data = path.read_bytes()
-    assert data[:8] == b"\x89PNG\r\n\x1a\n"
     width, height = struct.unpack(">II", data[16:24])
     assert width == 1600 and 300 <= height <= 2000 and 10_000 < len(data) < 1_000_000
 
 
-def test_a_figure_that_cannot_be_is_refused_before_anything_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(UsageError, match="end in .png, .svg or .pdf"):
-        check_figure("compare.doc")
-    with pytest.raises(StoreError, match="no folder"):
-        check_figure(tmp_path / "nowhere" / "compare.png")
-    with pytest.raises(StoreError, match="cannot be written"):
-        (tmp_path / "folder.png").mkdir()
-        check_figure(tmp_path / "folder.png")
-    monkeypatch.setattr("kvkeep_lab.figures.find_spec", lambda name: None)
-    with pytest.raises(KvkeepError, match=r"pip install 'kvkeep\[lab\]'"):
-        check_figure(tmp_path / "compare.png")
+def test_a_figure_that_cannot_be_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    (tmp_path / "folder.png").mkdir()
+    for path, sentence in ((tmp_path / "nowhere" / "compare.png", "no folder"), (tmp_path / "folder.png", "written")):
+        with pytest.raises(StoreError, match=sentence):
+            check_figure(path)

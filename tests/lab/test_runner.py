@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvkeep_lab.experiment import Cell, Experiment, load_experiment
+from kvkeep_lab.experiment import Cell, Experiment
 from kvkeep_lab.runner import Runner, run
 from kvkeep_lab.store import Store, TaskRecord
+from results import small, stored
 
 from kvkeep.errors import BudgetError, ModelError
 
@@ -27,34 +28,15 @@ def data(tmp_path: Path, words: str) -> Path:
 
 
 @pytest.fixture
-def experiment(tmp_path: Path, model_folder: Path) -> Experiment:
-    (tmp_path / "small.toml").write_text(
-        f"""
-        title = "Small"
-        models = ["{model_folder}"]
-        methods = ["h2o", "kv-direct", "static"]
-        budgets = ["25%", "24"]
-        [task]
-        name = "match"
-        length = [76]
-        new = 4
-        samples = 2
-        """
-    )
-    return load_experiment(str(tmp_path / "small.toml"))
-
-
-def read(path: Path) -> Store:
-    store = Store(path)
-    store.refresh()
-    return store
+def experiment(model_folder: Path) -> Experiment:
+    return small(model_folder, methods=["h2o", "kv-direct", "static"], budgets=["25%", "24"])
 
 
 def test_rows_hold_everything(experiment: Experiment, data: Path, tmp_path: Path) -> None:
     told: list[tuple[str, int, int]] = []
     tally = run(experiment, Store(tmp_path / "r.jsonl"), data, progress=lambda *given: told.append(given))
     assert (tally.done, tally.found, tally.elsewhere, len(tally.failed)) == (5, 0, 0, 2)
-    store = read(tmp_path / "r.jsonl")
+    store = stored(tmp_path / "r.jsonl")
     rows = {(row.method, row.budget): row for row in store.records}
     assert list(rows) == [
         ("full", None), ("h2o", "25%"), ("kv-direct", "25%"), ("static", "25%"),
@@ -84,26 +66,23 @@ def test_a_second_run_does_only_what_is_missing_and_what_failed(
     assert (third.done, third.found, len(third.failed)) == (0, 5, 2)
     fresh = run(experiment, Store(path), data, only=["h2o"], fresh=True)
     assert (fresh.done, fresh.found) == (2, 0)
-    again = [(row.method, row.scores) for row in read(path).records if row.method == "h2o"]
+    again = [(row.method, row.scores) for row in stored(path).records if row.method == "h2o"]
     assert again[:2] == again[2:]  # the same numbers again
 
 
 @pytest.mark.slow
 def test_two_workers_measure_what_one_does(experiment: Experiment, data: Path, tmp_path: Path) -> None:
-    told: list[tuple[str, int, int]] = []
-    both = run(experiment, Store(tmp_path / "two.jsonl"), data, workers=2, progress=lambda *given: told.append(given))
-    assert run(experiment, Store(tmp_path / "one.jsonl"), data).done == both.done == 5
-    assert (told[0][1:], told[-1][1:]) == ((0, 14), (14, 14)) and [one[1] for one in told] == sorted(
-        one[1] for one in told
-    )
-    one, two = read(tmp_path / "one.jsonl"), read(tmp_path / "two.jsonl")
-    assert {row.cell: (row.scores, row.error) for row in one.records} == {
-        row.cell: (row.scores, row.error) for row in two.records
-    }
-    assert len(one.records) == len(two.records) == 7
-    assert {row.machine["workers"] for row in two.records} == {2} and {
-        row.machine["workers"] for row in one.records
-    } == {1}
+    told: list[int] = []
+    found = []
+    for workers in (1, 2):
+        store = Store(tmp_path / f"{workers}.jsonl")
+        tally = run(experiment, store, data, workers=workers, progress=lambda label, done, total: told.append(done))
+        rows = stored(store.path).records
+        assert tally.done == 5 and len(rows) == 7 and {row.machine["workers"] for row in rows} == {workers}
+        found.append({row.cell: (row.scores, row.error) for row in rows})
+    assert found[0] == found[1]
+    half = told.index(14) + 1
+    assert all(part == sorted(part) and (part[0], part[-1]) == (0, 14) for part in (told[:half], told[half:]))
 
 
 def test_other_data_are_other_cells(experiment: Experiment, data: Path, tmp_path: Path, words: str) -> None:
@@ -140,35 +119,12 @@ def test_what_goes_wrong_is_the_cells_sentence_and_the_others_go_on(
 def test_a_model_that_is_not_there_is_told_at_once(experiment: Experiment, data: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no model at"):
         run(experiment.with_(models=["./nowhere"]), Store(tmp_path / "r.jsonl"), data)
-    assert read(tmp_path / "r.jsonl").records == []
+    assert stored(tmp_path / "r.jsonl").records == []
 
 
 def made_up(runner: Runner, cell: Cell, step: Any) -> TaskRecord:
     common = {"setting": cell.setting, "experiment": "small", "model": cell.model, "method": cell.method}
     return TaskRecord(cell=cell.key, **common, budget=cell.budget, seed=0, point=cell.point, status="done")
-
-
-def test_a_killed_run_loses_at_most_the_cell_in_hand(
-    experiment: Experiment, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, (here, there) = tmp_path / "r.jsonl", FORK.Pipe()
-
-    def stuck_at_the_third(runner: Runner, cell: Cell, step: Any) -> TaskRecord:
-        if cell.method == "kv-direct":
-            there.send("now")
-            time.sleep(60)
-        return made_up(runner, cell, step)
-
-    monkeypatch.setattr(Runner, "measure", stuck_at_the_third)
-    killed = FORK.Process(target=run, args=(experiment, Store(path), data))
-    killed.start()
-    assert here.recv() == "now"
-    killed.kill()
-    killed.join()
-    assert [row.method for row in read(path).records] == ["full", "h2o"]
-    monkeypatch.setattr(Runner, "measure", made_up)
-    tally = run(experiment, Store(path), data)
-    assert (tally.done, tally.found, tally.elsewhere) == (5, 2, 0)
 
 
 def test_two_runs_at_once_do_each_cell_once(
@@ -186,11 +142,11 @@ def test_two_runs_at_once_do_each_cell_once(
     for one in both:
         one.join()
         assert one.exitcode == 0
-    found = read(path)
+    found = stored(path)
     assert len(found.records) == len(found.done()) == 21 and found.torn == 0
 
 
-def test_a_cell_that_three_runs_died_of_is_recorded_as_failed_and_the_others_go_on(
+def test_killed_runs_lose_the_cell_in_hand_and_a_cell_that_three_died_of_has_failed(
     experiment: Experiment, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def kills(runner: Runner, cell: Cell, step: Any) -> TaskRecord:
@@ -224,5 +180,5 @@ def test_an_interrupt_is_raised_on_and_keeps_what_was_measured(
     monkeypatch.setattr(Runner, "measure", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run(experiment, Store(tmp_path / "r.jsonl"), data)
-    assert len(read(tmp_path / "r.jsonl").records) == 2
-    assert not list(tmp_path.glob("*.*.lock")) or [path.name for path in tmp_path.glob("*.lock")] == ["r.jsonl.lock"]
+    assert len(stored(tmp_path / "r.jsonl").records) == 2
+    assert [path.name for path in tmp_path.glob("*.lock")] == ["r.jsonl.lock"]

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from kvkeep_lab.experiment import Cell
 from kvkeep_lab.store import Store, TaskRecord
+from results import stored
 
 from kvkeep.errors import StoreError
 
@@ -25,12 +26,6 @@ def row(key: str, **changes: object) -> TaskRecord:
 
 def cell(key: str) -> Cell:
     return Cell(key, "s", "m", 0, "h2o", "25%")
-
-
-def read(path: Path) -> Store:
-    store = Store(path)
-    store.refresh()
-    return store
 
 
 def test_what_was_appended_is_read_and_only_once(tmp_path: Path) -> None:
@@ -58,19 +53,19 @@ def test_a_torn_last_line_is_skipped_told_and_closed(tmp_path: Path, cut: int) -
     store.append(row("b"))
     size = path.stat().st_size
     os.truncate(path, max(whole + 1, size - cut))  # a kill in the middle of the write
-    torn = read(path)
+    torn = stored(path)
     assert torn.done() == {"a"} and torn.unfinished and torn.torn == 0
     torn.append(row("c"))
     torn.refresh()
     assert torn.done() == ({"a", "c"} if cut > 1 else {"a", "b", "c"}) and not torn.unfinished
-    assert torn.torn == (cut > 1) == read(path).torn
+    assert torn.torn == (cut > 1) == stored(path).torn
 
 
 def test_lines_of_something_else_are_counted(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     path.write_text('{"kind": "weather"}\nnot json\n\n')
     Store(path).append(row("a"))
-    found = read(path)
+    found = stored(path)
     assert found.torn == 2 and found.done() == {"a"}
 
 
@@ -87,7 +82,7 @@ def test_many_processes_append_at_once(tmp_path: Path) -> None:
     for writer in writers:
         writer.join()
         assert writer.exitcode == 0
-    found = read(path)
+    found = stored(path)
     assert len(found.records) == 120 and len(found.done()) == 120 and found.torn == 0
 
 

@@ -53,21 +53,10 @@ def test_texts_are_found_in_their_folder_or_in_a_folder_of_them(haystack: Path) 
         passage(tokenizer(), text, 5000, random.Random(0))
 
 
-HAY = "One two three. Four five six! Seven (eight.) Nine ten?  Eleven."
-
-
-@pytest.mark.parametrize(
-    ("depth", "expected"),
-    [
-        (0, "X. One two three. Four five six! Seven (eight.) Nine ten?  Eleven."),
-        (26, "One two three. X. Four five six! Seven (eight.) Nine ten?  Eleven."),
-        (50, "One two three. Four five six! X. Seven (eight.) Nine ten?  Eleven."),
-        (72, "One two three. Four five six! Seven (eight.) X. Nine ten?  Eleven."),
-        (100, "One two three. Four five six! Seven (eight.) Nine ten?  Eleven. X."),
-    ],
-)
-def test_the_needle_goes_between_sentences(depth: float, expected: str) -> None:
-    assert hidden(HAY, "X.", depth) == expected
+@pytest.mark.parametrize(("depth", "place"), [(0, 0), (26, 1), (50, 2), (72, 3), (100, 5)])
+def test_the_needle_goes_between_sentences(depth: float, place: int) -> None:
+    hay = ["One two three.", "Four five six!", "Seven (eight.)", "Nine ten? ", "Eleven."]
+    assert hidden(" ".join(hay), "X.", depth) == " ".join([*hay[:place], "X.", *hay[place:]])
 
 
 def test_needles_have_the_length_and_place_asked(haystack: Path) -> None:
@@ -80,10 +69,9 @@ def test_needles_have_the_length_and_place_asked(haystack: Path) -> None:
         assert len(one.ids) == len(other.ids) == 128 and one.facts == other.facts and one.ids != other.ids
         assert sorted(one.ids) == sorted(other.ids)  # the same haystack, and the same needle in it
     assert len({sample.facts["value"] for sample in near}) == 3
+    short = Needle(length=[64], form="san-francisco")
     with pytest.raises(UsageError, match="no room for the question"):
-        Needle(length=[64], form="san-francisco").prepare(
-            tokenizer(), text_files(haystack), {"length": 10, "depth": 0}, 0
-        )
+        short.prepare(tokenizer(), text_files(haystack), {"length": 10, "depth": 0}, 0)
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -103,10 +91,8 @@ def test_a_needle_is_measured_as_it_would_be_by_hand(haystack: Path) -> None:
     task = Needle(length=[128], depth=[50], samples=1, new=4)
     (sample,) = task.prepare(tokenizer(), text_files(haystack), task.points()[0], 0)
     full = task.measure(subject(), sample)
-    assert task.measure(subject("kv-direct", "16"), sample).scores["loglik"] == pytest.approx(full.scores["loglik"])
-    assert task.measure(subject("window", "16"), sample).scores["loglik"] != pytest.approx(
-        full.scores["loglik"], abs=1e-3
-    )
+    kept, dropped = (task.measure(subject(name, "16"), sample).scores["loglik"] for name in ("kv-direct", "window"))
+    assert kept == pytest.approx(full.scores["loglik"]) and dropped != pytest.approx(kept, abs=1e-3)
     assert set(full.scores) == {metric.name for metric in task.metrics}
     assert full.cost.prompt_tokens == 128 and full.cost.prefill_s > 0 and full.cost.memory["resident_bytes"] > 0
     said = subject().write(sample.ids, 4).text
@@ -153,10 +139,22 @@ def test_rouge_by_hand() -> None:
     assert rouge("a b", "") == {"rouge1": 0.0, "rouge2": 0.0, "rougeL": 0.0}
 
 
-def test_articles_are_read_and_drawn(tmp_path: Path) -> None:
+def test_articles_are_read_in_every_form_and_drawn(tmp_path: Path) -> None:
     path = tmp_path / "xsum.jsonl"
-    rows = [{"article": f"###\nArticle: the {word} of\n", "summary_gt": word} for word in WORDS[:6]]
-    path.write_text("\n".join(json.dumps(row) for row in rows))
+    given: list[dict[str, Any]] = [
+        {"article": "###\nArticle: It rained.\n\nSummarize it.\n", "summary_gt": "Rain.", "n": 1},
+        {"article": "It rained.", "highlights": "Rain.\nMuch.", "id": "a"},
+        {"document": "It rained.", "summary": "Rain.", "id": "b"},
+    ]
+    for text in (json.dumps(given), "\n".join(map(json.dumps, given))):
+        path.write_text(text)
+        assert articles(path) == [
+            (given[0]["article"], "Rain."),
+            ("It rained.\n\nSummarize the above article in 3 sentences.", "Rain.\nMuch."),
+            ("It rained.\n\nSummarize the above article in 1 sentence.", "Rain."),
+        ]
+    given = [{"article": f"###\nArticle: the {word} of\n", "summary_gt": word} for word in WORDS[:6]]
+    path.write_text("\n".join(map(json.dumps, given)))
     task = Summary(file="xsum.jsonl", samples=3)
     assert task.sources(tmp_path) == task.sources(path) == [path]
     first = task.prepare(tokenizer(), [path], {}, 0)
@@ -164,36 +162,14 @@ def test_articles_are_read_and_drawn(tmp_path: Path) -> None:
     assert "###" not in tokenizer().decode(first[0].ids)
     drawn = task.prepare(tokenizer(), [path], {}, 5)
     assert drawn == task.prepare(tokenizer(), [path], {}, 5) != first
-    with pytest.raises(UsageError, match="has 6 articles of 0 tokens or more, and 7"):
-        Summary(samples=7).prepare(tokenizer(), [path], {}, 0)
-    long = Summary(samples=1, least=len(first[0].ids)).prepare(tokenizer(), [path], {}, 0)
-    assert len(long[0].ids) >= len(first[0].ids)
-    with pytest.raises(UsageError, match="has 0 articles of 900 tokens"):
-        Summary(samples=1, least=900).prepare(tokenizer(), [path], {}, 0)
+    (long,) = Summary(samples=1, least=len(first[0].ids)).prepare(tokenizer(), [path], {}, 0)
+    assert len(long.ids) >= len(first[0].ids)
+    for sizes, sentence in (({"samples": 7}, "6 articles of 0 "), ({"samples": 1, "least": 900}, "0 articles of 900 ")):
+        with pytest.raises(UsageError, match=f"has {sentence}tokens"):
+            Summary.model_validate(sizes).prepare(tokenizer(), [path], {}, 0)
     path.write_text('{"article": "a", "summary_gt": "b"}\n{"text": "c"}')
-    with pytest.raises(
-        UsageError,
-        match="Row 2 of .* is not an article with a summary; such have 'article' and",
-    ):
+    with pytest.raises(UsageError, match="Row 2 of .* is not an article with a summary; such have 'article' and"):
         articles(path)
-
-
-ROWS: list[dict[str, Any]] = [
-    {"article": "###\nArticle: It rained.\n\nSummarize it.\n", "summary_gt": "Rain.", "n": 1},
-    {"article": "It rained.", "highlights": "Rain.\nMuch.", "id": "a"},
-    {"document": "It rained.", "summary": "Rain.", "id": "b"},
-]
-
-
-def test_articles_of_every_form(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps(row) for row in ROWS))
-    assert articles(tmp_path / "a.jsonl") == [
-        (ROWS[0]["article"], "Rain."),
-        ("It rained.\n\nSummarize the above article in 3 sentences.", "Rain.\nMuch."),
-        ("It rained.\n\nSummarize the above article in 1 sentence.", "Rain."),
-    ]
-    (tmp_path / "a.json").write_text(json.dumps(ROWS))
-    assert articles(tmp_path / "a.json") == articles(tmp_path / "a.jsonl")
 
 
 @pytest.mark.parametrize("file", HUBS)
@@ -215,8 +191,3 @@ def test_without_data_the_hub_is_asked(file: str, monkeypatch: pytest.MonkeyPatc
     found = task.prepare(tokenizer(), sources, {}, 0)
     assert [len(sample.ids) for sample in found] == sorted({len(sample.ids) for sample in found})
     assert {sample.facts["summary"] for sample in found} == {"so"}
-
-
-def test_files_that_no_hub_has_need_data() -> None:
-    with pytest.raises(UsageError, match="This task reads xsum_0shot_first200.jsonl: give the folder"):
-        Summary().sources(None)

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from kvkeep_lab.store import Store, StudyRecord
 from kvkeep_lab.workers import devices, packed, work_in_processes
 from living import in_group, until
+from results import stored
 from standins import Measures, StandIn, job
 
 from kvkeep.errors import KvkeepError, ModelError, UsageError
@@ -53,8 +54,7 @@ def work(folder: Path, cells: list[StandIn], **changes: Any) -> tuple[dict[str, 
 
 
 def records(folder: Path) -> dict[str, StudyRecord]:
-    store = Store(folder / "r.jsonl")
-    store.refresh()
+    store = stored(folder / "r.jsonl")
     found = {record.cell: record for record in store.records if isinstance(record, StudyRecord)}
     assert len(found) == len(store.records) and store.torn == 0  # each cell once
     assert [path.name for path in folder.glob("r.jsonl.*") if path.name != "r.jsonl.lock"] == []

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
@@ -118,16 +118,6 @@ class Comparison:
     def measured(self) -> list[Row]:
         """The rows that have figures."""
         return [row for row in self.rows if not row.error]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return everything as plain types."""
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "new_tokens": self.new_tokens,
-            "context": self.context,
-            "reference": asdict(self.reference),
-            "rows": [asdict(row) for row in self.rows],
-        }
 
 
 @dataclass(frozen=True)

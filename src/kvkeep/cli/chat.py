@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvkeep.cli import options
-from kvkeep.cli.asked import asked
+from kvkeep.cli.asked import Asked, asked
 from kvkeep.cli.endings import Endings
 from kvkeep.cli.generate import as_json, summary
 from kvkeep.cli.output import interruptible, note, print_json, reading, size, write
@@ -58,10 +58,6 @@ def chat(
     wanted = asked(method, budget, exact=exact, memory=memory, **limits, **store)
     check_text(system or "", "the system prompt")
     resume = session is not None and Path(session).exists()
-    if resume and (method or budget or exact or system or any(value is not None for value in store.values())):
-        raise UsageError(
-            f"The session '{session}' has its own method, budget and system prompt; leave those options out."
-        )
     if session is not None and not os.access(Path(os.path.realpath(session)).parent, os.W_OK):
         raise UsageError(f"The session cannot be kept in '{session}': its folder is missing or cannot be written to.")
     with Endings() as endings, questions() as ask:
@@ -69,6 +65,14 @@ def chat(
             loaded = load(model, dtype=dtype, device=device, progress=note)
         if resume and session is not None:
             talk = Conversation.resume(loaded.model, loaded.tokenizer, session)
+            if (
+                method
+                or budget
+                or exact
+                or system
+                or any(value is not None for value in (*limits.values(), *store.values()))
+            ):
+                _check_same(session, wanted, talk, system)
             note(f"Continuing with {talk.cache.get_seq_length()} tokens in the cache, {len(talk.messages)} messages.")
         else:
             cache = wanted.cache(loaded.model, answer=max_tokens)
@@ -78,6 +82,17 @@ def chat(
         talk.prompt("?")  # a template that refuses the system prompt refuses every question
         sampling = {"max_new_tokens": max_tokens, "temperature": temperature, "seed": seed}
         _Chat(talk, ask, endings, session, json, sampling).run()
+
+
+def _check_same(session: str, wanted: Asked, talk: Conversation, system: str | None) -> None:
+    """Raise UsageError where options ask for another cache or system prompt than those of the session."""
+    own = replace(talk.cache.request, context=None)
+    held = next((message["content"] for message in talk.messages if message["role"] == "system"), None)
+    if (wanted.request != own and not wanted.auto) or system not in (None, held):
+        raise UsageError(
+            f"The session '{session}' continues with method '{own.method.name}', budget {own.budget or 'none'} and its "
+            "own options and system prompt; leave those out, or name another session."
+        )
 
 
 @dataclass

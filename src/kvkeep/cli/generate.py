@@ -84,4 +84,7 @@ def summary(result: Any) -> str:
     line += f"{timing.prefill_tokens_per_s:.0f}/s, {len(result.tokens)} written at {timing.decode_tokens_per_s:.1f}/s"
     if rounds is not None:
         line += f" in {rounds.rounds} rounds ({rounds.accepted} of {rounds.drafted + rounds.copied} drafts right)"
-    return f"{line}; resident {size(memory.resident_bytes)}" + (f", checkpoints {', '.join(places)}" if places else "")
+    held = [f"resident {size(memory.resident_bytes)}"]
+    if memory.compressed_bytes:
+        held.append(f"compressed {size(memory.compressed_bytes)}")
+    return f"{line}; {', '.join(held)}" + (f", checkpoints {', '.join(places)}" if places else "")

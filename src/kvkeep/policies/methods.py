@@ -12,11 +12,8 @@ from kvkeep.geometry import ModelGeometry
 from kvkeep.policies import registry
 from kvkeep.policies.fates.drop import Drop
 from kvkeep.policies.recalls.evicted import Evicted
-from kvkeep.policies.registry import FATES, FORMER, LISTED, PRESETS, RECALLS, SELECTORS, Preset
+from kvkeep.policies.registry import FATES, FORMER, LISTED, PRESETS, RECALLS, SELECTORS, STOCK, Preset
 from kvkeep.policies.specs import build
-
-STOCK = "stock"
-"""transformers' own cache, which is asked for as a method where the two are compared."""
 
 
 class Division(NamedTuple):

@@ -7,9 +7,11 @@ selector, a fate or a recall, under the entry point's name.
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import entry_points
+from inspect import isabstract
 from typing import Any
 
 from kvkeep.contracts import Fate, Recall, Selector
@@ -85,6 +87,9 @@ RECALLS: dict[str, type[Recall]] = {
     "certified": Certified,
     "fetch-on-miss": FetchOnMiss,
 }
+
+STOCK = "stock"
+"""transformers' own cache, which is asked for as a method where the two are compared."""
 
 FORMER = {"ladder": "tiers", "missed": "fetch-on-miss"}
 """Names that a fate or a recall had in stores and sessions of earlier versions."""
@@ -197,8 +202,8 @@ def register(name: str, part: type[Selector] | type[Fate] | type[Recall] | Prese
     Raises UsageError for a name that is taken by another part or is not understood in a method's name, and for
     anything that is no part.
     """
-    if not name or any(mark in name for mark in "+:,= "):
-        raise UsageError(f"'{name}' cannot be the name of a part: methods are read by '+', ':', ',' and '='.")
+    if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name) or name in (STOCK, *FORMER):
+        raise UsageError(f"{name!r} cannot be the name of a part: letters, digits, '-', '_' and '.', and none of ours.")
     kinds: tuple[tuple[type, dict[str, Any]], ...] = ((Selector, SELECTORS), (Fate, FATES), (Recall, RECALLS))
     if isinstance(part, Preset):
         home: dict[str, Any] = PRESETS
@@ -206,6 +211,9 @@ def register(name: str, part: type[Selector] | type[Fate] | type[Recall] | Prese
         homes = [known for kind, known in kinds if isinstance(part, type) and issubclass(part, kind)]
         if not homes:
             raise UsageError(f"'{name}' is no selector, fate, recall or preset, so it cannot be registered.")
+        if isabstract(part):
+            missing = ", ".join(sorted(part.__abstractmethods__))
+            raise UsageError(f"'{name}' cannot be registered: '{part.__name__}' does not implement {missing}.")
         home = homes[0]
     taken = next((known for known in (SELECTORS, FATES, RECALLS, PRESETS) if name in known), None)
     if taken is not None and not (taken is home and home[name] is part):

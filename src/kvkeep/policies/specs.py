@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import typing
 from collections.abc import Mapping
 from dataclasses import fields
@@ -36,6 +37,8 @@ def build(kind: str, text: str, registry: Mapping[str, type[T]]) -> T:
             raise UsageError(f"'{text}' is not understood: {kind} '{name}' {takes}.")
         try:
             given[key] = types[key](value)
+            if types[key] is float and not math.isfinite(given[key]):
+                raise ValueError
         except ValueError:
             raise UsageError(f"'{text}' is not understood: {key} is a {_WORDS[types[key]]}, not '{value}'.") from None
     return made(**given)

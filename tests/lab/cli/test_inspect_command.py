@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,9 +40,7 @@ def test_json_is_a_summary(run: Run, model_folder: Path, text: str, tmp_path: Pa
     assert found["fates"]["resident"] == 32 * found["lanes"]
     assert sum(found["fates"].values()) == found["lanes"] * found["tokens"]
     content = page.read_text(encoding="utf-8")
-    assert (
-        content.startswith("<!doctype html>") and content.endswith("</html>\n") and f"What {method} forgets" in content
-    )
+    assert content.startswith("<!doctype html>") and content.endswith("</html>\n")
 
 
 def test_a_person_reads_the_answer_and_one_line(run: Run, model_folder: Path, tmp_path: Path) -> None:
@@ -68,12 +67,7 @@ def test_a_person_reads_the_answer_and_one_line(run: Run, model_folder: Path, tm
     ],
 )
 def test_bad_input_is_one_sentence(
-    run: Run,
-    model_folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    arguments: tuple[str, ...],
-    sentence: str,
+    run: Run, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: Any, sentence: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     code, out, err = run("inspect", "-m", str(model_folder), *arguments)
@@ -84,22 +78,18 @@ def test_bad_input_is_one_sentence(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("protected", ["file", "folder"])
+@pytest.mark.parametrize("inside", [False, True])
 def test_what_is_write_protected_stays(
-    run: Run, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, protected: str
+    run: Run, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inside: bool
 ) -> None:
     page = tmp_path / "page.html"
-    if protected == "file":
-        page.write_text("mine")
-    else:
-        page = tmp_path / "folder" / "page.html"
-        page.parent.mkdir()
-    # Root may write anywhere, so the question is answered here.
-    refused = page if protected == "file" else page.parent
-    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != refused)
+    page.write_text("mine")
+    refused = tmp_path if inside else page
+    page = tmp_path / "another.html" if inside else page
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != refused)  # root may write anywhere
     code, out, err = run("inspect", "-m", str(model_folder), "-p", "the", "-n", "2", "-o", str(page))
     assert code == 2 and out == "" and "write-protected" in err
-    assert not page.exists() or page.read_text() == "mine"
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
 
 
 def test_interrupting_the_answer_leaves_a_whole_page(tmp_path: Path, model_folder: Path, words: str) -> None:

@@ -15,75 +15,45 @@ from kvkeep_lab.partial import INTERRUPTED
 from kvkeep_lab.reference import Reference
 from kvkeep_lab.studies import STUDIES
 from kvkeep_lab.studies.base import Drawn
-from kvkeep_lab.studies.compare import nats
 from kvkeep_lab.studies.long_chat import LongChat
 
 Run = Callable[..., tuple[int, str, str]]
 
 # By command: options, the fields of what is printed for programs, and words of what is printed for people.
-COMMANDS: dict[str, tuple[str, set[str], tuple[str, ...]]] = {
-    "analyse spectra": ("--limit 60", {"tokens", "rows", "correlation", "figure"}, ("Means over layers", "by layer")),
-    "analyse alignment": (
-        "--limit 60 --queries 5",
-        {"tokens", "queries", "loss", "rows", "spread", "figure"},
-        ("Means over heads", "By layer", "Rank correlation", "nats a token"),
-    ),
+COMMANDS = {
+    "analyse spectra": ("--limit 60", "tokens rows correlation figure", ["Means over layers"]),
+    "analyse alignment": ("--limit 60 --queries 5", "tokens queries loss rows spread figure", ["Means over heads"]),
     "analyse reactivation": (
-        "--limit 60",
-        {"tokens", "prompt", "threshold", "ratios", "distances", "active", "rows", "figure"},
-        ("no heavy hitters", "by layer", "by distance", "17-32"),
+        "--limit 60", "tokens prompt threshold ratios distances active rows figure", ["no heavy hitters", "17-32"],
     ),
-    "analyse bounds": (
-        "--limit 60 --pages 8,2,4 --queries 20",
-        {"tokens", "queries", "share", "rows", "figure"},
-        ("Bounds by page", "largest"),
-    ),
+    "analyse bounds": ("--limit 60 --pages 8,2,4 --queries 20", "tokens queries share rows figure", ["largest"]),
     "analyse rank": (
-        "--limit 60 --ranks 8,2 -n 4",
-        {"layers", "prompt_tokens", "new_tokens", "truncations", "figure"},
-        ("Effective rank", "Truncated", "fourth powers", "turned", "60 tokens read, 4 written"),
+        "--limit 60 --ranks 8,2 -n 4", "layers prompt_tokens new_tokens truncations figure",
+        ["Effective rank", "Truncated", "60 tokens read, 4 written"],
     ),
-    "analyse kept": ("--limit 60 -x window,h2o -b 16", {"tokens", "rows", "figure"}, ("window, h2o", "differing")),
-    "analyse held-bytes": ("--lengths 96 --kinds kv", {"rows"}, ("Eq. 28", "allocated", "yes")),
+    "analyse kept": ("--limit 60 -x window,h2o -b 16", "tokens rows figure", ["window, h2o", "differing"]),
+    "analyse held-bytes": ("--lengths 96 --kinds kv", "rows", ["Eq. 28", "allocated", "yes"]),
     "bench": (
-        "--contexts 64 -b 16 --rounds 1 --steps 3 --only full,h2o --no-slow",
-        {"rows"},
-        ("prefill", "stock", "full", "h2o+quantize:4 at 64: A budget of 16 entries"),
+        "--contexts 64 -b 16 --rounds 1 --steps 3 --only full,h2o --no-slow", "rows",
+        ["prefill", "stock", "full", "h2o+quantize:4 at 64: A budget of 16 entries"],
     ),
     "compare": (
-        "-x kv-direct,full -b 16,25% -n 4",
-        {"prompt_tokens", "new_tokens", "context", "reference", "rows", "figure"},
-        ("class", "budget", "entries", "match", "differs", "KL", "perplexity", "resident", "checkpoints", "stock"),
+        "-x kv-direct,full -b 16,25% -n 4", "prompt_tokens new_tokens context reference rows figure",
+        ["class", "budget", "match", "KL", "perplexity", "resident", "checkpoints", "stock"],
     ),
-    "longchat": (
-        "--turns 2 -n 5 -b 16 -x stock,kv-direct,h2o",
-        {"budget", "turns", "figure"},
-        ("After 2 turns", "2/2", "h2o", "checkpoints"),
-    ),
+    "longchat": ("--turns 2 -n 5 -b 16 -x stock,kv-direct,h2o", "budget turns figure", ["After 2 turns", "2/2", "h2o"]),
     "prove": (
-        "--prompts 2 --lengths 60 -n 6 -b 20 -x full,window,h2o+verified",
-        {"rows", "answers"},
-        ("identical", "h2o+verified kv@disk at 20", "window at 20, summary of", "no tie"),
+        "--prompts 2 --lengths 60 -n 6 -b 20 -x full,window,h2o+verified", "rows answers",
+        ["identical", "h2o+verified kv@disk at 20", "window at 20, summary of", "no tie"],
     ),
-    "recompute": (
-        "--counts 9,1 --rounds 1 --beside none",
-        {"models", "figure"},
-        ("from device, cold buffers", "GFLOP/s", "Recompute by read"),
-    ),
-    "stream": (
-        "--stretch 200 --tokens 700 -b 32",
-        {"model", "method", "budget", "stretches"},
-        ("perplexity", "from token", "resident"),
-    ),
+    "recompute": ("--counts 9,1 --rounds 1 --beside none", "models figure", ["from device, cold buffers", "GFLOP/s"]),
+    "stream": ("--stretch 200 --tokens 700 -b 32", "model method budget stretches", ["perplexity", "from token"]),
     "verify": (
         "--quick",
-        {
-            *("model", "dtype", "kv_bytes", "residual_bytes", "rho", "reconstruction", "tokens", "patching", "memory"),
-            *("windows", "refused", "holds"),
-        },
-        ("Every claim held.", "Table 1", "Rebuilt", "Greedy tokens", "KL by layers", "Eq. 28"),
+        "model dtype kv_bytes residual_bytes rho reconstruction tokens patching memory windows refused holds",
+        ["Every claim held.", "Table 1", "Rebuilt", "Greedy tokens", "KL by layers", "Eq. 28"],
     ),
-}
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -125,7 +95,7 @@ def answered(call: Run, name: str, *options: str) -> dict[str, Any]:
 def test_one_object_for_programs_and_tables_for_people(call: Run, name: str) -> None:
     options, fields, words = COMMANDS[name]
     report = answered(call, name)
-    assert set(report) == fields | {"machine"} and report.get("figure") is None
+    assert set(report) == {*fields.split(), "machine"} and report.get("figure") is None
     assert set(report["machine"]) >= {"model", "dtype", "threads", "torch", "device"}
     code, out, err = call(name, *options.split())
     assert code == 0 and all(word in out for word in words), out + err
@@ -144,11 +114,6 @@ def test_a_figure(call: Run, tmp_path: Path) -> None:
 # -- what is in the objects ---------------------------------------------------------------------------
 
 
-def test_lists_are_sorted_where_they_are_numbers(call: Run) -> None:
-    assert [row["page"] for row in answered(call, "analyse bounds")["rows"]][:3] == [2, 4, 8]
-    assert {row["rank"] for row in answered(call, "analyse rank")["truncations"]} == {2, 8}
-
-
 def test_rank_without_a_text_and_with_a_prompt(run: Run, model_folder: Path) -> None:
     common = ("analyse", "rank", "-m", str(model_folder))
     code, out, err = run(*common, "--json")
@@ -161,11 +126,8 @@ def test_rows_of_a_comparison(call: Run) -> None:
     report = answered(call, "compare", "-x", "static", "-x", "full", "-x", "kv-direct,full")
     assert (report["prompt_tokens"], report["new_tokens"], report["context"]) == (200, 4, 204)
     for row in (report["reference"], *report["rows"]):
-        assert set(row) == {
-            "method", "budget", "exactness", "entries", "match", "differs_at", "kl_mean", "kl_max", "kl", "top1",
-            "perplexity", "memory", "prefill_s", "tokens_per_s", "tokens", "away", "recalled", "left_out",
-            "merges", "error",
-        }  # fmt: skip
+        fields = "method budget exactness entries match differs_at kl_mean kl_max kl top1 perplexity memory prefill_s "
+        assert set(row) == set(f"{fields} tokens_per_s tokens away recalled left_out merges error".split())
         assert set(row["memory"]["checkpoint_bytes"]) == {"device", "host", "disk"}
     rows = {(row["method"], row["budget"]): row for row in report["rows"]}
     assert list(rows) == [
@@ -180,19 +142,15 @@ def test_turns_models_and_stretches(call: Run) -> None:
     names = ("stock", "kv-direct", "h2o")
     assert [(row["turn"], row["method"]) for row in turns] == [(turn, name) for turn in (1, 2) for name in names]
     for row in turns:
-        assert set(row) == {
-            *("method", "turn", "context", "read", "written", "prefill_s", "decode_s", "same", "memory", "text"),
-            "seconds",
-        }
+        fields = "method turn context read written prefill_s decode_s same memory text seconds"
+        assert set(row) == set(fields.split())
         assert set(row["memory"]["checkpoint_bytes"]) == {"device", "host", "disk"} and row["text"]
     _, out, _ = call("recompute", "--counts", "1,9", "--rounds", "1", "--beside", "smollm2-135m", "--no-slow", "--json")
     models = json.loads(out)["models"]
     assert len(models) == 2 and all({row["n"] for row in model["rows"]} == {1, 9} for model in models)
     for model in models:
-        assert set(model) == {
-            *("model", "hidden", "width", "itemsize", "layers", "roofline", "break_even_bytes_per_s", "rows"),
-            "interrupted",
-        }
+        fields = "model hidden width itemsize layers roofline break_even_bytes_per_s rows interrupted"
+        assert set(model) == set(fields.split())
     assert [row["start"] for row in answered(call, "stream")["stretches"]] == [0, 200, 400, 600]
     assert answered(call, "verify")["holds"] is True
     assert answered(call, "bench")["machine"]["clock"] == "wall"
@@ -223,10 +181,6 @@ def test_what_was_merged_is_told(call: Run) -> None:
     assert "pairs merged, 0 shares of keys clamped." in out and out.count("pairs merged") == 1
 
 
-def test_zero_is_printed_where_it_is_zero() -> None:
-    assert [nats(value) for value in (None, 0.0, 3.21e-12, 0.0042, 0.25)] == ["-", "0", "3.2e-12", "4.2e-03", "0.250"]
-
-
 # -- what is refused ----------------------------------------------------------------------------------
 
 
@@ -236,7 +190,6 @@ def test_zero_is_printed_where_it_is_zero() -> None:
         ("analyse spectra", "-f none.txt", "cannot be read"),
         ("analyse spectra", "-o picture.doc", "end in .png"),
         ("analyse spectra", "--limit 9", "--limit '9' is not understood"),
-        ("analyse reactivation", "--ratios 0.1,many", "--ratios 'many' is not understood"),
         ("analyse reactivation", "--ratios 2", "between 0 and 1"),
         ("analyse reactivation", "--threshold 0", "between 0 and 1"),
         ("analyse bounds", "--limit 60 --pages 64", "no page of 64"),
@@ -247,25 +200,16 @@ def test_zero_is_printed_where_it_is_zero() -> None:
         ("bench", "--clock sun", "'wall' or 'processor'"),
         ("compare", "-x kvdirect", "did you mean kv-direct"),
         ("compare", "-x full -b 12.5.1%", "cannot be read"),
-        ("compare", "-x full -b ,", "--budget lists nothing"),
         ("compare", "-x full -n 400", "512 positions"),
-        ("longchat", "-x nonsense", "Unknown"),
         ("longchat", "-x ,", "lists nothing"),
         ("longchat", "-x stock,stock", "named twice"),
-        ("longchat", "-o chat.txt", "end in .png"),
         ("longchat", "-b x", "--budget: Budget 'x'"),
         ("prove", "--kinds poem", "'summary', 'question'"),
-        ("prove", "--lengths 9", "greater than or equal to 32"),
         ("prove", "--lengths 9000", "longer text"),
-        ("prove", "-x nonsense", "Unknown"),
-        ("prove", "-b x", "--budget: Budget 'x'"),
         ("prove", "-c x", "--checkpoint: Unknown"),
         ("prove", "-w x", "--where: Unknown"),
         ("recompute", "--counts 0", "greater than or equal to 1"),
-        ("recompute", "--counts a", "--counts 'a'"),
         ("recompute", "--beside nonsense", "Unknown shape"),
-        ("stream", "-x nonsense", "Unknown"),
-        ("stream", "-f missing", "cannot be read"),
     ],
 )
 def test_bad_input_is_one_sentence(call: Run, name: str, options: str, sentence: str) -> None:
@@ -335,29 +279,24 @@ def test_an_interrupt_leaves_what_was_measured(call: Run, monkeypatch: pytest.Mo
     assert code == 1 and "kv-direct at 32: interrupted" in out and "Traceback" not in err
 
 
-def test_an_interrupt_leaves_the_turns_until_then(call: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = LongChat.converse
+def test_an_interrupt_leaves_the_turns_and_the_counts_until_then(call: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    converse, samples = LongChat.converse, recall_timing._Bench.samples
 
     def fourth_turn(*arguments: Any) -> Any:
-        for number, turn in enumerate(whole(*arguments)):
+        for number, turn in enumerate(converse(*arguments)):
             yield turn if number < 3 else interrupted()
 
+    def second_count(self: Any, count: int, turn: int) -> Any:
+        yield from samples(self, count, turn) if count < 9 else interrupted()
+
     monkeypatch.setattr(LongChat, "converse", fourth_turn)
+    monkeypatch.setattr(recall_timing._Bench, "samples", second_count)
     code, out, err = call("longchat", "-n", "5", "-b", "16", "--json")
     assert code == 1 and "Interrupted" in err and len(json.loads(out)["turns"]) == 3
-
-
-def test_an_interrupt_leaves_the_counts_until_then(call: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = recall_timing._Bench.samples
-
-    def second_count(self: Any, count: int, turn: int) -> Any:
-        yield from whole(self, count, turn) if count < 9 else interrupted()
-
-    monkeypatch.setattr(recall_timing._Bench, "samples", second_count)
     code, out, err = call("recompute", "--counts", "1,9", "--rounds", "1", "--json")
     assert code == 1 and "Interrupted" in err
-    assert [{row["n"] for row in model["rows"]} for model in json.loads(out)["models"]] == [{1}]
-    assert json.loads(out)["models"][0]["interrupted"]
+    (model,) = json.loads(out)["models"]
+    assert {row["n"] for row in model["rows"]} == {1} and model["interrupted"]
 
 
 def test_what_cannot_go_on_leaves_what_was_measured(call: Run, monkeypatch: pytest.MonkeyPatch, words: str) -> None:
@@ -372,15 +311,6 @@ def test_a_claim_that_does_not_hold_is_a_failure(call: Run, monkeypatch: pytest.
     monkeypatch.setattr("kvkeep_lab.studies.patching.Patching.holds", False)
     code, out, err = call("verify", "--quick", "--json")
     assert code == 1 and "4 measurements contradict a claim" in err and not json.loads(out)["holds"]
-
-
-# -- help ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", [*COMMANDS, "inspect"])
-def test_help(run: Run, name: str) -> None:
-    code, out, _ = run(*name.split(), "--help")
-    assert code == 0 and "--json" in out and "--dtype" in out
 
 
 def test_every_study_is_a_command_with_an_option_for_each_field(run: Run) -> None:

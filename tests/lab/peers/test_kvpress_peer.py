@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 from conftest import tokenizer
-from kvkeep_lab.experiment import Experiment
 from kvkeep_lab.peers.kvpress import PYTHON, KvpressProcess
 from kvkeep_lab.runner import run as run_lab
 from kvkeep_lab.store import Store
 from kvkeep_lab.subject import Subject
+from results import small, stored
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from kvkeep.errors import BudgetError, KvkeepError, UsageError
@@ -191,21 +191,12 @@ def test_cells_of_peers_stand_beside_ours(
     subjects: Any, model_folder: Path, tmp_path: Path, words: str, environment: str
 ) -> None:
     (tmp_path / "text.txt").write_text(". ".join([words] * 3))
-    experiment = Experiment.model_validate(
-        {
-            "name": "beside",
-            "title": "Beside",
-            "models": [str(model_folder)],
-            "task": {"name": "match", "length": [60], "new": 4, "samples": 1},
-            "methods": ["streaming-llm:sinks=2", "peer-kvpress:full", "peer-kvpress:ends", "peer-kvpress:nobody"],
-            "budgets": ["24"],
-        }
-    )
-    store = Store(tmp_path / "r.jsonl")
-    tally = run_lab(experiment, store, tmp_path)
+    methods = ["streaming-llm:sinks=2", "peer-kvpress:full", "peer-kvpress:ends", "peer-kvpress:nobody"]
+    task = {"name": "match", "length": [60], "new": 4, "samples": 1}
+    experiment = small(model_folder, task=task, methods=methods, budgets=["24"])
+    tally = run_lab(experiment, Store(tmp_path / "r.jsonl"), tmp_path)
     assert (tally.done, [row.method for row in tally.failed]) == (4, ["peer-kvpress:nobody"])
-    store.refresh()
-    rows = {row.method: row for row in store.records}
+    rows = {row.method: row for row in stored(tmp_path / "r.jsonl").records}
     assert rows["peer-kvpress:full"].scores["match"] == [1.0] and rows["peer-kvpress:full"].scores["kl"][0] < 1e-9
     assert rows["peer-kvpress:ends"].entries == rows["streaming-llm:sinks=2"].entries == 24
     assert rows["peer-kvpress:ends"].versions["kvpress"] == "made up" and "kvpress" not in rows["full"].versions

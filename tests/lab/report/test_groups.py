@@ -1,7 +1,8 @@
-"""Groups: means by hand, what is newest counts, a paper as it is read today; the frontier that no row beats."""
+"""Groups of records: means by hand, the newest counts, the frontier that no row beats, and verdicts on claims."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,11 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kvkeep_lab.experiment import load_experiment
 from kvkeep_lab.report import groups, unread
+from kvkeep_lab.report.chapter import Outcome
 from kvkeep_lab.report.methods import AXES, NOISE, frontier
-from kvkeep_lab.statistics import Estimate
+from kvkeep_lab.report.tasks import TaskGroup
+from kvkeep_lab.report.verdicts import JudgedCase, judge, judged_cases
+from kvkeep_lab.statistics import Estimate, student
 from kvkeep_lab.store import Store
 from kvkeep_lab.tasks.base import Metric
-from results import EXPERIMENT, filled
+from results import EXPERIMENT, PAPER, filled
 
 
 def test_a_group_by_hand(tmp_path: Path) -> None:
@@ -112,3 +116,133 @@ def test_rounding_is_no_gain_and_what_has_no_time_is_not_fast() -> None:
     assert frontier([line(1, 2 * NOISE), exact], KL, MEMORY)[-1] is exact
     timed, untimed = line(1, 0.5, 0.1), line(1, 0.9)
     assert frontier([timed, untimed], FOUND, SPEED) == [timed]
+
+
+SHARE = (0.0, 1.0)
+HOLDS, DIFFERS, OPEN, UNMEASURED = Outcome.HOLDS, Outcome.DIFFERS, Outcome.OPEN, Outcome.UNMEASURED
+
+
+@pytest.mark.parametrize(
+    ("values", "limits", "scale", "outcome"),
+    [
+        ([0.50, 0.51, 0.52], {"at_least": 0.4}, SHARE, HOLDS),
+        ([0.50, 0.51, 0.52], {"at_least": 0.4, "at_most": 0.6}, SHARE, HOLDS),
+        ([0.50, 0.51, 0.52], {"at_most": 0.4}, SHARE, DIFFERS),
+        ([0.50, 0.51, 0.52], {"at_least": 0.6}, SHARE, DIFFERS),
+        ([0.50, 0.51, 0.52], {"at_least": 0.505}, SHARE, OPEN),
+        ([0.50, 0.51, 0.52], {"at_least": 0.51, "at_most": 0.51}, SHARE, OPEN),  # a number of the paper, met
+        ([0.50, 0.51, 0.52], {"at_least": 0.9, "at_most": 0.9}, SHARE, DIFFERS),  # and not met
+        ([0.5], {"at_least": 0.1}, SHARE, OPEN),  # of one sample there is no interval
+        ([5.0], {"at_most": 0.1}, None, OPEN),
+        ([0.1, 0.9], {"at_least": 0.05}, SHARE, OPEN),  # the bootstrap interval would be within
+        ([0.0] * 5, {"at_most": 0.3}, SHARE, OPEN),  # five that agree are few
+        ([0.0] * 50, {"at_most": 0.3}, SHARE, HOLDS),
+        ([0.0] * 5, {"at_least": 0.6}, SHARE, DIFFERS),
+        ([1.0, 1.0], {"at_least": 1.0}, SHARE, HOLDS),  # all there is of "always"
+        ([1.0], {"at_least": 1.0}, SHARE, HOLDS),
+        ([1.0, 0.99], {"at_least": 1.0}, SHARE, DIFFERS),  # and one is enough against it
+        ([0.99], {"at_least": 1.0}, SHARE, DIFFERS),
+        ([0.0, 0.01], {"at_most": 0.0}, SHARE, DIFFERS),
+        ([0.0, 0.0], {"at_least": 0.0}, (-1.0, 1.0), HOLDS),  # no difference at all
+        ([0.1, -0.1], {"at_least": 0.0}, (-1.0, 1.0), OPEN),
+        ([3.0, 3.1], {"at_most": 7.0}, None, HOLDS),
+        ([3.0, 3.1], {"at_least": 7.0, "at_most": 14.0}, None, DIFFERS),
+        ([1.0, 5.0], {"at_least": 7.0, "at_most": 14.0}, None, OPEN),
+    ],
+)
+def test_judgements(values: list[float], limits: dict[str, float], scale: Any, outcome: Outcome) -> None:
+    found, interval = judge(values, **limits, scale=scale or (-math.inf, math.inf))
+    assert found is outcome and interval.n == len(values)
+    assert interval.low <= interval.mean <= interval.high
+
+
+def test_limits_belong_to_what_is_within() -> None:
+    interval = student([1.0, 2.0, 4.0])
+    assert judge([1.0, 2.0, 4.0], interval.low, interval.high)[0] is HOLDS
+    assert judge([1.0, 2.0, 4.0], interval.low + 1e-9, interval.high)[0] is OPEN
+    assert judge([1.0, 2.0, 4.0], interval.high)[0] is OPEN
+    assert judge([1.0, 2.0, 4.0], interval.high + 1e-9)[0] is DIFFERS
+    assert judge([1.0, 2.0, 4.0], at_most=interval.low - 1e-9)[0] is DIFFERS
+
+
+def group_of(path: Path, **claim: Any) -> TaskGroup:
+    paper = {**PAPER, "claims": [{"says": "So it is.", "metric": "found", **claim}], "values": []}
+    (group,) = groups([filled(path / "r.jsonl", EXPERIMENT.with_(paper=paper))])
+    assert isinstance(group, TaskGroup)
+    return group
+
+
+def cases_of(path: Path, **claim: Any) -> list[JudgedCase]:
+    group = group_of(path, **claim)
+    (asked,) = group.experiment.claims
+    return judged_cases(asked, group.metric("found"), group.cases(asked))
+
+
+def outcomes(path: Path, **claim: Any) -> dict[tuple[str, str | None], Outcome]:
+    return {(one.case.name.replace("`", ""), one.case.budget): one.outcome for one in cases_of(path, **claim)}
+
+
+def test_cases_are_methods_at_budgets_against_others(tmp_path: Path) -> None:
+    assert outcomes(tmp_path / "a", methods=["window", "h2o+merge"], at_least=0.9) == {
+        ("window", "10%"): DIFFERS, ("window", "25%"): DIFFERS,
+        ("h2o+merge", "10%"): UNMEASURED, ("h2o+merge", "25%"): UNMEASURED,
+    }  # fmt: skip
+    assert outcomes(tmp_path / "b", methods=["quantized", "full"], budgets=["10%"], at_least=1.0) == {
+        ("quantized", "10%"): UNMEASURED, ("full", None): HOLDS,
+    }  # fmt: skip
+    # The baseline takes no budget and stands beside every one; h2o finds 4 of 8, full 8.
+    assert outcomes(tmp_path / "c", methods=["h2o"], than=["full", "window", "quantized"], at_most=0.0) == {
+        ("h2o less full", "10%"): OPEN, ("h2o less window", "10%"): OPEN, ("h2o less quantized", "10%"): UNMEASURED,
+        ("h2o less full", "25%"): OPEN, ("h2o less window", "25%"): OPEN, ("h2o less quantized", "25%"): OPEN,
+    }  # fmt: skip
+
+
+def test_many_cases_are_judged_together(tmp_path: Path) -> None:
+    alone = cases_of(tmp_path / "a", methods=["h2o"], budgets=["25%"], at_least=0.9)[0].found
+    second = cases_of(tmp_path / "b", methods=["h2o", "window"], at_least=0.9)[1]
+    assert alone is not None and second.found is not None and second.case.budget == "25%"
+    assert alone.low > second.found.low and alone.mean == second.found.mean == 0.5
+
+
+def test_one_case_against_a_claim_is_enough_and_all_are_told(tmp_path: Path) -> None:
+    (verdict,) = group_of(tmp_path, methods=["full", "window", "h2o", "quantized"], at_least=0.5).judged()
+    assert (verdict.outcome, verdict.finding, verdict.samples) == (DIFFERS, "does not hold here", 8)
+    against, for_it, open_, missing = verdict.ours
+    assert against.startswith("Not so: `window` at 10% and 25%: 0.0 [0.0, ") and against.endswith("] (N = 8) each.")
+    assert for_it.startswith("So: `full`; `quantized` at 25%: 100.0 [") and for_it.endswith("] (N = 8) each.")
+    assert (
+        open_.startswith("Cannot be told: `h2o` at 10% and 25%: 50.0 [")
+        and missing == "Not measured: `quantized` at 10%."
+    )
+    assert verdict.reading == ("found (%) of `full`, `window`, `h2o` and `quantized` at every budget, at least 50 %")
+
+
+def test_open_and_unmeasured_claims(tmp_path: Path) -> None:
+    (verdict,) = group_of(tmp_path / "a", methods=["h2o"], than=["full"], at_least=-0.1).judged()
+    assert verdict.finding == "cannot be told from 8 samples"
+    assert verdict.ours[0].startswith("Cannot be told: `h2o` less `full` at 10% and 25%: -50.0 [")
+    assert verdict.reading == "found (%) of `h2o` less that of `full` at every budget, at least -10 points"
+    (verdict,) = group_of(tmp_path / "c", methods=["quantized"], at_least=1.0).judged()
+    measured = "So: `quantized` at 25%: 100.0 [100.0, 100.0] (N = 8)."  # a claim holds if all that was measured does
+    assert (verdict.outcome, verdict.ours) == (HOLDS, (measured, "Not measured: `quantized` at 10%."))
+    (verdict,) = group_of(tmp_path / "b", methods=["h2o+merge"], budgets=["25%"], at_most=0.5).judged()
+    assert (verdict.outcome, verdict.samples, verdict.ours) == (UNMEASURED, 0, ("Not measured: `h2o+merge` at 25%.",))
+
+
+def test_numbers_of_the_paper_are_judged_and_the_difference_told(tmp_path: Path) -> None:
+    values = [
+        {"metric": "found", "value": value, "method": method, "budget": "25%"}
+        for value, method in ((0.75, "h2o"), (0.75, "window"), (0.0, "window"), (0.5, "unheard-of"))
+    ]
+    experiment = EXPERIMENT.with_(paper={**PAPER, "claims": [], "values": values})
+    (group,) = groups([filled(tmp_path / "r.jsonl", experiment)])
+    near, far, met = group.judged()
+    assert (near.outcome, far.outcome, met.outcome) == (OPEN, DIFFERS, HOLDS)
+    assert near.says == "found (%) of h2o at 25%: 75.0" and near.reading == ""
+    assert near.ours[0].startswith("Cannot be told: `h2o` at 25%: 50.0 [") and ", -25.0 [" in near.ours[0]
+    assert ", -75.0 [" in far.ours[0] and "from theirs (N = 8)" in far.ours[0]
+
+
+def test_without_a_paper_there_is_nothing_to_judge() -> None:
+    assert list(TaskGroup(EXPERIMENT.with_(paper=None), "s", "m", ()).judged()) == []
+    assert {verdict.outcome for verdict in TaskGroup(EXPERIMENT, "s", "m", ()).judged()} == {UNMEASURED}

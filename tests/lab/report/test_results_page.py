@@ -12,7 +12,7 @@ from kvkeep_lab.report import groups
 from kvkeep_lab.report.chapter import Outcome
 from kvkeep_lab.report.studies import StudyGroup
 from kvkeep_lab.report.tasks import TaskGroup
-from kvkeep_lab.store import Store
+from results import stored
 
 RESULTS = Path(__file__).parents[3] / "docs" / "results"
 PAGE = (RESULTS / "README.md").read_text("utf-8")
@@ -22,8 +22,7 @@ TABLES = re.findall(r"\]\((\S+\.jsonl)\)[^|]*?\n\n\| (smollm2|gemma3-270m) \|(.*
 
 @cache
 def found(file: str) -> list[TaskGroup | StudyGroup]:
-    store = Store(RESULTS / file)
-    store.refresh()
+    store = stored(RESULTS / file)
     assert store.records and not store.torn
     return groups([store])
 

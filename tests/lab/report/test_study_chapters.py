@@ -13,7 +13,7 @@ from kvkeep_lab.report.chapter import Outcome
 from kvkeep_lab.runner import run
 from kvkeep_lab.store import Store
 from kvkeep_lab.studies.token_bytes import TokenBytes
-from results import chapters
+from results import chapters, stored
 
 from kvkeep.errors import KvkeepError
 
@@ -27,15 +27,9 @@ def experiment(model_folder: Path) -> StudyExperiment:
     ]
     values = [{"metric": "rho", "value": 20.0, "note": "another model"}]
     paper = {"title": "A Paper", "where": "Table 1", "setting": "large", "claims": claims, "values": values}
-    return StudyExperiment.model_validate(
-        {
-            "name": "small",
-            "title": "Small",
-            "models": [str(model_folder)],
-            "study": {"name": "token-bytes", "shapes": ["qwen3-0.6b"]},
-            "paper": paper,
-        }
-    )
+    study = {"name": "token-bytes", "shapes": ["qwen3-0.6b"]}
+    sizes = {"name": "small", "title": "Small", "models": [str(model_folder)], "study": study, "paper": paper}
+    return StudyExperiment.model_validate(sizes)
 
 
 def test_a_study_is_run_once_and_its_chapter_says_what_it_found(experiment: StudyExperiment, tmp_path: Path) -> None:
@@ -43,8 +37,7 @@ def test_a_study_is_run_once_and_its_chapter_says_what_it_found(experiment: Stud
     tally = run(experiment, store, progress=lambda *given: told.append(given[1:]))
     assert (tally.done, tally.found, told[0]) == (1, 0, (0, 100))
     assert run(experiment, Store(tmp_path / "r.jsonl")).found == 1
-    store = Store(tmp_path / "r.jsonl")
-    store.refresh()
+    store = stored(tmp_path / "r.jsonl")
     (record,) = store.records
     assert record.machine["dtype"] == "float32" and record.seconds > 0
     (one,) = groups([store])
@@ -84,13 +77,11 @@ def test_numbers_that_vary_are_judged_over_seeds(experiment: StudyExperiment, tm
     paper = {**experiment.model_dump(mode="json")["paper"], "claims": claims, "values": []}
     varying = experiment.with_(study=study, paper=paper, seeds=[0, 1, 2])
     (tmp_path / "text.txt").write_text(" ".join(WORDS * 5))
-    store = Store(tmp_path / "r.jsonl")
-    run(varying.with_(seeds=[0]), store, tmp_path)
-    store.refresh()
-    (chapter,) = chapters(store)
+    path = tmp_path / "r.jsonl"
+    run(varying.with_(seeds=[0]), Store(path), tmp_path)
+    (chapter,) = chapters(stored(path))
     assert chapter.verdicts[0].outcome is Outcome.OPEN  # of one number nothing is sure
-    run(varying, store, tmp_path)
-    store.refresh()
-    (chapter,) = chapters(store)
+    run(varying, Store(path), tmp_path)
+    (chapter,) = chapters(stored(path))
     assert chapter.verdicts[0].outcome is Outcome.HOLDS and chapter.verdicts[0].samples == 3
     assert "seeds 0, 1 and 2" in chapter.ours

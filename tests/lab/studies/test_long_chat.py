@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-from conftest import tokenizer
-from families import tiny
 from kvkeep_lab.partial import Ending
 from kvkeep_lab.studies.long_chat import LongChat, Turn
 from measuring import loaded, measured, quiet
-
-from kvkeep.decode.chat import Conversation
-from kvkeep.errors import SessionError
-from kvkeep.stock import new_cache
 
 QUESTIONS = ("the of and to in", "was it for on", "by from her she that")
 LONG = ("the of and to in was it for on " * 12,)
@@ -41,16 +33,12 @@ def test_every_cache_takes_every_turn_and_says_the_same(family: str) -> None:
     assert contexts["stock"] == sorted(set(contexts["stock"])) == contexts["kv-direct"] == contexts["full"]
 
 
-def test_the_budget_holds_while_the_stock_cache_grows() -> None:
-    rows = turns("stock", "kv-direct")
+def test_the_budget_holds_while_the_stock_cache_grows_and_dropping_tells() -> None:
+    rows = turns("stock", "kv-direct", "window")
     held = {name: [row.held for row in rows if row.method == name] for name in ("stock", "kv-direct")}
     assert held["stock"] == sorted(set(held["stock"])) and len(set(held["kv-direct"])) == 1
-    assert rows[-1].memory.checkpoint_bytes["host"] > 0 == rows[-2].memory.checkpoint_bytes["host"]
-
-
-def test_a_dropping_method_is_another_conversation() -> None:
-    rows = turns("stock", "window")
-    assert not all(row.same for row in rows) and all(row.same for row in rows if row.method == "stock")
+    assert rows[-1].memory.checkpoint_bytes["host"] == 0 < rows[-2].memory.checkpoint_bytes["host"]
+    assert {row.method for row in rows if not row.same} == {"window"}  # dropping: another conversation
 
 
 def test_the_models_positions_end_it_before_the_turn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,11 +49,3 @@ def test_the_models_positions_end_it_before_the_turn(monkeypatch: pytest.MonkeyP
     assert 400 < end.value.found.turns[-1].context <= 512 and len(end.value.found.turns) == 4
     endless = measured(LongChat(methods=["streaming-llm"], budget="32", turns=6, new=6))
     assert len(endless.turns) == 6 and endless.turns[-1].context > 512  # gives the model positions of its own
-
-
-def test_a_stock_conversation_cannot_be_saved(tmp_path: Path) -> None:
-    model = tiny("llama")
-    talk = Conversation(model, tokenizer(), new_cache(model, "stock"))
-    assert talk.answer("the of", max_new_tokens=3).tokens
-    with pytest.raises(SessionError, match="'full' can"):
-        talk.save(tmp_path / "chat")

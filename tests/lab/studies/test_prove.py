@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import tokenizer
-from kvkeep_lab.answers import Answer, generate
+from kvkeep_lab.answers import Answer
 from kvkeep_lab.partial import Interruption
 from kvkeep_lab.prompts import KINDS, Prompt, prompts
 from kvkeep_lab.studies import prove as lab
@@ -16,8 +15,6 @@ from kvkeep_lab.studies.prove import Proof, Prove
 from measuring import loaded, quiet
 
 from kvkeep.errors import UsageError
-
-Run = Callable[..., tuple[int, str, str]]
 
 
 def test_prompts_are_of_every_kind_and_length(words: str) -> None:
@@ -76,12 +73,6 @@ def test_a_difference_is_found_and_measured() -> None:
     assert found.rows[0].identical == 2 - len(wrong)
 
 
-def test_each_prompt_with_one_case_in_turn() -> None:
-    found = proof("snapkv+verified", budgets=["16", "32"], every=False)
-    labels = [f"snapkv+verified kv@host at {budget}" for budget in ("16", "32")]
-    assert [answer.label for answer in found.answers] == labels
-
-
 def test_answers_are_kept_and_not_asked_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a stopped run had measured is not measured again, a torn line is, and another setting has its own."""
     store = tmp_path / "proof.jsonl"
@@ -111,15 +102,3 @@ def test_answers_are_kept_and_not_asked_for_again(tmp_path: Path, monkeypatch: p
 def test_a_refusal_is_a_row() -> None:
     found = proof("snapkv+verified", family="gemma4", checkpoints=["tokens"])
     assert not found.answers and "gemma4" in found.rows[0].error
-
-
-def test_an_interrupt_keeps_what_was_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupting(*arguments: Any, **options: Any) -> Any:
-        if arguments[3].__class__.__name__ == "KeepCache" and arguments[3].method.name == "snapkv+verified":
-            raise KeyboardInterrupt
-        return generate(*arguments, **options)
-
-    monkeypatch.setattr("kvkeep_lab.answers.generate", interrupting)
-    with pytest.raises(Interruption) as stop:
-        proof("full", "snapkv+verified")
-    assert [answer.label for answer in stop.value.found.answers] == ["full"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from families import VOCABULARY, tiny
@@ -12,7 +10,6 @@ from transformers import DynamicCache
 
 from kvkeep import KeepCache, UsageError
 
-Run = Callable[..., tuple[int, str, str]]
 IDS = torch.randint(2, VOCABULARY, (150,), generator=torch.Generator().manual_seed(0)).tolist()
 
 

@@ -18,22 +18,19 @@ ROWS: list[dict[str, Any]] = [{"text": "one\u2028line"}, {"text": "two"}, {"text
 
 @pytest.mark.parametrize(
     "text",
-    ["\n".join(map(json.dumps, ROWS)), json.dumps(ROWS), json.dumps(ROWS, indent=2)],
-    ids=["lines", "list", "indented"],
+    [
+        "\n".join(map(json.dumps, ROWS)),
+        "\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS) + "\n\n",  # only \n ends a line
+        json.dumps(ROWS),
+        json.dumps(ROWS, indent=2),
+    ],
+    ids=["lines", "separators", "list", "indented"],
 )
 def test_json_in_its_forms(tmp_path: Path, text: str) -> None:
     (tmp_path / "a.json").write_text(text)
     assert rows(tmp_path / "a.json", "text") == ROWS
-
-
-def test_lines_end_where_json_lines_do(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS) + "\n\n")
-    assert rows(tmp_path / "a.jsonl") == ROWS
-
-
-def test_one_object_is_one_row(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps({"data": ROWS}, indent=1))
-    assert rows(tmp_path / "a.json") == [{"data": ROWS}]
+    assert rows(tmp_path / "a.json") == [{"data": ROWS}]  # one object is one row
 
 
 @pytest.mark.parametrize(

@@ -7,22 +7,14 @@ from pathlib import Path
 
 import pytest
 from conftest import tokenizer
-from families import tiny
 from kvkeep_lab.experiment import load_experiment
-from kvkeep_lab.subject import Subject
 from kvkeep_lab.tasks.lm_eval import LmEval
+from measuring import ending_subject as subject
 from official import hellaswag_rows, hellaswag_text_rows, write_lines
 
 from kvkeep.errors import UsageError
-from kvkeep.models.loading import Loaded
 
 needs_it = pytest.mark.skipif(find_spec("lm_eval") is None, reason="lm-eval is not installed")
-
-
-def subject(method: str = "full", budget: str | None = None) -> Subject:
-    made = tokenizer()
-    made.eos_token = "<unk>"
-    return Subject(Loaded(tiny("llama"), made, "tiny", ""), method, budget)
 
 
 @needs_it

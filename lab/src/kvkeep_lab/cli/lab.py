@@ -57,7 +57,7 @@ def list_(json: options.Json = False) -> None:
         return
     rows = []
     for one in found:
-        beside = "-" if one.paper is None else f"{one.paper.title.partition(':')[0]}, {one.paper.where}"
+        beside = "-" if one.paper is None else f"{one.paper.title.partition(': ')[0]}, {one.paper.where}"
         rows.append((one.name, one.title, one.subject.name, beside, str(len(one.cells("")))))
     _show("Experiments", ("name", "title", "task or study", "beside", "cells"), rows)
     for title, known in kinds.items():

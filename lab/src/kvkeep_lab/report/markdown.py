@@ -19,7 +19,7 @@ _JUDGED = {
 }
 """A section for each outcome, and what stands there if there is none."""
 
-_MISSING = "What could not be run here"
+_MISSING = "What was not run"
 
 FRONT = (*(title for title, _ in _JUDGED.values()), _MISSING)
 """The sections that come before the chapters."""
@@ -49,16 +49,13 @@ def _headings(parts: Iterable[str]) -> list[str]:
     return [line.lstrip("# ") for part in parts for line in part.splitlines() if re.match("#+ ", line)]
 
 
-def slug(title: str) -> str:
-    """Return the anchor that a heading has on GitHub, and on the page."""
-    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
-
-
 def anchors(titles: Sequence[str]) -> list[str]:
-    """Return the anchors of headings that follow each other; a repeated one gets a number."""
+    """Return the anchors that headings, one after another, have on GitHub and on the page; a repeated one gets a
+    number."""
     seen: Counter[str] = Counter()
     made = []
-    for anchor in map(slug, titles):
+    for title in titles:
+        anchor = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
         made.append(f"{anchor}-{seen[anchor]}" if seen[anchor] else anchor)
         seen[anchor] += 1
     return made

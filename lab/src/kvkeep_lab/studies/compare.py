@@ -76,8 +76,7 @@ class Compare(Study):
         return None if found.measured else "No method could be measured; the reasons are above."
 
     def as_json(self, found: Comparison) -> dict[str, Any]:
-        """Return everything."""
-        return found.as_dict()
+        return super().as_json(found) | {"context": found.context}
 
     def tables(self, found: Comparison) -> list[Table]:
         """Return quality and cost of each row, the best of each budget in bold, and what was refused below."""
@@ -265,7 +264,8 @@ def _bars(left: Any, right: Any, rows: Sequence[Row], floor: float) -> None:
     left.set_yticks(places, [row.method for row in rows])
     lengths = [max(value - floor, 0.0) for value in divergences]
     bars = right.barh(places, lengths, left=floor, color=colours, height=0.65)
-    right.bar_label(bars, [_nats(value, floor) for value in divergences], padding=3, fontsize=9)
+    labels = [f"{nats(value)}{' (below the axis)' * (value < floor)}" for value in divergences]
+    right.bar_label(bars, labels, padding=3, fontsize=9)
     dress(left, "The full cache's tokens (%)", "blue: methods that call themselves exact", grid="x")
     dress(right, "Mean KL (nats)", x="log", grid="x")
     right.set_xlim(floor, max(10 * floor, *divergences) * 30)
@@ -297,13 +297,8 @@ def _below(rows: Sequence[Row], floor: float) -> str:
     for row in rows:
         if row.kl_mean is not None and row.kl_mean < floor:
             below[row.method] = max(below.get(row.method, 0.0), row.kl_mean)
-    return ", ".join(f"{name} ({_nats(value)})" for name, value in below.items())
+    return ", ".join(f"{name} ({nats(value)})" for name, value in below.items())
 
 
 def _hundredths(row: Row) -> float:
     return 100 * (row.match or 0.0)
-
-
-def _nats(value: float, floor: float = 0.0) -> str:
-    text = "0" if value == 0 else f"{value:.2g}"
-    return f"{text} (below the axis)" if value < floor else text

@@ -1,4 +1,4 @@
-"""RULER's families: what is asked for stands in the text, as often and where RULER has it."""
+"""RULER: what is asked for stands in the text, as often and where RULER has it, in prompts as long as they may be."""
 
 from __future__ import annotations
 
@@ -10,52 +10,37 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvkeep_lab.tasks.ruler import qa
+from conftest import WORDS as KNOWN
+from conftest import tokenizer
+from kvkeep_lab.tasks.ruler import Ruler, qa
 from kvkeep_lab.tasks.ruler.families import ESSAYS, FAMILIES, GENERATED
 from kvkeep_lab.tasks.ruler.generated import LISTS, NOISE, WORDS, Asked
+from kvkeep_lab.tasks.ruler.task import largest, string_match
+from measuring import subject
 
 from kvkeep.errors import UsageError
 
 _SENTENCE = ["I", "read", "and", "wrote", "much", "then."]
 ESSAY = _SENTENCE * 50
 UUID = r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[0-9a-f]{4}-[0-9a-f]{12}"
+QUESTIONS = [
+    [
+        {"question": f"What is {about} {number}?", "answers": [{"text": "blue"}], "is_impossible": False},
+        {"question": "Why?", "answers": [], "is_impossible": True},
+    ]
+    for about in ("Sea", "Sky")
+    for number in range(3)
+]
 SQUAD = {
     "data": [
-        {
-            "paragraphs": [
-                {
-                    "context": f"{subject} {number} is blue.",
-                    "qas": [
-                        {
-                            "question": f"What is {subject} {number}?",
-                            "answers": [{"text": "blue"}],
-                            "is_impossible": False,
-                        },
-                        {"question": "Why?", "answers": [], "is_impossible": True},
-                    ],
-                }
-                for number in range(3)
-            ]
-        }
-        for subject in ("Sea", "Sky")
+        {"paragraphs": [{"context": f"{asked[0]['question'][8:-1]} is blue.", "qas": asked} for asked in part]}
+        for part in (QUESTIONS[:3], QUESTIONS[3:])
     ]
 }
 HOTPOT = [
     {"question": f"Who is {name}?", "answer": name, "context": [[name, ["One. ", "Two."]], ["Common", ["All."]]]}
     for name in ("Ann", "Bob", "Cid")
 ]
-
-
-@pytest.fixture
-def squad(tmp_path: Path) -> qa.Documents:
-    (tmp_path / "squad.json").write_text(json.dumps(SQUAD))
-    return qa.squad([tmp_path / "squad.json"])
-
-
-@pytest.fixture
-def hotpotqa(tmp_path: Path) -> qa.Documents:
-    (tmp_path / "hotpotqa.json").write_text(json.dumps(HOTPOT))
-    return qa.hotpotqa([tmp_path / "hotpotqa.json"])
 
 
 def asked(name: str, size: int = 40, length: int = 4096, seed: int = 0) -> Asked:
@@ -157,7 +142,14 @@ def test_frequent_words_are_the_most_frequent_after_the_dots() -> None:
     assert len(set(listed)) <= 2048 // 50 and all(re.fullmatch("[a-z]{6}", word) for word in one.answers)
 
 
-def test_squad_is_asked_about_among_its_own(squad: qa.Documents) -> None:
+def documents(read: Any, path: Path, content: Any) -> qa.Documents:
+    path.write_text(json.dumps(content))
+    found: qa.Documents = read([path])
+    return found
+
+
+def test_squad_is_asked_about_among_its_own(tmp_path: Path) -> None:
+    squad = documents(qa.squad, tmp_path / "squad.json", SQUAD)
     assert len(squad.texts) == len(squad.questions) == 6 == FAMILIES["qa_1"].most(squad)
     for seed in range(5):
         one = qa.ask(squad, random.Random(seed), 3, 512)
@@ -167,7 +159,8 @@ def test_squad_is_asked_about_among_its_own(squad: qa.Documents) -> None:
     assert qa.ask(squad, random.Random(0), 6, 512).text.count("is blue.") == 6
 
 
-def test_hotpotqa_keeps_its_own_documents(hotpotqa: qa.Documents) -> None:
+def test_hotpotqa_keeps_its_own_documents(tmp_path: Path) -> None:
+    hotpotqa = documents(qa.hotpotqa, tmp_path / "hotpotqa.json", HOTPOT)
     assert sorted(hotpotqa.texts) == ["Ann\nOne. Two.", "Bob\nOne. Two.", "Cid\nOne. Two.", "Common\nAll."]
     one = qa.ask(hotpotqa, random.Random(0), 1, 512)
     (name,) = one.answers
@@ -176,6 +169,74 @@ def test_hotpotqa_keeps_its_own_documents(hotpotqa: qa.Documents) -> None:
 
 @pytest.mark.parametrize(("read", "content"), [(qa.squad, HOTPOT), (qa.hotpotqa, SQUAD), (qa.squad, {"data": []})])
 def test_other_files_are_told(tmp_path: Path, read: Any, content: Any) -> None:
-    (tmp_path / "a.json").write_text(json.dumps(content))
     with pytest.raises(UsageError, match="has no questions in .* own JSON form"):
-        read([tmp_path / "a.json"])
+        documents(read, tmp_path / "a.json", content)
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    (tmp_path / "haystack").mkdir()
+    draw = random.Random(0)
+    sentences = (" ".join(draw.choices(KNOWN, k=9)) for _ in range(60))
+    (tmp_path / "haystack" / "a.txt").write_text(". ".join(sentences))
+    paragraphs = [
+        {"context": f"{word} is here", "qas": [{"question": f"where is {word}", "answers": [{"text": "here"}]}]}
+        for word in KNOWN
+    ]
+    (tmp_path / "squad.json").write_text(json.dumps({"data": [{"paragraphs": paragraphs}]}))
+    return tmp_path
+
+
+def test_the_official_string_match_by_hand() -> None:
+    assert string_match(" It is 12,\n Ann and Bob.", ["ann", "BOB", "Cid", "12"], some=False) == 0.75
+    assert string_match("ann", ["Ann", "Bob"], some=True) == 1.0 and string_match("cid", ["Ann"], some=True) == 0.0
+
+
+@pytest.mark.parametrize("most", [None, 5, 60, 100])
+@pytest.mark.parametrize("room", [30, 31, 100, 2000])
+def test_the_largest_that_fits(room: int, most: int | None) -> None:
+    fits = [size for size in range(3, (most or 1000) + 1) if 10 * size <= room]
+    assert largest(lambda size: 10 * size, room, 3, most) == max(fits)
+    assert largest(lambda size: 10 * size, 29, 3, most) is None
+
+
+@pytest.mark.parametrize("name", [*GENERATED, "qa_1"])
+def test_prompts_fill_the_length(data: Path, name: str) -> None:
+    task = Ruler(length=[1500], family=[name], samples=2, new=20)
+    sources = task.sources(data)
+    first, second = task.prepare(tokenizer(), sources, task.points()[0], 0)
+    assert [first, second] == task.prepare(tokenizer(), sources, task.points()[0], 0) and first != second
+    assert first != task.prepare(tokenizer(), sources, task.points()[0], 1)[0]
+    for sample in (first, second):
+        whole = len(KNOWN) * 5 if name == "qa_1" else 1500 - 20  # all there is, or a unit less than there is room for
+        assert whole - 60 < len(sample.ids) <= 1500 - 20
+        assert sample.facts["new"] == 20 and sample.facts["some"] == (name == "qa_1")
+    official = Ruler().prepare(tokenizer(), sources, task.points()[0], 0)[0]
+    assert official.facts["new"] == FAMILIES[name].new
+
+
+def test_only_the_files_that_are_needed_are_wanted(data: Path, tmp_path: Path) -> None:
+    assert Ruler(family=["niah_single_1", "vt", "cwe", "fwe"]).sources(None) == []
+    assert [path.name for path in Ruler(family=["niah_single_2", "qa_1"]).sources(data)] == ["a.txt", "squad.json"]
+    assert [path.name for path in Ruler(family=["qa_1"]).sources(data / "squad.json")] == ["squad.json"]
+    with pytest.raises(UsageError, match="give --data FOLDER, with .txt files"):
+        Ruler().sources(None)
+    with pytest.raises(UsageError, match="There is no file .*hotpotqa.json"):
+        Ruler(family=["qa_2"]).sources(data)
+
+
+def test_what_cannot_be_is_told() -> None:
+    with pytest.raises(ValueError, match="Unknown family of RULER 'niah_single': did you mean niah_"):
+        Ruler(family=["niah_single"])
+    with pytest.raises(UsageError, match="A length of 128 tokens has no room for RULER's cwe"):
+        Ruler(family=["cwe"]).prepare(tokenizer(), [], {"length": 128, "family": "cwe"}, 0)
+
+
+def test_an_answer_is_measured(data: Path) -> None:
+    task = Ruler(length=[300], family=["niah_single_1"], samples=1, new=4)
+    (sample,) = task.prepare(tokenizer(), [], task.points()[0], 0)
+    one = subject("kv-direct", "32")
+    found = task.measure(one, sample)
+    assert set(found.scores) == {metric.name for metric in task.metrics} and found.cost.prompt_tokens == len(sample.ids)
+    sample.facts["answers"] = [one.write(sample.ids, 4).text, "never said"]
+    assert task.measure(one, sample).scores["match"] == 0.5

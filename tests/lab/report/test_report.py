@@ -1,25 +1,35 @@
-"""The report's Markdown: what differs comes first, what is not there is named with its reason, and links lead."""
+"""A report: its Markdown, where what differs comes first; its page, with nothing from elsewhere; and its files."""
 
 from __future__ import annotations
 
+import random
 import re
+from base64 import b64decode
+from itertools import combinations
 from pathlib import Path
+from typing import Any
 
+import pytest
+from elements import Elements
 from kvkeep_lab.experiment import packaged
-from kvkeep_lab.report import markdown, unmeasured
+from kvkeep_lab.report import groups, markdown, unmeasured, write
 from kvkeep_lab.report.chapter import Chapter, Outcome, Picture, Verdict
 from kvkeep_lab.report.formatting import difference_text, escaped, estimate_text, listed, ways
+from kvkeep_lab.report.html import page
+from kvkeep_lab.report.labels import Label, place
 from kvkeep_lab.report.markdown import anchors
 from kvkeep_lab.statistics import Estimate, student
 from kvkeep_lab.tasks.base import Metric
 from results import EXPERIMENT, PAPER, chapters, filled
+
+from kvkeep.errors import StoreError
 
 FRONT = [
     "Where ours differ from the papers",
     "Where ours agree",
     "What cannot be told yet",
     "Claims that were not measured",
-    "What could not be run here",
+    "What was not run",
 ]
 
 
@@ -133,3 +143,126 @@ def test_chapters_of_any_kind(tmp_path: Path) -> None:
     assert r'* "It \*is\* so." **Does not hold here.**' in text and "  * It is 3, N = 2." in text
     assert "## A study\\_of\\_it" in text and "](#a-study_of_it)" in text
     assert r"![a \[drawn\] thing](drawn.png)" in text and "![" not in markdown([chapter])
+
+
+def test_every_table_is_there_whole_and_every_link_leads_somewhere(tmp_path: Path) -> None:
+    text = markdown([*chapters(filled(tmp_path / "r.jsonl")), *unmeasured(())])
+    made = page(text, {})
+    found = Elements(made)
+    assert not found.wrong
+    blocks = [block.splitlines() for block in text.split("\n\n") if block.startswith("|")]
+    expected = [
+        [[cell.strip().strip("`") for cell in line.strip("|").split("|")] for line in (block[0], *block[2:])]
+        for block in blocks
+    ]
+    assert found.tables() == expected and len(expected) == 2
+    titles = re.findall(r"^## (.*)$", text, re.MULTILINE)
+    assert {*titles} <= {element.text for element in found.all if element.tag == "h2"}
+    links = [address.removeprefix("#") for address in found.values("src", "href") if address.startswith("#")]
+    places = found.values("id")
+    assert set(links) <= set(places) and len(places) == len(set(places))
+    assert set(links) >= set(anchors(titles))  # the contents
+
+
+def test_nothing_comes_from_elsewhere(tmp_path: Path) -> None:
+    made = page(markdown(chapters(filled(tmp_path / "r.jsonl"))), {})
+    found = Elements(made)
+    assert all(address.startswith(("#", "data:")) for address in found.values("src", "href"))
+    assert "script" not in {element.tag for element in found.all} and "default-src 'none'" in made
+    assert not re.search(r"url\(|@import|https?://", made)
+
+
+def test_what_a_sentence_says_stays_a_sentence() -> None:
+    found = Elements(page("# A <b>&amp; @@BODY@@\n\n<script>alert(1)</script>\n\n* `<i>` a | b\n", {}))
+    assert not {"script", "i"} & {element.tag for element in found.all}
+    assert "<script>alert(1)</script>" in found.all[0].text and "@@BODY@@" in found.all[0].text
+
+
+def test_pictures_are_inside_by_what_they_are(tmp_path: Path) -> None:
+    files = {name: tmp_path / name for name in ("a.svg", "b.png")}
+    for name, file in files.items():
+        file.write_bytes(name.encode())
+    made = page(
+        '![one "drawn"](a.png)\n\n![two](b.png)\n\n![three](c.png)\n',
+        {"a.png": files["a.svg"], "b.png": files["b.png"]},
+    )
+    found = re.findall(r'<img alt="([^"]*)" src="data:([^;]*);base64,([^"]*)">', made)
+    assert [(title, kind, b64decode(data).decode()) for title, kind, data in found] == [
+        ("one &quot;drawn&quot;", "image/svg+xml", "a.svg"), ("two", "image/png", "b.png"),
+    ]  # fmt: skip
+    assert "three" in Elements(made).all[0].text
+    with pytest.raises(StoreError, match="cannot be read: no such file"):
+        page("![two](b.png)", {"b.png": tmp_path / "none.png"})
+
+
+@pytest.mark.parametrize(
+    ("changes", "maps"),
+    [
+        ({}, ["map"]),
+        ({"task": {"name": "match", "length": [60], "samples": 2}, "paper": None}, []),
+        ({"task": {"name": "needle", "length": [*range(64, 69)], "depth": [0], "samples": 2}}, ["map"]),
+    ],
+)  # fmt: skip
+def test_files_are_a_page_its_source_and_pictures(tmp_path: Path, changes: dict[str, Any], maps: list[str]) -> None:
+    pytest.importorskip("matplotlib")
+    drawn = ["frontier-memory", "frontier-speed", "quality", *maps]
+    (group,) = groups([filled(tmp_path / "r.jsonl", EXPERIMENT.with_(**changes))])
+    page, source, *pictures = write([group.chapter()], tmp_path / "out" / "report")
+    assert (page.name, source.name) == ("report.html", "report.md")
+    assert [path.name for path in pictures] == [
+        f"{group.name}-{kind}{end}" for kind in drawn for end in (".png", ".svg")
+    ]
+    text, html = source.read_text(), page.read_text()
+    for path in pictures:
+        data = path.read_bytes()
+        assert len(data) > 10_000 and (data.startswith(b"\x89PNG") or b"<svg" in data)
+        assert (f"]({path.name})" in text) == (path.suffix == ".png")
+    assert html.count("data:image/svg+xml;base64,") == len(drawn)
+
+
+def test_a_folder_that_cannot_be_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match=r"The folder '.*file' cannot be made: file exists\."):
+        write([], tmp_path / "file")
+
+
+def test_axes_of_names_have_a_table_of_their_own_and_a_map(tmp_path: Path) -> None:
+    """The task is RULER, whose families are an axis."""
+    pytest.importorskip("matplotlib")
+    families = {"name": "ruler", "length": [512, 300], "family": ["vt", "niah_single_1"], "samples": 2}
+    experiment = EXPERIMENT.with_(task=families, paper=None)
+    (group,) = groups([filled(tmp_path / "r.jsonl", experiment)])
+    assert group.places("length") == [300, 512] and group.places("family") == ["vt", "niah_single_1"]
+    assert experiment.cells("data")[0].label == "full (length 512, family vt)"
+    files = write([group.chapter()], tmp_path / "out" / "report")
+    text = next(path for path in files if path.suffix == ".md").read_text()
+    table = text.split("| string match (%) | budget | `vt` | `niah_single_1` |\n")[1].split("\n\n")[0]
+    assert "| `full` | - | 100.0 | 100.0 |" in table and "| `h2o` | 25% | 50.0 | 50.0 |" in table
+    assert "`quantized` | 10%" not in table
+    assert any("map" in path.name and path.stat().st_size > 10_000 for path in files)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_labels_lie_over_nothing(seed: int) -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+    from matplotlib.text import Text
+
+    figure = Figure(figsize=(10, 5.6), dpi=100, layout="constrained")
+    axes = figure.subplots()
+    draw = random.Random(seed)
+    points = [(10 ** draw.random(), draw.random()) for _ in range(15)]
+    axes.set_xscale("log")
+    axes.plot(*zip(*points, strict=True), "o")
+    axes.axhline(0.5)
+    place(axes, [Label(f"method-{n}", point) for n, point in enumerate(points)], points, [((1, 0.5), (10, 0.5))])
+    figure.draw_without_rendering()
+    renderer = figure.canvas.get_renderer()
+    boxes = [Text.get_window_extent(text, renderer) for text in axes.texts]
+    dots = axes.transData.transform(points)
+    level = axes.transData.transform((1, 0.5))[1]
+    assert len(boxes) == len(points)
+    assert not any(one.overlaps(other) for one, other in combinations(boxes, 2))
+    assert not any(box.contains(*dot) for box in boxes for dot in dots)
+    assert not any(box.y0 < level < box.y1 for box in boxes)
+    assert all(figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1 for box in boxes)
