@@ -38,11 +38,9 @@ _EXAMPLES = (
 class Budget:
     """The cache budget of a model, as its user wrote it.
 
-    Attributes:
-        text: the user's spelling, stripped; ``str`` returns it.
-        unit: "tokens" (entries per full layer), "bytes" (of the whole cache: all layers, all rows of the
-            batch) or "percent" (of the context, per full layer).
-        amount: the number in that unit. MB is 10**6 bytes and MiB is 2**20, so too for the others.
+    text: the user's spelling, stripped; ``str`` returns it. unit: "tokens" (entries per full layer), "bytes" (of the
+    whole cache: all layers, all rows of the batch) or "percent" (of the context, per full layer). amount: the number in
+    that unit. MB is 10**6 bytes and MiB is 2**20, so too for the others.
     """
 
     text: str
@@ -68,7 +66,8 @@ class Budget:
         text = str(value).strip()
         match = _SPELLING.fullmatch(text)
         if match is None:
-            raise _unreadable(value, _why_unreadable(text))
+            negative = "it is negative" if text.startswith("-") else "it is not a number with a unit"
+            raise _unreadable(value, negative if text else "it is empty")
         amount, suffix = Fraction(match[1]), match[2].lower()
         if suffix == "%":
             if amount > 100:
@@ -88,27 +87,25 @@ class Budget:
     def entries(
         self, geometry: ModelGeometry, *, context: int | None = None, batch: int = 1, chunk: int | None = None
     ) -> int:
-        """Return the entries of each full layer, per sequence.
+        """Return the entries of each full layer, per sequence. Sliding layers keep their own window whatever the
+        budget; only a budget in bytes counts them.
 
-        Sliding layers keep their own window whatever the budget; only a budget in bytes counts them.
-
-        Args:
-            geometry: the model.
-            context: tokens of the longest sequence; percentages are of it (default: what the model was
-                trained for), and windows never hold more than it.
-            batch: sequences that share a budget in bytes.
-            chunk: prefill chunk; None: :meth:`chunk_for` chooses.
-
-        Raises:
-            BudgetError: less than one chunk fits; the message names the smallest budget.
-            UnsupportedModelError: the model has a layer whose cache cannot be bounded.
+        context: tokens of the longest sequence; percentages are of it (default: what the model was trained for), and
+        windows never hold more than it. batch: sequences that share a budget in bytes. chunk: prefill chunk; None:
+        :meth:`chunk_for` chooses. Raises BudgetError where less than one chunk fits, naming the smallest budget, and
+        UnsupportedModelError where the model has a layer whose cache cannot be bounded.
         """
         _positive("context", context)
         _positive("batch", batch)
         _positive("chunk", chunk)
         _governable(self, geometry)
         if self.unit == "percent":
-            context = self._context(geometry, context)
+            context = geometry.max_positions if context is None else context
+            if context is None:
+                raise BudgetError(
+                    f"Budget '{self}' is a share of the context, and {geometry.model_type} names none: "
+                    "give the context in tokens, or the budget as entries (512) or bytes (64MB)."
+                )
         if self.amount == 0:
             return 0
         entries = self._fitting(geometry, context, batch)
@@ -122,14 +119,9 @@ class Budget:
         ``chunk`` if given, else :data:`DEFAULT_CHUNK` limited by the budget, or more where ``layers`` allow it. With
         a budget of 0 nothing is kept between chunks, and any size works.
 
-        Args:
-            entries: of each full layer.
-            chunk: the requested size.
-            layers: full layers of a cache that recalls everything, whose output no chunk changes; 0 for any other. The
-                chunk of one layer is pending at a time, so it may exceed one layer's budget (see :data:`SPARE`).
-
-        Raises:
-            BudgetError: ``entries`` is not zero and less than one chunk of a cache that does not recall everything.
+        layers: full layers of a cache that recalls everything, whose output no chunk changes; 0 for any other. The
+        chunk of one layer is pending at a time, so it may exceed one layer's budget (see :data:`SPARE`). Raises
+        BudgetError where ``entries`` is not zero and less than one chunk of a cache that does not recall everything.
         """
         _positive("chunk", chunk)
         if entries == 0 or (layers and chunk):
@@ -138,15 +130,6 @@ class Budget:
         if entries < least:
             raise BudgetError(f"Budget '{self}' holds {entries} entries, below one chunk of {least}.")
         return chunk or max(min(DEFAULT_CHUNK, entries), min(LONGEST_CHUNK, entries * layers // SPARE))
-
-    def _context(self, geometry: ModelGeometry, context: int | None) -> int:
-        known = context if context is not None else geometry.max_positions
-        if known is None:
-            raise BudgetError(
-                f"Budget '{self}' is a share of the context, and {geometry.model_type} names none: "
-                "give the context in tokens, or the budget as entries (512) or bytes (64MB)."
-            )
-        return known
 
     def _fitting(self, geometry: ModelGeometry, context: int | None, batch: int) -> int:
         """Return the entries that fit; negative when the sliding layers alone take more."""
@@ -203,14 +186,6 @@ def _governable(budget: Budget, geometry: ModelGeometry) -> None:
 def _positive(name: str, value: int | None) -> None:
     if value is not None and value < 1:
         raise BudgetError(f"The {name} of a budget must be 1 or more, not {value}.")
-
-
-def _why_unreadable(text: str) -> str:
-    if not text:
-        return "it is empty"
-    if text.startswith("-"):
-        return "it is negative"
-    return "it is not a number with a unit"
 
 
 def _unreadable(value: object, why: str) -> BudgetError:

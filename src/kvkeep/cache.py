@@ -21,7 +21,6 @@ from kvkeep.passes import Passes
 from kvkeep.policies.assembly import assemble
 from kvkeep.policies.methods import Method
 from kvkeep.policies.request import Options, Request
-from kvkeep.stores.backing import recall
 from kvkeep.stores.dynamic import held_by
 from kvkeep.stores.layer import Layer
 from kvkeep.stores.selective import Certificate
@@ -171,7 +170,7 @@ class KeepCache(Cache):
                 f"Checkpoint kind '{self.spec}' cannot bring back single entries; 'kv' and 'residual' can."
             )
         chosen = torch.tensor(slots, dtype=torch.int64, device=self.made.device)
-        return sum(recall(layer, layer.reader.backing, chosen, limit) for layer in layers)
+        return sum(layer.reader.recall(layer, chosen, limit) for layer in layers)
 
     def _bounded(self) -> list[Layer]:
         return self.stream.bounded if self.stream.streams else []

@@ -16,10 +16,10 @@ sequence, padding included, from 0.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from enum import IntEnum, StrEnum
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -93,11 +93,6 @@ class Evicted(NamedTuple):
     newest: Tensor | None = None
     holes: bool = True
 
-    @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """All but the last."""
-        return self[:-1]
-
 
 @dataclass(frozen=True)
 class Candidates:
@@ -135,13 +130,20 @@ class Selector(ABC):
     beside the entries and travel with them.
 
     leaves: who leaves, in a few words; source: the paper. keeps_all: none does. in_order: the oldest does, in all
-    heads alike, so that entries lie in a ring.
+    heads alike, so that entries lie in a ring. scores_arrivals: new entries get a first score from :meth:`arrive`;
+    otherwise it is 0. needs_kv: :meth:`rank` and :meth:`observe` need the keys and values themselves. may_tie: several
+    entries may well rank the same; the oldest of them leaves first. reduce: how the attention of several queries and
+    heads becomes one number: "sum" over queries of the mean over heads, or "max" over both.
     """
 
     leaves: ClassVar[str]
     source: ClassVar[str]
     keeps_all: ClassVar[bool] = False
     in_order: ClassVar[bool] = False
+    scores_arrivals: ClassVar[bool] = False
+    needs_kv: ClassVar[bool] = False
+    may_tie: ClassVar[bool] = False
+    reduce: ClassVar[str] = "sum"
 
     @property
     def budgeted(self) -> bool:
@@ -159,29 +161,8 @@ class Selector(ABC):
         return 0
 
     @property
-    def reduce(self) -> str:
-        """How the attention of several queries and heads becomes one number: "sum" over queries of the mean over
-        heads, or "max" over both."""
-        return "sum"
-
-    @property
-    def scores_arrivals(self) -> bool:
-        """Whether new entries get a first score from :meth:`arrive`; otherwise it is 0."""
-        return False
-
-    @property
-    def needs_kv(self) -> bool:
-        """Whether :meth:`rank` and :meth:`observe` need the keys and values themselves."""
-        return False
-
-    @property
     def accumulates(self) -> bool:
         """Whether scores are the attention of all queries so far, added up."""
-        return False
-
-    @property
-    def may_tie(self) -> bool:
-        """Whether several entries may well rank the same; the oldest of them leaves first."""
         return False
 
     def budgets(self, model: Any, geometry: ModelGeometry, entries: int) -> list[Sequence[int]]:
@@ -196,8 +177,7 @@ class Selector(ABC):
         return None
 
     def arrive(self, entries: Candidates, keys: Tensor) -> Tensor:
-        """Return the first scores of new entries, and of those that come back; keys (lanes, entries, dim), as
-        cached."""
+        """Return the first scores of new entries and of those that come back; keys (lanes, entries, dim) as cached."""
         return torch.zeros(entries.slots.shape, device=keys.device)
 
     def observe(self, entries: Candidates, weights: Tensor, queries: int) -> Tensor:
@@ -206,18 +186,32 @@ class Selector(ABC):
         assert entries.scores is not None
         return entries.scores
 
-    @abstractmethod
     def rank(self, entries: Candidates) -> Tensor:
-        """Return the order of leaving: the lowest first. Empty columns and padding are taken care of."""
+        """Return the order of leaving, the lowest first: by default the scores. Empty columns and padding are taken
+        care of."""
+        assert entries.scores is not None
+        return entries.scores
 
 
-class Resident(ABC):
-    """The entries of one layer that attention reads as they are."""
+class Part(ABC):
+    """What a layer consists of: it holds state of one layer of one cache."""
 
     @property
     def bookkeeping_bytes(self) -> int:
-        """Bytes allocated for slots, scores and counts."""
+        """Bytes allocated for slots, scores, counts, and what else is kept beside entries."""
         return 0
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what must be saved."""
+        return {}
+
+    def check(self, extent: Extent) -> None:
+        """Raise Misfit where what came from a file cannot be what a layer of ``extent`` holds. All of the cache has
+        been restored by then."""
+
+
+class Resident(Part):
+    """The entries of one layer that attention reads as they are."""
 
     def arrive(self, keys: Tensor, values: Tensor) -> None:
         """Make room for new entries (lanes, n, dim), which :meth:`admit` will bring."""
@@ -257,16 +251,8 @@ class Resident(ABC):
         """Make the lanes those of an index (repeats and reorders allowed)."""
 
     @abstractmethod
-    def state(self) -> dict[str, Tensor]:
-        """Return what must be saved."""
-
-    @abstractmethod
     def restore(self, state: dict[str, Tensor], length: int) -> None:
         """Take what :meth:`state` gave, as entries of ``length`` slots."""
-
-    @abstractmethod
-    def check(self, extent: Extent) -> None:
-        """Raise Misfit where what came from a file cannot be what a layer of ``extent`` holds."""
 
     @property
     @abstractmethod
@@ -275,8 +261,7 @@ class Resident(ABC):
 
 
 class WorkingSet(Resident):
-    """Resident entries that a selector chose, as stores and readers may ask of them. The *tail* is columns behind the
-    entries, for those that wait for a decision of the round."""
+    """Resident entries that a selector chose, as stores may ask of them."""
 
     selector: Selector
     banks: Any
@@ -284,26 +269,8 @@ class WorkingSet(Resident):
 
     @property
     @abstractmethod
-    def observes(self) -> bool:
-        """Whether the selector asks for attention, and has something to choose from."""
-
-    @property
-    @abstractmethod
     def columns(self) -> int:
         """The most entries that a lane has room for."""
-
-    @property
-    @abstractmethod
-    def least_columns(self) -> int:
-        """The fewest entries that a lane has room for."""
-
-    @abstractmethod
-    def unpadded(self, lse: Tensor) -> Tensor:
-        """Return a log-sum-exp (lanes, heads, queries) by which what padding attends to does not count."""
-
-    @abstractmethod
-    def learn_all(self, weights: Tensor) -> None:
-        """Let the selector score the entries, all of one bank and settled, by one query's ``weights`` (lanes, n)."""
 
     @abstractmethod
     def observed(self, slots: Tensor, scores: Tensor, weights: Tensor, queries: int) -> Tensor:
@@ -325,36 +292,11 @@ class WorkingSet(Resident):
         scores (lanes, n), by default those of new entries. In each lane they take empty columns, then those of the
         entries that rank lowest, which leave; there can be no more of them than the lane has columns."""
 
-    @abstractmethod
-    def evict(self, count: int) -> None:
-        """Evict the ``count`` lowest-ranked entries of every lane now."""
-
-    @abstractmethod
-    def halves(self, limit: int) -> Tensor:
-        """Return half of the entries that each lane has room for, ``limit`` at most: (lanes, 1) int64."""
-
-    @abstractmethod
-    def pieces(self, ordered: bool = True, tail: int = 0) -> Iterator[Piece]:
-        """Yield what is held, with the first ``tail`` entries of the tail behind it."""
-
-    @abstractmethod
-    def wait(self, keys: Tensor, values: Tensor, after: int) -> None:
-        """Write new entries (lanes, n, dim) into the tail, behind ``after`` that are there."""
-
-    @abstractmethod
-    def waited(self, count: int) -> tuple[Tensor, Tensor]:
-        """Return copies of the first entries of the tail, (lanes, count, dim)."""
-
-    @abstractmethod
-    def choose(self, weights: Tensor, queries: int, pick: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
-        """Choose what is resident anew from all slots, by the attention they received from ``queries`` queries:
-        ``weights`` (lanes, slots). pick: returns keys and values (n, dim) of single entries by lane and slot."""
-
 
 # -- what becomes of it -------------------------------------------------------------------------------
 
 
-class EvictedStore(ABC):
+class EvictedStore(Part):
     """What became of the entries of one layer that left. All it needs to know of the layer is what it is handed.
 
     keeps: it takes what leaves; without, nothing is even gathered. listens: it learns the attention that its pieces
@@ -371,11 +313,6 @@ class EvictedStore(ABC):
     @property
     def compressed_bytes(self) -> int:
         """Bytes allocated for entries."""
-        return 0
-
-    @property
-    def bookkeeping_bytes(self) -> int:
-        """Bytes allocated for what is beside them."""
         return 0
 
     def take(self, left: Evicted, resident: WorkingSet) -> None:
@@ -400,8 +337,7 @@ class EvictedStore(ABC):
         """Prepare for a step that attends before its entries are settled."""
 
     def attended(self, step: Step, output: Tensor, resident: WorkingSet) -> None:
-        """Learn the ``output`` (lanes, heads, queries, value_dim) of a step, before its entries are settled where they
-        are attended first."""
+        """Learn a step's ``output`` (lanes, heads, queries, value_dim); entries attended first are not settled yet."""
 
     def make_room(self, bank: Any, new: Any, resident: WorkingSet) -> None:
         """Keep new entries of a bank, merging until there is room; only where it :attr:`makes_room`."""
@@ -424,115 +360,31 @@ class EvictedStore(ABC):
     def select(self, lanes: Tensor) -> None:
         """Make the lanes those of an index."""
 
-    def state(self) -> dict[str, Tensor]:
-        """Return what must be saved."""
-        return {}
-
     def restore(self, state: dict[str, Tensor]) -> None:
         """Take what :meth:`state` gave."""
 
-    def check(self, extent: Extent) -> None:
-        """Raise Misfit where what came from a file cannot be what a layer of ``extent`` holds. All of the cache has
-        been restored by then."""
 
-
-@dataclass(frozen=True)
-class Pairs:
-    """Neighbours to be merged, the first and the second of each. Tensors are (lanes, pairs, ...).
-
-    keys: as at the position of the first, float32. values: means. attention: the weight of each, its count included,
-    the mean over the queries that could see it. output: (lanes, 1, value_dim), the layer's, averaged in the same way;
-    clues: what :meth:`PairMerging.clues` made of each entry; each None where the method does not ask for it. real:
-    (lanes, pairs), which are pairs at all.
-    """
-
-    keys: tuple[Tensor, Tensor]
-    values: tuple[Tensor, Tensor]
-    attention: tuple[Tensor, Tensor]
-    output: Tensor | None
-    clues: tuple[Tensor, Tensor] | None
-    real: Tensor
-
-
-@dataclass(frozen=True)
-class Asked:
-    """The last queries of a layer and all its entries, float32, ready for a gradient.
-
-    query: (lanes, queries, dim), all heads of the group. keys, values: (lanes, entries, dim). bias: what is added to
-    the scores, (lanes, queries, entries): the logarithm of the counts, and a very large negative number where a query
-    comes before the entry. real: (lanes, queries, 1), 0 for padding. block: queries whose weights stand in memory at
-    once.
-    """
-
-    query: Tensor
-    keys: Tensor
-    values: Tensor
-    bias: Tensor
-    real: Tensor
-    scaling: float
-    block: int
-
-    def weights(self, keys: Tensor) -> Tensor:
-        """Return the weights of attention with ``keys``, (lanes, queries, entries)."""
-        return torch.baddbmm(self.bias, self.query, keys.transpose(1, 2), alpha=self.scaling).softmax(-1)
-
-    def blocks(self) -> Iterator[Asked]:
-        """Yield the same, :attr:`block` queries at a time."""
-        parts = zip(*(part.split(self.block, 1) for part in (self.query, self.bias, self.real)), strict=True)
-        return (replace(self, query=query, bias=bias, real=real) for query, bias, real in parts)
-
-
-class PairMerging(Protocol):
-    """How two neighbours become one entry. sinks: first entries of a row that are never merged. cap: the largest count,
-    0 for none. asks: whether it works by :meth:`clues`, from the queries themselves; else by the mean output."""
-
-    asks: ClassVar[bool]
-
-    @property
-    def sinks(self) -> int:
-        """First entries of a row that are never merged."""
-
-    @property
-    def cap(self) -> int:
-        """The largest count, 0 for none."""
-
-    def share(self, pairs: Pairs) -> Tensor:
-        """Return the first key's share of the merged one, (lanes, pairs, 1 or dim); the second's is the rest. What is
-        outside [0, 1], or no number, is clamped and counted."""
-
-    def clues(self, asked: Asked) -> Tensor:
-        """Return what it has to know of each entry, (lanes, entries, any); a merged entry has the sum of both."""
-
-
-class Checkpoint(Protocol):
+class Checkpoint(ABC):
     """What entries are rebuilt from, for all layers of one cache: a residual may serve several layers.
 
-    spec: what was asked for. where: the place it is in. capacity: entries it may hold, None: no end.
+    spec: what was asked for. where: the place it is in. capacity: entries it may hold, None: no end. by_token: it is
+    kept for every token, and not for entries that left. copies: a recall is a copy at most, and computes nothing.
+    picks: single entries come back without all those before them. replays: layers are run again, by the model's own
+    masks.
     """
 
     spec: Any
     where: str
     capacity: int | None
-
-    @property
-    def by_token(self) -> bool:
-        """Whether it is kept for every token, and not for entries that left."""
-
-    @property
-    def copies(self) -> bool:
-        """Whether a recall is a copy at most, and computes nothing."""
-
-    @property
-    def picks(self) -> bool:
-        """Whether single entries come back without all those before them."""
-
-    @property
-    def replays(self) -> bool:
-        """Whether layers are run again, by the model's own masks."""
+    by_token: bool
+    copies: bool
+    picks: bool
+    replays: bool
 
     @property
     def reads_ids(self) -> bool:
         """Whether the ledger's ids are part of what entries are rebuilt from."""
+        return False
 
     def begin_forward(self, from_ids: bool, known: int) -> None:
         """Prepare for new tokens, after the ``known`` slots before them; ``from_ids``: they came as ids."""
@@ -543,16 +395,20 @@ class Checkpoint(Protocol):
     def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Take entries (lanes, n, dim) of a layer, in order."""
 
+    @abstractmethod
     def pieces(self, layer: int, stop: int, lazy: bool = False) -> Iterator[Piece]:
         """Yield exact keys and values of the first ``stop`` entries, in order. ``lazy``: pieces may also be ones that
         know their attention without keys and values."""
 
+    @abstractmethod
     def pick(self, layer: int, lane: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
         """Return exact keys and values (n, dim) of single entries: ``lane`` (n,) and ``slot`` (n,), none lost."""
 
+    @abstractmethod
     def first(self, layer: int) -> int:
         """Return the first entry that is still there; those before are lost."""
 
+    @abstractmethod
     def length(self, layer: int) -> int:
         """Return how many entries came, those that are lost included."""
 
@@ -562,9 +418,11 @@ class Checkpoint(Protocol):
     def truncate_residuals(self, length: int) -> None:
         """Forget what is kept for each token from slot ``length`` on."""
 
+    @abstractmethod
     def select(self, index: Tensor, lanes: Any) -> None:
         """Make the batch the rows of ``index``; ``lanes``: a function from KV heads to the index of lanes."""
 
+    @abstractmethod
     def stores(self) -> Iterator[tuple[str, Rows]]:
         """Yield every store of rows with a name, for counting, saving and moving."""
 
@@ -700,21 +558,14 @@ class Fate(ABC):
 # -- how it comes back --------------------------------------------------------------------------------
 
 
-class Reader(ABC):
+class Reader(Part):
     """How the attention of one layer reads what is not resident, and what it keeps for that.
 
-    backing: the layer's share of a checkpoint that has every entry, resident or not, None where there is none.
     certificate: what it can have left out, None where that is nothing.
     """
 
-    backing: Any = None
     certificate: Any = None
     waiting: int = 0  # slots that came in and wait for a decision
-
-    @property
-    def bookkeeping_bytes(self) -> int:
-        """Bytes allocated for what it keeps."""
-        return 0
 
     @abstractmethod
     def attend(self, layer: Any, step: Step) -> Tensor:
@@ -735,6 +586,11 @@ class Reader(ABC):
     def choose(self, layer: Any) -> None:
         """Choose the resident entries anew, before the round drafts again."""
 
+    def recall(self, layer: Any, slots: Tensor, limit: int) -> int:
+        """Make those of ``slots`` (n,) resident that can come back, the first ``limit`` of every lane; return how many
+        that were in all."""
+        return 0
+
     def past(self, layer: Any) -> Iterator[Piece]:
         """Yield the entries of all slots, each once; those that were evicted as they come back."""
         yield from layer.resident.pieces()
@@ -750,15 +606,8 @@ class Reader(ABC):
     def select(self, layer: Any, lanes: Tensor) -> None:
         """Make the lanes those of an index."""
 
-    def state(self) -> dict[str, Tensor]:
-        """Return what must be saved."""
-        return {}
-
     def restore(self, state: dict[str, Tensor], length: int) -> None:
         """Take what :meth:`state` gave, as of ``length`` slots."""
-
-    def check(self, extent: Extent) -> None:
-        """Raise Misfit where what came from a file cannot be what a layer of ``extent`` holds."""
 
 
 @dataclass(frozen=True)
@@ -797,6 +646,5 @@ class Recall(ABC):
         """Return the reader of one layer; ``round``: of draft and verify, None where there is none."""
 
     def holds(self, layer: LayerGeometry, geometry: ModelGeometry, tokens: int, away: int) -> Held:
-        """Return the bytes that the reader of a layer will hold for ``tokens`` tokens of one row, ``away`` of which are
-        not resident."""
+        """Return what the reader of a layer will hold for ``tokens`` tokens of a row, ``away`` of them not resident."""
         return Held()

@@ -25,7 +25,7 @@ _LONGEST = 120  # bytes of the file's own name that a temporary one takes over; 
 _NAMELESS_REFUSED = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT, errno.EPERM)
 
 
-def write_whole(path: str | os.PathLike[str], write: Callable[[IO[bytes]], None]) -> None:
+def write_whole(path: str | os.PathLike[str], write: Callable[[IO[bytes]], object]) -> None:
     """Write ``path`` atomically by ``write``, which may be called twice.
 
     A link is followed, and its target replaced. A file that is replaced keeps its mode; a new one has the process's
@@ -85,7 +85,7 @@ def _sweep(target: Path) -> None:
                         left.unlink()
 
 
-def _fill(file: IO[bytes], mode: int | None, write: Callable[[IO[bytes]], None]) -> None:
+def _fill(file: IO[bytes], mode: int | None, write: Callable[[IO[bytes]], object]) -> None:
     write(file)
     file.flush()
     os.fsync(file.fileno())
@@ -93,7 +93,7 @@ def _fill(file: IO[bytes], mode: int | None, write: Callable[[IO[bytes]], None])
         os.chmod(file.fileno() if os.chmod in os.supports_fd else file.name, mode)
 
 
-def _write_nameless(target: Path, temporary: Path, mode: int | None, write: Callable[[IO[bytes]], None]) -> bool:
+def _write_nameless(target: Path, temporary: Path, mode: int | None, write: Callable[[IO[bytes]], object]) -> bool:
     """Write a file without a name and give it one; return False if system or file system cannot."""
     if not hasattr(os, "O_TMPFILE") or not os.path.isdir("/proc/self/fd"):
         return False

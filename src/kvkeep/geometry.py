@@ -1,9 +1,8 @@
 """The geometry of a model's key/value cache: layers, heads, widths, and bytes per token.
 
-The sizes of the KV-Direct paper (arXiv:2603.19664): Eq. 23 (bytes of keys and values per token), Eq. 24
-(bytes of one residual vector), Eq. 25 (their ratio rho) and Table 1. They are read from a transformers
-config, so a model can be sized before any weight is loaded, and equal the bytes of a
-``DynamicCache`` of that model.
+The sizes of the KV-Direct paper (arXiv:2603.19664): Eq. 23 (bytes of keys and values per token), Eq. 24 (bytes of one
+residual vector), Eq. 25 (their ratio rho) and Table 1. They are read from a transformers config, so a model can be
+sized before any weight is loaded, and equal the bytes of a ``DynamicCache`` of that model.
 """
 
 from __future__ import annotations
@@ -43,16 +42,12 @@ _WITHOUT_KEYS = {"shared", "linear_attention", "conv", "mamba", "moe", "mlp"}
 class LayerGeometry:
     """The cached entries of one layer.
 
-    Attributes:
-        index: position among the decoder's layers.
-        kind: "full" (every token), "sliding" (the last ``window - 1``), "shared" (another layer's keys
-            and values), or the transformers layer type of anything else ("chunked_attention",
-            "linear_attention", ...), which callers refuse by that name.
-        kv_heads: heads that the cache holds (1 for latent attention).
-        key_dim: elements of one key of one head, as cached.
-        value_dim: elements of one value of one head, as cached.
-        window: how far back the layer attends, itself included; None where it sees everything.
-        source: the layer whose keys and values this one reads; itself unless shared.
+    index: position among the decoder's layers. kind: "full" (every token), "sliding" (the last ``window - 1``),
+    "shared" (another layer's keys and values), or the transformers layer type of anything else ("chunked_attention",
+    "linear_attention", ...), which callers refuse by that name. kv_heads: heads that the cache holds (1 for latent
+    attention). key_dim, value_dim: elements of one key or value of one head, as cached. window: how far back the layer
+    attends, itself included; None where it sees everything. source: the layer whose keys and values this one reads;
+    itself unless shared.
     """
 
     index: int
@@ -76,16 +71,12 @@ class LayerGeometry:
 
 @dataclass(frozen=True)
 class ModelGeometry:
-    """The layers of one decoder and their bytes.
+    """The layers of one decoder, in order, and their bytes.
 
-    Attributes:
-        model_type: the transformers name of the decoder ("llama", "gemma3_text").
-        hidden_size: d, the width of the residual stream.
-        layers: one entry per decoder layer, in order.
-        attention_heads: query heads (of the first layer, should they differ).
-        vocab_size: token ids known to the model.
-        max_positions: the context the model was trained for; None where the config names none.
-        dtype_bytes: b, bytes per cached element.
+    model_type: the transformers name of the decoder ("llama", "gemma3_text"). hidden_size: d, the width of the residual
+    stream. attention_heads: query heads (of the first layer, should they differ). vocab_size: token ids known to the
+    model. max_positions: the context the model was trained for; None where the config names none. dtype_bytes: b, bytes
+    per cached element.
     """
 
     model_type: str
@@ -98,15 +89,11 @@ class ModelGeometry:
 
     @classmethod
     def from_config(cls, config: Any, dtype_bytes: int | None = None) -> ModelGeometry:
-        """Read the geometry from a transformers ``config`` (of a decoder, or of a wrapper around one).
+        """Read the geometry from a transformers ``config`` of a decoder, or of a wrapper around a text decoder.
 
-        Args:
-            config: any decoder's ``PretrainedConfig``; of a multimodal one the text decoder is used.
-            dtype_bytes: bytes per cached element; by default those of ``config.dtype``, or of
-                ``torch.get_default_dtype()`` when the config names no dtype.
-
-        Raises:
-            UnsupportedModelError: an encoder-decoder, or a config without a required field.
+        dtype_bytes: bytes per cached element; by default those of ``config.dtype``, or of ``torch.get_default_dtype()``
+        where the config names no dtype. Raises UnsupportedModelError for an encoder-decoder, or a config without a
+        required field.
         """
         if getattr(config, "is_encoder_decoder", False):
             raise UnsupportedModelError(
@@ -196,14 +183,10 @@ class ModelGeometry:
         return tuple(sorted({layer.index // stride * stride for layer in self.full_layers}))
 
     def checkpoint_bytes_per_token(self, kind: CheckpointKind, stride: int = 1) -> int:
-        """Bytes one evicted token takes as a checkpoint of this ``kind``.
+        """Bytes one evicted token takes as a checkpoint of this ``kind``. Raises UsageError for an unknown kind.
 
         ``tokens``: its id. ``kv``: keys and values of the full layers. ``residual``: d * b for each of
-        :meth:`residual_anchors`; the residual entering layer 0 is a function of the token, so its id is
-        kept instead of a vector.
-
-        Raises:
-            UsageError: an unknown kind.
+        :meth:`residual_anchors`; the residual entering layer 0 is a function of the token, so its id is kept instead.
         """
         if kind == "tokens":
             return TOKEN_ID_BYTES
@@ -300,11 +283,8 @@ def _latent_widths(text: Any, layer_config: Any, heads: int) -> tuple[int, int, 
     rotary = _need(text, layer_config, "qk_rope_head_dim")
     if _expands_after_cache(text):
         return 1, layer_config.kv_lora_rank, rotary
-    return (
-        heads,
-        _need(text, layer_config, "qk_nope_head_dim") + rotary,
-        _need(text, layer_config, "v_head_dim"),
-    )
+    key_dim = _need(text, layer_config, "qk_nope_head_dim") + rotary
+    return heads, key_dim, _need(text, layer_config, "v_head_dim")
 
 
 def _expands_after_cache(text: Any) -> bool:

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from kvkeep.contracts import Asked, Pairs
 from kvkeep.policies.fates.asymkv import AsymKV, energy
 from kvkeep.policies.fates.kvslimmer import KVSlimmer, curvatures
 from kvkeep.policies.fates.kvslimmer_exact import KVSlimmerExact
+from kvkeep.stores.pairs import Asked, Pairs
 
 DIM, SCALE = 4, 0.5  # 1 / sqrt(DIM)
 

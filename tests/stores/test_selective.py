@@ -281,7 +281,7 @@ def test_a_long_step_attends_what_is_resident_though_the_backing_has_lost_it() -
     cache = KeepCache(tiny("llama"), "streaming-llm:positions=absolute+missed:0", BUDGET, checkpoint="kv", capacity=20)
     step("llama", cache, ids[:, :40])
     layer = bounded(cache)[0]
-    assert layer.resident.held()[:, :4].all() and layer.reader.backing.first == 20
+    assert layer.resident.held()[:, :4].all() and layer.reader.first == 20
     own = layer.segment
 
     def segment(piece: Any, asked: Step, wide: Any, keep: Any = None) -> Any:

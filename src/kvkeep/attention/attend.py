@@ -58,12 +58,11 @@ class Segment:
     """Some keys and values, and which queries see which of them.
 
     key: (batch, kv_heads, entries, key_dim); value: (batch, kv_heads, entries, value_dim). Either tensors, or both
-    :class:`Coded`, of one kv head, or both the same :class:`Lazy`.
-    mask: None (every query sees every entry), or bool (True = seen) or additive float, broadcastable
-    to (batch, 1, queries, entries).
-    causal: query i sees entries 0..i; needs as many entries as queries, and no mask.
-    lanes: the rows of the query's batch that read this segment, (its batch,) int64; None: all of them.
-    shared: one copy for several rows: of a query's batch, row r reads row r mod (the segment's batch).
+    :class:`Coded`, of one kv head, or both the same :class:`Lazy`. mask: None (every query sees every entry), or bool
+    (True = seen) or additive float, broadcastable to (batch, 1, queries, entries). causal: query i sees entries 0..i;
+    needs as many entries as queries, and no mask. lanes: the rows of the query's batch that read this segment, (its
+    batch,) int64; None: all of them. shared: one copy for several rows: of a query's batch, row r reads row r mod (the
+    segment's batch).
     """
 
     key: Any
@@ -127,9 +126,8 @@ def weighed(
     """Return attention of a single query over segments, and the weights of each segment's entries: the mean over heads,
     or with ``reduce`` "max" the maximum.
 
-    query: (batch, heads, 1, key_dim). segments: of all rows, tensors or codes. Returns (batch, heads, 1,
-    value_dim) and (batch, entries) float32 each. Kernels report no weights; for one query plain products are
-    as fast and do.
+    query: (batch, heads, 1, key_dim). segments: of all rows, tensors or codes. Returns (batch, heads, 1, value_dim) and
+    (batch, entries) float32 each. Kernels report no weights; for one query plain products are as fast and do.
     """
     scored = [_scored(query, segment, scaling) for segment in segments]
     weights = torch.softmax(scored[0] if len(scored) == 1 else torch.cat(scored, -1), -1)

@@ -99,7 +99,6 @@ class Ledger:
         return self.ids.view(start, stop).squeeze(-1), self.positions.view(start, stop).squeeze(-1)
 
     def truncate(self, length: int) -> None:
-        """Forget the slots from ``length`` on."""
         self.length = min(self.length, length)
         for rows in (self.ids, self.positions):
             rows.truncate(length)
@@ -107,7 +106,6 @@ class Ledger:
             self._see(self.visible[:, :length])
 
     def select(self, index: Tensor) -> None:
-        """Make the batch the rows of ``index``."""
         self.batch = len(index)
         for rows in (self.ids, self.positions):
             rows.select(index)
@@ -127,11 +125,9 @@ class Ledger:
 
     @property
     def bookkeeping_bytes(self) -> int:
-        """Bytes of positions and padding masks."""
         masks = (self.visible, self.first, *self._by_lane.values())
         return self.positions.nbytes + sum(mask.nbytes for mask in masks if mask is not None)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of ids and positions."""
         return self.ids.nbytes + self.positions.nbytes

@@ -39,16 +39,14 @@ class Host:
         self.pinned = device.type == "cuda"
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return an uninitialised tensor of ``shape``."""
         return torch.empty(shape, dtype=dtype, pin_memory=self.pinned)
 
 
 class Disk:
     """Memory-mapped files without a name, so that a crash leaves none behind.
 
-    A file is created without a directory entry and mapped; the kernel frees it with its last mapping,
-    however the process ends. Space is reserved when a page is allocated, so a full disk is an error then
-    and not a bus error later.
+    A file is created without a directory entry and mapped; the kernel frees it with its last mapping, however the
+    process ends. Space is reserved when a page is allocated, so a full disk is an error then and not a bus error later.
     """
 
     name = "disk"

@@ -52,12 +52,12 @@ class Rows(Protocol):
         """Bytes allocated, used or not."""
 
 
-def _select(data: Tensor, index: Tensor, target: Tensor | None = None) -> Tensor:
-    """Pick ``index`` along the batch, into ``target`` where its shape still fits."""
+def _selected(data: Tensor, index: Tensor, home: Place | None = None) -> Tensor:
+    """Pick ``index`` along the batch: in place where the shape still fits, else in new memory, of ``home`` if given."""
     picked = data.index_select(0, index.to(data.device))
-    if target is not None and target.shape == picked.shape:
-        return target.copy_(picked)
-    return picked
+    if data.shape == picked.shape:
+        return data.copy_(picked)
+    return picked if home is None else home.allocate(tuple(picked.shape), picked.dtype).copy_(picked)
 
 
 def _pick(data: Tensor, lane: Tensor, index: Tensor) -> Tensor:
@@ -65,21 +65,42 @@ def _pick(data: Tensor, lane: Tensor, index: Tensor) -> Tensor:
     return data.flatten(0, -2).index_select(0, lane.to(data.device) * data.shape[-2] + index.to(data.device))
 
 
-class Buffer:
+class _OneTensor:
+    """Rows in one tensor, which is allocated with the first of them, in ``home`` if given."""
+
+    home: Place | None = None
+
+    def __init__(self, block: int) -> None:
+        self.block = block
+        self.first = 0
+        self.length = 0
+        self.data: Tensor | None = None
+
+    def truncate(self, length: int) -> None:
+        """Forget the rows from slot ``length`` on; memory stays allocated, and overwritten rows are not restored."""
+        self.length = min(self.length, length)
+        self.first = min(self.first, self.length)
+
+    def select(self, index: Tensor) -> None:
+        if self.data is not None:
+            self.data = _selected(self.data, index, self.home)
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.data is None else self.data.nbytes
+
+
+class Buffer(_OneTensor):
     """One contiguous tensor, grown by whole blocks, so that most appends copy only the new rows.
 
     ``limit``: rows it may never exceed (the static cache); it is then allocated whole at the first append.
     """
 
     def __init__(self, block: int = BLOCK, limit: int | None = None) -> None:
-        self.block = block
+        super().__init__(block)
         self.limit = limit
-        self.first = 0
-        self.length = 0
-        self.data: Tensor | None = None
 
     def append(self, rows: Tensor) -> None:
-        """Append ``rows``; the tensor grows by whole blocks."""
         stop = self.length + rows.shape[-2]
         if self.data is None or stop > self.data.shape[-2]:
             self._grow(rows, stop)
@@ -101,7 +122,6 @@ class Buffer:
         return self.data[..., start : self.length if stop is None else stop, :]
 
     def read(self, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
-        """Yield the rows in one piece."""
         if start < stop:
             yield start, self.view(start, stop)
 
@@ -109,32 +129,18 @@ class Buffer:
         assert self.data is not None
         return _pick(self.data, lane, slot)
 
-    def truncate(self, length: int) -> None:
-        """Forget the rows from slot ``length`` on; the memory stays allocated."""
-        self.length = min(self.length, length)
 
-    def select(self, index: Tensor) -> None:
-        if self.data is not None:
-            self.data = _select(self.data, index, self.data)
-
-    @property
-    def nbytes(self) -> int:
-        return 0 if self.data is None else self.data.nbytes
-
-
-class Ring:
+class Ring(_OneTensor):
     """The last ``capacity`` rows at fixed indices: row s lies at s mod capacity, nothing is ever moved.
 
     Memory grows by blocks until the capacity is reached, then never again.
     """
 
+    home: Place
+
     def __init__(self, capacity: int, home: Place, block: int = BLOCK) -> None:
-        self.capacity = capacity
-        self.home = home
-        self.block = block
-        self.first = 0
-        self.length = 0
-        self.data: Tensor | None = None
+        super().__init__(block)
+        self.capacity, self.home = capacity, home
 
     def append(self, rows: Tensor) -> None:
         """Append ``rows``; they overwrite those ``capacity`` slots before them."""
@@ -167,7 +173,6 @@ class Ring:
             start += count
 
     def read(self, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
-        """Yield the rows in at most two pieces."""
         if start < stop:
             yield from self._pieces(start, stop)
 
@@ -186,25 +191,8 @@ class Ring:
         return None
 
     def pick(self, lane: Tensor, slot: Tensor) -> Tensor:
-        """Return single rows, of slots still held."""
         assert self.data is not None
         return _pick(self.data, lane, slot % self.capacity)
-
-    def truncate(self, length: int) -> None:
-        """Forget the rows from slot ``length`` on; overwritten rows are not restored."""
-        self.length = min(self.length, length)
-        self.first = min(self.first, self.length)
-
-    def select(self, index: Tensor) -> None:
-        if self.data is None:
-            return
-        picked = _select(self.data, index, self.data)
-        if picked is not self.data:
-            self.data = self.home.allocate(tuple(picked.shape), picked.dtype).copy_(picked)
-
-    @property
-    def nbytes(self) -> int:
-        return 0 if self.data is None else self.data.nbytes
 
 
 class Pages:
@@ -237,14 +225,12 @@ class Pages:
         return self.starts[-1] + self.pages[-1].shape[-2] if self.pages else 0
 
     def read(self, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
-        """Yield the rows page by page."""
         for origin, page in zip(self.starts, self.pages, strict=True):
             low, high = max(start, origin), min(stop, origin + page.shape[-2])
             if low < high:
                 yield low, page[..., low - origin : high - origin, :]
 
     def pick(self, lane: Tensor, slot: Tensor) -> Tensor:
-        """Return single rows, page by page."""
         lane, slot = lane.to(self.pages[0].device), slot.to(self.pages[0].device)
         if len(self.pages) == 1:
             return _pick(self.pages[0], lane, slot)
@@ -262,11 +248,7 @@ class Pages:
             self.starts.pop()
 
     def select(self, index: Tensor) -> None:
-        """Make the batch the rows of ``index``, page by page."""
-        for number, page in enumerate(self.pages):
-            picked = _select(page, index, page)
-            if picked is not page:
-                self.pages[number] = self.home.allocate(tuple(picked.shape), picked.dtype).copy_(picked)
+        self.pages = [_selected(page, index, self.home) for page in self.pages]
 
     @property
     def nbytes(self) -> int:

@@ -1,9 +1,8 @@
 """Binding: the registration points through which a bounded cache takes part in a model's forward pass.
 
-transformers documents three: attention functions by name, mask functions by name, and torch's module
-hooks. With any other cache, one without a :class:`~kvkeep.models.forward.Taking`, the model runs stock SDPA with
-stock masks. For a cache that keeps everything only the forward passes are hooked (:func:`watch`), so that an
-interrupted one is undone.
+transformers documents three: attention functions by name, mask functions by name, and torch's module hooks. With any
+other cache, one without a :class:`~kvkeep.models.forward.Taking`, the model runs stock SDPA with stock masks. For a
+cache that keeps everything only the forward passes are hooked (:func:`watch`), so that an interrupted one is undone.
 
 Hooks are named functions, so a bound model can be saved and pickled; ``torch.compile`` compiles the code between them.
 """

@@ -7,9 +7,8 @@ import json
 from contextlib import suppress
 from pathlib import Path
 
-from kvkeep.errors import ModelError
+from kvkeep.files import write_whole
 from kvkeep.models.folders import cache_folder
-from kvkeep.models.scratch import write_text
 
 
 def sha256(path: Path) -> str:
@@ -28,8 +27,9 @@ def remembered_sha256(path: Path) -> str:
             return checksum
     checksum = sha256(path)
     kept = {name: value for name, value in known.items() if Path(name).is_file()} | {key: [*facts, checksum]}
-    with suppress(ModelError):  # a cache folder prepared by someone else may be read-only
-        write_text(memory, json.dumps(kept, indent=1))
+    with suppress(OSError):  # a cache folder prepared by someone else may be read-only
+        memory.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(memory, lambda file: file.write(json.dumps(kept, indent=1).encode()))
     return checksum
 
 

@@ -41,24 +41,20 @@ def converted(gguf: Path, progress: Callable[[str], None]) -> Path:
         fresh = temporary / "model"
         model, tokenizer = _read(gguf)
         _write(model, tokenizer, fresh)
-        if not _intact(folder):  # else another process was first
+        if not _intact(folder):
             if folder.exists():
                 os.rename(folder, temporary / "damaged")
-            _move(fresh, folder)
+            try:
+                os.rename(fresh, folder)
+            except OSError:
+                if not _intact(folder):  # else another process was first
+                    raise
     return folder
 
 
 def copy_folder(name: str, checksum: str) -> Path:
     """Return the folder of the converted copy of a GGUF file, which may not exist."""
     return cache_folder() / "models" / f"{Path(name).stem}-{checksum[:16]}"
-
-
-def _move(fresh: Path, folder: Path) -> None:
-    try:
-        os.rename(fresh, folder)
-    except OSError:
-        if not _intact(folder):  # else another process was first
-            raise
 
 
 def _read(gguf: Path) -> tuple[Any, Any]:

@@ -22,13 +22,7 @@ class Attender(Protocol):
         """Return whether layer ``layer_idx`` attends through :meth:`attend` in this forward pass."""
 
     def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        scaling: float,
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float
     ) -> Tensor:
         """Return attention output (batch, heads, queries, value_dim) of ``query`` over past and new entries.
 

@@ -69,9 +69,11 @@ def head_weights(model: Any) -> list[HeadWeights]:
         for modules in found
         for module in modules
     ]
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.randint(0, geometry.vocab_size, (1, _TRIAL_TOKENS), generator=generator)
     try:
         with watching(lambda attended: shown.update({attended.layer: attended})):
-            adapter.decoder(input_ids=_trial(model, geometry), use_cache=False)
+            adapter.decoder(input_ids=ids.to(next(model.parameters()).device), use_cache=False)
     finally:
         for handle in handles:
             handle.remove()
@@ -105,12 +107,6 @@ def inputs(weights: list[HeadWeights]) -> Iterator[dict[int, Tensor]]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _trial(model: Any, geometry: ModelGeometry) -> Tensor:
-    generator = torch.Generator().manual_seed(2)
-    ids = torch.randint(0, geometry.vocab_size, (1, _TRIAL_TOKENS), generator=generator)
-    return ids.to(next(model.parameters()).device)
 
 
 def _modules(family: str, index: int, layer: nn.Module) -> list[nn.Module]:
@@ -150,7 +146,8 @@ def _read(
             value = split(torch.cat(rows))[2]
         except RuntimeError:  # other numbers of rows
             continue
-        if _same_directions(value.transpose(1, 2), attended.value[0]):
+        made, given = value.transpose(1, 2), attended.value[0]
+        if made.shape == given.shape and bool((torch.cosine_similarity(made, given.float(), -1) > 0.999).all()):
             query, key, value = split(torch.cat(matrices))
             return HeadWeights(attended.layer, modules[0], query, key, value)
     raise UnsupportedModelError(
@@ -181,7 +178,3 @@ def _matrix(module: nn.Module, hidden: int, like: Tensor) -> Tensor:
         return module.weight.detach().float()
     unit = torch.eye(hidden, device=like.device, dtype=like.dtype)
     return (module(unit) - module(torch.zeros_like(unit[:1]))).T.float()
-
-
-def _same_directions(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and bool((torch.cosine_similarity(a, b.float(), -1) > 0.999).all())

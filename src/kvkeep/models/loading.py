@@ -122,21 +122,17 @@ def _source(text: str, revision: str | None, progress: Callable[[str], None]) ->
             raise ModelError(f"The folder '{text}' holds no model: it has no config.json.")
         return str(path)
     if path.is_file():
-        _check_magic(path, text)
+        try:
+            with path.open("rb") as file:
+                magic = file.read(4)
+        except OSError as error:
+            raise ModelError(f"The file '{text}' cannot be read: {(error.strerror or str(error)).lower()}.") from error
+        if magic != b"GGUF":
+            raise ModelError(f"The file '{text}' is not a GGUF file; give a GGUF file or a folder with config.json.")
         return str(converted(path.resolve(), progress))
     if "/" in text or path.suffix == ".gguf" or path.is_absolute() or text.startswith((".", "~")):
         raise ModelError(f"There is no model at '{text}'.")
     raise unknown("model", text, EMBEDDED)
-
-
-def _check_magic(path: Path, text: str) -> None:
-    try:
-        with path.open("rb") as file:
-            magic = file.read(4)
-    except OSError as error:
-        raise ModelError(f"The file '{text}' cannot be read: {(error.strerror or str(error)).lower()}.") from error
-    if magic != b"GGUF":
-        raise ModelError(f"The file '{text}' is not a GGUF file; give a GGUF file or a folder with config.json.")
 
 
 def _dtype(dtype: str | torch.dtype) -> Any:

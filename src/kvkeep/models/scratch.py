@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -39,13 +38,6 @@ def unwritable(folder: Path, reason: str) -> ModelError:
         f"kvkeep cannot write to its cache folder '{folder}' ({reason}); make room there, or set KVKEEP_CACHE to "
         "another folder."
     )
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file atomically."""
-    with scratch(path.parent) as folder:
-        (folder / path.name).write_text(text)
-        os.replace(folder / path.name, path)
 
 
 def _sweep(parent: Path) -> None:

@@ -92,15 +92,10 @@ class _Work:
 
     def step(self) -> float:
         """Seconds of one token after the prompt."""
-        held = self.held
-        if self.candidate.keeps_all:
-            return self.matrices(1) + self.head() + self.around(1, self.overhead) + self.attended(1, held.tokens)
-        exact = min(held.exact, held.tokens)
-        base = self.matrices(1) + self.head() + self.around(1, self.overhead) + self.attended(1, exact)
-        return base + self.recalled(1, held.away)
+        return self.draft() + self.recalled(1, self.held.away)
 
     def draft(self) -> float:
-        """Seconds of one step over the budget's entries and nothing else."""
+        """Seconds of one step over the resident entries and nothing else."""
         reads = min(self.held.exact, self.held.tokens)
         return self.matrices(1) + self.head() + self.around(1, self.overhead) + self.attended(1, reads)
 

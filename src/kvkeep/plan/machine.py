@@ -35,11 +35,10 @@ class Machine:
     attended in one piece, by its tokens. elementwise: bytes read and written a second by simple operations, by the
     bytes of a tensor. memory, copy: bytes read, and copied, a second. link: bytes a second from host memory to the
     device's, None where they are one. disk, disk_cold: bytes a second read from mapped files that lie in the page
-    cache, and that do not. disk_write: bytes a second written to them.
-    simple: how many times what is counted of simple operations is what a layer takes for them.
-    score: seconds that one score of a watched query takes. coded: for 8, 4 and 2 bits, seconds to multiply, write out
-    and encode one element. overhead: seconds of one layer-step beside its matrices, by kind of layer (``LAYERS``).
-    memory_bytes: of the device; host_bytes: of the host.
+    cache, and that do not. disk_write: bytes a second written to them. simple: how many times what is counted of simple
+    operations is what a layer takes for them. score: seconds that one score of a watched query takes. coded: for 8, 4
+    and 2 bits, seconds to multiply, write out and encode one element. overhead: seconds of one layer-step beside its
+    matrices, by kind of layer (``LAYERS``). memory_bytes: of the device; host_bytes: of the host.
     """
 
     name: str

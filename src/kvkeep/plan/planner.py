@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -138,20 +138,16 @@ def frontier(rows: Sequence[Row]) -> list[bool]:
     with as many tokens of the text still to be read. How well a method chooses those is not foreseen."""
     points = [(row.memory, row.cost.step, _PROMISES.index(Exactness(row.exactness)), -row.sizes.kept) for row in rows]
     return [
-        not any(_beats(other, point) or (other == point and at < number) for at, other in enumerate(points))
+        not any(
+            all(a <= b for a, b in zip(other, point, strict=True)) and (other != point or at < number)
+            for at, other in enumerate(points)
+        )
         for number, point in enumerate(points)
     ]
 
 
-def _beats(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
-    return one != other and all(a <= b for a, b in zip(one, other, strict=True))
-
-
 def _with_frontier(rows: Sequence[Row]) -> list[Row]:
-    marked = [
-        Row(row.candidate, row.sizes, row.cost, row.memory, row.fits, best)
-        for row, best in zip(rows, frontier(rows), strict=True)
-    ]
+    marked = [replace(row, frontier=best) for row, best in zip(rows, frontier(rows), strict=True)]
     return sorted(marked, key=lambda row: (row.memory, row.cost.step))
 
 

@@ -24,9 +24,8 @@ class Sizes:
     """Bytes of one cache after ``tokens`` tokens. resident, compressed, device, host, disk: entries attention reads
     directly, those in a smaller form, and checkpoints by place, as ``cache.memory()`` measures them. hand: the largest
     chunk of one layer beside them. workspace: the most that recall holds for a moment. budget: entries of each full
-    layer, None where there is none. exact: of those, how many are kept as they are. away: entries that have left.
-    kept: tokens whose entries attention still reads in some form. stored: entries of a KV head that the
-    fate still has."""
+    layer, None where there is none. exact: of those, how many are kept as they are. away: entries that have left. kept:
+    tokens whose entries attention still reads in some form. stored: entries of a KV head that the fate still has."""
 
     tokens: int
     budget: int | None

@@ -17,7 +17,6 @@ from kvkeep.memory.ledger import Ledger
 from kvkeep.memory.meter import Meter
 from kvkeep.memory.places import place
 from kvkeep.models.binding import bind, watch
-from kvkeep.policies.methods import Method
 from kvkeep.policies.request import Request
 from kvkeep.stores.cache_positions import CachePositions
 from kvkeep.stores.checkpoints.entries import Entries
@@ -58,44 +57,35 @@ class Assembly:
 def assemble(request: Request, model: Any, geometry: ModelGeometry) -> Assembly:
     """Return what a cache of ``model`` is made of. Raises BudgetError, UnsupportedModelError, StoreError or UsageError
     where it cannot be made."""
-    method, device = request.method, next(model.parameters()).device
-    spec = request.spec(geometry, device.type) if method.checkpoints else None
-    # Ids and positions are kept where something is rebuilt from them.
-    ledger, meter = Ledger(method.store_fate.records or (spec is not None and spec.kind != "kv")), Meter()
+    build, method = _Builder(request, model, geometry), request.method
     if not method.selector.keeps_all:
-        return _bounded(request, model, geometry, ledger, meter, spec)
+        return _bounded(build)
     watch(model)
-    layout = method.selector.layout
+    ledger, meter, device, layout = build.ledger, build.meter, build.device, method.selector.layout
     if layout == "dynamic":
-        return Assembly(_layers(model, geometry, lambda layer: DynamicLayer()), ledger, meter, device)
+        return Assembly(build.layers(lambda layer: DynamicLayer()), ledger, meter, device)
     if layout == "static":
         assert request.budget is not None
         limit = request.budget.entries(geometry, context=request.context, batch=request.batch)
-        return Assembly(_layers(model, geometry, lambda layer: DynamicLayer(limit)), ledger, meter, device, limit)
-    adapter = bind(model)
-    table = BlockTable(BlockPool())
-    build = _Builder(request, model, geometry, ledger, meter, 0, None)
-    layers = _layers(model, geometry, lambda layer: build.layer(layer, (), lambda site, store: Paged(site, table)))
-    return Assembly(
-        layers, ledger, meter, device, chunk=sys.maxsize, streams=True, table=table, decoder=adapter.decoder
-    )
+        return Assembly(build.layers(lambda layer: DynamicLayer(limit)), ledger, meter, device, limit)
+    decoder, table = bind(model).decoder, BlockTable(BlockPool())
+    layers = build.layers(lambda layer: build.layer(layer, (), lambda site, store: Paged(site, table)))
+    return Assembly(layers, ledger, meter, device, chunk=sys.maxsize, streams=True, table=table, decoder=decoder)
 
 
-def _bounded(
-    request: Request, model: Any, geometry: ModelGeometry, ledger: Ledger, meter: Meter, spec: CheckpointSpec | None
-) -> Assembly:
-    method = request.method
+def _bounded(build: _Builder) -> Assembly:
+    request, model, geometry, method = build.request, build.model, build.geometry, build.method
     selector = method.selector
     entries, chunk = request.entries(geometry)
     tail, within, held, sinks = method.division(geometry, entries)
     method.store_fate.check(model, geometry)
     adapter = bind(model)
-    build = _Builder(request, model, geometry, ledger, meter, within, spec)
+    build.open(within)
     positions = None if sinks is None else _positions(model, geometry, sinks, held, chunk)
     budgets = selector.budgets(model, geometry, held)
     if tail:
         assert build.checkpoint is not None
-        build.round = Round(tail, ledger, build.checkpoint)
+        build.round = Round(tail, build.ledger, build.checkpoint)
 
     def layer(own: LayerGeometry) -> Layer:
         if selector.in_order:
@@ -104,14 +94,14 @@ def _bounded(
             own, budgets[own.index], lambda site, store: Selected(site, selector, site.budgets, store, tail)
         )
 
-    layers = _layers(model, geometry, layer)
+    layers = build.layers(layer)
     if build.round is not None:
         build.round.layers = [layers[own.index] for own in geometry.full_layers]
         build.round.windows = [layers[own.index] for own in geometry.sliding_layers]
     return Assembly(
         layers,
-        ledger,
-        meter,
+        build.ledger,
+        build.meter,
         build.device,
         entries,
         chunk,
@@ -128,32 +118,27 @@ def _bounded(
 class _Builder:
     """What all layers of one cache are made with."""
 
-    def __init__(
-        self,
-        request: Request,
-        model: Any,
-        geometry: ModelGeometry,
-        ledger: Ledger,
-        meter: Meter,
-        entries: int,
-        spec: CheckpointSpec | None,
-    ) -> None:
-        self.request, self.model, self.geometry, self.ledger, self.meter = request, model, geometry, ledger, meter
-        self.entries = entries
-        self.device = next(model.parameters()).device
-        self.method: Method = request.method
-        self.spec = spec
+    def __init__(self, request: Request, model: Any, geometry: ModelGeometry) -> None:
+        self.request, self.model, self.geometry = request, model, geometry
+        self.method, self.device = request.method, next(model.parameters()).device
+        fate = self.method.store_fate
+        self.spec = request.spec(geometry, self.device.type) if self.method.checkpoints else None
+        # Ids and positions are kept where something is rebuilt from them.
+        self.ledger = Ledger(fate.records or (self.spec is not None and self.spec.kind != "kv"))
+        self.meter, self.shared = Meter(), fate.shared(geometry, self.ledger)
+        self.entries = 0
         self.checkpoint: Checkpoint | None = None
         self.round: Round | None = None
-        if spec is not None:
-            self.checkpoint = self._checkpoint(spec)
+
+    def open(self, entries: int) -> None:
+        """Prepare for layers with a budget of ``entries``: open the checkpoint, where there is one."""
+        self.entries = entries
+        if self.spec is not None:
+            self.checkpoint = self._checkpoint(self.spec)
             if self.method.recall.reads_single and not self.checkpoint.picks:
                 raise UsageError(
                     "Recalling single entries needs checkpoint kind 'kv' or 'residual': the others rebuild all."
                 )
-        self.shared = self.method.store_fate.shared(geometry, ledger)
-        self._sources = [layer.source for layer in geometry.layers]
-        self._first = next((layer.index for layer in geometry.full_layers), None)
 
     def _checkpoint(self, spec: CheckpointSpec) -> Checkpoint:
         """Return the checkpoint. Raises UnsupportedModelError where the model cannot be rebuilt so."""
@@ -176,8 +161,8 @@ class _Builder:
             budgets,
             self.method.selector.in_order,
             self.request.page,
-            self._sources.count(own.index),
-            own.index == self._first,
+            sum(layer.source == own.index for layer in self.geometry.layers),
+            own.index == self.geometry.full_layers[0].index,
             self.ledger,
             self.meter,
             self.device,
@@ -186,19 +171,18 @@ class _Builder:
         store = self.method.store_fate.store(site, self.shared)
         return Layer(site, resident(site, store), store, self.method.recall.reader(site, self.round))
 
-
-def _layers(model: Any, geometry: ModelGeometry, full: Callable[[LayerGeometry], Any]) -> list[Any]:
-    """Return the layers of a cache: full ones as asked for; sliding windows are bounded already; layers that read
-    another layer's entries hold none, and what is not keys and values is left to transformers."""
-    stock = DynamicCache(config=model.config).layers
-    return [
-        full(layer)
-        if layer.kind == "full"
-        else SlidingLayer(layer.window)
-        if layer.kind == "sliding" and layer.window is not None
-        else stock[layer.index]
-        for layer in geometry.layers
-    ]
+    def layers(self, full: Callable[[LayerGeometry], Any]) -> list[Any]:
+        """Return the layers of a cache: full ones as asked for; sliding windows are bounded already; layers that read
+        another layer's entries hold none, and what is not keys and values is left to transformers."""
+        stock = DynamicCache(config=self.model.config).layers
+        return [
+            full(layer)
+            if layer.kind == "full"
+            else SlidingLayer(layer.window)
+            if layer.kind == "sliding" and layer.window is not None
+            else stock[layer.index]
+            for layer in self.geometry.layers
+        ]
 
 
 def _positions(model: Any, geometry: ModelGeometry, sinks: int, entries: int, chunk: int) -> CachePositions:

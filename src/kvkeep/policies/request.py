@@ -48,16 +48,10 @@ class Request:
 
     @classmethod
     def parse(
-        cls,
-        method: str | None = None,
-        budget: int | str | Budget | None = None,
-        **options: Unpack[Options],
+        cls, method: str | None = None, budget: int | str | Budget | None = None, **options: Unpack[Options]
     ) -> Request:
-        """Read what a person wrote. method: by default "full" without a budget and "kv-direct" with one. recall: as the
-        last part of the method's name would say; without a method, that of "snapkv".
-
-        Raises UsageError or BudgetError for names, numbers and options that no model could make right.
-        """
+        """Read what a person wrote, as :class:`~kvkeep.cache.KeepCache` takes it. Raises UsageError or BudgetError for
+        names, numbers and options that no model could make right."""
         given: dict[str, Any] = {**options}
         recall, checkpoint, folder = given.pop("recall", None), given.get("checkpoint"), given.get("folder")
         texts = {"method": method, "recall": recall, "checkpoint": checkpoint, "where": given.get("where")}

@@ -12,36 +12,44 @@ from torch import Tensor
 
 from kvkeep.attention import Segment, attend
 from kvkeep.attention.step import Step
-from kvkeep.contracts import Checkpoint, EntryState, Piece, Reader, Site
+from kvkeep.contracts import EntryState, Piece, Reader, Site
 from kvkeep.memory.extent import Extent, Misfit
 from kvkeep.stores.layer import Layer
 from kvkeep.stores.read_evicted import observe_evicted
 from kvkeep.stores.slots import compact
 
 
-class Backing:
-    """A layer's share of a checkpoint."""
+class Backed(Reader):
+    """A reader of a layer whose every entry is in the backing, whatever becomes of the resident one."""
 
-    def __init__(self, checkpoint: Checkpoint, index: int) -> None:
-        self.checkpoint, self.index = checkpoint, index
+    def __init__(self, site: Site) -> None:
+        assert site.checkpoint is not None
+        self.checkpoint, self.index = site.checkpoint, site.layer.index
 
     @property
     def first(self) -> int:
         """The first slot that is still there; those before are lost."""
         return self.checkpoint.first(self.index)
 
-    def append(self, keys: Tensor, values: Tensor) -> None:
-        """Take the next entries, (lanes, n, dim)."""
+    def settling(self, layer: Layer, keys: Tensor, values: Tensor) -> None:
         self.checkpoint.append(self.index, keys, values)
 
+    def past(self, layer: Layer) -> Iterator[Piece]:
+        yield from self.checkpoint.pieces(self.index, layer.length)
+
+    def states(self, layer: Layer, evicted: Tensor) -> Tensor:
+        """What a store dropped is here, unless it was lost."""
+        evicted = evicted.masked_fill(evicted == EntryState.DROPPED, EntryState.CHECKPOINTED)
+        lost = evicted[..., : self.first]
+        lost.masked_fill_(lost == EntryState.CHECKPOINTED, EntryState.DROPPED)
+        return evicted
+
+    def truncate(self, layer: Layer, length: int) -> None:
+        self.checkpoint.truncate(self.index, min(length, layer.length))
+
     def check(self, extent: Extent) -> None:
-        """Raise Misfit where the checkpoint does not have every slot of ``extent``."""
         if self.checkpoint.length(self.index) != extent.slots:
             raise Misfit("entries are missing in the checkpoint")
-
-    def truncate(self, length: int) -> None:
-        """Forget the slots from ``length`` on."""
-        self.checkpoint.truncate(self.index, length)
 
     def segments(
         self, layer: Layer, step: Step, keep: Tensor | None = None, wide: Tensor | None = None
@@ -80,41 +88,21 @@ class Backing:
         flags[:, : self.first] = False
         return flags
 
-    def states(self, evicted: Tensor) -> Tensor:
-        """Return codes of evicted entries, (lanes, slots): what a store dropped is here, unless it was lost."""
-        evicted = evicted.masked_fill(evicted == EntryState.DROPPED, EntryState.CHECKPOINTED)
-        lost = evicted[..., : self.first]
-        lost.masked_fill_(lost == EntryState.CHECKPOINTED, EntryState.DROPPED)
-        return evicted
-
     def bring(self, layer: Layer, slots: Tensor) -> None:
         """Make ``slots`` (lanes, n) resident, -1 for none; what a store holds of them is forgotten there."""
         if slots.shape[1]:
             layer.evicted.forget(slots)
             layer.resident.swap_in(slots, *self.picked(slots))
 
-
-class Backed(Reader):
-    """A reader of a layer whose every entry is in the backing, whatever becomes of the resident one."""
-
-    def __init__(self, site: Site) -> None:
-        assert site.checkpoint is not None
-        self.backing: Backing = Backing(site.checkpoint, site.layer.index)
-
-    def settling(self, layer: Layer, keys: Tensor, values: Tensor) -> None:
-        self.backing.append(keys, values)
-
-    def past(self, layer: Layer) -> Iterator[Piece]:
-        yield from self.backing.checkpoint.pieces(layer.index, layer.length)
-
-    def states(self, layer: Layer, evicted: Tensor) -> Tensor:
-        return self.backing.states(evicted)
-
-    def truncate(self, layer: Layer, length: int) -> None:
-        self.backing.truncate(min(length, layer.length))
-
-    def check(self, extent: Extent) -> None:
-        self.backing.check(extent)
+    def recall(self, layer: Layer, slots: Tensor, limit: int) -> int:
+        if not layer.length or not len(slots):
+            return 0
+        wanted = self.away(layer)[:, slots]
+        wanted &= wanted.cumsum(1) <= min(limit, layer.resident.least_columns)
+        chosen = compact(wanted)
+        if chosen.shape[1]:
+            self.bring(layer, slots[chosen.clamp(min=0)].masked_fill(chosen < 0, -1))
+        return int(wanted.sum())
 
 
 def attended_exactly(layer: Layer, step: Step, output: Tensor, lse: Tensor) -> None:
@@ -129,16 +117,3 @@ def attended_exactly(layer: Layer, step: Step, output: Tensor, lse: Tensor) -> N
         pieces = store.pieces(step.query, resident, layer.length)
         observe_evicted(layer, step, lse, [layer.segment(piece, step, wide) for piece in pieces])
     store.attended(step, output, resident)
-
-
-def recall(layer: Layer, backing: Backing, slots: Tensor, limit: int) -> int:
-    """Make those of ``slots`` (n,) resident that can come back, the first ``limit`` of every lane; return how many that
-    were in all."""
-    if not layer.length or not len(slots):
-        return 0
-    wanted = backing.away(layer)[:, slots]
-    wanted &= wanted.cumsum(1) <= min(limit, layer.resident.least_columns)
-    chosen = compact(wanted)
-    if chosen.shape[1]:
-        backing.bring(layer, slots[chosen.clamp(min=0)].masked_fill(chosen < 0, -1))
-    return int(wanted.sum())

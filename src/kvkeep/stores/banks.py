@@ -58,16 +58,13 @@ class Bank:
 
     @property
     def index(self) -> Any:
-        """What picks this bank's share of something that all lanes have."""
         return slice(None) if self.lanes is None else self.lanes
 
     @property
     def columns(self) -> int:
-        """Entries each lane has room for."""
         return self.slots.shape[1]
 
     def tensors(self) -> list[Tensor]:
-        """Return what is allocated."""
         return [tensor for name in SAVED if (tensor := getattr(self, name)) is not None]
 
     def scored(self) -> Tensor:
@@ -101,7 +98,6 @@ class Bank:
         return Evicted(keys, values, self.slots.gather(1, columns), scores, extra, newest)
 
     def check(self, extent: Extent, tail: int, sinks: int | None) -> None:
-        """Raise Misfit where this cannot be a bank of a layer of ``extent`` with so many columns behind it."""
         lanes = extent.lanes if self.lanes is None else len(self.lanes)
         extent.numbered("slots", self.slots, (lanes, None))
         within("columns", self.columns, 0, self.budget + 1)
@@ -155,7 +151,6 @@ class Banks:
 
     @property
     def columns(self) -> int:
-        """The most columns of any lane."""
         return max(bank.columns for bank in self.banks)
 
     def reserve(self, keys: Tensor, values: Tensor, length: int) -> None:
@@ -216,11 +211,11 @@ class Banks:
         if not there or there[0][0].lanes is None:
             return there[0][1] if there else None
         shape = self.lanes, max(left.slots.shape[1] for _, left in there)
-        like = there[0][1].tensors
+        like = there[0][1][:-1]
         whole = [None if part is None else part.new_zeros(*shape, *part.shape[2:]) for part in like]
         whole[2] = there[0][1].slots.new_full(shape, -1)
         for bank, left in there:
-            for kept, part in zip(whole, left.tensors, strict=True):
+            for kept, part in zip(whole, left[:-1], strict=True):
                 if kept is not None and part is not None:
                     kept[bank.lanes, : part.shape[1]] = part
         full = len(there) == len(self.banks) and all(left.slots.shape[1] == shape[1] for _, left in there)
@@ -228,7 +223,6 @@ class Banks:
         return gathered._replace(holes=not full or any(left.holes for _, left in there))
 
     def held(self, length: int, alone: bool = False) -> Tensor:
-        """Return which of ``length`` slots are resident, (lanes, slots) bool; ``alone``: and stand for no other."""
         device = self.banks[0].slots.device if self.banks else None
         flags = torch.zeros(self.lanes, length + 1, dtype=torch.bool, device=device)
         for bank in self.banks:
@@ -254,7 +248,6 @@ class Banks:
             bank.recount()
 
     def select(self, index: Tensor) -> None:
-        """Make the lanes those of ``index``."""
         if not self.banks:
             return
         chosen, homes = index.tolist(), self._homes()
@@ -269,16 +262,13 @@ class Banks:
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated for entries."""
         return sum(nbytes(bank.keys, bank.values, bank.sinks) for bank in self.banks)
 
     @property
     def bookkeeping_bytes(self) -> int:
-        """Bytes allocated for slots, scores and counts."""
         return sum(nbytes(*bank.tensors()) for bank in self.banks) - self.nbytes
 
     def state(self) -> dict[str, Tensor]:
-        """Return what must be saved, by bank."""
         saved: dict[str, Tensor] = {}
         for number, bank in enumerate(self.banks):
             saved[f"{number}.layout"] = torch.tensor([self.heads, bank.budget, bank.used, bank.vacant])
@@ -288,7 +278,6 @@ class Banks:
         return saved
 
     def restore(self, state: dict[str, Tensor]) -> None:
-        """Take what :meth:`state` gave."""
         self.banks = []
         while f"{len(self.banks)}.layout" in state:
             number = len(self.banks)

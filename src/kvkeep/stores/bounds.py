@@ -31,17 +31,14 @@ class Bounds:
 
     @property
     def pages(self) -> int:
-        """How many pages there are, the one that is partly filled included."""
         return self._low.length
 
     @property
     def low(self) -> Tensor:
-        """The least of every channel."""
         return self._low.view()
 
     @property
     def high(self) -> Tensor:
-        """The greatest of every channel."""
         return self._high.view()
 
     def extend(self, keys: Tensor) -> None:
@@ -77,23 +74,19 @@ class Bounds:
             rows.truncate(-(-self.length // PAGE))
 
     def select(self, lanes: Tensor) -> None:
-        """Make the lanes those of an index."""
         for rows in (self._low, self._high):
             rows.select(lanes)
 
     def state(self) -> dict[str, Tensor]:
-        """Return what must be saved."""
         return {"bounds.low": self.low, "bounds.high": self.high} if self.pages else {}
 
     def restore(self, state: dict[str, Tensor], length: int) -> None:
-        """Take what :meth:`state` gave, of ``length`` slots."""
         if "bounds.low" in state:
             self.length = length
             self._low.append(state["bounds.low"])
             self._high.append(state["bounds.high"])
 
     def check(self, extent: Extent) -> None:
-        """Raise Misfit where there are not the bounds of all slots."""
         pages = -(-extent.slots // PAGE)
         if self.length != extent.slots or {self._low.length, self._high.length} != {pages}:
             raise Misfit(f"bounds are not of {extent.slots} slots")
@@ -103,7 +96,6 @@ class Bounds:
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated."""
         return nbytes(self._low.data, self._high.data)
 
 

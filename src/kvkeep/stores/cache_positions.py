@@ -95,12 +95,10 @@ class CachePositions:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of gaps, and of the angles that sinks are turned by."""
         flags = self._turned, self._before
         return storage_bytes(self._next, self.gap, *flags, *(one for angles in self._angles.values() for one in angles))
 
     def select(self, index: Tensor) -> None:
-        """Make the batch the rows of ``index``."""
         if len(self._next) > 1:
             self._next, self.gap = (one[index.to(one.device)] for one in (self._next, self.gap))
         if len(self._turned) > 1:
@@ -114,7 +112,6 @@ class CachePositions:
         return torch.tensor([self.base, self._moved, len(bases), *bases, *self._next.tolist(), *turned])
 
     def restore(self, state: Tensor) -> None:
-        """Take what :meth:`state` gave."""
         self.base, moved, count, *rest = state.tolist()
         self._moved, bases = bool(moved), rest[:count]
         self._bases = dict(zip(bases[::2], bases[1::2], strict=True))
@@ -123,7 +120,6 @@ class CachePositions:
         self._turned = self._before = turned[0].bool() if turned else self.gap > 0  # older sessions
 
     def check(self, rows: int, length: int, layers: int) -> None:
-        """Raise Misfit where it is not of a cache of so many rows, tokens and layers."""
         within("the base of positions", self.base, 0, length + 1)
         for layer, base in self._bases.items():
             within("a layer's number", layer, 0, layers)
@@ -137,7 +133,6 @@ class CachePositions:
         return self._moved and length < self.sinks
 
     def truncate(self, length: int) -> None:
-        """Forget the slots from ``length`` on."""
         self._next = self._next.clamp(max=max(0, length - self.sinks))
 
 

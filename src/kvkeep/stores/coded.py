@@ -87,7 +87,7 @@ def _fitted(rows: Tensor, low: Tensor, high: Tensor, bits: int) -> tuple[list[Te
 
 
 @dataclass(frozen=True)
-class _Coded:
+class Codes:
     """offset + scale * code, the last axis of codes packed."""
 
     lazy: ClassVar[bool] = False
@@ -102,7 +102,7 @@ class _Coded:
 
 
 @dataclass(frozen=True)
-class CodedKeys(_Coded):
+class CodedKeys(Codes):
     """Keys of some lanes: codes (lanes, groups, dim, GROUP packed), scale and offset (lanes, groups, dim, 1)."""
 
     @property
@@ -120,31 +120,27 @@ class CodedKeys(_Coded):
         return products.transpose(1, 2).flatten(2)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """Write them out: (lanes, entries, dim)."""
         # One group is a view of what is transposed, which the attention kernel would misread.
         return self._numbers().transpose(2, 3).flatten(1, 2).contiguous().to(dtype)
 
 
 @dataclass(frozen=True)
-class CodedValues(_Coded):
+class CodedValues(Codes):
     """Values of some lanes: codes (lanes, groups, parts, GROUP, width packed), scale and offset (lanes, groups, parts,
     GROUP, 1); ``parts`` of ``width`` channels each."""
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """(lanes, 1, entries, dim), as if they were written out."""
         lanes, groups, parts, _, packed = self.codes.shape
         return lanes, 1, groups * GROUP, parts * packed * (8 // self.bits)
 
     def mix(self, weights: Tensor) -> Tensor:
-        """Return the sums weighted by ``weights`` (lanes, rows, entries): (lanes, rows, dim) float32."""
         grouped = weights.unflatten(2, (-1, GROUP)).transpose(1, 2)[:, :, None]  # (lanes, groups, 1, rows, GROUP)
         mixed = multiplied(grouped * self.scale.float().transpose(3, 4), self.codes, self.bits)
         mixed += grouped @ self.offset.float()
         return mixed.sum(1).transpose(1, 2).flatten(2)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """Write them out: (lanes, entries, dim)."""
         return self._numbers().transpose(2, 3).flatten(3).flatten(1, 2).to(dtype)
 
 

@@ -52,20 +52,18 @@ class DraftAndVerify(Backed):
         nowhere but in the backing, and that can be read without computing."""
         store, selector = layer.evicted, layer.resident.selector
         alone = not (store.keeps or store.makes_room)
-        return alone and self.backing.checkpoint.copies and selector.observation_window != 0 and not selector.needs_kv
+        return alone and self.checkpoint.copies and selector.observation_window != 0 and not selector.needs_kv
 
     # -- a forward pass -----------------------------------------------------------------------------
 
     def arrive(self, layer: Layer, keys: Tensor, values: Tensor) -> None:
-        """Make room for new entries; drafted ones have the tail."""
         if not self.round.open:
             layer.resident.arrive(keys, values)
 
     def attend(self, layer: Layer, step: Step) -> Tensor:
-        """Attend as the round wants it."""
         if self.round.phase is Phase.DRAFT:
             return self._draft(layer, step)
-        output, lse = self.backing.everything(layer, step)
+        output, lse = self.everything(layer, step)
         self._remember(layer, step, output, lse)
         if self.round.phase is Phase.VERIFY:
             if step.last:
@@ -132,9 +130,9 @@ class DraftAndVerify(Backed):
             # Padding attends to something, too, and must not count.
             span = slice(voters.first, voters.first + step.queries)
             lse = lse.masked_fill(~visible[:, :, 0, span], float("inf"))
-        parts, checkpoint = [], self.backing.checkpoint
+        parts = []
         asking = torch.arange(voters.first, voters.first + step.queries, device=lse.device)
-        for piece in checkpoint.pieces(layer.index, layer.length):
+        for piece in self.checkpoint.pieces(layer.index, layer.length):
             segment = layer.segment(piece._replace(slots=None), step, None)
             stop = piece.first + piece.keys.shape[2]
             mask = None
@@ -146,13 +144,12 @@ class DraftAndVerify(Backed):
                 )
             )
         layer.resident.choose(
-            torch.cat(parts, 1), step.queries, lambda lane, slot: checkpoint.pick(layer.index, lane, slot)
+            torch.cat(parts, 1), step.queries, lambda lane, slot: self.checkpoint.pick(layer.index, lane, slot)
         )
 
     # -- the cache contract -------------------------------------------------------------------------
 
     def truncate(self, layer: Layer, length: int) -> None:
-        """Forget the slots from ``length`` on, those in the tail first."""
         self.waiting = max(0, min(self.waiting, length - layer.length))
         if length < layer.length:
             self._voters = None
@@ -163,6 +160,5 @@ class DraftAndVerify(Backed):
 
     @property
     def bookkeeping_bytes(self) -> int:
-        """Bytes of the queries that will choose."""
         voters = self._voters
         return 0 if voters is None else nbytes(voters.step.query, voters.output, voters.lse)

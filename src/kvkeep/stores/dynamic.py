@@ -39,7 +39,6 @@ class StockState:
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of keys and values."""
         return nbytes(*self._tensors().values())
 
     def select(self, index: Tensor) -> None:
@@ -79,7 +78,6 @@ class DynamicLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append and return views of all keys and values."""
         stop = self._keys.length + key_states.shape[-2]
         if self.limit is not None and stop > self.limit:
             raise UsageError(
@@ -93,23 +91,18 @@ class DynamicLayer(CacheLayerMixin):
         return self.keys, self.values
 
     def get_seq_length(self) -> int:
-        """Return the number of entries."""
         return self._keys.length
 
     def get_max_length(self) -> int:
-        """Return the limit, or -1."""
         return -1 if self.limit is None else self.limit
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return (entries after the update, 0)."""
         return self._keys.length + query_length, 0
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last ``-tokens_to_remove`` entries."""
         self.truncate(self._keys.length - abs(tokens_to_remove))
 
     def truncate(self, length: int) -> None:
-        """Forget the entries from ``length`` on."""
         for rows in (self._keys, self._values):
             rows.truncate(max(0, length))
         self._view()
@@ -132,7 +125,6 @@ class DynamicLayer(CacheLayerMixin):
         return self._keys.nbytes + self._values.nbytes
 
     def entry_states(self, length: int, batch: int) -> Tensor:
-        """Return what became of every slot, (batch, kv_heads, ``length``) int8 codes: all are resident."""
         heads = self.keys.shape[1] if self.is_initialized else 1
         return torch.full((batch, heads, length), EntryState.RESIDENT, dtype=torch.int8)
 
@@ -157,7 +149,6 @@ class SlidingLayer(DynamicSlidingWindowLayer):
     values: Tensor
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Take new entries, and return those that attention sees."""
         seen = super().update(key_states, value_states, *args, **kwargs)
         if key_states.shape[-2] > 1 and not self.record_past:  # a step's storage is one entry larger, no more
             self.trim()
@@ -178,11 +169,9 @@ class SlidingLayer(DynamicSlidingWindowLayer):
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of the memory behind the window."""
         return storage_bytes(self.keys, self.values) if self.is_initialized else 0
 
     def entry_states(self, length: int, batch: int) -> Tensor:
-        """Return what became of every slot, (batch, kv_heads, ``length``) int8 codes."""
         heads, held = (self.keys.shape[1], self.keys.shape[2]) if self.is_initialized else (1, 0)
         codes = torch.full((batch, heads, length), EntryState.RESIDENT, dtype=torch.int8)
         codes[..., : max(0, length - held)] = EntryState.DROPPED
@@ -194,7 +183,6 @@ class SlidingLayer(DynamicSlidingWindowLayer):
         return {"keys": self.keys[:, :, window], "values": self.values[:, :, window]} if self.is_initialized else {}
 
     def restore(self, state: dict[str, Tensor], length: int) -> None:
-        """Take what :meth:`state` gave, as a window of ``length`` tokens."""
         if state:
             self.update(state["keys"], state["values"])
             self.cumulative_length = length

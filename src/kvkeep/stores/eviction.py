@@ -33,7 +33,6 @@ class Arriving:
 
     @property
     def count(self) -> int:
-        """How many."""
         return self.slots.shape[1]
 
 
@@ -86,7 +85,6 @@ class Ranking:
         return self.selector.rank(entries)
 
     def with_holes(self, bank: Bank, length: int) -> Tensor:
-        """The same as float32, -inf where a column is empty."""
         bank.scored()
         return self.of(bank, length).float().masked_fill(bank.slots < 0, float("-inf"))
 

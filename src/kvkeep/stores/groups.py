@@ -55,7 +55,6 @@ class Groups(EvictedStore):
 
     @property
     def held(self) -> int:
-        """Groups held."""
         return self.written if self.room is None else min(self.written, self.room)
 
     def take(self, left: Evicted, resident: WorkingSet) -> None:
@@ -94,7 +93,6 @@ class Groups(EvictedStore):
         *self.parts, self.slots = fresh
 
     def pieces(self, query: Tensor, resident: Resident, length: int) -> Iterator[Piece]:
-        """Yield what the groups give back, and what waits to be a group."""
         if self.held and self.slots is not None:
             *parts, slots = (part[:, : self.held] for part in (*self.parts, self.slots))
             yield from self.codec.read(query, parts, slots, self.holes)
@@ -109,14 +107,12 @@ class Groups(EvictedStore):
         return codes_of(lanes, length, held)
 
     def truncate(self, length: int, resident: WorkingSet) -> None:
-        """Leave holes where slots are forgotten."""
         for slots in (self.slots, *self.waiting[2:]):
             if slots is not None:
                 self.holes = True
                 slots.masked_fill_(slots >= length, -1)
 
     def forget(self, slots: Tensor) -> None:
-        """Leave holes where entries are resident again."""
         written = [] if self.slots is None else [self.slots[:, : self.held]]
         for held in (*written, *(one[:, : self.count] for one in self.waiting[2:])):
             self.holes = True
@@ -140,7 +136,6 @@ class Groups(EvictedStore):
         self.slots = every[-1] if parts else None
 
     def check(self, extent: Extent) -> None:
-        """Raise Misfit where parts are not as the codec makes them, or slots not there."""
         within("counts", self.count, 0, GROUP)
         if not self.waiting:
             if self.count or self.written or self.parts:
@@ -164,7 +159,6 @@ class Groups(EvictedStore):
 
     @property
     def compressed_bytes(self) -> int:
-        """Bytes allocated for entries."""
         return nbytes(*self.parts, *self.waiting[:2])
 
     @property

@@ -42,7 +42,6 @@ class Layer(CacheLayerMixin):
     # -- a forward pass -----------------------------------------------------------------------------
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Note that entries have come."""
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -58,7 +57,6 @@ class Layer(CacheLayerMixin):
 
     @lasting
     def take(self, keys: Tensor, values: Tensor) -> None:
-        """Take new entries (batch, kv_heads, n, dim) in hand."""
         self.is_initialized, self.heads = True, keys.shape[1]
         self.pending = lasts(keys).flatten(0, 1), lasts(values).flatten(0, 1)
         self.reader.arrive(self, *self.pending)
@@ -153,11 +151,9 @@ class Layer(CacheLayerMixin):
     # -- the cache contract -------------------------------------------------------------------------
 
     def get_seq_length(self) -> int:
-        """Return the number of settled slots."""
         return self.length
 
     def get_max_length(self) -> int:
-        """Return -1: nothing bounds the sequence."""
         return -1
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -165,11 +161,9 @@ class Layer(CacheLayerMixin):
         return query_length, self.length
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last ``-tokens_to_remove`` slots."""
         self.truncate(self.length - abs(tokens_to_remove))
 
     def truncate(self, length: int) -> None:
-        """Forget the slots from ``length`` on, those in hand included."""
         self.pending = None
         self.reader.truncate(self, length)
         before, self.length = self.length, min(self.length, length)
@@ -178,7 +172,6 @@ class Layer(CacheLayerMixin):
             self.evicted.truncate(self.length, self.resident)
 
     def select(self, index: Tensor) -> None:
-        """Make the batch the rows of ``index``."""
         if not self.heads:
             return
         lanes = self.lanes_of(index)
@@ -187,7 +180,6 @@ class Layer(CacheLayerMixin):
         self.evicted.select(lanes)
 
     def lanes_of(self, index: Tensor) -> Tensor:
-        """Return the lanes of the rows ``index``."""
         return (index[:, None] * self.heads + torch.arange(self.heads, device=index.device)).flatten()
 
     # -- what it holds ------------------------------------------------------------------------------
@@ -196,34 +188,27 @@ class Layer(CacheLayerMixin):
 
     @property
     def rows(self) -> int:
-        """Rows of the batch held."""
         return self.ledger.batch
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes allocated for resident entries."""
         return self.resident.nbytes
 
     @property
     def compressed_bytes(self) -> int:
-        """Bytes of entries kept in a smaller form."""
         return self.evicted.compressed_bytes
 
     @property
     def bookkeeping_bytes(self) -> int:
-        """Bytes of slots, scores, counts and tables."""
         return self.resident.bookkeeping_bytes + self.evicted.bookkeeping_bytes + self.reader.bookkeeping_bytes
 
     def state(self) -> dict[str, Tensor]:
-        """Return what must be saved, by part."""
         saved = {"layout": torch.tensor([self.heads])}
         for name, part in (("resident", self.resident), ("evicted", self.evicted), ("reader", self.reader)):
             saved |= {f"{name}.{key}": tensor for key, tensor in part.state().items()}
         return saved
 
     def restore(self, state: dict[str, Tensor], length: int) -> None:
-        """Take what :meth:`state` gave, as a cache of ``length`` slots."""
-
         def of(name: str) -> dict[str, Tensor]:
             return {key.removeprefix(f"{name}."): one for key, one in state.items() if key.startswith(f"{name}.")}
 

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from kvkeep.attention.step import Step
-from kvkeep.contracts import Asked, EntryState, EvictedStore, PairMerging, Site, WorkingSet
+from kvkeep.contracts import EntryState, EvictedStore, Site, WorkingSet
 from kvkeep.memory.extent import Extent, Misfit, fits, within
 from kvkeep.memory.meter import nbytes
 from kvkeep.models.adapter import Adapter
 from kvkeep.stores.banks import Bank
 from kvkeep.stores.eviction import Arriving
 from kvkeep.stores.merge_on_evict import merged_states
-from kvkeep.stores.pairs import Entries, cheapest, merge
+from kvkeep.stores.pairs import Asked, Entries, PairMerging, cheapest, merge
 
 QUERIES = 32
 """Queries kept while decoding, for methods that ask anew what they attend to."""
@@ -110,7 +110,6 @@ class MergeNeighbours(EvictedStore):
     # -- merging ------------------------------------------------------------------------------------
 
     def make_room(self, bank: Bank, new: Arriving, resident: WorkingSet) -> None:
-        """Merge what is held and what is new until it fits, and write it."""
         with self.meter.merging():
             self._make_room(bank, new, resident.banks.lanes)
 
@@ -140,7 +139,8 @@ class MergeNeighbours(EvictedStore):
 
     def _merged(self, bank: Bank, entries: Entries, excess: Tensor, end: int) -> Entries:
         """Return entries of which ``excess`` (lanes, 1) pairs were merged; one pass halves them at most."""
-        start = self._first(bank)
+        first = self.ledger.first_by(self.heads)
+        start = 0 if first is None else bank.of(first)
         while int(excess.max()) > 0:
             chosen = cheapest(entries, start + self.how.sinks, excess)
             made = chosen.sum(1, keepdim=True)
@@ -150,11 +150,6 @@ class MergeNeighbours(EvictedStore):
             self.tally = self.tally.to(tally.device) + tally
             excess = excess - made
         return entries
-
-    def _first(self, bank: Bank) -> Tensor | int:
-        """Return the first slot of each lane's row that is no padding, (lanes, 1)."""
-        first = self.ledger.first_by(self.heads)
-        return 0 if first is None else bank.of(first)
 
     def _output(self, bank: Bank, start: Tensor | int, end: int) -> Tensor | None:
         """Return the layer's mean output since attention was last forgotten, (lanes, 1, value_dim)."""
@@ -251,7 +246,6 @@ class MergeNeighbours(EvictedStore):
 
     @property
     def bookkeeping_bytes(self) -> int:
-        """Bytes allocated for what was observed."""
         return nbytes(self.tally, *(getattr(self, name) for name in _BY_LANE))
 
     def state(self) -> dict[str, Tensor]:
@@ -268,7 +262,6 @@ class MergeNeighbours(EvictedStore):
         self.length, self.heads, self.group = state["counts"].tolist()
 
     def check(self, extent: Extent) -> None:
-        """Raise Misfit where what was observed is not of all lanes of ``extent``."""
         lanes, slots = extent.lanes, extent.slots
         fits("tally", self.tally, (2,), torch.float64)
         if (self.length, self.heads) != (slots, lanes // self.ledger.batch):

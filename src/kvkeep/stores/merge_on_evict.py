@@ -21,11 +21,10 @@ class MergeOnEvict(EvictedStore):
         self.ledger, self.meter, self.layer = site.ledger, site.meter, site.layer.index
 
     def take(self, left: Evicted, resident: WorkingSet) -> None:
-        """Merge entries that leave into resident ones."""
         with self.meter.merging():
             for bank in resident.banks:
                 if bank.columns:  # none: a row of padding so far
-                    self.merge(bank, Evicted(*(None if part is None else bank.of(part) for part in left.tensors)))  # type: ignore[arg-type]
+                    self.merge(bank, Evicted(*(None if part is None else bank.of(part) for part in left[:-1])))  # type: ignore[arg-type]
 
     @abstractmethod
     def merge(self, bank: Bank, left: Evicted) -> None:

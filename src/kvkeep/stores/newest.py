@@ -24,12 +24,10 @@ class Newest(Resident):
 
     @property
     def length(self) -> int:
-        """Slots so far."""
         return self._keys.length
 
     @property
     def evicted(self) -> int:
-        """Slots that are no longer resident."""
         return self._keys.first
 
     def pieces(self, ordered: bool = True) -> Iterator[Piece]:
@@ -63,11 +61,9 @@ class Newest(Resident):
         self._keys.first = self._values.first = first + keys.shape[1]
 
     def held(self, alone: bool = False) -> Tensor:
-        """Return which slots are resident, (1, slots) bool: the same of all lanes."""
         return (torch.arange(self.length) >= self.evicted)[None]
 
     def truncate(self, length: int) -> None:
-        """Forget the slots from ``length`` on; those that left do not come back by it."""
         self._keys.truncate(length)
         self._values.truncate(length)
 
@@ -80,14 +76,12 @@ class Newest(Resident):
         return self._keys.nbytes + self._values.nbytes
 
     def state(self) -> dict[str, Tensor]:
-        """Return the entries in order."""
         if self.length == self.evicted:
             return {}
         span = (self.evicted, self.length)
         return {"keys": concatenated(self._keys, *span), "values": concatenated(self._values, *span)}
 
     def restore(self, state: dict[str, Tensor], length: int) -> None:
-        """Take what :meth:`state` gave, as the last slots before ``length``."""
         count = state["keys"].shape[-2] if state else 0
         for rows, name in ((self._keys, "keys"), (self._values, "values")):
             rows.first = rows.length = length - count
@@ -95,7 +89,6 @@ class Newest(Resident):
                 rows.append(state[name])
 
     def check(self, extent: Extent) -> None:
-        """Raise Misfit where entries are not the last of ``extent``."""
         held = self._keys.length - self._keys.first
         within("resident entries", held, 0, min(extent.slots, self._keys.capacity) + 1)
         if held and extent.entries(self._keys.data, self._values.data) < held:

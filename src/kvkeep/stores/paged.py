@@ -56,7 +56,6 @@ class BlockPool:
 
     @property
     def places(self) -> int:
-        """Entries the pool has room for."""
         return len(self.counts) * BLOCK_SIZE
 
 
@@ -197,7 +196,6 @@ class Paged(Resident):
                 pool[:, fresh] = pool[:, source * BLOCK_SIZE : (source + 1) * BLOCK_SIZE]
 
     def admit(self, keys: Tensor, values: Tensor, first: int) -> Evicted | None:
-        """Write new entries to the pool."""
         stop = first + keys.shape[1]
         places = self.table.places(first, stop, keys.device).flatten()
         for pool, rows in zip(self._pools, (keys, values), strict=True):
@@ -244,7 +242,6 @@ class Paged(Resident):
         return sum(pool.nbytes for pool in self._pools)
 
     def state(self) -> dict[str, Tensor]:
-        """Return all entries in order, (lanes, slots, dim)."""
         if not self.length:
             return {}
         places = self.table.places(0, self.length, self._pools[0].device)  # (rows, slots)
@@ -259,7 +256,6 @@ class Paged(Resident):
             self.admit(state["keys"], state["values"], 0)
 
     def check(self, extent: Extent) -> None:
-        """Raise Misfit where it does not hold all slots of ``extent``."""
         if self.length != extent.slots or len(self.table.rows) * self.heads != extent.lanes:
             raise Misfit(f"resident entries are not of {extent.slots} slots")
         if self._pools:

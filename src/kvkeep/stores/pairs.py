@@ -2,17 +2,80 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvkeep.contracts import PairMerging, Pairs
-
 ROUNDS = 12
 """Rounds of taking all local minima; after so many, what is undecided waits for the next pass."""
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Neighbours to be merged, the first and the second of each. Tensors are (lanes, pairs, ...).
+
+    keys: as at the position of the first, float32. values: means. attention: the weight of each, its count included,
+    the mean over the queries that could see it. output: (lanes, 1, value_dim), the layer's, averaged in the same way;
+    clues: what :meth:`PairMerging.clues` made of each entry; each None where the method does not ask for it. real:
+    (lanes, pairs), which are pairs at all.
+    """
+
+    keys: tuple[Tensor, Tensor]
+    values: tuple[Tensor, Tensor]
+    attention: tuple[Tensor, Tensor]
+    output: Tensor | None
+    clues: tuple[Tensor, Tensor] | None
+    real: Tensor
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The last queries of a layer and all its entries, float32, ready for a gradient.
+
+    query: (lanes, queries, dim), all heads of the group. keys, values: (lanes, entries, dim). bias: what is added to
+    the scores, (lanes, queries, entries): the logarithm of the counts, and a very large negative number where a query
+    comes before the entry. real: (lanes, queries, 1), 0 for padding. block: queries whose weights stand in memory at
+    once.
+    """
+
+    query: Tensor
+    keys: Tensor
+    values: Tensor
+    bias: Tensor
+    real: Tensor
+    scaling: float
+    block: int
+
+    def weights(self, keys: Tensor) -> Tensor:
+        """Return the weights of attention with ``keys``, (lanes, queries, entries)."""
+        return torch.baddbmm(self.bias, self.query, keys.transpose(1, 2), alpha=self.scaling).softmax(-1)
+
+    def blocks(self) -> Iterator[Asked]:
+        """Yield the same, :attr:`block` queries at a time."""
+        parts = zip(*(part.split(self.block, 1) for part in (self.query, self.bias, self.real)), strict=True)
+        return (replace(self, query=query, bias=bias, real=real) for query, bias, real in parts)
+
+
+class PairMerging(ABC):
+    """How two neighbours become one entry. sinks: first entries of a row that are never merged. cap: the largest count,
+    0 for none. asks: whether it works by :meth:`clues`, from the queries themselves; else by the mean output."""
+
+    asks: ClassVar[bool] = False
+    sinks: int
+    cap: int
+
+    @abstractmethod
+    def share(self, pairs: Pairs) -> Tensor:
+        """Return the first key's share of the merged one, (lanes, pairs, 1 or dim); the second's is the rest. What is
+        outside [0, 1], or no number, is clamped and counted."""
+
+    def clues(self, asked: Asked) -> Tensor:
+        """Return what it has to know of each entry, (lanes, entries, any); a merged entry has the sum of both."""
+        return asked.keys[..., :0]
 
 
 @dataclass
@@ -32,7 +95,6 @@ class Entries:
     clues: Tensor | None = None
 
     def at(self, index: Tensor) -> Entries:
-        """Return the entries at ``index`` (lanes, n)."""
         held = ((field.name, getattr(self, field.name)) for field in fields(self))
         return Entries(**{name: _gathered(part, index) for name, part in held if part is not None})
 

@@ -71,7 +71,6 @@ class Round:
 
     @property
     def open(self) -> bool:
-        """Whether a round is in progress."""
         return self.phase is not Phase.EXACT
 
     def before_forward(self) -> None:

@@ -20,7 +20,7 @@ from kvkeep.stores.eviction import Arriving, Ranking, append, compete, replace_l
 class Selected(WorkingSet):
     """The entries that ``selector`` ranks highest, up to ``budgets``; what leaves goes into ``store``.
 
-    ``tail``: columns behind those, for entries that wait for a decision.
+    ``tail``: columns behind those, for entries that wait for a decision of the round.
     """
 
     def __init__(
@@ -37,6 +37,7 @@ class Selected(WorkingSet):
     # -- what attention reads -----------------------------------------------------------------------
 
     def pieces(self, ordered: bool = True, tail: int = 0) -> Iterator[Piece]:
+        """Yield what is held, with the first ``tail`` entries of the tail behind it."""
         for bank in self.banks:
             if stop := bank.used + tail if bank.columns else 0:
                 yield Piece(
@@ -51,6 +52,7 @@ class Selected(WorkingSet):
     # -- attention that was received ----------------------------------------------------------------
 
     def unpadded(self, lse: Tensor) -> Tensor:
+        """Return a log-sum-exp (lanes, heads, queries) by which what padding attends to does not count."""
         visible = self.ledger.visible_by(self.banks.heads)
         if visible is None:
             return lse
@@ -58,12 +60,14 @@ class Selected(WorkingSet):
 
     @property
     def observes(self) -> bool:
+        """Whether the selector asks for attention, and has something to choose from."""
         return self.selector.observation_window != 0 and any(bank.budget for bank in self.banks)
 
     def weighs_at_once(self, held: Sequence[Segment]) -> bool:
         return self.selector.observation_window != 0 and len(self.banks) == len(held) == 1
 
     def learn_all(self, weights: Tensor) -> None:
+        """Let the selector score the entries, all of one bank and settled, by one query's ``weights`` (lanes, n)."""
         self.learn(self.banks.banks[0], weights, 1)
 
     def observe(
@@ -95,7 +99,6 @@ class Selected(WorkingSet):
             self._scores[number] = scores[:, bank.used :]
 
     def learn(self, bank: Bank, weights: Tensor, queries: int) -> None:
-        """Let the selector score the entries of a bank, all of them settled, by ``weights`` (lanes, used)."""
         slots, scores = bank.slots[:, : bank.used], bank.scored()[:, : bank.used]
         entries = self.ranking.candidates(bank, slots, scores, self.length)
         if self.selector.needs_kv:
@@ -121,7 +124,6 @@ class Selected(WorkingSet):
         return Arriving(keys, values, slots, new.first, new.whole, self._scores.get(number))
 
     def admit(self, keys: Tensor, values: Tensor, first: int) -> Evicted | None:
-        """Keep new entries (lanes, n, dim), whose slots begin at ``first``, within the budgets; return what left."""
         new, left = self._arriving(keys, values, first), []
         for number, bank in enumerate(self.banks):
             left.append(self._admit(bank, self._of(bank, number, new)))
@@ -202,6 +204,7 @@ class Selected(WorkingSet):
             self.store.take(gathered, self)
 
     def evict(self, count: int) -> None:
+        """Evict the ``count`` lowest-ranked entries of every lane now."""
         left = []
         for bank in self.banks:
             leaving = self.ranking.order(bank, self.length)
@@ -219,9 +222,11 @@ class Selected(WorkingSet):
 
     @property
     def least_columns(self) -> int:
+        """The fewest entries that a lane has room for."""
         return min((bank.columns for bank in self.banks), default=0)
 
     def halves(self, limit: int) -> Tensor:
+        """Return half of the entries that each lane has room for, ``limit`` at most: (lanes, 1) int64."""
         limits = torch.empty(self.banks.lanes, 1, dtype=torch.int64, device=self.banks.banks[0].slots.device)
         for bank in self.banks:
             limits[bank.index] = min(limit, bank.columns // 2)
@@ -230,11 +235,13 @@ class Selected(WorkingSet):
     # -- entries that wait for a decision, in the tail ---------------------------------------------------
 
     def wait(self, keys: Tensor, values: Tensor, after: int) -> None:
+        """Write new entries (lanes, n, dim) into the tail, behind ``after`` that are there."""
         for bank in self.banks:
             span = slice(bank.used + after, bank.used + after + keys.shape[1])
             bank.keys[:, span], bank.values[:, span] = bank.of(keys), bank.of(values)
 
     def waited(self, count: int) -> tuple[Tensor, Tensor]:
+        """Return copies of the first entries of the tail, (lanes, count, dim)."""
         keys, values = (
             part.new_empty(self.banks.lanes, count, part.shape[2])
             for part in (self.banks.banks[0].keys, self.banks.banks[0].values)
@@ -245,6 +252,8 @@ class Selected(WorkingSet):
         return keys, values
 
     def choose(self, weights: Tensor, queries: int, pick: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
+        """Choose what is resident anew from all slots, by the attention they received from ``queries`` queries:
+        ``weights`` (lanes, slots). pick: returns keys and values (n, dim) of single entries by lane and slot."""
         slots = torch.arange(self.length, dtype=torch.int32, device=weights.device).expand(len(weights), -1)
         if (visible := self.ledger.visible_by(self.banks.heads)) is not None:
             slots = slots.masked_fill(~visible[:, 0, 0, : self.length], -1)
@@ -301,7 +310,6 @@ class Selected(WorkingSet):
         return self.banks.bookkeeping_bytes
 
     def state(self) -> dict[str, Tensor]:
-        """Return what must be saved, by bank."""
         return self.banks.state()
 
     def restore(self, state: dict[str, Tensor], length: int) -> None:
@@ -309,7 +317,6 @@ class Selected(WorkingSet):
         self.banks.restore(state)
 
     def check(self, extent: Extent) -> None:
-        """Raise Misfit where banks are not of all lanes of ``extent``, each within its budget."""
         self.banks.check(extent, self.selector.sinks_in_cache(True))
         if self.selector.scores_arrivals and any(bank.used and bank.scores is None for bank in self.banks):
             raise Misfit("'scores' are missing")

@@ -81,21 +81,19 @@ class Selective(Backed):
 
     @property
     def certificate(self) -> Certificate:
-        """What it can have left out so far."""
         steps = max(1, self._steps)
-        return Certificate(self.backing.index, self.last, self.worst, self._recalled / steps, self._away / steps)
+        return Certificate(self.index, self.last, self.worst, self._recalled / steps, self._away / steps)
 
     # -- a forward pass -----------------------------------------------------------------------------
 
     def attend(self, layer: Layer, step: Step) -> Tensor:
-        """Attend over what is resident and new, and the pages that are chosen."""
         if step.own:
             self.last = 0.0
         wide = step.wide(layer.length)
         few = step.queries <= FEW and wide is None and not step.latent
-        lost = self.backing.first > 0
+        lost = self.first > 0
         if not few and not lost:
-            output, lse = self.backing.everything(layer, step)
+            output, lse = self.everything(layer, step)
             attended_exactly(layer, step, output, lse)
             if step.last:
                 layer.finish()
@@ -110,8 +108,8 @@ class Selective(Backed):
             output, lse, recalled = self._chosen_pages(layer, near, step)
         else:
             recalled = ~resident.held()
-            recalled[:, : self.backing.first] = False
-            past = self.backing.segments(layer, step, recalled, wide)
+            recalled[:, : self.first] = False
+            past = self.segments(layer, step, recalled, wide)
             output, lse = attend(step.query, chain(near, past), step.scaling)
         if lost:
             self._note(1.0)  # nothing bounds what was lost
@@ -163,7 +161,7 @@ class Selective(Backed):
         most = self.bounds.upper(step.query).mul_(step.scaling).sub_(self._counted(layer, lse)[..., None]).amax((1, 2))
         first = layer.ledger.first_by(layer.heads)
         tokens = layer.length if first is None else (layer.length - first).clamp(min=1)
-        self.backing.bring(layer, self.choice.fetch(most, tokens, layer.resident.halves, away))
+        self.bring(layer, self.choice.fetch(most, tokens, layer.resident.halves, away))
 
     def _counted(self, layer: Layer, lse: Tensor) -> Tensor:
         """Return the log-sum-exp that pages are compared with: whatever padding asks for is of no interest."""
@@ -173,7 +171,7 @@ class Selective(Backed):
         """Return which slots can come back, (lanes, slots of whole pages) bool; None where there are none."""
         if not layer.length:
             return None
-        away = self.backing.away(layer)
+        away = self.away(layer)
         if not away.any():
             return None
         return torch.nn.functional.pad(away, (0, self.bounds.pages * PAGE - layer.length))
@@ -182,10 +180,10 @@ class Selective(Backed):
         """Yield what is ``wanted``, (lanes, slots) bool: gathered, or where some lane wants most of the backing, read
         as it lies and masked."""
         if int(wanted.sum(1).max()) > layer.length // 2:
-            yield from self.backing.segments(layer, step, wanted)
+            yield from self.segments(layer, step, wanted)
             return
         slots = compact(wanted)
-        keys, values = self.backing.picked(slots)
+        keys, values = self.picked(slots)
         with self.meter.holding(keys, values):
             yield Segment(keys[:, None], values[:, None], (slots >= 0)[:, None, None])
 
@@ -221,5 +219,4 @@ class Selective(Backed):
 
     @property
     def bookkeeping_bytes(self) -> int:
-        """Bytes of bounds."""
         return self.bounds.nbytes

@@ -56,7 +56,6 @@ class CountSketch:
             self.counts = like.new_zeros(lanes, rows * slots, 1, dtype=torch.float32)
 
     def insert(self, at: Tensor, vectors: Tensor, there: Tensor | None = None) -> None:
-        """Add vectors."""
         self._add(at, vectors, there, 1)
 
     def delete(self, at: Tensor, vectors: Tensor, there: Tensor | None = None) -> None:
@@ -98,22 +97,18 @@ class CountSketch:
         return Estimates(cells, at + lane, mean, by, meter or Meter())
 
     def select(self, lanes: Tensor) -> None:
-        """Make the lanes those of an index."""
         self.restore([part.index_select(0, lanes) for part in self.state()])
 
     def state(self) -> list[Tensor]:
-        """Return all tensors."""
         return [part for part in (self.cells, self.total, self.counts) if part is not None]
 
     def restore(self, state: list[Tensor]) -> None:
-        """Take what :meth:`state` gave."""
         self.cells, *tallies = state
         if tallies:
             self.total, self.counts = tallies
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated."""
         return nbytes(*self.state())
 
 
@@ -134,16 +129,13 @@ class Estimates:
     meter: Meter
 
     def part(self, start: int, stop: int) -> Estimates:
-        """Return some of them."""
         return replace(self, index=self.index[:, :, start:stop])
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """(lanes, 1, entries, dim), as if they were written out."""
         return self.cells.shape[0], 1, self.index.shape[2], self.cells.shape[2]
 
     def scores(self, query: Tensor) -> Tensor:
-        """Return the products with ``query`` (lanes, rows, dim): (lanes, rows, entries) float32."""
         lanes, rows, _ = query.shape
         query = query.to(self.cells.dtype)
         if self.by == "mean":
@@ -156,7 +148,6 @@ class Estimates:
         return scores if self.mean is None else scores + query.float() @ self.mean.transpose(1, 2)
 
     def mix(self, weights: Tensor) -> Tensor:
-        """Return the sums weighted by ``weights`` (lanes, rows, entries): (lanes, rows, dim) float32."""
         lanes, rows, _ = weights.shape
         if self.by == "mean":
             gathered = weights.new_zeros(lanes * self.cells.shape[1], rows)
@@ -171,7 +162,6 @@ class Estimates:
         return mixed if self.mean is None else mixed + weights.sum(2, keepdim=True) * self.mean
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """Write them out: (lanes, entries, dim)."""
         written = self._written(self.index)
         return (written if self.mean is None else written + self.mean).to(dtype)
 

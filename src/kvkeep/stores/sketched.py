@@ -39,12 +39,10 @@ class Hashed:
         return known.flatten(1).index_select(1, (slots.clamp(min=0) + row).flatten()).view(self.rows, *slots.shape)
 
     def clear(self) -> None:
-        """Forget what the rows and slots no longer are."""
         self._known = {}
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated."""
         return nbytes(*self._known.values())
 
 
@@ -69,7 +67,6 @@ class Sketched(EvictedStore):
         self._asked: list[Tensor] = []  # slots of the pieces that were last yielded
 
     def take(self, left: Evicted, resident: WorkingSet) -> None:
-        """Add what leaves to the sketches."""
         if self.sketches is None:
             self.sketches = self._new(left.keys, left.values)
         at, there = self.hashed.at(left.slots, self.size), left.slots >= 0
@@ -126,7 +123,6 @@ class Sketched(EvictedStore):
     # -- entries come back --------------------------------------------------------------------------
 
     def observe(self, weights: Sequence[Tensor], queries: int, resident: WorkingSet) -> None:
-        """Let the selector go on scoring what is in the sketches."""
         if not weights or self.scores is None:
             return
         slots, self._asked = torch.cat(self._asked, 1), []
@@ -134,7 +130,6 @@ class Sketched(EvictedStore):
         self.scores = _put(self.scores, slots, own)
 
     def swap(self, resident: WorkingSet, length: int) -> None:
-        """Let entries come back for those that rank too low."""
         if self.inside is None or self.scores is None:
             return
         columns = resident.columns
@@ -154,7 +149,6 @@ class Sketched(EvictedStore):
                 return
 
     def forget(self, slots: Tensor) -> None:
-        """Delete entries that are resident again."""
         if self.inside is not None:
             there = _got(self.inside, slots).bool()
             self._delete(slots.masked_fill(~there, -1))
@@ -202,7 +196,6 @@ class Sketched(EvictedStore):
             sketch.restore([state[key] for key in sorted(state) if key.startswith(f"{name}.")])
 
     def check(self, extent: Extent) -> None:
-        """Raise Misfit where sketches are of another size, or have entries of slots that there are not."""
         if self.sketches is None or self.inside is None:
             return
         fits("inside", self.inside, (extent.lanes, None), torch.bool)
@@ -210,18 +203,14 @@ class Sketched(EvictedStore):
             raise Misfit("'inside' has slots that there are not")
         if self.scores is not None:
             fits("scores", self.scores, self.inside.shape, torch.float32)
-        fresh = self._new(*(sketch.cells.new_zeros(extent.lanes, 1, dim) for sketch, dim in self._widths(extent)))
+        widths = zip(self.sketches, (extent.key_dim, extent.value_dim), strict=True)
+        fresh = self._new(*(sketch.cells.new_zeros(extent.lanes, 1, dim) for sketch, dim in widths))
         for sketch, new in zip(self.sketches, fresh, strict=True):
             alike("cells", sketch.state(), new.state(), ())
             fits("cells", sketch.cells, new.cells.shape, self.sketches[0].cells.dtype)
 
-    def _widths(self, extent: Extent) -> list[tuple[CountSketch, int]]:
-        assert self.sketches is not None
-        return list(zip(self.sketches, (extent.key_dim, extent.value_dim), strict=True))
-
     @property
     def compressed_bytes(self) -> int:
-        """Bytes of all cells and tallies."""
         return 0 if self.sketches is None else sum(sketch.nbytes for sketch in self.sketches)
 
     @property

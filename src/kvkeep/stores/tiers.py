@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from kvkeep.contracts import EntryState, Evicted, EvictedStore, Held, Piece, Res
 from kvkeep.geometry import LayerGeometry
 from kvkeep.memory.extent import Extent, Misfit, alike, fits, within
 from kvkeep.memory.meter import Meter, nbytes
-from kvkeep.stores.coded import CodedKeys, encode, multiplied, unpack
+from kvkeep.stores.coded import CodedKeys, Codes, encode, multiplied
 from kvkeep.stores.groups import GROUP
 from kvkeep.stores.slots import codes_of, without
 
@@ -58,39 +58,28 @@ class Entries(NamedTuple):
 
     @property
     def groups(self) -> int:
-        """How many."""
         return self.slots.shape[1]
 
 
 @dataclass(frozen=True)
-class CodedValues:
+class CodedValues(Codes):
     """Values of some lanes: codes (lanes, entries, dim packed), scale and offset (lanes, entries, 1); mean and
     deviation (lanes, 1, dim) of the channels."""
 
-    lazy: ClassVar[bool] = False
-
-    codes: Tensor
-    scale: Tensor
-    offset: Tensor
-    bits: int
     mean: Tensor
     deviation: Tensor
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """(lanes, 1, entries, dim), as if they were written out."""
         return self.codes.shape[0], 1, self.codes.shape[1], self.mean.shape[2]
 
     def mix(self, weights: Tensor) -> Tensor:
-        """Return the sums weighted by ``weights`` (lanes, rows, entries): (lanes, rows, dim) float32."""
         mixed = multiplied(weights * self.scale.float().transpose(1, 2), self.codes, self.bits)
         mixed += weights @ self.offset.float()
         return mixed.mul_(self.deviation).add_(weights.sum(-1, keepdim=True) * self.mean)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """Write them out: (lanes, entries, dim)."""
-        numbers = torch.addcmul(self.offset.float(), unpack(self.codes, self.bits, torch.float32), self.scale.float())
-        return numbers.mul_(self.deviation).add_(self.mean).to(dtype)
+        return self._numbers().mul_(self.deviation).add_(self.mean).to(dtype)
 
 
 class Channels(NamedTuple):
@@ -121,7 +110,6 @@ class Tier:
 
     @property
     def groups(self) -> int:
-        """Groups held."""
         return self.parts[0].shape[1] if self.parts else 0
 
     def settle(
@@ -250,7 +238,6 @@ class Tiers(EvictedStore):
 
     @property
     def groups(self) -> int:
-        """Groups held."""
         return sum(tier.groups for tier in self.tiers)
 
     # -- what attention sees ------------------------------------------------------------------------
@@ -269,7 +256,6 @@ class Tiers(EvictedStore):
             yield None, self.slots[:, start : start + self.count]
 
     def pieces(self, query: Tensor, resident: Resident, length: int) -> Iterator[Piece]:
-        """Yield each tier's codes, and what waits."""
         for tier, slots in self._places():
             if tier is None:
                 keys, values = (part[:, None, : self.count].to(query.dtype) for part in self.waiting)
@@ -284,7 +270,6 @@ class Tiers(EvictedStore):
             self.meter.hold(-size)
 
     def observe(self, weights: Sequence[Tensor], queries: int, resident: WorkingSet) -> None:
-        """Let the selector go on scoring what is here."""
         if not weights or self.slots is None or self.scores is None:
             return
         used = self.groups * GROUP + self.count
@@ -304,12 +289,10 @@ class Tiers(EvictedStore):
         self.slots = slots
 
     def truncate(self, length: int, resident: WorkingSet) -> None:
-        """Leave holes where slots are forgotten."""
         if self.slots is not None:
             self._strike(self.slots.masked_fill(self.slots >= length, -1))
 
     def forget(self, slots: Tensor) -> None:
-        """Leave holes where entries are resident again."""
         if self.slots is not None:
             self._strike(without(self.slots, slots))
 
@@ -351,7 +334,6 @@ class Tiers(EvictedStore):
             tier.holes = bool(flag)
 
     def check(self, extent: Extent) -> None:
-        """Raise Misfit where a tier is not as it is coded, or slots and scores are not of all tiers."""
         within("counts", self.count, 0, GROUP)
         if self.slots is None:
             if self.count or self.groups:
@@ -376,13 +358,11 @@ class Tiers(EvictedStore):
 
     @property
     def compressed_bytes(self) -> int:
-        """Bytes allocated for entries."""
         channels = () if self.channels is None else self.channels
         return sum(nbytes(*tier.parts) for tier in self.tiers) + nbytes(*channels, *self.waiting)
 
     @property
     def bookkeeping_bytes(self) -> int:
-        """Bytes allocated for slots and scores."""
         return nbytes(self.slots, self.scores)
 
 

@@ -8,8 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvkeep.contracts import Asked, Pairs
 from kvkeep.policies.fates.neighbours import Neighbours
+from kvkeep.stores.pairs import Asked, Pairs
 
 
 def energy(output: Tensor) -> Tensor:

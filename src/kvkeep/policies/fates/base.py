@@ -68,16 +68,13 @@ class GroupedFate(Fate):
         return spare(self, layer, geometry, entries, size) // size
 
     def fits(self, name: str, geometry: ModelGeometry, entries: int) -> None:
-        """Raise BudgetError where there is no room for a group."""
         super().fits(name, geometry, entries)
         for layer in geometry.full_layers:
             self._room(layer, geometry, entries)
 
     def store(self, site: Site, shared: Any) -> EvictedStore:
-        """Return a store for as many groups as the budget has room for."""
         return Groups(self._room(site.layer, site.geometry, site.entries), self.codec(site))
 
     def holds(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int, left: Sequence[int]) -> Held:
-        """Return the bytes of so many groups, of one that waits, and of what reading them takes for a moment."""
         room, size = self._room(layer, geometry, entries), self.size(layer, geometry)
         return group_holds(layer, geometry, room, left, size, self.written(layer, geometry))

@@ -36,13 +36,11 @@ class Cam(Fate):
         check_seed(self.seed)
 
     def refuses(self, selector: Selector) -> str | None:
-        """Selectors that do not observe attention: there is no A."""
         if selector.observation_window == 0:
             return "There is no attention to merge by: 'cam' needs a selector that observes it, as h2o does."
         return None
 
     def store(self, site: Site, shared: Any) -> EvictedStore:
-        """Return the one that draws."""
         return MergeByChance(site, self.into, self.seed)
 
     def holds(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int, left: Sequence[int]) -> Held:
@@ -59,7 +57,6 @@ class MergeByChance(MergeOnEvict):
         self.into, self.seed, self.heads = into, seed, site.layer.kv_heads
 
     def merge(self, bank: Bank, left: Evicted) -> None:
-        """Spread values, with chance."""
         assert bank.newest is not None and left.scores is not None
         slots, order = bank.slots[:, : bank.used].sort(1)
         first = torch.searchsorted(slots, left.slots.to(slots.dtype).contiguous(), right=True)[..., None]

@@ -9,17 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvkeep.contracts import (
-    EntryState,
-    Evicted,
-    EvictedStore,
-    Exactness,
-    Fate,
-    Piece,
-    Resident,
-    Site,
-    WorkingSet,
-)
+from kvkeep.contracts import EntryState, Evicted, EvictedStore, Exactness, Fate, Piece, Resident, Site, WorkingSet
 from kvkeep.memory.extent import Extent, Misfit, within
 from kvkeep.memory.places import Device
 from kvkeep.memory.rows import Buffer, Ring, concatenated
@@ -40,7 +30,6 @@ class Checkpointed(Fate):
     checkpoints: ClassVar[bool] = True
 
     def store(self, site: Site, shared: Any) -> EvictedStore:
-        """Return a store on the cache's checkpoint, for entries that leave in any order."""
         assert site.checkpoint is not None
         if site.in_order:
             return InOrder(site)
@@ -55,7 +44,6 @@ class _OnCheckpoint(EvictedStore):
         self.checkpoint, self.layer = site.checkpoint, site.layer.index
 
     def states(self, lanes: int, length: int) -> Tensor:
-        """Return what became of the entry of each slot."""
         codes = torch.full((lanes, length), EntryState.CHECKPOINTED, dtype=torch.int8)
         codes[:, : self.checkpoint.first(self.layer)] = EntryState.DROPPED
         return codes
@@ -69,31 +57,25 @@ class InOrder(_OnCheckpoint):
         self.taken: int = 0
 
     def take(self, left: Evicted, resident: WorkingSet) -> None:
-        """Take the next entries."""
         self.checkpoint.truncate(self.layer, self.taken)  # a write that failed may have left something behind
         self.checkpoint.append(self.layer, left.keys, left.values)
         self.taken += left.slots.shape[1]
 
     def pieces(self, query: Tensor, resident: Resident, length: int) -> Iterator[Piece]:
-        """Yield them all, piece by piece."""
         if self.taken:
             yield from self.checkpoint.pieces(self.layer, self.taken, lazy=True)
 
     def truncate(self, length: int, resident: WorkingSet) -> None:
-        """Forget the slots from ``length`` on."""
         self.taken = min(self.taken, length)
         self.checkpoint.truncate(self.layer, self.taken)
 
     def state(self) -> dict[str, Tensor]:
-        """Return what must be saved."""
         return {"count": torch.tensor([self.taken])}
 
     def restore(self, state: dict[str, Tensor]) -> None:
-        """Take what :meth:`state` gave."""
         self.taken = int(state["count"][0])
 
     def check(self, extent: Extent) -> None:
-        """Raise Misfit where the checkpoint has others than the first entries."""
         within("entries that left", self.taken, 0, extent.slots + 1)
         if not self.checkpoint.by_token and self.checkpoint.length(self.layer) != self.taken:
             raise Misfit("entries that left are missing in the checkpoint")
@@ -109,13 +91,11 @@ class ByEntry(_OnCheckpoint):
         self.holes = False  # whether any slot is -1
 
     def take(self, left: Evicted, resident: WorkingSet) -> None:
-        """Take entries that leave, and their slots."""
         self.checkpoint.append(self.layer, left.keys, left.values)
         self.slots.append(left.slots[..., None].int())
         self.holes |= left.holes
 
     def pieces(self, query: Tensor, resident: Resident, length: int) -> Iterator[Piece]:
-        """Yield them all, piece by piece."""
         if not self.slots.length:
             return
         for piece in self.checkpoint.pieces(self.layer, self.slots.length):
@@ -136,13 +116,11 @@ class ByEntry(_OnCheckpoint):
         return (piece for _, piece in self.slots.read(self.slots.first, self.slots.length))
 
     def truncate(self, length: int, resident: WorkingSet) -> None:
-        """Leave holes where slots are forgotten."""
         self.holes = True
         for piece in self._each():
             piece.masked_fill_(piece >= length, -1)
 
     def forget(self, slots: Tensor) -> None:
-        """Leave holes where entries are resident again."""
         self.holes = True
         for piece in self._each():
             piece.copy_(without(piece.squeeze(-1), slots)[..., None])
@@ -152,7 +130,6 @@ class ByEntry(_OnCheckpoint):
 
     @property
     def bookkeeping_bytes(self) -> int:
-        """Bytes allocated for slots."""
         return self.slots.nbytes
 
     def state(self) -> dict[str, Tensor]:
@@ -168,7 +145,6 @@ class ByEntry(_OnCheckpoint):
             self.slots.append(state["slots"])
 
     def check(self, extent: Extent) -> None:
-        """Raise Misfit where slots are not those of the checkpoint's entries."""
         span = self.slots.first, self.slots.length
         if span != (self.checkpoint.first(self.layer), self.checkpoint.length(self.layer)):
             raise Misfit("entries that left are missing in the checkpoint")
@@ -184,11 +160,9 @@ class ByResidual(_OnCheckpoint):
         self.left = False  # whether anything left
 
     def take(self, left: Evicted, resident: WorkingSet) -> None:
-        """Note that there is something to rebuild."""
         self.left = True
 
     def pieces(self, query: Tensor, resident: Resident, length: int) -> Iterator[Piece]:
-        """Yield everything, the resident entries masked."""
         if not self.left:
             return
         away = torch.arange(length, device=query.device).masked_fill(resident.held(), -1)

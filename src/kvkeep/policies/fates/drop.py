@@ -22,7 +22,6 @@ class Drop(Fate):
     keeps: ClassVar[bool] = False
 
     def store(self, site: Site, shared: Any) -> EvictedStore:
-        """Return the one that holds nothing."""
         return Dropped()
 
 

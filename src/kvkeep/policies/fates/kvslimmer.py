@@ -15,8 +15,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvkeep.contracts import Pairs
 from kvkeep.policies.fates.neighbours import Neighbours
+from kvkeep.stores.pairs import Pairs
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvkeep.contracts import Asked, Pairs
 from kvkeep.policies.fates.asymkv import energy
 from kvkeep.policies.fates.kvslimmer import alone, best_share, together
 from kvkeep.policies.fates.neighbours import Neighbours
+from kvkeep.stores.pairs import Asked, Pairs
 
 
 @dataclass(frozen=True)

@@ -41,24 +41,20 @@ class LowRank(GroupedFate):
 
     @property
     def reading(self) -> Reading:
-        """Coordinates."""
         return Reading(rank=self.rank)
 
     def check(self, model: Any, geometry: ModelGeometry) -> None:
-        """Raise where keys cannot be turned, or no projection is to be had."""
         adapter, layers = bind(model), geometry.full_layers
         adapter.require("turn", [layer.index for layer in layers], "low rank", "use another method")
         for layer in layers:
             _projections(adapter, layer)
 
     def size(self, layer: LayerGeometry, geometry: ModelGeometry) -> int:
-        """Return the bytes of coordinates."""
         # A head's weight has as many singular vectors as it has rows, or as the model is wide.
         ranks = [min(self.rank, dim, geometry.hidden_size) for dim in (layer.key_dim, layer.value_dim)]
         return GROUP * sum(ranks) * geometry.dtype_bytes
 
     def codec(self, site: Site) -> Codec:
-        """Return coordinates in the directions of the layer's projections."""
         return Coordinates(bind(site.model), site.layer, self.rank, site.ledger, site.meter)
 
 
@@ -87,16 +83,13 @@ class Coordinates(Codec):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the directions."""
         return storage_bytes(*self.bases)
 
     def encode(self, keys: Tensor, values: Tensor, slots: Tensor) -> list[Tensor]:
-        """Return the coordinates of keys before rotation, and of values."""
         plain = self._turned(keys, slots, -1)
         return [rows @ basis for rows, basis in zip((plain, values), self._bases(len(slots)), strict=True)]
 
     def read(self, query: Tensor, parts: list[Tensor], slots: Tensor, holes: bool) -> Iterator[Piece]:
-        """Yield what they stand for, written out."""
         bases = self._bases(len(slots))
         keys, values = (part.flatten(1, 2) @ basis.transpose(1, 2) for part, basis in zip(parts, bases, strict=True))
         with self.meter.holding(keys, values):

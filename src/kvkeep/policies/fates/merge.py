@@ -32,7 +32,6 @@ class Merge(Fate):
             raise UsageError(f"Entries are merged by 'key' or by 'slot', not by '{self.by}'.")
 
     def store(self, site: Site, shared: Any) -> EvictedStore:
-        """Return the one that merges."""
         return MergeLikest(site, self.by)
 
 
@@ -44,7 +43,6 @@ class MergeLikest(MergeOnEvict):
         self.by = by
 
     def merge(self, bank: Bank, left: Evicted) -> None:
-        """Add up keys, values and counts, and divide."""
         extra, newest = bank.counted()
         target = self.target(bank, left)
         counts = counts_of(left) * (bank.slots[:, : bank.used] >= 0).any(1, keepdim=True)

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torch import Tensor
-
 from kvkeep.budget import MIN_CHUNK
-from kvkeep.contracts import Asked, EvictedStore, Fate, Held, Pairs, Selector, Site
+from kvkeep.contracts import EvictedStore, Fate, Held, Selector, Site
 from kvkeep.errors import BudgetError, UsageError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.models.binding import bind
 from kvkeep.stores.merge_neighbours import BLOCK, GRADIENTS, QUERIES, MergeNeighbours
+from kvkeep.stores.pairs import PairMerging
 
 
 @dataclass(frozen=True)
-class Neighbours(Fate):
+class Neighbours(Fate, PairMerging):
     """How the least attended neighbours become one. One file for each: a frozen dataclass and :meth:`share`.
 
     sinks: first entries of a row that stay as they are. cap: the largest count a merged entry has, 0 for none. slack:
@@ -34,8 +32,6 @@ class Neighbours(Fate):
     leaves: ClassVar[str] = "the least attended neighbours"
     makes_room: ClassVar[bool] = True
     keeps: ClassVar[bool] = False
-    source: ClassVar[str]
-    asks: ClassVar[bool] = False  # whether it works by clues(), from the queries, and not from the mean output
 
     def __post_init__(self) -> None:
         if self.sinks < 0:
@@ -46,7 +42,6 @@ class Neighbours(Fate):
             raise UsageError(f"Pairs are merged by a share of the budget, or a number of them, not {self.slack:g}.")
 
     def refuses(self, selector: Selector) -> str | None:
-        """Selectors that do not add up attention: pairs are chosen by that."""
         reason = "Neighbours are chosen by accumulated attention, which only h2o and h2o-fisher (halflife=0) keep."
         return None if selector.accumulates else reason
 
@@ -56,12 +51,10 @@ class Neighbours(Fate):
         return min(chunk, max(MIN_CHUNK, entries // 4))
 
     def fits(self, name: str, geometry: ModelGeometry, entries: int) -> None:
-        """Raise where ``entries`` leave nothing to merge beside the sinks."""
         super().fits(name, geometry, entries)
         self._check_room(name, entries)
 
     def check(self, model: Any, geometry: ModelGeometry) -> None:
-        """Raise where keys cannot be turned."""
         full = [layer.index for layer in geometry.full_layers]
         bind(model).require("turn", full, "merging, which turns keys to new positions", "use h2o+merge")
 
@@ -73,7 +66,6 @@ class Neighbours(Fate):
             )
 
     def store(self, site: Site, shared: Any) -> EvictedStore:
-        """Return what makes room in one layer."""
         budget = min(site.budgets)
         self._check_room(f"layer {site.layer.index}", budget)
         return MergeNeighbours(site, self, bind(site.model), self.pairs_at_once(budget))
@@ -98,11 +90,3 @@ class Neighbours(Fate):
         may merge at most."""
         wanted = int(self.slack) if self.slack >= 1 else int(self.slack * budget)
         return max(1, min(wanted, (budget - self.sinks) // 4))
-
-    @abstractmethod
-    def share(self, pairs: Pairs) -> Tensor:
-        """Return the first key's share of the merged one, (lanes, pairs, 1 or dim); the second's is the rest."""
-
-    def clues(self, asked: Asked) -> Tensor:
-        """Return what it has to know of each entry, (lanes, entries, any): nothing, unless it ``asks``."""
-        return asked.keys[..., :0]

@@ -37,11 +37,9 @@ class Quantize(GroupedFate):
 
     @property
     def reading(self) -> Reading:
-        """Codes."""
         return Reading(bits=self.bits)
 
     def fits(self, name: str, geometry: ModelGeometry, entries: int) -> None:
-        """Raise where there is no room for a group, or heads do not divide into bytes."""
         for layer in geometry.full_layers:
             if layer.key_dim % (8 // self.bits) or width(layer.value_dim) % (8 // self.bits):
                 raise UnsupportedModelError(
@@ -51,15 +49,12 @@ class Quantize(GroupedFate):
         super().fits(name, geometry, entries)
 
     def size(self, layer: LayerGeometry, geometry: ModelGeometry) -> int:
-        """Return the bytes of codes, scales and offsets."""
         return group_bytes(layer.key_dim, layer.value_dim, self.bits)
 
     def codec(self, site: Site) -> Codec:
-        """Return codes of so many bits."""
         return Quantised(self.bits, site.meter)
 
     def written(self, layer: LayerGeometry, geometry: ModelGeometry) -> int:
-        """Return the bytes of codes as numbers."""
         return 4 * max(layer.key_dim, layer.value_dim)
 
 
@@ -73,11 +68,9 @@ class Quantised(Codec):
     meter: Meter
 
     def encode(self, keys: Tensor, values: Tensor, slots: Tensor) -> list[Tensor]:
-        """Return codes, scales and offsets of keys and values."""
         return [*encode_keys(keys, self.bits), *encode_values(values, self.bits)]
 
     def read(self, query: Tensor, parts: list[Tensor], slots: Tensor, holes: bool) -> Iterator[Piece]:
-        """Yield them, coded."""
         keys, values = CodedKeys(*parts[:3], self.bits), CodedValues(*parts[3:], self.bits)  # type: ignore[call-arg, arg-type]
         # What attention writes out of them for a moment: codes as numbers.
         size = 4 * GROUP * slots.shape[1] * len(slots) * max(keys.shape[3], values.shape[3])

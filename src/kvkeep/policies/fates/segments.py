@@ -36,11 +36,9 @@ class Segments(Fate):
 
     @property
     def reading(self) -> Reading:
-        """The highest-scoring segments, found by bounds."""
         return Reading(GROUP * self.top, segment=GROUP)
 
     def store(self, site: Site, shared: Any) -> EvictedStore:
-        """Return a store without an end."""
         return Groups(None, Promising(self.top, site.meter))
 
     def holds(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int, left: Sequence[int]) -> Held:
@@ -62,11 +60,9 @@ class Promising(Codec):
     meter: Meter
 
     def encode(self, keys: Tensor, values: Tensor, slots: Tensor) -> list[Tensor]:
-        """Return keys, values, least and greatest."""
         return [keys, values, keys.amin(1), keys.amax(1)]
 
     def read(self, query: Tensor, parts: list[Tensor], slots: Tensor, holes: bool) -> Iterator[Piece]:
-        """Yield the highest-scoring segments of each lane."""
         keys, values, low, high = parts
         if query.shape[-1] == low.shape[-1] and slots.shape[1] > self.top:
             # max(q min, q max) is q max for positive q and q min for negative.

@@ -52,22 +52,18 @@ class Sketch(Fate):
 
     @property
     def reading(self) -> Reading:
-        """Estimates."""
         return Reading(estimated=True)
 
     @property
     def swaps(self) -> bool:
-        """Where ``swap`` is given."""
         return self.swap > 0
 
     def refuses(self, selector: Selector) -> str | None:
-        """Selectors that look at keys and values, where entries would have to be compared with those in the sketch."""
         if self.swap and selector.needs_kv:
             return "Entries in a sketch have no keys and values of their own for a selector to rank them by."
         return None
 
     def resident(self, entries: int) -> int:
-        """Return the exact ones."""
         return entries - self._own(entries)
 
     def _own(self, entries: int) -> int:
@@ -75,7 +71,6 @@ class Sketch(Fate):
         return max(2 * self.rows, int(self.vague * entries) // self.rows * self.rows)
 
     def fits(self, name: str, geometry: ModelGeometry, entries: int) -> None:
-        """Raise BudgetError where the sketches would have more than half the budget."""
         super().fits(name, geometry, entries)
         if 2 * self._own(entries) > entries:
             raise BudgetError(
@@ -94,11 +89,9 @@ class Sketch(Fate):
         return max(1, (own * entry - total) // (self.rows * (entry + count)))
 
     def shared(self, geometry: ModelGeometry, ledger: Ledger) -> Hashed:
-        """Return where the entries at every slot are hashed to."""
         return Hashed(ledger, self.rows)
 
     def store(self, site: Site, shared: Hashed) -> EvictedStore:
-        """Return empty sketches."""
         slots = self._slots(site.layer, site.geometry, site.entries)
         signed = self.keys == "signed"
         return Sketched(shared, slots, self.estimate, self.by, signed, self.swap, site.meter, site.first)

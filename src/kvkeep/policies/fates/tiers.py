@@ -37,7 +37,6 @@ class InTiers(Fate):
         return min(exact_entries(self.exact, entries), entries // 4)
 
     def fits(self, name: str, geometry: ModelGeometry, entries: int) -> None:
-        """Raise where there is no room for a group, or codes do not divide into bytes."""
         super().fits(name, geometry, entries)
         bits = TIERS[-1].values
         for layer in geometry.full_layers:
@@ -54,12 +53,10 @@ class InTiers(Fate):
         return spare(self, layer, geometry, entries, least, min(width, 2))
 
     def store(self, site: Site, shared: Any) -> EvictedStore:
-        """Return empty tiers."""
         layer, geometry = site.layer, site.geometry
         room = self._room(layer, geometry, site.entries)
         return Tiers(room, layer.key_dim, layer.value_dim, geometry.dtype_bytes, site.meter)
 
     def holds(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int, left: Sequence[int]) -> Held:
-        """Return the bytes of all tiers and of what waits."""
         room = self._room(layer, geometry, entries)
         return tiers_hold(room, layer, geometry.dtype_bytes, left)

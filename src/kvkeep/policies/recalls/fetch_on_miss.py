@@ -51,9 +51,7 @@ class FetchOnMiss(PagesThatMatter):
         return slots.gather(1, chosen.clamp(min=0)).masked_fill(chosen < 0, -1)
 
     def entries(self, away: int) -> int:
-        """Return how many of ``away`` entries of a KV head come back after a step, at most."""
         return min(away, self.limit)
 
     def swapped(self, away: int) -> int:
-        """Return all of them."""
         return self.entries(away)

@@ -39,11 +39,9 @@ class Pages(PagesThatMatter):
         return cls(ALL if value == "all" else int(value or cls.count))
 
     def choose(self, excess: Tensor) -> Tensor:
-        """The highest."""
         highest = excess.amax((1, 2))
         best = highest.topk(min(self.count, highest.shape[1]), dim=1, sorted=False).indices
         return torch.zeros(highest.shape, dtype=torch.bool, device=highest.device).scatter_(1, best, True)
 
     def entries(self, away: int) -> int:
-        """Return how many of ``away`` entries of a KV head come back in a step, at most."""
         return min(away, self.count * PAGE)

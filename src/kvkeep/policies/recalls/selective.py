@@ -22,7 +22,6 @@ class PagesThatMatter(Recall):
     fetches: ClassVar[bool] = False
 
     def reader(self, site: Site, round: Any) -> Reader:
-        """Return a reader whose pages :meth:`choose` selects."""
         return Selective(site, self)  # type: ignore[arg-type]
 
     def choose(self, excess: Tensor) -> Tensor | None:

@@ -39,5 +39,4 @@ class Verified(Recall):
         return min(self.longest + 1, entries // 2)
 
     def reader(self, site: Site, round: Round) -> Reader:
-        """Return the reader of one layer, which drafts."""
         return DraftAndVerify(site, round)

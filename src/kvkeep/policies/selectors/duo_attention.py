@@ -53,5 +53,4 @@ class DuoAttention(Selector):
         return budgets
 
     def rank(self, entries: Candidates) -> Tensor:
-        """By slot; the sinks stay."""
         return entries.slots.masked_fill(entries.slots < entries.first + self.sinks, 2**30)

@@ -36,7 +36,6 @@ class H2O(Selector):
 
     @property
     def accumulates(self) -> bool:
-        """Unless attention fades."""
         return not self.halflife
 
     def observe(self, entries: Candidates, weights: Tensor, queries: int) -> Tensor:
@@ -49,6 +48,5 @@ class H2O(Selector):
         return entries.scores.lerp(weights / seen.clamp(max=queries), share)
 
     def rank(self, entries: Candidates) -> Tensor:
-        """By attention; the newest stay."""
         assert entries.scores is not None
         return entries.scores.masked_fill(entries.slots >= entries.length - int(self.recent * entries.budget), STAYS)

@@ -16,17 +16,7 @@ class KNorm(Selector):
 
     leaves: ClassVar[str] = "largest key norms"
     source: ClassVar[str] = "arXiv:2406.11430"
-
-    @property
-    def scores_arrivals(self) -> bool:
-        """The score is the key's."""
-        return True
+    scores_arrivals: ClassVar[bool] = True
 
     def arrive(self, entries: Candidates, keys: Tensor) -> Tensor:
-        """Return minus the norm."""
         return -keys.float().norm(dim=-1)
-
-    def rank(self, entries: Candidates) -> Tensor:
-        """By the score."""
-        assert entries.scores is not None
-        return entries.scores

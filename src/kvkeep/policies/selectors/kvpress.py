@@ -51,6 +51,8 @@ class KVPress(Selector):
 
     leaves: ClassVar[str] = "least scored by a press"
     source: ClassVar[str] = "github.com/NVIDIA/kvpress"
+    scores_arrivals: ClassVar[bool] = True  # as not scored
+    needs_kv: ClassVar[bool] = True
 
     press: str = ""
     options: str = ""
@@ -69,16 +71,6 @@ class KVPress(Selector):
     def observation_window(self) -> int:
         """The last query's attention, which is not used: this is when scores are made, with what was held at hand."""
         return 1
-
-    @property
-    def scores_arrivals(self) -> bool:
-        """New entries are marked as not scored."""
-        return True
-
-    @property
-    def needs_kv(self) -> bool:
-        """A press looks at keys and values."""
-        return True
 
     def budgets(self, model: Any, geometry: ModelGeometry, entries: int) -> list[Sequence[int]]:
         """Return ``entries`` for every layer. Presses also see what attention modules are called with, so the model
@@ -124,7 +116,6 @@ class KVPress(Selector):
             return entries.scores.scatter(1, order, scores.nan_to_num(-HIGHEST).clamp(-HIGHEST, HIGHEST))
 
     def rank(self, entries: Candidates) -> Tensor:
-        """By score; what has none stays."""
         assert entries.scores is not None
         return entries.scores
 

@@ -23,6 +23,9 @@ class LRU(Selector):
 
     leaves: ClassVar[str] = "least recently used"
     source: ClassVar[str] = "llama.cpp pull request 21097"
+    reduce: ClassVar[str] = "max"  # a single query of a single head is enough
+    scores_arrivals: ClassVar[bool] = True
+    may_tie: ClassVar[bool] = True  # all that one step used were used at the same time
 
     def __post_init__(self) -> None:
         if not 0 <= self.threshold <= 1:
@@ -30,23 +33,7 @@ class LRU(Selector):
 
     @property
     def observation_window(self) -> None:
-        """Every query may use an entry."""
         return None
-
-    @property
-    def reduce(self) -> str:
-        """A single query of a single head is enough."""
-        return "max"
-
-    @property
-    def scores_arrivals(self) -> bool:
-        """The score is when it came."""
-        return True
-
-    @property
-    def may_tie(self) -> bool:
-        """All that one step used were used at the same time."""
-        return True
 
     def arrive(self, entries: Candidates, keys: Tensor) -> Tensor:
         """Return the time: tokens so far, padding included."""
@@ -57,8 +44,3 @@ class LRU(Selector):
         assert entries.scores is not None
         used = weights >= (self.threshold or 1 / (entries.length - entries.first))
         return entries.scores.masked_fill(used, float(entries.length))
-
-    def rank(self, entries: Candidates) -> Tensor:
-        """By the time of the last use."""
-        assert entries.scores is not None
-        return entries.scores

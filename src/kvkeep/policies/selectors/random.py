@@ -20,25 +20,16 @@ class Random(Selector):
 
     leaves: ClassVar[str] = "anyone"
     source: ClassVar[str] = "a baseline"
+    scores_arrivals: ClassVar[bool] = True
 
     seed: int = 0
 
     def __post_init__(self) -> None:
         check_seed(self.seed)
 
-    @property
-    def scores_arrivals(self) -> bool:
-        """The score is drawn."""
-        return True
-
     def arrive(self, entries: Candidates, keys: Tensor) -> Tensor:
         """Hash (seed, layer, head, slot) to a number in [0, 1)."""
         return sampled(entries.slots, entries.heads, entries.layer, self.seed)
-
-    def rank(self, entries: Candidates) -> Tensor:
-        """By the score."""
-        assert entries.scores is not None
-        return entries.scores
 
 
 def check_seed(seed: int) -> None:

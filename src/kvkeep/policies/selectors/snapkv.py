@@ -24,6 +24,7 @@ class SnapKV(Selector):
 
     leaves: ClassVar[str] = "least attended by the last 32 queries"
     source: ClassVar[str] = "arXiv:2404.14469"
+    may_tie: ClassVar[bool] = True  # pooling makes neighbours equal
 
     window: int = 32
     kernel: int = 7
@@ -34,16 +35,9 @@ class SnapKV(Selector):
 
     @property
     def observation_window(self) -> int:
-        """The observation window."""
         return self.window
 
-    @property
-    def may_tie(self) -> bool:
-        """Pooling makes neighbours equal."""
-        return True
-
     def observe(self, entries: Candidates, weights: Tensor, queries: int) -> Tensor:
-        """Let the queries vote."""
         assert entries.scores is not None
         if entries.new > 1:
             weights = self._pooled(entries, weights / queries)
@@ -58,7 +52,6 @@ class SnapKV(Selector):
         return torch.where(own, votes, torch.empty_like(votes).scatter_(1, order, pooled))
 
     def rank(self, entries: Candidates) -> Tensor:
-        """By votes; the window stays."""
         assert entries.scores is not None
         return entries.scores.masked_fill(
             entries.slots >= entries.length - min(self.window, entries.budget // 2), STAYS

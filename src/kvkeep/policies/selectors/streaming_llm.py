@@ -50,5 +50,4 @@ class StreamingLLM(Selector):
         return self.sinks if drops and self.positions != "absolute" else None
 
     def rank(self, entries: Candidates) -> Tensor:
-        """By slot; the sinks stay."""
         return entries.slots.masked_fill(entries.slots < entries.first + self.sinks, 2**30)

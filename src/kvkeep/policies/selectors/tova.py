@@ -19,14 +19,8 @@ class Tova(Selector):
 
     @property
     def observation_window(self) -> int:
-        """The last query."""
         return 1
 
     def observe(self, entries: Candidates, weights: Tensor, queries: int) -> Tensor:
         """Forget earlier queries; heads of a row agree."""
         return weights.unflatten(0, (-1, entries.heads)).mean(1).repeat_interleave(entries.heads, 0)
-
-    def rank(self, entries: Candidates) -> Tensor:
-        """By the last query's attention."""
-        assert entries.scores is not None
-        return entries.scores

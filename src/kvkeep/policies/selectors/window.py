@@ -18,7 +18,6 @@ class Window(Selector):
     source: ClassVar[str] = "kv-direct section 5.6 (sliding window)"
 
     def rank(self, entries: Candidates) -> Tensor:
-        """By slot."""
         return entries.slots
 
 

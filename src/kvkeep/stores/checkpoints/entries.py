@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from kvkeep.contracts import Piece
+from kvkeep.contracts import Checkpoint, Piece
 from kvkeep.memory.meter import Meter
 from kvkeep.memory.places import Place
 from kvkeep.memory.rows import Pages, Ring, Rows
@@ -19,36 +19,22 @@ def rows_of(home: Place, spec: CheckpointSpec) -> Rows:
     return Pages(home) if spec.capacity is None else Ring(spec.capacity, home)
 
 
-class Entries:
+class Entries(Checkpoint):
     """A checkpoint of entries, (lanes, n, dim), in the order in which they came, whatever their slots."""
 
     by_token = False
     copies = True
     picks = True
     replays = False
-    reads_ids = False
 
     def __init__(
-        self,
-        home: Place,
-        device: torch.device,
-        layers: Sequence[int],
-        spec: CheckpointSpec,
-        meter: Meter,
-        page: int,
+        self, home: Place, device: torch.device, layers: Sequence[int], spec: CheckpointSpec, meter: Meter, page: int
     ) -> None:
         self.spec, self.where, self.capacity = spec, spec.where, spec.capacity
         self.device, self.meter, self.page = device, meter, page
         self._rows = {layer: (rows_of(home, spec), rows_of(home, spec)) for layer in layers}
 
-    def begin_forward(self, from_ids: bool, known: int) -> None:
-        """Nothing to prepare."""
-
-    def enter_layer(self, layer: int, hidden: Tensor) -> None:
-        """Nothing: residuals are not kept."""
-
     def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Append to the layer's store."""
         for rows, new in zip(self._rows[layer], (keys, values), strict=True):
             rows.append(new)
 
@@ -66,12 +52,10 @@ class Entries:
                     yield Piece(*moved, first=start + low)
 
     def pick(self, layer: int, lane: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
-        """Gather them."""
         keys, values = (rows.pick(lane, slot).to(self.device) for rows in self._rows[layer])
         return keys, values
 
     def first(self, layer: int) -> int:
-        """Return the first entry that the ring has not overwritten."""
         return self._rows[layer][0].first
 
     def length(self, layer: int) -> int:
@@ -81,19 +65,12 @@ class Entries:
         for rows in self._rows[layer]:
             rows.truncate(length)
 
-    def truncate_residuals(self, length: int) -> None:
-        """Nothing: there are none."""
-
     def select(self, index: Tensor, lanes: Callable[[int], Tensor]) -> None:
         for layer, pair in self._rows.items():
             for rows in pair:
                 rows.select(lanes(layer))
 
     def stores(self) -> Iterator[tuple[str, Rows]]:
-        """Yield ``keys.L`` and ``values.L``."""
         for layer, (keys, values) in self._rows.items():
             yield f"keys.{layer}", keys
             yield f"values.{layer}", values
-
-    def expect(self, names: set[str]) -> None:
-        """Nothing: every store is there from the start."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.attention.recall import available
-from kvkeep.contracts import Piece
+from kvkeep.contracts import Checkpoint, Piece
 from kvkeep.geometry import ModelGeometry
 from kvkeep.memory.ledger import Ledger
 from kvkeep.memory.meter import Meter
@@ -25,7 +25,7 @@ from kvkeep.stores.checkpoints.replay import Replay
 from kvkeep.stores.checkpoints.spec import CheckpointSpec
 
 
-class Residuals:
+class Residuals(Checkpoint):
     """A checkpoint of residuals (batch, n, hidden_size), one for every ``stride`` layers."""
 
     by_token = True
@@ -45,21 +45,13 @@ class Residuals:
         self.adapter, self.ledger, self.meter, self.page = adapter, ledger, meter, page
         self.layers = [layer.index for layer in geometry.full_layers]
         self.stride = len(geometry.layers) if spec.kind == "tokens" else spec.stride
+        # Single entries where every layer has residuals; otherwise layers are run again from an anchor to the next.
+        self.picks, self.replays = self.stride == 1, self.stride > 1
         self.anchors = geometry.residual_anchors(self.stride)
         self._home, self.spec = home, spec
         self._windows = [layer.window for layer in geometry.layers]
         self._rows: dict[int, Rows] = {layer: rows_of(home, spec) for layer in self.anchors if layer > 0}
         self._replay: Replay | None = None
-
-    @property
-    def picks(self) -> bool:
-        """Where every layer has its own residuals."""
-        return self.stride == 1
-
-    @property
-    def replays(self) -> bool:
-        """Where layers are run again from an anchor to the next."""
-        return self.stride > 1
 
     @property
     def reads_ids(self) -> bool:
@@ -79,12 +71,8 @@ class Residuals:
             rows.append(self.adapter.embed(*self.ledger.span(low, min(low + self.page, known))))
 
     def enter_layer(self, layer: int, hidden: Tensor) -> None:
-        """Keep the residual if the layer is an anchor; layer 0's follows from the ids in the ledger."""
         if layer in self._rows:
             self._rows[layer].append(hidden)
-
-    def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Nothing: the residual is kept already."""
 
     # -- reading ------------------------------------------------------------------------------------
 
@@ -174,18 +162,12 @@ class Residuals:
     # -- keeping ------------------------------------------------------------------------------------
 
     def first(self, layer: int) -> int:
-        """Return the first slot that the ring has not overwritten."""
         return self._rows[layer].first if layer in self._rows else 0
 
     def length(self, layer: int) -> int:
-        """Return how many slots there are."""
         return self.ledger.length
 
-    def truncate(self, layer: int, length: int) -> None:
-        """Nothing: residuals are there for every slot."""
-
     def truncate_residuals(self, length: int) -> None:
-        """Forget the slots from ``length`` on."""
         for rows in self._rows.values():
             rows.truncate(length)
 
@@ -194,7 +176,6 @@ class Residuals:
             rows.select(index)
 
     def stores(self) -> Iterator[tuple[str, Rows]]:
-        """Yield ``residual.L``."""
         for layer, rows in self._rows.items():
             yield f"residual.{layer}", rows
 
