@@ -23,15 +23,8 @@ ASKING = ("_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "equa
 """Operators that wait for the device, because Python or the shape of a result needs to know a number."""
 
 BOUNDED = (
-    ("window", 16),
-    ("streaming-llm", 16),
-    ("h2o", 16),
-    ("snapkv", 16),
-    ("tova", 16),
-    ("knorm", 16),
-    ("random", 16),
-    ("pyramidkv", 64),
-    ("duo-attention", 64),
+    *((name, 16) for name in ("window", "streaming-llm", "h2o", "snapkv", "tova", "knorm", "random")),
+    *((name, 64) for name in ("pyramidkv", "duo-attention")),
 )
 READ = 120
 
