@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from families import COMMON, GPT
+from helpers import forward
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from kvkeep.errors import UnsupportedModelError, UsageError
@@ -89,20 +90,15 @@ def hub_config(name: str) -> Any:
 
 
 def filled_cache(config: Any, tokens: int = 9, batch: int = 2) -> DynamicCache:
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    cache = DynamicCache(config=config)
-    with torch.no_grad():
-        model(torch.randint(3, 97, (batch, tokens)), past_key_values=cache, use_cache=True)
+    model, cache = AutoModelForCausalLM.from_config(config).eval(), DynamicCache(config=config)
+    forward(model, cache, torch.randint(3, 97, (batch, tokens)))
     return cache
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_geometry_is_what_a_forward_pass_caches(name: str) -> None:
-    batch, tokens = 2, 9
-    config = tiny_config(name)
-    geometry = ModelGeometry.from_config(config)
-    cache = filled_cache(config, tokens, batch)
+    batch, tokens, config = 2, 9, tiny_config(name)
+    geometry, cache = ModelGeometry.from_config(config), filled_cache(config, tokens, batch)
     assert [layer.kind for layer in geometry.layers] == MODELS[name][2]
     measured = 0
     for index, layer in enumerate(geometry.layers):
@@ -159,6 +155,14 @@ def test_gemma_3_has_five_full_and_29_sliding_layers() -> None:
     assert len(geometry.sliding_layers) == 29
     assert geometry.sliding_bytes() == 29 * 1024 * 4 * (256 + 256) * 2
     assert geometry.sliding_bytes(100) == 29 * 100 * 4 * (256 + 256) * 2
+    assert geometry.checkpoint_bytes_per_token("kv") == 5 * 4 * (256 + 256) * 2
+    assert geometry.checkpoint_bytes_per_token("residual") == 5 * 2560 * 2
+    assert geometry.residual_anchors(6) == (0, 6, 12, 18, 24)
+    assert geometry.checkpoint_bytes_per_token("residual", stride=6) == 4 * 2560 * 2 + 4
+    with pytest.raises(UsageError, match="residual"):
+        geometry.checkpoint_bytes_per_token("residuals")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="stride"):
+        geometry.residual_anchors(0)
 
 
 def test_checkpoint_bytes_of_a_model_with_full_layers_only() -> None:
@@ -172,18 +176,6 @@ def test_checkpoint_bytes_of_a_model_with_full_layers_only() -> None:
     assert geometry.checkpoint_bytes_per_token("residual", stride=30) == 4
 
 
-def test_checkpoint_bytes_count_full_layers_of_a_mixed_model() -> None:
-    geometry = ModelGeometry.from_config(hub_config("gemma-3-4b-it"))
-    assert geometry.checkpoint_bytes_per_token("kv") == 5 * 4 * (256 + 256) * 2
-    assert geometry.checkpoint_bytes_per_token("residual") == 5 * 2560 * 2
-    assert geometry.residual_anchors(6) == (0, 6, 12, 18, 24)
-    assert geometry.checkpoint_bytes_per_token("residual", stride=6) == 4 * 2560 * 2 + 4
-    with pytest.raises(UsageError, match="residual"):
-        geometry.checkpoint_bytes_per_token("residuals")  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="stride"):
-        geometry.residual_anchors(0)
-
-
 def test_dtype_comes_from_the_argument_the_config_or_torch() -> None:
     config = tiny_config("llama")
     assert ModelGeometry.from_config(config).dtype_bytes == torch.get_default_dtype().itemsize
@@ -192,9 +184,7 @@ def test_dtype_comes_from_the_argument_the_config_or_torch() -> None:
     assert ModelGeometry.from_config(config, dtype_bytes=4).dtype_bytes == 4
 
 
-def test_latent_heads_are_counted_whole_where_the_model_caches_them_expanded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_latent_heads_are_whole_where_the_model_caches_them_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.models.deepseek_v3 import modeling_deepseek_v3
 
     monkeypatch.delattr(modeling_deepseek_v3.DeepseekV3Attention, "expand_kv")
@@ -212,7 +202,6 @@ def test_what_cannot_be_sized_is_refused_by_name(model_type: str, missing: str) 
 
 
 def test_other_kinds_keep_their_name() -> None:
-    config = AutoConfig.for_model("qwen3_next", **COMMON, head_dim=16)
-    geometry = ModelGeometry.from_config(config)
+    geometry = ModelGeometry.from_config(AutoConfig.for_model("qwen3_next", **COMMON, head_dim=16))
     assert {layer.kind for layer in geometry.other_layers} == {"linear_attention"}
     assert all(layer.entry_elements == 0 for layer in geometry.other_layers)
