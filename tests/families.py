@@ -7,19 +7,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    DeepseekV3Config,
-    Gemma3TextConfig,
-    Gemma4TextConfig,
-    GPT2Config,
-    LlamaConfig,
-    MistralConfig,
-    Phi3Config,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+import transformers as hf
 
 VOCABULARY = 97
 COMMON: dict[str, Any] = {
@@ -32,19 +20,19 @@ _EXPERTS = COMMON | {"moe_intermediate_size": 24, "num_experts_per_tok": 2}
 _WINDOWS = COMMON | {"head_dim": 16, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2}
 
 FAMILIES: dict[str, Callable[[], Any]] = {
-    "llama": lambda: LlamaConfig(**COMMON),
-    "mistral": lambda: MistralConfig(**COMMON, sliding_window=None),
-    "qwen2": lambda: Qwen2Config(**COMMON),
-    "qwen3": lambda: Qwen3Config(**COMMON, head_dim=16),
-    "gemma3": lambda: Gemma3TextConfig(**_WINDOWS, query_pre_attn_scalar=16),
-    "phi3": lambda: Phi3Config(**COMMON),
-    "gpt2": lambda: GPT2Config(**GPT, bos_token_id=1, eos_token_id=None, pad_token_id=0),
-    "qwen3_moe": lambda: Qwen3MoeConfig(**_EXPERTS, head_dim=16, num_experts=4, decoder_sparse_step=1),
-    "deepseek_v3": lambda: DeepseekV3Config(
+    "llama": lambda: hf.LlamaConfig(**COMMON),
+    "mistral": lambda: hf.MistralConfig(**COMMON, sliding_window=None),
+    "qwen2": lambda: hf.Qwen2Config(**COMMON),
+    "qwen3": lambda: hf.Qwen3Config(**COMMON, head_dim=16),
+    "gemma3": lambda: hf.Gemma3TextConfig(**_WINDOWS, query_pre_attn_scalar=16),
+    "phi3": lambda: hf.Phi3Config(**COMMON),
+    "gpt2": lambda: hf.GPT2Config(**GPT, bos_token_id=1, eos_token_id=None, pad_token_id=0),
+    "qwen3_moe": lambda: hf.Qwen3MoeConfig(**_EXPERTS, head_dim=16, num_experts=4, decoder_sparse_step=1),
+    "deepseek_v3": lambda: hf.DeepseekV3Config(
         **_EXPERTS | {"num_key_value_heads": 4}, n_routed_experts=4, n_shared_experts=1, n_group=1, topk_group=1,
         first_k_dense_replace=2, kv_lora_rank=16, q_lora_rank=24, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16,
     ),
-    "gemma4": lambda: Gemma4TextConfig(
+    "gemma4": lambda: hf.Gemma4TextConfig(
         **_WINDOWS, global_head_dim=16, num_kv_shared_layers=2, hidden_size_per_layer_input=8,
         vocab_size_per_layer_input=VOCABULARY,
     ),
@@ -63,7 +51,7 @@ def tiny(family: str, layers: int | None = None, positions: int | None = None) -
     if layers is not None:
         config.num_hidden_layers, config.layer_types = layers, ["full_attention"] * layers
     config.max_position_embeddings = positions or config.max_position_embeddings
-    model = AutoModelForCausalLM.from_config(config).float().eval()
+    model = hf.AutoModelForCausalLM.from_config(config).float().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:

@@ -95,10 +95,11 @@ def test_bad_input_is_one_sentence(run: Run, model_folder: Path, arguments: tupl
 
 
 def test_methods_and_models_as_json(run: Run) -> None:
-    names = {row["name"]: row for row in json.loads(run("methods", "--json")[1])["methods"]}
+    found = json.loads(run("methods", "--json")[1])
+    names = {row["name"]: row for row in found["methods"]}
     assert names["kv-direct"]["class"] == "exact" and "stock" in names
     assert names["kv-lru"]["class"] == "reversible" and "capacity" in names["kv-lru"]["options"]
-    assert {"pages", "certified", "fetch-on-miss"} <= set(json.loads(run("methods", "--json")[1])["recalls"])
+    assert {"pages", "certified", "fetch-on-miss"} <= set(found["recalls"])
     models = json.loads(run("models", "--json")[1])["models"]
     assert {"smollm2", "gemma3-270m"} == {row["name"] for row in models}
     assert "kv-direct" in run("methods")[1] and "smollm2" in run("models")[1]
