@@ -7,91 +7,36 @@ from functools import cache
 from typing import Any
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    DeepseekV3Config,
-    Gemma3TextConfig,
-    Gemma4TextConfig,
-    GPT2Config,
-    LlamaConfig,
-    MistralConfig,
-    Phi3Config,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+import transformers as hf
 
 VOCABULARY = 97
-_COMMON: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
+    "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0,
+}  # fmt: skip
+GPT: dict[str, Any] = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 512}
+_EXPERTS = COMMON | {"moe_intermediate_size": 24, "num_experts_per_tok": 2}
+_WINDOWS = COMMON | {"head_dim": 16, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2}
 
 FAMILIES: dict[str, Callable[[], Any]] = {
-    "llama": lambda: LlamaConfig(**_COMMON),
-    "mistral": lambda: MistralConfig(**_COMMON, sliding_window=None),
-    "qwen2": lambda: Qwen2Config(**_COMMON),
-    "qwen3": lambda: Qwen3Config(**_COMMON, head_dim=16),
-    "gemma3": lambda: Gemma3TextConfig(
-        **_COMMON,
-        head_dim=16,
-        sliding_window=8,
-        query_pre_attn_scalar=16,
-        layer_types=["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    "llama": lambda: hf.LlamaConfig(**COMMON),
+    "mistral": lambda: hf.MistralConfig(**COMMON, sliding_window=None),
+    "qwen2": lambda: hf.Qwen2Config(**COMMON),
+    "qwen3": lambda: hf.Qwen3Config(**COMMON, head_dim=16),
+    "gemma3": lambda: hf.Gemma3TextConfig(**_WINDOWS, query_pre_attn_scalar=16),
+    "phi3": lambda: hf.Phi3Config(**COMMON),
+    "gpt2": lambda: hf.GPT2Config(**GPT, bos_token_id=1, eos_token_id=None, pad_token_id=0),
+    "qwen3_moe": lambda: hf.Qwen3MoeConfig(**_EXPERTS, head_dim=16, num_experts=4, decoder_sparse_step=1),
+    "deepseek_v3": lambda: hf.DeepseekV3Config(
+        **_EXPERTS | {"num_key_value_heads": 4}, n_routed_experts=4, n_shared_experts=1, n_group=1, topk_group=1,
+        first_k_dense_replace=2, kv_lora_rank=16, q_lora_rank=24, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16,
     ),
-    "phi3": lambda: Phi3Config(**_COMMON),
-    "gpt2": lambda: GPT2Config(
-        vocab_size=VOCABULARY,
-        n_embd=32,
-        n_layer=4,
-        n_head=4,
-        n_positions=512,
-        bos_token_id=1,
-        eos_token_id=None,
-        pad_token_id=0,
-    ),
-    "qwen3_moe": lambda: Qwen3MoeConfig(
-        **_COMMON,
-        head_dim=16,
-        moe_intermediate_size=24,
-        num_experts=4,
-        num_experts_per_tok=2,
-        decoder_sparse_step=1,
-    ),
-    "deepseek_v3": lambda: DeepseekV3Config(
-        **{**_COMMON, "num_key_value_heads": 4},
-        moe_intermediate_size=24,
-        n_routed_experts=4,
-        n_shared_experts=1,
-        num_experts_per_tok=2,
-        n_group=1,
-        topk_group=1,
-        first_k_dense_replace=2,
-        kv_lora_rank=16,
-        q_lora_rank=24,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=8,
-        v_head_dim=16,
-    ),
-    "gemma4": lambda: Gemma4TextConfig(
-        **_COMMON,
-        head_dim=16,
-        global_head_dim=16,
-        sliding_window=8,
-        num_kv_shared_layers=2,
-        hidden_size_per_layer_input=8,
+    "gemma4": lambda: hf.Gemma4TextConfig(
+        **_WINDOWS, global_head_dim=16, num_kv_shared_layers=2, hidden_size_per_layer_input=8,
         vocab_size_per_layer_input=VOCABULARY,
-        layer_types=["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
     ),
-}
+}  # fmt: skip
 
 # Checkpoint kinds that rebuild entries from residuals, which a family refuses, and why.
 REFUSES: dict[str, tuple[str, ...]] = {"gemma4": ("residual:3", "tokens")}
@@ -106,7 +51,7 @@ def tiny(family: str, layers: int | None = None, positions: int | None = None) -
     if layers is not None:
         config.num_hidden_layers, config.layer_types = layers, ["full_attention"] * layers
     config.max_position_embeddings = positions or config.max_position_embeddings
-    model = AutoModelForCausalLM.from_config(config).float().eval()
+    model = hf.AutoModelForCausalLM.from_config(config).float().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:

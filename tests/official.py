@@ -22,35 +22,27 @@ def longbench_rows(name: str, words: str, count: int = 2) -> list[dict[str, Any]
     """Rows of one data set of LongBench's ``data.zip``; the first is longer than 200 words."""
     return [
         {
-            "input": " ".join(words.split()[number : number + 8]),
-            "context": " ".join([words] * (3 - min(number, 2))),
-            "answers": _ANSWERS.get(name, ["the man was not there", "no man"]),
-            "length": 3 * len(words.split()),
-            "dataset": name,
-            "language": "python" if name in ("lcc", "repobench-p") else "en",
-            "all_classes": CLASSES if name == "trec" else None,
-            "_id": f"{name}-{number}",
+            "input": " ".join(words.split()[number : number + 8]), "context": " ".join([words] * (3 - min(number, 2))),
+            "answers": _ANSWERS.get(name, ["the man was not there", "no man"]), "length": 3 * len(words.split()),
+            "dataset": name, "language": "python" if name in ("lcc", "repobench-p") else "en",
+            "all_classes": CLASSES if name == "trec" else None, "_id": f"{name}-{number}",
         }
         for number in range(count)
-    ]
+    ]  # fmt: skip
 
 
 def longbench_v2_rows(words: str, count: int = 3) -> list[dict[str, Any]]:
     """Rows of LongBench v2's ``data.json``."""
     return [
         {
-            "_id": str(number),
-            "domain": "Single-Document QA",
-            "sub_domain": "Literary",
-            "difficulty": ("easy", "hard")[number % 2],
-            "length": ("short", "medium", "long")[number % 3],
+            "_id": str(number), "domain": "Single-Document QA", "sub_domain": "Literary",
+            "difficulty": ("easy", "hard")[number % 2], "length": ("short", "medium", "long")[number % 3],
             "question": "which of them was there\n",
             **{f"choice_{letter}": f" the {word} " for letter, word in zip("ABCD", words.split(), strict=False)},
-            "answer": "ABCD"[number % 4],
-            "context": f"\n{words} {words}\n",
+            "answer": "ABCD"[number % 4], "context": f"\n{words} {words}\n",
         }
         for number in range(count)
-    ]
+    ]  # fmt: skip
 
 
 def hellaswag_rows(words: str, count: int = 4) -> list[dict[str, Any]]:
@@ -58,19 +50,14 @@ def hellaswag_rows(words: str, count: int = 4) -> list[dict[str, Any]]:
     some = words.split()
     return [
         {
-            "ind": number,
-            "activity_label": some[number],
-            "ctx_a": " ".join(some[number : number + 12]) + ".",
-            "ctx_b": "he",
+            "ind": number, "activity_label": some[number],
+            "ctx_a": " ".join(some[number : number + 12]) + ".", "ctx_b": "he",
             "ctx": " ".join(some[number : number + 12]) + ". he",
             "endings": [" ".join(some[number + place : number + place + 3 + place]) for place in range(4)],
-            "source_id": f"activitynet~{number}",
-            "split": "val",
-            "split_type": "indomain",
-            "label": str(number % 4),
+            "source_id": f"activitynet~{number}", "split": "val", "split_type": "indomain", "label": str(number % 4),
         }
         for number in range(count)
-    ]
+    ]  # fmt: skip
 
 
 def hellaswag_text_rows(words: str, count: int = 4) -> list[dict[str, Any]]:

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from families import COMMON, GPT
+from helpers import forward
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from kvkeep.errors import UnsupportedModelError, UsageError
@@ -28,44 +30,21 @@ TABLE_1 = [
     ("gemma-3-4b-it", 136.0, 5.0, 27.2),
 ]
 
-TINY = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 LATENT = {
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 12,
-    "q_lora_rank": 10,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 6,
-    "n_routed_experts": 4,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-}
+    "num_key_value_heads": 4, "kv_lora_rank": 12, "q_lora_rank": 10, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8,
+    "v_head_dim": 6, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+}  # fmt: skip
 SLIDING, FULL = "sliding_attention", "full_attention"
-TWICE = [SLIDING, SLIDING, FULL, SLIDING, FULL, SLIDING, FULL]
 SHARING = {
-    "num_hidden_layers": 7,
-    "layer_types": TWICE,
-    "num_kv_shared_layers": 2,
-    "sliding_window": 6,
-    "head_dim": 16,
-    "vocab_size_per_layer_input": 97,
+    "num_hidden_layers": 7, "layer_types": [SLIDING, SLIDING, FULL, SLIDING, FULL, SLIDING, FULL],
+    "num_kv_shared_layers": 2, "sliding_window": 6, "head_dim": 16, "vocab_size_per_layer_input": 97,
     "hidden_size_per_layer_input": 8,
-}
+}  # fmt: skip
+SHARED = ["sliding", "sliding", "full", "sliding", "full", "shared", "shared"]
+FALCON = {"num_key_value_heads": None}
 
-# name: (model type, what differs from TINY, the kinds expected by layer)
+# name: (model type, what differs from what is common, the kinds expected by layer)
 MODELS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     "llama": ("llama", {}, ["full"] * 4),
     "llama-wide-heads": ("llama", {"head_dim": 24}, ["full"] * 4),
@@ -73,54 +52,37 @@ MODELS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     "mistral-window": ("mistral", {"sliding_window": 6}, ["sliding"] * 4),
     "qwen2": ("qwen2", {}, ["full"] * 4),
     "qwen2-window": (
-        "qwen2",
-        {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 3},
-        ["full"] * 3 + ["sliding"],
+        "qwen2", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 3}, ["full"] * 3 + ["sliding"],
     ),
     "qwen3": ("qwen3", {"head_dim": 16}, ["full"] * 4),
     "gemma3": (
-        "gemma3_text",
-        {"head_dim": 16, "sliding_window": 6, "layer_types": [SLIDING, SLIDING, FULL, SLIDING]},
+        "gemma3_text", {"head_dim": 16, "sliding_window": 6, "layer_types": [SLIDING, SLIDING, FULL, SLIDING]},
         ["sliding", "sliding", "full", "sliding"],
     ),
     "phi3": ("phi3", {}, ["full"] * 4),
-    "gpt2": (
-        "gpt2",
-        {"n_embd": 32, "n_head": 4, "n_layer": 3, "n_positions": 64, "vocab_size": 97},
-        ["full"] * 3,
-    ),
-    "gpt_bigcode": (
-        "gpt_bigcode",
-        {"n_embd": 32, "n_head": 4, "n_layer": 3, "n_positions": 64, "vocab_size": 97, "n_inner": 48},
-        ["full"] * 3,
-    ),
-    "falcon": ("falcon", {"num_key_value_heads": None}, ["full"] * 4),
-    "falcon-new": (
-        "falcon",
-        {"num_key_value_heads": None, "new_decoder_architecture": True, "num_kv_heads": 2},
+    "gpt2": ("gpt2", {"n_layer": 3}, ["full"] * 3),
+    "gpt_bigcode": ("gpt_bigcode", {"n_layer": 3, "n_inner": 48}, ["full"] * 3),
+    "falcon": ("falcon", FALCON, ["full"] * 4),
+    "falcon-new": ("falcon", FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2}, ["full"] * 4),
+    "qwen3_moe": (
+        "qwen3_moe", {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 16, "num_experts": 4},
         ["full"] * 4,
     ),
-    "qwen3_moe": ("qwen3_moe", {**EXPERTS, "head_dim": 16, "num_experts": 4}, ["full"] * 4),
     "mixtral": ("mixtral", {"num_local_experts": 4}, ["full"] * 4),
-    "deepseek_v2": ("deepseek_v2", {**EXPERTS, **LATENT}, ["full"] * 4),
-    "deepseek_v3": ("deepseek_v3", {**EXPERTS, **LATENT}, ["full"] * 4),
-    "gemma3n": (
-        "gemma3n_text",
-        {**SHARING, "laurel_rank": 4},
-        ["sliding", "sliding", "full", "sliding", "full", "shared", "shared"],
-    ),
+    "deepseek_v2": ("deepseek_v2", LATENT, ["full"] * 4),
+    "deepseek_v3": ("deepseek_v3", LATENT, ["full"] * 4),
+    "gemma3n": ("gemma3n_text", SHARING | {"laurel_rank": 4}, SHARED),
     "gemma4": (
         "gemma4_text",
-        {**SHARING, "global_head_dim": 24, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
-        ["sliding", "sliding", "full", "sliding", "full", "shared", "shared"],
+        SHARING | {"global_head_dim": 24, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+        SHARED,
     ),
-}
+}  # fmt: skip
 
 
 def tiny_config(name: str) -> Any:
     model_type, changes, _ = MODELS[name]
-    base = {"bos_token_id": 1, "eos_token_id": 2} if model_type.startswith("gpt") else TINY
-    return AutoConfig.for_model(model_type, **{**base, **changes})
+    return AutoConfig.for_model(model_type, **(GPT if model_type.startswith("gpt") else COMMON) | changes)
 
 
 def hub_config(name: str) -> Any:
@@ -128,20 +90,15 @@ def hub_config(name: str) -> Any:
 
 
 def filled_cache(config: Any, tokens: int = 9, batch: int = 2) -> DynamicCache:
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    cache = DynamicCache(config=config)
-    with torch.no_grad():
-        model(torch.randint(3, 97, (batch, tokens)), past_key_values=cache, use_cache=True)
+    model, cache = AutoModelForCausalLM.from_config(config).eval(), DynamicCache(config=config)
+    forward(model, cache, torch.randint(3, 97, (batch, tokens)))
     return cache
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_geometry_is_what_a_forward_pass_caches(name: str) -> None:
-    batch, tokens = 2, 9
-    config = tiny_config(name)
-    geometry = ModelGeometry.from_config(config)
-    cache = filled_cache(config, tokens, batch)
+    batch, tokens, config = 2, 9, tiny_config(name)
+    geometry, cache = ModelGeometry.from_config(config), filled_cache(config, tokens, batch)
     assert [layer.kind for layer in geometry.layers] == MODELS[name][2]
     measured = 0
     for index, layer in enumerate(geometry.layers):
@@ -153,8 +110,7 @@ def test_geometry_is_what_a_forward_pass_caches(name: str) -> None:
         entries = tokens if layer.window is None else min(tokens, layer.window - 1)
         assert cached.keys.shape == (batch, layer.kv_heads, entries, layer.key_dim)
         assert cached.values.shape == (batch, layer.kv_heads, entries, layer.value_dim)
-        measured += cached.keys.numel() * cached.keys.element_size()
-        measured += cached.values.numel() * cached.values.element_size()
+        measured += cached.keys.nbytes + cached.values.nbytes
     promised = tokens * geometry.full_bytes_per_token + geometry.sliding_bytes(tokens, stepped=False)
     assert measured == batch * promised
 
@@ -199,6 +155,14 @@ def test_gemma_3_has_five_full_and_29_sliding_layers() -> None:
     assert len(geometry.sliding_layers) == 29
     assert geometry.sliding_bytes() == 29 * 1024 * 4 * (256 + 256) * 2
     assert geometry.sliding_bytes(100) == 29 * 100 * 4 * (256 + 256) * 2
+    assert geometry.checkpoint_bytes_per_token("kv") == 5 * 4 * (256 + 256) * 2
+    assert geometry.checkpoint_bytes_per_token("residual") == 5 * 2560 * 2
+    assert geometry.residual_anchors(6) == (0, 6, 12, 18, 24)
+    assert geometry.checkpoint_bytes_per_token("residual", stride=6) == 4 * 2560 * 2 + 4
+    with pytest.raises(UsageError, match="residual"):
+        geometry.checkpoint_bytes_per_token("residuals")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="stride"):
+        geometry.residual_anchors(0)
 
 
 def test_checkpoint_bytes_of_a_model_with_full_layers_only() -> None:
@@ -212,22 +176,6 @@ def test_checkpoint_bytes_of_a_model_with_full_layers_only() -> None:
     assert geometry.checkpoint_bytes_per_token("residual", stride=30) == 4
 
 
-def test_checkpoint_bytes_count_full_layers_of_a_mixed_model() -> None:
-    geometry = ModelGeometry.from_config(hub_config("gemma-3-4b-it"))
-    assert geometry.checkpoint_bytes_per_token("kv") == 5 * 4 * (256 + 256) * 2
-    assert geometry.checkpoint_bytes_per_token("residual") == 5 * 2560 * 2
-    assert geometry.residual_anchors(6) == (0, 6, 12, 18, 24)
-    assert geometry.checkpoint_bytes_per_token("residual", stride=6) == 4 * 2560 * 2 + 4
-
-
-def test_unknown_checkpoint_kind_and_stride_are_refused() -> None:
-    geometry = ModelGeometry.from_config(tiny_config("llama"))
-    with pytest.raises(UsageError, match="residual"):
-        geometry.checkpoint_bytes_per_token("residuals")  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="stride"):
-        geometry.residual_anchors(0)
-
-
 def test_dtype_comes_from_the_argument_the_config_or_torch() -> None:
     config = tiny_config("llama")
     assert ModelGeometry.from_config(config).dtype_bytes == torch.get_default_dtype().itemsize
@@ -236,9 +184,7 @@ def test_dtype_comes_from_the_argument_the_config_or_torch() -> None:
     assert ModelGeometry.from_config(config, dtype_bytes=4).dtype_bytes == 4
 
 
-def test_latent_heads_are_counted_whole_where_the_model_caches_them_expanded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_latent_heads_are_whole_where_the_model_caches_them_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.models.deepseek_v3 import modeling_deepseek_v3
 
     monkeypatch.delattr(modeling_deepseek_v3.DeepseekV3Attention, "expand_kv")
@@ -256,7 +202,6 @@ def test_what_cannot_be_sized_is_refused_by_name(model_type: str, missing: str) 
 
 
 def test_other_kinds_keep_their_name() -> None:
-    config = AutoConfig.for_model("qwen3_next", **{**TINY, "head_dim": 16})
-    geometry = ModelGeometry.from_config(config)
+    geometry = ModelGeometry.from_config(AutoConfig.for_model("qwen3_next", **COMMON, head_dim=16))
     assert {layer.kind for layer in geometry.other_layers} == {"linear_attention"}
     assert all(layer.entry_elements == 0 for layer in geometry.other_layers)

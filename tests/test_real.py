@@ -54,14 +54,10 @@ def test_token_for_token(smollm2: Any, ids: list[int], expected: Any, options: d
 def test_half_precision_agrees_up_to_ties(ids: list[int]) -> None:
     """In bfloat16 sums in another order may decide a near tie otherwise: a token may differ only where the stock
     model's own two best logits are closer than bfloat16 resolves."""
-    model = load("smollm2", dtype="bfloat16").model
-    text = torch.tensor([ids])
-    with torch.no_grad():
-        stock = model.generate(
-            text, max_new_tokens=24, do_sample=False, return_dict_in_generate=True, output_logits=True
-        )
-        cache = KeepCache(model, "kv-direct", 64, checkpoint="residual", where="host")
-        ours = model.generate(text, max_new_tokens=24, do_sample=False, past_key_values=cache)
+    model, text = load("smollm2", dtype="bfloat16").model, torch.tensor([ids])
+    cache, options = KeepCache(model, budget=64, checkpoint="residual", where="host"), {"max_new_tokens": 24}
+    stock = model.generate(text, do_sample=False, return_dict_in_generate=True, output_logits=True, **options)
+    ours = model.generate(text, do_sample=False, past_key_values=cache, **options)
     for step, logits in enumerate(stock.logits):
         if int(stock.sequences[0, len(ids) + step]) != int(ours[0, len(ids) + step]):
             best = logits[0].float().topk(2).values

@@ -23,15 +23,8 @@ ASKING = ("_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "equa
 """Operators that wait for the device, because Python or the shape of a result needs to know a number."""
 
 BOUNDED = (
-    ("window", 16),
-    ("streaming-llm", 16),
-    ("h2o", 16),
-    ("snapkv", 16),
-    ("tova", 16),
-    ("knorm", 16),
-    ("random", 16),
-    ("pyramidkv", 64),
-    ("duo-attention", 64),
+    *((name, 16) for name in ("window", "streaming-llm", "h2o", "snapkv", "tova", "knorm", "random")),
+    *((name, 64) for name in ("pyramidkv", "duo-attention")),
 )
 READ = 120
 
@@ -43,9 +36,7 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self.shapes: list[tuple[str, list[torch.Size]]] = []
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         tensors = [leaf for leaf in tree_leaves((args, result)) if isinstance(leaf, torch.Tensor)]
         self.shapes.append((func._schema.name.removeprefix("aten::"), [tensor.shape for tensor in tensors]))
@@ -77,10 +68,10 @@ def test_a_step_has_the_same_shapes_and_asks_nothing(method: str, budget: int) -
     assert not one.asked()
 
 
-@pytest.mark.parametrize(
-    "method,budget",
-    [*(pair for pair in BOUNDED if pair[0] not in ("streaming-llm", "duo-attention")), ("kv-direct", 16)],
-)
+ELSEWHERE = [*(pair for pair in BOUNDED if pair[0] not in ("streaming-llm", "duo-attention")), ("kv-direct", 16)]
+
+
+@pytest.mark.parametrize("method,budget", ELSEWHERE)
 def test_nothing_is_made_on_another_device(method: str, budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the device without numbers: a tensor of the host among its tensors, or a question to them, is an error."""
     monkeypatch.setattr(adapter, "_close", lambda a, b: True)  # a comparison at the start, not of a step
@@ -103,8 +94,7 @@ def test_padding_is_looked_at_once() -> None:
         mask[0, :5] = 0
         return {"attention_mask": mask}
 
-    watch = steps("h2o", 16, given)[1]
-    assert watch.asked().count("is_nonzero") <= 2
+    assert steps("h2o", 16, given)[1].asked().count("is_nonzero") <= 2
 
 
 @pytest.mark.slow

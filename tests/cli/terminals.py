@@ -26,14 +26,9 @@ class Terminal:
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
         environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR", "CI")}
         output: Any = slave if stdout is None else stdout.open("wb")
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", program, *arguments],
-            stdin=slave,
-            stdout=output,
-            stderr=slave,
-            start_new_session=True,
-            env=environment | {"OMP_NUM_THREADS": "1", "TERM": "xterm"},
-        )
+        environment |= {"OMP_NUM_THREADS": "1", "TERM": "xterm"}
+        command, given = [sys.executable, "-c", program, *arguments], {"env": environment, "start_new_session": True}
+        self.process = subprocess.Popen(command, stdin=slave, stdout=output, stderr=slave, **given)
         os.close(slave)
         if stdout is not None:
             output.close()

@@ -8,10 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,58 +21,26 @@ from kvkeep import Conversation, KeepCache, Session, save_session
 Run = Callable[..., tuple[int, str, str]]
 
 
-@contextmanager
-def chatting(*arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """A real process, whose questions come by a pipe."""
-    command = [sys.executable, "-u", "-m", "kvkeep", "chat", *arguments]
-    with subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    ) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-def say(process: subprocess.Popen[str], question: str) -> None:
-    assert process.stdin is not None
-    process.stdin.write(f"{question}\n")
-    process.stdin.flush()
-
-
-def read_until(stream: Any, text: str) -> str:
-    seen = ""
-    while text not in seen:
-        character = stream.read(1)
-        assert character, f"no {text!r} in {seen!r}"
-        seen += character
-    return seen
-
-
 def questions(session: Path) -> list[str]:
     talk = Conversation.resume(tiny("llama"), tokenizer(), session)
     return [message["content"] for message in talk.messages if message["role"] == "user"]
 
 
 @pytest.mark.parametrize(
-    ("number", "when"),
-    [("SIGHUP", "answering"), ("SIGTERM", "waiting"), ("SIGKILL", "answering")],
+    ("number", "when"), [("SIGHUP", "answering"), ("SIGTERM", "waiting"), ("SIGKILL", "answering")]
 )
 def test_a_signal_loses_nothing_that_was_said(model_folder: Path, tmp_path: Path, number: str, when: str) -> None:
+    """A real process, whose questions come by a pipe."""
     session, own = tmp_path / "session", getattr(signal, number)
-    with chatting("-m", str(model_folder), "-b", "16", "-n", "100", "--session", str(session)) as process:
-        say(process, "the of and")
-        read_until(process.stderr, "entries resident")
+    given = ["-m", str(model_folder), "-b", "16", "-n", "100", "--session", str(session)]
+    command, pipe = [sys.executable, "-u", "-m", "kvkeep", "chat", *given], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        print("the of and", file=process.stdin, flush=True)
+        next(line for line in process.stderr if "entries resident" in line)
         if when == "answering":
-            say(process, "was it for")
-            assert process.stdout is not None
-            read_until(process.stdout, "\n")  # of the first answer
-            assert process.stdout.read(2)
+            print("was it for", file=process.stdin, flush=True)
+            assert process.stdout.readline() and process.stdout.read(2)  # the first answer, and of the second
         time.sleep(0.05)
         process.send_signal(own)
         errors = process.communicate(timeout=60)[1]
@@ -129,14 +95,8 @@ def test_a_session_that_cannot_be_saved_is_refused_before_anything_is_said(
 ) -> None:
     common = ("chat", "-m", str(model_folder), "--session", str(tmp_path / "session"))
     code, out, err = run(*common, "-x", "stock", stdin="the of\n")
-    assert (
-        code == 1
-        and out == ""
-        and err.splitlines() == ["kvkeep: A session on transformers' own cache cannot be saved; method 'full' can."]
-    )
-
-
-def test_stock_tells_its_memory(run: Run, model_folder: Path) -> None:
+    sentence = "kvkeep: A session on transformers' own cache cannot be saved; method 'full' can.\n"
+    assert (code, out, err) == (1, "", sentence)
     code, _, err = run("chat", "-m", str(model_folder), "-x", "stock", "-n", "3", stdin="the of\n/memory\n")
     assert code == 0 and "no budget" in err and "resident_bytes" in err
 
@@ -161,10 +121,8 @@ def test_a_template_that_refuses_the_system_prompt_is_one_sentence(
     from transformers import AutoTokenizer
 
     refusing = AutoTokenizer.from_pretrained(model_folder)
-    refusing.chat_template = (
-        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
-        + refusing.chat_template
-    )
+    refuses = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    refusing.chat_template = refuses + refusing.chat_template
     folder = shutil.copytree(model_folder, tmp_path / "model")
     refusing.save_pretrained(folder)
     code, out, err = run("chat", "-m", str(folder), "--system", "Be brief.", stdin="the of\n")

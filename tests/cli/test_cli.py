@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import re
 import signal
 import subprocess
 import sys
@@ -26,10 +24,8 @@ def text(tmp_path: Path, words: str) -> str:
 
 
 def test_generate_json_has_all_its_fields_and_nothing_else(run: Run, model_folder: Path, text: str) -> None:
-    code, out, err = run(
-        "generate", "-m", str(model_folder), "-x", "kv-direct", "-b", "32", "-c", "residual", "-w", "disk", "-f", text,
-        "-p", "the of", "-n", "9", "--json",
-    )  # fmt: skip
+    common = ("generate", "-m", str(model_folder), "-f", text, "-p", "the of", "-n", "9", "--json")
+    code, out, err = run(*common, "-x", "kv-direct", "-b", "32", "-c", "residual", "-w", "disk")
     assert code == 0, err
     answer = json.loads(out)
     assert set(answer) >= {"text", "tokens", "prompt_tokens", "method", "class", "memory", "timing"}
@@ -41,17 +37,8 @@ def test_generate_json_has_all_its_fields_and_nothing_else(run: Run, model_folde
     assert set(answer["timing"]) >= {"prefill_s", "decode_s", "prefill_tokens_per_s", "decode_tokens_per_s"}
     assert (answer["method"], answer["class"], len(answer["tokens"])) == ("kv-direct", "exact", 9)
     assert answer["memory"]["checkpoint_bytes"]["disk"] > 0
-
-
-@pytest.mark.parametrize("kind", ["kv", "residual", "residual:2", "tokens"])
-@pytest.mark.parametrize("where", ["device", "host", "disk"])
-def test_every_kind_and_place_writes_what_stock_writes(
-    run: Run, model_folder: Path, text: str, kind: str, where: str
-) -> None:
-    common = ("generate", "-m", str(model_folder), "-f", text, "-n", "12", "--json")
-    expected = json.loads(run(*common, "-x", "stock")[1])["tokens"]
-    _, out, err = run(*common, "-b", "32", "-c", kind, "-w", where)
-    assert json.loads(out)["tokens"] == expected, err
+    for options in (("-x", "stock"), ("-b", "32", "-c", "residual:2", "-w", "host"), ("-b", "32", "-c", "tokens")):
+        assert json.loads(run(*common, *options)[1])["tokens"] == answer["tokens"]
 
 
 @pytest.mark.parametrize(
@@ -75,26 +62,12 @@ def test_the_flags_of_the_pull_request(
     assert (answer["memory"]["checkpoint_bytes"]["host"] > 0) == (method == "kv-lru")
 
 
-def test_standard_input_is_a_file_too(run: Run, model_folder: Path, words: str) -> None:
-    code, out, _ = run("generate", "-m", str(model_folder), "-f", "-", "-n", "3", "--json", stdin=words)
-    assert code == 0 and json.loads(out)["prompt_tokens"] > 190
-
-
-def test_generate_streams_the_text(run: Run, model_folder: Path, text: str) -> None:
-    code, out, err = run("generate", "-m", str(model_folder), "-f", text, "-n", "12", "-b", "25%")
-    assert code == 0 and out.strip()
-    assert "kv-direct (exact)" in err.replace("\n", " ")
-
-
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("-p", "a", "-x", "kvdirect"), "did you mean kv-direct"),
-        (("-p", "a", "-b", "12.5.1%"), "is not understood|cannot be read|Budget"),
-        (("-p", "a", "-b", "3"), "smallest is 16"),
+        (("-p", "a", "-b", "12.5.1%"), "Budget"),
         (("-p", "a", "-b", "1KB"), "smallest for this model"),
         (("-p", "a", "-b", "32", "-c", "residuals"), "did you mean residual"),
-        (("-p", "a", "-b", "32", "-w", "dsk"), "did you mean disk"),
         (("-p", "a", "-b", "32", "-w", "disk", "--folder", "/nowhere"), "no such file"),
         (("-p", "a", "-x", "stock", "-b", "32"), "takes no budget"),
         (("-p", "a", "--kv-budget-tokens", "32", "-b", "32"), "without --budget"),
@@ -103,7 +76,6 @@ def test_generate_streams_the_text(run: Run, model_folder: Path, text: str) -> N
         (("-p", "a", "--kv-budget-mb", "1", "--exact"), "without --budget"),
         (("-f", "/nowhere/text"), "no such file"),
         ((), "nothing to answer"),
-        (("-p", "the " * 600), "512 positions"),
         (("-p", "a", "--dtype", "float31"), "did you mean float32"),
         (("-p", "a", "--device", "tpu9"), "Unknown device"),
         (("-p", "a", "--seed", "9" * 23), "A seed is a whole number"),
@@ -119,40 +91,25 @@ def test_bad_input_is_one_sentence(run: Run, model_folder: Path, arguments: tupl
     code, out, err = run("generate", "-m", str(model_folder), *arguments)
     assert code in (1, 2) and out == ""
     lines = [line for line in err.splitlines() if line.strip()]
-    assert len(lines) == 1 and lines[0].startswith("kvkeep: ")
-
-    assert re.search(sentence, lines[0]), lines[0]
-
-
-@pytest.mark.parametrize("content", [b"", b"  \n", b"a\0b", b"\xff\xfe\xfa"])
-def test_files_without_text_are_usage_errors(run: Run, model_folder: Path, tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "bad").write_bytes(content)
-    code, out, err = run("generate", "-m", str(model_folder), "-f", str(tmp_path / "bad"))
-    assert code == 2 and out == "" and "Traceback" not in err
-
-
-@pytest.mark.parametrize("name", ["smolm2", "/nowhere/model", "./nowhere.gguf"])
-def test_unknown_models(run: Run, name: str) -> None:
-    code, _, err = run("generate", "-m", name, "-p", "a")
-    assert code in (1, 2) and err.startswith("kvkeep: ") and "Traceback" not in err
+    assert len(lines) == 1 and lines[0].startswith("kvkeep: ") and sentence in lines[0]
 
 
 def test_methods_and_models_as_json(run: Run) -> None:
-    names = {row["name"]: row for row in json.loads(run("methods", "--json")[1])["methods"]}
+    found = json.loads(run("methods", "--json")[1])
+    names = {row["name"]: row for row in found["methods"]}
     assert names["kv-direct"]["class"] == "exact" and "stock" in names
     assert names["kv-lru"]["class"] == "reversible" and "capacity" in names["kv-lru"]["options"]
-    assert {"pages", "certified", "fetch-on-miss"} <= set(json.loads(run("methods", "--json")[1])["recalls"])
+    assert {"pages", "certified", "fetch-on-miss"} <= set(found["recalls"])
     models = json.loads(run("models", "--json")[1])["models"]
     assert {"smollm2", "gemma3-270m"} == {row["name"] for row in models}
     assert "kv-direct" in run("methods")[1] and "smollm2" in run("models")[1]
 
 
 def test_demo_compares_token_by_token(run: Run, model_folder: Path, text: str) -> None:
-    code, out, err = run("demo", "-m", str(model_folder), "--doc", text, "--max-tokens", "8")
-    assert code == 0, err
-    assert "8/8" in out
-    report = json.loads(run("demo", "-m", str(model_folder), "--doc", text, "--max-tokens", "8", "--json")[1])
-    assert report["identical"] == 8
+    command = ("demo", "-m", str(model_folder), "--doc", text, "--max-tokens", "8")
+    code, out, err = run(*command)
+    assert code == 0 and "8/8" in out, err
+    assert json.loads(run(*command, "--json")[1])["identical"] == 8
 
 
 def test_chat_remembers_and_goes_on_another_day(run: Run, model_folder: Path, tmp_path: Path) -> None:
@@ -175,18 +132,15 @@ def test_chat_survives_a_question_that_is_too_long(run: Run, model_folder: Path)
     assert "512 positions" in err and "forgotten" in err
 
 
-def test_interrupting_leaves_one_sentence_and_no_files(tmp_path: Path, model_folder: Path, words: str) -> None:
+def test_interrupting_leaves_one_sentence_and_no_files(tmp_path: Path, model_folder: Path, text: str) -> None:
     """A real process, a real SIGINT, while it writes."""
     folder = tmp_path / "checkpoints"
     folder.mkdir()
-    (tmp_path / "t").write_text(words)
     command = [
-        sys.executable, "-u", "-m", "kvkeep", "generate", "-m", str(model_folder), "-f", str(tmp_path / "t"),
-        "-b", "16", "-c", "tokens", "-w", "device", "-n", "300",
+        sys.executable, "-u", "-m", "kvkeep", "generate", "-m", str(model_folder), "-f", text,
+        "-b", "16", "-c", "residual:2", "-w", "disk", "--folder", str(folder), "-n", "300",
     ]  # fmt: skip
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
-    ) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stderr is not None
         assert process.stdout.read(1)  # the answer has begun
         time.sleep(0.05)
@@ -260,11 +214,8 @@ def test_the_cache_folder(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: P
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
     code, out, err = run("models")
-    assert (
-        code == 2
-        and out == ""
-        and err == "kvkeep: There is no home folder to keep files in; set KVKEEP_CACHE to a folder.\n"
-    )
+    sentence = "kvkeep: There is no home folder to keep files in; set KVKEEP_CACHE to a folder.\n"
+    assert (code, out, err) == (2, "", sentence)
 
 
 def test_exact_drafts_and_verifies(run: Run, model_folder: Path) -> None:

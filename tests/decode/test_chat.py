@@ -9,7 +9,7 @@ from conftest import tokenizer
 from families import tiny
 from helpers import broken
 
-from kvkeep import Conversation, KeepCache, UsageError, generate
+from kvkeep import Conversation, KeepCache, generate
 from kvkeep.stock import new_cache
 
 
@@ -24,37 +24,23 @@ def test_turns_equal_one_long_prompt(family: str) -> None:
     assert [message["role"] for message in talk.messages] == ["user", "assistant"] * 3
 
 
-def test_a_turn_reads_only_what_is_new() -> None:
+@pytest.mark.parametrize(("method", "kind"), [("kv-direct", "residual"), ("snapkv:window=4,kernel=3+verified:5", "kv")])
+def test_a_conversation_goes_on_another_day(tmp_path: Path, method: str, kind: str) -> None:
+    """In rounds, too."""
     model = tiny("llama")
-    talk = Conversation(model, tokenizer(), KeepCache(model, budget=16))
-    talk.answer("the of and to in " * 6, max_new_tokens=4)
-    before = talk.cache.get_seq_length()
-    told: list[int] = []
-    talk.answer("was it", max_new_tokens=2, on_progress=told.append)
-    assert told[0] - before < 12
-
-
-def test_a_refused_question_is_forgotten() -> None:
-    model = tiny("llama")
-    talk = Conversation(model, tokenizer(), KeepCache(model, budget=16), system="the a of")
-    with pytest.raises(UsageError):
-        talk.answer("the " * 600)
-    assert len(talk.messages) == 1
-    assert talk.answer("the of", max_new_tokens=3).tokens
-
-
-def test_a_conversation_goes_on_another_day(tmp_path: Path) -> None:
-    model = tiny("llama")
-    talk = Conversation(model, tokenizer(), KeepCache(model, "kv-direct", 16, checkpoint="residual", where="host"))
-    talk.answer("the of and to in was it for", max_new_tokens=12)
+    talk = Conversation(model, tokenizer(), KeepCache(model, method, 16, checkpoint=kind, where="host"))
+    plain = Conversation(model, tokenizer(), KeepCache(model))
+    for one in (talk, plain):
+        one.answer("the of and to in was it for", max_new_tokens=12)
     talk.save(tmp_path / "chat")
     again = Conversation.resume(model, tokenizer(), tmp_path / "chat")
     assert again.messages == talk.messages and again.ids == talk.ids
     told: list[int] = []
     length = again.cache.get_seq_length()
-    answers = [one.answer("by from her", max_new_tokens=12, on_progress=told.append) for one in (again, talk)]
-    assert answers[0].tokens == answers[1].tokens
-    assert told[0] > length  # nothing was read twice
+    answers = [one.answer("by from her", max_new_tokens=12, on_progress=told.append) for one in (again, talk, plain)]
+    assert answers[0].tokens == answers[1].tokens == answers[2].tokens and answers[0].exactness == "exact"
+    assert length < told[0] < length + 12  # nothing was read twice
+    assert (answers[0].rounds is not None) == ("verified" in method)
 
 
 @pytest.mark.parametrize("method", ["stock", "full", "kv-direct", "h2o"])

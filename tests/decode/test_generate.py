@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import tokenizer
@@ -14,35 +15,24 @@ from kvkeep.decode.prompt import encode, question, read_text
 PROMPT = list(range(5, 60))
 
 
-def test_the_pieces_are_the_text() -> None:
+def written(cache: KeepCache | None = None, ids: list[int] = PROMPT, count: int = 9, **options: Any) -> Any:
+    cache = KeepCache(tiny("llama")) if cache is None else cache
+    return generate(tiny("llama"), tokenizer(), ids, cache, max_new_tokens=count, **options)
+
+
+def test_the_pieces_are_the_text_and_progress_is_told_chunk_by_chunk() -> None:
     pieces: list[str] = []
-    result = generate(
-        tiny("llama"), tokenizer(), PROMPT, KeepCache(tiny("llama")), max_new_tokens=20, on_text=pieces.append
-    )
+    told: list[int] = []
+    result = written(KeepCache(tiny("llama"), budget=16), count=20, on_text=pieces.append, on_progress=told.append)
     assert "".join(pieces) == result.text and result.text
     assert len(result.tokens) == 20 and result.stopped == "length"
-    assert result.sequence == PROMPT + result.tokens
-
-
-def test_progress_is_told_chunk_by_chunk() -> None:
-    told: list[int] = []
-    cache = KeepCache(tiny("llama"), budget=16)
-    generate(tiny("llama"), tokenizer(), PROMPT, cache, max_new_tokens=2, on_progress=told.append)
-    assert told[:4] == [7, 23, 39, 55]
+    assert result.sequence == PROMPT + result.tokens and told[:4] == [7, 23, 39, 55]
 
 
 def test_interrupting_stops_between_tokens() -> None:
     pieces: list[str] = []
     cache = KeepCache(tiny("llama"), budget=16)
-    result = generate(
-        tiny("llama"),
-        tokenizer(),
-        PROMPT,
-        cache,
-        max_new_tokens=50,
-        on_text=pieces.append,
-        interrupted=lambda: len(pieces) >= 3,
-    )
+    result = written(cache, count=50, on_text=pieces.append, interrupted=lambda: len(pieces) >= 3)
     assert result.stopped == "interrupted" and 3 <= len(result.tokens) < 10
     assert cache.get_seq_length() == len(PROMPT) + len(result.tokens) - 1
 
@@ -51,39 +41,24 @@ def test_interrupting_the_prompt_keeps_whole_chunks() -> None:
     told: list[int] = []
     cache = KeepCache(tiny("llama"), budget=16)
     with pytest.raises(KeyboardInterrupt):
-        generate(tiny("llama"), tokenizer(), PROMPT, cache, on_progress=told.append, interrupted=lambda: len(told) >= 2)
+        written(cache, on_progress=told.append, interrupted=lambda: len(told) >= 2)
     assert cache.get_seq_length() == 23  # 7 and 16
-    result = generate(tiny("llama"), tokenizer(), PROMPT, cache, max_new_tokens=9)
-    assert (
-        result.tokens == generate(tiny("llama"), tokenizer(), PROMPT, KeepCache(tiny("llama")), max_new_tokens=9).tokens
-    )
+    assert written(cache).tokens == written().tokens
 
 
 def test_sampling_is_repeatable() -> None:
-    runs = [
-        generate(
-            tiny("llama"), tokenizer(), PROMPT, KeepCache(tiny("llama")), max_new_tokens=9, temperature=1.0, seed=seed
-        )
-        for seed in (1, 1, 2)
-    ]
-    assert runs[0].tokens == runs[1].tokens != runs[2].tokens
+    one, again, other = (written(temperature=1.0, seed=seed).tokens for seed in (1, 1, 2))
+    assert one == again != other
 
 
-def test_a_prompt_beyond_the_positions_is_refused() -> None:
+def test_prompts_are_within_the_positions_and_writing_ends_with_them() -> None:
     with pytest.raises(UsageError, match="600 tokens and the model has 512 positions"):
-        generate(tiny("llama"), tokenizer(), [5] * 600, KeepCache(tiny("llama")))
-
-
-def test_writing_ends_with_the_positions() -> None:
-    result = generate(tiny("llama"), tokenizer(), [5] * 508, KeepCache(tiny("llama")), max_new_tokens=50)
+        written(ids=[5] * 600)
+    result = written(ids=[5] * 508, count=50)
     assert len(result.tokens) == 4 and result.stopped == "positions"
-
-
-def test_an_empty_prompt_is_refused() -> None:
-    with pytest.raises(UsageError, match="nothing to answer"):
-        generate(tiny("llama"), tokenizer(), [], KeepCache(tiny("llama")))
-    with pytest.raises(UsageError, match="nothing to answer"):
-        question(None, "  ")
+    for empty in (lambda: written(ids=[]), lambda: question(None, "  ")):
+        with pytest.raises(UsageError, match="nothing to answer"):
+            empty()
 
 
 def test_texts_that_are_none(tmp_path: Path) -> None:

@@ -57,9 +57,7 @@ def damage(tensors: Tensors, about: dict[str, Any], draw: random.Random) -> str:
     name = draw.choice([*tensors])
     own, other = tensors[name], draw.choice([*tensors])
     axis = draw.randrange(max(own.ndim, 1))
-    kind = draw.choice(
-        ("drop", "narrow", "widen", "axis", "dtype", "swap", "copy", "number", "number", "number", "about")
-    )
+    kind = draw.choice("drop narrow widen axis dtype swap copy number number number about".split())  # noqa: SIM905
     integers = [one for one, tensor in tensors.items() if not tensor.is_floating_point() and tensor.numel()]
     match kind:
         case "drop":
@@ -109,32 +107,6 @@ def _about(about: dict[str, Any], draw: random.Random) -> str:
     return f"about {name} {before} {table[name]}"
 
 
-def attacked(name: str, family: str, folder: Path, times: int, seed: int = 0) -> list[str]:
-    """Return what was neither refused by one sentence nor harmless."""
-    saved(name, family, folder / "whole")
-    tensors, about = opened(folder / "whole")
-    wrong = []
-    for number in range(times):
-        draw = random.Random(f"{name}{family}{seed}{number}")
-        damaged, told = dict(tensors), json.loads(json.dumps(about))
-        what = damage(damaged, told, draw)
-        write(folder / "s", damaged, told)
-        try:
-            session = load_session(folder / "s", tiny(family))
-        except SessionError as error:
-            if len(str(error).splitlines()) != 1:
-                wrong.append(f"{what}: {error}")
-            continue
-        except Exception as error:
-            wrong.append(f"{number} {what}: LOAD {type(error).__name__} {error}")
-            continue
-        try:
-            use(session, folder / "again")
-        except Exception as error:
-            wrong.append(f"{number} {what}: USE {type(error).__name__} {str(error)[:150]}")
-    return wrong
-
-
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_every_bit_counts(tmp_path: Path, family: str) -> None:
     saved("h2o+kv", family, tmp_path / "whole")
@@ -150,4 +122,15 @@ def test_every_bit_counts(tmp_path: Path, family: str) -> None:
 @pytest.mark.parametrize(("name", "family"), pairs(turn=1)[::4])
 def test_what_was_never_saved_is_refused_or_harmless(tmp_path: Path, name: str, family: str) -> None:
     """A file whose checksum holds and whose content is no cache's: another program wrote it, or an older kvkeep."""
-    assert attacked(name, family, tmp_path, 8) == []
+    saved(name, family, tmp_path / "whole")
+    tensors, about = opened(tmp_path / "whole")
+    for number in range(8):
+        damaged, told = dict(tensors), json.loads(json.dumps(about))
+        print(number, damage(damaged, told, random.Random(f"{name}{family}0{number}")))
+        write(tmp_path / "s", damaged, told)
+        try:
+            session = load_session(tmp_path / "s", tiny(family))
+        except SessionError as error:
+            assert len(str(error).splitlines()) == 1
+        else:
+            use(session, tmp_path / "again")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -30,12 +31,13 @@ PLAIN = Machine.from_sheet(
 )  # fmt: skip
 
 
-def llama(**changed: object) -> Shape:
-    given = {
-        "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
-        "num_key_value_heads": 3, "vocab_size": 49152, "max_position_embeddings": 8192, "tie_word_embeddings": True,
-    }  # fmt: skip
-    return shape_of(LlamaConfig(**{**given, **changed}), 4)
+@cache
+def llama() -> Shape:
+    config = LlamaConfig(
+        hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
+        vocab_size=49152, max_position_embeddings=8192, tie_word_embeddings=True,
+    )  # fmt: skip
+    return shape_of(config, 4)
 
 
 def test_shapes_are_those_of_the_models() -> None:
@@ -64,10 +66,8 @@ def test_time_grows_with_the_context_and_with_what_is_recalled(machine: Machine)
             assert costs.step >= last[0] and costs.prefill > last[1]
             last = costs.step, costs.prefill
         if candidate.method.fate.checkpoints and not candidate.method.recall.backed:
-            few, many = (
-                cost(shape, candidate, sizes(shape.geometry, candidate, 4096, entries), machine, 0.95).step
-                for entries in (256, 3584)
-            )
+            held = [sizes(shape.geometry, candidate, 4096, entries) for entries in (256, 3584)]
+            few, many = (cost(shape, candidate, own, machine, 0.95).step for own in held)
             assert few > many
 
 
@@ -103,12 +103,11 @@ def test_too_little_memory_names_the_least_that_would_do() -> None:
 
 
 def test_bad_requests_are_refused() -> None:
-    with pytest.raises(UsageError, match="8,192 positions"):
-        plan(llama(), PLAIN, 8193, 10**9)
-    with pytest.raises(UsageError, match="share from 0 to 1"):
-        plan(llama(), PLAIN, 100, 10**9, acceptance=1.5)
-    with pytest.raises(UsageError, match="1 token"):
-        plan(llama(), PLAIN, 0, 10**9)
+    for tokens, given, sentence in (
+        (8193, {}, "8,192 positions"), (100, {"acceptance": 1.5}, "share from 0 to 1"), (0, {}, "1 token"),
+    ):  # fmt: skip
+        with pytest.raises(UsageError, match=sentence):
+            plan(llama(), PLAIN, tokens, 10**9, **given)
     with pytest.raises(KvkeepError, match="window"):
         plan(shape_of(MistralConfig(num_hidden_layers=2, sliding_window=64)), PLAIN, 100, 10**9)
     with pytest.raises(UnsupportedModelError):

@@ -52,13 +52,11 @@ def compare(family: str, candidate: Candidate, tokens: int, budget: int, steps: 
 
 def candidate_of(name: str) -> Candidate:
     """A case as the planner knows it, where its options leave that."""
-    case = CASES[name]
-    made = Candidate(case.spec)
+    case, made = CASES[name], Candidate(CASES[name].spec)
     if not made.method.checkpoints:
         return made
-    return Candidate(
-        case.spec, made.method.kind or case.options.get("checkpoint") or "kv", case.options.get("where", "disk")
-    )
+    kind = made.method.kind or case.options.get("checkpoint") or "kv"
+    return Candidate(case.spec, kind, case.options.get("where", "disk"))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -83,11 +81,8 @@ def test_candidates_of_a_family_are_built_or_refused_by_name(family: str) -> Non
         if "@" in str(candidate) and not str(candidate).endswith("@device"):
             continue
         try:
-            KeepCache(
-                tiny(family),
-                candidate.spec,
-                **{k: v for k, v in candidate.options(160).items() if v and not candidate.keeps_all},
-            )
+            options = {name: value for name, value in candidate.options(160).items() if value}
+            KeepCache(tiny(family), candidate.spec, **({} if candidate.keeps_all else options))
         except UnsupportedModelError as error:
             assert tiny(family).config.model_type in str(error)
             assert family not in ("llama", "mistral", "qwen2")
@@ -98,21 +93,18 @@ def test_candidates_of_a_family_are_built_or_refused_by_name(family: str) -> Non
 @pytest.mark.parametrize("label", LABELS)
 def test_more_tokens_and_more_entries_never_take_less(label: str) -> None:
     candidate, last = named(label, "llama"), 0
+    room = geometry("llama").kv_bytes_per_token  # an entry's, which precision tiers cannot always use to the last byte
     for tokens in (200, 400, 800, 1600):
         predicted = sizes(geometry("llama"), candidate, tokens, 160)
-        room = geometry(
-            "llama"
-        ).kv_bytes_per_token  # an entry's, which precision tiers cannot always use to the last byte
-        assert predicted.resident + predicted.compressed + predicted.checkpoints >= last - room
-        last = predicted.resident + predicted.compressed + predicted.checkpoints
+        now = predicted.resident + predicted.compressed + predicted.checkpoints
+        assert now >= last - room
+        last = now
     resident = [sizes(geometry("llama"), candidate, 3000, budget).resident for budget in (160, 320, 640, 1280)]
     assert resident == sorted(resident)
 
 
 def test_on_an_accelerator_what_is_moved_takes_room() -> None:
-    here, away = (
-        sizes(geometry("llama"), named("kv-direct kv@host", "llama"), 2000, 160, shared=shared)
-        for shared in (True, False)
-    )
+    direct = named("kv-direct kv@host", "llama")
+    here, away = (sizes(geometry("llama"), direct, 2000, 160, shared=shared) for shared in (True, False))
     assert here.workspace == 0 < away.workspace
     assert here.memory(shared=True) > here.resident + here.host > away.memory(shared=False)
