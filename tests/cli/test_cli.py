@@ -122,7 +122,7 @@ def test_chat_remembers_and_goes_on_another_day(run: Run, model_folder: Path, tm
     assert code == 0 and "4 messages" in err
     assert len(json.loads(out)["turns"]) == 1
     code, _, err = run(*common, "-b", "32", stdin="")
-    assert code == 2 and "its own method" in err
+    assert code == 2 and "continues with method 'kv-direct', budget 16" in err
 
 
 def test_chat_survives_a_question_that_is_too_long(run: Run, model_folder: Path) -> None:
