@@ -76,7 +76,7 @@ class KeepCache(Cache):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Return what masks must cover: (length, offset); only the new entries where the past is streamed."""
-        if self.stream.attends(layer_idx):
+        if self.stream.streamed(layer_idx):
             return query_length, self.stream.length
         return super().get_mask_sizes(query_length, layer_idx)
 
@@ -217,7 +217,7 @@ class KeepCache(Cache):
 
     def describe(self) -> list[report.LayerReport]:
         """Return, for every layer, the requested and the effective method and budget."""
-        return report.describe(self.request, self.geometry, self.made, self.exactness)
+        return report.describe(self.request, self.geometry, self.made, self.exactness, self.model)
 
     def certificate(self) -> list[Certificate]:
         """Return what each layer whose recall is selective can have left out; nothing for other methods."""

@@ -65,7 +65,8 @@ class Piece(NamedTuple):
     keys, values: (lanes, 1, n, dim), or both coded or lazy (:mod:`kvkeep.attention.attend`). slots: (lanes, n) int, -1
     for none; None: the slots from ``first`` on, in every lane. holes: whether some slots are -1. extra: (lanes, n)
     float32, for how many tokens besides its own an entry stands. lanes: which lanes the piece is about, (its lanes,)
-    int64; None: all. shared: one copy for all rows of the batch, (kv_heads, 1, n, dim).
+    int64; None: all. shared: one copy for all rows of the batch, (kv_heads, 1, n, dim). formed: keys and values were
+    made for the moment.
     """
 
     keys: Any
@@ -76,6 +77,7 @@ class Piece(NamedTuple):
     extra: Tensor | None = None
     lanes: Tensor | None = None
     shared: bool = False
+    formed: bool = False
 
 
 class Evicted(NamedTuple):

@@ -6,8 +6,11 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from kvkeep.attention import Segment, attend
+from kvkeep.attention.kernel import whole
 from kvkeep.errors import KvkeepError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.policies.assembly import Assembly
@@ -22,6 +25,7 @@ class Passes:
     """
 
     streams = False
+    exact = False  # attention by the kernel, whose bits depend on the entries alone
 
     def __init__(self, geometry: ModelGeometry, made: Assembly) -> None:
         self.geometry, self.layers, self.decoder = geometry, made.layers, made.decoder
@@ -31,6 +35,9 @@ class Passes:
         self.earlier_outputs: list[Tensor] = []
         self.on_progress: Callable[[int], None] | None = None
         self.open, self._known = False, 0
+        self.exact = made.exact
+        self.first: Tensor | None = None
+        self.masks_itself = made.exact
 
     @property
     def length(self) -> int:
@@ -49,14 +56,44 @@ class Passes:
         """Record the tokens of a pass; return positions for the model, None for its own."""
         self.roll_back()
         self.open, self._known = True, self._processed()
+        self.see(mask)
         return positions
+
+    def see(self, mask: Any) -> None:
+        """Note the padding that a pass's ``mask`` tells of. masks_itself: nothing else is masked, so that causal layers
+        need no mask."""
+        self.first, self.masks_itself = None, self.exact and mask is None
+        if isinstance(mask, Tensor) and mask.ndim == 2 and self.exact:
+            host = mask.bool()
+            self.first = None if bool(host.all()) else host.int().argmax(1)
+            self.masks_itself = self.first is None or bool((host.cummax(1).values == host).all())
 
     def enter_layer(self, layer_idx: int, hidden: Tensor) -> None:
         """Receive the residual entering a layer, (batch, new, hidden_size)."""
 
     def attends(self, layer_idx: int) -> bool:
+        """Return whether a layer's attention is computed here: its past is streamed, or the kernel attends to all."""
+        return self.exact and self.geometry.layers[layer_idx].kind in ("full", "sliding", "shared")
+
+    def streamed(self, layer_idx: int) -> bool:
         """Return whether a layer's past is streamed."""
         return False
+
+    def attend(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float
+    ) -> Tensor | None:
+        """Return attention over all entries of a layer, None where that is left to transformers."""
+        layer = self.layers[self.geometry.layers[module.layer_idx].source]
+        start = layer.cumulative_length - key.shape[2] if hasattr(layer, "cumulative_length") else 0
+        output = whole(query, key, value, mask, scaling, start, self.first)
+        if output is not None or mask is not None or not self.masks_itself:
+            return output
+        # No mask was made, and without one transformers would take the queries for the first tokens.
+        slots = torch.arange(key.shape[2], device=key.device)
+        seen = (slots <= slots[-query.shape[2] :, None])[None, None]
+        if self.first is not None:
+            seen = seen & (slots + start >= self.first[:, None])[:, None, None]
+        return attend(query, [Segment(key, value, seen)], scaling)[0]
 
     def end_forward(self, completed: bool) -> None:
         """End the step; after an exception it is rolled back where possible."""

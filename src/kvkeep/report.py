@@ -9,6 +9,7 @@ from typing import Any
 from kvkeep.contracts import Exactness
 from kvkeep.geometry import ModelGeometry
 from kvkeep.memory.meter import Memory
+from kvkeep.models.bits import row_independent
 from kvkeep.policies.assembly import Assembly
 from kvkeep.policies.request import Request
 
@@ -17,7 +18,13 @@ STOCK_STATE = "transformers' own"
 
 @dataclass(frozen=True)
 class LayerReport:
-    """Requested and effective settings of one layer; ``note``: why they differ."""
+    """Requested and effective settings of one layer; ``note``: why they differ. same_bits: logits have the bits of one
+    token at a time through the unbounded cache, for any chunk, budget and batch: the method is exact, attention the
+    kernel's over entries in the order of the text, and a trial showed that the model's products do not depend on the
+    number of rows. Not so where a selector chooses what is resident and entries are read as they are held, and where
+    latents are expanded in the step: attention is as exact then, but adds in another order. Beyond 512 entries that is
+    also so for rows of a batch that were answered in rounds and accepted different numbers of tokens: what they did not
+    accept stays as holes between their entries, which alone have none."""
 
     layer: int
     kind: str
@@ -27,10 +34,15 @@ class LayerReport:
     entries: int | None
     exactness: str
     note: str
+    same_bits: bool
 
 
-def describe(request: Request, geometry: ModelGeometry, made: Assembly, exactness: Exactness) -> list[LayerReport]:
+def describe(
+    request: Request, geometry: ModelGeometry, made: Assembly, exactness: Exactness, model: Any
+) -> list[LayerReport]:
     """Return, for every layer, the requested and the effective method and budget; ``exactness``: of full layers."""
+    same = made.exact and exactness is Exactness.EXACT and not geometry.other_layers
+    same = same and _in_order(request, made, model) and row_independent(model)
     budget, name = "none" if request.budget is None else str(request.budget), request.method.name
     reports = []
     for layer in geometry.layers:
@@ -47,8 +59,18 @@ def describe(request: Request, geometry: ModelGeometry, made: Assembly, exactnes
         elif layer.kind != "full":
             effective, entries, note = STOCK_STATE, None, "not keys and values; left to transformers"
         own_exactness = str(exactness if layer.kind == "full" else Exactness.EXACT)
-        reports.append(LayerReport(layer.index, layer.kind, name, effective, budget, entries, own_exactness, note))
+        reports.append(
+            LayerReport(layer.index, layer.kind, name, effective, budget, entries, own_exactness, note, same)
+        )
     return reports
+
+
+def _in_order(request: Request, made: Assembly, model: Any) -> bool:
+    """Return whether attention goes through entries in the order of the text, all of them by one kernel."""
+    if not made.streams:
+        return True
+    latent = any(hasattr(module, "expand_kv") for module in model.modules())
+    return not latent and (made.budgets is None or request.method.recall.backed)
 
 
 def memory(made: Assembly, held: Sequence[Any]) -> Memory:

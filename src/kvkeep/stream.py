@@ -69,6 +69,8 @@ class Stream(Passes):
             )
         self.open, self._known = True, self.ledger.length
         self.ledger.append(ids, embeddings, positions, mask if isinstance(mask, Tensor) else None)
+        self.first = self.ledger.first
+        self.masks_itself = self.exact and not self._masked and self.first is None
         if self.checkpoint is not None and not self._drafting:
             self.checkpoint.begin_forward(embeddings is None, self._known)
         if self.positions is None:
@@ -84,15 +86,21 @@ class Stream(Passes):
             self.checkpoint.enter_layer(layer_idx, hidden.detach())
 
     def attends(self, layer_idx: int) -> bool:
+        """Return whether a layer's attention is computed here."""
+        return self.streamed(layer_idx) or super().attends(layer_idx)
+
+    def streamed(self, layer_idx: int) -> bool:
         """Return whether a layer's past is streamed; a sliding window's is not."""
         return self.geometry.layers[self.geometry.layers[layer_idx].source].kind == "full"
 
     @lasting
     def attend(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float
-    ) -> Tensor:
+    ) -> Tensor | None:
         """Attend to evicted, resident and new entries; then settle the new ones."""
         index = module.layer_idx
+        if not self.streamed(index):
+            return super().attend(module, query, key, value, mask, scaling)
         source = self.geometry.layers[index].source
         layer = self.layers[source]
         self._pending_bytes = max(self._pending_bytes, layer.pending_bytes)

@@ -18,6 +18,8 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from kvkeep.attention.kernel import Run, Stretch, runs
+
 _flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
@@ -26,9 +28,11 @@ FOLDED = 8
 
 
 class Coded(Protocol):
-    """Coded keys or values with products of their own. lazy: False, unlike :class:`Lazy`."""
+    """Coded keys or values with products of their own. lazy: False, unlike :class:`Lazy`. grouped: they are codes,
+    scale and offset in groups of 32 entries, laid out as stores/coded.py has them, which the kernel reads."""
 
     lazy: ClassVar[bool]
+    grouped: ClassVar[bool]
 
     def scores(self, query: Tensor) -> Tensor:
         """Return the products of keys with ``query`` (batch, rows, dim): (batch, rows, entries) float32."""
@@ -62,7 +66,7 @@ class Segment:
     (True = seen) or additive float, broadcastable to (batch, 1, queries, entries). causal: query i sees entries 0..i;
     needs as many entries as queries, and no mask. lanes: the rows of the query's batch that read this segment, (its
     batch,) int64; None: all of them. shared: one copy for several rows: of a query's batch, row r reads row r mod (the
-    segment's batch).
+    segment's batch). formed: key and value were made for this attention and are kept nowhere else.
     """
 
     key: Any
@@ -71,10 +75,15 @@ class Segment:
     causal: bool = False
     lanes: Tensor | None = None
     shared: bool = False
+    formed: bool = False
 
 
 def attend(
-    query: Tensor, segments: Iterable[Segment], scaling: float, before: tuple[Tensor, Tensor] | None = None
+    query: Tensor,
+    segments: Iterable[Segment],
+    scaling: float,
+    before: tuple[Tensor, Tensor] | None = None,
+    origin: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return softmax attention of ``query`` over the union of ``segments``, and the log-sum-exp of its scores.
 
@@ -82,11 +91,17 @@ def attend(
     queries: consecutive heads share a kv head). Returns (batch, heads, queries, value_dim) in the
     query's dtype, and (batch, heads, queries) float32. Partial results are combined in float32; a query that sees
     no entry gets zeros and -inf. Segments are consumed one at a time, so a generator holds only one of them.
-    ``before``: output and log-sum-exp of entries already attended.
+    ``before``: output and log-sum-exp of entries already attended. origin: (batch,) ints, the first entry of each row
+    that is not padding, where segments are all entries in the order of the text: by the kernel (:mod:`.kernel`), the
+    result then has the same bits for any padding, chunk and segments.
     """
     output, lse = (None, None) if before is None else (before[0].to(torch.float32, copy=True), before[1])
+    run = Run(query, scaling, origin)
     for segment in segments:
         if segment.key.shape[-2] == 0:
+            continue
+        if joins(query, segment):
+            run.add(*in_order(segment), segment.causal, segment.formed)
             continue
         rows = segment.lanes
         if segment.shared:
@@ -102,9 +117,36 @@ def attend(
             output, lse = part, part_lse
         else:
             output, lse = _merge(output, lse, part, part_lse)
+    if run:
+        part, part_lse = run.output()
+        output, lse = (part, part_lse) if output is None or lse is None else _merge(output, lse, part, part_lse)
     if output is None or lse is None:
         raise ValueError("attend() needs at least one segment with an entry in it")
     return output.to(query.dtype), lse
+
+
+def joins(query: Tensor, segment: Segment) -> bool:
+    """Return whether the kernel attends to a segment together with others."""
+    mask, lanes = segment.mask, segment.lanes
+    return (
+        runs(query, segment.key, segment.value)
+        and segment.key.shape[1] == 1
+        and (mask is None or (mask.dtype == torch.bool and mask.shape[1] == 1))
+        and (lanes is None or (len(lanes) == len(query) and isinstance(segment.key, Tensor)))
+        and not (segment.shared and mask is not None)
+    )
+
+
+def in_order(segment: Segment) -> tuple[Any, Any, Tensor | None]:
+    """Return keys, values and mask of a segment without the axis of heads, of all lanes in order."""
+    mask = None if segment.mask is None else segment.mask[:, 0]
+    if not isinstance(segment.key, Tensor):
+        return segment.key, segment.value, mask
+    key, value = segment.key[:, 0], segment.value[:, 0]
+    if segment.lanes is None:
+        return key, value, mask
+    order = segment.lanes.argsort()
+    return key[order], value[order], mask if mask is None or len(mask) == 1 else mask[order]
 
 
 def _shared(query: Tensor, segment: Segment, scaling: float) -> tuple[Tensor, Tensor]:
@@ -129,6 +171,14 @@ def weighed(
     query: (batch, heads, 1, key_dim). segments: of all rows, tensors or codes. Returns (batch, heads, 1, value_dim) and
     (batch, entries) float32 each. Kernels report no weights; for one query plain products are as fast and do.
     """
+    if all(joins(query, segment) for segment in segments):
+        run = Run(query, scaling)
+        coded_first = sorted(range(len(segments)), key=lambda number: isinstance(segments[number].key, Tensor))
+        for number in coded_first:
+            run.add(*in_order(segments[number]), False, False)
+        output, received = run.weighed(reduce == "max")
+        parts = received.split([segments[number].key.shape[-2] for number in coded_first], 1)
+        return output.to(query.dtype), [parts[coded_first.index(number)] for number in range(len(segments))]
     scored = [_scored(query, segment, scaling) for segment in segments]
     weights = torch.softmax(scored[0] if len(scored) == 1 else torch.cat(scored, -1), -1)
     if any(segment.mask is not None for segment in segments):
@@ -186,7 +236,7 @@ def partial(query: Tensor, segment: Segment, scaling: float) -> tuple[Tensor, Te
     if not isinstance(key, Tensor):
         if key.lazy:
             return key.attend(query, mask, scaling)
-        if queries <= FOLDED:
+        if queries <= FOLDED and not isinstance(key, Stretch):
             output, lse = _folded(query, key, value, mask, scaling)
             return output.reshape(batch, heads, queries, -1), lse.reshape(batch, heads, queries)
         key, value = key.dense(query.dtype)[:, None], value.dense(query.dtype)[:, None]

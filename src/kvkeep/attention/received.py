@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvkeep.attention.attend import Segment
+from kvkeep.attention.attend import Segment, in_order, joins
+from kvkeep.attention.kernel import Run
 
 BLOCK = 128
 """Queries whose weights are in memory at once."""
@@ -26,6 +27,11 @@ def received(
     ``lse`` over everything that was attended; a query whose lse is inf counts nothing. Returns (batch, entries)
     float32, the batch being the segment's.
     """
+    if joins(query, segment):
+        run = Run(query, scaling)
+        run.add(*in_order(segment), segment.causal, False)
+        received_by = run.received(lse, last, reduce == "max")
+        return received_by if segment.lanes is None else received_by[segment.lanes]
     if segment.lanes is not None:
         query, lse = query[segment.lanes], lse[segment.lanes]
     batch, heads, queries, _ = query.shape

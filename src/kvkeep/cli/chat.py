@@ -43,7 +43,7 @@ def chat(
     max_tokens: options.MaxTokens = 256,
     temperature: options.Temperature = 0.0,
     seed: options.Seed = None,
-    dtype: options.Dtype = "float32",
+    weights: options.Weights = "auto",
     device: options.Device = None,
     json: options.Json = False,
 ) -> None:
@@ -62,7 +62,7 @@ def chat(
         raise UsageError(f"The session cannot be kept in '{session}': its folder is missing or cannot be written to.")
     with Endings() as endings, questions() as ask:
         with endings.waiting():
-            loaded = load(model, dtype=dtype, device=device, progress=note)
+            loaded = load(model, weights=weights, device=device, progress=note)
         if resume and session is not None:
             talk = Conversation.resume(loaded.model, loaded.tokenizer, session)
             if (

@@ -32,7 +32,7 @@ def generate(
     temperature: options.Temperature = 0.0,
     seed: options.Seed = None,
     raw: Annotated[bool, typer.Option("--raw", help="Do not apply the model's chat template.")] = False,
-    dtype: options.Dtype = "float32",
+    weights: options.Weights = "auto",
     device: options.Device = None,
     json: options.Json = False,
 ) -> None:
@@ -45,7 +45,7 @@ def generate(
     store: dict[str, Any] = {"checkpoint": checkpoint, "where": where, "capacity": capacity, "folder": folder}
     wanted = asked(method, budget, exact=exact, memory=memory, **limits, **store)
     messages = question(read_text(file) if file else None, prompt)
-    loaded = load(model, dtype=dtype, device=device, progress=note)
+    loaded = load(model, weights=weights, device=device, progress=note)
     ids = encode(loaded.tokenizer, messages, raw=raw)
     cache = wanted.cache(loaded.model, len(ids) + max_tokens, max_tokens)
     sampling: dict[str, Any] = {"max_new_tokens": max_tokens, "temperature": temperature, "seed": seed}

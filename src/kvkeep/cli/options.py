@@ -9,7 +9,13 @@ import typer
 Model = Annotated[
     str, typer.Option("--model", "-m", help="An embedded model's name, a GGUF file, a folder, or a hub id.")
 ]
-Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto (as stored).")]
+Weights = Annotated[
+    str,
+    typer.Option(
+        help="auto (a GGUF file in its own bits, others in bfloat16 where that is fast), float32, bfloat16, float16, "
+        "int8, int4."
+    ),
+]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, mps; by default cuda where there is one.")]
 Method = Annotated[
     str | None,

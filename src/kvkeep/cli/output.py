@@ -48,14 +48,16 @@ def show(table: Table) -> None:
     (out if out.is_terminal else Console(width=max(needed, out.width), highlight=False)).print(table)
 
 
-def machine(loaded: Any, dtype: str) -> dict[str, Any]:
-    """Return the conditions of a measurement: model, dtype, threads, versions and device."""
+def machine(loaded: Any) -> dict[str, Any]:
+    """Return the conditions of a measurement: model, weights, threads, versions and device."""
     import torch
     import transformers
 
+    from kvkeep.models.loading import weights_of
+
     return {
         "model": loaded.name,
-        "dtype": dtype,
+        "weights": weights_of(loaded),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,

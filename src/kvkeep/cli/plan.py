@@ -39,15 +39,13 @@ def plan(
     budget: Annotated[str, typer.Option("--budget", "-b", help="For --check: the cache budget.")] = "12.5%",
     only: Annotated[str | None, typer.Option(help="For --check: rows whose name contains one of these.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="For --check: how often everything is measured.")] = 1,
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="float32, bfloat16, float16, or auto.", show_default="float32 here, auto elsewhere"),
-    ] = None,
+    weights: options.Weights = "auto",
     device: options.Device = None,
     json: options.Json = False,
 ) -> None:
     """Predict bytes and times of every cache that fits in a memory, and recommend one."""
-    from kvkeep.models.loading import load_config
+    from kvkeep.models.loading import describe
+    from kvkeep.plan.calibrate import machine_here
     from kvkeep.plan.machine import Machine
     from kvkeep.plan.planner import plan as run
     from kvkeep.plan.shape import shape_of
@@ -61,13 +59,13 @@ def plan(
         optional("kvkeep_lab.figures", "lab").check_figure(output)
     elsewhere = Machine.load(machine) if machine is not None else None
     amount = _memory(memory)
-    config = load_config(model, progress=note)
-    dtype = dtype or ("float32" if elsewhere is None else "auto")
-    shape = shape_of(config, _width(dtype))
+    place = _device(device) if elsewhere is None else elsewhere.device
+    described = describe(model, weights=weights, device=place, progress=note)
+    shape = shape_of(described.config, described.dtype.itemsize, described.weights.nbytes)
     if check:
-        _check(model, shape, contexts, budget, only, rounds, dtype, device, json)
+        _check(model, shape, contexts, budget, only, rounds, weights, device, json)
         return
-    rates = elsewhere or _here(device, dtype)
+    rates = elsewhere or machine_here(place, described.dtype, note)
     given = amount if amount is not None else _free(rates, shape, device, elsewhere is not None)
     planned = run(shape, rates, contexts[0], given, exact=exact, acceptance=acceptance, answer=answer)
     if output is not None:
@@ -100,31 +98,17 @@ def _memory(text: str | None) -> int | None:
     return None if text is None else parse_memory(text)
 
 
-def _width(dtype: str) -> int | None:
-    from kvkeep.models.loading import DTYPES
-
-    if dtype not in DTYPES:
-        raise UsageError(f"Unknown dtype '{dtype}': known are {', '.join(DTYPES)}.")
-    known = DTYPES[dtype]
-    return None if known == "auto" else known.itemsize  # type: ignore[attr-defined]
-
-
-def _here(device: str | None, dtype: str) -> Machine:
+def _device(device: str | None) -> str:
     import torch
 
-    from kvkeep.models.loading import DTYPES
-    from kvkeep.plan.calibrate import machine_here
-
-    place = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    kind = DTYPES[dtype] if dtype != "auto" else torch.float32
-    return machine_here(place, kind, note)  # type: ignore[arg-type]
+    return device or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _free(rates: Machine, shape: Shape, device: str | None, elsewhere: bool) -> int:
     """Return half of the free bytes here; on another machine, nine tenths of its memory less the weights."""
     import torch
 
-    from kvkeep.plan.planner import free_memory
+    from kvkeep.models.room import free_memory
 
     if not elsewhere:
         return free_memory(torch.device(device or rates.device)) // 2
@@ -185,16 +169,17 @@ def _check(
     budget: str,
     only: str | None,
     rounds: int,
-    dtype: str,
+    weights: str,
     device: str | None,
     json: bool,
 ) -> None:
     from kvkeep.models.loading import load
+    from kvkeep.plan.calibrate import machine_here
 
     check = optional("kvkeep_lab.plan_check", "lab").check
     wanted = None if only is None else [part.strip() for part in only.split(",")]
-    loaded = load(model, dtype=dtype, device=device, progress=note)
-    rates = _here(device, dtype)
+    loaded = load(model, weights=weights, device=device, progress=note)
+    rates = machine_here(_device(device), loaded.model.dtype, note)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
         task = progress.add_task("", total=None)

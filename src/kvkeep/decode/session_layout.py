@@ -129,7 +129,7 @@ def check_restored(cache: KeepCache, file: SessionFile, past: dict[str, Any]) ->
     forms = {name: Stored(tuple(one.shape), one.dtype) for name, one in again.items()}
     if forms != {name: one for name, one in file.stored.items() if name != NAME_OF_IDS}:
         raise Misfit(f"it does not hold the tensors of method '{cache.method.name}'")
-    vocabulary = cache.model.get_input_embeddings().weight.shape[0]
+    vocabulary = cache.model.get_input_embeddings().num_embeddings
     for name in (NAME_OF_IDS, "ids"):
         if name in file.stored:
             within(name, file.tensor(name), 0, vocabulary)

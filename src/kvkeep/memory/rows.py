@@ -105,7 +105,7 @@ class Buffer(_OneTensor):
         if self.data is None or stop > self.data.shape[-2]:
             self._grow(rows, stop)
         assert self.data is not None
-        self.data[..., self.length : stop, :] = rows
+        self.data.narrow(-2, self.length, rows.shape[-2]).copy_(rows)
         self.length = stop
 
     def _grow(self, rows: Tensor, needed: int) -> None:
@@ -119,7 +119,7 @@ class Buffer(_OneTensor):
     def view(self, start: int = 0, stop: int | None = None) -> Tensor:
         """Return the rows ``start``..``stop`` without copying."""
         assert self.data is not None
-        return self.data[..., start : self.length if stop is None else stop, :]
+        return self.data.narrow(-2, start, max(0, (self.length if stop is None else stop) - start))
 
     def read(self, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
         if start < stop:
@@ -144,8 +144,14 @@ class Ring(_OneTensor):
 
     def append(self, rows: Tensor) -> None:
         """Append ``rows``; they overwrite those ``capacity`` slots before them."""
-        stop = self.length + rows.shape[-2]
+        count = rows.shape[-2]
+        stop = self.length + count
         first = max(self.first, stop - self.capacity)
+        index = self.length % self.capacity if self.capacity else 0
+        if self.data is not None and index + count <= min(self.data.shape[-2], self.capacity):
+            self.data.narrow(-2, index, count).copy_(rows)
+            self.first, self.length = first, stop
+            return
         start = max(self.length, first)
         if start < stop:
             self._reserve(rows, min(stop, self.capacity))
@@ -207,15 +213,23 @@ class Pages:
         self.length = 0
         self.pages: list[Tensor] = []
         self.starts: list[int] = []
+        self.changes = 0  # how often the pages became others
 
     def append(self, rows: Tensor) -> None:
         """Append ``rows``; all new pages are allocated before one is written."""
-        stop = self.length + rows.shape[-2]
+        count = rows.shape[-2]
+        if self.pages and (room := self._allocated - self.length) >= count and room <= self.pages[-1].shape[-2]:
+            page = self.pages[-1]
+            page.narrow(-2, page.shape[-2] - room, count).copy_(rows)
+            self.length += count
+            return
+        stop = self.length + count
         while stop > self._allocated:
             size = page_rows(stop - self._allocated, self._allocated, self.smallest, self.largest)
             page = self.home.allocate((*rows.shape[:-2], size, rows.shape[-1]), rows.dtype)
             self.starts.append(self._allocated)
             self.pages.append(page)
+            self.changes += 1
         start, self.length = self.length, stop
         for slot, target in self.read(start, stop):
             target.copy_(rows[..., slot - start : slot - start + target.shape[-2], :])
@@ -246,9 +260,11 @@ class Pages:
         while self.pages and self.starts[-1] >= self.length:
             self.pages.pop()
             self.starts.pop()
+            self.changes += 1
 
     def select(self, index: Tensor) -> None:
         self.pages = [_selected(page, index, self.home) for page in self.pages]
+        self.changes += 1
 
     @property
     def nbytes(self) -> int:

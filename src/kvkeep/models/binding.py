@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from kvkeep.errors import UnsupportedModelError, UsageError
 from kvkeep.models.adapter import Adapter, decoder_of, layers_of
@@ -50,13 +50,13 @@ def attention_forward(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention function registered with transformers: streamed for a bounded cache, else SDPA."""
-    output = _streamed(module, query, key, value, attention_mask, scaling, kwargs)
+    streamed = _streamed_uncompiled if torch.compiler.is_compiling() else _streamed
+    output = streamed(module, query, key, value, attention_mask, scaling, kwargs)
     if output is not None:
         return output, None
     return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
 
 
-@torch.compiler.disable
 def _streamed(
     module: nn.Module,
     query: Tensor,
@@ -78,11 +78,24 @@ def _streamed(
                 "compute; use method 'full'."
             )
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    return attender.attend(module, query, key, value, mask, scale).transpose(1, 2).contiguous()
+    output = attender.attend(module, query, key, value, mask, scale)
+    return None if output is None else output.transpose(1, 2).contiguous()
 
 
+_streamed_uncompiled = torch.compiler.disable(_streamed)
 AttentionInterface.register(NAME, attention_forward)
-AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+def mask_forward(*args: Any, **kwargs: Any) -> Tensor | None:
+    """The mask function registered with transformers: SDPA's, and none where a cache's attention is causal and nothing
+    but padding before a row is masked, which it knows itself."""
+    attender = current_attender()
+    if getattr(attender, "masks_itself", False) and kwargs.get("mask_function") is causal_mask_function:
+        return None
+    return sdpa_mask(*args, **kwargs)
+
+
+AttentionMaskInterface.register(NAME, mask_forward)
 
 
 class Binding:
@@ -155,9 +168,13 @@ def unbind(model: Any) -> None:
         binding.undo()
 
 
-@torch.compiler.disable
 def _entering(index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Report the residual entering layer ``index``."""
+    # The decorator that keeps this out of compiled code costs as much as a small kernel, in every layer and step.
+    (_enter_uncompiled if torch.compiler.is_compiling() else _enter)(index, args, kwargs)
+
+
+def _enter(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     probe, attender = current_probe(), current_attender()
     if probe is None and attender is None:
         return
@@ -166,6 +183,9 @@ def _entering(index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[
         probe(index, hidden)
     if (enter := getattr(attender, "enter_layer", None)) is not None:
         enter(index, hidden)
+
+
+_enter_uncompiled = torch.compiler.disable(_enter)
 
 
 def _before_decoder(

@@ -1,4 +1,7 @@
-"""Converted copies: a GGUF file dequantised once and kept as safetensors, which load in a second."""
+"""Converted copies: tokenizer, config and table of tensors of a GGUF file, which take seconds to read from it.
+
+Weights stay in the file, and are read from there at every load.
+"""
 
 from __future__ import annotations
 
@@ -10,26 +13,27 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-
 from kvkeep.errors import ModelError
 from kvkeep.extras import optional
 from kvkeep.models.checksum import remembered_sha256, sha256
 from kvkeep.models.folders import cache_folder
+from kvkeep.models.gguf import Table, table
+from kvkeep.models.matrices import built
 from kvkeep.models.quiet import quiet
 from kvkeep.models.scratch import scratch, unwritable
-from kvkeep.models.weights import read_weights
+from kvkeep.models.weights import refuse_incomplete
 
 log = logging.getLogger(__name__)
 _MANIFEST = "kvkeep.json"
+TABLE = "tensors.json"
 
 
 def converted(gguf: Path, progress: Callable[[str], None]) -> Path:
     """Return the folder with the converted copy of ``gguf``, making it the first time.
 
     The copy is named by the file's checksum and moved into place whole. Sizes and checksums of its files are compared
-    every time (0.35 s for the 540 MB of the default model), and a copy that differs is converted again. Raises
-    ModelError for a file that cannot be read, or a cache folder that cannot be written.
+    every time, and a copy that differs is converted again. Raises ModelError for a file that cannot be read or lacks a
+    weight, or a cache folder that cannot be written.
     """
     folder = copy_folder(gguf.name, remembered_sha256(gguf))
     if _intact(folder):
@@ -39,8 +43,7 @@ def converted(gguf: Path, progress: Callable[[str], None]) -> Path:
     with scratch(folder.parent) as temporary:
         progress(f"Converting {gguf.name}, once ...")
         fresh = temporary / "model"
-        model, tokenizer = _read(gguf)
-        _write(model, tokenizer, fresh)
+        _write(*_read(gguf), fresh)
         if not _intact(folder):
             if folder.exists():
                 os.rename(folder, temporary / "damaged")
@@ -54,37 +57,50 @@ def converted(gguf: Path, progress: Callable[[str], None]) -> Path:
 
 def copy_folder(name: str, checksum: str) -> Path:
     """Return the folder of the converted copy of a GGUF file, which may not exist."""
-    return cache_folder() / "models" / f"{Path(name).stem}-{checksum[:16]}"
+    return cache_folder() / "converted" / f"{Path(name).stem}-{checksum[:16]}"
 
 
-def _read(gguf: Path) -> tuple[Any, Any]:
-    """Return the file's model, as plain float32, and its tokenizer."""
+def tensors(folder: Path) -> Table:
+    """Return the table of tensors in the copy ``folder``."""
+    return Table.from_json(json.loads((folder / TABLE).read_text()))
+
+
+def _read(gguf: Path) -> tuple[Any, Any, Table]:
+    """Return the file's model without weights (on torch's meta device), its tokenizer, and its table of tensors."""
     import torch
-    from transformers import AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
     try:
-        _check_header(gguf)
+        reader = optional("gguf", "gguf").GGUFReader(gguf)
+        _check_header(gguf, reader)
         with quiet():
+            config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
             tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-            model = read_weights(gguf.parent, str(gguf), gguf_file=gguf.name, dtype=torch.float32)
+            model = built(config, torch.bfloat16)
+            held = table(reader, model)
     except ModelError:
         raise
     except Exception as error:  # gguf and transformers raise anything on a damaged file
         raise _unreadable(gguf, error) from error
-    # The weights are plain float32 now; transformers still takes the model for a quantised one.
-    model.hf_quantizer = None
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
+    _check_names(gguf, model, held)
     model.config._name_or_path = gguf.stem
+    model.generation_config = GenerationConfig.from_model_config(model.config)
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     model.generation_config.eos_token_id = tokenizer.eos_token_id
-    return model, tokenizer
+    return model, tokenizer, held
 
 
-def _check_header(gguf: Path) -> None:
+def _check_names(gguf: Path, model: Any, held: Table) -> None:
+    """Raise ModelError for a weight that the file lacks."""
+    there = {entry.to for entry in held.entries}
+    tied = model.all_tied_weights_keys
+    lacking = [name for name in model.state_dict() if name not in there and tied.get(name) not in there]
+    refuse_incomplete(str(gguf), lacking, [])
+
+
+def _check_header(gguf: Path, reader: Any) -> None:
     """Raise ModelError unless the tensors have the layers and width of the header: transformers allocates by the header
     before it reads the tensors."""
-    reader = optional("gguf", "gguf").GGUFReader(gguf)
     layers = Counter(tensor.name.split(".", 2)[2] for tensor in reader.tensors if tensor.name.startswith("blk."))
     sizes = {int(size) for tensor in reader.tensors for size in tensor.shape}
     stated = {name.rpartition(".")[2]: field.contents() for name, field in reader.fields.items()}
@@ -100,14 +116,16 @@ def _unreadable(gguf: Path, error: Exception) -> ModelError:
     )
 
 
-def _write(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Save both into ``folder``, with a manifest of the files."""
-    try:
-        with quiet():
-            model.save_pretrained(folder)
+def _write(model: Any, tokenizer: Any, held: Table, folder: Path) -> None:
+    """Save config, tokenizer and table into ``folder``, with a manifest of the files."""
+    with quiet():
+        model.config.save_pretrained(folder)
+        model.generation_config.save_pretrained(folder)
+        try:
             tokenizer.save_pretrained(folder)
-    except SafetensorError as error:  # which is not an OSError even when the disk is full
-        raise unwritable(folder.parents[1], str(error)) from error
+        except Exception as error:  # its library raises no OSError even when the disk is full
+            raise unwritable(folder.parents[1], str(error)) from error
+    (folder / TABLE).write_text(json.dumps(held.to_json()))
     files = {path.name: {"size": path.stat().st_size, "sha256": sha256(path)} for path in sorted(folder.iterdir())}
     (folder / _MANIFEST).write_text(json.dumps({"files": files}, indent=1))
 

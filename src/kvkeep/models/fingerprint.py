@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -14,14 +15,16 @@ from kvkeep.geometry import ModelGeometry
 def fingerprint(model: Any) -> str:
     """Return 32 hex digits of all that entries depend on: family, layers and windows, dtype and weights.
 
-    Some sixteen elements of every parameter are read: a fine-tuned or re-quantised copy differs; a large model takes
-    milliseconds.
+    Some sixteen elements of every parameter and buffer (packed weights are buffers) are read: a fine-tuned or
+    re-quantised copy differs; a large model takes milliseconds.
     """
     geometry = ModelGeometry.from_config(model.config, next(model.parameters()).dtype.itemsize)
     digest = hashlib.sha256(repr(geometry).encode())
-    for name, parameter in sorted(model.named_parameters()):
-        flat = parameter.detach().reshape(-1)
-        sample = flat[:: max(1, flat.numel() // 16)].float().cpu()
-        digest.update(f"{name}{tuple(parameter.shape)}{parameter.dtype}".encode())
-        digest.update(sample.numpy().tobytes())
+    lasting = model.state_dict().keys()  # tables of positions are not, and may grow
+    buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in lasting)
+    for name, tensor in sorted([*model.named_parameters(), *buffers], key=itemgetter(0)):
+        flat = tensor.detach().reshape(-1)
+        sample = flat[:: max(1, flat.numel() // 16)].cpu()
+        digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+        digest.update((sample.float() if sample.is_floating_point() else sample).numpy().tobytes())
     return digest.hexdigest()[:32]

@@ -23,8 +23,9 @@ class Attender(Protocol):
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float
-    ) -> Tensor:
-        """Return attention output (batch, heads, queries, value_dim) of ``query`` over past and new entries.
+    ) -> Tensor | None:
+        """Return attention output (batch, heads, queries, value_dim) of ``query`` over past and new entries, None to
+        leave it to transformers.
 
         key, value: the *new* entries only; mask: over the new entries, or over past and new ones.
         """

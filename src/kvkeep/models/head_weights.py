@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from kvkeep.errors import UnsupportedModelError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.models.binding import bind
+from kvkeep.models.packed import PackedLinear
 from kvkeep.models.watching import Attended, watching
 
 _ATTENTION = ("self_attn", "attn", "attention", "self_attention")
@@ -172,9 +173,11 @@ def _layouts(heads: int, kv_heads: int, key_dim: int, value_dim: int) -> Iterato
 
 
 def _matrix(module: nn.Module, hidden: int, like: Tensor) -> Tensor:
-    """Return a projection's weight (rows, hidden) in float32: a linear layer's own, or the module's output for unit
-    vectors."""
+    """Return a projection's weight (rows, hidden) in float32: a linear layer's own, packed or not, or the module's
+    output for unit vectors."""
     if type(module) is nn.Linear:
         return module.weight.detach().float()
+    if isinstance(module, PackedLinear):
+        return module.coded().dense()
     unit = torch.eye(hidden, device=like.device, dtype=like.dtype)
     return (module(unit) - module(torch.zeros_like(unit[:1]))).T.float()

@@ -12,13 +12,18 @@ from typing import Any
 import torch
 
 from kvkeep.errors import ModelError, UnsupportedModelError, UsageError, unknown
-from kvkeep.models.converted import converted, copy_folder
+from kvkeep.models.adapter import decoder_of, layers_of
+from kvkeep.models.converted import TABLE, converted, copy_folder, tensors
 from kvkeep.models.embedded import EMBEDDED, fetch, gguf_path
+from kvkeep.models.formats import Format, known, settled
+from kvkeep.models.fused import fuse
+from kvkeep.models.gguf import Table
 from kvkeep.models.quiet import quiet
+from kvkeep.models.room import Tensor, Weights, check_room, own_bits
+from kvkeep.models.room import weights as weights_in
 from kvkeep.models.weights import read_weights
 
 DEFAULT = "smollm2"
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": "auto"}
 MOST_LAYERS = 10_000
 DEVICES = ("cpu", "cuda", "mps")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(?<!\.gguf)")
@@ -26,17 +31,42 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(?<!\.gguf)")
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model in eval mode, its tokenizer, its requested name, and its source: a folder or hub id."""
+    """A model in eval mode, its tokenizer, its requested name, and its source: a folder or hub id.
+
+    weights: what every tensor became, None for a model that was quantised before (``model.kvkeep_weights`` too).
+    """
 
     model: Any
     tokenizer: Any
     name: str
     source: str
+    weights: Weights | None = None
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a model is. name: as asked for. place: a folder or hub id, which has config and tokenizer. gguf: the file
+    with the weights, where they are in none of ``place``."""
+
+    name: str
+    place: str
+    gguf: Path | None = None
+    revision: str | None = None
+
+
+@dataclass(frozen=True)
+class Described:
+    """A model that was not loaded: its config, the dtype of activations and entries, and what its weights become."""
+
+    config: Any
+    dtype: torch.dtype
+    weights: Weights
 
 
 @dataclass(frozen=True)
 class Available:
-    """An embedded model and its files on this machine. bytes_on_disk: GGUF file and converted copy."""
+    """An embedded model and its files on this machine. bytes_on_disk: GGUF file and converted copy. tensors: what
+    becomes of each with weights auto on a CPU, None until there is a converted copy."""
 
     name: str
     description: str
@@ -44,12 +74,13 @@ class Available:
     fetched: bool
     path: Path | None
     bytes_on_disk: int
+    tensors: dict[str, Tensor] | None
 
 
 def load(
     name: str | os.PathLike[str] | None = None,
     *,
-    dtype: str | torch.dtype = "float32",
+    weights: str = "auto",
     device: str | None = None,
     revision: str | None = None,
     progress: Callable[[str], None] | None = None,
@@ -57,41 +88,57 @@ def load(
     """Load a causal language model and its tokenizer.
 
     name: an embedded model (``kvkeep models``; the default), a ``.gguf`` file, a folder with ``config.json``, or a hub
-    id (``owner/name``). dtype: float32, bfloat16, float16, or auto (as stored). device: cpu, cuda, cuda:1, mps; by
-    default cuda where there is one. revision: of a hub id. progress: receives a line of text when fetching or
+    id (``owner/name``). weights: auto, float32, bfloat16, float16, int8 or int4; auto keeps the bits of a GGUF file
+    (on a CPU), and the bfloat16 of others where products in it are fast (models/formats.py). device: cpu, cuda, cuda:1,
+    mps; by default cuda where there is one. revision: of a hub id. progress: receives a line of text when fetching or
     converting. Raises UsageError, ModelError or UnsupportedModelError, each with one sentence.
     """
     text = os.fspath(name) if name is not None else DEFAULT
-    kind, target = _dtype(dtype), _device(device)
+    asked, target = known(weights), _device(device)
     source = _source(text, revision, progress or (lambda line: None))
-    model, tokenizer = _read(source, text, kind, revision)
+    model, tokenizer = _read(source, asked, target)
     try:
-        return Loaded(model.to(target), tokenizer, text, source)
+        return Loaded(model.to(target), tokenizer, text, source.place, model.kvkeep_weights)
     except torch.OutOfMemoryError as error:
         raise ModelError(
-            f"The model '{text}' does not fit into the memory of {target}; load it in a smaller dtype or on the cpu."
+            f"The model '{text}' does not fit into the memory of {target}; load it with smaller weights or on the cpu."
         ) from error
 
 
-def load_config(
-    name: str | os.PathLike[str], *, revision: str | None = None, progress: Callable[[str], None] | None = None
-) -> Any:
-    """Return the config of a model, named as in :func:`load` or by the path of a config.json, without reading weights.
-    Raises as :func:`load`."""
-    text = os.fspath(name)
+def weights_of(loaded: Loaded) -> str:
+    """Return the format of a loaded model's weights in a word: as asked for, or the dtype that auto came to."""
+    if loaded.weights is not None and loaded.weights.asked != "auto":
+        return loaded.weights.asked
+    packed = loaded.weights is not None and any(tensor.bits < 16 for tensor in loaded.weights.tensors.values())
+    return "auto" if packed else str(loaded.model.dtype).removeprefix("torch.")
+
+
+def describe(
+    name: str | os.PathLike[str],
+    *,
+    weights: str = "auto",
+    device: str = "cpu",
+    revision: str | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Described:
+    """Return what :func:`load` would make of a model, named as there or by the path of a config.json, without reading
+    weights. device: one that need not be here. Raises as :func:`load`."""
+    text, asked = os.fspath(name), known(weights)
     path = Path(text).expanduser()
-    source = (
-        str(path)
-        if path.is_file() and path.suffix == ".json"
-        else _source(text, revision, progress or (lambda line: None))
-    )
+    if path.is_file() and path.suffix == ".json":
+        source = Source(text, str(path))
+    else:
+        source = _source(text, revision, progress or (lambda line: None))
     try:
         with quiet():
-            return _read_config(source, text, revision)
-    except ModelError:
+            config = _read_config(source)
+            held = _table(source)
+            made = settled(asked, torch.device(device), held is not None, _stated(config))
+            return Described(config, made.dtype, weights_in(config, asked, made, held))
+    except (ModelError, UsageError):
         raise
     except Exception as error:  # as below
-        raise _explained(source, text, error) from error
+        raise _explained(source, error) from error
 
 
 def available() -> list[Available]:
@@ -102,25 +149,26 @@ def available() -> list[Available]:
         copy = list(folder.iterdir()) if folder.is_dir() else []
         held = sum(path.stat().st_size for path in [gguf, *copy] if path.is_file())
         path = folder if copy else None
-        found.append(Available(model.name, model.description, model.licence, gguf.is_file(), path, held))
+        kept = own_bits(tensors(folder)) if (folder / TABLE).is_file() else None
+        found.append(Available(model.name, model.description, model.licence, gguf.is_file(), path, held, kept))
     return found
 
 
-def _source(text: str, revision: str | None, progress: Callable[[str], None]) -> str:
-    """Return the folder of the model, converted first if needed, or the hub id."""
+def _source(text: str, revision: str | None, progress: Callable[[str], None]) -> Source:
+    """Return where the model is, a GGUF file converted first if needed."""
     path = Path(text).expanduser()
     on_hub = text not in EMBEDDED and not path.exists() and _HUB_ID.fullmatch(text) is not None
     if revision is not None and not on_hub:
         raise UsageError(f"A revision is for a model on the hub, and '{text}' is not a hub id; leave it out.")
     if text in EMBEDDED:
-        return str(converted(fetch(EMBEDDED[text], progress), progress))
+        return _file(text, fetch(EMBEDDED[text], progress), progress)
     if on_hub:
         progress(f"Asking the Hugging Face hub for {text} ...")
-        return text
+        return Source(text, text, revision=revision)
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ModelError(f"The folder '{text}' holds no model: it has no config.json.")
-        return str(path)
+        return Source(text, str(path))
     if path.is_file():
         try:
             with path.open("rb") as file:
@@ -129,19 +177,14 @@ def _source(text: str, revision: str | None, progress: Callable[[str], None]) ->
             raise ModelError(f"The file '{text}' cannot be read: {(error.strerror or str(error)).lower()}.") from error
         if magic != b"GGUF":
             raise ModelError(f"The file '{text}' is not a GGUF file; give a GGUF file or a folder with config.json.")
-        return str(converted(path.resolve(), progress))
+        return _file(text, path.resolve(), progress)
     if "/" in text or path.suffix == ".gguf" or path.is_absolute() or text.startswith((".", "~")):
         raise ModelError(f"There is no model at '{text}'.")
     raise unknown("model", text, EMBEDDED)
 
 
-def _dtype(dtype: str | torch.dtype) -> Any:
-    if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
-        return dtype
-    name = str(dtype).removeprefix("torch.")
-    if name not in DTYPES:
-        raise unknown("dtype", name, DTYPES)
-    return DTYPES[name]
+def _file(text: str, gguf: Path, progress: Callable[[str], None]) -> Source:
+    return Source(text, str(converted(gguf, progress)), gguf)
 
 
 def _device(device: str | None) -> torch.device:
@@ -157,30 +200,83 @@ def _device(device: str | None) -> torch.device:
     return target
 
 
-def _read(source: str, name: str, dtype: Any, revision: str | None) -> tuple[Any, Any]:
+def _read(source: Source, asked: str, device: torch.device) -> tuple[Any, Any]:
     from transformers import AutoTokenizer
 
     try:
         with quiet():
-            _read_config(source, name, revision)
-            tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
-            model = read_weights(source, name, dtype=dtype, revision=revision, trust_remote_code=False)
-    except ModelError:
+            config = _read_config(source)
+            tokenizer = AutoTokenizer.from_pretrained(source.place, revision=source.revision, trust_remote_code=False)
+            model = _model(source, config, asked, device)
+    except (ModelError, UsageError):
         raise
     except Exception as error:  # transformers, safetensors and the hub raise anything
-        raise _explained(source, name, error) from error
+        raise _explained(source, error) from error
     return model, tokenizer
 
 
-def _read_config(source: str, name: str, revision: str | None) -> Any:
+def _model(source: Source, config: Any, asked: str, device: torch.device) -> Any:
+    """Return the model in the format ``asked`` for, once it is known that there is room for it."""
+    from transformers import AutoModelForCausalLM
+
+    options = {"revision": source.revision, "trust_remote_code": False}
+    if getattr(config, "quantization_config", None) is not None:
+        if asked != "auto":
+            raise UsageError(f"The weights of '{source.name}' are quantised, and are loaded as they are: ask for auto.")
+        model = read_weights(AutoModelForCausalLM, source.place, source.name, dtype="auto", **options)
+        model.kvkeep_weights = None
+        return model
+    held = _table(source)
+    made = settled(asked, device, held is not None, _stated(config))
+    needed = weights_in(config, asked, made, held)
+    check_room(source.name, config, needed, device, held)
+    form: dict[str, Any] = {"dtype": made.dtype}
+    if made.packed:
+        from kvkeep.models.small import Packing
+
+        form["quantization_config"] = Packing(made.bits)
+    if source.gguf is None or held is None:
+        model = read_weights(AutoModelForCausalLM, source.place, source.name, **form, **options)
+    else:
+        model = _of_file(source, source.gguf, config, held, made, form)
+    model.kvkeep_weights = needed
+    if made.packed:
+        fuse(model, layers_of(decoder_of(model)))
+    return model
+
+
+def _of_file(source: Source, gguf: Path, config: Any, held: Table, made: Format, form: dict[str, Any]) -> Any:
+    from transformers import GenerationConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    read = held.stored(gguf, config, keep=made.packed and made.bits is None)
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    model = read_weights(kind, None, source.name, config=config, state_dict=read, **form)
+    model.generation_config = GenerationConfig.from_pretrained(source.place)
+    model.name_or_path = model.config.name_or_path = source.place
+    return model
+
+
+def _table(source: Source) -> Table | None:
+    return None if source.gguf is None else tensors(Path(source.place))
+
+
+def _stated(config: Any) -> torch.dtype:
+    """Return the dtype that a config states; transformers' default where it states none."""
+    found = getattr(config.get_text_config(decoder=True), "dtype", None) or getattr(config, "dtype", None)
+    stated = getattr(torch, found, None) if isinstance(found, str) else found
+    return stated if isinstance(stated, torch.dtype) else torch.float32
+
+
+def _read_config(source: Source) -> Any:
     from transformers import AutoConfig, PreTrainedConfig
 
-    stated, _ = PreTrainedConfig.get_config_dict(source, revision=revision)
-    _refuse_unknown(stated.get("model_type"), name)
-    _refuse_sizes(stated, name)
+    stated, _ = PreTrainedConfig.get_config_dict(source.place, revision=source.revision)
+    _refuse_unknown(stated.get("model_type"), source.name)
+    _refuse_sizes(stated, source.name)
     # Otherwise transformers prompts on the terminal to run code of the model.
-    config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
-    _refuse_others(config, name)
+    config = AutoConfig.from_pretrained(source.place, revision=source.revision, trust_remote_code=False)
+    _refuse_others(config, source.name)
     return config
 
 
@@ -219,10 +315,11 @@ def _refuse_others(config: Any, name: str) -> None:
         )
 
 
-def _explained(source: str, name: str, error: Exception) -> ModelError:
+def _explained(source: Source, error: Exception) -> ModelError:
+    name, place = source.name, Path(source.place)
     first = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
-    if Path(source).is_dir():
-        names = {path.name for path in Path(source).iterdir()}
+    if place.is_dir():
+        names = {path.name for path in place.iterdir()}
         if not names & {"tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt"}:
             return ModelError(f"The folder '{name}' has no tokenizer (tokenizer.json); save it beside the model.")
         return ModelError(f"The model in '{name}' cannot be loaded: it is damaged or incomplete ({first}).")

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
-
-import torch
 
 from kvkeep.budget import MIN_CHUNK, Budget
 from kvkeep.contracts import Exactness
 from kvkeep.errors import BudgetError, UsageError
 from kvkeep.geometry import ModelGeometry
+from kvkeep.models.room import free_memory
 from kvkeep.plan.calibrate import machine_here
 from kvkeep.plan.candidates import SHARES, Candidate, candidates, specs
 from kvkeep.plan.costs import Cost, cost
@@ -280,13 +278,3 @@ def parse_memory(text: int | str) -> int:
     if budget is None or budget.unit != "bytes":
         raise UsageError(f"A memory of '{text}' is not understood: give bytes (64MB, 1.5GiB).")
     return int(budget.amount)
-
-
-def free_memory(device: torch.device) -> int:
-    """Return the bytes that are free on a device."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    names = getattr(os, "sysconf_names", {})
-    if "SC_AVPHYS_PAGES" in names:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return 4 * 10**9

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
+from kvkeep.attention.kernel import takes
 from kvkeep.contracts import Checkpoint, Site
-from kvkeep.errors import BudgetError, UsageError
+from kvkeep.errors import BudgetError, UnsupportedModelError, UsageError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
+from kvkeep.kernels.build import library
 from kvkeep.memory.ledger import Ledger
 from kvkeep.memory.meter import Meter
 from kvkeep.memory.places import place
@@ -36,7 +38,7 @@ class Assembly:
     ``chunk``: tokens of a prompt taken at a time; ``streams``: attention adds the past itself; ``budgets``: entries
     by layer and head, where they differ; ``positions``: those within the cache, if so; ``round``: of draft and verify,
     where drafts can be made; ``table``: of blocks, where entries are paged; ``decoder``: whose forward passes these
-    are, where it streams."""
+    are, where it streams; ``exact``: attention is the kernel's, with bits that depend on the entries alone."""
 
     layers: list[Any]
     ledger: Ledger
@@ -52,6 +54,7 @@ class Assembly:
     round: Round | None = None
     table: BlockTable | None = None
     decoder: Any = None
+    exact: bool = False
 
 
 def assemble(request: Request, model: Any, geometry: ModelGeometry) -> Assembly:
@@ -60,17 +63,19 @@ def assemble(request: Request, model: Any, geometry: ModelGeometry) -> Assembly:
     build, method = _Builder(request, model, geometry), request.method
     if not method.selector.keeps_all:
         return _bounded(build)
-    watch(model)
+    exact = _exact(model, geometry)
     ledger, meter, device, layout = build.ledger, build.meter, build.device, method.selector.layout
     if layout == "dynamic":
-        return Assembly(build.layers(lambda layer: DynamicLayer()), ledger, meter, device)
+        return Assembly(build.layers(lambda layer: DynamicLayer()), ledger, meter, device, exact=exact)
     if layout == "static":
         assert request.budget is not None
         limit = request.budget.entries(geometry, context=request.context, batch=request.batch)
-        return Assembly(build.layers(lambda layer: DynamicLayer(limit)), ledger, meter, device, limit)
+        return Assembly(build.layers(lambda layer: DynamicLayer(limit)), ledger, meter, device, limit, exact=exact)
     decoder, table = bind(model).decoder, BlockTable(BlockPool())
     layers = build.layers(lambda layer: build.layer(layer, (), lambda site, store: Paged(site, table)))
-    return Assembly(layers, ledger, meter, device, chunk=sys.maxsize, streams=True, table=table, decoder=decoder)
+    return Assembly(
+        layers, ledger, meter, device, chunk=sys.maxsize, streams=True, table=table, decoder=decoder, exact=exact
+    )
 
 
 def _bounded(build: _Builder) -> Assembly:
@@ -112,7 +117,23 @@ def _bounded(build: _Builder) -> Assembly:
         positions,
         build.round,
         decoder=adapter.decoder,
+        exact=_exact(model, geometry),
     )
+
+
+def _exact(model: Any, geometry: ModelGeometry) -> bool:
+    """Let the kernel attend for ``model`` where it can: bfloat16 on a CPU with kernels, heads of widths that it takes,
+    attention that can be taken over; return whether it does. Otherwise forward passes are watched only."""
+    weight = next(model.parameters())
+    fast = weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and library() is not None
+    if fast and all(takes(layer.key_dim, layer.value_dim) for layer in geometry.layers):
+        try:
+            bind(model)
+            return True
+        except UnsupportedModelError:
+            pass
+    watch(model)
+    return False
 
 
 class _Builder:

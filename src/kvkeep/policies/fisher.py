@@ -15,6 +15,7 @@ from transformers import DynamicCache
 from kvkeep.errors import UnsupportedModelError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.models.adapter import decoder_of, layers_of
+from kvkeep.models.packed import PackedLinear
 
 TOKENS, SAMPLES = 128, 4
 """Tokens of a sample, and how many there are."""
@@ -44,6 +45,11 @@ def _measured(model: Any, geometry: ModelGeometry, ids: Tensor) -> Tensor:
             raise UnsupportedModelError(
                 f"'{geometry.model_type}' has no projections of keys and values of their own, whose information could "
                 "be measured; give a file of scores, or use h2o, whose layers have equal budgets."
+            )
+        if any(isinstance(projection, PackedLinear) for projection in projections):
+            raise UnsupportedModelError(
+                "Packed weights have no gradient, by which information is measured; load the model with weights "
+                "float32, give a file of scores, or use h2o, whose layers have equal budgets."
             )
         weights += [projection.weight for projection in projections]  # type: ignore[union-attr]
     before = [weight.requires_grad for weight in weights]

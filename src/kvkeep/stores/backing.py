@@ -66,7 +66,7 @@ class Backed(Reader):
             yield from self.segments(layer, step, wide=step.wide(layer.length))
             yield step.arriving()
 
-        return attend(step.query, segments(), step.scaling)
+        return attend(step.query, segments(), step.scaling, origin=layer.origin)
 
     def picked(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values (lanes, n, dim) of ``slots`` (lanes, n); zeros where a slot is -1."""

@@ -91,6 +91,7 @@ class Codes:
     """offset + scale * code, the last axis of codes packed."""
 
     lazy: ClassVar[bool] = False
+    grouped: ClassVar[bool] = True
 
     codes: Tensor
     scale: Tensor
@@ -131,8 +132,13 @@ class CodedValues(Codes):
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        lanes, groups, parts, _, packed = self.codes.shape
-        return lanes, 1, groups * GROUP, parts * packed * (8 // self.bits)
+        lanes, groups, parts, *_ = self.codes.shape
+        return lanes, 1, groups * GROUP, parts * self.width
+
+    @property
+    def width(self) -> int:
+        """Channels of a part."""
+        return self.codes.shape[-1] * (8 // min(8, self.bits))
 
     def mix(self, weights: Tensor) -> Tensor:
         grouped = weights.unflatten(2, (-1, GROUP)).transpose(1, 2)[:, :, None]  # (lanes, groups, 1, rows, GROUP)

@@ -115,17 +115,16 @@ def replace_lowest(bank: Bank, new: Arriving, ranking: Ranking, wanted: bool) ->
         rank = torch.where(rank == rank.amin(1, keepdim=True), bank.slots, 2**31 - 1)
     victim = rank.argmin(1, keepdim=True)
     left = bank.at(victim, ranking.scored)._replace(holes=holes) if wanted else None
-    for rows, own in ((bank.keys, new.keys), (bank.values, new.values)):
-        rows.scatter_(1, victim[..., None].expand(-1, -1, rows.shape[2]), own)
-    bank.slots.scatter_(1, victim, new.first)
+    place = torch.arange(len(victim), device=victim.device), victim.squeeze(1)  # faster than a scatter along rows
+    bank.keys[place], bank.values[place], bank.slots[place] = new.keys[:, 0], new.values[:, 0], new.slots[:, 0]
     scores = ranking.arrived(bank, new)
     if scores is not None:
-        bank.scored().scatter_(1, victim, scores)
+        bank.scored()[place] = scores[:, 0]
     elif bank.scores is not None:
-        bank.scores.scatter_(1, victim, 0.0)
+        bank.scores[place] = 0.0
     for counted in (bank.extra, bank.newest):
         if counted is not None:
-            counted.scatter_(1, victim, 0)
+            counted[place] = 0
     return left
 
 

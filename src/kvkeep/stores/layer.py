@@ -90,6 +90,12 @@ class Layer(CacheLayerMixin):
         return self.pending is None or (step.own and step.new == 1 and step.mask is None)
 
     @property
+    def origin(self) -> Tensor | None:
+        """The first slot of each lane that is not padding, (lanes,); None without padding."""
+        first = self.ledger.first_by(self.heads)
+        return None if first is None else first.squeeze(1)
+
+    @property
     def arrived(self) -> int:
         """Slots that came in, those that wait for a decision included."""
         return self.length + self.reader.waiting
@@ -110,7 +116,7 @@ class Layer(CacheLayerMixin):
             mask = _both(mask, _slots_of(piece, keep)[:, None, None])
         if piece.extra is not None:
             mask = _weighted(mask, piece.extra, piece.keys.shape[2], step.query.dtype)
-        return Segment(keys, values, mask, lanes=piece.lanes, shared=piece.shared)
+        return Segment(keys, values, mask, lanes=piece.lanes, shared=piece.shared, formed=piece.formed)
 
     def _seen(self, piece: Piece, wide: Tensor | None) -> Tensor | None:
         """Return which queries see the entries of a piece, (lanes, 1, queries or 1, n), or None for all."""

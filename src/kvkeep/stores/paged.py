@@ -222,7 +222,7 @@ class Paged(Resident):
                 pool.index_select(1, index).unflatten(1, (rows, held)).flatten(0, 1)[:, None] for pool in self._pools
             )
             with self.meter.holding(keys, values):
-                yield Piece(keys, values, first=slot, lanes=lanes)
+                yield Piece(keys, values, first=slot, lanes=lanes, formed=True)
 
     def held(self, alone: bool = False) -> Tensor:
         return torch.ones(len(self.table.rows) * self.heads, self.length, dtype=torch.bool)

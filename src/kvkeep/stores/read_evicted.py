@@ -8,6 +8,7 @@ from itertools import chain
 from torch import Tensor
 
 from kvkeep.attention import Segment, attend, received, weighed
+from kvkeep.attention.kernel import runs
 from kvkeep.attention.step import Step
 from kvkeep.contracts import Reader
 from kvkeep.stores.layer import Layer
@@ -24,7 +25,7 @@ class ReadEvicted(Reader):
             layer.settle()
         elif step.own:
             store.begin(resident)
-        ordered = wide is not None or layer.ledger.visible is not None
+        ordered = wide is not None or layer.ledger.visible is not None or runs(step.query, step.key, step.value)
         held = [layer.segment(piece, step, wide) for piece in resident.pieces(ordered)]
         pieces = store.pieces(step.query, resident, layer.length)
         evicted: Iterable[Segment] = (layer.segment(piece, step, wide) for piece in pieces)
@@ -38,7 +39,7 @@ class ReadEvicted(Reader):
                 store.observe(others, 1, resident)
         else:
             new = () if settled else (step.arriving(),)
-            output, lse = attend(step.query, chain(evicted, held, new), step.scaling)
+            output, lse = attend(step.query, chain(evicted, held, new), step.scaling, origin=layer.origin)
             resident.observe(step, lse, held, None if settled else layer.pending, layer.length)
             if store.listens:
                 observe_evicted(layer, step, lse, evicted)

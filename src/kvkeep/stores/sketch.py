@@ -121,6 +121,7 @@ class Estimates:
     """
 
     lazy: ClassVar[bool] = False
+    grouped: ClassVar[bool] = False
 
     cells: Tensor
     index: Tensor

@@ -73,6 +73,11 @@ class CodedValues(Codes):
     def shape(self) -> tuple[int, int, int, int]:
         return self.codes.shape[0], 1, self.codes.shape[1], self.mean.shape[2]
 
+    @property
+    def width(self) -> int:
+        """Channels of a part: all."""
+        return self.mean.shape[2]
+
     def mix(self, weights: Tensor) -> Tensor:
         mixed = multiplied(weights * self.scale.float().transpose(1, 2), self.codes, self.bits)
         mixed += weights @ self.offset.float()

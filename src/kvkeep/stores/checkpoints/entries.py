@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from kvkeep.attention.kernel import Stretch, takes
 from kvkeep.contracts import Checkpoint, Piece
+from kvkeep.kernels.build import library
 from kvkeep.memory.meter import Meter
 from kvkeep.memory.places import Place
 from kvkeep.memory.rows import Pages, Ring, Rows
@@ -32,6 +34,7 @@ class Entries(Checkpoint):
     ) -> None:
         self.spec, self.where, self.capacity = spec, spec.where, spec.capacity
         self.device, self.meter, self.page = device, meter, page
+        self._stretches: dict[int, tuple[tuple[int, int], Stretch]] = {}
         self._rows = {layer: (rows_of(home, spec), rows_of(home, spec)) for layer in layers}
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
@@ -39,8 +42,12 @@ class Entries(Checkpoint):
             rows.append(new)
 
     def pieces(self, layer: int, stop: int, lazy: bool = False) -> Iterator[Piece]:
-        """Yield views where the entries lie in the device's own memory, else copies of a page at a time."""
+        """Yield views where the entries lie in the device's own memory, else copies of a page at a time. lazy: all in
+        one piece, where the kernel reads pages."""
         keys, values = self._rows[layer]
+        if lazy and (stretch := self._stretch(layer, stop)) is not None:
+            yield Piece(stretch, stretch.values)
+            return
         for (start, key), (_, value) in zip(keys.read(keys.first, stop), values.read(values.first, stop), strict=True):
             if key.device == self.device:
                 yield Piece(key[:, None], value[:, None], first=start)
@@ -49,7 +56,22 @@ class Entries(Checkpoint):
                 window = slice(low, low + self.page)
                 moved = key[:, None, window].to(self.device), value[:, None, window].to(self.device)
                 with self.meter.holding(*moved):
-                    yield Piece(*moved, first=start + low)
+                    yield Piece(*moved, first=start + low, formed=True)
+
+    def _stretch(self, layer: int, stop: int) -> Stretch | None:
+        """Return all pages as the kernel reads them, which are described once; None where it does not."""
+        keys, values = self._rows[layer]
+        if not (isinstance(keys, Pages) and isinstance(values, Pages) and keys.pages and stop > keys.starts[-1]):
+            return None
+        if keys.pages[0].dtype != torch.bfloat16 or keys.pages[0].device.type != "cpu" or self.device.type != "cpu":
+            return None
+        if library() is None or not takes(keys.pages[0].shape[2], values.pages[0].shape[2]):
+            return None
+        known = self._stretches.get(layer)
+        if known is None or known[0] != (keys.changes, values.changes):
+            pairs = list(zip(keys.pages, values.pages, strict=True))
+            known = self._stretches[layer] = (keys.changes, values.changes), Stretch(pairs)
+        return known[1].upto(stop)
 
     def pick(self, layer: int, lane: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
         keys, values = (rows.pick(lane, slot).to(self.device) for rows in self._rows[layer])

@@ -49,7 +49,7 @@ class Replay:
         self.layer += 1
         keys, values = scratch.keys.view(), scratch.values.view()
         with self.meter.holding(scratch.keys.data, scratch.values.data):
-            yield Piece(keys.flatten(0, 1)[:, None], values.flatten(0, 1)[:, None])
+            yield Piece(keys.flatten(0, 1)[:, None], values.flatten(0, 1)[:, None], formed=True)
 
 
 class _Scratch:
@@ -85,7 +85,10 @@ class _Scratch:
             rows = torch.arange(queries, device=query.device)
             own = Segment(own.key, own.value, seen & (rows <= rows[:, None]))
         segments.append(own)
-        return step.unfolded(attend(step.query, segments, scaling)[0])
+        origin = torch.tensor([-low]) if low else None
+        if self.visible is not None:
+            origin = self.visible.int().argmax(1).repeat_interleave(self.heads) - low
+        return step.unfolded(attend(step.query, segments, scaling, origin=origin)[0])
 
     def _mask(self, first_query: int, queries: int, start: int, stop: int) -> Tensor | None:
         """Return which of the slots ``start``..``stop`` queries at slots ``first_query``.. see, (lanes or 1, 1,

@@ -133,7 +133,7 @@ class Residuals(Checkpoint):
                 continue
             keys, values = self.adapter.project(layer, hidden, positions)
             with self.meter.holding(keys, values):
-                yield Piece(keys.flatten(0, 1)[:, None], values.flatten(0, 1)[:, None], first=start)
+                yield Piece(keys.flatten(0, 1)[:, None], values.flatten(0, 1)[:, None], first=start, formed=True)
 
     def _roll(self, anchor: int, layer: int, stop: int) -> Replay:
         """Bring the residuals of all slots below ``stop`` to the entry of ``layer``."""

@@ -1,0 +1,436 @@
+"""Attention by the CPU kernel: entries in pieces, bits that do not depend on anything else than the entries.
+
+The kernel (kernels/attention.cpp) counts entries from a row's first token and goes through them in blocks of 512 in
+order, so a query's result is the same to the bit whether it comes alone or with others, and wherever entries lie.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from kvkeep.kernels.build import kernels, library
+
+BLOCK, TILE = 512, 32
+"""Entries of a block and of a tile, as kernels/attention.cpp has it."""
+
+
+class _Piece(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("keys", "values")),
+        *((name, ctypes.c_int64) for name in ("count", "lanes", "key_lane", "key_row", "value_lane", "value_row")),
+        *((name, ctypes.c_void_p) for name in ("key_scale", "key_offset", "value_scale", "value_offset")),
+        *((name, ctypes.c_void_p) for name in ("mean", "deviation")),
+        *((name, ctypes.c_int64) for name in ("key_bits", "value_bits", "width", "key_scale_lane", "value_scale_lane")),
+    ]
+
+
+class _Attention(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("query", "pieces", "first", "stop", "shift", "mask")),
+        *((name, ctypes.c_int64) for name in ("lanes", "groups", "queries", "dim", "value_dim", "count", "entries")),
+        *((name, ctypes.c_int64) for name in ("past", "window", "mask_lane", "mask_query")),
+        ("scaling", ctypes.c_float),
+    ]
+
+
+def runs(query: Tensor, keys: Any, values: Any) -> bool:
+    """Return whether the kernel attends with these: bfloat16 on the CPU, heads of even width, and kernels there."""
+    return (
+        query.dtype == torch.bfloat16
+        and query.device.type == "cpu"
+        and (_plain(keys, values) or isinstance(keys, Stretch) or _grouped(keys, values))
+        and takes(query.shape[-1], values.shape[-1])
+        and library() is not None
+    )
+
+
+def takes(key_dim: int, value_dim: int) -> bool:
+    """Return whether the kernel takes heads of such widths: pairs of channels, and no more of them than it has zeros
+    for a place without an entry."""
+    return key_dim % 2 == 0 and max(key_dim, value_dim) <= 1024
+
+
+def _plain(keys: Any, values: Any) -> bool:
+    return isinstance(keys, Tensor) and keys.dtype == values.dtype == torch.bfloat16 and keys.device.type == "cpu"
+
+
+def _grouped(keys: Any, values: Any) -> bool:
+    """Return whether these are codes in groups of a tile."""
+    return getattr(keys, "grouped", False) and getattr(values, "grouped", False) and values.width % 16 == 0
+
+
+class Stretch:
+    """Entries in pages of a checkpoint, which the kernel reads where they lie: one segment, however many pages.
+
+    pages: of keys and values, (lanes, rows, dim) each. Its shape is that of its keys; :attr:`values` is its other side.
+    """
+
+    lazy: ClassVar[bool] = False
+    grouped: ClassVar[bool] = False
+
+    def __init__(self, pages: Sequence[tuple[Tensor, Tensor]]) -> None:
+        self.pages = pages
+        self.table = (_Piece * len(pages))()
+        for row, (keys, values) in zip(self.table, pages, strict=True):
+            _place(row, keys, values)
+        self._rows = [row.count for row in self.table]
+        lanes, _, self._dim = pages[0][0].shape
+        self._lanes, self.entries = lanes, 0
+        self.values = _Values(self, pages[0][1].shape[2])
+
+    def upto(self, entries: int) -> Stretch:
+        """Let it end after so many entries, which lie in all its pages."""
+        self.entries = entries
+        self.table[len(self.pages) - 1].count = self._rows[-1] - (sum(self._rows) - entries)
+        return self
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(lanes, 1, entries, dim)."""
+        return self._lanes, 1, self.entries, self._dim
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """Return the keys as one tensor, (lanes, entries, dim)."""
+        return torch.cat([keys for keys, _ in self.pages], 1)[:, : self.entries].to(dtype)
+
+
+class _Values:
+    """The values of a :class:`Stretch`."""
+
+    lazy: ClassVar[bool] = False
+    grouped: ClassVar[bool] = False
+
+    def __init__(self, stretch: Stretch, dim: int) -> None:
+        self._stretch, self._dim = stretch, dim
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return *self._stretch.shape[:3], self._dim
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        return torch.cat([values for _, values in self._stretch.pages], 1)[:, : self._stretch.entries].to(dtype)
+
+
+def _place(row: _Piece, keys: Tensor, values: Tensor) -> None:
+    row.keys, row.values, (row.lanes, row.count, _) = keys.data_ptr(), values.data_ptr(), keys.shape
+    row.key_lane, row.key_row, _ = keys.stride()
+    row.value_lane, row.value_row, _ = values.stride()
+
+
+class Call:
+    """The arguments of one attention: ``pieces`` of keys and values, (lanes, n, dim) each, in the order of the text;
+    fewer lanes are read in turns. Or codes in groups of 32 entries (``grouped`` ones of
+    :class:`~kvkeep.attention.attend.Coded`), before all others.
+
+    query: (lanes, groups, queries, dim). past: query m sees entries before past + m + 1; None: all. window: and of
+    those no more than the last ``window``. first, stop: the entries that each lane sees, (lanes,) ints. shift: what is
+    added to the number of an entry for its place in blocks, (lanes,) ints: minus the padding before a row, plus what
+    lies before the first entry given. mask: (lanes or 1, queries or 1, entries) bool, True is seen.
+    """
+
+    def __init__(
+        self,
+        query: Tensor,
+        pieces: Sequence[tuple[Any, Any]],
+        scaling: float,
+        past: int | None = None,
+        window: int = 0,
+        first: Tensor | None = None,
+        stop: Tensor | None = None,
+        shift: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> None:
+        lanes, groups, queries, dim = query.shape
+        self.query = query.contiguous()
+        self.value_dim = pieces[0][1].shape[-1]
+        self._held: list[Tensor] = []  # copies, which must outlive the call
+        self.bounds = [None if part is None else part.int().contiguous() for part in (first, stop, shift)]
+        self.mask = None if mask is None else mask.contiguous().view(torch.uint8)
+        table = (_Piece * sum(len(keys.pages) if isinstance(keys, Stretch) else 1 for keys, _ in pieces))()
+        self.entries = place = 0
+        for keys, values in pieces:
+            if isinstance(keys, Stretch):
+                ctypes.memmove(ctypes.addressof(table[place]), keys.table, ctypes.sizeof(keys.table))
+                place, self.entries = place + len(keys.pages), self.entries + keys.entries
+                continue
+            row = table[place]
+            (self._entries if isinstance(keys, Tensor) else self._codes)(row, keys, values)
+            place, self.entries = place + 1, self.entries + row.count
+        self._table = table
+        self.struct = _Attention(
+            self.query.data_ptr(),
+            ctypes.addressof(table),
+            *(None if part is None else part.data_ptr() for part in self.bounds),
+            None if self.mask is None else self.mask.data_ptr(),
+            lanes,
+            groups,
+            queries,
+            dim,
+            self.value_dim,
+            len(table),
+            self.entries,
+            -1 if past is None else past,
+            window,
+            0 if self.mask is None or len(self.mask) == 1 else self.mask.stride(0),
+            0 if self.mask is None or self.mask.shape[1] == 1 else self.mask.stride(1),
+            scaling,
+        )
+
+    def _entries(self, row: _Piece, keys: Tensor, values: Tensor) -> None:
+        if keys.stride(-1) != 1 or values.stride(-1) != 1:
+            keys, values = keys.contiguous(), values.contiguous()
+            self._held += [keys, values]
+        _place(row, keys, values)
+
+    def _codes(self, row: _Piece, keys: Any, values: Any) -> None:
+        lanes, _, row.count, _ = keys.shape
+        row.lanes, row.key_bits, row.value_bits, row.width = lanes, keys.bits, values.bits, values.width
+        groups = row.count // TILE
+        for name, part in (("key", keys), ("value", values)):
+            codes, scale, offset = (
+                one if one[0].is_contiguous() else one.contiguous() for one in (part.codes, part.scale, part.offset)
+            )
+            self._held += [codes, scale, offset]
+            setattr(row, f"{name}s", codes.data_ptr())
+            setattr(row, f"{name}_lane", codes.stride(0) * codes.itemsize)
+            setattr(row, f"{name}_row", codes[0].numel() // groups * codes.itemsize)
+            setattr(row, f"{name}_scale", scale.data_ptr())
+            setattr(row, f"{name}_offset", offset.data_ptr())
+            setattr(row, f"{name}_scale_lane", scale.stride(0))
+        if (mean := getattr(values, "mean", None)) is not None:
+            mean, deviation = (
+                mean.expand(lanes, -1, -1).contiguous(),
+                values.deviation.expand(lanes, -1, -1).contiguous(),
+            )
+            self._held += [mean, deviation]
+            row.mean, row.deviation = mean.data_ptr(), deviation.data_ptr()
+
+    def attend(
+        self, dtype: torch.dtype = torch.bfloat16, state: Tensor | None = None, resumes: bool = False, last: bool = True
+    ) -> tuple[Tensor, Tensor] | None:
+        """Return the output (lanes, groups, queries, value_dim) in ``dtype`` (bfloat16 or float32), and the log-sum-exp
+        of scores (lanes, groups, queries) float32; zeros and -inf for a query that sees nothing.
+
+        state: made by :meth:`room`, where an attention takes several calls of whole blocks; a later call ``resumes``
+        it, and one that is not the ``last`` returns None.
+        """
+        output = torch.empty(*self.query.shape[:3], self.value_dim, dtype=dtype) if last else None
+        lse = torch.empty(self.query.shape[:3], dtype=torch.float32) if last else None
+        kernels().kk_attend(
+            ctypes.addressof(self.struct),
+            None if output is None else output.data_ptr(),
+            dtype == torch.float32,
+            None if lse is None else lse.data_ptr(),
+            None if state is None else state.data_ptr(),
+            resumes,
+        )
+        return None if output is None or lse is None else (output, lse)
+
+    def room(self) -> Tensor:
+        """Return room for the state of an attention in several calls."""
+        return torch.empty(self.query.shape[:3].numel() * (2 + self.value_dim), dtype=torch.float32)
+
+    def received(self, lse: Tensor, last: int | None = None, greatest: bool = False) -> Tensor:
+        """Return the attention each entry received of the ``last`` queries, (lanes, entries) float32: summed, mean over
+        the groups, or with ``greatest`` the maximum over both. lse: as :meth:`attend` returned it, over all entries."""
+        lse = lse.contiguous()
+        out = torch.empty(len(self.query), self.entries, dtype=torch.float32)
+        queries = self.query.shape[2]
+        wanted = queries if last is None else min(last, queries)
+        kernels().kk_received(ctypes.addressof(self.struct), lse.data_ptr(), wanted, greatest, out.data_ptr())
+        return out
+
+
+def whole(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, start: int, first: Tensor | None
+) -> Tensor | None:
+    """Return attention over all entries of a layer at once, (batch, heads, queries, value_dim); None where the kernel
+    does not run.
+
+    query: (batch, heads, queries, dim). key, value: (batch, kv_heads, entries, dim), slots ``start`` .. of the text,
+    the queries' own last. mask: bool, (batch or 1, 1, queries, entries); None: causal. first: the first slot of each
+    row that is not padding, (batch,); None without padding.
+    """
+    if not runs(query, key, value) or (mask is not None and (mask.dtype != torch.bool or mask.shape[1] > 1)):
+        return None
+    batch, heads, queries, dim = query.shape
+    kv_heads, entries = key.shape[1:3]
+    if (
+        mask is None
+        and first is None
+        and not start
+        and batch == 1
+        and key.stride(2) == dim
+        and value.stride(2) == value.shape[3]
+    ):
+        return _all(query, key, value, scaling)
+    own = query.reshape(batch * kv_heads, heads // kv_heads, queries, dim)
+    lanes = (key.flatten(0, 1), value.flatten(0, 1))
+    if mask is not None:
+        mask = mask.expand(-1, -1, queries, -1)[:, 0]
+        mask = mask if len(mask) == 1 else mask.repeat_interleave(kv_heads, 0)
+    seen = shift = None
+    if start or first is not None:
+        origin = torch.zeros(batch, dtype=torch.int64) if first is None else first
+        shift = (start - origin).repeat_interleave(kv_heads)
+        seen = (-shift).clamp(min=0) if mask is None else None
+    past = entries - queries if mask is None else None
+    done = Call(own, [lanes], scaling, past, 0, seen, None, shift, mask).attend()
+    assert done is not None
+    return done[0].view(batch, heads, queries, -1)
+
+
+def _all(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    """The same for one row without padding, whose entries lie in one piece: with the least overhead."""
+    (_, heads, queries, dim), (kv_heads, entries, value_dim) = query.shape, value.shape[1:]
+    query = query.contiguous()
+    output = torch.empty(1, heads, queries, value_dim, dtype=torch.bfloat16)
+    lse = torch.empty(heads, queries)
+    kernels().kk_attend_all(
+        query.data_ptr(),
+        key.data_ptr(),
+        value.data_ptr(),
+        key.stride(1),
+        value.stride(1),
+        kv_heads,
+        heads // kv_heads,
+        queries,
+        dim,
+        value_dim,
+        entries,
+        scaling,
+        output.data_ptr(),
+        lse.data_ptr(),
+    )
+    return output
+
+
+class Run:
+    """Attention over entries that come in pieces, in the order of the text, in as few calls as memory allows.
+
+    What is there anyhow is collected for one call. What was formed for the moment is attended at once, in whole blocks;
+    those entries of it that begin a further block are kept, copied, until that is whole. origin: as :class:`Call`'s
+    ``first``, counted from the first piece; blocks are counted from it.
+    """
+
+    def __init__(self, query: Tensor, scaling: float, origin: Tensor | None = None) -> None:
+        self.query, self.scaling = query, scaling
+        self._origin = origin
+        self._pieces: list[tuple[Any, Any]] = []
+        self._masks: list[tuple[int, Tensor | None]] = []
+        self._newest: tuple[Tensor, Tensor] | None = None  # entries of which query i sees the first i + 1
+        self._coded = 0  # pieces that are codes
+        self._state: Tensor | None = None
+        self._start = 0  # the entries before those at hand
+        self._skipped: Tensor | None = None  # of those at hand, what each lane attended already
+
+    def __bool__(self) -> bool:
+        return bool(self._pieces) or self._newest is not None or self._state is not None
+
+    def add(self, key: Any, value: Any, mask: Tensor | None, causal: bool, formed: bool) -> None:
+        """Add entries (lanes, n, dim) with a mask (lanes or 1, queries or 1, n) bool, or None. causal: as of a
+        Segment; they come after all others. formed: they are not kept anywhere else."""
+        if causal:
+            self._newest = key, value
+            return
+        if isinstance(key, Stretch):
+            self._pieces.append((key, value))
+            self._masks.append((key.entries, mask))
+            return
+        if not isinstance(key, Tensor):  # first, in turn: a group is a tile of a block
+            self._pieces.insert(self._coded, (key, value))
+            self._masks.insert(self._coded, (key.shape[2], mask))
+            self._coded, self._origin = self._coded + 1, None
+            return
+        self._pieces.append((key, value))
+        self._masks.append((key.shape[1], mask))
+        if formed:
+            self._attend_blocks()
+
+    def output(self) -> tuple[Tensor, Tensor]:
+        """Attend to what is left, and return output and log-sum-exp, float32 both."""
+        done = self._call(True).attend(torch.float32, self._state, self._start > 0)
+        assert done is not None
+        return done
+
+    def weighed(self, greatest: bool) -> tuple[Tensor, Tensor]:
+        """Return the output, and the attention each entry received, (lanes, entries), as :meth:`Call.received`."""
+        call = self._call(True)
+        done = call.attend()
+        assert done is not None
+        return done[0], call.received(done[1], None, greatest)
+
+    def received(self, lse: Tensor, last: int | None, greatest: bool) -> Tensor:
+        """Return the attention that each entry received, (lanes, entries), by a log-sum-exp over more than these."""
+        return self._call(True).received(lse, last, greatest)
+
+    def _call(self, last: bool, stop: Tensor | None = None) -> Call:
+        entries, pieces = sum(count for count, _ in self._masks), self._pieces
+        newest = 0
+        if last and self._newest is not None:
+            newest, pieces = self._newest[0].shape[1], [*pieces, self._newest]
+        if not pieces:  # whole blocks, attended already
+            pieces = [self._nothing()]
+        mask = self._mask(entries, newest)
+        past = entries if newest and mask is None else None
+        shift = None
+        if self._start or self._origin is not None:
+            shift = self._start - (self._origin if self._origin is not None else torch.zeros(1, dtype=torch.int64))
+            shift = shift.expand(len(self.query))
+        return Call(self.query, pieces, self.scaling, past, 0, self._skipped, stop, shift, mask)
+
+    def _nothing(self) -> tuple[Tensor, Tensor]:
+        assert self._state is not None
+        lanes, *_, dim = self.query.shape
+        value_dim = len(self._state) // self.query.shape[:3].numel() - 2
+        return self.query.new_empty(lanes, 0, dim), self.query.new_empty(lanes, 0, value_dim)
+
+    def _mask(self, entries: int, newest: int) -> Tensor | None:
+        if all(mask is None for _, mask in self._masks):
+            return None
+        queries = self.query.shape[2]
+        lanes = max(len(mask) for _, mask in self._masks if mask is not None)
+        rows = queries if newest or any(mask is not None and mask.shape[1] > 1 for _, mask in self._masks) else 1
+        whole = torch.ones(lanes, rows, entries + newest, dtype=torch.bool)
+        start = 0
+        for count, mask in self._masks:
+            if mask is not None:
+                whole[..., start : start + count] = mask
+            start += count
+        if newest:
+            whole[..., entries:] = torch.ones(queries, newest, dtype=torch.bool).tril()
+        return whole
+
+    def _attend_blocks(self) -> None:
+        """Attend to the whole blocks at hand, and keep a copy of what lies behind them."""
+        entries = sum(count for count, _ in self._masks)
+        origin = torch.zeros(1, dtype=torch.int64) if self._origin is None else self._origin
+        blocks = (self._start + entries - origin) // BLOCK * BLOCK + origin - self._start
+        stop = blocks.clamp(0, entries)
+        low = int(stop.min())
+        if not low:
+            self._keep(0)
+            return
+        call = self._call(False, stop.expand(len(self.query)))
+        if self._state is None:
+            self._state = call.room()
+        call.attend(state=self._state, resumes=self._start > 0, last=False)
+        self._keep(low)
+        self._start += low
+        self._skipped = (stop - low).expand(len(self.query)) if len(stop) > 1 else None
+
+    def _keep(self, low: int) -> None:
+        """Copy what lies behind the first ``low`` entries, of pieces as of masks."""
+        pieces, masks = self._pieces, self._masks
+        self._pieces, self._masks = [], []
+        for pair, (count, mask) in zip(pieces, masks, strict=True):
+            if (cut := min(low, count)) < count:
+                keys, values = (part[:, cut:].clone() for part in pair)
+                self._pieces.append((keys, values))
+                self._masks.append((count - cut, None if mask is None else mask[..., cut:]))
+            low -= cut

@@ -1,0 +1,1 @@
+"""Kernels for the CPU, compiled on the machine: products with small weights, and attention."""

@@ -1,0 +1,47 @@
+"""Whether a model's bits depend on how many rows it reads at once: found by trial."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from kvkeep.geometry import ModelGeometry
+from kvkeep.kernels.build import library
+from kvkeep.models.packed import Packed, multiplies
+
+ROWS = (2, 3, 7, 13)
+"""Rows of a trial, which products take in other ways than one: in tiles, and written out first."""
+
+
+@torch.no_grad()
+def row_independent(model: Any) -> bool:
+    """Return whether a token's logits have the same bits alone as in a batch, whatever the other rows: then those of a
+    verifying pass, a chunk of a prompt and a batch are those of one token at a time, where attention is the kernel's.
+    Tried once for each model, on tokens without a past, where all its products are the kernels': torch chooses its own
+    by shape, and a trial does not meet all of them. float32 on a CPU never is."""
+    known: bool | None = getattr(model, "_kvkeep_row_independent", None)
+    if known is None and not _by_kernels(model):
+        known = model._kvkeep_row_independent = False
+    if known is None:
+        count = max(ROWS)
+        vocabulary = ModelGeometry.from_config(model.config).vocab_size
+        ids = torch.randint(0, vocabulary, (count, 1), generator=torch.Generator().manual_seed(3)).to(model.device)
+        alone = torch.cat([model(row[None], use_cache=False).logits for row in ids])
+        known = all(torch.equal(model(ids[:rows], use_cache=False).logits, alone[:rows]) for rows in ROWS)
+        model._kvkeep_row_independent = known
+    return known
+
+
+def _by_kernels(model: Any) -> bool:
+    """Return whether kernels multiply all matrices, as they do packed ones; other parameters are added or looked up."""
+    if library() is None or model.device.type != "cpu":
+        return False
+    for module in model.modules():
+        if isinstance(module, Packed):
+            if not multiplies(module):
+                return False
+        elif not isinstance(module, nn.Embedding) and any(one.ndim > 1 for one in module.parameters(recurse=False)):
+            return False
+    return True

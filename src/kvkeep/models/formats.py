@@ -1,0 +1,59 @@
+"""Formats of weights: what a user may ask for, and what a model is loaded as."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kvkeep.errors import UsageError, unknown
+from kvkeep.kernels.build import library
+
+FORMATS = ("auto", "float32", "bfloat16", "float16", "int8", "int4")
+BITS = {"int8": 8, "int4": 4}
+
+
+@dataclass(frozen=True)
+class Format:
+    """dtype: of activations, and of weights that are not packed. packed: whether matrices are packed
+    (models/packed.py), in ``bits`` or, where that is None, a GGUF file's own."""
+
+    dtype: torch.dtype
+    packed: bool = False
+    bits: int | None = None
+
+
+def known(weights: str) -> str:
+    """Return the format as asked for. Raises UsageError, with the nearest name, for an unknown one."""
+    if weights not in FORMATS:
+        raise unknown("weight format", str(weights), FORMATS)
+    return weights
+
+
+def settled(weights: str, device: torch.device, gguf: bool, stated: torch.dtype) -> Format:
+    """Return what ``weights`` means on ``device``, for a GGUF file or a model whose config states a dtype.
+
+    auto: a GGUF file keeps its bits; bfloat16 stays so where products in it are fast; all else is float32 on a CPU, and
+    as stored on an accelerator. Raises UsageError for a format that the device has no product for.
+    """
+    cpu = device.type == "cpu"
+    if weights in BITS:
+        if not cpu:
+            raise UsageError(
+                f"Weights in {weights} are multiplied on the cpu only, not on {device}; ask for bfloat16 or auto there."
+            )
+        return Format(torch.bfloat16, True, BITS[weights])
+    if weights == "auto":
+        if not cpu:
+            return Format(torch.bfloat16 if gguf else stated)
+        if gguf:
+            return Format(torch.bfloat16, True)
+        weights = "bfloat16" if stated == torch.bfloat16 and fast() else "float32"
+    packed = weights == "bfloat16" and cpu and library() is not None
+    return Format(getattr(torch, weights), packed, 16 if packed else None)
+
+
+def fast() -> bool:
+    """Return whether the processor has products in bfloat16, and the kernels use them."""
+    kernels = library()
+    return kernels is not None and bool(kernels.kk_native() == 2)

@@ -1,0 +1,328 @@
+"""Decoder layers in two kernel calls: what enters attention, and what leaves it.
+
+A step of a small model is mostly the overhead of some forty operations a layer. For layers laid out like Llama's, with
+small weights, the kernels do all that lies between residual and attention, by the same chains as the modules alone
+(kernels/products.cpp), so that keys and values rebuilt by a module have the same bits. As in the adapter, nothing is
+believed of a family: each layer is compared with its own modules on random residuals first, and one that differs, or
+whose modules are hooked, runs as transformers wrote it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from kvkeep.kernels.build import kernels, library
+from kvkeep.models.freed import give_back
+from kvkeep.models.packed import PANEL, Packed, PackedLinear, WeightStruct
+
+log = logging.getLogger(__name__)
+_GATES = ("silu", "gelu by tanh")
+_TRIAL = "kvkeep_trial"
+
+
+class _LayerStruct(ctypes.Structure):
+    """``Layer`` of kernels/products.cpp."""
+
+    _fields_ = [
+        ("qkv", WeightStruct * 3),
+        ("out", WeightStruct),
+        ("gates", WeightStruct * 2),
+        ("down", WeightStruct),
+        ("qkv_bias", ctypes.c_void_p * 3),
+        ("out_bias", ctypes.c_void_p),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("before", "query_norm", "key_norm", "after_attention", "before_mlp", "after_mlp")
+        ),
+        *((name, ctypes.c_int64) for name in ("hidden", "heads", "kv_heads", "dim", "inner", "kind")),
+        ("eps", ctypes.c_float),
+    ]
+
+
+class FusedNorm:
+    """The forward of an RMSNorm by the kernel. weight: what is multiplied with, (width,) float32."""
+
+    def __init__(self, norm: nn.Module, offset: float) -> None:
+        self.norm = norm
+        self.weight = norm.weight.detach().float() + offset  # type: ignore[operator]
+        self.eps = _eps(norm)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the norm of ``x``, (..., width)."""
+        if not _ours(x):
+            return type(self.norm).forward(self.norm, x)
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        width = x.shape[-1]
+        kernels().kk_norm(x.data_ptr(), self.weight.data_ptr(), self.eps, x.numel() // width, width, out.data_ptr())
+        return out
+
+
+class FusedLayer:
+    """The forward of a decoder layer, in place of its own."""
+
+    def __init__(self, layer: Any, kind: int) -> None:
+        self.layer, self.attention, self.kind = layer, layer.self_attn, kind
+        attention, mlp = layer.self_attn, layer.mlp
+        projections = [attention.q_proj, attention.k_proj, attention.v_proj]
+        # A module that is hooked must be called.
+        inner = [part for part in layer.modules() if part is not layer]
+        self._hooks = [hooks for part in inner for hooks in (part._forward_hooks, part._forward_pre_hooks)]
+        names = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
+        sandwiched = hasattr(layer, names[0])  # as in Gemma: norms behind attention and MLP as well
+        norms = {
+            "before": layer.input_layernorm,
+            "query_norm": getattr(attention, "q_norm", None),
+            "key_norm": getattr(attention, "k_norm", None),
+            "after_attention": layer.post_attention_layernorm if sandwiched else None,
+            "before_mlp": layer.pre_feedforward_layernorm if sandwiched else layer.post_attention_layernorm,
+            "after_mlp": layer.post_feedforward_layernorm if sandwiched else None,
+        }
+        self._parts = [_joined(projections), [attention.o_proj], _joined([mlp.gate_proj, mlp.up_proj]), [mlp.down_proj]]
+        fused: dict[str, FusedNorm | None] = {name: norm and norm.forward for name, norm in norms.items()}
+        if any(norm is not None and not isinstance(norm, FusedNorm) for norm in fused.values()):
+            raise TypeError("a norm differs from RMSNorm")
+        if len({norm.eps for norm in fused.values() if norm is not None}) > 1:
+            raise TypeError("norms differ in their epsilon")
+        self._weights = fused
+        self.dim = attention.head_dim
+        self.heads, self.kv_heads = (part.out_features // self.dim for part in projections[:2])
+        self.hidden, self.inner = attention.q_proj.in_features, mlp.gate_proj.out_features
+        if self.inner % 16 or self.dim % 2 or any(type(part) is not PackedLinear for part in projections):
+            raise TypeError("its widths are not multiples of 16")
+        if any(part.bias is not None for part in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)):
+            raise TypeError("its MLP has biases")
+
+    @functools.cached_property
+    def struct(self) -> _LayerStruct:
+        """The layer as the kernels take it; its tensors must outlive it."""
+        qkv, (out,), gates, (down,) = self._parts
+        struct = _LayerStruct(
+            qkv=tuple(part.struct for part in qkv),
+            out=out.struct,
+            gates=tuple(part.struct for part in gates),
+            down=down.struct,
+            qkv_bias=tuple(_address(part.bias) for part in qkv),
+            out_bias=_address(out.bias),
+            hidden=self.hidden,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            dim=self.dim,
+            inner=self.inner,
+            kind=self.kind,
+        )
+        for name, norm in self._weights.items():
+            setattr(struct, name, None if norm is None else norm.weight.data_ptr())
+            if norm is not None:
+                struct.eps = norm.eps
+        # What is pointed to lasts as long as the pointers, wherever the modules move.
+        struct.kept = [buffer for parts in self._parts for part in parts for buffer in part.buffers()]
+        return struct
+
+    @functools.cached_property
+    def address(self) -> int:
+        """Where that lies."""
+        return ctypes.addressof(self.struct)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is copied or saved: without pointers."""
+        return {name: value for name, value in self.__dict__.items() if name not in ("struct", "address")}
+
+    def plain(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer's own forward."""
+        return type(self.layer).forward(self.layer, *args, **kwargs)
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        *args: Any,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Return what the layer's own forward returns."""
+        interface = ALL_ATTENTION_FUNCTIONS.get(self.attention.config._attn_implementation)
+        if (
+            args
+            or interface is None
+            or position_embeddings is None
+            or position_embeddings[0].shape[-1] != self.dim  # a part of each head turns
+            or not _ours(hidden_states)
+            or kwargs.get("output_attentions")
+            or any(self._hooks)
+        ):
+            given: dict[str, Any] = {"attention_mask": attention_mask, "past_key_values": past_key_values}
+            given |= {"position_embeddings": position_embeddings} | kwargs
+            return self.plain(hidden_states, *args, **given)
+        query, key, value, residual = self._enter(hidden_states, position_embeddings)
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.attention.layer_idx)
+        if hasattr(self.attention, "sliding_window"):
+            kwargs["sliding_window"] = self.attention.sliding_window
+        output, _ = interface(
+            self.attention, query, key, value, attention_mask, dropout=0.0, scaling=self.attention.scaling, **kwargs
+        )
+        return self._leave(output, residual)
+
+    def _enter(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        x = x.contiguous()
+        batch, count, _ = x.shape
+        cos, sin = angles
+        if cos.dtype != torch.bfloat16 or not (cos.is_contiguous() and sin.is_contiguous()):
+            cos, sin = (part.to(torch.bfloat16).contiguous() for part in angles)
+        query = torch.empty(batch, self.heads, count, self.dim, dtype=torch.bfloat16)
+        key = torch.empty(batch, self.kv_heads, count, self.dim, dtype=torch.bfloat16)
+        value = torch.empty_like(key)
+        room = torch.empty(
+            batch * count, self.hidden + (self.heads + 2 * self.kv_heads) * self.dim, dtype=torch.bfloat16
+        )
+        kernels().kk_enter(
+            self.address,
+            x.data_ptr(),
+            batch,
+            count,
+            cos.data_ptr(),
+            sin.data_ptr(),
+            len(cos) == 1,
+            query.data_ptr(),
+            key.data_ptr(),
+            value.data_ptr(),
+            room.data_ptr(),
+            room.data_ptr() + 2 * batch * count * self.hidden,
+        )
+        return query, key, value, x
+
+    def _leave(self, output: Tensor, residual: Tensor) -> Tensor:
+        output = output.contiguous()
+        rows = residual.shape[0] * residual.shape[1]
+        result = torch.empty_like(residual)
+        room = residual.new_empty(rows, self.hidden + 3 * self.inner)
+        at = room.data_ptr()
+        kernels().kk_leave(
+            self.address,
+            output.data_ptr(),
+            residual.data_ptr(),
+            rows,
+            result.data_ptr(),
+            at,
+            at + 2 * rows * self.hidden,
+            at + 2 * rows * (self.hidden + 2 * self.inner),
+        )
+        return result
+
+
+def fuse(model: Any, layers: Any) -> int:
+    """Let norms and those ``layers`` of ``model`` run by kernels that agree with their own modules; return how many
+    layers do. Without kernels nothing changes."""
+    if library() is None:
+        return 0
+    for module in model.modules():
+        if isinstance(getattr(module, "weight", None), nn.Parameter) and "RMSNorm" in type(module).__name__:
+            _fuse_norm(module)
+    found: int | None = None
+    count = 0
+    for index, layer in enumerate(layers):
+        kinds = range(len(_GATES)) if found is None else (found,)
+        for kind in kinds:
+            try:
+                fused = FusedLayer(layer, kind)
+            except (AttributeError, TypeError) as error:
+                log.debug("layer %d runs by its modules: %s", index, error)
+                break
+            if _agrees(fused, layer):
+                layer.forward, found = fused, kind
+                count += 1
+                break
+    give_back()  # the matrices that were joined
+    return count
+
+
+@torch.no_grad()
+def _fuse_norm(norm: Any) -> None:
+    width = norm.weight.shape[-1]
+    x = torch.randn(3, width, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    if norm.weight.ndim != 1 or norm.weight.dtype != torch.bfloat16 or _eps(norm) is None:
+        return
+    wanted = type(norm).forward(norm, x)
+    for offset in (0.0, 1.0):
+        fused = FusedNorm(norm, offset)
+        if bool(((fused(x) - wanted).float().abs() <= 0.02 * wanted.float().abs() + 1e-5).all()):
+            norm.forward = fused
+            return
+
+
+@torch.no_grad()
+def _agrees(fused: FusedLayer, layer: Any) -> bool:
+    """Return whether a fused layer gives what its modules give, and asks attention for the same, on random residuals of
+    two rows at places near and far (where some families scale queries)."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 5, fused.hidden, generator=generator).to(torch.bfloat16)
+    angle = torch.rand(2, 5, fused.dim // 2, generator=generator).repeat(1, 1, 2) * 6
+    angles = (angle.cos().to(torch.bfloat16), angle.sin().to(torch.bfloat16))
+    places = torch.tensor([[0, 1, 1000, 100_000, 10_000_000]])
+    before, asked = fused.attention.config._attn_implementation, []
+
+    def attention(*args: Any, **kwargs: Any) -> Any:
+        asked.append({name: one for name, one in kwargs.items() if one is not None and not isinstance(one, Tensor)})
+        return sdpa_attention_forward(*args, **kwargs)
+
+    try:
+        ALL_ATTENTION_FUNCTIONS[_TRIAL] = attention
+        fused.attention.config._attn_implementation = _TRIAL
+        given: dict[str, Any] = {"position_embeddings": angles, "position_ids": places, "use_cache": False}
+        wanted, found = fused.plain(x, **given), fused(x, **given)
+    except (TypeError, AttributeError, RuntimeError, ValueError) as error:
+        log.debug("a layer cannot be compared: %s", error)
+        return False
+    finally:
+        fused.attention.config._attn_implementation = before
+        del ALL_ATTENTION_FUNCTIONS[_TRIAL]
+    if not isinstance(wanted, Tensor) or wanted.shape != found.shape or asked[1:] != asked[:-1]:
+        return False
+    return bool((wanted - found).float().abs().max() <= 0.03 * wanted.float().abs().max())
+
+
+def _joined(parts: list[Any]) -> list[Any]:
+    """Return linear layers as one where their codes are alike; the layers then are views of it."""
+    alike = len({(part.bits, part.group, part.scales is None, part.offsets is None) for part in parts}) == 1
+    dtypes = {None if part.scales is None else part.scales.dtype for part in parts}
+    panels = all(part.out_features % PANEL == 0 for part in parts)
+    biased = {part.bias is None for part in parts}
+    if not (alike and panels and len(dtypes) == 1 and len(biased) == 1):
+        return parts
+    whole = Packed.__new__(PackedLinear)
+    nn.Module.__init__(whole)
+    whole.in_features, whole.bits, whole.group = parts[0].in_features, parts[0].bits, parts[0].group
+    whole.out_features = sum(part.out_features for part in parts)
+    for name in ("codes", "scales", "offsets", "bias"):
+        tensors = [getattr(part, name) for part in parts]
+        whole.register_buffer(name, None if tensors[0] is None else torch.cat(tensors))
+        start = 0
+        for part, tensor in zip(parts, tensors, strict=True):
+            if tensor is not None:
+                setattr(part, name, getattr(whole, name)[start : start + len(tensor)])
+                start += len(tensor)
+    for part in parts:
+        part.__dict__.pop("struct", None)
+    return [whole]
+
+
+def _ours(x: Tensor) -> bool:
+    return x.dtype == torch.bfloat16 and x.device.type == "cpu" and not (torch.is_grad_enabled() and x.requires_grad)
+
+
+def _eps(norm: Any) -> float:
+    return getattr(norm, "variance_epsilon", getattr(norm, "eps", None))  # type: ignore[return-value]
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

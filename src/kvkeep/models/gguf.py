@@ -1,0 +1,193 @@
+"""The tensors of a GGUF file by the model's own names, each read when it is asked for.
+
+Names and layouts are transformers' (``modeling_gguf_pytorch_utils``): a tensor processor of the family undoes what
+llama.cpp did to a tensor. One that only moves rows moves rows of codes; any other is applied to the values.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvkeep.errors import ModelError
+from kvkeep.extras import optional
+from kvkeep.models.blocks import KINDS, Bytes, coded
+from kvkeep.models.matrices import matrices
+from kvkeep.models.packed import Coded, joined
+
+AT_ONCE = 1 << 24
+"""Elements that are read and decoded at a time."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor in the file. name: the file's; to: the model's. kind: of its blocks (Q4_1, F32). shape: rows first.
+    offset, size: bytes, from the file's first. packs: whether its own codes can be the model's."""
+
+    name: str
+    to: str
+    kind: str
+    shape: tuple[int, ...]
+    offset: int
+    size: int
+    packs: bool
+
+
+@dataclass(frozen=True)
+class Table:
+    """The tensors of a file that the model has. architecture: of the file."""
+
+    architecture: str
+    entries: tuple[Entry, ...]
+
+    def stored(self, file: Path, config: Any, keep: bool) -> dict[str, Stored]:
+        """Return the tensors of ``file`` by the model's names. config: the model's. keep: matrices in their own bits
+        where codes can hold them."""
+        names = {one.name.removesuffix(".weight"): one.to for one in self.entries}
+        family = _Family(_processor(self.architecture, config), names)
+        parts: dict[str, list[Entry]] = {}
+        for one in self.entries:
+            parts.setdefault(one.to, []).append(one)
+        return {to: Stored(file, to, tuple(several), family, keep) for to, several in parts.items()}
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain lists and dicts."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> Table:
+        """Return the table that :meth:`to_json` gave."""
+        made = (Entry(**one | {"shape": tuple(one["shape"])}) for one in data["entries"])
+        return Table(data["architecture"], tuple(made))
+
+
+def table(reader: Any, model: Any) -> Table:
+    """Return the tensors of a ``gguf.GGUFReader`` that ``model`` has (on torch's meta device will do)."""
+    from transformers.modeling_gguf_pytorch_utils import get_gguf_hf_weights_map
+
+    architecture = str(reader.fields["general.architecture"].contents())
+    family = _Family(_processor(architecture, model.config))
+    names = get_gguf_hf_weights_map(model, family.processor)
+    places = {f"{name}.weight" for name in matrices(model)}
+    found = []
+    for tensor in reader.tensors:
+        name = str(tensor.name)
+        to = names.get(name) or names.get(name.removesuffix(".weight"))  # those of experts have no suffix
+        if to is not None:
+            shape = tuple(int(size) for size in reversed(tensor.shape))
+            kind = str(tensor.tensor_type.name)
+            packs = to in places and kind in KINDS and family.order(name, shape) is not None
+            found.append(Entry(name, to, kind, shape, int(tensor.data_offset), int(tensor.n_bytes), packs))
+    return Table(architecture, tuple(found))
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor as transformers' loader takes one: it is read by ``[...]`` and ``to``.
+
+    parts: more than one where experts' gates and ups are one matrix.
+    """
+
+    file: Path
+    to_name: str
+    parts: tuple[Entry, ...]
+    family: _Family
+    keep: bool
+
+    def __getitem__(self, index: Any) -> Stored:
+        return self
+
+    def to(self, device: Any = None, dtype: torch.dtype | None = None) -> Tensor | Stored:
+        """Return the values in ``dtype``, or itself where a matrix is yet to be packed (:meth:`coded`)."""
+        return self if self.keep and self.parts[0].packs else self.dense().to(dtype)
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the file's tensor."""
+        return torch.Size(self.parts[0].shape)
+
+    def dense(self) -> Tensor:
+        """Return the values in float32, as transformers gives them."""
+        results: dict[str, dict[str, Tensor]] = {"tensors": {}}
+        values: Any = None
+        for part in self.parts:
+            made = self.family.processor.process(
+                weights=_values(self.file, part),
+                name=part.name,
+                tensor_key_mapping=self.family.names,
+                parsed_parameters=results,
+            )
+            values = made.weights if made.name is not None else None
+        if values is None:
+            return results["tensors"][self.to_name]
+        return torch.from_numpy(np.array(values, dtype=np.float32))
+
+    def coded(self) -> Coded:
+        """Return the file's own codes, with rows in the model's order."""
+        (part,) = self.parts
+        made = joined([coded(part.kind, rows) for rows in _rows(self.file, part)])
+        return made.rows(self.family.order(part.name, part.shape))
+
+
+@dataclass(frozen=True)
+class _Family:
+    """What transformers does to tensors of one family. names: the model's by the file's, without suffix. orders: found
+    before, by name without the layer's number."""
+
+    processor: Any
+    names: dict[str, str] = field(default_factory=dict)
+    orders: dict[tuple[str, tuple[int, ...]], Any] = field(default_factory=dict)
+
+    def order(self, name: str, shape: tuple[int, ...]) -> Any:
+        """Return the order of the file's rows in the model, None where they are not only moved."""
+        key = re.sub(r"\d+", "", name), shape
+        if key not in self.orders:
+            self.orders[key] = self._order(name, shape)
+        return self.orders[key]
+
+    def _order(self, name: str, shape: tuple[int, ...]) -> Any:
+        """Run the processor on a matrix of row numbers."""
+        numbers = np.broadcast_to(np.arange(shape[0], dtype=np.int32)[:, None], shape)
+        others = {"tensor_key_mapping": self.names, "parsed_parameters": {"tensors": {}}}
+        made = self.processor.process(weights=numbers, name=name, **others)
+        if made.name is None or made.weights.shape != shape:
+            return None
+        if made.weights is numbers:
+            return slice(None)
+        order = made.weights[:, 0]
+        moved = bool((made.weights == order[:, None]).all()) and np.array_equal(np.sort(order), np.arange(len(order)))
+        return torch.from_numpy(np.ascontiguousarray(order)).long() if moved else None
+
+
+def _processor(architecture: str, config: Any) -> Any:
+    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
+
+    return TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config.to_dict())
+
+
+def _values(file: Path, part: Entry) -> np.ndarray[Any, Any]:
+    """Return the dequantised values, in the file's order."""
+    gguf = optional("gguf", "gguf")
+    kind = gguf.GGMLQuantizationType[part.kind]
+    made = [gguf.quants.dequantize(rows, kind) for rows in _rows(file, part)]
+    return np.concatenate(made).reshape(part.shape)
+
+
+def _rows(file: Path, part: Entry) -> Iterator[Bytes]:
+    """Yield the bytes of some rows after others, (rows, bytes of a row)."""
+    count = math.prod(part.shape[:-1])
+    width, most = part.size // count, max(1, AT_ONCE // part.shape[-1])
+    for first in range(0, count, most):
+        taken = min(most, count - first)
+        data = np.fromfile(file, np.uint8, taken * width, offset=part.offset + first * width)
+        if len(data) != taken * width:
+            raise ModelError(f"'{file}' is cut short: {part.name} is not whole; get the file again.")
+        yield data.reshape(taken, width)

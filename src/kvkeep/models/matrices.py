@@ -1,0 +1,52 @@
+"""A model without memory, and its matrices that may be packed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from kvkeep.errors import UnsupportedModelError
+from kvkeep.models.quiet import quiet
+
+
+def built(config: Any, dtype: torch.dtype | None = None) -> Any:
+    """Return the model of ``config`` on torch's meta device. Raises UnsupportedModelError where transformers cannot
+    build it."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"), quiet():
+            return AutoModelForCausalLM.from_config(config, dtype=dtype)
+    except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:
+        raise UnsupportedModelError(
+            f"A '{config.model_type}' model cannot be built from its config ({str(error).splitlines()[0][:160]})."
+        ) from error
+
+
+def matrices(model: Any) -> dict[str, nn.Module]:
+    """Return the modules whose ``weight`` is packed, by name: plain linear layers of the decoder, the head, and
+    embeddings of tokens (not of positions), scaled ones too."""
+    from kvkeep.models.adapter import decoder_of  # which imports transformers
+
+    decoder, head, tokens = decoder_of(model), model.get_output_embeddings(), model.get_input_embeddings()
+    inside = set(decoder.modules())
+    found = {}
+    for name, module in model.named_modules():
+        linear = type(module) is nn.Linear and (module in inside or module is head)
+        embedding = type(module) is nn.Embedding and module is tokens
+        if linear or embedding or hasattr(module, "scalar_embed_scale"):
+            found[name] = module
+    return found
+
+
+def outer(model: Any) -> set[str]:
+    """Return the names of the head and of embeddings, which logits feel most."""
+    head = model.get_output_embeddings()
+    return {name for name, module in matrices(model).items() if module is head or isinstance(module, nn.Embedding)}
+
+
+def packed_bits(bits: int, outside: bool) -> int:
+    """Return the bits of a matrix where ``bits`` were asked for; of one ``outside`` the decoder's layers 8 at least."""
+    return max(bits, 8) if outside else bits

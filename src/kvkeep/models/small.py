@@ -1,0 +1,138 @@
+"""Models with small weights: transformers reads a model, and each matrix is packed before the next one is read.
+
+A quantiser, registered with transformers as any other, takes the matrices of linear layers and embeddings; all else
+(names, missing weights, ties, buffers) is transformers'. After loading the model is not marked as a quantised one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.core_model_loading import ConversionOps
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from kvkeep.errors import UsageError
+from kvkeep.models.freed import give_back
+from kvkeep.models.gguf import AT_ONCE, Stored
+from kvkeep.models.matrices import matrices, outer, packed_bits
+from kvkeep.models.packed import Coded, PackedEmbedding, PackedLinear, joined, quantised
+
+
+@register_quantization_config("kvkeep")
+class Packing(QuantizationConfigMixin):
+    """Asks ``from_pretrained`` for packed weights of 4, 8 or 16 ``bits``; None: a GGUF file's own, else 16."""
+
+    def __init__(self, bits: int | None = None, **kwargs: Any) -> None:
+        self.quant_method = "kvkeep"
+        self.bits = bits
+
+
+@register_quantizer("kvkeep")
+class Packer(HfQuantizer):
+    """Packs matrices while transformers loads. made: packed ones by the name of their module."""
+
+    def __init__(self, quantization_config: Packing, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self.bits = quantization_config.bits
+        self.places: dict[str, nn.Module] = {}
+        self.outer: set[str] = set()
+        self.made: dict[str, PackedLinear] = {}
+        self.misshapen: set[str] = set()
+
+    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
+        self.places, self.outer = matrices(model), outer(model)
+        self.strict = model._keep_in_fp32_modules_strict
+        if self.bits in (4, 8):  # which are rounded from the values as stored, once
+            model._keep_in_fp32_modules_strict = {*self.strict, *(f"{name}.weight$" for name in self.places)}
+
+    def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
+        """Whether it is a matrix that is packed."""
+        return param_name not in self.misshapen and param_name.removesuffix(".weight") in self.places
+
+    def get_quantize_ops(self) -> ConversionOps:
+        """Return what receives each matrix."""
+        return _Pack(self)
+
+    def pack(self, name: str, value: Tensor | Stored, expected: Tensor) -> bool:
+        """Keep the matrix called ``name`` packed; return whether it has the shape of the one ``expected``."""
+        if value.shape != expected.shape:
+            self.misshapen.add(name)
+            return False
+        matrix = (
+            value.coded()
+            if isinstance(value, Stored)
+            else _quantised(value, packed_bits(self.bits or 16, name.removesuffix(".weight") in self.outer))
+        )
+        self.made[name.removesuffix(".weight")] = PackedLinear(matrix)
+        expected._is_hf_initialized = True  # type: ignore[attr-defined]
+        give_back()
+        return True
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        model._keep_in_fp32_modules_strict = self.strict
+        for name, packed in self._shared(model).items():
+            module = self.places[name]
+            if isinstance(module, nn.Embedding):
+                scale = float(getattr(module, "scalar_embed_scale", 1.0))
+                model.set_submodule(name, PackedEmbedding(packed, scale, module.padding_idx))
+                continue
+            if module.bias is not None:
+                packed.bias = module.bias.detach().to(torch.bfloat16)  # type: ignore[operator]
+            model.set_submodule(name, packed)
+        self.remove_quantization_config(model)
+        for module in model.modules():
+            if hasattr(module, "config"):
+                vars(module.config).pop("_is_quantized", None)
+        model.save_pretrained = _refuse
+        return model
+
+    def _shared(self, model: Any) -> dict[str, PackedLinear]:
+        """Return the packed matrices, one for the modules that transformers has tied, or whose equal matrices the files
+        hold twice."""
+        for name, other in getattr(model, "all_tied_weights_keys", {}).items():
+            mine, source = (self.made.get(one.removesuffix(".weight")) for one in (name, other))
+            if mine is not None and source is not None and torch.equal(mine.codes, source.codes):
+                self.made[name.removesuffix(".weight")] = source
+        held = {id(self.places[name].weight): packed for name, packed in self.made.items()}
+        tied = {name: held.get(id(module.weight)) for name, module in self.places.items()}
+        return {name: packed for name, packed in tied.items() if packed is not None}
+
+    @property
+    def is_trainable(self) -> bool:
+        """Codes have no gradient."""
+        return False
+
+    def is_serializable(self, safe_serialization: Any = None) -> bool:
+        """Nothing is saved."""
+        return False
+
+
+def _refuse(*args: Any, **kwargs: Any) -> None:
+    raise UsageError("Packed weights are not saved; keep the files they came from, or load them with weights float32.")
+
+
+class _Pack(ConversionOps):
+    def __init__(self, packer: Packer) -> None:
+        self.packer = packer
+
+    @torch.no_grad()
+    def convert(self, input_dict: dict[str, Any], model: Any = None, missing_keys: Any = None, **kwargs: Any) -> Any:
+        left = {}
+        for name, values in input_dict.items():
+            value = values[0] if isinstance(values, list) else values
+            if not self.packer.param_needs_quantization(model, name):
+                left[name] = value
+            elif self.packer.pack(name, value, model.get_parameter(name)):
+                missing_keys.discard(name)
+            else:
+                left[name] = torch.empty(value.shape, device="meta")  # transformers names it
+        return left
+
+
+def _quantised(weight: Tensor, bits: int) -> Coded:
+    """As :func:`quantised`, some rows at a time: the steps of a large matrix need several times its memory."""
+    return joined([quantised(rows, bits) for rows in weight.split(max(1, AT_ONCE // weight.shape[1]))])
