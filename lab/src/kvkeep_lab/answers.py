@@ -37,6 +37,10 @@ class Case:
         copies = "" if self.copies is None else ", no copies" if self.copies == 0 else f", copies of {self.copies}"
         return f"{self.method}{kind}{'' if self.budget is None else f' at {self.budget}'}{copies}"
 
+    def options(self, context: int) -> dict[str, Any]:
+        """Return the options of its cache, for ``context`` tokens of prompt and answer."""
+        return {"budget": self.budget, "checkpoint": self.checkpoint, "where": self.where, "context": context}
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -44,7 +48,8 @@ class Answer:
 
     key: what a store knows it by. same: leading tokens that are the stock cache's, of ``tokens``; differs_at: the first
     that is not. gap, noise: of logits, see above. resident_bytes: entries held at their peak, in full or smaller, the
-    chunk in hand not counted.
+    chunk in hand not counted. logits: the greatest difference of any logit of prompt and answer, read in chunks and in
+    a batch, from those of one token at a time through the unbounded cache, if that was asked for.
     """
 
     key: str
@@ -63,6 +68,7 @@ class Answer:
     resident_bytes: int
     budget_bytes: int | None
     rounds: dict[str, Any] | None
+    logits: tuple[float, float] | None = None
 
     @property
     def tie(self) -> bool:
@@ -72,8 +78,7 @@ class Answer:
 
 def written(loaded: Loaded, prompt: Prompt, case: Case, new: int) -> tuple[Generation, Any]:
     """Return ``new`` greedy tokens after a prompt, ends of text ignored, and the cache that they were written with."""
-    options = {"budget": case.budget, "checkpoint": case.checkpoint, "where": case.where}
-    cache = new_cache(loaded.model, case.method, context=len(prompt.ids) + new, **options)
+    cache = new_cache(loaded.model, case.method, **case.options(len(prompt.ids) + new))
     asked: dict[str, Any] = {"max_new_tokens": new, "ignore_eos": True, "copies": case.copies}
     return generate(loaded.model, loaded.tokenizer, prompt.ids, cache, **asked), cache
 

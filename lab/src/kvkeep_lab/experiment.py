@@ -14,7 +14,7 @@ from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, Field, PlainSerializer, ValidationError, model_validator
+from pydantic import AliasChoices, BaseModel, BeforeValidator, Field, PlainSerializer, ValidationError, model_validator
 
 from kvkeep.errors import UsageError, unknown
 from kvkeep_lab.paper import STRICT, Claim, Paper, Text
@@ -84,7 +84,10 @@ class ExperimentBase(BaseModel, ABC):
     title: Text
     models: Annotated[tuple[Text, ...], Field(min_length=1)] = ("smollm2",)
     seeds: Annotated[tuple[int, ...], Field(min_length=1)] = (0,)
-    dtype: Literal["float32", "bfloat16", "float16", "auto"] = "float32"
+    weights: Literal["auto", "float32", "bfloat16", "float16", "int8", "int4"] = Field(
+        "float32",
+        validation_alias=AliasChoices("weights", "dtype"),  # as stores of 0.1 call it
+    )
     paper: Paper | None = None
     smoke: dict[str, Any] = {}
 
@@ -100,7 +103,7 @@ class ExperimentBase(BaseModel, ABC):
 
     @abstractmethod
     def _setting(self) -> dict[str, Any]:
-        """Return what the hashes are of, besides the name, the dtype and the data."""
+        """Return what the hashes are of, besides the name, the weights and the data."""
 
     @abstractmethod
     def _variants(self) -> Iterator[dict[str, Any]]:
@@ -127,7 +130,7 @@ class ExperimentBase(BaseModel, ABC):
 
     def cells(self, digest: str) -> list[Cell]:
         """Return all cells, those that share a prompt side by side; ``digest``: of the files that are read."""
-        common = {"experiment": self.name, "dtype": self.dtype, "data": digest, **self._setting()}
+        common = {"experiment": self.name, "dtype": self.weights, "data": digest, **self._setting()}
         setting, listed = hashed(common), []
         for model, seed, variant in product(self.models, self.seeds, list(self._variants())):
             own = {"model": model, "seed": seed, **variant}

@@ -62,22 +62,23 @@ class KeepLM(TemplateLM):
     def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None) -> KeepLM:
         """Return the model that these arguments mean.
 
-        pretrained: as :func:`kvkeep.load` names models. method, budget, chunk: of the cache ("full"). dtype: "float32"
-        by default. device, max_length: see there and the class. The harness adds a batch size, which does not matter
-        here: continuations of one context are a batch. Raises UsageError for anything else, and as loading does.
+        pretrained: as :func:`kvkeep.load` names models. method, budget, chunk: of the cache ("full"). weights:
+        "float32" by default. device, max_length: see there and the class. The harness adds a batch size, which does
+        not matter here: continuations of one context are a batch. Raises UsageError for anything else, and as loading
+        does.
         """
         device = (additional_config or {}).get("device")
         if not torch.cuda.is_available() and str(device).startswith("cuda"):
             device = None  # the harness's default, not the user's
         given = {"device": device, **arg_dict}
-        known = {"pretrained", "method", "budget", "chunk", "dtype", "device", "max_length"}
+        known = {"pretrained", "method", "budget", "chunk", "weights", "device", "max_length"}
         if unknown := sorted(set(given) - known):
             raise UsageError(f"The model 'kvkeep' takes no '{unknown[0]}'; it takes {', '.join(sorted(known))}.")
         method, budget = str(given.get("method", "full")), given.get("budget")
         if "budget" not in takes(method) and budget is not None:
             raise UsageError(f"Method '{method}' takes no budget; leave it out, or take another method.")
-        dtype = str(given.get("dtype", "float32"))
-        loaded = load(given.get("pretrained"), dtype=dtype, device=given["device"], progress=print)
+        weights = str(given.get("weights", "float32"))
+        loaded = load(given.get("pretrained"), weights=weights, device=given["device"], progress=print)
         subject = Subject(loaded, method, None if budget is None else str(budget), given.get("chunk"))
         return cls(subject, given.get("max_length"))
 

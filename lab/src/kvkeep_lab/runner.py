@@ -18,7 +18,7 @@ import transformers
 
 from kvkeep import __version__
 from kvkeep.errors import KvkeepError
-from kvkeep.models.loading import Loaded, load
+from kvkeep.models.loading import Loaded, load, weights_of
 from kvkeep_lab.experiment import Cell, Experiment, StudyExperiment, digest
 from kvkeep_lab.reference import Reference
 from kvkeep_lab.store import Record, Store, StudyRecord, TaskRecord
@@ -95,7 +95,7 @@ class Runner:
         if self._loaded is None or self._loaded.name != name:
             self._loaded, self._prepared = None, None  # one model at a time
             self._references.clear()
-            self._loaded = load(name, dtype=self.experiment.dtype, device=self.device, progress=self.notify)
+            self._loaded = load(name, weights=self.experiment.weights, device=self.device, progress=self.notify)
         return self._loaded
 
     def _prepare(self, loaded: Loaded, task: Task, cell: Cell) -> list[Sample]:
@@ -216,7 +216,7 @@ def _machine(loaded: Loaded) -> dict[str, Any]:
     device = loaded.model.device
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
-        "dtype": str(loaded.model.dtype).removeprefix("torch."),
+        "dtype": weights_of(loaded),
         "platform": f"{platform.system()} {platform.machine()}",
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),

@@ -19,6 +19,7 @@ from kvkeep.cache import KeepCache
 from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.memory.meter import Memory
 from kvkeep.stock import STOCK, memory_of, new_cache
+from kvkeep_lab.limits import entry_bytes
 from kvkeep_lab.partial import INTERRUPTED, Interruption
 
 NAIVE = "naive"
@@ -31,10 +32,16 @@ CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "processor"
 the machine, too, but without waiting, and without a GPU."""
 
 
+Timer = Callable[[Tensor, int], tuple[float, list[float]]]
+"""Gets the ids of a prompt, (batch, tokens), and a number of steps; returns the seconds of the prompt and of each step
+after it, the first of all left out: it warms up."""
+
+
 @dataclass(frozen=True)
 class Case:
     """One cache at one context: ``length`` prompt tokens, then single steps. ``rival``: whom it is compared with.
-    ``reads``: prompt tokens where these are not ``length``: a stock cache of a budget's entries. ``batch``: rows."""
+    ``reads``: prompt tokens where these are not ``length``: a stock cache of a budget's entries. ``batch``: rows.
+    ``by``: who takes the seconds, where another engine runs the model."""
 
     label: str
     length: int
@@ -43,6 +50,7 @@ class Case:
     rival: str = STOCK
     reads: int | None = None
     batch: int = 1
+    by: Timer | None = None
 
 
 @dataclass(frozen=True)
@@ -52,7 +60,8 @@ class Timed:
     slowest step, and the mean of all, for methods that do their work once for many; ``merging_ms``: how much of that
     mean is merging, by the wall clock (on a GPU, asking for it). ``memory``: the cache's own account; on a GPU also
     ``device_peak_bytes``, the most its allocator had given out during the case beyond what it had before, the model's
-    activations included."""
+    activations included. ``entry_bytes``: of keys and values that attention reads in a step; None without a cache, and
+    for other engines, which do not say what they hold."""
 
     label: str
     context: int
@@ -67,6 +76,7 @@ class Timed:
     steps: int
     memory: dict[str, Any]
     error: str = ""
+    entry_bytes: int | None = None
 
     @property
     def held_bytes(self) -> int:
@@ -86,6 +96,7 @@ class _Taken:
     merging: float = 0.0
     memory: dict[str, Any] = field(default_factory=lambda: asdict(Memory()))
     error: str = ""
+    entry_bytes: int | None = None
 
     @property
     def medians(self) -> tuple[float | None, float | None]:
@@ -143,7 +154,9 @@ def _rows(listed: Sequence[Case], taken: Sequence[_Taken]) -> list[Timed]:
         if ms:
             figures = median(ms), max(ms), fmean(ms), 1e3 * own.merging / len(ms)
         ratios = ratio(prefill, rival[0]), ratio(step, rival[1]), ratio(step, held[1])
-        rows.append(Timed(case.label, case.length, prefill, *figures, *ratios, len(ms), own.memory, own.error))
+        rows.append(
+            Timed(case.label, case.length, prefill, *figures, *ratios, len(ms), own.memory, own.error, own.entry_bytes)
+        )
     return rows
 
 
@@ -156,6 +169,11 @@ def _measure(model: Any, case: Case, own: _Taken, steps: int, patience_s: float,
         own.steps += _until(steps, patience_s, lambda step: timed(model, ids[:, : case.length + step], None, clock))
         own.memory = asdict(Memory()) | peak()
         return
+    if case.by is not None:
+        prefill, took = case.by(ids[:, : case.length], steps - 1)
+        own.prefills.append(prefill)
+        own.steps += took
+        return
     cache = new_cache(model, case.method, **case.options)
     prefill = timed(model, ids[:, : case.reads or case.length], cache, clock)
     timed(model, ids[:, :1], cache)  # the first step warms up
@@ -166,6 +184,7 @@ def _measure(model: Any, case: Case, own: _Taken, steps: int, patience_s: float,
     own.steps += took
     own.merging += meter.merging_s - before if meter else 0.0
     own.memory = asdict(memory_of(cache)) | peak()
+    own.entry_bytes = entry_bytes(cache, (case.reads or case.length) + 1 + len(took), case.batch)
 
 
 def _until(steps: int, patience_s: float, measure: Callable[[int], float]) -> list[float]:

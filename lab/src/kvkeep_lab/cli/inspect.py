@@ -25,7 +25,7 @@ def inspect(
     output: Annotated[
         str, typer.Option("--output", "-o", help="The page to write; one that is there is replaced.")
     ] = "cache.html",
-    dtype: options.Dtype = "float32",
+    weights: options.Weights = "auto",
     device: options.Device = None,
     json: options.Json = False,
 ) -> None:
@@ -41,7 +41,7 @@ def inspect(
         raise UsageError("Method 'stock' is transformers' own cache, which keeps every entry: there is nothing to see.")
     target = check_output(output)
     messages = question(read_text(file) if file else None, prompt)
-    loaded = load(model, dtype=dtype, device=device, progress=note)
+    loaded = load(model, weights=weights, device=device, progress=note)
     ids = encode(loaded.tokenizer, messages)
     cache = new_cache(loaded.model, method, budget=budget, chunk=chunk, context=len(ids) + max_tokens)
     with interruptible() as interrupted, reading(len(ids)) as advance:

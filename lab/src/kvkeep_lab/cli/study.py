@@ -1,7 +1,7 @@
 """Commands made of studies: a study's fields are the options, its tables and figure what is shown.
 
-``kvkeep analyse STUDY`` is every study; some have a command of their own, too. All of them take a model, a dtype and a
-device, print tables for people and one JSON object for programs, and draw a figure where the study has one.
+``kvkeep analyse STUDY`` is every study; some have a command of their own, too. All of them take a model, its weights
+and a device, print tables for people and one JSON object for programs, and draw a figure where the study has one.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def command(study: type[Study]) -> Callable[..., None]:
         shared["file"] = (Annotated[files, typer.Option("--file", "-f", help=FILE)], default)
     if issubclass(study, Drawn):
         shared["output"] = (Annotated[str | None, typer.Option("--output", "-o", help=OUTPUT)], None)
-    shared |= {"dtype": (options.Dtype, "float32"), "device": (options.Device, None), "json": (options.Json, False)}
+    shared |= {"weights": (options.Weights, study.weights), "device": (options.Device, None)}
+    shared |= {"json": (options.Json, False)}
     assert not set(fields) & set(shared), "a field of the study has the name of an option that all commands share"
 
     def run(**given: Any) -> None:
@@ -142,7 +143,7 @@ def _run(
     study: Study,
     *,
     model: str,
-    dtype: str,
+    weights: str,
     device: str | None,
     json: bool,
     file: list[str] | None = None,
@@ -153,7 +154,7 @@ def _run(
     study.check(files)
     if output is not None:
         check_figure(output)
-    loaded = load(model, dtype=dtype, device=device, progress=note)
+    loaded = load(model, weights=weights, device=device, progress=note)
     stopped = None
     with _bar() as report:
         try:
@@ -162,11 +163,11 @@ def _run(
             found, stopped = getattr(stop, "found", None), str(stop) or "Interrupted."
             if not isinstance(found, study.found):
                 raise Interrupted("Interrupted before it was measured; there is nothing to show.") from None
-    where = machine(loaded, dtype) | study.conditions()
+    where = machine(loaded) | study.conditions()
     problem = study.problem(found)
     if output is not None and problem is None:
         assert isinstance(study, Drawn)
-        study.draw(found, output, title=f"{loaded.name}, {dtype}")
+        study.draw(found, output, title=f"{loaded.name}, {where['weights']}")
     if json:
         drawn = {"figure": None if problem else output} if isinstance(study, Drawn) else {}
         print_json({"machine": where, **study.as_json(found), **drawn})

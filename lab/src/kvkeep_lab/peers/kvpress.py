@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import atexit
 import base64
-import json
 import os
-import subprocess
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,11 +20,10 @@ from kvkeep.contracts import Exactness
 from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.memory.meter import Memory
 from kvkeep_lab.peers.base import Peer, Reader, entries_of
+from kvkeep_lab.peers.process import PeerProcess
 
 PYTHON = "KVKEEP_KVPRESS_PYTHON"
 """The environment variable that says which interpreter has kvpress."""
-
-_WORKER = Path(__file__).with_name("kvpress_worker.py")
 
 
 @dataclass(frozen=True)
@@ -105,8 +102,8 @@ class _Remote(Reader):
         return Memory(held, peak_cache_bytes=peak, peak_workspace_bytes=largest)
 
 
-class KvpressProcess:
-    """A process that answers questions about one model, a line of JSON each."""
+class KvpressProcess(PeerProcess):
+    """The process of one model."""
 
     current: ClassVar[KvpressProcess | None] = None
 
@@ -124,11 +121,12 @@ class KvpressProcess:
             raise UsageError("kvpress reads the model itself, and this one has no name or folder to read it from.")
         about = {"dtype": str(model.dtype).removeprefix("torch."), "device": str(model.device)}
         key = (os.getpid(), python, folder, *about.values())  # a fork must not speak through its parent's pipes
-        if cls.current is None or cls.current.key != key:
+        if cls.current is None or cls.current.closed or cls.current.key != key:
             cls.stop()
             cls.current = cls(python, key)
             try:
-                answer = cls.current.ask(do="load", folder=folder, threads=torch.get_num_threads(), **about)
+                readable = cls.current.folder(model, folder)
+                answer = cls.current.ask(do="load", folder=readable, threads=torch.get_num_threads(), **about)
             except KvkeepError:
                 cls.stop()
                 raise
@@ -137,56 +135,29 @@ class KvpressProcess:
 
     @classmethod
     def stop(cls) -> None:
-        """End the process, if there is one of ours."""
-        if cls.current is not None and cls.current.key[0] == os.getpid():
+        """End the process, if there is one."""
+        if cls.current is not None:
             cls.current.close()
         cls.current = None
 
     def __init__(self, python: str, key: tuple[Any, ...]) -> None:
+        super().__init__("kvpress", python, "kvpress_worker.py")
         self.key, self.versions, self.reader = key, dict[str, str](), object()
-        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process; a pipe could fill up
-        quiet = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
-        try:
-            self._process = subprocess.Popen(
-                [python, "-I", str(_WORKER)],  # not this folder's modules, and not kvkeep's packages
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._stderr,
-                text=True,
-                env={**os.environ, **quiet},
-                start_new_session=True,  # no Ctrl-C: it ends when its input does
-            )
-        except OSError as error:
-            self._stderr.close()
-            raise UsageError(f"'{python}' cannot be run: {(error.strerror or str(error)).lower()}.") from error
+        self._copy: tempfile.TemporaryDirectory[str] | None = None
 
-    def ask(self, **question: Any) -> dict[str, Any]:
-        """Return the answer. Raises KvkeepError with the reason where there is none."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        try:
-            self._process.stdin.write(json.dumps(question) + "\n")
-            self._process.stdin.flush()
-            line = self._process.stdout.readline()
-        except OSError:
-            line = ""
-        except BaseException:  # an interrupt: the answer would be taken for the next one's
-            KvpressProcess.stop()
-            raise
-        if not line:
-            self._stderr.seek(0)
-            lines = self._stderr.read().decode(errors="replace").strip().splitlines() or ["it gave no reason"]
-            KvpressProcess.stop()
-            raise KvkeepError(f"The process that runs kvpress ended: {lines[-1].rstrip('.')}.")
-        answer: dict[str, Any] = json.loads(line)
-        if "error" in answer:
-            raise KvkeepError(f"kvpress could not do it: {answer['error'].rstrip('.')}.")
-        return answer
+    def folder(self, model: Any, folder: str) -> str:
+        """Return a folder or hub id with the weights of ``model``; what comes out of a GGUF file is written to one."""
+        if not Path(folder).is_dir() or list(Path(folder).glob("*.safetensors")):
+            return folder
+        self._copy = tempfile.TemporaryDirectory()
+        model.save_pretrained(self._copy.name)
+        return self._copy.name
 
     def close(self) -> None:
-        """Let the process end."""
-        self._process.kill()
-        self._process.communicate()
-        self._stderr.close()
+        """End the process, and remove what was written for it."""
+        super().close()
+        if self._copy is not None:
+            self._copy.cleanup()
 
 
 atexit.register(KvpressProcess.stop)

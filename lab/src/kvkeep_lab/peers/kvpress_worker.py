@@ -1,7 +1,6 @@
 """Answers questions about a model with a press of NVIDIA's kvpress, in an environment of its own.
 
-kvpress asks for a transformers that kvkeep is too new for, so this file is run by another interpreter and imports
-nothing of kvkeep. It reads one JSON object a line and answers each with one:
+kvpress asks for a transformers that kvkeep is too new for. Questions and answers (worker.py):
 
 * ``{"do": "load", "folder", "dtype", "device", "threads"}`` -> ``{"versions"}``, once, at first;
 * ``{"do": "read", "ids", "press", "options", "keep", "unseen"}`` -> a step: a prompt read in one pass and pruned to
@@ -20,9 +19,6 @@ import base64
 import dataclasses
 import importlib.metadata
 import inspect
-import json
-import os
-import sys
 import time
 from contextlib import ExitStack
 from typing import Any
@@ -155,23 +151,3 @@ def _version(module: Any) -> str:
         return importlib.metadata.version(module.__name__)
     except importlib.metadata.PackageNotFoundError:
         return str(getattr(module, "__version__", "unknown"))
-
-
-def main() -> None:
-    """Answer until there are no more questions."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what packages print is no answer
-    answerer = Answerer()
-    for line in sys.stdin:
-        question = json.loads(line)
-        try:
-            answer = getattr(answerer, question.pop("do"))(**question)
-        except Exception as error:  # whatever a press raises is its user's to read
-            reason = " ".join(str(error).split()) or type(error).__name__
-            answer = {"error": reason if isinstance(error, Wrong) else f"{type(error).__name__}: {reason}"}
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
-
-
-if __name__ == "__main__":
-    main()

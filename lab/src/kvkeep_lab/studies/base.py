@@ -21,6 +21,7 @@ from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.models.loading import Loaded
 from kvkeep.policies.methods import resolve
 from kvkeep.stock import STOCK, requested
+from kvkeep_lab.peers.engines import engine_of
 from kvkeep_lab.reading import takes
 from kvkeep_lab.tables import Table
 from kvkeep_lab.tasks.base import Metric
@@ -91,6 +92,9 @@ MethodName = Annotated[str, _checked(takes)]
 OwnMethod = Annotated[str, _checked(lambda method: None if method == STOCK else resolve(method))]
 """A method of kvkeep's, or the stock cache."""
 
+EngineName = Annotated[str, _checked(engine_of)]
+"""An engine by others."""
+
 BudgetText = Annotated[str, _checked(lambda budget: requested(None, budget))]
 """A budget in the user's words."""
 
@@ -124,6 +128,7 @@ class Study(BaseModel, ABC):
     the few numbers that say most, which a paper's stand beside; :meth:`scores` has them. certain: those that neither a
     seed nor another run changes, so that one is enough. packages: what must be installed, by module and by the name
     that pip knows; ``extra``: which of kvkeep's brings it. text: whether a command asks for files to read.
+    weights: of the model, unless a command is given others; float32 where methods are compared to the last bit.
     One that is :class:`Drawn` has a figure, too.
     """
 
@@ -139,6 +144,7 @@ class Study(BaseModel, ABC):
     packages: ClassVar[dict[str, str]] = {}
     extra: ClassVar[str] = "lab"
     text: ClassVar[Literal["none", "optional", "needed"]] = "none"
+    weights: ClassVar[str] = "float32"
 
     @model_serializer(mode="wrap")
     def _without_none(self, dump: Any) -> dict[str, Any]:

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from kvkeep.budget import Budget
 from kvkeep.contracts import Exactness
+from kvkeep.errors import BudgetError, UsageError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.plan.candidates import specs
 from kvkeep.policies.methods import resolve
 from kvkeep.stock import STOCK
+from kvkeep_lab.limits import memory_rate, step_limit_ms, weight_bytes
 from kvkeep_lab.partial import Interruption
-from kvkeep_lab.studies.base import BudgetText, Count, Flag, Study, Trial
-from kvkeep_lab.tables import Table, fixed, megabytes, refusals
+from kvkeep_lab.peers.engines import LlamaCpp
+from kvkeep_lab.process_memory import InProcess, measure_each, process_table
+from kvkeep_lab.studies.base import BudgetText, Count, Flag, Trial
+from kvkeep_lab.studies.engines import EngineStudy
+from kvkeep_lab.tables import Table, fixed, megabytes, number, refusals
 from kvkeep_lab.timing import HELD, NAIVE, Case, Timed, run
 
 COMBINED = ("h2o+quantize:4", "h2o+merge", "kvreviver:estimate=shrunk,by=mean")
@@ -25,12 +32,32 @@ COMBINED = ("h2o+quantize:4", "h2o+merge", "kvreviver:estimate=shrunk,by=mean")
 
 @dataclass(frozen=True)
 class Benched:
-    """All cases, by context."""
+    """All cases, by context. bytes_per_s: the rate of the machine's memory; weight_bytes: of the model's weights, those
+    that a step reads (:mod:`~kvkeep_lab.limits`). notes: what is to be said of other engines. processes: cases
+    in processes of their own, in place of rows."""
 
     rows: list[Timed]
+    bytes_per_s: float | None = None
+    weight_bytes: int | None = None
+    notes: list[str] = field(default_factory=list)
+    processes: list[InProcess] = field(default_factory=list)
+
+    def limit_ms(self, row: Timed) -> float | None:
+        """Return how long a step takes at least; None where it is not known."""
+        return step_limit_ms(self.weight_bytes, row.entry_bytes, self.bytes_per_s)
+
+    def llama_ratio(self, row: Timed) -> float | None:
+        """Return the time of a step to that of llama.cpp at the same context, with or without flash attention,
+        whichever is faster, with a cache that is not quantised; None where one of them was not measured."""
+        rivals = [
+            rival.step_ms
+            for rival in self.rows
+            if rival.label in LlamaCpp.whole and rival.context == row.context and rival.step_ms
+        ]
+        return row.step_ms / min(rivals) if row.step_ms and rivals else None
 
 
-class Bench(Study):
+class Bench(EngineStudy):
     """Prefill and decoding of every cache in one run, and their memory."""
 
     name = "bench"
@@ -38,9 +65,11 @@ class Bench(Study):
     protocol = (
         "Random ids are read, then single tokens decoded, by each cache in turn; medians over all rounds, interleaved. "
         "Ratios are to transformers' own cache (stock) at the same context, and to one that holds the budget's entries "
-        "only (held)."
+        "only (held). At least: the bytes of weights, keys and values that a step reads, by the rate at which memory "
+        "gave 512 MB in the same run."
     )
     found = Benched
+    weights = "auto"
 
     contexts: list[Count] = Field([512, 2048, 4096], min_length=1, description="tokens of prompts")
     budget: Annotated[BudgetText, Flag("--budget", "-b")] = Field("12.5%", description="of whatever has one")
@@ -52,44 +81,101 @@ class Bench(Study):
         "wall", description="what is timed by: wall, or processor, for a machine that others use, too"
     )
 
+    process: bool = Field(
+        False, description="in place of it all, what a process holds with a cache, and its steps without the page cache"
+    )
+
+    def check(self, files: Sequence[Path]) -> None:
+        if self.process and (self.peers or self.clock != "wall"):
+            raise UsageError("With --process there are no other engines and no other clock; leave those out.")
+        if self.peers and self.clock != "wall":
+            raise UsageError(
+                "Peers work in processes of their own, whose processor seconds are not known here; leave out --clock "
+                "or --peers."
+            )
+
     def measure(self, trial: Trial) -> Benched:
-        listed = cases(trial.model, self.contexts, self.budget, self.steps, slow=self.slow)
+        listed = (
+            process_cases(self.contexts, self.budget)
+            if self.process
+            else cases(trial.model, self.contexts, self.budget, self.steps, slow=self.slow)
+        )
         if self.only is not None:
             listed = [one for one in listed if one.method == STOCK or any(part in one.label for part in self.only)]
+        if self.process:
+            return Benched([], processes=measure_each(trial.loaded, listed, self.steps, trial.progress))
         options: dict[str, Any] = {"rounds": self.rounds, "steps": self.steps, "clock": self.clock}
-        try:
-            return Benched(run(trial.model, listed, progress=trial.progress, **options))
-        except Interruption as stop:
-            raise Interruption(Benched(stop.found)) from None
+        with self.engines(trial, max(self.contexts) + self.steps) as (engines, notes):
+            listed += [case for length in self.contexts for engine in engines for case in engine.cases(length)]
+            beside = memory_rate(trial.model.device), weight_bytes(trial.model), notes
+            try:
+                return Benched(run(trial.model, listed, progress=trial.progress, **options), *beside)
+            except Interruption as stop:
+                raise Interruption(Benched(stop.found, *beside)) from None
 
     def conditions(self) -> dict[str, Any]:
         return {"clock": self.clock}
 
     def tables(self, found: Benched) -> list[Table]:
-        merging = any(row.merging_ms for row in found.rows)
-        on_gpu = any("device_peak_bytes" in row.memory for row in found.rows)
-        table = Table(
-            f"Budget {self.budget}, {self.clock} clock",
-            [
-                *("context", "cache", "prefill s", "×", "step ms", "×", "× held", "slowest ms"),
-                *(("mean ms", "of it merging") if merging else ()),
-                *("resident", "kept smaller or elsewhere", "workspace peak", *(("GPU peak",) if on_gpu else ())),
-            ],
-            notes=[
-                "×: time relative to stock at the same context; × held: to a stock cache of the budget's entries only.",
-                *refusals((row.label, f"{row.context:,}", row.error) for row in found.rows),
-            ],
-            named=2,
-        )
-        for row in (row for row in found.rows if not row.error):
-            kept = sum(row.memory["checkpoint_bytes"].values()) + row.memory["compressed_bytes"]
-            prefill = [fixed(row.prefill_s), fixed(row.prefill_ratio)]
-            steps = [fixed(row.step_ms, 1), fixed(row.step_ratio), fixed(row.held_ratio), fixed(row.slowest_ms, 1)]
-            steps += [fixed(row.mean_ms, 1), fixed(row.merging_ms, 1)] if merging else []
-            sizes = [row.memory["resident_bytes"], kept or None, row.memory["peak_workspace_bytes"] or None]
-            sizes += [row.memory.get("device_peak_bytes")] if on_gpu else []
-            table.rows.append([f"{row.context:,}", f"`{row.label}`", *prefill, *steps, *map(megabytes, sizes)])
+        if found.processes:
+            return [process_table(found.processes, f"Budget {self.budget}, a process each")]
+        columns = self._columns(found)
+        notes = [
+            "×: time relative to stock at the same context; × held: to a stock cache of the budget's entries only."
+        ]
+        if any(found.llama_ratio(row) for row in found.rows):
+            notes.append("× llama.cpp: to its step, with or without flash attention, whichever is faster.")
+        if found.bytes_per_s:
+            notes.append(
+                f"At least: weights ({megabytes(found.weight_bytes)}), keys and values that a step reads, at the "
+                f"{found.bytes_per_s / 1e9:.1f} GB/s at which memory was read in this run."
+            )
+        notes += [*found.notes, *refusals((row.label, f"{row.context:,}", row.error) for row in found.rows)]
+        table = Table(f"Budget {self.budget}, {self.clock} clock", [*columns], notes=notes, named=2)
+        table.rows += [[cell(row) for cell in columns.values()] for row in found.rows if not row.error]
         return [table]
+
+    def _columns(self, found: Benched) -> dict[str, Callable[[Timed], str]]:
+        """Return the columns that there is something to say in: what to write for a row, by heading."""
+
+        def size(name: str) -> Callable[[Timed], str]:
+            return lambda row: megabytes(row.memory.get(name) or None)
+
+        columns: dict[str, Callable[[Timed], str]] = {
+            "context": lambda row: f"{row.context:,}",
+            "cache": lambda row: f"`{row.label}`",
+            "prefill s": lambda row: fixed(row.prefill_s),
+            "tokens/s": lambda row: number(row.context / row.prefill_s if row.prefill_s else None),
+            "×": lambda row: fixed(row.prefill_ratio),
+            "step ms": lambda row: fixed(row.step_ms, 1),
+            "× step": lambda row: fixed(row.step_ratio),
+            "× held": lambda row: fixed(row.held_ratio),
+        }
+        if any(found.llama_ratio(row) for row in found.rows):
+            columns["× llama.cpp"] = lambda row: fixed(found.llama_ratio(row))
+        columns |= {
+            "at least ms": lambda row: fixed(found.limit_ms(row), 1),
+            "slowest ms": lambda row: fixed(row.slowest_ms, 1),
+        }
+        if any(row.merging_ms for row in found.rows):
+            columns["mean ms"] = lambda row: fixed(row.mean_ms, 1)
+            columns["of it merging"] = lambda row: fixed(row.merging_ms, 1)
+        columns |= {
+            "resident": size("resident_bytes"),
+            "kept smaller or elsewhere": lambda row: megabytes(
+                sum(row.memory["checkpoint_bytes"].values()) + row.memory["compressed_bytes"] or None
+            ),
+            "workspace peak": size("peak_workspace_bytes"),
+        }
+        if any("device_peak_bytes" in row.memory for row in found.rows):
+            columns["GPU peak"] = size("device_peak_bytes")
+        return columns
+
+    def as_json(self, found: Benched) -> dict[str, Any]:
+        rows = [
+            asdict(row) | {"limit_ms": found.limit_ms(row), "llama_ratio": found.llama_ratio(row)} for row in found.rows
+        ]
+        return asdict(found) | {"rows": rows}
 
 
 def cases(model: Any, contexts: Sequence[int], budget: str, steps: int, *, slow: bool = True) -> list[Case]:
@@ -114,8 +200,20 @@ def cases(model: Any, contexts: Sequence[int], budget: str, steps: int, *, slow:
             *(direct(kind, where) for kind in ("kv", "residual") for where in ("device", "host", "disk")),
             *(Case(name, length, name, {"budget": budget, "context": length}) for name in lossy),
         ]
-        if entries := Budget.parse(budget).entries(geometry, context=length):
-            listed.append(Case(HELD, length, STOCK, reads=entries))
+        with suppress(BudgetError):  # which methods with a budget will say
+            if entries := Budget.parse(budget).entries(geometry, context=length):
+                listed.append(Case(HELD, length, STOCK, reads=entries))
         if slow:
             listed += [Case(NAIVE, length, NAIVE), direct("residual:4", "host"), direct("tokens", "device")]
+    return listed
+
+
+def process_cases(contexts: Sequence[int], budget: str) -> list[Case]:
+    """Return the cases that are measured in processes of their own: caches that hold every entry, and two that keep all
+    of them on disk, recalled for every token, or once a round of drafts."""
+    listed = []
+    for length in contexts:
+        options = {"budget": budget, "checkpoint": "kv", "where": "disk", "context": length}
+        listed += [Case(STOCK, length, STOCK), Case("full", length, "full")]
+        listed += [Case(f"{name} kv@disk", length, name, options) for name in ("kv-direct", "snapkv+verified")]
     return listed

@@ -7,21 +7,25 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from hashlib import sha256
 from itertools import groupby, product
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, Literal
 
+import torch
 from pydantic import Field, TypeAdapter, ValidationError
+from torch import Tensor
 
 from kvkeep.cli.output import machine
 from kvkeep.decode.generate import Generation
 from kvkeep.errors import KvkeepError
 from kvkeep.models.loading import Loaded
-from kvkeep.stock import STOCK
+from kvkeep.stock import STOCK, new_cache
 from kvkeep_lab.answers import Answer, Case, judged, written
+from kvkeep_lab.bits import greatest_difference, one_at_a_time
 from kvkeep_lab.partial import keeping
 from kvkeep_lab.prompts import TEXT, Prompt, prompts
 from kvkeep_lab.reading import takes
@@ -41,12 +45,17 @@ from kvkeep_lab.studies.base import (
 from kvkeep_lab.tables import Table, fixed, number, percent, times
 
 _ANSWER = TypeAdapter(Answer)
+_BITS = (
+    "Logits: the greatest difference of any logit of prompt and answer from full's, one token at a time, when the text "
+    "is read in chunks of random sizes, and in a batch, padded and beside that; 0 is the same to the bit."
+)
 
 
 @dataclass(frozen=True)
 class Row:
     """One case over all its prompts: how many, how many identical, how many differ in a tie alone; leading tokens that
-    are the same; medians of the ratios of times to the stock cache's; tokens a round, and the share of right drafts."""
+    are the same; medians of the ratios of times to the stock cache's; tokens a round, and the share of right drafts;
+    logits: the greatest difference of any."""
 
     label: str
     prompts: int
@@ -60,6 +69,7 @@ class Row:
     right: float | None
     within_budget: bool | None
     error: str = ""
+    logits: float | None = None
 
 
 @dataclass(frozen=True)
@@ -85,12 +95,13 @@ class Prove(Study):
     name = "prove"
     about = "the unbounded cache's answers from other caches, token by token, and how long they take"
     protocol = (
-        "Prompts made of a text are answered greedily with the stock cache and with others; where a token differs, the "
-        "gap of its logits is held against the noise of rounding. Times are relative to the stock cache's in the same "
-        "run: below 1 is faster."
+        "Prompts made of a text are answered greedily with the stock cache (with 'full', for bits) and with others; "
+        "where a token differs, the gap of its logits is held against the noise of rounding. Times are relative "
+        "to the stock cache's in the same run: below 1 is faster."
     )
     found = Proof
     text = "optional"
+    weights = "auto"
 
     methods: Annotated[list[OwnMethod], unique, Flag("--method", "-x")] = Field(
         ["snapkv+verified"], min_length=1, description="see 'kvkeep methods'"
@@ -114,6 +125,9 @@ class Prove(Study):
         True, description="every cache for every prompt, or one for each in turn"
     )
     copies: int | None = Field(None, ge=0, description="0 keeps rounds from copying drafts from the text")
+    bits: bool = Field(
+        False, description="compare every logit, too, with kvkeep's own unbounded cache, one token at a time"
+    )
     store: Path | None = Field(None, description="a file that keeps each answer as it comes; run again, and it goes on")
 
     def measure(self, trial: Trial) -> Proof:
@@ -128,9 +142,15 @@ class Prove(Study):
         precision, machine, prompt and case are not asked for again."""
         known = {} if self.store is None else _known(self.store)
         listed = self.cases()
-        setting = json.dumps(machine(loaded, str(loaded.model.dtype).removeprefix("torch.")))
+        setting = json.dumps(machine(loaded))
+        kind = ["bits"] if self.bits else []
+
+        def key(prompt: Prompt, case: Case) -> str:
+            facts = [setting, prompt.ids, asdict(case), self.new, *kind]
+            return sha256(json.dumps(facts).encode()).hexdigest()[:16]
+
         asking = [
-            (prompt, case, sha256(json.dumps([setting, prompt.ids, asdict(case), self.new]).encode()).hexdigest()[:16])
+            (prompt, case, key(prompt, case))
             for number, prompt in enumerate(asked)
             for case in (listed if self.every else [listed[number % len(listed)]])
         ]
@@ -164,14 +184,18 @@ class Prove(Study):
     ) -> Iterator[Answer]:
         """Yield the missing answers, each prompt's after the stock cache's; note what refuses."""
         total = len(missing) + len({id(prompt) for prompt, *_ in missing})
-        done = 0
+        done, rival = 0, "full" if self.bits else STOCK
         for _, group in groupby(missing, key=lambda one: id(one[0])):
             reference: Generation | None = None
+            logits: Tensor | None = None
             for prompt, case, key in group:
                 about = f"{prompt.kind} of {len(prompt.ids)}"
                 if reference is None:
-                    progress(f"{about}, {STOCK}", done, total)
-                    reference = written(loaded, prompt, Case(STOCK), self.new)[0]
+                    progress(f"{about}, {rival}", done, total)
+                    reference = written(loaded, prompt, Case(rival), self.new)[0]
+                    whole = torch.tensor([[*prompt.ids, *reference.tokens[:-1]]], device=loaded.model.device)
+                    if self.bits:
+                        logits = one_at_a_time(loaded.model, whole, new_cache(loaded.model, rival))
                     done += 1
                 progress(f"{about}, {case.label}", done, total)
                 done += 1
@@ -180,7 +204,11 @@ class Prove(Study):
                 except KvkeepError as error:
                     refused[case.label] = str(error)
                     continue
-                yield judged(loaded.model, prompt, case, key, result, reference, cache)
+                answer = judged(loaded.model, prompt, case, key, result, reference, cache)
+                if logits is not None:
+                    make = partial(new_cache, loaded.model, case.method, **case.options(len(prompt.ids) + self.new))
+                    answer = replace(answer, logits=greatest_difference(loaded.model, whole, logits, make))
+                yield answer
 
     def problem(self, found: Proof) -> str | None:
         """Return whether nothing was answered."""
@@ -190,11 +218,16 @@ class Prove(Study):
         return {"rows": [asdict(row) for row in found.rows], "answers": [asdict(one) for one in found.answers]}
 
     def tables(self, found: Proof) -> list[Table]:
+        own = "transformers' own cache"
         table = Table(
             f"Answers of {self.new} tokens",
-            ["", "prompts", "identical", "ties", "tokens", "prefill", "decoding", "a round", "right", "budget"],
+            [
+                *("", "prompts", "identical", "ties", "tokens", "prefill", "decoding", "a round", "right", "budget"),
+                *(["logits differ by"] if self.bits else []),
+            ],
             notes=[
-                "Times are relative to transformers' own cache in the same run: below 1 is faster.",
+                f"Times are relative to {'full' if self.bits else own} in the same run: below 1 is faster.",
+                *([_BITS] if self.bits else []),
                 *(f"`{row.label}`: {row.error}" for row in found.rows if row.error),
                 *(
                     f"`{one.label}`, {one.kind} of {one.prompt_tokens}: differs at token {one.differs_at}, gap "
@@ -209,7 +242,8 @@ class Prove(Study):
             rounds = [fixed(row.tokens_a_round, 1), percent(row.right, 0)]
             held = "-" if row.within_budget is None else "held" if row.within_budget else "exceeded"
             took = [times(row.prefill_ratio), times(row.decode_ratio)]
-            table.rows.append([f"`{row.label}`", *counts, *took, *rounds, held])
+            bits = [number(row.logits)] if self.bits else []
+            table.rows.append([f"`{row.label}`", *counts, *took, *rounds, held, *bits])
         return [table]
 
 
@@ -230,6 +264,7 @@ def _row(label: str, own: Sequence[Answer]) -> Row:
         sum(answer.tokens - 1 for answer in own) / sum(one["rounds"] for one in rounds) if rounds else None,
         sum(one["accepted"] for one in rounds) / tried if tried else None,
         not any(exceeded) if budgeted else None,
+        logits=max((max(answer.logits) for answer in own if answer.logits is not None), default=None),
     )
 
 

@@ -18,7 +18,6 @@ from transformers import DynamicCache
 from kvkeep.geometry import ModelGeometry
 from kvkeep.models.adapter import Adapter
 from kvkeep.models.binding import bind
-from kvkeep.models.loading import DTYPES
 from kvkeep_lab.figures import FilePath, dress, panels, styled
 from kvkeep_lab.prompts import built_in
 from kvkeep_lab.statistics import each, where
@@ -155,7 +154,7 @@ def reconstruction(model: Any, ids: Tensor, lengths: Sequence[int], name: str) -
     all positions, the windowed cache's own in :mod:`kvkeep_lab.studies.windows`.
     """
     bind(model)
-    dtype = DTYPES[name]
+    dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     cast = model if next(model.parameters()).dtype == dtype else copy.deepcopy(model).to(dtype)
     adapter = Adapter(cast)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
 from pydantic import Field
@@ -12,7 +12,8 @@ from kvkeep.stock import STOCK
 from kvkeep_lab.figures import FilePath, dress, panels, styled
 from kvkeep_lab.reading import takes
 from kvkeep_lab.statistics import where
-from kvkeep_lab.studies.base import BudgetText, Count, Flag, MethodName, Study, Trial
+from kvkeep_lab.studies.base import BudgetText, Count, Flag, MethodName, Trial
+from kvkeep_lab.studies.engines import EngineStudy
 from kvkeep_lab.tables import Table, megabytes, number, refusals, times
 from kvkeep_lab.tasks.base import Metric
 from kvkeep_lab.timing import Case, run
@@ -29,7 +30,7 @@ FITS = 8
 @dataclass(frozen=True)
 class Rate:
     """One method with so many rows. held_bytes: entries that attention reads, in full or in a smaller form, after the
-    last step. error: why there is nothing else."""
+    last step; 0 for engines by others, which do not say. error: why there is nothing else."""
 
     batch: int
     method: str
@@ -46,9 +47,10 @@ class Rate:
 
 @dataclass(frozen=True)
 class Rates:
-    """All of them."""
+    """All of them. notes: what is to be said of other engines."""
 
     rows: list[Rate]
+    notes: list[str] = field(default_factory=list)
 
     def of(self, batch: int, method: str) -> Rate | None:
         """Return what was measured of one method with so many rows; None where it was not."""
@@ -60,7 +62,7 @@ class Rates:
         return None if mine is None or full is None else mine.tokens_per_s / full.tokens_per_s
 
 
-class Throughput(Study):
+class Throughput(EngineStudy):
     """KVReviver's Table 1, and methods that keep the same bytes in other ways."""
 
     name = "throughput"
@@ -103,13 +105,17 @@ class Throughput(Study):
             )
             for batch, method in pairs
         ]
-        rows = run(trial.model, cases, rounds=self.rounds, steps=self.steps, progress=trial.progress)
-        return Rates(
-            [
-                Rate(*pair, row.prefill_s, row.step_ms, row.held_bytes, row.error)
-                for pair, row in zip(pairs, rows, strict=True)
-            ]
-        )
+        with self.engines(trial, self.length + self.steps, max(self.batches)) as (engines, notes):
+            for batch in self.batches:
+                theirs = [case for engine in engines for case in engine.cases(self.length, batch)]
+                cases += theirs
+                pairs += [(batch, case.label) for case in theirs]
+            rows = run(trial.model, cases, rounds=self.rounds, steps=self.steps, progress=trial.progress)
+        rates = [
+            Rate(*pair, row.prefill_s, row.step_ms, row.held_bytes, row.error)
+            for pair, row in zip(pairs, rows, strict=True)
+        ]
+        return Rates(rates, notes)
 
     def scores(self, found: Rates) -> dict[str, float]:
         most, scores = max(self.batches), dict[str, float | None]()
@@ -135,13 +141,16 @@ class Throughput(Study):
                 "rows that fit",
                 "the paper's tokens/s",
             ],
-            notes=refusals(((row.method, row.batch, row.error) for row in found.rows), "with {} rows"),
+            notes=[
+                *found.notes,
+                *refusals(((row.method, row.batch, row.error) for row in found.rows), "with {} rows"),
+            ],
         )
         for row in (row for row in found.rows if not row.error):
-            fits = "-" if one is None else f"{one.held_bytes * row.batch / row.held_bytes:.1f}"
+            fits = "-" if one is None or not row.held_bytes else f"{one.held_bytes * row.batch / row.held_bytes:.1f}"
             paper = PAPER.get((row.batch, row.method))
             took = [f"{row.prefill_s:.2f} s", f"{row.step_ms:.0f} ms", number(row.tokens_per_s)]
-            sizes = [megabytes(row.held_bytes), fits, "" if paper is None else f"{paper:.2f}"]
+            sizes = [megabytes(row.held_bytes or None), fits, "" if paper is None else f"{paper:.2f}"]
             table.rows.append(
                 [f"`{row.method}`, {row.batch}", *took, times(found.ratio(row.batch, row.method)), *sizes]
             )

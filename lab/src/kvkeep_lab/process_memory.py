@@ -1,0 +1,196 @@
+"""What a process holds with a cache, by the system's account, and its steps when the page cache cannot help.
+
+Every case is measured in a process of its own, so that no other case's memory is counted.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvkeep.decode.generate import Generation, generate
+from kvkeep.errors import KvkeepError
+from kvkeep.models.folders import cache_folder
+from kvkeep.models.loading import Loaded, load, weights_of
+from kvkeep.stock import new_cache
+from kvkeep_lab.page_cache import Mapped, mapped_below
+from kvkeep_lab.tables import Table, fixed, megabytes, percent, refusals
+from kvkeep_lab.timing import Case, random_ids
+
+WARM_UP = 16
+"""Tokens that are read before memory is counted: a process holds more after its first pass."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes of a process in memory. pss: its own, and its share of what others have mapped, too. anonymous: without a
+    file. mapped: of files, the model's and checkpoints'."""
+
+    pss: int
+    anonymous: int
+    mapped: int
+
+    def __sub__(self, other: Held) -> Held:
+        """Return what is held above ``other``."""
+        return Held(self.pss - other.pss, self.anonymous - other.anonymous, self.mapped - other.mapped)
+
+
+@dataclass(frozen=True)
+class InProcess:
+    """One case in a process of its own. before: what it held with the model, before the cache was made; held: after
+    prompt and steps. resident_bytes, elsewhere_bytes: the cache's own account. step_ms: of a new token, on average;
+    dropped_ms: of as many more, with the checkpoint dropped from memory before each, or each round; None without one.
+    dropped_bytes, left_bytes: of the checkpoint's files, and what of them stayed in memory, on average.
+    per_pass: tokens of an exact pass, where others draft. error: why there is nothing else."""
+
+    label: str
+    context: int
+    before: Held | None = None
+    held: Held | None = None
+    resident_bytes: int = 0
+    elsewhere_bytes: int = 0
+    step_ms: float | None = None
+    dropped_ms: float | None = None
+    dropped_bytes: int = 0
+    left_bytes: int = 0
+    per_pass: float | None = None
+    error: str = ""
+
+
+def held_now(rollup: Path = Path("/proc/self/smaps_rollup")) -> Held:
+    """Return what this process holds, freed memory given back first. Raises KvkeepError where the system does not
+    say."""
+    gc.collect()
+    with suppress(OSError, AttributeError, TypeError):  # not glibc
+        ctypes.CDLL(None).malloc_trim(0)
+    try:
+        lines = rollup.read_text().splitlines()[1:]
+    except OSError as error:
+        raise KvkeepError("What a process holds is known on Linux only; measure there.") from error
+    size = {name: 1024 * int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
+    return Held(size["Pss"], size["Anonymous"], size["Rss"] - size["Anonymous"])
+
+
+def process_table(rows: Sequence[InProcess], title: str) -> Table:
+    """Return a table: what is held above the model, then seconds."""
+    table = Table(
+        title,
+        [
+            *("context", "cache", "Pss", "above the model: anonymous", "mapped"),
+            *("resident", "kept smaller or elsewhere", "step ms", "dropped ms", "tokens a pass"),
+        ],
+        notes=[
+            "Pss: all that the process holds, with its share of what others have mapped, too. Above the model: what it "
+            "holds more than before the cache was made, without a file (anonymous) and of mapped files. Both by "
+            "/proc/self/smaps_rollup; resident and elsewhere are the cache's own account.",
+            "Step: a new token on average; dropped: the same with the checkpoint's files taken out of memory before "
+            f"each token or round (MADV_PAGEOUT; {_stayed(rows)} of them stayed), so that they are read from the disk. "
+            "No memory limit was set, and the model stays in memory.",
+            *refusals((row.label, f"{row.context:,}", row.error) for row in rows),
+        ],
+        named=2,
+    )
+    for row in rows:
+        if row.held is not None and row.before is not None:
+            above = row.held - row.before
+            own = row.resident_bytes or None, row.elsewhere_bytes or None
+            sizes = map(megabytes, (row.held.pss, above.anonymous, above.mapped, *own))
+            times = [fixed(row.step_ms, 1), fixed(row.dropped_ms, 1), fixed(row.per_pass)]
+            table.rows.append([f"{row.context:,}", f"`{row.label}`", *sizes, *times])
+    return table
+
+
+def _stayed(rows: Sequence[InProcess]) -> str:
+    dropped = sum(row.dropped_bytes for row in rows)
+    return percent(sum(row.left_bytes for row in rows) / dropped if dropped else 0.0)
+
+
+def measure_each(
+    loaded: Loaded, listed: Sequence[Case], steps: int, progress: Callable[[str, float, float], None]
+) -> list[InProcess]:
+    """Measure every case in a new process, which loads the model by its name."""
+    about = loaded.name, weights_of(loaded), str(loaded.model.device), torch.get_num_threads()
+    rows = []
+    for done, case in enumerate(listed):
+        progress(f"{case.label} at {case.length}", done, len(listed))
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+            try:
+                rows.append(pool.submit(measure, *about, case, steps).result())
+            except KvkeepError as error:
+                rows.append(InProcess(case.label, case.length, error=str(error)))
+            except BrokenProcessPool:
+                rows.append(InProcess(case.label, case.length, error="The process ended; memory may have run out."))
+    return rows
+
+
+def measure(name: str, weights: str, device: str, threads: int, case: Case, steps: int) -> InProcess:
+    """Measure one case in this process, which has to be a new one."""
+    torch.set_num_threads(threads)
+    loaded = load(name, weights=weights, device=device)
+    ids = random_ids(loaded.model, case.length)
+    with torch.inference_mode():
+        loaded.model(ids[:, :WARM_UP], use_cache=False, logits_to_keep=1)
+    before = held_now()
+    cache = new_cache(loaded.model, case.method, **case.options)
+    begun, _ = _written(loaded, ids[0].tolist(), cache, 1)
+    warm, warm_ms = _written(loaded, begun.sequence, cache, steps)
+    held, memory = held_now(), warm.memory
+    drops = _Drops(mapped_below(cache_folder() / "checkpoints"))
+    dropped_ms = _written(loaded, warm.sequence, cache, steps, drops)[1] if drops.files else None
+    rounds = warm.rounds
+    return InProcess(
+        case.label,
+        case.length,
+        before,
+        held,
+        memory.resident_bytes,
+        memory.compressed_bytes + sum(memory.checkpoint_bytes.values()),
+        warm_ms,
+        dropped_ms,
+        sum(file.size for file in drops.files),
+        drops.left // max(drops.count, 1),
+        1 + rounds.accepted / rounds.rounds if rounds and rounds.rounds else None,
+    )
+
+
+class _Drops:
+    """Drops files from memory when it is called, and counts how often, the seconds, and the bytes that stayed."""
+
+    def __init__(self, files: Sequence[Mapped]) -> None:
+        self.files, self.count, self.seconds, self.left = files, 0, 0.0, 0
+
+    def __call__(self) -> bool:
+        """Drop them; returns False, for it interrupts nothing."""
+        start = time.perf_counter()
+        for file in self.files:
+            file.drop()
+        self.left += sum(file.cached_bytes for file in self.files)
+        self.count += 1
+        self.seconds += time.perf_counter() - start
+        return False
+
+
+def _written(
+    loaded: Loaded, sequence: list[int], cache: Any, new: int, drops: _Drops | None = None
+) -> tuple[Generation, float]:
+    """Write ``new`` greedy tokens more, dropping files before each round or token. Return the answer, and the
+    milliseconds of a token, those of dropping left out."""
+    drops = drops or _Drops(())
+    drops()
+    apart, start = drops.seconds, time.perf_counter()
+    answer = generate(
+        loaded.model, loaded.tokenizer, sequence, cache, max_new_tokens=new, interrupted=drops, ignore_eos=True
+    )
+    took = time.perf_counter() - start - (drops.seconds - apart)
+    return answer, 1e3 * took / max(len(answer.tokens), 1)

@@ -1,0 +1,30 @@
+"""Studies that time engines by others in the same rounds as our caches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from pydantic import Field
+
+from kvkeep_lab.peers.engines import Engine, LlamaCpp, Vllm, opened
+from kvkeep_lab.studies.base import EngineName, Study, Trial
+
+
+class EngineStudy(Study):
+    """A study with the option to name engines, and the interpreters that have them."""
+
+    peers: list[EngineName] | None = Field(
+        None, description="engines timed in the same rounds: llama.cpp, vllm, vllm:compiled"
+    )
+    llama_cpp: str | None = Field(None, description=f"interpreter that has llama.cpp; by default ${LlamaCpp.python}")
+    vllm: str | None = Field(None, description=f"interpreter that has vLLM; by default ${Vllm.python}")
+
+    @contextmanager
+    def engines(self, trial: Trial, tokens: int, rows: int = 1) -> Iterator[tuple[Sequence[Engine], list[str]]]:
+        """Open the engines for the block, for prompts and steps of ``tokens`` tokens, and ``rows`` rows. Yields those
+        that there are, and a sentence for each: its version, or why it is not there."""
+        interpreters = {LlamaCpp.python: self.llama_cpp, Vllm.python: self.vllm}
+        with opened(self.peers or (), trial.loaded, interpreters, tokens, rows) as (engines, absent):
+            versions = {name: version for engine in engines for name, version in engine.versions.items()}
+            yield engines, [*(f"{name} {version}." for name, version in versions.items()), *absent]
