@@ -8,7 +8,7 @@ import pytest
 import torch
 from families import VOCABULARY, tiny
 from helpers import broken, forward
-from transformers import DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache, GPT2Config
 
 from kvkeep import KeepCache, KvkeepError
 from kvkeep.transfer import state
@@ -90,3 +90,33 @@ def test_an_interrupt_in_the_last_chunk_leaves_nothing_for_the_next_pass(cut: in
     assert forward(model, cache, TEXT[:, :3]).logits.shape[1] == 3
     other = KeepCache(model, "kv-direct", 16, chunk=16)
     assert forward(model.model, other, TEXT).last_hidden_state.shape[1] == 60
+
+
+@pytest.mark.parametrize("method,budget", [("full", None), ("static", 64)])
+@pytest.mark.parametrize("refuses", ["heads of odd width", "the kernel"])
+def test_without_the_kernel_a_later_chunk_sees_the_past_and_no_padding(
+    method: str, budget: int | None, refuses: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel needs no mask; what takes its place must not go without."""
+    width = 33 if refuses == "heads of odd width" else 36
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=VOCABULARY, n_embd=width, n_layer=2, n_head=3, n_positions=64, bos_token_id=1)
+    model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16).eval()
+    if refuses == "the kernel":
+        monkeypatch.setattr("kvkeep.passes.whole", lambda *given: None)
+    ids, mask = torch.randint(1, VOCABULARY, (2, 30)), torch.ones(2, 30, dtype=torch.long)
+    ids[0, :7] = mask[0, :7] = 0
+    places = (mask.cumsum(1) - 1).clamp(min=0)
+    with torch.no_grad():
+        expected = model(ids, attention_mask=mask, position_ids=places, use_cache=False).logits
+        cache = KeepCache(model, method, budget)
+        found = [
+            model(
+                ids[:, start:stop], attention_mask=mask[:, :stop], position_ids=places[:, start:stop],
+                past_key_values=cache,
+            ).logits
+            for start, stop in ((0, 12), (12, 29), (29, 30))
+        ]  # fmt: skip
+    seen = mask.bool()
+    torch.testing.assert_close(torch.cat(found, 1)[seen], expected[seen], atol=0.02, rtol=0.02)
+    assert refuses == "the kernel" or not cache.describe()[0].same_bits

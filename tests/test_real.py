@@ -54,7 +54,7 @@ def test_token_for_token(smollm2: Any, ids: list[int], expected: Any, options: d
 def test_half_precision_agrees_up_to_ties(ids: list[int]) -> None:
     """In bfloat16 sums in another order may decide a near tie otherwise: a token may differ only where the stock
     model's own two best logits are closer than bfloat16 resolves."""
-    model, text = load("smollm2", dtype="bfloat16").model, torch.tensor([ids])
+    model, text = load("smollm2", weights="bfloat16").model, torch.tensor([ids])
     cache, options = KeepCache(model, budget=64, checkpoint="residual", where="host"), {"max_new_tokens": 24}
     stock = model.generate(text, do_sample=False, return_dict_in_generate=True, output_logits=True, **options)
     ours = model.generate(text, do_sample=False, past_key_values=cache, **options)

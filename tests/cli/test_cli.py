@@ -76,7 +76,7 @@ def test_the_flags_of_the_pull_request(
         (("-p", "a", "--kv-budget-mb", "1", "--exact"), "without --budget"),
         (("-f", "/nowhere/text"), "no such file"),
         ((), "nothing to answer"),
-        (("-p", "a", "--dtype", "float31"), "did you mean float32"),
+        (("-p", "a", "--weights", "float31"), "did you mean float32"),
         (("-p", "a", "--device", "tpu9"), "Unknown device"),
         (("-p", "a", "--seed", "9" * 23), "A seed is a whole number"),
         (("-p", "a", "-b", "32", "-x", f"random:seed={'9' * 23}"), "A seed is a whole number"),

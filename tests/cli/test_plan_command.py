@@ -73,7 +73,7 @@ def test_predictions_are_checked(run: Run, model_folder: Path, here: None) -> No
         (("-m", EIGHT, "--machine", SHEET, "--check"), "leave --machine out"),
         (("-m", EIGHT, "--machine", SHEET, "--acceptance", "2"), "from 0 to 1"),
         (("-m", EIGHT, "--machine", SHEET, "-o", "plan.txt"), "has to end in"),
-        (("-m", EIGHT, "--machine", SHEET, "--dtype", "float31"), "Unknown dtype"),
+        (("-m", EIGHT, "--machine", SHEET, "--weights", "float31"), "Unknown weight format"),
         (("-m", str(DOCS / "llama-3.1-70b.json"), "--machine", SHEET), "weights alone"),
     ],
 )

@@ -74,7 +74,7 @@ def test_keys_change_with_what_changes_numbers(tmp_path: Path) -> None:
     task = experiment.model_dump(mode="json")["task"]
     for same in ({"title": "Other"}, {"budgets": ["25%"]}, {"methods": ["h2o"]}, {"task": {**task, "depth": [50]}}):
         assert keys(experiment.with_(**same)) <= keys(experiment)
-    for other in ({"dtype": "bfloat16"}, {"chunk": 32}, {"seeds": [1]}, {"task": {**task, "samples": 7}}):
+    for other in ({"weights": "bfloat16"}, {"chunk": 32}, {"seeds": [1]}, {"task": {**task, "samples": 7}}):
         assert not keys(experiment.with_(**other)) & keys(experiment)
     assert not keys(experiment, "other data") & keys(experiment)
 
@@ -178,7 +178,7 @@ def test_a_study_has_a_cell_for_each_model_and_seed(tmp_path: Path) -> None:
     assert [(cell.model, cell.seed) for cell in cells] == [(model, seed) for model in models for seed in (0, 1)]
     assert len({cell.key for cell in cells}) == 4 and len({cell.setting for cell in cells}) == 1
     assert {cell.key for cell in study.smoked().cells("data")} < {cell.key for cell in cells}
-    for other in ({"dtype": "bfloat16"}, {"study": {"name": "spectra", "tokens": 65}}, {"name": "other"}):
+    for other in ({"weights": "bfloat16"}, {"study": {"name": "spectra", "tokens": 65}}, {"name": "other"}):
         assert not {cell.key for cell in study.with_(**other).cells("data")} & {cell.key for cell in cells}
     again = read_experiment(study.model_dump(mode="json"), "it")
     assert again == study

@@ -129,10 +129,10 @@ def test_rounds_of_drafts() -> None:
 
 
 def test_the_large_models_are_planned_from_their_configs() -> None:
-    from kvkeep.models.loading import load_config
+    from kvkeep.models.loading import describe
 
     for name, weights in (("llama-3.1-8b", 8.03e9), ("llama-3.1-70b", 70.55e9)):
-        shape = shape_of(load_config(DOCS / f"{name}.json"))
+        shape = shape_of(describe(DOCS / f"{name}.json").config)
         assert shape.weights == pytest.approx(weights, rel=0.01)
         planned = plan(shape, H100, 131072, 4 * 10**9, exact=True)
         assert planned.best.candidate.spec == "snapkv+verified" and planned.best.candidate.where != "device"

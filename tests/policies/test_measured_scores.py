@@ -12,7 +12,9 @@ from helpers import prompt, step
 from transformers import AutoModelForCausalLM
 
 from kvkeep import KeepCache, UsageError
+from kvkeep.errors import UnsupportedModelError
 from kvkeep.geometry import ModelGeometry
+from kvkeep.models.packed import PackedLinear, quantised
 from kvkeep.policies import retrieval_heads as heads
 from kvkeep.policies.fisher import information
 
@@ -40,6 +42,11 @@ def test_information_is_the_squared_gradient_summed_over_texts(family: str) -> N
     found = information(model, geometry(family), IDS)
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-9)
     assert information(model, geometry(family)) is found  # remembered: nothing is measured again
+    packed = deepcopy(tiny(family))
+    projection = packed.model.layers[geometry(family).full_layers[0].index].self_attn
+    projection.v_proj = PackedLinear(quantised(projection.v_proj.weight.detach(), 8))
+    with pytest.raises(UnsupportedModelError, match="Packed weights have no gradient"):
+        information(packed, geometry(family), IDS)
     assert [weight.requires_grad for weight in model.parameters()] == flags
 
 

@@ -34,8 +34,9 @@ COMMANDS = {
     "analyse kept": ("--limit 60 -x window,h2o -b 16", "tokens rows figure", ["window, h2o", "differing"]),
     "analyse held-bytes": ("--lengths 96 --kinds kv", "rows", ["Eq. 28", "allocated", "yes"]),
     "bench": (
-        "--contexts 64 -b 16 --rounds 1 --steps 3 --only full,h2o --no-slow", "rows",
-        ["prefill", "stock", "full", "h2o+quantize:4 at 64: A budget of 16 entries"],
+        "--contexts 64 -b 16 --rounds 1 --steps 3 --only full,h2o --no-slow",
+        "rows bytes_per_s weight_bytes notes processes",
+        ["prefill", "stock", "full", "at least", "h2o+quantize:4 at 64: A budget of 16 entries"],
     ),
     "compare": (
         "-x kv-direct,full -b 16,25% -n 4", "prompt_tokens new_tokens context reference rows figure",
@@ -96,10 +97,10 @@ def test_one_object_for_programs_and_tables_for_people(call: Run, name: str) -> 
     options, fields, words = COMMANDS[name]
     report = answered(call, name)
     assert set(report) == {*fields.split(), "machine"} and report.get("figure") is None
-    assert set(report["machine"]) >= {"model", "dtype", "threads", "torch", "device"}
+    assert set(report["machine"]) >= {"model", "weights", "threads", "torch", "device"}
     code, out, err = call(name, *options.split())
     assert code == 0 and all(word in out for word in words), out + err
-    assert "dtype=float32" in err and "Traceback" not in err
+    assert "weights=float32" in err and "Traceback" not in err
 
 
 def test_a_figure(call: Run, tmp_path: Path) -> None:
@@ -198,6 +199,9 @@ def test_what_was_merged_is_told(call: Run) -> None:
         ("analyse kept", "-x full,h2o", "takes no budget"),
         ("bench", "--contexts x", "--contexts 'x' is not understood"),
         ("bench", "--clock sun", "'wall' or 'processor'"),
+        ("bench", "--peers lama.cpp", "--peers: Unknown peer 'lama.cpp': did you mean llama.cpp? known are"),
+        ("bench", "--process --peers vllm", "no other engines"),
+        ("bench", "--peers vllm --clock processor", "leave out --clock or --peers"),
         ("compare", "-x kvdirect", "did you mean kv-direct"),
         ("compare", "-x full -b 12.5.1%", "cannot be read"),
         ("compare", "-x full -n 400", "512 positions"),
@@ -320,5 +324,5 @@ def test_every_study_is_a_command_with_an_option_for_each_field(run: Run) -> Non
         app = typer.Typer()
         app.command()(command(study))
         parameters = {parameter.name for parameter in typer.main.get_command(app).params}
-        assert parameters >= {*study.model_fields, "model", "dtype", "device", "json"}
+        assert parameters >= {*study.model_fields, "model", "weights", "device", "json"}
         assert ("output" in parameters) == issubclass(study, Drawn) and ("file" in parameters) == (study.text != "none")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import stat
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import tokenizer
+from environments import interpreter, with_packages
 from kvkeep_lab.peers.kvpress import PYTHON, KvpressProcess
 from kvkeep_lab.runner import run as run_lab
 from kvkeep_lab.store import Store
@@ -69,29 +68,13 @@ class RatelessPress:
 '''
 
 
-def interpreter(folder: Path, *lines: str) -> str:
-    """Return an executable in place of another environment's Python."""
-    path = folder / "python"
-    path.write_text("\n".join((f"#!{sys.executable}", *lines)))
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
-    return str(path)
-
-
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """An interpreter that has the kvpress above and no kvkeep; its process stays for all tests. Its packages lie below
     a folder called kvkeep, as those of a clone do."""
     folder = tmp_path_factory.mktemp("kvkeep") / "kvkeep" / "site-packages"
     folder.mkdir(parents=True)
-    (folder / "kvpress.py").write_text(KVPRESS)
-    yield interpreter(
-        folder,
-        "import runpy, sys",
-        "assert sys.argv[1] == '-I'",
-        f"sys.path.insert(0, {str(folder)!r})",
-        "sys.modules |= dict.fromkeys(('kvkeep', 'kvkeep_lab'))  # not to be found",
-        "runpy.run_path(sys.argv[2], run_name='__main__')",
-    )
+    yield with_packages(folder, kvpress=KVPRESS)
     KvpressProcess.stop()
 
 

@@ -15,6 +15,7 @@ from kvkeep_lab.studies.prove import Proof, Prove
 from measuring import loaded, quiet
 
 from kvkeep.errors import UsageError
+from kvkeep.models.loading import load
 
 
 def test_prompts_are_of_every_kind_and_length(words: str) -> None:
@@ -95,10 +96,25 @@ def test_answers_are_kept_and_not_asked_for_again(tmp_path: Path, monkeypatch: p
     assert len(answers) == 4 and told == ["chat of 60, stock", "chat of 60, window at 16"]
     again, told = run()
     assert sorted(one.key for one in again) == sorted(one.key for one in answers) and not told
-    monkeypatch.setattr(lab, "machine", lambda loaded, dtype: {"device": "another"})
+    monkeypatch.setattr(lab, "machine", lambda loaded: {"device": "another"})
     assert len(run()[1]) == 6
 
 
 def test_a_refusal_is_a_row() -> None:
     found = proof("snapkv+verified", family="gemma4", checkpoints=["tokens"])
     assert not found.answers and "gemma4" in found.rows[0].error
+
+
+def test_bits_are_compared_with_kvkeeps_own_cache(model_folder: Path, kernels: None) -> None:
+    """Nothing differs where kernels compute all; in float32 what differs is told as it is."""
+    study = Prove(methods=["kv-direct", "snapkv+verified"], budgets=["16"], where=["host"], new=6, bits=True)
+    packed = study.answer(load(model_folder, weights="bfloat16", device="cpu"), asked(), quiet)
+    assert [one.logits for one in packed.answers] == [(0.0, 0.0)] * 4 and not packed.refused
+    assert all(row.logits == 0.0 and row.identical == 2 for row in packed.rows)
+    found = study.answer(loaded("llama"), asked(), quiet)
+    assert all(row.logits is not None and 0.0 < row.logits < 1e-3 for row in found.rows)
+    (table,) = study.tables(found)
+    assert table.headings[-1] == "logits differ by" and all(float(row[-1]) > 0.0 for row in table.rows)
+    assert any("one token at a time" in note for note in table.notes)
+    without = study.model_copy(update={"bits": False}).answer(loaded("llama"), asked()[:1], quiet)
+    assert all(row.logits is None for row in without.rows)

@@ -1,0 +1,74 @@
+"""GGUF files as llama.cpp's tools would write them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, TokenType
+from gguf.quants import quantize
+from numpy.typing import NDArray
+
+HIDDEN, HEADS, KV_HEADS, INNER = 64, 4, 2, 96
+SPECIAL = ["<unk>", "<s>", "</s>"]
+LETTERS = [*"abcdefghijklmnopqrstuvwxyz", "Ġ", "Ċ"]
+TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+
+
+def written(path: Path, kind: str = "F32", hidden: int = HIDDEN, inner: int = INNER) -> None:
+    """Write a tiny Llama whose matrices are blocks of ``kind``; K blocks need widths of 256 elements."""
+    writer = GGUFWriter(path, "llama")
+    writer.add_block_count(1)
+    writer.add_context_length(128)
+    writer.add_embedding_length(hidden)
+    writer.add_feed_forward_length(inner)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10_000.0)
+    tokens = [*SPECIAL, *LETTERS, "ab"]
+    writer.add_vocab_size(len(tokens))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([TokenType.CONTROL] * len(SPECIAL) + [TokenType.NORMAL] * (len(tokens) - len(SPECIAL)))
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_pad_token_id(2)
+    writer.add_chat_template(TEMPLATE)
+    for name, shape in _shapes(len(tokens), hidden, inner).items():
+        values = numpy.random.default_rng(len(name)).normal(0, 0.1, shape).astype(numpy.float32)
+        if len(shape) == 1 or kind == "F32":
+            writer.add_tensor(name, values)
+        else:
+            writer.add_tensor(name, _blocks(values, kind), raw_dtype=GGMLQuantizationType[kind])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _blocks(values: NDArray[Any], kind: str) -> NDArray[Any]:
+    """Values as blocks; random ones, with small scales, of a kind that gguf only reads."""
+    try:
+        return quantize(values, GGMLQuantizationType[kind])
+    except NotImplementedError:
+        elements, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+        blocks = numpy.random.default_rng(values.size).integers(0, 256, (values.size // elements, size), numpy.uint8)
+        for half in (208,) if kind == "Q6_K" else (80, 82) if kind == "Q2_K" else (0, 2):
+            blocks[:, half : half + 2] = numpy.frombuffer(numpy.float16(0.002).tobytes(), numpy.uint8)
+        return blocks.reshape(len(values), -1)
+
+
+def _shapes(vocabulary: int, hidden: int, inner: int) -> dict[str, tuple[int, ...]]:
+    kv = hidden // HEADS * KV_HEADS
+    own: dict[str, tuple[int, ...]] = {
+        **dict.fromkeys(("attn_norm", "ffn_norm"), (hidden,)),
+        **dict.fromkeys(("attn_q", "attn_output"), (hidden, hidden)),
+        **dict.fromkeys(("attn_k", "attn_v"), (kv, hidden)),
+        **dict.fromkeys(("ffn_gate", "ffn_up"), (inner, hidden)),
+        "ffn_down": (hidden, inner),
+    }
+    whole = {"token_embd.weight": (vocabulary, hidden), "output_norm.weight": (hidden,)}
+    return whole | {f"blk.0.{name}.weight": shape for name, shape in own.items()}

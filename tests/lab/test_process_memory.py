@@ -1,0 +1,112 @@
+"""What a process holds: the system's account beside bytes that are known, and pages that are really dropped."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+
+import pytest
+import torch
+from kvkeep_lab import process_memory
+from kvkeep_lab.page_cache import Mapped, mapped_below
+from kvkeep_lab.process_memory import Held, held_now, measure, measure_each, process_table
+from kvkeep_lab.studies.base import Trial
+from kvkeep_lab.studies.bench import Bench, process_cases
+from kvkeep_lab.timing import Case
+
+from kvkeep.errors import KvkeepError
+from kvkeep.memory.places import Disk
+from kvkeep.models.loading import load
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux")
+
+SIZE = 32 << 20
+
+
+@pytest.fixture
+def on_disk(tmp_path: Path) -> torch.Tensor:
+    """A tensor on disk, as checkpoints are, with a number in every page."""
+    tensor = Disk(tmp_path).allocate((SIZE // 8,), torch.int64)
+    return torch.arange(SIZE // 8, out=tensor)
+
+
+def test_memory_is_counted_by_what_it_is(on_disk: torch.Tensor, tmp_path: Path) -> None:
+    (file,) = mapped_below(tmp_path)
+    file.drop()
+    before = held_now()
+    assert int(on_disk[:: 4096 // 8].sum()) > 0  # reads every page
+    mapped = held_now() - before
+    assert mapped.mapped == pytest.approx(SIZE, rel=0.1) and abs(mapped.anonymous) < SIZE / 4
+    anonymous = torch.ones(SIZE // 4)
+    more = held_now() - before
+    assert more.anonymous - mapped.anonymous == pytest.approx(SIZE, rel=0.1)
+    now = held_now()
+    assert SIZE < now.pss <= now.anonymous + now.mapped and anonymous.sum() > 0  # how much less, others decide
+
+
+def test_what_the_system_writes_is_read(tmp_path: Path) -> None:
+    lines = ["55-7f ---p 00000000 00:00 0  [rollup]", "Rss: 100 kB", "Pss:   70 kB", "Anonymous: 60 kB"]
+    (tmp_path / "rollup").write_text("\n".join(lines))
+    assert held_now(tmp_path / "rollup") == Held(70 << 10, 60 << 10, 40 << 10)
+    with pytest.raises(KvkeepError, match="known on Linux only"):
+        held_now(tmp_path / "nowhere")
+
+
+def test_dropped_files_leave_memory_and_come_back_the_same(on_disk: torch.Tensor, tmp_path: Path) -> None:
+    (file,) = mapped_below(tmp_path)
+    assert file.size == SIZE and file.address == on_disk.data_ptr() and file.cached_bytes == SIZE
+    file.drop()
+    assert file.cached_bytes < SIZE / 4
+    assert torch.equal(on_disk, torch.arange(SIZE // 8)) and file.cached_bytes == SIZE
+    assert mapped_below(tmp_path.parent) == []  # a folder's own files only
+    with pytest.raises(KvkeepError, match="cannot be dropped from memory here: msync says"):
+        Mapped(file.address + 1, SIZE).drop()
+
+
+def test_a_checkpoint_is_dropped_before_every_token(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("KVKEEP_CACHE", str(tmp_path))
+    drops: list[Mapped] = []
+    honest = Mapped.drop
+    monkeypatch.setattr(Mapped, "drop", lambda file: (drops.append(file), honest(file))[1])
+    options = {"budget": "32", "checkpoint": "kv", "where": "disk", "context": 80}
+    row = measure(str(model_folder), "float32", "cpu", 1, Case("direct", 80, "kv-direct", options), 5)
+    files = row.dropped_bytes // max(file.size for file in drops)
+    assert len(drops) >= 6 * files > 0 and row.left_bytes < row.dropped_bytes
+    assert row.step_ms is not None and row.dropped_ms is not None and row.per_pass is None
+    assert 0 < row.elsewhere_bytes <= row.dropped_bytes and row.held is not None
+    stock = measure(str(model_folder), "float32", "cpu", 1, Case("stock", 80, "stock"), 5)
+    assert (stock.dropped_ms, stock.dropped_bytes, stock.elsewhere_bytes) == (None, 0, 0)
+    assert stock.resident_bytes > 0
+
+
+def test_each_case_has_a_process_of_its_own(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    loaded = load(str(model_folder), device="cpu")
+    study = Bench(contexts=[80], budget="32", steps=4, process=True, only=["verified"])
+    told: list[str] = []
+    found = study.measure(Trial(loaded, progress=lambda what, done, total: told.append(what)))
+    assert [row.label for row in found.processes] == ["stock", "snapkv+verified kv@disk"] and len(told) == 2
+    assert not any(row.error for row in found.processes) and found.rows == []
+    assert found.processes[1].per_pass is not None and found.processes[1].per_pass >= 1
+    (table,) = study.tables(found)
+    assert len(table.rows) == 2 and "MADV_PAGEOUT" in " ".join(table.notes)
+    assert study.plain(study.restored(study.plain(found))) == study.plain(found)
+
+
+def test_a_case_that_cannot_be_or_dies_is_a_sentence(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = load(str(model_folder), device="cpu")
+    small = process_cases([80], "2")[2]
+    (row,) = measure_each(loaded, [small], 2, lambda what, done, total: None)
+    assert "below one chunk" in row.error
+
+    class Dying(ThreadPoolExecutor):
+        def submit(self, *_: object, **options: object) -> None:  # type: ignore[override]
+            raise BrokenProcessPool
+
+    monkeypatch.setattr(process_memory, "ProcessPoolExecutor", lambda workers, mp_context: Dying(workers))
+    dead = measure_each(loaded, [Case("full", 80, "full")], 2, lambda what, done, total: None)
+    table = process_table([row, *dead], "title")
+    assert table.rows == [] and any("`full` at 80: The process ended" in note for note in table.notes)

@@ -1,0 +1,152 @@
+"""Fused layers: what modules give, hooks are called, and whatever differs from Llama's layout runs by its modules."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from conftest import tokenizer
+from families import COMMON, FAMILIES
+from torch import Tensor
+
+from kvkeep import KeepCache
+from kvkeep.kernels import build
+from kvkeep.models.fused import FusedLayer, FusedNorm
+from kvkeep.models.loading import load
+
+pytestmark = pytest.mark.usefixtures("kernels")
+FUSED = ("llama", "mistral", "qwen2", "qwen3", "gemma3")
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+OTHERS: dict[str, Any] = {
+    "ministral3": lambda: hf.Ministral3Config(  # scales queries by their position
+        **COMMON, head_dim=16,
+        rope_parameters=ROPE | {"llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 16},
+    ),
+    "glm4_moe": lambda: hf.Glm4MoeConfig(  # turns half of each head
+        **COMMON, head_dim=16, moe_intermediate_size=24, num_experts_per_tok=2, n_routed_experts=4, n_group=1,
+        topk_group=1, first_k_dense_replace=4, rope_parameters=ROPE | {"partial_rotary_factor": 0.5},
+    ),
+    "granite": lambda: hf.GraniteConfig(**COMMON, residual_multiplier=0.3),
+    "olmo2": lambda: hf.Olmo2Config(**COMMON),
+    "smollm3": lambda: hf.SmolLM3Config(**COMMON, no_rope_layer_interval=2),
+}  # fmt: skip
+IDS = torch.randint(2, 97, (2, 60), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A maker of tiny models with packed weights, wide enough for codes of 8 and 4 bits; each made once."""
+
+    @cache
+    def make(family: str, weights: str = "bfloat16") -> Any:
+        torch.manual_seed(0)
+        config = (FAMILIES | OTHERS)[family]()
+        if hasattr(config, "intermediate_size"):
+            config.intermediate_size = 64
+        model = hf.AutoModelForCausalLM.from_config(config).float()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(6.0) if parameter.ndim > 1 else parameter.add_(0.2 * torch.randn_like(parameter))
+        folder: Path = tmp_path_factory.mktemp(family)
+        model.save_pretrained(folder)
+        tokenizer().save_pretrained(folder)
+        return load(folder, weights=weights, device="cpu").model
+
+    return make
+
+
+def fused(model: Any) -> list[FusedLayer]:
+    return [own for part in model.modules() if isinstance(own := vars(part).get("forward"), FusedLayer)]
+
+
+@torch.no_grad()
+def logits(model: Any, ids: Tensor = IDS, **given: Any) -> Tensor:
+    return model(ids, **given).logits.float()
+
+
+def plain(model: Any) -> Any:
+    """The same model by its modules."""
+    other = copy.deepcopy(model)
+    for part in other.modules():
+        if isinstance(vars(part).get("forward"), FusedLayer | FusedNorm):
+            del part.forward
+    return other
+
+
+def assert_alike(ours: Tensor, theirs: Tensor) -> None:
+    """Equal up to the rounding of bfloat16."""
+    assert torch.isfinite(ours).all()
+    assert torch.cosine_similarity(ours, theirs, dim=-1).min() > 0.999
+    assert (ours - theirs).abs().max() < 0.05 * theirs.abs().max()
+
+
+@pytest.mark.parametrize("family", FUSED)
+@pytest.mark.parametrize("weights", ["bfloat16", "int8", "int4"])
+def test_fused_layers_give_what_modules_give(family: str, weights: str, made: Any) -> None:
+    model = made(family, weights)
+    assert len(fused(model)) == 4
+    mask = torch.ones_like(IDS)
+    mask[0, :9] = 0
+    assert_alike(logits(model, attention_mask=mask)[:, 9:], logits(plain(model), attention_mask=mask)[:, 9:])
+
+
+@pytest.mark.parametrize("family", [*OTHERS, "phi3", "gpt2", "qwen3_moe"])
+def test_a_family_that_differs_runs_by_its_modules(family: str, made: Any) -> None:
+    """Where it differs, that is: not a bit of it is a fused layer's."""
+    model, other = made(family), plain(made(family))
+    for part, norm in zip(model.modules(), other.modules(), strict=True):
+        if isinstance(own := vars(part).get("forward"), FusedNorm):
+            vars(norm)["forward"] = own
+    found = logits(model)
+    assert torch.isfinite(found).all()
+    assert torch.equal(found, logits(other)) if family != "smollm3" else len(fused(model)) < 4
+    assert_alike(found, logits(other))
+
+
+def test_what_is_hooked_is_called(made: Any) -> None:
+    model, called = copy.deepcopy(made("llama")), []
+    before = logits(model)
+    handle = model.model.layers[1].self_attn.q_proj.register_forward_hook(lambda *given: called.append(given[2].shape))
+    during = logits(model)
+    handle.remove()
+    assert called == [(2, 60, 32)]
+    assert_alike(during, before)
+    assert torch.equal(logits(model), before) and len(called) == 1
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_are_models_of_their_own(copied: Any, made: Any) -> None:
+    model = copy.deepcopy(made("qwen3"))
+    other, before = copied(model), logits(model)
+    layers = fused(other)
+    assert len(layers) == 4 and torch.equal(logits(other), before)
+    assert all(mine.layer is not yours.layer for mine, yours in zip(layers, fused(model), strict=True))
+    for part in model.modules():
+        for buffer in part.buffers(recurse=False):
+            buffer.zero_()
+    assert torch.equal(logits(other), before)
+
+
+def test_a_dtype_is_asked_for_in_vain(made: Any) -> None:
+    """Codes are what they are, and layers give the same."""
+    model = copy.deepcopy(made("gemma3"))
+    before = logits(model)
+    for ask in (lambda: model.to(torch.float32), model.float, lambda: model.to("cpu"), model.bfloat16):
+        ask()
+        assert_alike(logits(model), before)
+    ids = IDS[:1]
+    assert_alike(logits(model, ids, past_key_values=KeepCache(model, "full")), before[:1])
+
+
+def test_without_kernels_nothing_is_fused(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvkeep.models import fused as module
+
+    monkeypatch.setattr(module, "library", lambda: None)
+    model = load(model_folder, weights="bfloat16", device="cpu").model
+    assert not any("forward" in vars(part) for part in model.modules()) and build.library() is not None

@@ -1,0 +1,300 @@
+"""Packed weights: codes are the file's or those of what was stored, nothing is lost on the way, and sizes are known."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import tokenizer
+from families import FAMILIES, tiny
+from gguf_files import written
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from kvkeep import KeepCache
+from kvkeep.errors import ModelError, UsageError
+from kvkeep.kernels import build
+from kvkeep.models.blocks import KINDS
+from kvkeep.models.fingerprint import fingerprint
+from kvkeep.models.folders import cache_folder
+from kvkeep.models.formats import fast, settled
+from kvkeep.models.loading import available, describe, load
+from kvkeep.models.matrices import matrices
+from kvkeep.models.packed import Packed, PackedEmbedding, PackedLinear, quantised
+
+BITS = {"bfloat16": 16, "int8": 8, "int4": 4}
+
+
+def family_folder(family: str, folder: Path) -> Path:
+    tiny(family).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+def dense(model: Any) -> dict[str, Tensor]:
+    """All weights by name in float32, packed ones written out."""
+    found = {name: weight.detach().float() for name, weight in model.named_parameters()}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, PackedEmbedding):
+            found[f"{name}.weight"] = module.matrix.coded().dense()
+        elif isinstance(module, PackedLinear) and not name.endswith(".matrix"):
+            found[f"{name}.weight"] = module.coded().dense()
+            if module.bias is not None:
+                found[f"{name}.bias"] = module.bias.float()
+    return found
+
+
+def held(model: Any) -> int:
+    """Bytes of parameters, and of codes and scales without the padding of panels."""
+    total = sum(parameter.nbytes for parameter in model.parameters())
+    for module in model.modules():
+        if isinstance(module, Packed):
+            coded = module.coded()
+            parts = [part for part in (coded.scales, coded.offsets, getattr(module, "bias", None)) if part is not None]
+            total += coded.codes.numel() * coded.bits // 8 + sum(part.nbytes for part in parts)
+    return total
+
+
+def least(name: str, bits: int) -> int:
+    """Return the bits of a matrix where ``bits`` were asked for: embedding and head have 8 at least."""
+    return max(8, bits) if name.startswith(("model.embed_tokens", "lm_head")) else bits
+
+
+def test_packed_weights_are_those_of_the_folder(model_folder: Path) -> None:
+    stored = load_file(model_folder / "model.safetensors")
+    for asked, bits in BITS.items():
+        model = load(model_folder, weights=asked, device="cpu").model
+        names = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, PackedLinear)}
+        expected = {
+            name: quantised(weight, least(name, bits)).dense() if name in names else weight.bfloat16().float()
+            for name, weight in stored.items()
+        }
+        expected["model.embed_tokens.weight"] = quantised(stored["model.embed_tokens.weight"], max(8, bits)).dense()
+        found = dense(model)
+        assert found.keys() == expected.keys()
+        for name, weight in expected.items():
+            assert torch.equal(found[name], weight), (asked, name)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("asked", ["bfloat16", "int8"])
+def test_every_family_is_packed(family: str, asked: str, tmp_path: Path) -> None:
+    """Its logits are those of the plain model with the weights that were packed; all matrices are there."""
+    loaded = load(family_folder(family, tmp_path), weights=asked, device="cpu")
+    model, plain = loaded.model, copy.deepcopy(tiny(family))
+    assert model.dtype == torch.bfloat16 and model.device.type == "cpu" and not model.training
+    written, expected = dense(model), dict(plain.named_parameters())
+    assert set(written) - {"lm_head.weight"} == set(expected) - {"lm_head.weight"}
+    with torch.no_grad():
+        for name, weight in expected.items():
+            weight.copy_(written[name])
+    ids = torch.randint(0, 97, (2, 12), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        ours, theirs = model(ids).logits.float(), plain(ids).logits
+    alike = torch.cosine_similarity(ours, theirs, dim=-1)
+    assert alike.median() > 0.999 and alike.min() > 0.95  # rounding may make a router choose another expert
+    packed = [module for module in model.modules() if isinstance(module, Packed)]
+    assert packed if matrices(plain) else not packed
+    assert not any(parameter.is_meta for parameter in [*model.parameters(), *model.buffers()])
+    assert loaded.weights is not None and loaded.weights.nbytes == held(model)
+    assert not hasattr(model, "hf_quantizer") and not hasattr(model.config, "quantization_config")
+    assert KeepCache(model).geometry.dtype_bytes == 2
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_tied_head_shares_its_matrix(tied: bool, tmp_path: Path) -> None:
+    from transformers import LlamaForCausalLM
+
+    config = copy.deepcopy(tiny("llama").config)
+    config.tie_word_embeddings = tied
+    made = LlamaForCausalLM(config)
+    made.save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    model = load(tmp_path, weights="int8", device="cpu").model
+    assert (model.model.embed_tokens.matrix is model.lm_head) == tied
+    expected = quantised(made.lm_head.weight.detach(), 8).dense()
+    assert torch.equal(model.lm_head.coded().dense(), expected)
+
+
+def test_a_matrix_that_a_folder_holds_twice_is_shared(tmp_path: Path) -> None:
+    from transformers import LlamaForCausalLM
+
+    config = copy.deepcopy(tiny("llama").config)
+    config.tie_word_embeddings = True
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    twice = weights | {"lm_head.weight": weights["model.embed_tokens.weight"].clone()}
+    save_file(twice, file, metadata={"format": "pt"})
+    model = load(tmp_path, weights="int4", device="cpu").model
+    assert model.model.embed_tokens.matrix is model.lm_head
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "F16", "BF16", "Q2_K"])
+def test_a_file_keeps_its_bits(kind: str, tmp_path: Path) -> None:
+    """Against transformers' own reading of the file: every packed weight to the bit, others in bfloat16."""
+    from transformers import AutoModelForCausalLM
+
+    file = tmp_path / "own.gguf"
+    written(file, kind, hidden=256, inner=512)
+    loaded = load(file, device="cpu")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="own.gguf", dtype=torch.float32)
+    found, expected = dense(loaded.model), {name: weight.float() for name, weight in theirs.state_dict().items()}
+    assert found.keys() == expected.keys()
+    assert loaded.weights is not None and loaded.weights.nbytes == held(loaded.model)
+    assert loaded.weights.tensors.keys() == expected.keys() - {"lm_head.weight"}
+    matrix = loaded.weights.tensors["model.layers.0.self_attn.q_proj.weight"]
+    about = KINDS.get(kind)
+    assert (matrix.stored, matrix.bits, matrix.group) == (
+        kind,
+        about.bits if about else 16,
+        about.group if about else None,
+    )
+    for name, weight in expected.items():
+        exact = about is not None and weight.ndim == 2
+        assert torch.equal(found[name], weight if exact else weight.bfloat16().float()), name
+    assert loaded.model.model.embed_tokens.matrix is loaded.model.lm_head
+    again = describe(file)
+    assert again.weights == loaded.weights and again.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("asked", ["float32", "float16", "bfloat16", "int8", "int4"])
+def test_a_file_in_another_format(asked: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    file = tmp_path / "own.gguf"
+    written(file, "Q8_0")
+    loaded = load(file, weights=asked, device="cpu")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="own.gguf", dtype=torch.float32)
+    found = dense(loaded.model)
+    assert loaded.weights is not None and loaded.weights.nbytes == held(loaded.model)
+    for name, weight in theirs.named_parameters():
+        kind = torch.float32 if asked == "float32" else torch.float16 if asked == "float16" else torch.bfloat16
+        matrix = weight.ndim == 2 and asked.startswith("int")
+        expected = weight.detach().to(kind).float()
+        if matrix:
+            expected = quantised(weight.detach(), least(name, BITS[asked])).dense()
+        assert torch.equal(found[name], expected), name
+
+
+def test_weights_that_lack_or_do_not_fit_are_named(spoiled: Callable[..., Path]) -> None:
+    file, name = spoiled() / "model.safetensors", "model.layers.1.self_attn.k_proj.weight"
+    weights = load_file(file)
+    weight = weights.pop(name)
+    for others, sentence in (({}, "it comes without"), ({name: weight[:-1].clone()}, "with another shape of")):
+        save_file(weights | others, file, metadata={"format": "pt"})
+        for asked in BITS:
+            with pytest.raises(ModelError, match=f"{sentence} {name};"):
+                load(file.parent, weights=asked, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("free", "asked", "sentence"),
+    [
+        (0, "auto", "weights auto, and 0.0 MB of memory are free; it fits in none of float32, bfloat16"),
+        (80_000, "float32", "with weights bfloat16 it would take 0.1 MB."),
+        (50_000, "bfloat16", "with weights int8 it would take"),
+        (40_000, "int8", "with weights int4 it would take"),
+    ],
+)
+def test_a_model_too_large_is_refused_before_it_is_read(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch, free: int, asked: str, sentence: str
+) -> None:
+    sizes = {kind: describe(model_folder, weights=kind).weights.nbytes for kind in ("float32", *BITS)}
+    assert (
+        sorted(sizes.values(), reverse=True) == list(sizes.values()) and sizes["int4"] < 40_000 < sizes["int8"] < 50_000
+    )
+    monkeypatch.setattr("kvkeep.models.room.free_memory", lambda device: free)
+    monkeypatch.setattr("kvkeep.models.loading.read_weights", lambda *_, **__: pytest.fail("it was read"))
+    with pytest.raises(ModelError) as refusal:
+        load(model_folder, weights=asked, device="cpu")
+    assert sentence in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("asked", ["int8", "int4"])
+def test_a_device_without_a_product_is_refused(asked: str) -> None:
+    with pytest.raises(UsageError, match=f"Weights in {asked} are multiplied on the cpu only, not on cuda:1; ask for"):
+        settled(asked, torch.device("cuda:1"), gguf=True, stated=torch.bfloat16)
+
+
+def test_auto_keeps_what_the_file_says() -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert settled("auto", cpu, True, torch.float32) == settled("auto", cpu, True, torch.bfloat16)
+    assert settled("auto", cpu, True, torch.float32).packed
+    for stated in (torch.float32, torch.float16):
+        assert settled("auto", cpu, False, stated).dtype == torch.float32
+        assert settled("auto", cuda, False, stated).dtype == stated
+    assert settled("auto", cpu, False, torch.bfloat16).dtype == (torch.bfloat16 if fast() else torch.float32)
+    assert not settled("auto", cuda, True, torch.float32).packed
+    assert settled("auto", cuda, True, torch.float32).dtype == torch.bfloat16
+
+
+@pytest.fixture
+def without_kernels(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("KVKEEP_KERNELS", "0")
+    build.library.cache_clear()
+    yield
+    build.library.cache_clear()
+
+
+def test_without_kernels_all_formats_work(without_kernels: None, model_folder: Path, tmp_path: Path) -> None:
+    written(tmp_path / "own.gguf", "Q4_1")
+    ids = torch.tensor([[1, 5, 9]])
+    plain = load(model_folder, weights="bfloat16", device="cpu").model
+    assert type(plain.lm_head) is nn.Linear
+    reference = tiny("llama")(ids).logits
+    for asked in ("bfloat16", "int8", "int4"):
+        logits = load(model_folder, weights=asked, device="cpu").model(ids).logits.float()
+        assert torch.cosine_similarity(logits, reference, dim=-1).min() > 0.95, asked
+    assert isinstance(load(tmp_path / "own.gguf", device="cpu").model.lm_head, PackedLinear)
+
+
+def test_a_quantised_model_is_loaded_as_it_is(spoiled: Callable[..., Path]) -> None:
+    own = tiny("llama").config.to_dict()
+    folder = spoiled(config=own | {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}})
+    with pytest.raises(UsageError, match="are quantised, and are loaded as they are: ask for auto"):
+        load(folder, weights="int8", device="cpu")
+
+
+def test_packed_weights_are_not_saved(model_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="Packed weights are not saved"):
+        load(model_folder, weights="int8", device="cpu").model.save_pretrained(tmp_path)
+    assert not any(tmp_path.iterdir())
+
+
+def test_the_fingerprint_covers_codes(model_folder: Path) -> None:
+    models = [load(model_folder, weights=asked, device="cpu").model for asked in BITS]
+    assert len({fingerprint(model) for model in models}) == len(BITS)
+    model = models[1]
+    before = fingerprint(model)
+    assert before == fingerprint(load(model_folder, weights="int8", device="cpu").model)
+    model.model.layers[2].mlp.up_proj.codes[0, 0, 0, 0] += 1
+    assert fingerprint(model) != before
+
+
+def test_a_cast_keeps_codes(model_folder: Path) -> None:
+    model, ids = load(model_folder, weights="int8", device="cpu").model, torch.tensor([[1, 5, 9]])
+    before, expected = dense(model), model(ids).logits
+    wide = copy.deepcopy(model).float()
+    after = dense(wide)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert wide.dtype == torch.float32 and torch.cosine_similarity(wide(ids).logits, expected.float(), -1).min() > 0.999
+
+
+def test_available_says_what_becomes_of_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvkeep.models import embedded
+
+    file = tmp_path / "own.gguf"
+    written(file, "Q4_1")
+    made = load(file, device="cpu")
+    (copied,) = (cache_folder() / "converted").iterdir()
+    known = dataclasses.replace(embedded.EMBEDDED["smollm2"], file="own.gguf", sha256=copied.name[4:])
+    monkeypatch.setitem(embedded.EMBEDDED, "smollm2", known)
+    row = next(row for row in available() if row.name == "smollm2")
+    assert made.weights is not None and row.tensors == made.weights.tensors

@@ -1,0 +1,143 @@
+"""The contract of bits: where a cache says ``same_bits``, every logit is that of one token at a time without a budget.
+
+Texts are longer than a block of the attention kernel (512 entries), and read in chunks, as a padded row of a batch and
+beside one: by every exact method, each on another family (for each KVKEEP_TURN as well).
+"""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from cases import CASES, DRAFTING, EXACT, LOSSY, TURN, taken
+from conftest import tokenizer
+from families import FAMILIES, VOCABULARY, tiny
+from kvkeep_lab.bits import greatest_difference, one_at_a_time
+from transformers import AutoModelForCausalLM
+
+import kvkeep
+from kvkeep import KeepCache
+from kvkeep.models.loading import load
+
+LENGTH = 530
+EVEN = ("llama", "gemma3", "phi3", "gemma4", "qwen2", "qwen3", "mistral")
+"""Families all of whose matrices are packed, so that a token's products are the same beside any others."""
+WIDER = {
+    "gemma4": {"hidden_size_per_layer_input": 16},
+    "deepseek_v3": {"first_k_dense_replace": 4, "q_lora_rank": 32},  # experts are no linear layers
+}
+"""What the tiny configs need for that: kernels multiply matrices whose inputs are multiples of 16."""
+pytestmark = pytest.mark.usefixtures("kernels")
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A maker of tiny models with packed weights, as they are loaded: each made once."""
+
+    @cache
+    def make(family: str, weights: str = "bfloat16") -> Any:
+        folder = tmp_path_factory.mktemp(family)
+        torch.manual_seed(0)
+        config = FAMILIES[family]()
+        for name, value in {"max_position_embeddings": 1024, **WIDER.get(family, {})}.items():
+            setattr(config, name, value)
+        model = AutoModelForCausalLM.from_config(config).float()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim > 1:
+                    parameter.mul_(6.0)
+        model.save_pretrained(folder)
+        tokenizer().save_pretrained(folder)
+        return load(folder, weights=weights, device="cpu").model
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def single(packed: Any) -> Any:
+    """A reader of the text one token at a time without a budget: logits (n, vocabulary), computed once for a family."""
+    return cache(lambda family: one_at_a_time(packed(family), TEXT, KeepCache(packed(family), "full")))
+
+
+TEXT = torch.randint(2, VOCABULARY, (1, LENGTH), generator=torch.Generator().manual_seed(3))
+
+
+def new_cache(model: Any, name: str) -> KeepCache:
+    """A cache of a case for a text of this length, read in larger pages."""
+    case = CASES[name]
+    options = {option: value for option, value in case.options.items() if option != "page"}
+    budget = 2 * LENGTH if case.spec == "static" else case.budget
+    return KeepCache(model, case.spec, **({"budget": budget, "chunk": case.chunk} | options))
+
+
+def in_order(name: str) -> bool:
+    """Whether attention goes through the entries in the order of the text, wherever they are, by the kernel alone."""
+    selector = CASES[name].method.selector
+    return selector.keeps_all or selector.in_order or CASES[name].backed
+
+
+def rotated() -> list[tuple[str, str]]:
+    found = []
+    for row, name in enumerate(name for name in EXACT | DRAFTING if CASES[name].promise == "exact" and in_order(name)):
+        own = [family for family in EVEN if taken(name, family)]
+        found.append((name, own[(row + TURN) % len(own)]))
+    return found
+
+
+# The unbounded cache, a checkpoint and rounds meet every family.
+ANYWHERE = [(name, family) for name in ("full", "kv", "h2o+merge+verified") for family in EVEN]
+ANYWHERE += [(name, "deepseek_v3") for name in ("full", "static")]  # others expand latents in the step
+
+
+@pytest.mark.parametrize(("name", "family"), list(dict.fromkeys([*ANYWHERE, *rotated()])))
+def test_logits_are_those_of_one_token_at_a_time(name: str, family: str, packed: Any, single: Any) -> None:
+    model = packed(family)
+    assert all(report.same_bits for report in new_cache(model, name).describe())
+    apart = greatest_difference(model, TEXT, single(family), lambda: new_cache(model, name), seed=TURN)
+    assert apart == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_quantised_weights_have_the_same_bits(weights: str, packed: Any) -> None:
+    """A tied embedding is packed as well; a matrix that is no whole groups is so in bfloat16."""
+    model, text = packed("qwen3", weights), TEXT[:, :90]
+    reference = one_at_a_time(model, text, KeepCache(model, "full"))
+    cache = new_cache(model, "residual")
+    assert all(report.same_bits for report in cache.describe())
+    assert greatest_difference(model, text, reference, lambda: new_cache(model, "residual")) == (0.0, 0.0)
+
+
+def test_no_other_cache_promises_bits(packed: Any) -> None:
+    """A lossy one, one that attends to entries as a selector holds them, one that expands latents, float32, and a
+    family whose products are torch's."""
+    model = packed("llama")
+    others = [*LOSSY, *(name for name in EXACT | DRAFTING if not in_order(name) or CASES[name].promise != "exact")]
+    assert "h2o+kv" in others
+    for name in others:
+        if taken(name, "llama") and name != "h2o-fisher":  # which needs gradients
+            assert not any(report.same_bits for report in new_cache(model, name).describe()), name
+    for name in ("paged", "kv", "h2o+merge+verified"):
+        assert not any(report.same_bits for report in new_cache(packed("deepseek_v3"), name).describe()), name
+    for other in (tiny("llama"), *map(packed, ("gpt2", "qwen3_moe")), copy.deepcopy(tiny("llama")).bfloat16()):
+        assert not any(report.same_bits for report in KeepCache(other, "full").describe())
+
+
+def test_a_lossy_cache_differs(packed: Any, single: Any) -> None:
+    """The comparison can tell."""
+    apart = greatest_difference(packed("llama"), TEXT, single("llama"), lambda: new_cache(packed("llama"), "window"))
+    assert min(apart) > 0.01
+
+
+def test_answers_in_rounds_have_the_same_bits(packed: Any, single: Any) -> None:
+    """What is verified in rounds of draft and verify are the logits of one token at a time."""
+    model, ids = packed("llama"), TEXT[:, : LENGTH - 20]
+    for name in ("snapkv+verified, kv", "h2o+quantize:8+verified"):
+        answer = model.generate(
+            ids, attention_mask=torch.ones_like(ids), past_key_values=new_cache(model, name), max_new_tokens=12,
+            do_sample=False, return_dict_in_generate=True, output_logits=True, custom_generate=kvkeep.verified,
+        )  # fmt: skip
+        wanted = one_at_a_time(model, answer.sequences[:, :-1], KeepCache(model, "full"))
+        assert torch.equal(torch.cat(answer.logits), wanted[ids.shape[1] - 1 :].to(answer.logits[0].dtype))
