@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvkeep.attention import Segment, attend, received
-from kvkeep.attention.attend import weighed
+from kvkeep.attention.attend import joins, weighed
 from kvkeep.attention.kernel import BLOCK, Call, Run, whole
+from kvkeep.stores.sketch import CountSketch, places
 
 pytestmark = pytest.mark.usefixtures("kernels")
 seeds = st.integers(0, 999)
@@ -199,3 +200,29 @@ def test_received_and_weighed_are_by_lane_of_the_segment(reduce: str) -> None:
     again, split = weighed(query, segments, 0.3, reduce)
     assert torch.equal(again, output) and [part.shape[1] for part in split] == [first.shape[1], second.shape[1]]
     torch.testing.assert_close(torch.cat(split, 1).double(), share, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("by", ["median", "mean"])
+@pytest.mark.parametrize("rows", [1, 3, 5])
+@pytest.mark.parametrize("queries", [1, 9])
+def test_estimates_are_attended_as_if_they_were_written_out(queries: int, rows: int, by: str) -> None:
+    """Beside plain entries, in tiles and blocks that they do not fill, by lanes of one mask each."""
+    torch.manual_seed(rows)
+    count, slots, lanes = 700, 40, 3
+    held = entries(lanes, count, 32, 48)
+    at = places(torch.randint(0, 2**20, (lanes, count)), rows, slots)
+    sketches = [CountSketch(lanes, rows, slots, part.shape[2], True, True, like=part) for part in held]
+    for sketch, part in zip(sketches, held, strict=True):
+        sketch.insert(at, part + 3)
+    keys, values = (sketch.estimates(at, by, torch.full((lanes,), count), True) for sketch in sketches)
+    mask = torch.rand(lanes, 1, 1, count) < 0.8
+    query, more = torch.randn(lanes, 2, queries, 32).bfloat16(), entries(lanes, 45, 32, 48)
+    plain = Segment(*(part[:, None] for part in more))
+    sketched = Segment(keys, values, mask)
+    assert joins(query, sketched)
+    found = attend(query, [plain, sketched], 0.05)
+    dense = tuple(
+        torch.cat([part.dense(torch.bfloat16), own], 1) for part, own in zip((keys, values), more, strict=True)
+    )
+    seen = torch.cat([mask[:, 0].expand(-1, queries, -1), torch.ones(lanes, queries, 45, dtype=torch.bool)], 2)
+    assert_right(found, reference(query, *dense, 0.05, seen), dense[1])

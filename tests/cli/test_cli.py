@@ -184,12 +184,23 @@ def test_commands_of_the_lab_say_what_is_missing(run: Run, monkeypatch: pytest.M
 ODD = 'from kvkeep.cli import output, streams; streams.prepare(); output.note("é"); output.write("é")'
 
 
+BAR = """import sys
+from kvkeep.cli import output, streams
+streams.prepare()
+with output.reading(9) as advance:
+    advance(3)
+output.note("nobody hears")
+print("said", file=sys.stderr)
+output.write("heard")"""
+
+
 def test_streams_that_are_closed_or_full(model_folder: Path) -> None:
     command = f"{sys.executable} -m kvkeep"
     for redirected, code, sentence in (
         (f"{command} --help >&-", 1, "kvkeep: Standard output is closed"),
         (f"{command} --help >/dev/full", 1, "kvkeep: Standard output cannot be written to: no space left"),
         (f"{command} --help 2>&-", 0, ""),
+        (f"FORCE_COLOR=1 {sys.executable} -c '{BAR}' 2>/dev/full", 0, ""),  # as on a terminal that is gone
         (f"{command} chat -m {model_folder} <&-", 2, "kvkeep: Standard input is closed"),
         (f"PYTHONIOENCODING=ascii {sys.executable} -c '{ODD}'", 0, "\\xe9"),
     ):

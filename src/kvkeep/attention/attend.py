@@ -28,11 +28,12 @@ FOLDED = 8
 
 
 class Coded(Protocol):
-    """Coded keys or values with products of their own. lazy: False, unlike :class:`Lazy`. grouped: they are codes,
-    scale and offset in groups of 32 entries, laid out as stores/coded.py has them, which the kernel reads."""
+    """Coded keys or values with products of their own. lazy: False, unlike :class:`Lazy`. layout: what the kernel
+    reads, "grouped" (stores/coded.py: codes, scale and offset of 32 entries) or "sketched" (stores/sketch.py: places in
+    cells); empty: it does not."""
 
     lazy: ClassVar[bool]
-    grouped: ClassVar[bool]
+    layout: ClassVar[str]
 
     def scores(self, query: Tensor) -> Tensor:
         """Return the products of keys with ``query`` (batch, rows, dim): (batch, rows, entries) float32."""

@@ -26,6 +26,8 @@ class _Piece(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("key_scale", "key_offset", "value_scale", "value_offset")),
         *((name, ctypes.c_void_p) for name in ("mean", "deviation")),
         *((name, ctypes.c_int64) for name in ("key_bits", "value_bits", "width", "key_scale_lane", "value_scale_lane")),
+        *((name, ctypes.c_void_p) for name in ("places", "key_mean")),
+        *((name, ctypes.c_int64) for name in ("sums", "median")),
     ]
 
 
@@ -43,7 +45,7 @@ def runs(query: Tensor, keys: Any, values: Any) -> bool:
     return (
         query.dtype == torch.bfloat16
         and query.device.type == "cpu"
-        and (_plain(keys, values) or isinstance(keys, Stretch) or _grouped(keys, values))
+        and (_plain(keys, values) or isinstance(keys, Stretch) or _grouped(keys, values) or _sketched(keys, values))
         and takes(query.shape[-1], values.shape[-1])
         and library() is not None
     )
@@ -56,12 +58,29 @@ def takes(key_dim: int, value_dim: int) -> bool:
 
 
 def _plain(keys: Any, values: Any) -> bool:
-    return isinstance(keys, Tensor) and keys.dtype == values.dtype == torch.bfloat16 and keys.device.type == "cpu"
+    return isinstance(keys, Tensor) and _bfloat16(keys) and _bfloat16(values)
+
+
+def _bfloat16(part: Tensor) -> bool:
+    return part.dtype == torch.bfloat16 and part.device.type == "cpu"
 
 
 def _grouped(keys: Any, values: Any) -> bool:
     """Return whether these are codes in groups of a tile."""
-    return getattr(keys, "grouped", False) and getattr(values, "grouped", False) and values.width % 16 == 0
+    return _laid_out(keys, values, "grouped") and values.width % 16 == 0
+
+
+def _sketched(keys: Any, values: Any) -> bool:
+    """Return whether these are estimates of as many sums as the kernel has a median for, or their mean."""
+    return (
+        _laid_out(keys, values, "sketched")
+        and (keys.by == "mean" or len(keys.at) in (1, 3, 5))
+        and all(_bfloat16(part.cells) and part.cells.shape[2] % 16 == 0 for part in (keys, values))
+    )
+
+
+def _laid_out(keys: Any, values: Any, layout: str) -> bool:
+    return getattr(keys, "layout", "") == layout == getattr(values, "layout", "")
 
 
 class Stretch:
@@ -71,7 +90,7 @@ class Stretch:
     """
 
     lazy: ClassVar[bool] = False
-    grouped: ClassVar[bool] = False
+    layout: ClassVar[str] = ""
 
     def __init__(self, pages: Sequence[tuple[Tensor, Tensor]]) -> None:
         self.pages = pages
@@ -103,7 +122,7 @@ class _Values:
     """The values of a :class:`Stretch`."""
 
     lazy: ClassVar[bool] = False
-    grouped: ClassVar[bool] = False
+    layout: ClassVar[str] = ""
 
     def __init__(self, stretch: Stretch, dim: int) -> None:
         self._stretch, self._dim = stretch, dim
@@ -124,8 +143,8 @@ def _place(row: _Piece, keys: Tensor, values: Tensor) -> None:
 
 class Call:
     """The arguments of one attention: ``pieces`` of keys and values, (lanes, n, dim) each, in the order of the text;
-    fewer lanes are read in turns. Or codes in groups of 32 entries (``grouped`` ones of
-    :class:`~kvkeep.attention.attend.Coded`), before all others.
+    fewer lanes are read in turns. Or codes in groups of 32 entries, before all others, or a sketch's estimates
+    (``layout`` of :class:`~kvkeep.attention.attend.Coded`).
 
     query: (lanes, groups, queries, dim). past: query m sees entries before past + m + 1; None: all. window: and of
     those no more than the last ``window``. first, stop: the entries that each lane sees, (lanes,) ints. shift: what is
@@ -159,7 +178,10 @@ class Call:
                 place, self.entries = place + len(keys.pages), self.entries + keys.entries
                 continue
             row = table[place]
-            (self._entries if isinstance(keys, Tensor) else self._codes)(row, keys, values)
+            if isinstance(keys, Tensor):
+                self._entries(row, keys, values)
+            else:
+                (self._codes if keys.layout == "grouped" else self._estimates)(row, keys, values)
             place, self.entries = place + 1, self.entries + row.count
         self._table = table
         self.struct = _Attention(
@@ -209,6 +231,22 @@ class Call:
             )
             self._held += [mean, deviation]
             row.mean, row.deviation = mean.data_ptr(), deviation.data_ptr()
+
+    def _estimates(self, row: _Piece, keys: Any, values: Any) -> None:
+        row.sums, row.lanes, row.count = keys.at.shape
+        row.median = keys.by == "median"
+        places = keys.at.int().contiguous()
+        self._held.append(places)
+        row.places = places.data_ptr()
+        for name, part in (("key", keys), ("value", values)):
+            cells = part.cells.contiguous()
+            self._held.append(cells)
+            setattr(row, f"{name}s", cells.data_ptr())
+            setattr(row, f"{name}_lane", cells.stride(0))
+        if keys.mean is not None:
+            means = [part.mean.float().contiguous() for part in (keys, values)]
+            self._held += means
+            row.key_mean, row.mean = (mean.data_ptr() for mean in means)
 
     def attend(
         self, dtype: torch.dtype = torch.bfloat16, state: Tensor | None = None, resumes: bool = False, last: bool = True

@@ -16,8 +16,6 @@ from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from kvkeep.cli.streams import drop
-
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
 
@@ -35,11 +33,8 @@ def write(text: str) -> None:
 
 
 def note(text: str) -> None:
-    """Print a message on standard error, if that is open."""
-    try:
-        err.print(text, style="dim", markup=False)
-    except OSError:
-        drop(sys.stderr)
+    """Print a message on standard error."""
+    err.print(text, style="dim", markup=False)
 
 
 def show(table: Table) -> None:

@@ -33,14 +33,34 @@ class Watched(io.TextIOWrapper):
             raise
 
 
+class Unheard(io.TextIOWrapper):
+    """A text stream that nobody has to read: where it cannot be written to, it is ``os.devnull`` from then on."""
+
+    def write(self, text: str) -> int:
+        """Write ``text``."""
+        try:
+            return super().write(text)
+        except OSError:
+            drop(self)
+            return len(text)
+
+    def flush(self) -> None:
+        """Write out the buffer."""
+        try:
+            super().flush()
+        except OSError:
+            drop(self)
+
+
 def prepare() -> None:
-    """Make standard streams safe: characters outside their encoding are escaped, and a closed standard error is
-    ``os.devnull``. Raises KvkeepError where standard output is closed."""
+    """Make standard streams safe: characters outside their encoding are escaped, and a standard error that is closed,
+    or closes, is ``os.devnull``. Raises KvkeepError where standard output is closed."""
     _fill()
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - for the rest of the process
-    if isinstance(sys.stderr, io.TextIOWrapper):
-        sys.stderr.reconfigure(errors="backslashreplace")
+    if type(sys.stderr) is io.TextIOWrapper:
+        sys.stderr.flush()
+        sys.stderr = Unheard(sys.stderr.buffer, sys.stderr.encoding, "backslashreplace", line_buffering=True)
     if sys.stdout is None:
         raise KvkeepError("Standard output is closed, so there is nowhere to write to; redirect it to a file.")
     if type(sys.stdout) is io.TextIOWrapper:

@@ -23,6 +23,11 @@ struct Piece {  // entries (lanes, count, dim) of bfloat16; strides in elements
   const uint16_t *key_scale, *key_offset, *value_scale, *value_offset;
   const float *mean, *deviation;
   int64_t key_bits, value_bits, width, key_scale_lane, value_scale_lane;
+  // Or cells of a sketch, (lanes, cells, dim) of bfloat16, `places` (sums, lanes, count) of them to an entry: their median
+  // (of 1, 3 or 5) or mean, plus a mean of all, (lanes, dim) float32, if there is one; `mean` is that of values.
+  const int32_t* places;
+  const float* key_mean;
+  int64_t sums, median;
 };
 
 struct Attention {
@@ -171,6 +176,30 @@ static void write_group(const Attention& a, const Piece& p, int64_t lane, int64_
     }
 }
 
+static inline vf smaller(vf a, vf b) { return a < b ? a : b; }
+static inline vf median3(vf a, vf b, vf c) { return larger(smaller(a, b), smaller(larger(a, b), c)); }
+
+// Writes out what n entries are estimated to be, the first of them having `places`, `apart` from one sum to the next.
+static void write_estimates(const bf16* cells, const int32_t* places, int64_t apart, int64_t sums, bool median,
+                            const float* mean, int64_t n, int64_t dim, bf16* out) {
+  for (int64_t i = 0; i < n; i++, out += dim)
+    for (int64_t d = 0; d < dim; d += 16) {
+      vf x[5], total = vf{};
+      auto cell = [&](int64_t s) { return wide16(cells + places[s * apart + i] * dim + d); };
+      if (!median || sums == 1) {
+        for (int64_t s = 0; s < sums; s++) total += cell(s);
+        total = total * splat(1.f / float(sums));
+      } else {
+        for (int64_t s = 0; s < sums; s++) x[s] = cell(s);
+        if (sums == 5) {  // neither the least nor the greatest of four is the median of five
+          vf low = larger(smaller(x[0], x[1]), smaller(x[2], x[3])), high = smaller(larger(x[0], x[1]), larger(x[2], x[3]));
+          total = median3(low, high, x[4]);
+        } else total = median3(x[0], x[1], x[2]);
+      }
+      narrow16(out + d, mean ? total + load<vf>(mean + d) : total);
+    }
+}
+
 // Writes out tile `t` of a block whose place 0 is entry `base`: keys [dim / 2][32], values [16 pairs][value_dim][2].
 static void write_tile(const Attention& a, Walk& walk, int64_t base, int64_t t, int64_t low, int64_t high, char* keys,
                        char* values) {
@@ -184,7 +213,18 @@ static void write_tile(const Attention& a, Walk& walk, int64_t base, int64_t t, 
   for (int64_t i = 0; i < TILE; i++, entry++, run--) {
     if (entry < low || entry >= high) { k[i] = v[i] = ZEROS; run = 0; }
     else if (run > 0) { k[i] = k[i - 1] + walk.key_row; v[i] = v[i - 1] + walk.value_row; }
-    else run = walk.find(entry, &k[i], &v[i]);
+    else {
+      run = walk.find(entry, &k[i], &v[i]);
+      if (const Piece& p = a.pieces[walk.piece]; p.places) {  // as many as fit in the tile
+        int64_t lane = walk.lane % p.lanes, n = run = std::min(run, TILE - i), apart = p.lanes * p.count;
+        const int32_t* places = p.places + lane * p.count + entry - walk.start;
+        char* room = (char*)own.at(4, TILE * (a.dim + a.value_dim) * 2);
+        bf16 *key = (bf16*)room + i * a.dim, *value = (bf16*)room + TILE * a.dim + i * a.value_dim;
+        if (keys) write_estimates(p.keys + lane * p.key_lane, places, apart, p.sums, p.median, p.key_mean ? p.key_mean + lane * a.dim : nullptr, n, a.dim, key);
+        if (values) write_estimates(p.values + lane * p.value_lane, places, apart, p.sums, p.median, p.mean ? p.mean + lane * a.value_dim : nullptr, n, a.value_dim, value);
+        k[i] = key; v[i] = value; walk.key_row = a.dim; walk.value_row = a.value_dim;
+      }
+    }
     if (keys) for (int64_t d = 0; d < a.dim; d += 32) __builtin_prefetch(k[i] + AHEAD * walk.key_row + d, 0, 2);
     if (values) for (int64_t d = 0; d < a.value_dim; d += 32) __builtin_prefetch(v[i] + AHEAD * walk.value_row + d, 0, 2);
   }
@@ -484,7 +524,9 @@ void kk_attend(const Attention* given, void* out, int floats, float* lse, float*
 void kk_attend_all(const bf16* query, const bf16* keys, const bf16* values, int64_t key_lane, int64_t value_lane,
                    int64_t lanes, int64_t groups, int64_t queries, int64_t dim, int64_t value_dim, int64_t entries,
                    float scaling, bf16* out, float* lse) {
-  Piece piece{keys, values, entries, lanes, key_lane, dim, value_lane, value_dim, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, 0, 0, 0, 0, 0};
+  Piece piece{};
+  piece.keys = keys; piece.values = values; piece.count = entries; piece.lanes = lanes;
+  piece.key_lane = key_lane; piece.key_row = dim; piece.value_lane = value_lane; piece.value_row = value_dim;
   Attention a{};
   a.query = query; a.pieces = &piece; a.lanes = lanes; a.groups = groups; a.queries = queries; a.dim = dim;
   a.value_dim = value_dim; a.count = 1; a.entries = entries; a.past = entries - queries; a.scaling = scaling;

@@ -91,7 +91,7 @@ class Codes:
     """offset + scale * code, the last axis of codes packed."""
 
     lazy: ClassVar[bool] = False
-    grouped: ClassVar[bool] = True
+    layout: ClassVar[str] = "grouped"
 
     codes: Tensor
     scale: Tensor

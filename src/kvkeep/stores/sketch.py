@@ -93,8 +93,7 @@ class CountSketch:
                 deviation /= 1 + spread / self.slots * held[:, None, None]
             cells = deviation.to(cells.dtype)
         cells = torch.cat([cells, -cells if self.signed else cells], 1)  # by places: signs are looked up, too
-        lane = torch.arange(cells.shape[0], dtype=at.dtype, device=at.device)[:, None] * cells.shape[1]
-        return Estimates(cells, at + lane, mean, by, meter or Meter())
+        return Estimates(cells, at, mean, by, meter or Meter())
 
     def select(self, lanes: Tensor) -> None:
         self.restore([part.index_select(0, lanes) for part in self.state()])
@@ -116,25 +115,25 @@ class CountSketch:
 class Estimates:
     """Estimated keys or values that know their products (:class:`~kvkeep.attention.attend.Coded`).
 
-    cells: (lanes, 2 cells, dim), by place. index: (rows, lanes, n) into those of all lanes. mean: (lanes, 1, dim), what
-    the cells are deviations from, if they are. by: "median" or "mean".
+    cells: (lanes, 2 cells, dim), by place. at: places, (rows, lanes, n). mean: (lanes, 1, dim) float32, what the cells
+    are deviations from, if they are. by: "median" or "mean".
     """
 
     lazy: ClassVar[bool] = False
-    grouped: ClassVar[bool] = False
+    layout: ClassVar[str] = "sketched"
 
     cells: Tensor
-    index: Tensor
+    at: Tensor
     mean: Tensor | None
     by: str
     meter: Meter
 
     def part(self, start: int, stop: int) -> Estimates:
-        return replace(self, index=self.index[:, :, start:stop])
+        return replace(self, at=self.at[:, :, start:stop])
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        return self.cells.shape[0], 1, self.index.shape[2], self.cells.shape[2]
+        return self.cells.shape[0], 1, self.at.shape[2], self.cells.shape[2]
 
     def scores(self, query: Tensor) -> Tensor:
         lanes, rows, _ = query.shape
@@ -142,7 +141,7 @@ class Estimates:
         if self.by == "mean":
             # Of each cell with each query, and then of each entry: the mean of its cells'.
             products = (self.cells @ query.transpose(1, 2)).float().view(-1, rows)
-            picked = products.index_select(0, self.index.flatten()).view(len(self.index), lanes, -1, rows)
+            picked = products.index_select(0, self._index(self.at).flatten()).view(len(self.at), lanes, -1, rows)
             scores = picked.mean(0).transpose(1, 2)
         else:
             scores = torch.cat([query @ page.transpose(1, 2) for _, page in self._pages()], 2).float()
@@ -152,8 +151,8 @@ class Estimates:
         lanes, rows, _ = weights.shape
         if self.by == "mean":
             gathered = weights.new_zeros(lanes * self.cells.shape[1], rows)
-            given = weights.transpose(1, 2).reshape(-1, rows) / len(self.index)
-            for own in self.index.long():  # with int32 index_add_ is eight times as slow on a CPU
+            given = weights.transpose(1, 2).reshape(-1, rows) / len(self.at)
+            for own in self._index(self.at).long():  # with int32 index_add_ is eight times as slow on a CPU
                 gathered.index_add_(0, own.flatten(), given)
             mixed = gathered.view(lanes, -1, rows).transpose(1, 2) @ self.cells.float()
         else:
@@ -163,18 +162,23 @@ class Estimates:
         return mixed if self.mean is None else mixed + weights.sum(2, keepdim=True) * self.mean
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        written = self._written(self.index)
+        written = self._written(self.at)
         return (written if self.mean is None else written + self.mean).to(dtype)
 
     def _pages(self) -> Iterator[tuple[int, Tensor]]:
         """Yield estimates a page at a time, with the number of the first, without the mean."""
-        for start in range(0, self.index.shape[2], PAGE):
-            yield start, self._written(self.index[:, :, start : start + PAGE])
+        for start in range(0, self.at.shape[2], PAGE):
+            yield start, self._written(self.at[:, :, start : start + PAGE])
 
-    def _written(self, index: Tensor) -> Tensor:
+    def _index(self, at: Tensor) -> Tensor:
+        """Return places (rows, lanes, n) among the cells of all lanes."""
+        lane = torch.arange(len(self.cells), dtype=at.dtype, device=at.device)[:, None]
+        return at + lane * self.cells.shape[1]
+
+    def _written(self, at: Tensor) -> Tensor:
         """Return the medians or means of cells, (lanes, n, dim)."""
-        rows, lanes, count = index.shape
-        picked = self.cells.view(-1, self.cells.shape[2]).index_select(0, index.flatten())
+        rows, lanes, count = at.shape
+        picked = self.cells.view(-1, self.cells.shape[2]).index_select(0, self._index(at).flatten())
         with self.meter.holding(picked):
             parts = picked.view(rows, lanes, count, -1)
             if self.by == "mean":

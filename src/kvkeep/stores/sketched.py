@@ -94,7 +94,7 @@ class Sketched(EvictedStore):
         keys, values = self._estimates(slots)
         size = max(1, slots.shape[1]) if query.shape[2] <= FOLDED else PAGE
         holes = bool((slots < 0).any())
-        with self.meter.holding(keys.index, values.index, keys.cells, values.cells):
+        with self.meter.holding(keys.at, keys.cells, values.cells):
             for start in range(0, slots.shape[1], size):
                 stop = start + size
                 if self.listens:
