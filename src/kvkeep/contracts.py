@@ -227,6 +227,19 @@ class Resident(Part):
         """Keep new entries, whose slots begin at ``first``, within the budget. Return what was evicted, None for
         nothing, or where the store took it already."""
 
+    def in_one_piece(self) -> tuple[Tensor, Tensor] | None:
+        """Return keys and values (lanes, n, dim) of all that is held, where they lie behind each other and a later
+        query sees all of them; else None."""
+        return None
+
+    @property
+    def observes(self) -> bool:
+        """Whether entries are scored by the attention they receive."""
+        return False
+
+    def learn_all(self, weights: Tensor) -> None:
+        """Score the entries, all of them settled and in one piece, by one query's ``weights`` (lanes, n)."""
+
     def weighs_at_once(self, held: Sequence[Segment]) -> bool:
         """Return whether a single query's weights are needed, and can be computed with its attention: ``held`` is one
         segment, of all lanes."""

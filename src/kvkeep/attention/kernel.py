@@ -306,7 +306,8 @@ def whole(
         and key.stride(2) == dim
         and value.stride(2) == value.shape[3]
     ):
-        return _all(query, key, value, scaling)
+        own = query.reshape(kv_heads, heads // kv_heads, queries, dim)
+        return alone(own, key[0], value[0], scaling)[0].view(1, heads, queries, -1)
     own = query.reshape(batch * kv_heads, heads // kv_heads, queries, dim)
     lanes = (key.flatten(0, 1), value.flatten(0, 1))
     if mask is not None:
@@ -323,20 +324,26 @@ def whole(
     return done[0].view(batch, heads, queries, -1)
 
 
-def _all(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-    """The same for one row without padding, whose entries lie in one piece: with the least overhead."""
-    (_, heads, queries, dim), (kv_heads, entries, value_dim) = query.shape, value.shape[1:]
+def alone(query: Tensor, key: Tensor, value: Tensor, scaling: float, reduce: str = "") -> tuple[Tensor, Tensor | None]:
+    """Return attention over entries that lie in one piece and that all queries see but for their own later ones, with
+    the least overhead; and with ``reduce`` "sum" or "max" what each entry received, as :meth:`Call.received`.
+
+    query: (lanes, groups, queries, dim). key, value: (lanes, n, dim), a lane's rows behind each other, the queries' own
+    last. Returns (lanes, groups, queries, value_dim) and (lanes, n) float32. Only where the kernel :func:`runs`.
+    """
+    (lanes, groups, queries, dim), (_, entries, value_dim) = query.shape, value.shape
     query = query.contiguous()
-    output = torch.empty(1, heads, queries, value_dim, dtype=torch.bfloat16)
-    lse = torch.empty(heads, queries)
-    kernels().kk_attend_all(
+    output = torch.empty(lanes, groups, queries, value_dim, dtype=torch.bfloat16)
+    lse = torch.empty(lanes, groups, queries)
+    received = torch.empty(lanes, entries) if reduce else None
+    kernels().kk_attend_alone(
         query.data_ptr(),
         key.data_ptr(),
         value.data_ptr(),
-        key.stride(1),
-        value.stride(1),
-        kv_heads,
-        heads // kv_heads,
+        key.stride(0),
+        value.stride(0),
+        lanes,
+        groups,
         queries,
         dim,
         value_dim,
@@ -344,8 +351,10 @@ def _all(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         scaling,
         output.data_ptr(),
         lse.data_ptr(),
+        None if received is None else received.data_ptr(),
+        reduce == "max",
     )
-    return output
+    return output, received
 
 
 class Run:

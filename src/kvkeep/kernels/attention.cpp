@@ -520,19 +520,6 @@ void kk_attend(const Attention* given, void* out, int floats, float* lse, float*
   }
 }
 
-// Attention over all entries of contiguous lanes, in one piece, without a mask: what a step of an unbounded cache does.
-void kk_attend_all(const bf16* query, const bf16* keys, const bf16* values, int64_t key_lane, int64_t value_lane,
-                   int64_t lanes, int64_t groups, int64_t queries, int64_t dim, int64_t value_dim, int64_t entries,
-                   float scaling, bf16* out, float* lse) {
-  Piece piece{};
-  piece.keys = keys; piece.values = values; piece.count = entries; piece.lanes = lanes;
-  piece.key_lane = key_lane; piece.key_row = dim; piece.value_lane = value_lane; piece.value_row = value_dim;
-  Attention a{};
-  a.query = query; a.pieces = &piece; a.lanes = lanes; a.groups = groups; a.queries = queries; a.dim = dim;
-  a.value_dim = value_dim; a.count = 1; a.entries = entries; a.past = entries - queries; a.scaling = scaling;
-  kk_attend(&a, out, 0, lse, nullptr, 0);
-}
-
 // The attention that entries received of the last `last` queries: the mean over groups of the sum (or, with `greatest`,
 // the maximum over all) of exp(score - lse). out: (lanes, entries) float32.
 void kk_received(const Attention* given, const float* lse, int64_t last, int greatest, float* out) {
@@ -566,6 +553,21 @@ void kk_received(const Attention* given, const float* lse, int64_t last, int gre
       }
       if (!greatest) for (int64_t i = 0; i < high; i++) into[i] /= float(a.groups);
     }
+}
+
+// Attention over all entries of lanes whose rows lie behind each other, in one piece, without a mask: what a step does.
+// With `received` also what they received of all queries.
+void kk_attend_alone(const bf16* query, const bf16* keys, const bf16* values, int64_t key_lane, int64_t value_lane,
+                     int64_t lanes, int64_t groups, int64_t queries, int64_t dim, int64_t value_dim, int64_t entries,
+                     float scaling, bf16* out, float* lse, float* received, int greatest) {
+  Piece piece{};
+  piece.keys = keys; piece.values = values; piece.count = entries; piece.lanes = lanes;
+  piece.key_lane = key_lane; piece.key_row = dim; piece.value_lane = value_lane; piece.value_row = value_dim;
+  Attention a{};
+  a.query = query; a.pieces = &piece; a.lanes = lanes; a.groups = groups; a.queries = queries; a.dim = dim;
+  a.value_dim = value_dim; a.count = 1; a.entries = entries; a.past = entries - queries; a.scaling = scaling;
+  kk_attend(&a, out, 0, lse, nullptr, 0);
+  if (received) kk_received(&a, lse, queries, greatest, received);
 }
 
 }  // extern "C"

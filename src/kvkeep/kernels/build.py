@@ -37,8 +37,9 @@ SIGNATURES = {
     "kk_enter": "ppllppippppp",
     "kk_leave": "ppplpppp",
     "kk_attend": "ppippi",
-    "kk_attend_all": "pppllllllllfpp",
+    "kk_attend_alone": "pppllllllllfpppi",
     "kk_received": "pplip",
+    "kk_replace": "piillpllpllppppppippppppp",
 }
 """The kernels' arguments: pointers, integers of 64 bits and of 32, floats."""
 

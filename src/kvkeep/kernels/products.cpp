@@ -74,10 +74,12 @@ static inline __attribute__((always_inline)) void panel_rows(const Weights& w, i
       for (int r = 0; r < R; r++) part[c][r] = vf{};
     constexpr int STEP = BITS == 4 ? 4 : 1, LINES = BITS == 16 ? 2 : BITS == 8 ? 1 : 2;  // pairs in a dword
     for (int64_t p = start; p < start + each; p += STEP) {
+      int64_t soon = p * 8 * BITS + AHEAD;  // behind a panel's end lie those that come next
+      if (soon >= size) soon += (P - 1) * size;
       if (R < 4)
 #pragma GCC unroll 8
         for (int c = 0; c < P; c++)
-          for (int line = 0; line < LINES; line++) __builtin_prefetch(codes + c * size + p * 8 * BITS + AHEAD + line * 64);
+          for (int line = 0; line < LINES; line++) __builtin_prefetch(codes + c * size + soon + line * 64);
 #pragma GCC unroll 4
       for (int j = 0; j < STEP; j++) {
         vi row[R];
@@ -123,7 +125,7 @@ static int panels_of(int rows, int64_t left, const Weights& w, int64_t panel, co
                      int64_t stride, const float* sums, int64_t groups, float* out) {
 #define TAKE(R, P) if (left >= P || P == 1) { panel_rows<BITS, R, P>(w, panel, codes, size, x, stride, sums, groups, out); return P; }
   switch (rows) {
-    case 1: TAKE(1, 8) TAKE(1, 5) TAKE(1, 4) TAKE(1, 3) TAKE(1, 1)
+    case 1: TAKE(1, 4) TAKE(1, 3) TAKE(1, 1)
     case 2: TAKE(2, 5) TAKE(2, 4) TAKE(2, 3) TAKE(2, 1)
     case 3: TAKE(3, 4) TAKE(3, 3) TAKE(3, 2) TAKE(3, 1)
     case 4: TAKE(4, 3) TAKE(4, 2) TAKE(4, 1)

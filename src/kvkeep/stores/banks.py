@@ -97,6 +97,16 @@ class Bank:
         )
         return Evicted(keys, values, self.slots.gather(1, columns), scores, extra, newest)
 
+    def room(self, scored: bool) -> Evicted:
+        """Return room for what leaves one column of each lane."""
+        keys, values = (rows.new_empty(len(rows), 1, rows.shape[2]) for rows in (self.keys, self.values))
+        slots, scores, extra, newest = (
+            None if one is None else one.new_empty(len(one), 1)
+            for one in (self.slots, self.scored() if scored else None, self.extra, self.newest)
+        )
+        assert slots is not None
+        return Evicted(keys, values, slots, scores, extra, newest)
+
     def check(self, extent: Extent, tail: int, sinks: int | None) -> None:
         lanes = extent.lanes if self.lanes is None else len(self.lanes)
         extent.numbered("slots", self.slots, (lanes, None))

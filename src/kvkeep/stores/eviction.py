@@ -6,12 +6,15 @@ budget's entries, itself included. The entries of a chunk are attended first, an
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from kvkeep.contracts import Candidates, Evicted, Selector
+from kvkeep.kernels.build import kernels, library
 from kvkeep.memory.ledger import Ledger
 from kvkeep.stores.banks import Bank, Banks
 
@@ -21,19 +24,25 @@ LOWEST, _STEP = -3e38, 1e33
 
 @dataclass(frozen=True)
 class Arriving:
-    """New entries of one bank: keys, values (lanes, n, dim), slots (lanes, n) int32, -1 for padding, the first of which
-    is ``first``. whole: none is padding. scores: (lanes, n), None where nothing scored them yet."""
+    """New entries of one bank: keys, values (lanes, n, dim), and what returns their slots, (lanes, n) int32, -1 for
+    padding, the first of which is ``first``. whole: none is padding. scores: (lanes, n), None where nothing scored them
+    yet."""
 
     keys: Tensor
     values: Tensor
-    slots: Tensor
+    numbers: Callable[[], Tensor]
     first: int
     whole: bool
     scores: Tensor | None
 
+    @functools.cached_property
+    def slots(self) -> Tensor:
+        """Their slots: asked for only where somebody does, a decoded token in most steps needs none."""
+        return self.numbers()
+
     @property
     def count(self) -> int:
-        return self.slots.shape[1]
+        return self.keys.shape[1]
 
 
 class Ranking:
@@ -57,7 +66,7 @@ class Ranking:
         if new.scores is not None:
             return new.scores
         if not self.selector.scores_arrivals:
-            return torch.zeros(new.slots.shape, device=new.keys.device) if self.scored else None
+            return torch.zeros(new.keys.shape[:2], device=new.keys.device) if self.scored else None
         return self.selector.arrive(self.candidates(bank, new.slots, None, new.first + new.count, new.count), new.keys)
 
     def joined(self, bank: Bank, new: Arriving, columns: int, scores: Tensor | None) -> Candidates:
@@ -108,10 +117,15 @@ def replace_lowest(bank: Bank, new: Arriving, ranking: Ranking, wanted: bool) ->
     """Write a single new entry over the lowest-ranked one: the step of every decoded token. Return that one if it is
     ``wanted``."""
     rank, holes = ranking.of(bank, new.first + 1), bank.vacant > 0
+    bank.vacant -= holes
+    oldest = ranking.selector.may_tie or ranking.scored  # what comes back as an estimate may be like another
+    if _by_kernel(bank, new, rank):
+        left = bank.room(ranking.scored)._replace(holes=holes) if wanted else None
+        _replaced(bank, new, ranking, rank, oldest, left)
+        return left
     if holes:
         rank = rank.float().masked_fill(bank.slots < 0, float("-inf"))
-        bank.vacant -= 1
-    if ranking.selector.may_tie or ranking.scored:  # what comes back as an estimate may be like another
+    if oldest:
         rank = torch.where(rank == rank.amin(1, keepdim=True), bank.slots, 2**31 - 1)
     victim = rank.argmin(1, keepdim=True)
     left = bank.at(victim, ranking.scored)._replace(holes=holes) if wanted else None
@@ -126,6 +140,53 @@ def replace_lowest(bank: Bank, new: Arriving, ranking: Ranking, wanted: bool) ->
         if counted is not None:
             counted[place] = 0
     return left
+
+
+def _by_kernel(bank: Bank, new: Arriving, rank: Tensor) -> bool:
+    return (
+        rank.device.type == "cpu"
+        and rank.dtype in (torch.float32, torch.int32)
+        and (new.keys.dtype, new.values.dtype) == (bank.keys.dtype, bank.values.dtype)
+        and bank.keys.is_contiguous()
+        and bank.values.is_contiguous()
+        and library() is not None
+    )
+
+
+def _replaced(bank: Bank, new: Arriving, ranking: Ranking, rank: Tensor, oldest: bool, left: Evicted | None) -> None:
+    """Do the same by the kernel, for ranks as the selector gave them; ``left``: where what leaves is copied to."""
+    scores = ranking.arrived(bank, new)
+    if scores is not None or ranking.scored:
+        bank.scored()
+    # All of them are held here while the kernel has their addresses.
+    rank, keys, values = rank.contiguous(), new.keys.contiguous(), new.values.contiguous()
+    scores = None if scores is None else scores.float().contiguous()
+    bank.slots = bank.slots.contiguous()
+    bank.scores = None if bank.scores is None else bank.scores.contiguous()
+    widths = [part.shape[2] * part.itemsize for part in (keys, values)]
+    rows = bank.keys.shape[1]
+    kernels().kk_replace(
+        rank.data_ptr(),
+        rank.dtype == torch.int32,
+        oldest,
+        *rank.shape,
+        bank.keys.data_ptr(),
+        rows * widths[0],
+        widths[0],
+        bank.values.data_ptr(),
+        rows * widths[1],
+        widths[1],
+        *map(_address, (bank.slots, bank.scores, bank.extra, bank.newest)),
+        keys.data_ptr(),
+        values.data_ptr(),
+        new.first,
+        _address(scores),
+        *(map(_address, left[:6]) if left else 6 * [None]),
+    )
+
+
+def _address(part: Tensor | None) -> int | None:
+    return None if part is None else part.data_ptr()
 
 
 def compete(bank: Bank, new: Arriving, ranking: Ranking, wanted: bool) -> Evicted | None:

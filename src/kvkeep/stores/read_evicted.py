@@ -8,7 +8,7 @@ from itertools import chain
 from torch import Tensor
 
 from kvkeep.attention import Segment, attend, received, weighed
-from kvkeep.attention.kernel import runs
+from kvkeep.attention.kernel import alone, runs
 from kvkeep.attention.step import Step
 from kvkeep.contracts import Reader
 from kvkeep.stores.layer import Layer
@@ -23,6 +23,8 @@ class ReadEvicted(Reader):
         wide, settled = step.wide(layer.length), layer.attends_settled(step)
         if settled:
             layer.settle()
+            if not store.keeps and (output := _alone(layer, step)) is not None:
+                return output
         elif step.own:
             store.begin(resident)
         ordered = wide is not None or layer.ledger.visible is not None or runs(step.query, step.key, step.value)
@@ -47,6 +49,24 @@ class ReadEvicted(Reader):
         if step.last:
             layer.finish()
         return output
+
+
+def _alone(layer: Layer, step: Step) -> Tensor | None:
+    """Return the attention of a step over what is resident alone, in one call: of every decoded token where what leaves
+    is dropped. None where there is more to it."""
+    resident = layer.resident
+    if step.mask is not None or step.queries > 1 or step.latent or (held := resident.in_one_piece()) is None:
+        return None
+    keys, values = held
+    if not runs(step.query, keys, values):
+        return None
+    reduce = resident.selector.reduce if resident.observes else ""
+    output, weights = alone(step.query, keys, values, step.scaling, reduce)
+    if weights is not None:
+        resident.learn_all(weights)
+    if step.last:
+        layer.finish()
+    return output
 
 
 def observe_evicted(layer: Layer, step: Step, lse: Tensor, evicted: Iterable[Segment]) -> None:

@@ -49,6 +49,14 @@ class Selected(WorkingSet):
                     lanes=bank.lanes,
                 )
 
+    def in_one_piece(self) -> tuple[Tensor, Tensor] | None:
+        bank = self.banks.banks[0]
+        if len(self.banks) > 1 or bank.vacant or bank.extra is not None or self.ledger.visible is not None:
+            return None
+        if bank.used == len(bank.keys[0]):
+            return bank.keys, bank.values
+        return (bank.keys[:, : bank.used], bank.values[:, : bank.used]) if bank.used else None
+
     # -- attention that was received ----------------------------------------------------------------
 
     def unpadded(self, lse: Tensor) -> Tensor:
@@ -67,7 +75,6 @@ class Selected(WorkingSet):
         return self.selector.observation_window != 0 and len(self.banks) == len(held) == 1
 
     def learn_all(self, weights: Tensor) -> None:
-        """Let the selector score the entries, all of one bank and settled, by one query's ``weights`` (lanes, n)."""
         self.learn(self.banks.banks[0], weights, 1)
 
     def observe(
@@ -99,7 +106,9 @@ class Selected(WorkingSet):
             self._scores[number] = scores[:, bank.used :]
 
     def learn(self, bank: Bank, weights: Tensor, queries: int) -> None:
-        slots, scores = bank.slots[:, : bank.used], bank.scored()[:, : bank.used]
+        slots, scores = bank.slots, bank.scored()
+        if bank.used < bank.columns:
+            slots, scores = slots[:, : bank.used], scores[:, : bank.used]
         entries = self.ranking.candidates(bank, slots, scores, self.length)
         if self.selector.needs_kv:
             entries = replace(entries, keys=bank.keys[:, : bank.used], values=bank.values[:, : bank.used])
@@ -113,15 +122,19 @@ class Selected(WorkingSet):
 
     def _arriving(self, keys: Tensor, values: Tensor, first: int) -> Arriving:
         """Return new entries of all lanes, (lanes, n, dim), whose slots begin at ``first``; padding has none."""
-        count = keys.shape[1]
-        slots = torch.arange(first, first + count, dtype=torch.int32, device=keys.device).expand(len(keys), -1)
-        if (visible := self.ledger.visible_by(self.banks.heads)) is not None:
-            slots = slots.masked_fill(~visible[:, 0, 0, first : first + count], -1)
+
+        def slots() -> Tensor:
+            """Return those of all lanes."""
+            numbers = torch.arange(first, first + keys.shape[1], dtype=torch.int32, device=keys.device)
+            if (visible := self.ledger.visible_by(self.banks.heads)) is None:
+                return numbers.expand(len(keys), -1)
+            return torch.where(visible[:, 0, 0, first : first + keys.shape[1]], numbers, -1)
+
         return Arriving(keys, values, slots, first, self.ledger.whole(self.ledger.length - first), None)
 
     def _of(self, bank: Bank, number: int, new: Arriving) -> Arriving:
-        keys, values, slots = (bank.of(part) for part in (new.keys, new.values, new.slots))
-        return Arriving(keys, values, slots, new.first, new.whole, self._scores.get(number))
+        keys, values = bank.of(new.keys), bank.of(new.values)
+        return Arriving(keys, values, lambda: bank.of(new.slots), new.first, new.whole, self._scores.get(number))
 
     def admit(self, keys: Tensor, values: Tensor, first: int) -> Evicted | None:
         new, left = self._arriving(keys, values, first), []
