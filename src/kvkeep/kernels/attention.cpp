@@ -9,7 +9,7 @@
 
 #include <limits>
 
-constexpr int64_t BLOCK = 512, TILE = 32, FEW = 4, AHEAD = 96;  // entries of a block, of a tile; tiles written at once for few rows; entries fetched early
+constexpr int64_t BLOCK = 512, TILE = 32, FEW = 4, AHEAD = 64;  // entries of a block, of a tile; tiles written at once for few rows; entries fetched early
 constexpr int ROWS = 6;
 constexpr float NOTHING = -std::numeric_limits<float>::infinity();
 
@@ -51,34 +51,47 @@ static inline int64_t limit_of(const Attention& a, int64_t lane, int64_t m) {
 static inline int64_t first_of(const Attention& a, int64_t lane) { return a.first ? a.first[lane] : 0; }
 static inline int64_t shift_of(const Attention& a, int64_t lane) { return a.shift ? a.shift[lane] : 0; }
 
-// Keys, 16 by 16 pairs: pair d of 16 entries becomes one vector.
+#if defined(__AVX512F__)
+// 16 by 16 pairs of keys, from `pair` on: pair d of 16 entries becomes vector d.
+static inline __attribute__((always_inline)) void transposed(const bf16* const* rows, int64_t pair, __m512i* out) {
+  __m512i r[16], t[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; i++) r[i] = _mm512_loadu_si512(rows[i] + 2 * pair);
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i++) {
+    t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
+    t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    r[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
+    r[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
+    r[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
+    r[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    t[i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0x88);
+    t[4 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0x88);
+    t[8 + i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0xdd);
+    t[12 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0xdd);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    out[i] = _mm512_shuffle_i32x4(t[i], t[4 + i], 0x88);
+    out[8 + i] = _mm512_shuffle_i32x4(t[i], t[4 + i], 0xdd);
+    out[4 + i] = _mm512_shuffle_i32x4(t[8 + i], t[12 + i], 0x88);
+    out[12 + i] = _mm512_shuffle_i32x4(t[8 + i], t[12 + i], 0xdd);
+  }
+}
+#endif
+
 static inline void turned(const bf16* const* rows, int64_t pair, int64_t pairs, char* out) {
 #if defined(__AVX512F__)
   if (pairs - pair >= 16) {
-    __m512i r[16], t[16];
-    for (int i = 0; i < 16; i++) r[i] = _mm512_loadu_si512(rows[i] + 2 * pair);
-    for (int i = 0; i < 8; i++) {
-      t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
-      t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
-    }
-    for (int i = 0; i < 4; i++) {
-      r[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
-      r[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
-      r[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
-      r[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
-    }
-    for (int i = 0; i < 4; i++) {
-      t[i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0x88);
-      t[4 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0x88);
-      t[8 + i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0xdd);
-      t[12 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0xdd);
-    }
-    for (int i = 0; i < 4; i++) {
-      store(out + (pair + i) * 128, _mm512_shuffle_i32x4(t[i], t[4 + i], 0x88));
-      store(out + (pair + 8 + i) * 128, _mm512_shuffle_i32x4(t[i], t[4 + i], 0xdd));
-      store(out + (pair + 4 + i) * 128, _mm512_shuffle_i32x4(t[8 + i], t[12 + i], 0x88));
-      store(out + (pair + 12 + i) * 128, _mm512_shuffle_i32x4(t[8 + i], t[12 + i], 0xdd));
-    }
+    __m512i columns[16];
+    transposed(rows, pair, columns);
+    for (int i = 0; i < 16; i++) store(out + (pair + i) * 128, columns[i]);
     return;
   }
 #endif
@@ -325,6 +338,100 @@ static inline void mix_rows(const Attention& a, const bf16* weights, const char*
     }
 }
 
+// Where few rows read a block once, nothing is written out: the same chains, on entries as they lie.
+static bool direct(const Attention& a, int64_t rows) {
+#if defined(__AVX512F__)
+  bool plain = rows <= ROWS && a.dim % 32 == 0 && a.value_dim % 32 == 0;
+  for (int64_t i = 0; i < a.count && plain; i++) plain = !a.pieces[i].key_bits && !a.pieces[i].places;
+  return plain;
+#else
+  return false;
+#endif
+}
+
+// Rows of keys and values of the places from .. to of a block whose place 0 is entry `base`.
+static void find_rows(Walk& walk, int64_t base, int64_t from, int64_t to, int64_t low, int64_t high, const bf16** keys,
+                      const bf16** values) {
+  int64_t run = 0;
+  for (int64_t i = from, entry = base + from; i < to; i++, entry++, run--) {
+    if (entry < low || entry >= high) { keys[i] = values[i] = ZEROS; run = 0; }
+    else if (run > 0) { keys[i] = keys[i - 1] + walk.key_row; values[i] = values[i - 1] + walk.value_row; }
+    else run = walk.find(entry, &keys[i], &values[i]);
+  }
+}
+
+#if defined(__AVX512F__)
+template <int R>
+static void score_rows_of(const Attention& a, const bf16* query, const bf16* const* keys, int64_t from, int64_t to,
+                          int64_t ahead, float* scores) {
+  for (int64_t i = from; i < to; i += 16) {
+    vf part[R];
+    for (int r = 0; r < R; r++) part[r] = vf{};
+    for (int64_t pair = 0; pair < a.dim / 2; pair += 16) {
+      __m512i columns[16];
+      transposed(keys + i, pair, columns);
+#pragma GCC unroll 16
+      for (int c = 0; c < 16; c++) {
+        __builtin_prefetch(keys[i + c] + ahead + 2 * pair, 0, 2);
+#pragma GCC unroll 6
+        for (int r = 0; r < R; r++)
+          part[r] = dot(part[r], splati(load<int32_t>(query + r * a.dim + 2 * (pair + c))), (vi)columns[c]);
+      }
+    }
+    for (int r = 0; r < R; r++) store(scores + r * BLOCK + i, part[r] * splat(a.scaling));
+  }
+}
+
+// C vectors of channels from d on: those of a pair of entries are interleaved by fours, and put in order at the end.
+template <int R, int C>
+static inline __attribute__((always_inline)) void mix_channels_of(const Attention& a, const bf16* weights,
+                                                                  const bf16* const* values, int64_t from, int64_t to,
+                                                                  int64_t ahead, int64_t d, float* out) {
+  vf part[C][R];
+#pragma GCC unroll 4
+  for (int c = 0; c < C; c++)
+#pragma GCC unroll 6
+    for (int r = 0; r < R; r++) part[c][r] = vf{};
+  for (int64_t i = from; i < to; i += 2) {
+    const bf16 *even = values[i] + d, *odd = values[i + 1] + d;
+    vi row[R], column[C];
+#pragma GCC unroll 2
+    for (int c = 0; c < C; c += 2) {
+      __builtin_prefetch(even + ahead + 16 * c, 0, 2);
+      __builtin_prefetch(odd + ahead + 16 * c, 0, 2);
+      __m512i x = _mm512_loadu_si512(even + 16 * c), y = _mm512_loadu_si512(odd + 16 * c);
+      column[c] = (vi)_mm512_unpacklo_epi16(x, y);
+      column[c + 1] = (vi)_mm512_unpackhi_epi16(x, y);
+    }
+#pragma GCC unroll 6
+    for (int r = 0; r < R; r++) row[r] = splati(load<int32_t>(weights + r * BLOCK + i));
+#pragma GCC unroll 4
+    for (int c = 0; c < C; c++)
+#pragma GCC unroll 6
+      for (int r = 0; r < R; r++) part[c][r] = dot(part[c][r], row[r], column[c]);
+  }
+  const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+  const __m512i high = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+  for (int c = 0; c < C; c += 2)
+    for (int r = 0; r < R; r++) {
+      __m512 x = (__m512)part[c][r], y = (__m512)part[c + 1][r];
+      store(out + r * a.value_dim + d + 16 * c, _mm512_permutex2var_ps(x, low, y));
+      store(out + r * a.value_dim + d + 16 * c + 16, _mm512_permutex2var_ps(x, high, y));
+    }
+}
+
+template <int R>
+static void mix_rows_of(const Attention& a, const bf16* weights, const bf16* const* values, int64_t from, int64_t to,
+                        int64_t ahead, float* out) {
+  int64_t d = 0;
+  for (; d + 64 <= a.value_dim; d += 64) mix_channels_of<R, 4>(a, weights, values, from, to, ahead, d, out);
+  for (; d < a.value_dim; d += 32) mix_channels_of<R, 2>(a, weights, values, from, to, ahead, d, out);
+}
+#else
+template <int R> static void score_rows_of(const Attention&, const bf16*, const bf16* const*, int64_t, int64_t, int64_t, float*) {}
+template <int R> static void mix_rows_of(const Attention&, const bf16*, const bf16* const*, int64_t, int64_t, int64_t, float*) {}
+#endif
+
 #define BY_ROWS(rows, call) \
   switch (rows) { \
     case 1: { constexpr int R = 1; call; break; } \
@@ -402,9 +509,11 @@ static void block_of(const Attention& a, int64_t lane, int64_t row, int64_t rows
   span(a, lane, row, rows, base, &from, &to);
   if (from >= to) return;
   int64_t start = first_of(a, lane), stop = a.entries;
-  bool once = rows <= ROWS;  // one tile of rows: what is written is read at once, a few tiles at a time
+  bool straight = direct(a, rows), once = rows <= ROWS;  // one tile of rows: what is written is read at once
   Walk walk{a, lane};
-  if (!once)
+  const bf16 *keys_of[BLOCK], *values_of[BLOCK];
+  if (straight) find_rows(walk, base, from * TILE, to * TILE, start, stop, keys_of, values_of);
+  else if (!once)
     for (int64_t t = from; t < to; t++)
       write_tile(a, walk, base, t, start, stop, room.keys + t * a.dim * 64, room.values + t * a.value_dim * 64);
   for (int64_t r = 0; r < rows; r += ROWS) {
@@ -413,7 +522,8 @@ static void block_of(const Attention& a, int64_t lane, int64_t row, int64_t rows
     span(a, lane, row + r, tile, base, &low, &high);
     if (low >= high) continue;
     const bf16* query = a.query + (lane * a.groups * a.queries + row + r) * a.dim;
-    for (int64_t t = low; t < high; t += FEW) {
+    if (straight) BY_ROWS(tile, score_rows_of<R>(a, query, keys_of, low * TILE, high * TILE, AHEAD * walk.key_row, room.scores))
+    else for (int64_t t = low; t < high; t += FEW) {
       int64_t count = std::min(FEW, high - t);
       if (once) for (int64_t i = 0; i < count; i++) write_tile(a, walk, base, t + i, start, stop, room.keys + i * a.dim * 64, nullptr);
       const char* keys = once ? room.keys : room.keys + t * a.dim * 64;
@@ -434,9 +544,10 @@ static void block_of(const Attention& a, int64_t lane, int64_t row, int64_t rows
       }
       parts[i].sum = sum(total);
     }
-    memset(room.mix, 0, tile * a.value_dim * 4);
     Walk again{a, lane};
-    for (int64_t t = low; t < high; t += once ? FEW : high - low) {
+    if (straight) BY_ROWS(tile, mix_rows_of<R>(a, room.weights, values_of, low * TILE, high * TILE, AHEAD * walk.value_row, room.mix))
+    else memset(room.mix, 0, tile * a.value_dim * 4);
+    if (!straight) for (int64_t t = low; t < high; t += once ? FEW : high - low) {
       int64_t count = once ? std::min(FEW, high - t) : high - low;
       if (once) for (int64_t i = 0; i < count; i++) write_tile(a, again, base, t + i, start, stop, nullptr, room.values + i * a.value_dim * 64);
       const char* values = once ? room.values : room.values + t * a.value_dim * 64;
@@ -498,7 +609,7 @@ void kk_attend(const Attention* given, void* out, int floats, float* lse, float*
   float* mixes = (float*)own.at(3, a.lanes * rows * blocks * (dim * 4 + sizeof(Part)));
   Part* have = (Part*)(mixes + a.lanes * rows * blocks * dim);
   for (int64_t i = 0; i < a.lanes * rows * blocks; i++) have[i] = {NOTHING, 0.f};
-#pragma omp parallel for schedule(dynamic) collapse(2)
+#pragma omp parallel for schedule(static) collapse(2)
   for (int64_t lane = 0; lane < a.lanes; lane++)
     for (int64_t block = 0; block < blocks; block++) {
       Room room(a);

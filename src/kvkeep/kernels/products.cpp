@@ -79,7 +79,7 @@ static inline __attribute__((always_inline)) void panel_rows(const Weights& w, i
       if (R < 4)
 #pragma GCC unroll 8
         for (int c = 0; c < P; c++)
-          for (int line = 0; line < LINES; line++) __builtin_prefetch(codes + c * size + soon + line * 64);
+          for (int line = 0; line < LINES; line++) __builtin_prefetch(codes + c * size + soon + line * 64, 0, 2);
 #pragma GCC unroll 4
       for (int j = 0; j < STEP; j++) {
         vi row[R];
