@@ -227,9 +227,9 @@ class Resident(Part):
         """Keep new entries, whose slots begin at ``first``, within the budget. Return what was evicted, None for
         nothing, or where the store took it already."""
 
-    def in_one_piece(self) -> tuple[Tensor, Tensor] | None:
-        """Return keys and values (lanes, n, dim) of all that is held, where they lie behind each other and a later
-        query sees all of them; else None."""
+    def in_one_piece(self, tail: int = 0) -> tuple[Tensor, Tensor] | None:
+        """Return keys and values (lanes, n, dim) of all that is held, with the first ``tail`` entries of the tail,
+        where they lie behind each other and a later query sees all of them; else None."""
         return None
 
     @property

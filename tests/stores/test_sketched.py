@@ -18,7 +18,7 @@ from kvkeep.policies.selectors.h2o import H2O
 from kvkeep.policies.selectors.tova import Tova
 from kvkeep.stores.layer import Layer
 from kvkeep.stores.sketch import places
-from kvkeep.stores.sketched import Hashed, Sketched
+from kvkeep.stores.sketched import Hashed, Sketched, _highest
 
 HEADS, GROUP, DIM, EXACT, SLOTS, SWAP = 2, 2, 4, 8, 3, 1.1
 
@@ -163,3 +163,12 @@ def test_rows_padded_by_more_than_a_chunk(padding: int) -> None:
     ids, mask = padded([170, 170 - padding])
     logits = step("llama", KeepCache(tiny("llama"), "h2o+sketch", 64), ids[1:], mask[1:], logits_to_keep=0)
     assert logits[:, padding:].isfinite().all()
+
+
+def test_the_highest_are_those_of_a_stable_sort() -> None:
+    torch.manual_seed(0)
+    ranks = torch.randint(-3, 4, (5, 200)) / 2.0
+    ranks[:, ::7], ranks[:, 3::50] = float("-inf"), -0.0
+    wanted = ranks.sort(dim=1, descending=True, stable=True)
+    for found, own in zip(_highest(ranks, 80), wanted, strict=True):
+        assert torch.equal(found, own[:, :80])

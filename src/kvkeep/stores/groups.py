@@ -52,6 +52,7 @@ class Groups(EvictedStore):
         self.slots: Tensor | None = None  # (lanes, groups, GROUP)
         self.written = 0  # groups ever written
         self.holes = False  # whether some slots are -1
+        self.gaps = False  # whether some of those that wait are
 
     @property
     def held(self) -> int:
@@ -61,6 +62,7 @@ class Groups(EvictedStore):
         rows = left[:3]
         if not self.waiting:
             self.waiting = [one.new_full((len(one), GROUP, *one.shape[2:]), -1) for one in rows]
+        self.gaps |= left.holes and bool((left.slots < 0).any())
         start, total = 0, left.slots.shape[1]
         while start < total:
             count = min(GROUP - self.count, total - start)
@@ -73,7 +75,7 @@ class Groups(EvictedStore):
 
     def _write(self) -> None:
         slots, self.count = self.waiting[2], 0
-        self.holes = self.holes or bool((slots < 0).any())
+        self.holes = self.holes or (self.gaps and bool((slots < 0).any()))
         parts = [*self.codec.encode(*self.waiting), slots]
         if self.slots is None or (self.held == self.slots.shape[1] and self.held != self.room):
             self._grow(parts)
@@ -98,7 +100,7 @@ class Groups(EvictedStore):
             yield from self.codec.read(query, parts, slots, self.holes)
         if self.count:
             keys, values, slots = (rows[:, : self.count] for rows in self.waiting)
-            yield Piece(keys[:, None], values[:, None], slots, holes=True)
+            yield Piece(keys[:, None], values[:, None], slots, holes=self.gaps)
 
     def states(self, lanes: int, length: int) -> Tensor:
         held = [(self.slots[:, : self.held].flatten(1), self.codec.kept)] if self.slots is not None else []
@@ -109,13 +111,13 @@ class Groups(EvictedStore):
     def truncate(self, length: int, resident: WorkingSet) -> None:
         for slots in (self.slots, *self.waiting[2:]):
             if slots is not None:
-                self.holes = True
+                self.holes = self.gaps = True
                 slots.masked_fill_(slots >= length, -1)
 
     def forget(self, slots: Tensor) -> None:
         written = [] if self.slots is None else [self.slots[:, : self.held]]
         for held in (*written, *(one[:, : self.count] for one in self.waiting[2:])):
-            self.holes = True
+            self.holes = self.gaps = True
             held.copy_(without(held.flatten(1), slots).view_as(held))
 
     def select(self, lanes: Tensor) -> None:
@@ -130,7 +132,7 @@ class Groups(EvictedStore):
 
     def restore(self, state: dict[str, Tensor]) -> None:
         self.count, self.written, holes, waiting, parts = state["counts"].tolist()
-        self.holes = bool(holes)
+        self.holes, self.gaps = bool(holes), True  # there may be
         every = [state[str(number)] for number in range(len(state) - 1)]
         self.waiting, self.parts = every[:waiting], every[waiting : waiting + parts]
         self.slots = every[-1] if parts else None

@@ -56,7 +56,7 @@ class Newest(Resident):
 
     def _give(self, first: int, keys: Tensor, values: Tensor) -> None:
         slots = torch.arange(first, first + keys.shape[1], device=keys.device).expand(len(keys), -1)
-        self.store.take(Evicted(keys, values, slots), self)  # type: ignore[arg-type]
+        self.store.take(Evicted(keys, values, slots, holes=False), self)  # type: ignore[arg-type]
         # From here on the store has them, whatever becomes of the rest of this step.
         self._keys.first = self._values.first = first + keys.shape[1]
 

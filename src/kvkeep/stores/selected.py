@@ -49,13 +49,14 @@ class Selected(WorkingSet):
                     lanes=bank.lanes,
                 )
 
-    def in_one_piece(self) -> tuple[Tensor, Tensor] | None:
+    def in_one_piece(self, tail: int = 0) -> tuple[Tensor, Tensor] | None:
         bank = self.banks.banks[0]
         if len(self.banks) > 1 or bank.vacant or bank.extra is not None or self.ledger.visible is not None:
             return None
-        if bank.used == len(bank.keys[0]):
-            return bank.keys, bank.values
-        return (bank.keys[:, : bank.used], bank.values[:, : bank.used]) if bank.used else None
+        stop = bank.used + tail
+        if not bank.columns or not stop:
+            return None
+        return bank.keys[:, :stop], bank.values[:, :stop]
 
     # -- attention that was received ----------------------------------------------------------------
 

@@ -138,8 +138,7 @@ class Sketched(EvictedStore):
             inside, scores = self.inside[:, :-1], self.scores[:, :-1]
             slots = torch.arange(inside.shape[1], dtype=torch.int32, device=inside.device)
             ranks = resident.ranks(slots.masked_fill(~inside, -1), scores)
-            # Of those that rank the same the older comes back first: entries that share slots are estimated alike.
-            ranks, best = (one[:, :count] for one in ranks.sort(dim=1, descending=True, stable=True))
+            ranks, best = _highest(ranks, count)
             chosen = (resident.lowest(count) * self.swap_at < ranks) & (ranks > float("-inf"))
             if not chosen.any():
                 return
@@ -217,6 +216,15 @@ class Sketched(EvictedStore):
     def bookkeeping_bytes(self) -> int:
         """Bytes of flags and scores, and of the places of every slot."""
         return nbytes(self.inside, self.scores) + (self.hashed.nbytes if self.leads else 0)
+
+
+def _highest(ranks: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return the ``count`` highest of ``ranks`` (lanes, n) float32, and where they are. Of those that rank the same the
+    first, which is the older entry, comes first: entries that share slots are estimated alike."""
+    bits = (ranks + 0.0).view(torch.int32)  # no negative zeros
+    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32  # the order of floats, as integers
+    best = (ordered - torch.arange(ranks.shape[1], device=ranks.device)).topk(count, dim=1).indices
+    return ranks.gather(1, best), best
 
 
 def _put(table: Tensor | None, slots: Tensor, what: Tensor | bool) -> Tensor:

@@ -193,6 +193,7 @@ class Tiers(EvictedStore):
         self.slots: Tensor | None = None
         self.scores: Tensor | None = None
         self.count = 0  # of those that wait
+        self.gaps = False  # whether some of their slots are -1
         self.channels: Channels | None = None
 
     # -- entries come, and fall ---------------------------------------------------------------------
@@ -204,6 +205,7 @@ class Tiers(EvictedStore):
             size = left.keys.shape[0], GROUP
             self.waiting = [part.new_zeros(*size, part.shape[2], dtype=narrow(part.dtype)) for part in left[:2]]
             self.slots, self.scores = left.slots.new_full(size, -1), left.scores.new_zeros(size)
+        self.gaps |= left.holes and bool((left.slots < 0).any())
         waiting = [*self.waiting, self.slots[:, -GROUP:], self.scores[:, -GROUP:]]
         count = self.count + left.slots.shape[1]
         if count >= GROUP:
@@ -264,7 +266,7 @@ class Tiers(EvictedStore):
         for tier, slots in self._places():
             if tier is None:
                 keys, values = (part[:, None, : self.count].to(query.dtype) for part in self.waiting)
-                yield Piece(keys, values, slots, holes=True)
+                yield Piece(keys, values, slots, holes=self.gaps)
                 continue
             assert self.channels is not None
             keys, values = tier.read(self.channels)
@@ -289,6 +291,7 @@ class Tiers(EvictedStore):
 
     def _strike(self, slots: Tensor) -> None:
         """Replace the slots, some of which are gone now."""
+        self.gaps = True
         for tier in self.tiers:
             tier.holes = True
         self.slots = slots
@@ -335,6 +338,7 @@ class Tiers(EvictedStore):
             named.setdefault(key.partition(".")[0], []).append(state[key])
         self._put(named)
         self.count, *holes = state["counts"].tolist()
+        self.gaps = True  # there may be
         for tier, flag in zip(self.tiers, holes, strict=True):
             tier.holes = bool(flag)
 
