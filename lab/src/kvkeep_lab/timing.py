@@ -160,7 +160,7 @@ def _rows(listed: Sequence[Case], taken: Sequence[_Taken]) -> list[Timed]:
     return rows
 
 
-@torch.inference_mode()
+@torch.no_grad()  # as transformers' own generate runs
 def _measure(model: Any, case: Case, own: _Taken, steps: int, patience_s: float, clock: Callable[[], float]) -> None:
     """Add the seconds of a prompt, of steps, and of merging in them; ``own.memory`` becomes what the cache holds."""
     peak = _peak_from_here(next(model.parameters()).device)
