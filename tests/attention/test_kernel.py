@@ -55,7 +55,7 @@ def assert_right(found: tuple[Tensor, Tensor], wanted: tuple[Tensor, ...], value
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), seed=seeds)
 def test_attention_is_the_reference_however_entries_lie(data: Any, seed: int) -> None:
-    """Any lanes, widths, past, window, first and last entry, place in blocks and mask; in pieces, and read in turns."""
+    """Any lanes, widths, past, first and last entry, place in blocks and mask; in pieces, and read in turns."""
     torch.manual_seed(seed)
     draw = data.draw
     own, turns, groups, queries = (draw(st.integers(1, most)) for most in (2, 2, 4, 9))
@@ -68,9 +68,6 @@ def test_attention_is_the_reference_however_entries_lie(data: Any, seed: int) ->
     if draw(st.booleans()):
         given["past"] = past = draw(st.integers(0, count))
         seen = seen & (place <= past + asking)
-        if draw(st.booleans()):
-            given["window"] = window = draw(st.integers(1, count))
-            seen = seen & (place > past + asking - window)
     if draw(st.booleans()):
         given["first"] = first = torch.randint(0, count + 1, (lanes,))
         seen = seen & (place >= first[:, None, None])

@@ -101,6 +101,7 @@ def test_a_library_is_compiled_once_for_flags_sources_and_processor(
     first = build._built()
     with monkeypatch.context() as patch:
         patch.setattr(build.subprocess, "run", lambda *args, **kwargs: pytest.fail("compiled again"))
+        patch.setenv("PATH", "")  # nor is a compiler asked for
         assert build._built() == first and made() == [first]
     monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-DOTHER"))
     other = build._built()

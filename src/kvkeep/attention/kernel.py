@@ -35,7 +35,7 @@ class _Attention(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("query", "pieces", "first", "stop", "shift", "mask")),
         *((name, ctypes.c_int64) for name in ("lanes", "groups", "queries", "dim", "value_dim", "count", "entries")),
-        *((name, ctypes.c_int64) for name in ("past", "window", "mask_lane", "mask_query")),
+        *((name, ctypes.c_int64) for name in ("past", "mask_lane", "mask_query")),
         ("scaling", ctypes.c_float),
     ]
 
@@ -146,10 +146,10 @@ class Call:
     fewer lanes are read in turns. Or codes in groups of 32 entries, before all others, or a sketch's estimates
     (``layout`` of :class:`~kvkeep.attention.attend.Coded`).
 
-    query: (lanes, groups, queries, dim). past: query m sees entries before past + m + 1; None: all. window: and of
-    those no more than the last ``window``. first, stop: the entries that each lane sees, (lanes,) ints. shift: what is
-    added to the number of an entry for its place in blocks, (lanes,) ints: minus the padding before a row, plus what
-    lies before the first entry given. mask: (lanes or 1, queries or 1, entries) bool, True is seen.
+    query: (lanes, groups, queries, dim). past: query m sees entries before past + m + 1; None: all. first, stop: the
+    entries that each lane sees, (lanes,) ints. shift: what is added to the number of an entry for its place in blocks,
+    (lanes,) ints: minus the padding before a row, plus what lies before the first entry given. mask: (lanes or 1,
+    queries or 1, entries) bool, True is seen.
     """
 
     def __init__(
@@ -158,7 +158,6 @@ class Call:
         pieces: Sequence[tuple[Any, Any]],
         scaling: float,
         past: int | None = None,
-        window: int = 0,
         first: Tensor | None = None,
         stop: Tensor | None = None,
         shift: Tensor | None = None,
@@ -197,7 +196,6 @@ class Call:
             len(table),
             self.entries,
             -1 if past is None else past,
-            window,
             0 if self.mask is None or len(self.mask) == 1 else self.mask.stride(0),
             0 if self.mask is None or self.mask.shape[1] == 1 else self.mask.stride(1),
             scaling,
@@ -319,7 +317,7 @@ def whole(
         shift = (start - origin).repeat_interleave(kv_heads)
         seen = (-shift).clamp(min=0) if mask is None else None
     past = entries - queries if mask is None else None
-    done = Call(own, [lanes], scaling, past, 0, seen, None, shift, mask).attend()
+    done = Call(own, [lanes], scaling, past, seen, None, shift, mask).attend()
     assert done is not None
     return done[0].view(batch, heads, queries, -1)
 
@@ -429,7 +427,7 @@ class Run:
         if self._start or self._origin is not None:
             shift = self._start - (self._origin if self._origin is not None else torch.zeros(1, dtype=torch.int64))
             shift = shift.expand(len(self.query))
-        return Call(self.query, pieces, self.scaling, past, 0, self._skipped, stop, shift, mask)
+        return Call(self.query, pieces, self.scaling, past, self._skipped, stop, shift, mask)
 
     def _nothing(self) -> tuple[Tensor, Tensor]:
         assert self._state is not None

@@ -39,7 +39,6 @@ struct Attention {
   const uint8_t* mask;   // (.., entries), 1 is seen; null: none
   int64_t lanes, groups, queries, dim, value_dim, count, entries;
   int64_t past;    // query m sees entries before past + m + 1; negative: all
-  int64_t window;  // and of those no more than the last `window`; 0: all
   int64_t mask_lane, mask_query;
   float scaling;
 };
@@ -457,7 +456,6 @@ static void combine(Part& into, float* out, const Part& more, const float* mix, 
 // What a query sees of a block: places low .. high.
 static inline void seen(const Attention& a, int64_t lane, int64_t m, int64_t base, int64_t* low, int64_t* high) {
   int64_t limit = limit_of(a, lane, m), start = first_of(a, lane);
-  if (a.window) start = std::max(start, a.past + m + 1 - a.window);
   *low = std::max<int64_t>(0, start - base);
   *high = std::min<int64_t>(BLOCK, limit - base);
 }

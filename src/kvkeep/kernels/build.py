@@ -73,16 +73,16 @@ def library() -> ctypes.CDLL | None:
 
 
 def _built() -> Path:
-    """Return the compiled library, compiling it the first time."""
-    compiler = next((found for name in COMPILERS if (found := shutil.which(name))), None)
-    if compiler is None:
-        raise RuntimeError(f"no compiler ({', '.join(COMPILERS)}) is on the path.")
-    stamp = hashlib.sha256(" ".join((compiler, *FLAGS, _processor(), _openmp())).encode())
+    """Return the compiled library, compiling it the first time; from then on it needs no compiler."""
+    stamp = hashlib.sha256(" ".join((*FLAGS, _processor(), _openmp())).encode())
     for path in (*HEADERS, *SOURCES):
         stamp.update(path.read_bytes())
     target = cache_folder() / "kernels" / f"cpu-{stamp.hexdigest()[:16]}.so"
     if target.is_file():
         return target
+    compiler = next((found for name in COMPILERS if (found := shutil.which(name))), None)
+    if compiler is None:
+        raise RuntimeError(f"no compiler ({', '.join(COMPILERS)}) is on the path.")
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         made = Path(folder) / "cpu.so"
