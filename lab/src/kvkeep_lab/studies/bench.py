@@ -26,8 +26,8 @@ from kvkeep_lab.studies.engines import EngineStudy
 from kvkeep_lab.tables import Table, fixed, megabytes, number, refusals
 from kvkeep_lab.timing import HELD, NAIVE, Case, Timed, run
 
-COMBINED = ("h2o+quantize:4", "h2o+merge", "kvreviver:estimate=shrunk,by=mean")
-"""Combinations without a name of their own that are timed beside the lossy methods that lists name."""
+COMBINED = ("h2o+checkpoint", "h2o+quantize:4", "h2o+merge", "kvreviver", "kvreviver:estimate=shrunk,by=mean")
+"""What is timed beside the lossy methods that lists name: not lossy alone, or without a name of its own."""
 
 
 @dataclass(frozen=True)
