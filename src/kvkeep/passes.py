@@ -21,11 +21,10 @@ class Passes:
 
     decoder: the only decoder whose passes count, None: any. open: a step is in progress or unfinished. chunk: tokens of
     a prompt read at a time. earlier_outputs: outputs of a prompt's earlier chunks. on_progress: called with the tokens
-    so far, after every pass.
+    so far, after every pass. exact: attention is the kernel's, whose bits depend on the entries alone.
     """
 
     streams = False
-    exact = False  # attention by the kernel, whose bits depend on the entries alone
 
     def __init__(self, geometry: ModelGeometry, made: Assembly) -> None:
         self.geometry, self.layers, self.decoder = geometry, made.layers, made.decoder

@@ -10,11 +10,12 @@ import pytest
 import torch
 from families import FAMILIES, tiny
 from helpers import assert_near, bounded, expected, padded, prompt, read, step
+from single import attended, layer_of
 from torch import Tensor
 
 from kvkeep import KeepCache
 from kvkeep.contracts import EvictedStore, Exactness, Fate, Piece, Site
-from kvkeep.policies.registry import FATES
+from kvkeep.policies.registry import FATES, SELECTORS
 
 BUDGET, CHUNK = 16, 16
 
@@ -150,3 +151,21 @@ def test_what_is_lowest_leaves_first() -> None:
                 torch.full((size,), end) for size, end in ((bank.columns - len(scores), -torch.inf), (130, torch.inf))
             ]
             torch.testing.assert_close(ranks[lane], torch.cat([ends[0], scores, ends[1]])[:130])
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("fate", ["drop", "kvslimmer", "asymkv"])
+def test_a_store_learns_every_step_that_the_kernel_attends_at_once(fate: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While nothing has been merged yet, a step of one token is one call, and its output is learnt all the same."""
+    torch.manual_seed(0)
+    layer = layer_of(SELECTORS["h2o"](), FATES[fate](), 2, 16, 256)
+    calls: list[Tensor | None] = []
+    own = layer.attended_alone
+    monkeypatch.setattr(layer, "attended_alone", lambda *given, **more: calls.append(own(*given, **more)) or calls[-1])
+    learnt: list[Tensor] = []
+    monkeypatch.setattr(layer.evicted, "attended", lambda step, output, resident: learnt.append(output))
+    for number in (40, 1, 1, 1):
+        attended(layer, *(torch.randn(1, heads, number, 16).bfloat16() for heads in (4, 2, 2)))
+    assert len(learnt) == 4 and len(calls) == 3
+    for call, output in zip(calls, learnt[1:], strict=True):
+        assert call is not None and call[0] is output

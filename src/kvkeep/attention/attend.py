@@ -170,7 +170,7 @@ def weighed(
     or with ``reduce`` "max" the maximum.
 
     query: (batch, heads, 1, key_dim). segments: of all rows, tensors or codes. Returns (batch, heads, 1, value_dim) and
-    (batch, entries) float32 each. Kernels report no weights; for one query plain products are as fast and do.
+    (batch, entries) float32 each. Torch's kernels report no weights; for one query plain products are as fast and do.
     """
     if all(joins(query, segment) for segment in segments):
         run = Run(query, scaling)

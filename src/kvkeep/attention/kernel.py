@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvkeep.kernels.build import kernels, library
+from kvkeep.kernels.build import address, kernels, library
 
 BLOCK, TILE = 512, 32
 """Entries of a block and of a tile, as kernels/attention.cpp has it."""
@@ -186,8 +186,8 @@ class Call:
         self.struct = _Attention(
             self.query.data_ptr(),
             ctypes.addressof(table),
-            *(None if part is None else part.data_ptr() for part in self.bounds),
-            None if self.mask is None else self.mask.data_ptr(),
+            *map(address, self.bounds),
+            address(self.mask),
             lanes,
             groups,
             queries,
@@ -259,10 +259,10 @@ class Call:
         lse = torch.empty(self.query.shape[:3], dtype=torch.float32) if last else None
         kernels().kk_attend(
             ctypes.addressof(self.struct),
-            None if output is None else output.data_ptr(),
+            address(output),
             dtype == torch.float32,
-            None if lse is None else lse.data_ptr(),
-            None if state is None else state.data_ptr(),
+            address(lse),
+            address(state),
             resumes,
         )
         return None if output is None or lse is None else (output, lse)
@@ -349,7 +349,7 @@ def alone(query: Tensor, key: Tensor, value: Tensor, scaling: float, reduce: str
         scaling,
         output.data_ptr(),
         lse.data_ptr(),
-        None if received is None else received.data_ptr(),
+        address(received),
         reduce == "max",
     )
     return output, received

@@ -51,6 +51,11 @@ def kernels() -> ctypes.CDLL:
     return found
 
 
+def address(tensor: torch.Tensor | None) -> int | None:
+    """Return where a tensor's numbers begin, None for none: a pointer, which does not keep the tensor."""
+    return None if tensor is None else tensor.data_ptr()
+
+
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """Return the compiled kernels; None where there is no compiler, the machine is too old for them to pay, or they

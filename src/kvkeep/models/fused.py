@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvkeep.kernels.build import kernels, library
+from kvkeep.kernels.build import address, kernels, library
 from kvkeep.models.freed import give_back
 from kvkeep.models.packed import PANEL, Packed, PackedLinear, WeightStruct
 
@@ -110,8 +110,8 @@ class FusedLayer:
             out=out.struct,
             gates=tuple(part.struct for part in gates),
             down=down.struct,
-            qkv_bias=tuple(_address(part.bias) for part in qkv),
-            out_bias=_address(out.bias),
+            qkv_bias=tuple(address(part.bias) for part in qkv),
+            out_bias=address(out.bias),
             hidden=self.hidden,
             heads=self.heads,
             kv_heads=self.kv_heads,
@@ -322,7 +322,3 @@ def _ours(x: Tensor) -> bool:
 
 def _eps(norm: Any) -> float:
     return getattr(norm, "variance_epsilon", getattr(norm, "eps", None))  # type: ignore[return-value]
-
-
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvkeep.kernels.build import library
+from kvkeep.kernels.build import address, library
 
 GROUP = 32
 """Elements that share a scale, where kvkeep quantises itself."""
@@ -117,7 +117,7 @@ class Packed(nn.Module):
     def struct(self) -> WeightStruct:
         """The matrix as the kernels take it; its tensors must outlive it."""
         half = self.scales is not None and self.scales.dtype == torch.float16
-        pointers = [None if part is None else part.data_ptr() for part in (self.codes, self.scales, self.offsets)]
+        pointers = [address(part) for part in (self.codes, self.scales, self.offsets)]
         return WeightStruct(*pointers, self.in_features, self.out_features, self.bits, self.group, int(half))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
@@ -200,7 +200,7 @@ def multiplied(matrix: Packed, x: Tensor, bias: Tensor | None = None) -> Tensor:
         ctypes.addressof(matrix.struct),
         rows.data_ptr(),
         len(rows),
-        None if bias is None else bias.data_ptr(),
+        address(bias),
         out.data_ptr(),
         matrix.out_features,
     )

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from kvkeep.attention import attend, received
-from kvkeep.attention.kernel import alone, runs
 from kvkeep.attention.step import Step
 from kvkeep.contracts import Site
 from kvkeep.memory.meter import nbytes
@@ -78,11 +77,8 @@ class DraftAndVerify(Backed):
     def _draft(self, layer: Layer, step: Step) -> Tensor:
         """Attend one query a row over what is resident, what the store keeps, and the tail."""
         self._stash(layer)
-        held = None if layer.evicted.keeps or step.latent else layer.resident.in_one_piece(self.waiting)
-        if held is not None and step.queries == 1 and step.mask is None:
-            keys, values = held
-            if runs(step.query, keys, values):
-                return alone(step.query, keys, values, step.scaling)[0]
+        if (alone := layer.attended_alone(step, self.waiting)) is not None:
+            return alone[0]
         segments = [layer.segment(piece, step, None) for piece in layer.resident.pieces(tail=self.waiting)]
         evicted = layer.evicted.pieces(step.query, layer.resident, layer.length)
         segments += [layer.segment(piece, step, None) for piece in evicted]

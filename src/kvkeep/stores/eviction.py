@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.contracts import Candidates, Evicted, Selector
-from kvkeep.kernels.build import kernels, library
+from kvkeep.kernels.build import address, kernels, library
 from kvkeep.memory.ledger import Ledger
 from kvkeep.stores.banks import Bank, Banks
 
@@ -176,17 +176,13 @@ def _replaced(bank: Bank, new: Arriving, ranking: Ranking, rank: Tensor, oldest:
         bank.values.data_ptr(),
         rows * widths[1],
         widths[1],
-        *map(_address, (bank.slots, bank.scores, bank.extra, bank.newest)),
+        *map(address, (bank.slots, bank.scores, bank.extra, bank.newest)),
         keys.data_ptr(),
         values.data_ptr(),
         new.first,
-        _address(scores),
-        *(map(_address, left[:6]) if left else 6 * [None]),
+        address(scores),
+        *(map(address, left[:6]) if left else 6 * [None]),
     )
-
-
-def _address(part: Tensor | None) -> int | None:
-    return None if part is None else part.data_ptr()
 
 
 def compete(bank: Bank, new: Arriving, ranking: Ranking, wanted: bool) -> Evicted | None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from kvkeep.attention import Segment
+from kvkeep.attention.kernel import alone, runs
 from kvkeep.attention.step import Step
 from kvkeep.contracts import EntryState, EvictedStore, Piece, Reader, Resident, Site
 from kvkeep.errors import UsageError
@@ -106,6 +107,17 @@ class Layer(CacheLayerMixin):
         return 0 if self.pending is None else sum(tensor.nbytes for tensor in self.pending)
 
     # -- what attention sees --------------------------------------------------------------------------
+
+    def attended_alone(self, step: Step, tail: int = 0, reduce: str = "") -> tuple[Tensor, Tensor | None] | None:
+        """Return attention of a single query over what is resident, with the first ``tail`` entries of the tail, in one
+        call of the kernel: of every decoded token where what leaves is dropped. With ``reduce`` also what each entry
+        received, as :func:`~kvkeep.attention.kernel.alone`. None where there is more to attend, or it does not run."""
+        if step.mask is not None or step.queries > 1 or step.latent or self.evicted.keeps:
+            return None
+        if (held := self.resident.in_one_piece(tail)) is None:
+            return None
+        keys, values = held
+        return alone(step.query, keys, values, step.scaling, reduce) if runs(step.query, keys, values) else None
 
     def segment(self, piece: Piece, step: Step, wide: Tensor | None, keep: Tensor | None = None) -> Segment:
         """Return a piece of the past as a segment, masked by padding, holes, and ``wide``, the caller's own mask over

@@ -8,7 +8,7 @@ from itertools import chain
 from torch import Tensor
 
 from kvkeep.attention import Segment, attend, received, weighed
-from kvkeep.attention.kernel import alone, runs
+from kvkeep.attention.kernel import runs
 from kvkeep.attention.step import Step
 from kvkeep.contracts import Reader
 from kvkeep.stores.layer import Layer
@@ -20,13 +20,26 @@ class ReadEvicted(Reader):
     def attend(self, layer: Layer, step: Step) -> Tensor:
         """Attend, and let the selector and the store learn what each entry received."""
         store, resident = layer.evicted, layer.resident
-        wide, settled = step.wide(layer.length), layer.attends_settled(step)
+        settled = layer.attends_settled(step)
         if settled:
             layer.settle()
-            if not store.keeps and (output := _alone(layer, step)) is not None:
-                return output
         elif step.own:
             store.begin(resident)
+        reduce = resident.selector.reduce if resident.observes else ""
+        if settled and (alone := layer.attended_alone(step, reduce=reduce)) is not None:
+            output, weights = alone
+            if weights is not None:
+                resident.learn_all(weights)
+        else:
+            output = self._attended(layer, step, settled)
+        store.attended(step, output, resident)
+        if step.last:
+            layer.finish()
+        return output
+
+    def _attended(self, layer: Layer, step: Step, settled: bool) -> Tensor:
+        """Attend by segments, whatever there is of them."""
+        store, resident, wide = layer.evicted, layer.resident, step.wide(layer.length)
         ordered = wide is not None or layer.ledger.visible is not None or runs(step.query, step.key, step.value)
         held = [layer.segment(piece, step, wide) for piece in resident.pieces(ordered)]
         pieces = store.pieces(step.query, resident, layer.length)
@@ -39,34 +52,13 @@ class ReadEvicted(Reader):
             resident.learn_all(weights)
             if store.listens:
                 store.observe(others, 1, resident)
-        else:
-            new = () if settled else (step.arriving(),)
-            output, lse = attend(step.query, chain(evicted, held, new), step.scaling, origin=layer.origin)
-            resident.observe(step, lse, held, None if settled else layer.pending, layer.length)
-            if store.listens:
-                observe_evicted(layer, step, lse, evicted)
-        store.attended(step, output, resident)
-        if step.last:
-            layer.finish()
+            return output
+        new = () if settled else (step.arriving(),)
+        output, lse = attend(step.query, chain(evicted, held, new), step.scaling, origin=layer.origin)
+        resident.observe(step, lse, held, None if settled else layer.pending, layer.length)
+        if store.listens:
+            observe_evicted(layer, step, lse, evicted)
         return output
-
-
-def _alone(layer: Layer, step: Step) -> Tensor | None:
-    """Return the attention of a step over what is resident alone, in one call: of every decoded token where what leaves
-    is dropped. None where there is more to it."""
-    resident = layer.resident
-    if step.mask is not None or step.queries > 1 or step.latent or (held := resident.in_one_piece()) is None:
-        return None
-    keys, values = held
-    if not runs(step.query, keys, values):
-        return None
-    reduce = resident.selector.reduce if resident.observes else ""
-    output, weights = alone(step.query, keys, values, step.scaling, reduce)
-    if weights is not None:
-        resident.learn_all(weights)
-    if step.last:
-        layer.finish()
-    return output
 
 
 def observe_evicted(layer: Layer, step: Step, lse: Tensor, evicted: Iterable[Segment]) -> None:
