@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.attention.attend import Segment
+from kvkeep.attention.kernel import Described
 from kvkeep.attention.step import Step
 from kvkeep.errors import BudgetError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
@@ -232,6 +233,12 @@ class Resident(Part):
         where they lie behind each other and a later query sees all of them; else None."""
         return None
 
+    def described(self, tail: int = 0) -> Described | None:
+        """Return the same as the kernel reads it, in the order of the text where there is one; None where a later query
+        does not see all of it."""
+        held = self.in_one_piece(tail)
+        return None if held is None else Described([held])
+
     @property
     def observes(self) -> bool:
         """Whether entries are scored by the attention they receive."""
@@ -337,6 +344,11 @@ class EvictedStore(Part):
         """Yield what comes back for ``query`` (lanes, heads, queries, dim), of ``length`` slots so far."""
         return iter(())
 
+    def described(self, query: Tensor) -> Sequence[Described] | None:
+        """Return the pieces that :meth:`pieces` would yield as the kernel reads them, each of which every later query
+        sees all of; None where one is anything else."""
+        return None if self.keeps else ()
+
     def observe(self, weights: Sequence[Tensor], queries: int, resident: WorkingSet) -> None:
         """Learn what each piece that :meth:`pieces` just yielded received of a step: (lanes, n) float32 for each, of
         ``queries`` queries, as the selector learns of those that are resident; where it asks for nothing, of all.
@@ -414,6 +426,10 @@ class Checkpoint(ABC):
     def pieces(self, layer: int, stop: int, lazy: bool = False) -> Iterator[Piece]:
         """Yield exact keys and values of the first ``stop`` entries, in order. ``lazy``: pieces may also be ones that
         know their attention without keys and values."""
+
+    def described(self, layer: int, stop: int) -> Described | None:
+        """Return the first ``stop`` entries as the kernel reads them where they lie; None where it cannot."""
+        return None
 
     @abstractmethod
     def pick(self, layer: int, lane: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:

@@ -83,8 +83,29 @@ def _laid_out(keys: Any, values: Any, layout: str) -> bool:
     return getattr(keys, "layout", "") == layout == getattr(values, "layout", "")
 
 
-class Stretch:
-    """Entries in pages of a checkpoint, which the kernel reads where they lie: one segment, however many pages.
+class Described:
+    """Entries where they lie, as the kernel reads them: described once, however often they are attended.
+
+    pieces: of keys and values, (lanes, n, dim) tensors, or codes or estimates of as many (``layout`` of
+    :class:`~kvkeep.attention.attend.Coded`). rows: the kernel's table of them. entries: how many there are.
+    """
+
+    def __init__(self, pieces: Sequence[tuple[Any, Any]]) -> None:
+        self.rows = (_Piece * len(pieces))()
+        self.value_dim: int = pieces[0][1].shape[-1]
+        self.coded = not isinstance(pieces[0][0], Tensor)
+        self._held = [part for row, pair in zip(self.rows, pieces, strict=True) for part in _describe(row, *pair)]
+        self.entries = sum(row.count for row in self.rows)
+
+    def end(self, entries: int) -> Described:
+        """Let it end after so many entries, which reach into its last piece."""
+        self.rows[len(self.rows) - 1].count += entries - self.entries
+        self.entries = entries
+        return self
+
+
+class Stretch(Described):
+    """Entries in pages of a checkpoint as one segment, however many pages.
 
     pages: of keys and values, (lanes, rows, dim) each. Its shape is that of its keys; :attr:`values` is its other side.
     """
@@ -93,20 +114,10 @@ class Stretch:
     layout: ClassVar[str] = ""
 
     def __init__(self, pages: Sequence[tuple[Tensor, Tensor]]) -> None:
+        super().__init__(pages)
         self.pages = pages
-        self.table = (_Piece * len(pages))()
-        for row, (keys, values) in zip(self.table, pages, strict=True):
-            _place(row, keys, values)
-        self._rows = [row.count for row in self.table]
-        lanes, _, self._dim = pages[0][0].shape
-        self._lanes, self.entries = lanes, 0
-        self.values = _Values(self, pages[0][1].shape[2])
-
-    def upto(self, entries: int) -> Stretch:
-        """Let it end after so many entries, which lie in all its pages."""
-        self.entries = entries
-        self.table[len(self.pages) - 1].count = self._rows[-1] - (sum(self._rows) - entries)
-        return self
+        self._lanes, _, self._dim = pages[0][0].shape
+        self.values = _Values(self)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -124,27 +135,96 @@ class _Values:
     lazy: ClassVar[bool] = False
     layout: ClassVar[str] = ""
 
-    def __init__(self, stretch: Stretch, dim: int) -> None:
-        self._stretch, self._dim = stretch, dim
+    def __init__(self, stretch: Stretch) -> None:
+        self._stretch = stretch
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        return *self._stretch.shape[:3], self._dim
+        return *self._stretch.shape[:3], self._stretch.value_dim
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         return torch.cat([values for _, values in self._stretch.pages], 1)[:, : self._stretch.entries].to(dtype)
 
 
-def _place(row: _Piece, keys: Tensor, values: Tensor) -> None:
+class Turning:
+    """Entries in two rings, (lanes, rows, dim) that slot s lies in at s mod ``capacity``: described once a ring."""
+
+    def __init__(self, keys: Tensor, values: Tensor, capacity: int) -> None:
+        self.keys, self.values, self.capacity = keys, values, capacity
+        self._table = Described([(keys, values)] * 2)
+        self._bytes = keys.stride(1) * keys.itemsize, values.stride(1) * values.itemsize
+
+    def between(self, first: int, stop: int) -> Described:
+        """Return the entries of slots ``first`` .. ``stop`` in order, no more than there is room for."""
+        table, low = self._table, first % self.capacity
+        ahead, behind = table.rows
+        ahead.keys, ahead.values = behind.keys + low * self._bytes[0], behind.values + low * self._bytes[1]
+        table.entries = stop - first
+        ahead.count = min(table.entries, self.capacity - low)
+        behind.count = table.entries - ahead.count
+        return table
+
+
+def _describe(row: _Piece, keys: Any, values: Any) -> list[Tensor]:
+    """Fill a row of the kernel's table; return the tensors that it points to, some of them copies."""
+    if isinstance(keys, Tensor):
+        return _entries(row, keys, values)
+    return (_codes if keys.layout == "grouped" else _estimates)(row, keys, values)
+
+
+def _entries(row: _Piece, keys: Tensor, values: Tensor) -> list[Tensor]:
+    if keys.stride(-1) != 1 or values.stride(-1) != 1:
+        keys, values = keys.contiguous(), values.contiguous()
     row.keys, row.values, (row.lanes, row.count, _) = keys.data_ptr(), values.data_ptr(), keys.shape
     row.key_lane, row.key_row, _ = keys.stride()
     row.value_lane, row.value_row, _ = values.stride()
+    return [keys, values]
+
+
+def _codes(row: _Piece, keys: Any, values: Any) -> list[Tensor]:
+    held: list[Tensor] = []
+    lanes, _, row.count, _ = keys.shape
+    row.lanes, row.key_bits, row.value_bits, row.width = lanes, keys.bits, values.bits, values.width
+    groups = row.count // TILE
+    for name, part in (("key", keys), ("value", values)):
+        codes, scale, offset = (
+            one if one[0].is_contiguous() else one.contiguous() for one in (part.codes, part.scale, part.offset)
+        )
+        held += [codes, scale, offset]
+        setattr(row, f"{name}s", codes.data_ptr())
+        setattr(row, f"{name}_lane", codes.stride(0) * codes.itemsize)
+        setattr(row, f"{name}_row", codes[0].numel() // groups * codes.itemsize)
+        setattr(row, f"{name}_scale", scale.data_ptr())
+        setattr(row, f"{name}_offset", offset.data_ptr())
+        setattr(row, f"{name}_scale_lane", scale.stride(0))
+    if (mean := getattr(values, "mean", None)) is not None:
+        mean, deviation = (part.expand(lanes, -1, -1).contiguous() for part in (mean, values.deviation))
+        held += [mean, deviation]
+        row.mean, row.deviation = mean.data_ptr(), deviation.data_ptr()
+    return held
+
+
+def _estimates(row: _Piece, keys: Any, values: Any) -> list[Tensor]:
+    row.sums, row.lanes, row.count = keys.at.shape
+    row.median = keys.by == "median"
+    places = keys.at.int().contiguous()
+    held = [places]
+    row.places = places.data_ptr()
+    for name, part in (("key", keys), ("value", values)):
+        cells = part.cells.contiguous()
+        held.append(cells)
+        setattr(row, f"{name}s", cells.data_ptr())
+        setattr(row, f"{name}_lane", cells.stride(0))
+    if keys.mean is not None:
+        means = [part.mean.float().contiguous() for part in (keys, values)]
+        held += means
+        row.key_mean, row.mean = (mean.data_ptr() for mean in means)
+    return held
 
 
 class Call:
-    """The arguments of one attention: ``pieces`` of keys and values, (lanes, n, dim) each, in the order of the text;
-    fewer lanes are read in turns. Or codes in groups of 32 entries, before all others, or a sketch's estimates
-    (``layout`` of :class:`~kvkeep.attention.attend.Coded`).
+    """The arguments of one attention: ``pieces`` as those of a :class:`Described`, or several described before, in the
+    order of the text; fewer lanes are read in turns. Codes in groups of 32 entries come before all others.
 
     query: (lanes, groups, queries, dim). past: query m sees entries before past + m + 1; None: all. first, stop: the
     entries that each lane sees, (lanes,) ints. shift: what is added to the number of an entry for its place in blocks,
@@ -155,7 +235,7 @@ class Call:
     def __init__(
         self,
         query: Tensor,
-        pieces: Sequence[tuple[Any, Any]],
+        pieces: Sequence[Described | tuple[Any, Any]],
         scaling: float,
         past: int | None = None,
         first: Tensor | None = None,
@@ -165,27 +245,19 @@ class Call:
     ) -> None:
         lanes, groups, queries, dim = query.shape
         self.query = query.contiguous()
-        self.value_dim = pieces[0][1].shape[-1]
-        self._held: list[Tensor] = []  # copies, which must outlive the call
+        self._parts = [piece if isinstance(piece, Described) else Described([piece]) for piece in pieces]
+        self.value_dim = self._parts[0].value_dim
         self.bounds = [None if part is None else part.int().contiguous() for part in (first, stop, shift)]
         self.mask = None if mask is None else mask.contiguous().view(torch.uint8)
-        table = (_Piece * sum(len(keys.pages) if isinstance(keys, Stretch) else 1 for keys, _ in pieces))()
-        self.entries = place = 0
-        for keys, values in pieces:
-            if isinstance(keys, Stretch):
-                ctypes.memmove(ctypes.addressof(table[place]), keys.table, ctypes.sizeof(keys.table))
-                place, self.entries = place + len(keys.pages), self.entries + keys.entries
-                continue
-            row = table[place]
-            if isinstance(keys, Tensor):
-                self._entries(row, keys, values)
-            else:
-                (self._codes if keys.layout == "grouped" else self._estimates)(row, keys, values)
-            place, self.entries = place + 1, self.entries + row.count
-        self._table = table
+        rows = (_Piece * sum(len(table.rows) for table in self._parts))()
+        self.entries, at = 0, ctypes.addressof(rows)
+        for table in self._parts:
+            ctypes.memmove(at, table.rows, ctypes.sizeof(table.rows))
+            at, self.entries = at + ctypes.sizeof(table.rows), self.entries + table.entries
+        self._rows = rows
         self.struct = _Attention(
             self.query.data_ptr(),
-            ctypes.addressof(table),
+            ctypes.addressof(rows),
             *map(address, self.bounds),
             address(self.mask),
             lanes,
@@ -193,58 +265,13 @@ class Call:
             queries,
             dim,
             self.value_dim,
-            len(table),
+            len(rows),
             self.entries,
             -1 if past is None else past,
             0 if self.mask is None or len(self.mask) == 1 else self.mask.stride(0),
             0 if self.mask is None or self.mask.shape[1] == 1 else self.mask.stride(1),
             scaling,
         )
-
-    def _entries(self, row: _Piece, keys: Tensor, values: Tensor) -> None:
-        if keys.stride(-1) != 1 or values.stride(-1) != 1:
-            keys, values = keys.contiguous(), values.contiguous()
-            self._held += [keys, values]
-        _place(row, keys, values)
-
-    def _codes(self, row: _Piece, keys: Any, values: Any) -> None:
-        lanes, _, row.count, _ = keys.shape
-        row.lanes, row.key_bits, row.value_bits, row.width = lanes, keys.bits, values.bits, values.width
-        groups = row.count // TILE
-        for name, part in (("key", keys), ("value", values)):
-            codes, scale, offset = (
-                one if one[0].is_contiguous() else one.contiguous() for one in (part.codes, part.scale, part.offset)
-            )
-            self._held += [codes, scale, offset]
-            setattr(row, f"{name}s", codes.data_ptr())
-            setattr(row, f"{name}_lane", codes.stride(0) * codes.itemsize)
-            setattr(row, f"{name}_row", codes[0].numel() // groups * codes.itemsize)
-            setattr(row, f"{name}_scale", scale.data_ptr())
-            setattr(row, f"{name}_offset", offset.data_ptr())
-            setattr(row, f"{name}_scale_lane", scale.stride(0))
-        if (mean := getattr(values, "mean", None)) is not None:
-            mean, deviation = (
-                mean.expand(lanes, -1, -1).contiguous(),
-                values.deviation.expand(lanes, -1, -1).contiguous(),
-            )
-            self._held += [mean, deviation]
-            row.mean, row.deviation = mean.data_ptr(), deviation.data_ptr()
-
-    def _estimates(self, row: _Piece, keys: Any, values: Any) -> None:
-        row.sums, row.lanes, row.count = keys.at.shape
-        row.median = keys.by == "median"
-        places = keys.at.int().contiguous()
-        self._held.append(places)
-        row.places = places.data_ptr()
-        for name, part in (("key", keys), ("value", values)):
-            cells = part.cells.contiguous()
-            self._held.append(cells)
-            setattr(row, f"{name}s", cells.data_ptr())
-            setattr(row, f"{name}_lane", cells.stride(0))
-        if keys.mean is not None:
-            means = [part.mean.float().contiguous() for part in (keys, values)]
-            self._held += means
-            row.key_mean, row.mean = (mean.data_ptr() for mean in means)
 
     def attend(
         self, dtype: torch.dtype = torch.bfloat16, state: Tensor | None = None, resumes: bool = False, last: bool = True
@@ -355,6 +382,30 @@ def alone(query: Tensor, key: Tensor, value: Tensor, scaling: float, reduce: str
     return output, received
 
 
+def each_described(query: Tensor, pieces: Sequence[tuple[Any, Any]]) -> list[Described]:
+    """Return pieces, each by itself; none where the kernel does not attend to one of them with such a query."""
+    return [Described([pair]) for pair in pieces] if all(runs(query, *pair) for pair in pieces) else []
+
+
+def at_once(
+    query: Tensor, own: Described, others: Sequence[Described], scaling: float, reduce: str = "", each: bool = False
+) -> tuple[Tensor, list[Tensor]]:
+    """Return attention of queries that see every entry, in one call: of ``others``, codes among them first, and then
+    ``own``. With ``reduce``, "sum" or "max", also what those of own received, as :meth:`Call.received`; and with
+    ``each`` those of the others, in their order."""
+    parts = [*sorted(others, key=lambda one: not one.coded), own]
+    call = Call(query, parts, scaling)
+    done = call.attend()
+    assert done is not None
+    output, lse = done
+    if not reduce:
+        return output, []
+    if not each:
+        return output, [Call(query, [own], scaling).received(lse, None, reduce == "max")]
+    received = call.received(lse, None, reduce == "max").split([one.entries for one in parts], 1)
+    return output, [received[parts.index(one)] for one in (own, *others)]
+
+
 class Run:
     """Attention over entries that come in pieces, in the order of the text, in as few calls as memory allows.
 
@@ -366,7 +417,7 @@ class Run:
     def __init__(self, query: Tensor, scaling: float, origin: Tensor | None = None) -> None:
         self.query, self.scaling = query, scaling
         self._origin = origin
-        self._pieces: list[tuple[Any, Any]] = []
+        self._pieces: list[Described | tuple[Any, Any]] = []
         self._masks: list[tuple[int, Tensor | None]] = []
         self._newest: tuple[Tensor, Tensor] | None = None  # entries of which query i sees the first i + 1
         self._coded = 0  # pieces that are codes
@@ -383,8 +434,8 @@ class Run:
         if causal:
             self._newest = key, value
             return
-        if isinstance(key, Stretch):
-            self._pieces.append((key, value))
+        if isinstance(key, Described):
+            self._pieces.append(key)
             self._masks.append((key.entries, mask))
             return
         if not isinstance(key, Tensor):  # first, in turn: a group is a tile of a block
@@ -474,6 +525,7 @@ class Run:
         pieces, masks = self._pieces, self._masks
         self._pieces, self._masks = [], []
         for pair, (count, mask) in zip(pieces, masks, strict=True):
+            assert not isinstance(pair, Described)  # nothing is formed behind pages
             if (cut := min(low, count)) < count:
                 keys, values = (part[:, cut:].clone() for part in pair)
                 self._pieces.append((keys, values))

@@ -201,7 +201,10 @@ def compete(bank: Bank, new: Arriving, ranking: Ranking, wanted: bool) -> Evicte
     order = rank.gather(1, by_slot).argsort(dim=1, stable=True)[:, :count]
     leaving = by_slot.gather(1, order).sort(1).values
     refused = leaving >= columns
-    left = _leaving(bank, new, leaving, refused, entries.scores if ranking.scored else None) if wanted else None
+    gone = leaving
+    if new.whole and not bank.vacant and bank.used < columns:  # of the empty, all of them; they are nothing to gather
+        gone = leaving[(leaving < bank.used) | refused].view(lanes, -1)
+    left = _leaving(bank, new, gone, entries.scores if ranking.scored else None) if wanted else None
     stays = torch.ones(lanes, columns + count, dtype=torch.bool, device=device).scatter_(1, leaving, False)
     order = (~stays[:, columns:]).int().argsort(dim=1, stable=True)  # the new that stay, in order, first
     lane, number = (~refused).nonzero(as_tuple=True)
@@ -218,8 +221,9 @@ def compete(bank: Bank, new: Arriving, ranking: Ranking, wanted: bool) -> Evicte
     return left
 
 
-def _leaving(bank: Bank, new: Arriving, leaving: Tensor, refused: Tensor, scores: Tensor | None) -> Evicted:
+def _leaving(bank: Bank, new: Arriving, leaving: Tensor, scores: Tensor | None) -> Evicted:
     """Return the entries at ``leaving`` (lanes, n) of what is held and what is new, one after the other."""
+    refused = leaving >= bank.columns
     held, fresh = leaving.clamp(max=bank.columns - 1), (leaving - bank.columns).clamp(min=0)
 
     def picked(one: Tensor, other: Tensor | None) -> Tensor:
@@ -237,5 +241,5 @@ def _leaving(bank: Bank, new: Arriving, leaving: Tensor, refused: Tensor, scores
         None if scores is None else scores.gather(1, leaving),
         None if bank.extra is None else picked(bank.extra, None),
         None if bank.newest is None else picked(bank.newest, None),
-        not new.whole or bank.vacant > 0 or bank.used < bank.columns,
+        not new.whole or bank.vacant > 0,
     )

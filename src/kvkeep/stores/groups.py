@@ -10,6 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvkeep.attention.kernel import Described, each_described
 from kvkeep.contracts import EntryState, Evicted, EvictedStore, Held, Piece, Resident, WorkingSet
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.memory.extent import Extent, Misfit, alike, fits, within
@@ -53,6 +54,7 @@ class Groups(EvictedStore):
         self.written = 0  # groups ever written
         self.holes = False  # whether some slots are -1
         self.gaps = False  # whether some of those that wait are
+        self._described: list[Described] | None = None  # groups and what waits, while these are the tensors
 
     @property
     def held(self) -> int:
@@ -74,7 +76,7 @@ class Groups(EvictedStore):
                 self._write()
 
     def _write(self) -> None:
-        slots, self.count = self.waiting[2], 0
+        slots, self.count, self._described = self.waiting[2], 0, None
         self.holes = self.holes or (self.gaps and bool((slots < 0).any()))
         parts = [*self.codec.encode(*self.waiting), slots]
         if self.slots is None or (self.held == self.slots.shape[1] and self.held != self.room):
@@ -96,11 +98,27 @@ class Groups(EvictedStore):
 
     def pieces(self, query: Tensor, resident: Resident, length: int) -> Iterator[Piece]:
         if self.held and self.slots is not None:
-            *parts, slots = (part[:, : self.held] for part in (*self.parts, self.slots))
-            yield from self.codec.read(query, parts, slots, self.holes)
+            yield from self.codec.read(query, self._held(), self.slots[:, : self.held], self.holes)
         if self.count:
             keys, values, slots = (rows[:, : self.count] for rows in self.waiting)
             yield Piece(keys[:, None], values[:, None], slots, holes=self.gaps)
+
+    def described(self, query: Tensor) -> Sequence[Described] | None:
+        if self.holes or self.gaps:
+            return None
+        if not self.waiting:
+            return ()
+        if self._described is None:
+            held = () if self.slots is None else self.codec.read(query, self._held(), self.slots[:, : self.held], False)
+            waiting = self.waiting[0], self.waiting[1]
+            self._described = each_described(query, [*(piece[:2] for piece in held), waiting])
+        if not self._described:
+            return None
+        *groups, last = self._described
+        return (*groups, last.end(self.count)) if self.count else groups
+
+    def _held(self) -> list[Tensor]:
+        return [part[:, : self.held] for part in self.parts]
 
     def states(self, lanes: int, length: int) -> Tensor:
         held = [(self.slots[:, : self.held].flatten(1), self.codec.kept)] if self.slots is not None else []
@@ -121,6 +139,7 @@ class Groups(EvictedStore):
             held.copy_(without(held.flatten(1), slots).view_as(held))
 
     def select(self, lanes: Tensor) -> None:
+        self._described = None
         self.waiting = [rows.index_select(0, lanes.to(rows.device)) for rows in self.waiting]
         self.parts = [rows.index_select(0, lanes.to(rows.device)) for rows in self.parts]
         self.slots = None if self.slots is None else self.slots.index_select(0, lanes.to(self.slots.device))
@@ -132,7 +151,7 @@ class Groups(EvictedStore):
 
     def restore(self, state: dict[str, Tensor]) -> None:
         self.count, self.written, holes, waiting, parts = state["counts"].tolist()
-        self.holes, self.gaps = bool(holes), True  # there may be
+        self.holes, self.gaps, self._described = bool(holes), True, None  # there may be
         every = [state[str(number)] for number in range(len(state) - 1)]
         self.waiting, self.parts = every[:waiting], every[waiting : waiting + parts]
         self.slots = every[-1] if parts else None

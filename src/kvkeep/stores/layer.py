@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from kvkeep.attention import Segment
-from kvkeep.attention.kernel import alone, runs
+from kvkeep.attention.kernel import alone, at_once, runs
 from kvkeep.attention.step import Step
 from kvkeep.contracts import EntryState, EvictedStore, Piece, Reader, Resident, Site
 from kvkeep.errors import UsageError
@@ -108,16 +108,21 @@ class Layer(CacheLayerMixin):
 
     # -- what attention sees --------------------------------------------------------------------------
 
-    def attended_alone(self, step: Step, tail: int = 0, reduce: str = "") -> tuple[Tensor, Tensor | None] | None:
-        """Return attention of a single query over what is resident, with the first ``tail`` entries of the tail, in one
-        call of the kernel: of every decoded token where what leaves is dropped. With ``reduce`` also what each entry
-        received, as :func:`~kvkeep.attention.kernel.alone`. None where there is more to attend, or it does not run."""
-        if step.mask is not None or step.queries > 1 or step.latent or self.evicted.keeps:
+    def attended_at_once(self, step: Step, tail: int = 0, reduce: str = "") -> tuple[Tensor, list[Tensor]] | None:
+        """Return attention of a single query over everything settled, with the first ``tail`` entries of the tail, in
+        one call of the kernel: of most decoded tokens. With ``reduce`` also what was received, (lanes, n) each, by the
+        entries that are resident and, where the store listens, by each of its pieces. None where some of it is masked,
+        or the kernel does not run."""
+        if step.mask is not None or step.queries > 1 or step.latent or self.ledger.visible is not None:
             return None
-        if (held := self.resident.in_one_piece(tail)) is None:
+        if not runs(step.query, step.key, step.value) or (others := self.evicted.described(step.query)) is None:
             return None
-        keys, values = held
-        return alone(step.query, keys, values, step.scaling, reduce) if runs(step.query, keys, values) else None
+        if not others and (held := self.resident.in_one_piece(tail)) is not None:
+            output, weights = alone(step.query, held[0], held[1], step.scaling, reduce)
+            return output, [] if weights is None else [weights]
+        if (own := self.resident.described(tail)) is None:
+            return None
+        return at_once(step.query, own, others, step.scaling, reduce, self.evicted.listens)
 
     def segment(self, piece: Piece, step: Step, wide: Tensor | None, keep: Tensor | None = None) -> Segment:
         """Return a piece of the past as a segment, masked by padding, holes, and ``wide``, the caller's own mask over

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from kvkeep.attention.kernel import Described, Turning
 from kvkeep.contracts import Evicted, EvictedStore, Piece, Resident, Site
 from kvkeep.memory.extent import Extent, Misfit, within
 from kvkeep.memory.places import Device
@@ -21,6 +22,7 @@ class Newest(Resident):
         home = Device(site.device)
         self.store = store
         self._keys, self._values = Ring(site.entries, home), Ring(site.entries, home)
+        self._turning: Turning | None = None
 
     @property
     def length(self) -> int:
@@ -39,6 +41,14 @@ class Newest(Resident):
         span = (self.evicted, self.length)
         for (first, key), (_, value) in zip(self._keys.read(*span), self._values.read(*span), strict=True):
             yield Piece(key[:, None], value[:, None], first=first)
+
+    def described(self, tail: int = 0) -> Described | None:
+        keys, values = self._keys.data, self._values.data
+        if keys is None or values is None or tail:
+            return None
+        if self._turning is None or self._turning.keys is not keys or self._turning.values is not values:
+            self._turning = Turning(keys, values, self._keys.capacity)
+        return self._turning.between(self.evicted, self.length)
 
     def admit(self, keys: Tensor, values: Tensor, first: int) -> Evicted | None:
         """Keep new entries (lanes, n, dim); the oldest beyond the budget are given to the store before they are

@@ -25,11 +25,13 @@ class ReadEvicted(Reader):
             layer.settle()
         elif step.own:
             store.begin(resident)
-        reduce = resident.selector.reduce if resident.observes else ""
-        if settled and (alone := layer.attended_alone(step, reduce=reduce)) is not None:
-            output, weights = alone
-            if weights is not None:
-                resident.learn_all(weights)
+        reduce = resident.selector.reduce if resident.observes or store.listens else ""
+        if settled and (found := layer.attended_at_once(step, reduce=reduce)) is not None:
+            output, weights = found
+            if resident.observes:
+                resident.learn_all(weights[0])
+            if store.listens:
+                store.observe(weights[1:], 1, resident)
         else:
             output = self._attended(layer, step, settled)
         store.attended(step, output, resident)

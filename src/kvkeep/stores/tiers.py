@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kvkeep.attention.kernel import Described, each_described
 from kvkeep.contracts import EntryState, Evicted, EvictedStore, Held, Piece, Resident, WorkingSet
 from kvkeep.geometry import LayerGeometry
 from kvkeep.memory.extent import Extent, Misfit, alike, fits, within
@@ -195,6 +196,7 @@ class Tiers(EvictedStore):
         self.count = 0  # of those that wait
         self.gaps = False  # whether some of their slots are -1
         self.channels: Channels | None = None
+        self._described: list[Described] | None = None  # tiers and what waits, while these are the tensors
 
     # -- entries come, and fall ---------------------------------------------------------------------
 
@@ -224,6 +226,7 @@ class Tiers(EvictedStore):
 
     def _fall(self, coming: Entries) -> None:
         assert self.slots is not None and self.scores is not None
+        self._described = None
         if self.channels is None:
             self.channels = Channels.of(coming)
         counts = tier_counts(self.room, self.prices, self.groups + coming.groups)
@@ -276,6 +279,20 @@ class Tiers(EvictedStore):
             yield Piece(keys, values, slots, holes=tier.holes)
             self.meter.hold(-size)
 
+    def described(self, query: Tensor) -> Sequence[Described] | None:
+        if self.gaps or any(tier.holes for tier in self.tiers):
+            return None
+        if not self.waiting:
+            return ()
+        if self._described is None:
+            held = [tier.read(self.channels) for tier in self.tiers if tier.groups and self.channels is not None]
+            flat = [(one[0][:, 0], one[1][:, 0]) if isinstance(one[0], Tensor) else one for one in held]
+            self._described = each_described(query, [*flat, (self.waiting[0], self.waiting[1])])
+        if not self._described:
+            return None
+        *tiers, last = self._described
+        return (*tiers, last.end(self.count)) if self.count else tiers
+
     def observe(self, weights: Sequence[Tensor], queries: int, resident: WorkingSet) -> None:
         if not weights or self.slots is None or self.scores is None:
             return
@@ -316,6 +333,7 @@ class Tiers(EvictedStore):
 
     def _put(self, named: dict[str, list[Tensor]]) -> None:
         """Replace all tensors, as :meth:`_tensors` gave them."""
+        self._described = None
         for number, tier in enumerate(self.tiers):
             tier.parts = named.get(str(number), tier.parts)
         if "places" in named:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from kvkeep.attention.kernel import Described
 from kvkeep.contracts import EntryState, Evicted, EvictedStore, Exactness, Fate, Piece, Resident, Site, WorkingSet
 from kvkeep.memory.extent import Extent, Misfit, within
 from kvkeep.memory.places import Device
@@ -65,6 +66,10 @@ class InOrder(_OnCheckpoint):
         if self.taken:
             yield from self.checkpoint.pieces(self.layer, self.taken, lazy=True)
 
+    def described(self, query: Tensor) -> Sequence[Described] | None:
+        table = self.checkpoint.described(self.layer, self.taken) if self.taken else None
+        return () if not self.taken else None if table is None else (table,)
+
     def truncate(self, length: int, resident: WorkingSet) -> None:
         self.taken = min(self.taken, length)
         self.checkpoint.truncate(self.layer, self.taken)
@@ -102,6 +107,12 @@ class ByEntry(_OnCheckpoint):
             stop = piece.first + piece.keys.shape[2]
             slots = concatenated(self.slots, piece.first, stop).squeeze(-1)
             yield piece._replace(slots=slots, first=0, holes=self.holes)
+
+    def described(self, query: Tensor) -> Sequence[Described] | None:
+        if not self.slots.length:
+            return ()
+        table = None if self.holes else self.checkpoint.described(self.layer, self.slots.length)
+        return None if table is None else (table,)
 
     def states(self, lanes: int, length: int) -> Tensor:
         """Return what became of the entry of each slot: all are here, but those that were lost."""

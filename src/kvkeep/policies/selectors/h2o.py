@@ -43,9 +43,9 @@ class H2O(Selector):
         assert entries.scores is not None
         if not self.halflife:
             return entries.scores + weights
-        seen = (entries.length - entries.slots).clamp(min=1)
+        seen = entries.length - entries.slots
         share = (queries / seen).clamp(1 - 0.5 ** (queries / self.halflife), 1.0)
-        return entries.scores.lerp(weights / seen.clamp(max=queries), share)
+        return entries.scores.lerp(weights if queries == 1 else weights / seen.clamp(max=queries), share)
 
     def rank(self, entries: Candidates) -> Tensor:
         assert entries.scores is not None

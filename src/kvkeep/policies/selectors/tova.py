@@ -23,4 +23,5 @@ class Tova(Selector):
 
     def observe(self, entries: Candidates, weights: Tensor, queries: int) -> Tensor:
         """Forget earlier queries; heads of a row agree."""
-        return weights.unflatten(0, (-1, entries.heads)).mean(1).repeat_interleave(entries.heads, 0)
+        mean = weights.unflatten(0, (-1, entries.heads)).mean(1, keepdim=True)
+        return mean.expand(-1, entries.heads, -1).flatten(0, 1)

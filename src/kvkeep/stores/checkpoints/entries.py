@@ -45,7 +45,7 @@ class Entries(Checkpoint):
         """Yield views where the entries lie in the device's own memory, else copies of a page at a time. lazy: all in
         one piece, where the kernel reads pages."""
         keys, values = self._rows[layer]
-        if lazy and (stretch := self._stretch(layer, stop)) is not None:
+        if lazy and (stretch := self.described(layer, stop)) is not None:
             yield Piece(stretch, stretch.values)
             return
         for (start, key), (_, value) in zip(keys.read(keys.first, stop), values.read(values.first, stop), strict=True):
@@ -58,8 +58,7 @@ class Entries(Checkpoint):
                 with self.meter.holding(*moved):
                     yield Piece(*moved, first=start + low, formed=True)
 
-    def _stretch(self, layer: int, stop: int) -> Stretch | None:
-        """Return all pages as the kernel reads them, which are described once; None where it does not."""
+    def described(self, layer: int, stop: int) -> Stretch | None:
         keys, values = self._rows[layer]
         if not (isinstance(keys, Pages) and isinstance(values, Pages) and keys.pages and stop > keys.starts[-1]):
             return None
@@ -71,7 +70,8 @@ class Entries(Checkpoint):
         if known is None or known[0] != (keys.changes, values.changes):
             pairs = list(zip(keys.pages, values.pages, strict=True))
             known = self._stretches[layer] = (keys.changes, values.changes), Stretch(pairs)
-        return known[1].upto(stop)
+        known[1].end(stop)
+        return known[1]
 
     def pick(self, layer: int, lane: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
         keys, values = (rows.pick(lane, slot).to(self.device) for rows in self._rows[layer])
