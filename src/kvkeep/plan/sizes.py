@@ -106,12 +106,17 @@ def _selected(
     moved = sinks is not None and _moves(arriving, exact)
     budgets = selector.budgets(model, geometry, exact)
     resident, compressed, workspace, hand, stored = held.resident, 0, 0, held.hand, 0
-    alike = Counter((_shape(layer), tuple(_by_head(budgets[layer.index], layer))) for layer in geometry.full_layers)
+    shared = {layer.source for layer in geometry.layers if layer.source != layer.index}
+    alike = Counter(
+        (_shape(layer), tuple(_by_head(budgets[layer.index], layer)), layer.index in shared)
+        for layer in geometry.full_layers
+    )
     gone: list[Left] = []
-    for (layer, own), count in alike.items():
-        left = _left(arriving, min(own))
-        if fate.keeps:  # what comes back drives others out
-            left = [count + (recall.swapped(min(own) // 2) if count == 1 else 0) for count in left]
+    for (layer, own, read_again), count in alike.items():
+        left = _over(arriving, min(own))
+        if fate.keeps:  # what comes back drives others out; a layer that reads these entries, too, asks by one query
+            swapped = recall.swapped(min(own) // 2)
+            left = [one + (swapped if one == 1 or (one and read_again) else 0) for one in left]
         gone += [(layer, left)] * count
         store = fate.holds(layer, geometry, within, left)
         reader = recall.holds(layer, geometry, held.tokens, max(0, held.tokens - min(own)))
@@ -201,24 +206,13 @@ def _chunks(tokens: int, chunk: int) -> list[int]:
 
 
 def _over(counts: list[int], room: int) -> list[int]:
-    """Return how many rows each of ``counts`` drives out of room for the last ``room``."""
+    """Return how many entries each of ``counts`` drives out of room for so many."""
     before = 0
     gone = []
     for count in counts:
         gone.append(max(0, before + count - room) - max(0, before - room))
         before += count
     return gone
-
-
-def _left(counts: list[int], columns: int) -> list[int]:
-    """Return how many places a store was handed, by pass: a chunk that does not fit leaves as many as came, empty ones
-    included."""
-    used, left = 0, []
-    for count in counts:
-        fits = used + count <= columns
-        left.append(0 if fits else count)
-        used = used + count if fits else columns
-    return left
 
 
 def _moves(counts: list[int], entries: int) -> bool:

@@ -24,4 +24,4 @@ class Tova(Selector):
     def observe(self, entries: Candidates, weights: Tensor, queries: int) -> Tensor:
         """Forget earlier queries; heads of a row agree."""
         mean = weights.unflatten(0, (-1, entries.heads)).mean(1, keepdim=True)
-        return mean.expand(-1, entries.heads, -1).flatten(0, 1)
+        return mean.repeat(1, entries.heads, 1).flatten(0, 1)
