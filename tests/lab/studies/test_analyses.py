@@ -15,7 +15,7 @@ from kvkeep_lab.studies.bounds import BoundsStudy, loose
 from kvkeep_lab.studies.effective_rank import EffectiveRank, Ranks, layer_ranks, product_singular_values
 from kvkeep_lab.studies.reactivation import ReactivationStudy, reactivated
 from kvkeep_lab.studies.spectra import SpectraStudy, contributed, modes
-from kvkeep_lab.studies.truncation import WAYS, Truncation, truncated, truncations
+from kvkeep_lab.studies.truncation import WAYS, Truncation, best_scores, scored_by, truncated, truncations
 from measuring import measured, quiet
 
 from kvkeep.errors import UnsupportedModelError, UsageError
@@ -297,6 +297,31 @@ def test_truncation_to_everything_changes_nothing(family: str) -> None:
     assert torch.equal(model(ids, use_cache=False).logits, before)  # the hooks are gone
 
 
+def test_scores_by_a_rank_are_the_best_there_are() -> None:
+    """They are those of M_r as an SVD of M gives it (KV-Direct, Eq. 21), each within the bound of Eq. 22."""
+    generator = torch.Generator().manual_seed(3)
+    query, key = torch.randn(4, 6, 20, generator=generator), torch.randn(2, 6, 20, generator=generator)
+    rows = torch.randn(9, 20, generator=generator)
+    asked = torch.einsum("nk,hdk->hnd", rows, query) @ best_scores(query, key, 3)
+    keys = torch.einsum("nk,hdk->hnd", rows, key).repeat_interleave(2, 0)
+    m = query.transpose(1, 2) @ key.repeat_interleave(2, 0)
+    u, s, v = torch.linalg.svd(m)
+    truncated_m = u[..., :3] * s[:, None, :3] @ v[:, :3]
+    found = asked @ keys.transpose(1, 2)
+    torch.testing.assert_close(found, rows @ truncated_m @ rows.T, atol=1e-3, rtol=1e-3)
+    norms = rows.norm(dim=1)
+    off = (found - rows @ m @ rows.T).abs()
+    assert bool((off <= s[:, 3, None, None] * norms[:, None] * norms + 1e-3).all()) and float(off.max()) > 1
+
+
+@torch.no_grad()
+def test_scores_by_the_whole_rank_change_nothing() -> None:
+    model, ids = tiny("qwen2"), torch.tensor([PROMPT])
+    before = model(ids, use_cache=False).logits
+    with scored_by(model, 8):
+        assert torch.allclose(model(ids, use_cache=False).logits, before, atol=1e-3)
+
+
 def truncate(family: str, ranks: list[int], new: int) -> list[Truncation]:
     return truncations(tiny(family), PROMPT, ranks, new=new, progress=quiet)
 
@@ -315,7 +340,7 @@ def test_tokens_and_divergence_by_rank() -> None:
 
 
 def test_what_cannot_be_truncated_says_so() -> None:
-    for family, count in (("phi3", 5), ("gemma3", 1)):
+    for family, count in (("phi3", 6), ("gemma3", 1)):
         errors = [row for row in truncate(family, [4], 3) if row.error]
         assert len(errors) == count and all(family in row.error for row in errors)
 

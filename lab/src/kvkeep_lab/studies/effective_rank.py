@@ -86,7 +86,8 @@ class EffectiveRank(Study):
     protocol = (
         "From the weights: the least rank with 90 % of the energy of M = W_q W_k^T, by query head. Then a prompt is "
         "continued greedily with keys and values truncated to a rank: of every entry, of keys or values alone, of all "
-        "but the first token, or of those that are not among the newest (lowrank). KL is of the full cache's text."
+        "but the first token, or of those that are not among the newest (lowrank); and with scores by the best M of "
+        "that rank (Eq. 21), keys and values left whole. KL is of the full cache's text."
     )
     found = Ranks
     metrics: ClassVar[tuple[Metric, ...]] = (
@@ -178,8 +179,8 @@ class EffectiveRank(Study):
         )
         by_rank = {(row.way, row.rank): row for row in found.truncations}
         for rank in each(found.truncations, "rank"):
-            rows = [by_rank[way, rank] for way in WAYS]
-            cells = [f"{percent(row.match, 0)}, {number(row.kl, 2)}" for row in rows]
+            rows = [by_rank.get((way, rank)) for way in WAYS]  # an earlier result has fewer ways
+            cells = ["-" if row is None else f"{percent(row.match, 0)}, {number(row.kl, 2)}" for row in rows]
             paper = "{} %, {}".format(*PAPER[rank / dim]) if rank / dim in PAPER else ""
             table.rows.append([f"{rank}", percent(found.energy(rank)), *cells, paper])
         return table

@@ -2,7 +2,8 @@
 
 Truncation keeps, of each head's W_k and W_v, the part in its first r left singular vectors: of every token (the
 weights themselves, as the paper's text says; and of keys or values alone, and of all but the first token), or of
-those that are not among the newest 32 or so (method ``lowrank:r``).
+those that are not among the newest 32 or so (method ``lowrank:r``). Beside it, what section 3.3 is about: scores by the
+best M of rank r, M = W_q W_k^T (Eq. 21), with keys and values as they are.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ EVERY: dict[str, tuple[tuple[str, ...], int]] = {
 }
 """Ways to truncate every entry: what of it, and how many of the text's first tokens are left as they are."""
 
+SCORES = "scores"
 LOWRANK = "lowrank"
-WAYS = (*EVERY, LOWRANK)
+WAYS = (*EVERY, SCORES, LOWRANK)
 ROOM = 128
 """Entries of budget beside the text: none leaves the cache, all that are not among the newest are truncated."""
 
@@ -82,14 +84,14 @@ def _every_entry(model: Any, ids: Tensor, listed: Sequence[int], new: int, progr
         given = torch.cat([ids, ids.new_tensor([list(tokens[:-1])])], dim=1)
         return model(given, use_cache=False, logits_to_keep=new).logits[0].float().cpu()
 
-    wanted = [(way, rank) for way in EVERY for rank in listed]
+    wanted = [(way, rank) for way in (*EVERY, SCORES) for rank in listed]
     expected = continued()
     full = distributions(expected)
     found: list[Truncation] = []
     for way, rank in wanted:
         progress("truncated weights", len(found), len(wanted))
         try:
-            with truncated(model, rank, *EVERY[way]):
+            with scored_by(model, rank) if way == SCORES else truncated(model, rank, *EVERY[way]):
                 got, logits = continued(), distributions(expected)
         except UnsupportedModelError as error:
             return [Truncation(way, rank, error=str(error)) for way, rank in wanted]
@@ -105,35 +107,70 @@ def truncated(model: Any, rank: int, parts: Sequence[str] = ("key", "value"), sp
     """Within the block, let each head's ``parts`` keep only what lies in the first ``rank`` left singular vectors of
     its W_k, or W_v. The first ``spared`` tokens of a text are left as they are. Raises UnsupportedModelError where
     keys and values have no modules of their own."""
+    mapped = [
+        (weights.layer, name, _onto(weights.parts[name], rank))
+        for weights in head_weights(model)
+        for name in parts
+        if name in weights.parts
+    ]
+    with _mapped(model, mapped, spared):
+        yield
+
+
+@contextmanager
+def scored_by(model: Any, rank: int) -> Iterator[None]:
+    """Within the block, score by each query head's M_r (Eq. 21), before norms of heads and rotation as the paper has
+    it. Raises UnsupportedModelError where queries have no module of their own."""
+    weights, geometry = head_weights(model), ModelGeometry.from_config(model.config)
+    mapped = []
+    for layer, own in zip(geometry.layers, weights, strict=True):
+        keys = weights[layer.source].key
+        assert keys is not None
+        mapped.append((own.layer, "query", best_scores(own.query, keys, rank)))
+    with _mapped(model, mapped, 0):
+        yield
+
+
+def best_scores(query: Tensor, key: Tensor, rank: int) -> Tensor:
+    """Return T, (heads, dim, dim), such that queries q T score keys as M of ``rank`` does: with U the first left
+    singular vectors of M = W_q W_k^T, and W_q = Q R, it is U U^T W_q = W_q R^-1 A A^T R, where U = Q A.
+
+    query: W_q transposed, (heads, dim, hidden); key: (kv_heads, dim, hidden).
+    """
+    key = key.repeat_interleave(len(query) // len(key), 0)
+    ours, theirs = (torch.linalg.qr(part.double().transpose(1, 2), mode="r").R for part in (query, key))
+    first = torch.linalg.svd(ours @ theirs.transpose(1, 2)).U[..., :rank]
+    return torch.linalg.lstsq(ours, first @ first.transpose(1, 2) @ ours).solution.float()
+
+
+def _onto(weight: Tensor, rank: int) -> Tensor:
+    """Return the projector (heads, dim, dim) onto the first directions of weight (heads, dim, hidden)."""
+    first = torch.linalg.svd(weight, full_matrices=False).U[..., :rank]
+    return first @ first.transpose(-1, -2)
+
+
+@contextmanager
+def _mapped(model: Any, maps: Sequence[tuple[int, str, Tensor]], spared: int) -> Iterator[None]:
+    """Multiply what projections give, by layer and name, with a matrix (dim, dim) for each head."""
     adapter = bind(model)
     handles = []
     try:
-        for weights in head_weights(model):
-            attention = getattr(adapter.layers[weights.layer], "self_attn", None)
-            for part in parts:
-                if (weight := weights.parts.get(part)) is None:
-                    continue
-                if (module := getattr(attention, f"{part[0]}_proj", None)) is None:
-                    raise UnsupportedModelError(
-                        f"'{adapter.family}' has no key and value projections of their own to truncate."
-                    )
-                handles.append(module.register_forward_hook(_onto(weight, rank, spared)))
+        for layer, name, matrix in maps:
+            attention = getattr(adapter.layers[layer], "self_attn", None)
+            if (module := getattr(attention, f"{name[0]}_proj", None)) is None:
+                raise UnsupportedModelError(f"'{adapter.family}' has no {name} projection of its own to truncate.")
+            handles.append(module.register_forward_hook(_multiplying(matrix, spared)))
         yield
     finally:
         for handle in handles:
             handle.remove()
 
 
-def _onto(weight: Tensor, rank: int, spared: int) -> Any:
-    """Return the hook that projects an output (..., heads * dim) onto the first directions of weight (heads, dim,
-    hidden)."""
-    first = torch.linalg.svd(weight, full_matrices=False).U[..., :rank]
-    projector = first @ first.transpose(-1, -2)  # (heads, dim, dim)
-
+def _multiplying(matrix: Tensor, spared: int) -> Any:
     def hook(module: Any, args: Any, output: Tensor) -> Tensor:
         bias = 0 if module.bias is None else module.bias  # not a part of W
-        rows = (output - bias).unflatten(-1, projector.shape[:2]).unsqueeze(-2)
-        kept = (rows @ projector.to(output.dtype)).flatten(-3) + bias
+        rows = (output - bias).unflatten(-1, matrix.shape[:2]).unsqueeze(-2)
+        kept = (rows @ matrix.to(output.dtype)).flatten(-3) + bias
         if spared and output.shape[-2] > 1:  # a whole text; single tokens come later
             kept[..., :spared, :] = output[..., :spared, :]
         return kept
