@@ -161,7 +161,7 @@ DRAFTING: dict[str, Case] = {
     "knorm+kv+verified": _exact("knorm+checkpoint:kv+verified:4", chunk=5),
     "h2o+quantize:8+verified": _exact("h2o+quantize:8+verified:5", 130, length=170, checkpoint="kv", becomes=CODED),
     "quantized:4+verified": _exact("quantized:4+verified:5", 110, length=170, checkpoint="residual", becomes=CODED),
-    "longcache+verified": _exact("longcache+verified:5", 24, length=90, checkpoint="kv", holds=False),
+    "quest+verified": _exact("quest+verified:5", 24, length=90, checkpoint="kv", holds=False),
     "kvslimmer+verified": _exact(
         "kvslimmer:sinks=2,slack=3+verified:3", 22, checkpoint="kv", becomes=MERGED, families=ROTARY
     ),
@@ -228,7 +228,7 @@ LOSSY: dict[str, Case] = {
     "snapkv+quantize:2": _grouped("snapkv:window=6,kernel=3+quantize:2", 90),
     "revive": _grouped("revive", 60),
     "lowrank": _grouped("lowrank:4", 50, families=PLAIN),
-    "longcache": _grouped("longcache", 40, promise="reversible", becomes=EntryState.CHECKPOINTED, holds=False),
+    "quest": _grouped("quest", 40, promise="reversible", becomes=EntryState.CHECKPOINTED, holds=False),
     "tova+segments:2": _grouped(
         "tova+segments:2", 40, promise="reversible", becomes=EntryState.CHECKPOINTED, holds=False
     ),
@@ -249,7 +249,7 @@ Pair = tuple[str, str]  # the name of a case, and a family
 TAKES_ANY = (
     *("full", "static", "paged", "kv-0", "kv", "window+kv", "h2o+kv", "h2o+kv-0", "snapkv+kv", "pyramidkv+kv"),
     *("duo-attention+kv", "duo-attention+pages:all", "snapkv+verified, kv", "duo-attention+verified, kv"),
-    *("knorm+kv+verified", "h2o+quantize:8+verified", "longcache+verified", "revive+verified", "h2o+merge+verified"),
+    *("knorm+kv+verified", "h2o+quantize:8+verified", "quest+verified", "revive+verified", "h2o+merge+verified"),
 )
 TAKES_IDS = (
     *("tokens", "random+tokens", "sketch+pages:all", "sketch+certified:0", "tova+verified, tokens"),

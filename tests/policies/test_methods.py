@@ -45,6 +45,7 @@ def test_all_parts_take_parameters() -> None:
     assert (fate.swap, fate.vague) == (1.1, 0.2)  # a preset's own default, and what was given
     assert resolve("revive:exact=0.1").fate.exact == 0.1 and resolve("h2o+ladder").fate == resolve("h2o+tiers").fate
     assert resolve("lru+missed:8").recall == resolve("lru+fetch-on-miss:8").recall  # a former name, in saved sessions
+    assert resolve("longcache:4+verified") == resolve("quest:4+verified")  # its name in stores and sessions of 0.1
 
 
 @pytest.mark.parametrize(

@@ -133,8 +133,8 @@ def resolve(spec: str) -> Method:
     Raises UsageError: for an unknown name with the near matches, for parts that mean nothing together with the reason.
     """
     registry.load_plugins()
+    spec = "+".join(map(_current, spec.split("+")))
     first, *rest = spec.split("+")
-    rest = [_current(part) for part in rest]
     name = first.partition(":")[0]
     recalls = bool(rest) and rest[-1].partition(":")[0] in RECALLS
     recall: Recall = build("recall", rest.pop(), RECALLS) if recalls else Evicted()
@@ -151,7 +151,7 @@ def resolve(spec: str) -> Method:
 
 
 def _current(part: str) -> str:
-    """Return a fate or recall by the name that it has now."""
+    """Return a part of a name by the name that it has now."""
     name, colon, given = part.partition(":")
     return FORMER.get(name, name) + colon + given
 

@@ -91,8 +91,8 @@ RECALLS: dict[str, type[Recall]] = {
 STOCK = "stock"
 """transformers' own cache, which is asked for as a method where the two are compared."""
 
-FORMER = {"ladder": "tiers", "missed": "fetch-on-miss"}
-"""Names that a fate or a recall had in stores and sessions of earlier versions."""
+FORMER = {"ladder": "tiers", "missed": "fetch-on-miss", "longcache": "quest"}
+"""Names that a part or a method had in stores and sessions of earlier versions."""
 
 
 @dataclass(frozen=True)
@@ -160,11 +160,11 @@ PRESETS: dict[str, Preset] = {
         "Newest and heavy entries exactly, all others at 16, 8, 4 or 2 bits by the attention they get now.",
         "kvkeep; codes after arXiv:2402.02750",
     ),
-    "longcache": Preset(
+    "quest": Preset(
         StreamingLLM(),
         Segments,
         "Sinks, the newest, and for each query the highest-scoring segments of all others: bounded work, not memory.",
-        "LongCache (Liu et al., 2024)",
+        Segments.source,
     ),
     "cam": Preset(
         H2O(),
