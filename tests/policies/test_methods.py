@@ -93,6 +93,7 @@ def test_all_parts_take_parameters() -> None:
         ("h2o+sketch:by=mode", ["median"]),
         ("h2o+sketch:estimate=best", ["centred"]),
         ("h2o+sketch:keys=odd", ["unsigned"]),
+        ("h2o+sketch:keys=averaged,estimate=shrunk", ["beside estimate=plain and not 'shrunk'"]),
         ("kvslimmer:sinks=-1", ["0 sinks or more"]),
         ("kvslimmer:cap=1", ["counts 2 or more"]),
         ("kvslimmer:slack=0", ["a share of the budget, or a number"]),
