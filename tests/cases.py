@@ -22,6 +22,8 @@ weights."""
 ROTARY = tuple(family for family in ALL if family not in ("gpt2", "deepseek_v3", "gemma4"))
 PLAIN = ("llama", "mistral", "qwen2")
 """Families with projections of keys by themselves, and no norm after them."""
+OWN_PROJECTIONS = (*PLAIN, "qwen3", "gemma3", "qwen3_moe", "gemma4")
+"""Families whose projections of keys and of values are modules of their own."""
 
 ELSEWHERE = {"kvpress": "tests/policies/test_kvpress.py: it needs a package, or a double of one"}
 """Registered parts that are in no case here, and where they are tested."""
@@ -185,7 +187,7 @@ LOSSY: dict[str, Case] = {
     "streaming-llm": _lossy("streaming-llm:sinks=3", families=ROTARY),
     "streaming-llm, absolute": _lossy("streaming-llm:positions=absolute"),
     "h2o": _lossy("h2o"),
-    "h2o-fisher": _lossy("h2o-fisher", families=(*PLAIN, "qwen3", "gemma3", "qwen3_moe", "gemma4")),
+    "h2o-fisher": _lossy("h2o-fisher", families=OWN_PROJECTIONS),
     "snapkv": _lossy("snapkv:window=6,kernel=3"),
     "tova": _lossy("tova"),
     "pyramidkv": _lossy("pyramidkv:window=4,kernel=3"),
@@ -238,6 +240,14 @@ LOSSY: dict[str, Case] = {
         "snapkv:window=6,kernel=3+quantize:8+certified:0.5", 120, promise="reversible"
     ),
     "lru+quantize:4+fetch-on-miss": _grouped("lru+quantize:4+fetch-on-miss:9", 100, promise="reversible"),
+    "kvreviver, averaged": _lossy("kvreviver:keys=averaged", promise="reversible", becomes=SKETCHED),
+    "kvreviver-fisher": _lossy("kvreviver-fisher", promise="reversible", becomes=SKETCHED, families=OWN_PROJECTIONS),
+    # Prompts are read at once, whatever the budget.
+    "snapkv+oneshot": _lossy("snapkv:window=6,kernel=3+oneshot", chunk=None),
+    "kvslimmer+oneshot": _lossy("kvslimmer:sinks=2,slack=3+oneshot", chunk=None, becomes=MERGED, families=ROTARY),
+    "kvreviver+oneshot": _lossy("kvreviver+oneshot", chunk=None, promise="reversible", becomes=SKETCHED),
+    "revive+oneshot": _grouped("revive+oneshot", 60, chunk=None),
+    "streaming-llm+oneshot": _lossy("streaming-llm:sinks=3+oneshot", chunk=None, families=ROTARY),
 }
 """These give something else than the unbounded cache does."""
 
@@ -294,4 +304,6 @@ def new_cache(name: str, family: str, **options: Any) -> KeepCache:
     """Return an empty cache of a case."""
     case = CASES[name]
     given = {"budget": case.budget, "chunk": case.chunk} | dict(case.options) | options
+    if case.method.oneshot:
+        del given["chunk"]
     return KeepCache(tiny(family), case.spec, **given)

@@ -52,6 +52,13 @@ class Stream(Passes):
                 f"'{self.method.name}' keeps the positions of the text, and {total} tokens are more than the {limit} "
                 "that the model has; 'streaming-llm' with positions within the cache has no such end."
             )
+        if self.positions is not None and self.method.oneshot:
+            most = min(self.length, self.positions.entries) + tokens
+            if most > self.positions.limit:
+                raise UsageError(
+                    f"Read at once, these {tokens} tokens and what the cache holds have {most} positions, more than "
+                    f"the model's {self.positions.limit}; without 'oneshot' they are read in chunks."
+                )
 
     @lasting
     def begin_forward(

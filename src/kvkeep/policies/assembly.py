@@ -86,7 +86,8 @@ def _bounded(build: _Builder) -> Assembly:
     method.store_fate.check(model, geometry)
     adapter = bind(model)
     build.open(within)
-    positions = None if sinks is None else _positions(model, geometry, sinks, held, chunk)
+    ahead = 1 if method.oneshot else chunk  # how long a prompt is shows when it is read
+    positions = None if sinks is None else _positions(model, geometry, sinks, held, ahead)
     budgets = selector.budgets(model, geometry, held)
     if tail:
         assert build.checkpoint is not None

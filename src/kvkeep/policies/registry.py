@@ -91,6 +91,9 @@ RECALLS: dict[str, type[Recall]] = {
 STOCK = "stock"
 """transformers' own cache, which is asked for as a method where the two are compared."""
 
+ONESHOT = "oneshot"
+"""What a method ends with whose prompts are read at once, and compressed then: "h2o+oneshot"."""
+
 FORMER = {"ladder": "tiers", "missed": "fetch-on-miss", "longcache": "quest"}
 """Names that a part or a method had in stores and sessions of earlier versions."""
 
@@ -176,6 +179,13 @@ PRESETS: dict[str, Preset] = {
         H2O(),
         Sketch,
         "Recent entries and heavy hitters exactly, all others in a count sketch; they may come back, as estimates.",
+    "kvreviver-fisher": Preset(
+        H2OFisher(),
+        Sketch,
+        "As kvreviver, with layer budgets by the Fisher information of their keys' and values' weights.",
+        "KVReviver, Algorithms 1 to 4 and appendix D",
+        {"swap": 1.1},
+    ),
         "KVReviver, Algorithms 1 to 4",
         {"swap": 1.1},
     ),
@@ -202,7 +212,7 @@ def register(name: str, part: type[Selector] | type[Fate] | type[Recall] | Prese
     Raises UsageError for a name that is taken by another part or is not understood in a method's name, and for
     anything that is no part.
     """
-    if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name) or name in (STOCK, *FORMER):
+    if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name) or name in (STOCK, ONESHOT, *FORMER):
         raise UsageError(f"{name!r} cannot be the name of a part: letters, digits, '-', '_' and '.', and none of ours.")
     kinds: tuple[tuple[type, dict[str, Any]], ...] = ((Selector, SELECTORS), (Fate, FATES), (Recall, RECALLS))
     if isinstance(part, Preset):
