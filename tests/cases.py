@@ -22,6 +22,8 @@ weights."""
 ROTARY = tuple(family for family in ALL if family not in ("gpt2", "deepseek_v3", "gemma4"))
 PLAIN = ("llama", "mistral", "qwen2")
 """Families with projections of keys by themselves, and no norm after them."""
+ADVANCING = tuple(family for family in ALL if family not in ("gemma3", "gemma4"))
+"""Families whose layers can be run by themselves over old tokens: none keeps a window only."""
 OWN_PROJECTIONS = (*PLAIN, "qwen3", "gemma3", "qwen3_moe", "gemma4")
 """Families whose projections of keys and of values are modules of their own."""
 
@@ -242,6 +244,10 @@ LOSSY: dict[str, Case] = {
     "lru+quantize:4+fetch-on-miss": _grouped("lru+quantize:4+fetch-on-miss:9", 100, promise="reversible"),
     "kvreviver, averaged": _lossy("kvreviver:keys=averaged", promise="reversible", becomes=SKETCHED),
     "kvreviver-fisher": _lossy("kvreviver-fisher", promise="reversible", becomes=SKETCHED, families=OWN_PROJECTIONS),
+    **{
+        name: _lossy(spec, families=ADVANCING)
+        for name, spec in (("lru+redecode", "lru+redecode:3"), ("snapkv+redecode", "snapkv:window=6,kernel=3+redecode"))
+    },
     # Prompts are read at once, whatever the budget.
     "snapkv+oneshot": _lossy("snapkv:window=6,kernel=3+oneshot", chunk=None),
     "kvslimmer+oneshot": _lossy("kvslimmer:sinks=2,slack=3+oneshot", chunk=None, becomes=MERGED, families=ROTARY),

@@ -102,6 +102,13 @@ def test_all_parts_take_parameters() -> None:
         ("h2o+certified:1", ["from 0 to below 1"]),
         ("h2o+fetch-on-miss:-1", ["a limit from 0 on"]),
         ("h2o+verified:0", ["at least one drafted token"]),
+        ("h2o+redecode:0", ["At least one token"]),
+        ("h2o+quantize:4+redecode", ["must have been dropped"]),
+        ("h2o+checkpoint+redecode", ["must have been dropped"]),
+        ("kvslimmer+redecode", ["must have been dropped"]),
+        ("full+redecode", ["nothing has to be recalled"]),
+        ("kv-direct+redecode", ["recalls everything at every step already"]),
+        ("kv-lru+redecode", ["without another recall"]),
     ],
 )
 def test_what_cannot_be_a_method_is_said(text: str, words: list[str]) -> None:
@@ -120,6 +127,7 @@ def test_what_cannot_be_a_method_is_said(text: str, words: list[str]) -> None:
             for name, value in {"checkpoint": "kv", "where": "host", "capacity": 3, "folder": "/tmp"}.items()
         ],
         (UsageError, {"method": "streaming-llm:positions=cache+checkpoint"}, 32, "rotated for the wrong one"),
+        (UsageError, {"method": "streaming-llm:positions=cache+redecode"}, 32, "rotated for the wrong one"),
         *[
             (UsageError, {"method": f"h2o+{recall}", "checkpoint": kind}, 32, "'kv' or 'residual'")
             for recall in ("pages:2", "certified:0.1", "fetch-on-miss:8")

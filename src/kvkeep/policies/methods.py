@@ -104,7 +104,8 @@ class Method:
             raise BudgetError(f"A budget of {entries} entries leaves '{self.name}' nothing to attend to; give it more.")
         fate.fits(self.name, geometry, within)
         resident = fate.resident(within)
-        sinks = self.selector.sinks_in_cache(not (fate.keeps or self.recall.backed))
+        drops = not (fate.keeps or self.recall.backed or self.recall.redecoded)
+        sinks = self.selector.sinks_in_cache(drops)
         return Division(tail, within, resident if sinks is None else max(resident - (sinks + 1) // 2, 1), sinks)
 
     def chunk(self, geometry: ModelGeometry, budget: Budget, entries: int, chunk: int | None = None) -> int:
@@ -120,14 +121,16 @@ class Method:
         """Return why the combination means nothing, in a sentence; None where it works."""
         if self.oneshot and self.selector.keeps_all:
             return "Nothing is evicted, so nothing has to be compressed when a prompt has been read."
-        if self.recall.backed and self.selector.keeps_all:
+        if self.recall.label and self.selector.keeps_all:
             return "Nothing is evicted, so nothing has to be recalled."
-        if self.recall.backed and self.selector.in_order:
+        if self.recall.label and self.selector.in_order:
             return "'kv-direct' recalls everything at every step already; use 'window+RECALL'."
         if (reason := self.fate.refuses(self.selector)) is not None:
             return reason
         if self.recall.reads_single and (self.fate.merges or self.fate.makes_room):
             return "An entry that was merged into others would count twice once it is recalled beside them."
+        if self.recall.redecoded and (self.fate.keeps or self.fate.makes_room):
+            return "What is decoded again must have been dropped: kept in another form it would be attended twice."
         if self.recall.reads_single and self.fate.swaps:
             return "An entry resident again as an estimate hides the exact one from the recall; with swap=0 none is."
         return None
@@ -170,21 +173,19 @@ def _current(part: str) -> str:
 
 def combined(name: str, selector: Selector, fate: Fate, recall: Recall) -> Method:
     """Return the method of three parts, described by the one that tells it from others."""
-    about = recall if recall.backed else selector
+    about = recall if recall.label else selector
     return Method(name, selector, fate, recall, _first_sentence(about), about.source or selector.source)
 
 
 def _of_preset(spec: str, first: str, preset: Preset, rest: list[str], recall: Recall) -> Method:
     name, _, given = first.partition(":")
-    if rest or (preset.closed and given) or (recall.backed and preset.recall.backed):
+    if rest or (preset.closed and given) or (recall.label and preset.recall.label):
         without = "another fate" if rest else "parameters" if given else "another recall"
         raise UsageError(f"'{spec}' is not understood: '{name}' is a method of its own, without {without}.")
     fate: Any = build("method", first, {name: preset.fate})
     own = {key for key, value in vars(fate).items() if value != getattr(preset.fate(), key)}
     fate = replace(fate, **{key: value for key, value in preset.defaults.items() if key not in own})
-    return Method(
-        spec, preset.selector, fate, recall if recall.backed else preset.recall, preset.summary, preset.source
-    )
+    return Method(spec, preset.selector, fate, recall if recall.label else preset.recall, preset.summary, preset.source)
 
 
 def names() -> list[str]:

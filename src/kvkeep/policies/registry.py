@@ -32,6 +32,7 @@ from kvkeep.policies.recalls.certified import Certified
 from kvkeep.policies.recalls.evicted import Evicted
 from kvkeep.policies.recalls.fetch_on_miss import FetchOnMiss
 from kvkeep.policies.recalls.pages import Pages
+from kvkeep.policies.recalls.redecode import Redecode
 from kvkeep.policies.recalls.verified import Verified
 from kvkeep.policies.selectors.duo_attention import DuoAttention
 from kvkeep.policies.selectors.h2o import H2O
@@ -86,6 +87,7 @@ RECALLS: dict[str, type[Recall]] = {
     "pages": Pages,
     "certified": Certified,
     "fetch-on-miss": FetchOnMiss,
+    "redecode": Redecode,
 }
 
 STOCK = "stock"
@@ -179,14 +181,14 @@ PRESETS: dict[str, Preset] = {
         H2O(),
         Sketch,
         "Recent entries and heavy hitters exactly, all others in a count sketch; they may come back, as estimates.",
+        "KVReviver, Algorithms 1 to 4",
+        {"swap": 1.1},
+    ),
     "kvreviver-fisher": Preset(
         H2OFisher(),
         Sketch,
         "As kvreviver, with layer budgets by the Fisher information of their keys' and values' weights.",
         "KVReviver, Algorithms 1 to 4 and appendix D",
-        {"swap": 1.1},
-    ),
-        "KVReviver, Algorithms 1 to 4",
         {"swap": 1.1},
     ),
     **{name: Preset(H2O(), fate, (fate.__doc__ or "").partition("\n")[0], fate.source) for name, fate in _NEIGHBOURS},
