@@ -22,6 +22,10 @@ weights."""
 ROTARY = tuple(family for family in ALL if family not in ("gpt2", "deepseek_v3", "gemma4"))
 PLAIN = ("llama", "mistral", "qwen2")
 """Families with projections of keys by themselves, and no norm after them."""
+ADVANCING = tuple(family for family in ALL if family not in ("gemma3", "gemma4"))
+"""Families whose layers can be run by themselves over old tokens: none keeps a window only."""
+OWN_PROJECTIONS = (*PLAIN, "qwen3", "gemma3", "qwen3_moe", "gemma4")
+"""Families whose projections of keys and of values are modules of their own."""
 
 ELSEWHERE = {"kvpress": "tests/policies/test_kvpress.py: it needs a package, or a double of one"}
 """Registered parts that are in no case here, and where they are tested."""
@@ -161,7 +165,7 @@ DRAFTING: dict[str, Case] = {
     "knorm+kv+verified": _exact("knorm+checkpoint:kv+verified:4", chunk=5),
     "h2o+quantize:8+verified": _exact("h2o+quantize:8+verified:5", 130, length=170, checkpoint="kv", becomes=CODED),
     "quantized:4+verified": _exact("quantized:4+verified:5", 110, length=170, checkpoint="residual", becomes=CODED),
-    "longcache+verified": _exact("longcache+verified:5", 24, length=90, checkpoint="kv", holds=False),
+    "quest+verified": _exact("quest+verified:5", 24, length=90, checkpoint="kv", holds=False),
     "kvslimmer+verified": _exact(
         "kvslimmer:sinks=2,slack=3+verified:3", 22, checkpoint="kv", becomes=MERGED, families=ROTARY
     ),
@@ -185,7 +189,7 @@ LOSSY: dict[str, Case] = {
     "streaming-llm": _lossy("streaming-llm:sinks=3", families=ROTARY),
     "streaming-llm, absolute": _lossy("streaming-llm:positions=absolute"),
     "h2o": _lossy("h2o"),
-    "h2o-fisher": _lossy("h2o-fisher", families=(*PLAIN, "qwen3", "gemma3", "qwen3_moe", "gemma4")),
+    "h2o-fisher": _lossy("h2o-fisher", families=OWN_PROJECTIONS),
     "snapkv": _lossy("snapkv:window=6,kernel=3"),
     "tova": _lossy("tova"),
     "pyramidkv": _lossy("pyramidkv:window=4,kernel=3"),
@@ -228,7 +232,7 @@ LOSSY: dict[str, Case] = {
     "snapkv+quantize:2": _grouped("snapkv:window=6,kernel=3+quantize:2", 90),
     "revive": _grouped("revive", 60),
     "lowrank": _grouped("lowrank:4", 50, families=PLAIN),
-    "longcache": _grouped("longcache", 40, promise="reversible", becomes=EntryState.CHECKPOINTED, holds=False),
+    "quest": _grouped("quest", 40, promise="reversible", becomes=EntryState.CHECKPOINTED, holds=False),
     "tova+segments:2": _grouped(
         "tova+segments:2", 40, promise="reversible", becomes=EntryState.CHECKPOINTED, holds=False
     ),
@@ -238,6 +242,18 @@ LOSSY: dict[str, Case] = {
         "snapkv:window=6,kernel=3+quantize:8+certified:0.5", 120, promise="reversible"
     ),
     "lru+quantize:4+fetch-on-miss": _grouped("lru+quantize:4+fetch-on-miss:9", 100, promise="reversible"),
+    "kvreviver, averaged": _lossy("kvreviver:keys=averaged", promise="reversible", becomes=SKETCHED),
+    "kvreviver-fisher": _lossy("kvreviver-fisher", promise="reversible", becomes=SKETCHED, families=OWN_PROJECTIONS),
+    **{
+        name: _lossy(spec, families=ADVANCING)
+        for name, spec in (("lru+redecode", "lru+redecode:3"), ("snapkv+redecode", "snapkv:window=6,kernel=3+redecode"))
+    },
+    # Prompts are read at once, whatever the budget.
+    "snapkv+oneshot": _lossy("snapkv:window=6,kernel=3+oneshot", chunk=None),
+    "kvslimmer+oneshot": _lossy("kvslimmer:sinks=2,slack=3+oneshot", chunk=None, becomes=MERGED, families=ROTARY),
+    "kvreviver+oneshot": _lossy("kvreviver+oneshot", chunk=None, promise="reversible", becomes=SKETCHED),
+    "revive+oneshot": _grouped("revive+oneshot", 60, chunk=None),
+    "streaming-llm+oneshot": _lossy("streaming-llm:sinks=3+oneshot", chunk=None, families=ROTARY),
 }
 """These give something else than the unbounded cache does."""
 
@@ -249,7 +265,7 @@ Pair = tuple[str, str]  # the name of a case, and a family
 TAKES_ANY = (
     *("full", "static", "paged", "kv-0", "kv", "window+kv", "h2o+kv", "h2o+kv-0", "snapkv+kv", "pyramidkv+kv"),
     *("duo-attention+kv", "duo-attention+pages:all", "snapkv+verified, kv", "duo-attention+verified, kv"),
-    *("knorm+kv+verified", "h2o+quantize:8+verified", "longcache+verified", "revive+verified", "h2o+merge+verified"),
+    *("knorm+kv+verified", "h2o+quantize:8+verified", "quest+verified", "revive+verified", "h2o+merge+verified"),
 )
 TAKES_IDS = (
     *("tokens", "random+tokens", "sketch+pages:all", "sketch+certified:0", "tova+verified, tokens"),
@@ -294,4 +310,6 @@ def new_cache(name: str, family: str, **options: Any) -> KeepCache:
     """Return an empty cache of a case."""
     case = CASES[name]
     given = {"budget": case.budget, "chunk": case.chunk} | dict(case.options) | options
+    if case.method.oneshot:
+        del given["chunk"]
     return KeepCache(tiny(family), case.spec, **given)

@@ -645,10 +645,10 @@ class Reader(Part):
 class Recall(ABC):
     """How entries come back. A frozen dataclass whose fields are its parameters.
 
-    label: in a few words; source: the paper; exactness: the promise, None: the fate's. backed: it needs every entry in
-    a checkpoint. reads_single: it brings back single entries, so none may be merged into others. place: where its
-    checkpoints are by default, None: as for every method. loses: it goes on where a checkpoint of limited capacity has
-    lost entries. drafts: it decodes in rounds of draft and verify.
+    label: in a few words, empty where methods do not name it; source: the paper; exactness: the promise, None: the
+    fate's. backed: it needs every entry in a checkpoint. reads_single: it brings back single entries, so none may be
+    merged into others. place: where its checkpoints are by default, None: as for every method. loses: it goes on where
+    a checkpoint of limited capacity has lost entries. drafts: it decodes in rounds of draft and verify.
     """
 
     label: ClassVar[str]
@@ -670,6 +670,11 @@ class Recall(ABC):
 
     def swapped(self, away: int) -> int:
         """Return how many of ``away`` entries of a KV head may be resident after a step, in place of as many others."""
+        return 0
+
+    @property
+    def redecoded(self) -> int:
+        """How many tokens of a row that left in a pass are decoded again after it, at most, from the ledger's ids."""
         return 0
 
     @abstractmethod

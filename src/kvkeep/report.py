@@ -14,17 +14,19 @@ from kvkeep.policies.assembly import Assembly
 from kvkeep.policies.request import Request
 
 STOCK_STATE = "transformers' own"
+AT_ONCE = "a prompt is read at once: until it is compressed, one layer at a time holds all of it beside the budget"
 
 
 @dataclass(frozen=True)
 class LayerReport:
-    """Requested and effective settings of one layer; ``note``: why they differ. same_bits: logits have the bits of one
-    token at a time through the unbounded cache, for any chunk, budget and batch: the method is exact, attention the
-    kernel's over entries in the order of the text, and a trial showed that the model's products do not depend on the
-    number of rows. Not so where a selector chooses what is resident and entries are read as they are held, and where
-    latents are expanded in the step: attention is as exact then, but adds in another order. Beyond 512 entries that is
-    also so for rows of a batch that were answered in rounds and accepted different numbers of tokens: what they did not
-    accept stays as holes between their entries, which alone have none."""
+    """Requested and effective settings of one layer; ``note``: why they differ, or when the budget does not hold.
+    same_bits: logits have the bits of one token at a time through the unbounded cache, for any chunk, budget and batch:
+    the method is exact, attention the kernel's over entries in the order of the text, and a trial showed that the
+    model's products do not depend on the number of rows. Not so where a selector chooses what is resident and entries
+    are read as they are held, and where latents are expanded in the step: attention is as exact then, but adds in
+    another order. Beyond 512 entries that is also so for rows of a batch that were answered in rounds and accepted
+    different numbers of tokens: what they did not accept stays as holes between their entries, which have none
+    alone."""
 
     layer: int
     kind: str
@@ -58,6 +60,8 @@ def describe(
             effective, entries, note = "none", 0, f"reads the entries of layer {layer.source}"
         elif layer.kind != "full":
             effective, entries, note = STOCK_STATE, None, "not keys and values; left to transformers"
+        if layer.kind == "full" and request.method.oneshot:
+            note = f"{note}; {AT_ONCE}" if note else AT_ONCE
         own_exactness = str(exactness if layer.kind == "full" else Exactness.EXACT)
         reports.append(
             LayerReport(layer.index, layer.kind, name, effective, budget, entries, own_exactness, note, same)

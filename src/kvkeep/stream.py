@@ -34,7 +34,7 @@ class Stream(Passes):
         self.method, self.device = method, made.device
         self.held = [held_by(layer) for layer in made.layers]
         self.ledger, self.meter, self.checkpoint = made.ledger, made.meter, made.checkpoint
-        self.positions, self.round = made.positions, made.round
+        self.positions, self.round, self.redecoder = made.positions, made.round, made.redecoder
         # Positions are limited if evicted entries are dropped; recalled ones keep those of the text.
         self.ends = made.budgets is not None and made.positions is None and not method.store_fate.keeps
         self._readers = {layer.source: layer.index for layer in geometry.layers}
@@ -52,6 +52,13 @@ class Stream(Passes):
                 f"'{self.method.name}' keeps the positions of the text, and {total} tokens are more than the {limit} "
                 "that the model has; 'streaming-llm' with positions within the cache has no such end."
             )
+        if self.positions is not None and self.method.oneshot:
+            most = min(self.length, self.positions.entries) + tokens
+            if most > self.positions.limit:
+                raise UsageError(
+                    f"Read at once, these {tokens} tokens and what the cache holds have {most} positions, more than "
+                    f"the model's {self.positions.limit}; without 'oneshot' they are read in chunks."
+                )
 
     @lasting
     def begin_forward(
@@ -67,6 +74,14 @@ class Stream(Passes):
                 f"Checkpoint kind '{self.checkpoint.spec}' runs the model again by its own masks, and cannot by one of "
                 "the caller's; use kind 'kv' or 'residual'."
             )
+        if self.redecoder is not None:
+            if ids is None or self._masked:
+                given = "embeddings" if ids is None else "a mask of the caller's own"
+                raise UsageError(
+                    f"'{self.method.name}' decodes tokens again, from their ids and by a causal mask, and these came "
+                    f"with {given}; 'fetch-on-miss' takes both."
+                )
+            self.redecoder.begin()
         self.open, self._known = True, self.ledger.length
         self.ledger.append(ids, embeddings, positions, mask if isinstance(mask, Tensor) else None)
         self.first = self.ledger.first
@@ -135,6 +150,8 @@ class Stream(Passes):
                 f"'{self.geometry.model_type}' did not pass all its entries through the cache's attention; "
                 "the result would be wrong. Use method 'full'."
             )
+        if self.redecoder is not None:
+            self.redecoder.finish()
         self.meter.cache(sum(held.resident_bytes + held.compressed_bytes for held in self.held) + self._pending_bytes)
         self._pending_bytes = 0
         if self.round is not None:

@@ -45,6 +45,7 @@ def test_all_parts_take_parameters() -> None:
     assert (fate.swap, fate.vague) == (1.1, 0.2)  # a preset's own default, and what was given
     assert resolve("revive:exact=0.1").fate.exact == 0.1 and resolve("h2o+ladder").fate == resolve("h2o+tiers").fate
     assert resolve("lru+missed:8").recall == resolve("lru+fetch-on-miss:8").recall  # a former name, in saved sessions
+    assert resolve("longcache:4+verified") == resolve("quest:4+verified")  # its name in stores and sessions of 0.1
 
 
 @pytest.mark.parametrize(
@@ -92,6 +93,7 @@ def test_all_parts_take_parameters() -> None:
         ("h2o+sketch:by=mode", ["median"]),
         ("h2o+sketch:estimate=best", ["centred"]),
         ("h2o+sketch:keys=odd", ["unsigned"]),
+        ("h2o+sketch:keys=averaged,estimate=shrunk", ["beside estimate=plain and not 'shrunk'"]),
         ("kvslimmer:sinks=-1", ["0 sinks or more"]),
         ("kvslimmer:cap=1", ["counts 2 or more"]),
         ("kvslimmer:slack=0", ["a share of the budget, or a number"]),
@@ -100,6 +102,13 @@ def test_all_parts_take_parameters() -> None:
         ("h2o+certified:1", ["from 0 to below 1"]),
         ("h2o+fetch-on-miss:-1", ["a limit from 0 on"]),
         ("h2o+verified:0", ["at least one drafted token"]),
+        ("h2o+redecode:0", ["At least one token"]),
+        ("h2o+quantize:4+redecode", ["must have been dropped"]),
+        ("h2o+checkpoint+redecode", ["must have been dropped"]),
+        ("kvslimmer+redecode", ["must have been dropped"]),
+        ("full+redecode", ["nothing has to be recalled"]),
+        ("kv-direct+redecode", ["recalls everything at every step already"]),
+        ("kv-lru+redecode", ["without another recall"]),
     ],
 )
 def test_what_cannot_be_a_method_is_said(text: str, words: list[str]) -> None:
@@ -118,6 +127,7 @@ def test_what_cannot_be_a_method_is_said(text: str, words: list[str]) -> None:
             for name, value in {"checkpoint": "kv", "where": "host", "capacity": 3, "folder": "/tmp"}.items()
         ],
         (UsageError, {"method": "streaming-llm:positions=cache+checkpoint"}, 32, "rotated for the wrong one"),
+        (UsageError, {"method": "streaming-llm:positions=cache+redecode"}, 32, "rotated for the wrong one"),
         *[
             (UsageError, {"method": f"h2o+{recall}", "checkpoint": kind}, 32, "'kv' or 'residual'")
             for recall in ("pages:2", "certified:0.1", "fetch-on-miss:8")

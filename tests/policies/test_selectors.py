@@ -251,6 +251,16 @@ def test_keeps_what_the_reference_keeps_between_short_and_long_chunks(method: st
             assert_follows(cache, steps, RULES["window"], [18] * LAYERS)
 
 
+@pytest.mark.parametrize("method", RULES)
+def test_of_a_prompt_read_at_once_it_keeps_what_the_reference_keeps(method: str) -> None:
+    """All of it is attended, whatever the budget, and all its entries compete once; so in a second turn."""
+    cache = KeepCache(model(), f"{method}+oneshot", 18)
+    steps = watched(cache)
+    read(cache, [70, *[1] * 10, 40, *[1] * 5], seed=4, rows=2)
+    assert [step.key.shape[2] for step in steps[0]] == [70, *[1] * 10, 40, *[1] * 5]
+    assert_follows(cache, steps, RULES[method], [18] * LAYERS)
+
+
 # -- pyramidkv: the same votes, other budgets --------------------------------------------------------
 
 

@@ -223,3 +223,24 @@ def test_the_median_is_torchs(rows: int) -> None:
     size = rows * 9
     picked = torch.stack([sketch.cells[0, own % size] * torch.where(own >= size, -1, 1)[:, None] for own in at[:, 0]])
     torch.testing.assert_close(sketch.query(at)[0], picked.median(0).values, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("by", ["median", "mean"])
+def test_averaged_estimates_are_of_the_means_of_their_cells(by: str) -> None:
+    """Against loops, after vectors went again: no estimate is longer than the vectors; sums grow with the load."""
+    count, slots, gone = 60, 4, 20
+    vectors = torch.randn(1, count, 5, generator=torch.Generator().manual_seed(2)) + 1
+    at = places(torch.arange(count)[None], ROWS, slots)
+    sketch = CountSketch(1, ROWS, slots, 5, False, averaged=True, like=vectors)
+    sketch.insert(at, vectors)
+    sketch.delete(at[:, :, :gone], vectors[:, :gone])
+    kept, size = at[:, 0, gone:] % (ROWS * slots), ROWS * slots
+    means = torch.zeros(size, 5)
+    for cell in range(size):
+        if len(members := [number for row in kept for number, own in enumerate(row.tolist()) if own == cell]):
+            means[cell] = torch.stack([vectors[0, gone + number] for number in members]).mean(0)
+    picked = torch.stack([means[own] for own in kept])
+    expected = picked.median(0).values if by == "median" else picked.mean(0)
+    found = sketch.estimates(at[:, :, gone:], by).dense(torch.float32)
+    torch.testing.assert_close(found[0], expected, atol=1e-5, rtol=1e-5)
+    assert found.norm(dim=2).max() < vectors.norm(dim=2).max() < sketch.cells.norm(dim=2).max()

@@ -23,22 +23,25 @@ from kvkeep.stores.sketched import Hashed, Sketched, _highest
 HEADS, GROUP, DIM, EXACT, SLOTS, SWAP = 2, 2, 4, 8, 3, 1.1
 
 
-def sketched(selector: Selector, heads: int) -> Layer:
+def sketched(selector: Selector, heads: int, keys: str = "unsigned", rate: float = SWAP) -> Layer:
     def store(site: Site) -> Sketched:
-        return Sketched(Hashed(site.ledger, 3), SLOTS, "plain", "median", False, SWAP, site.meter, True)
+        return Sketched(Hashed(site.ledger, 3), SLOTS, "plain", "median", keys, rate, site.meter, True)
 
-    return layer_of(selector, Sketch(swap=SWAP), heads, DIM, EXACT, store)
+    return layer_of(selector, Sketch(swap=SWAP, keys=keys), heads, DIM, EXACT, store)
 
 
 class Reviver:
-    """One lane by Algorithms 1 to 4: a dictionary of exact entries, lists of cells, loops."""
+    """One lane by Algorithms 1 to 4: a dictionary of exact entries, lists of cells, loops. averaged: a key is looked up
+    as the mean of those in its cell."""
 
-    def __init__(self) -> None:
+    def __init__(self, averaged: bool, rate: float) -> None:
+        self.averaged, self.rate = averaged, rate
         self.exact: dict[int, tuple[list[float], list[float]]] = {}  # Recent and Candidate
         self.scores: dict[int, float] = {}  # of all entries
         self.vague: list[int] = []
         self.keys = [[0.0] * DIM for _ in range(3 * SLOTS)]
         self.values = [[0.0] * DIM for _ in range(3 * SLOTS)]
+        self.counts = [0] * (3 * SLOTS)
         self.swaps = 0
 
     def where(self, slot: int) -> list[tuple[int, int]]:
@@ -46,14 +49,16 @@ class Reviver:
 
     def add(self, slot: int, key: list[float], value: list[float], times: int = 1) -> None:
         for cell, sign in self.where(slot):
+            self.counts[cell] += times
             self.keys[cell] = [a + times * b for a, b in zip(self.keys[cell], key, strict=True)]
             self.values[cell] = [a + times * sign * b for a, b in zip(self.values[cell], value, strict=True)]
         self.vague = [*self.vague, slot] if times > 0 else [own for own in self.vague if own != slot]
 
     def query(self, slot: int) -> tuple[list[float], list[float]]:
         cells = self.where(slot)
+        parts = [max(1, count) if self.averaged else 1 for count in self.counts]
         return (
-            [median(self.keys[cell][channel] for cell, _ in cells) for channel in range(DIM)],
+            [median(self.keys[cell][channel] / parts[cell] for cell, _ in cells) for channel in range(DIM)],
             [median(sign * self.values[cell][channel] for cell, sign in cells) for channel in range(DIM)],
         )
 
@@ -73,7 +78,7 @@ class Reviver:
         for own, weight in zip(all_of_them, weights.mean(0).tolist(), strict=True):
             self.scores[own] += weight
         low, high = self.candidates(slot + 1), sorted(self.vague, key=lambda own: -self.scores[own])
-        pairs = [(a, b) for a, b in zip(low, high, strict=False) if self.scores[a] * SWAP < self.scores[b]]
+        pairs = [(a, b) for a, b in zip(low, high, strict=False) if self.scores[a] * self.rate < self.scores[b]]
         estimates = [self.query(b) for _, b in pairs]
         for (_, b), estimate in zip(pairs, estimates, strict=True):
             self.add(b, *estimate, times=-1)
@@ -84,10 +89,13 @@ class Reviver:
         return weights @ values
 
 
+@pytest.mark.parametrize(("keys", "rate"), [("unsigned", SWAP), ("averaged", 0.1)])
 @pytest.mark.parametrize("seed", range(3))
-def test_it_does_what_the_pseudocode_does(seed: int) -> None:
-    generator, lanes = torch.Generator().manual_seed(seed), [Reviver() for _ in range(HEADS)]
-    layer = sketched(H2O(), HEADS)
+def test_it_does_what_the_pseudocode_does(seed: int, keys: str, rate: float) -> None:
+    """``rate``: the ReplaceRate; at 1.1 none of these averages ranks high enough to come back."""
+    generator = torch.Generator().manual_seed(seed)
+    lanes = [Reviver(keys == "averaged", rate) for _ in range(HEADS)]
+    layer = sketched(H2O(), HEADS, keys, rate)
     for slot in range(60):
         query = 2 * torch.randn(1, HEADS * GROUP, 1, DIM, generator=generator)
         key, value = (torch.randn(1, HEADS, 1, DIM, generator=generator) for _ in range(2))
@@ -103,18 +111,18 @@ def test_it_does_what_the_pseudocode_does(seed: int) -> None:
         assert (codes == EntryState.SKETCHED).nonzero().flatten().tolist() == sorted(lane.vague)
 
 
-@pytest.mark.parametrize("estimate", ["plain", "shrunk"])
+@pytest.mark.parametrize("estimate", ["estimate=plain", "estimate=shrunk", "keys=averaged"])
 @pytest.mark.parametrize("vague", [0.1, 0.3, 0.5])
 def test_exact_entries_and_sketch_share_the_budget(estimate: str, vague: float) -> None:
-    cache = KeepCache(tiny("llama"), f"h2o+sketch:vague={vague},estimate={estimate}", 60, chunk=20)
+    cache = KeepCache(tiny("llama"), f"h2o+sketch:vague={vague},{estimate}", 60, chunk=20)
     step("llama", cache, prompt(2, 150))
     memory, whole = cache.memory(), 2 * 60 * cache.geometry.kv_bytes_per_token
     assert 0.9 * whole < memory.resident_bytes + memory.compressed_bytes <= whole
-    assert 0.7 * vague < memory.compressed_bytes / whole <= vague
+    assert 0.5 * vague < memory.compressed_bytes / whole <= vague
     assert memory.peak_cache_bytes <= whole + 2 * 20 * cache.geometry.kv_bytes_per_token // 4
 
 
-@pytest.mark.parametrize("method", ["random+sketch", "random+sketch:estimate=shrunk,by=mean"])
+@pytest.mark.parametrize("method", ["random+sketch", "random+sketch:keys=averaged", "random+sketch:estimate=shrunk"])
 def test_a_rollback_takes_estimates_out_and_answers_with_no_forgotten_slot(method: str) -> None:
     """ "random" lets new entries leave at once. What is deleted is what attention saw, in every slot it had."""
     cache, ids = KeepCache(tiny("llama"), method, 16, chunk=16), prompt(2, 40)

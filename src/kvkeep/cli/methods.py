@@ -47,6 +47,7 @@ def methods(
     out.print(
         "\nAny SELECTOR+FATE+RECALL is a method, too; a fate or a recall may be left out, and each may have parameters:"
         "\nsnapkv:window=16+quantize:4, h2o+verified, snapkv+pages:4"
+        "\n+oneshot behind it reads prompts at once and compresses them then: h2o+oneshot"
         "\n'kvkeep methods --table combinations' lists the combinations, and why others are refused."
     )
     for kind, registry in known.items():

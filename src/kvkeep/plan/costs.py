@@ -121,13 +121,14 @@ class _Work:
             kernels = sum(self.operations(layer, tokens, tokens, half=True) for layer in self.full)
             attention = kernels / at(self.machine.causal, tokens)
             return self.matrices(tokens) + self.head() + self.around(tokens, self.overhead) + attention
-        count = -(-tokens // held.chunk)
+        chunk = min(held.chunk, tokens)
+        count = -(-tokens // chunk)
         numbers = sorted({round(index * (count - 1) / max(1, SAMPLES - 1)) for index in range(SAMPLES)})
-        times = [self.chunk(number * held.chunk, min(held.chunk, tokens)) for number in numbers]
+        times = [self.chunk(number * chunk, chunk) for number in numbers]
         total = times[-1]
         for (low, high), (first, last) in zip(pairwise(numbers), pairwise(times), strict=True):
             total += (high - low) * (first + last) / 2 + (first - last) / 2  # a trapezium without its right end
-        return total * tokens / (count * held.chunk) + self.head()
+        return total * tokens / (count * chunk) + self.head()
 
     def chunk(self, past: int, rows: int) -> float:
         """Seconds of ``rows`` tokens of a prompt after ``past``."""

@@ -37,7 +37,7 @@ TRIALS = (
     ("tiers", "revive", None, BUDGET),
     ("sketched", "h2o+sketch", None, PROMPT),  # of a text that is as long as the budget: there is nothing to estimate
     ("estimate", "h2o+sketch", None, BUDGET),
-    ("segments", "longcache", None, BUDGET),
+    ("segments", "quest", None, BUDGET),
     ("merged", "h2o+merge", None, BUDGET),
     ("neighbours", "kvslimmer", None, BUDGET),
     ("selective", "snapkv+pages", "kv", BUDGET),

@@ -28,6 +28,7 @@ from kvkeep.stores.dynamic import DynamicLayer, SlidingLayer
 from kvkeep.stores.layer import Layer
 from kvkeep.stores.newest import Newest
 from kvkeep.stores.paged import BlockPool, BlockTable, Paged
+from kvkeep.stores.redecoder import Redecoder
 from kvkeep.stores.round import Round
 from kvkeep.stores.selected import Selected
 
@@ -38,7 +39,8 @@ class Assembly:
     ``chunk``: tokens of a prompt taken at a time; ``streams``: attention adds the past itself; ``budgets``: entries
     by layer and head, where they differ; ``positions``: those within the cache, if so; ``round``: of draft and verify,
     where drafts can be made; ``table``: of blocks, where entries are paged; ``decoder``: whose forward passes these
-    are, where it streams; ``exact``: attention is the kernel's, with bits that depend on the entries alone."""
+    are, where it streams; ``exact``: attention is the kernel's, with bits that depend on the entries alone;
+    ``redecoder``: what decodes tokens again that left, where that is the recall."""
 
     layers: list[Any]
     ledger: Ledger
@@ -55,6 +57,7 @@ class Assembly:
     table: BlockTable | None = None
     decoder: Any = None
     exact: bool = False
+    redecoder: Redecoder | None = None
 
 
 def assemble(request: Request, model: Any, geometry: ModelGeometry) -> Assembly:
@@ -86,7 +89,8 @@ def _bounded(build: _Builder) -> Assembly:
     method.store_fate.check(model, geometry)
     adapter = bind(model)
     build.open(within)
-    positions = None if sinks is None else _positions(model, geometry, sinks, held, chunk)
+    ahead = 1 if method.oneshot else chunk  # how long a prompt is shows when it is read
+    positions = None if sinks is None else _positions(model, geometry, sinks, held, ahead)
     budgets = selector.budgets(model, geometry, held)
     if tail:
         assert build.checkpoint is not None
@@ -118,6 +122,7 @@ def _bounded(build: _Builder) -> Assembly:
         build.round,
         decoder=adapter.decoder,
         exact=_exact(model, geometry),
+        redecoder=build.redecoder([layers[own.index] for own in geometry.full_layers]),
     )
 
 
@@ -145,7 +150,8 @@ class _Builder:
         fate = self.method.store_fate
         self.spec = request.spec(geometry, self.device.type) if self.method.checkpoints else None
         # Ids and positions are kept where something is rebuilt from them.
-        self.ledger = Ledger(fate.records or (self.spec is not None and self.spec.kind != "kv"))
+        again = self.method.recall.redecoded > 0
+        self.ledger = Ledger(fate.records or again or (self.spec is not None and self.spec.kind != "kv"))
         self.meter, self.shared = Meter(), fate.shared(geometry, self.ledger)
         self.entries = 0
         self.checkpoint: Checkpoint | None = None
@@ -191,6 +197,20 @@ class _Builder:
         )
         store = self.method.store_fate.store(site, self.shared)
         return Layer(site, resident(site, store), store, self.method.recall.reader(site, self.round))
+
+    def redecoder(self, layers: list[Layer]) -> Redecoder | None:
+        """Return what decodes tokens again where the recall wants that. Raises UnsupportedModelError where layers
+        cannot be run by themselves, or one of them forgets by itself."""
+        if not (limit := self.method.recall.redecoded):
+            return None
+        family, instead = self.geometry.model_type, "use 'fetch-on-miss'"
+        if len(layers) < len(self.geometry.layers):
+            raise UnsupportedModelError(
+                f"'{family}' has layers that keep no entries of old tokens, so none can be decoded again; {instead}."
+            )
+        adapter = bind(self.model)
+        adapter.require("advance", [layer.index for layer in layers], "recall 'redecode'", instead)
+        return Redecoder(adapter, self.ledger, self.meter, layers, limit)
 
     def layers(self, full: Callable[[LayerGeometry], Any]) -> list[Any]:
         """Return the layers of a cache: full ones as asked for; sliding windows are bounded already; layers that read

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from kvkeep.geometry import ModelGeometry
 from kvkeep.policies import registry
 from kvkeep.policies.fates.drop import Drop
 from kvkeep.policies.recalls.evicted import Evicted
-from kvkeep.policies.registry import FATES, FORMER, LISTED, PRESETS, RECALLS, SELECTORS, STOCK, Preset
+from kvkeep.policies.registry import FATES, FORMER, LISTED, ONESHOT, PRESETS, RECALLS, SELECTORS, STOCK, Preset
 from kvkeep.policies.specs import build
 
 
@@ -29,7 +30,8 @@ class Division(NamedTuple):
 
 @dataclass(frozen=True)
 class Method:
-    """One row of the table selector × fate × recall. summary: what it does; source: the paper."""
+    """One row of the table selector × fate × recall. summary: what it does; source: the paper. oneshot: a prompt, or
+    whatever else is read in one pass, is read at once and compressed then, so that the budget holds after it only."""
 
     name: str
     selector: Selector
@@ -37,6 +39,7 @@ class Method:
     recall: Recall
     summary: str
     source: str
+    oneshot: bool = False
 
     @property
     def exactness(self) -> Exactness:
@@ -87,10 +90,11 @@ class Method:
         """The options of a cache that it has a use for."""
         if self.selector.keeps_all:
             return ("budget",) if self.budgeted else ()
+        chunk = () if self.oneshot else ("chunk",)
         if not self.checkpoints:
-            return ("budget", "chunk")
+            return ("budget", *chunk)
         capacity = ("capacity",) if not self.recall.backed or self.recall.loses else ()
-        return ("budget", "checkpoint", "where", *capacity, "folder", "chunk", "page")
+        return ("budget", "checkpoint", "where", *capacity, "folder", *chunk, "page")
 
     def division(self, geometry: ModelGeometry, entries: int) -> Division:
         """Return what a budget of ``entries`` is for. Raises BudgetError where they are too few."""
@@ -100,26 +104,33 @@ class Method:
             raise BudgetError(f"A budget of {entries} entries leaves '{self.name}' nothing to attend to; give it more.")
         fate.fits(self.name, geometry, within)
         resident = fate.resident(within)
-        sinks = self.selector.sinks_in_cache(not (fate.keeps or self.recall.backed))
+        drops = not (fate.keeps or self.recall.backed or self.recall.redecoded)
+        sinks = self.selector.sinks_in_cache(drops)
         return Division(tail, within, resident if sinks is None else max(resident - (sinks + 1) // 2, 1), sinks)
 
     def chunk(self, geometry: ModelGeometry, budget: Budget, entries: int, chunk: int | None = None) -> int:
         """Return how many tokens of a prompt are taken at a time with a budget of ``entries``; ``chunk``: those asked
         for. Raises BudgetError where they do not fit."""
+        if self.oneshot:
+            return sys.maxsize
         layers = len(geometry.full_layers) if self.exactness is Exactness.EXACT else 0
         most = budget.chunk_for(entries, chunk, layers)
         return most if chunk is not None else self.fate.chunk(entries, most)
 
     def refusal(self) -> str | None:
         """Return why the combination means nothing, in a sentence; None where it works."""
-        if self.recall.backed and self.selector.keeps_all:
+        if self.oneshot and self.selector.keeps_all:
+            return "Nothing is evicted, so nothing has to be compressed when a prompt has been read."
+        if self.recall.label and self.selector.keeps_all:
             return "Nothing is evicted, so nothing has to be recalled."
-        if self.recall.backed and self.selector.in_order:
+        if self.recall.label and self.selector.in_order:
             return "'kv-direct' recalls everything at every step already; use 'window+RECALL'."
         if (reason := self.fate.refuses(self.selector)) is not None:
             return reason
         if self.recall.reads_single and (self.fate.merges or self.fate.makes_room):
             return "An entry that was merged into others would count twice once it is recalled beside them."
+        if self.recall.redecoded and (self.fate.keeps or self.fate.makes_room):
+            return "What is decoded again must have been dropped: kept in another form it would be attended twice."
         if self.recall.reads_single and self.fate.swaps:
             return "An entry resident again as an estimate hides the exact one from the recall; with swap=0 none is."
         return None
@@ -127,15 +138,18 @@ class Method:
 
 def resolve(spec: str) -> Method:
     """Return the method that ``spec`` names: a preset's name, ``SELECTOR``, ``SELECTOR+FATE``, ``SELECTOR+FATE+RECALL``
-    or ``PRESET+RECALL``, each part with parameters after a colon (``streaming-llm:sinks=8+quantize:4``). Where the fate
-    is left out, what leaves is dropped, or left to the recall.
+    or ``PRESET+RECALL``, each part with parameters after a colon (``streaming-llm:sinks=8+quantize:4``), and behind it
+    ``+oneshot`` where prompts are read at once. Where the fate is left out, what leaves is dropped, or left to the
+    recall.
 
     Raises UsageError: for an unknown name with the near matches, for parts that mean nothing together with the reason.
     """
     registry.load_plugins()
+    spec = "+".join(map(_current, spec.split("+")))
     first, *rest = spec.split("+")
-    rest = [_current(part) for part in rest]
-    name = first.partition(":")[0]
+    name, oneshot = first.partition(":")[0], rest[-1:] == [ONESHOT]
+    if oneshot:
+        rest.pop()
     recalls = bool(rest) and rest[-1].partition(":")[0] in RECALLS
     recall: Recall = build("recall", rest.pop(), RECALLS) if recalls else Evicted()
     if name in PRESETS:
@@ -145,34 +159,33 @@ def resolve(spec: str) -> Method:
         method = combined(spec, build("selector", first, SELECTORS), fate, recall)
     else:
         raise unknown("method", name, [*names(), STOCK])
+    method = replace(method, oneshot=oneshot)
     if (reason := method.refusal()) is not None:
         raise UsageError(f"'{spec}' is not understood. {reason}")
     return method
 
 
 def _current(part: str) -> str:
-    """Return a fate or recall by the name that it has now."""
+    """Return a part of a name by the name that it has now."""
     name, colon, given = part.partition(":")
     return FORMER.get(name, name) + colon + given
 
 
 def combined(name: str, selector: Selector, fate: Fate, recall: Recall) -> Method:
     """Return the method of three parts, described by the one that tells it from others."""
-    about = recall if recall.backed else selector
+    about = recall if recall.label else selector
     return Method(name, selector, fate, recall, _first_sentence(about), about.source or selector.source)
 
 
 def _of_preset(spec: str, first: str, preset: Preset, rest: list[str], recall: Recall) -> Method:
     name, _, given = first.partition(":")
-    if rest or (preset.closed and given) or (recall.backed and preset.recall.backed):
+    if rest or (preset.closed and given) or (recall.label and preset.recall.label):
         without = "another fate" if rest else "parameters" if given else "another recall"
         raise UsageError(f"'{spec}' is not understood: '{name}' is a method of its own, without {without}.")
     fate: Any = build("method", first, {name: preset.fate})
     own = {key for key, value in vars(fate).items() if value != getattr(preset.fate(), key)}
     fate = replace(fate, **{key: value for key, value in preset.defaults.items() if key not in own})
-    return Method(
-        spec, preset.selector, fate, recall if recall.backed else preset.recall, preset.summary, preset.source
-    )
+    return Method(spec, preset.selector, fate, recall if recall.label else preset.recall, preset.summary, preset.source)
 
 
 def names() -> list[str]:

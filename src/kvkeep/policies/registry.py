@@ -32,6 +32,7 @@ from kvkeep.policies.recalls.certified import Certified
 from kvkeep.policies.recalls.evicted import Evicted
 from kvkeep.policies.recalls.fetch_on_miss import FetchOnMiss
 from kvkeep.policies.recalls.pages import Pages
+from kvkeep.policies.recalls.redecode import Redecode
 from kvkeep.policies.recalls.verified import Verified
 from kvkeep.policies.selectors.duo_attention import DuoAttention
 from kvkeep.policies.selectors.h2o import H2O
@@ -86,13 +87,17 @@ RECALLS: dict[str, type[Recall]] = {
     "pages": Pages,
     "certified": Certified,
     "fetch-on-miss": FetchOnMiss,
+    "redecode": Redecode,
 }
 
 STOCK = "stock"
 """transformers' own cache, which is asked for as a method where the two are compared."""
 
-FORMER = {"ladder": "tiers", "missed": "fetch-on-miss"}
-"""Names that a fate or a recall had in stores and sessions of earlier versions."""
+ONESHOT = "oneshot"
+"""What a method ends with whose prompts are read at once, and compressed then: "h2o+oneshot"."""
+
+FORMER = {"ladder": "tiers", "missed": "fetch-on-miss", "longcache": "quest"}
+"""Names that a part or a method had in stores and sessions of earlier versions."""
 
 
 @dataclass(frozen=True)
@@ -160,11 +165,11 @@ PRESETS: dict[str, Preset] = {
         "Newest and heavy entries exactly, all others at 16, 8, 4 or 2 bits by the attention they get now.",
         "kvkeep; codes after arXiv:2402.02750",
     ),
-    "longcache": Preset(
+    "quest": Preset(
         StreamingLLM(),
         Segments,
         "Sinks, the newest, and for each query the highest-scoring segments of all others: bounded work, not memory.",
-        "LongCache (Liu et al., 2024)",
+        Segments.source,
     ),
     "cam": Preset(
         H2O(),
@@ -177,6 +182,13 @@ PRESETS: dict[str, Preset] = {
         Sketch,
         "Recent entries and heavy hitters exactly, all others in a count sketch; they may come back, as estimates.",
         "KVReviver, Algorithms 1 to 4",
+        {"swap": 1.1},
+    ),
+    "kvreviver-fisher": Preset(
+        H2OFisher(),
+        Sketch,
+        "As kvreviver, with layer budgets by the Fisher information of their keys' and values' weights.",
+        "KVReviver, Algorithms 1 to 4 and appendix D",
         {"swap": 1.1},
     ),
     **{name: Preset(H2O(), fate, (fate.__doc__ or "").partition("\n")[0], fate.source) for name, fate in _NEIGHBOURS},
@@ -202,7 +214,7 @@ def register(name: str, part: type[Selector] | type[Fate] | type[Recall] | Prese
     Raises UsageError for a name that is taken by another part or is not understood in a method's name, and for
     anything that is no part.
     """
-    if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name) or name in (STOCK, *FORMER):
+    if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name) or name in (STOCK, ONESHOT, *FORMER):
         raise UsageError(f"{name!r} cannot be the name of a part: letters, digits, '-', '_' and '.', and none of ours.")
     kinds: tuple[tuple[type, dict[str, Any]], ...] = ((Selector, SELECTORS), (Fate, FATES), (Recall, RECALLS))
     if isinstance(part, Preset):

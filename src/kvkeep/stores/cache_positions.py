@@ -99,10 +99,9 @@ class CachePositions:
         return storage_bytes(self._next, self.gap, *flags, *(one for angles in self._angles.values() for one in angles))
 
     def select(self, index: Tensor) -> None:
-        if len(self._next) > 1:
-            self._next, self.gap = (one[index.to(one.device)] for one in (self._next, self.gap))
-        if len(self._turned) > 1:
-            self._turned = self._turned[index.to(self._turned.device)]
+        for name in ("_next", "gap", "_turned"):  # after a first pass rows may differ in one and not in another
+            if len(rows := getattr(self, name)) > 1:
+                setattr(self, name, rows[index.to(rows.device)])
 
     def state(self) -> Tensor:
         """Return what must be saved: the base, whether anything moved, bases by layer, and of every row the gap and

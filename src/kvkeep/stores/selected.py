@@ -207,6 +207,8 @@ class Selected(WorkingSet):
             if arrived is None and self.selector.scores_arrivals:
                 entries = self.ranking.candidates(bank, own, None, self.length, own.shape[1])
                 arrived = self.selector.arrive(entries, own_keys)
+            if bank.scores is not None:
+                bank.scores = bank.scores.contiguous()  # a selector may have given all lanes of a row one and the same
             if arrived is not None:
                 bank.scored()[lane, column] = arrived[lane, number].float()
             elif bank.scores is not None:

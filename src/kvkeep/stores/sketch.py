@@ -5,6 +5,9 @@ where the sketch is signed (Charikar, Chen and Farach-Colton, 2002; KVReviver's 
 buckets). Of n ids, n / b share a slot: the *load*. An estimate is the median of the r slots, element by element, or
 their mean. The mean is linear: products with estimates are then those with the cells, and no estimate is written out.
 
+Averaged cells are divided by the number of vectors in each of them, which a sketch knows exactly: an estimate is the
+median of means and not of sums, so it is no longer than a vector (KVReviver does not divide).
+
 Centred estimates look at deviations from the mean of all vectors that were added, which a sketch knows exactly. Shrunk
 ones multiply the deviation by 1 / (1 + c load), the best factor where vectors scatter alike: c times the load is an
 estimate's variance in units of theirs, :data:`MEDIAN` of r rows for the median, 1 / r for the mean.
@@ -38,21 +41,32 @@ def places(ids: Tensor, rows: int, slots: int, seed: int = 0) -> Tensor:
 
 
 class CountSketch:
-    """Cells of some lanes. ``tallies``: what centred estimates need is kept, too.
+    """Cells of some lanes. ``tallies``: what centred estimates need is kept, too; ``averaged``: what averaged ones
+    need, whose vectors have no signs.
 
     Places ``at`` are (rows, lanes, n), as :func:`places` gives them, int32 or int64; vectors (lanes, n, dim); ``there``
     (lanes, n) bool: which of them there are, None for all.
     """
 
     def __init__(
-        self, lanes: int, rows: int, slots: int, dim: int, signed: bool, tallies: bool = False, *, like: Tensor
+        self,
+        lanes: int,
+        rows: int,
+        slots: int,
+        dim: int,
+        signed: bool,
+        tallies: bool = False,
+        averaged: bool = False,
+        *,
+        like: Tensor,
     ) -> None:
-        self.rows, self.slots, self.signed = rows, slots, signed
+        self.rows, self.slots, self.signed, self.averaged = rows, slots, signed, averaged
         self.cells = like.new_zeros(lanes, rows * slots, dim)
         self.total: Tensor | None = None  # the sum of all vectors, (lanes, 1, dim) float32
         self.counts: Tensor | None = None  # the sum of signs in each cell, (lanes, cells, 1) float32
         if tallies:
             self.total = like.new_zeros(lanes, 1, dim, dtype=torch.float32)
+        if tallies or averaged:
             self.counts = like.new_zeros(lanes, rows * slots, 1, dtype=torch.float32)
 
     def insert(self, at: Tensor, vectors: Tensor, there: Tensor | None = None) -> None:
@@ -69,8 +83,9 @@ class CountSketch:
         lane = torch.arange(lanes, dtype=at.dtype, device=at.device)[:, None] * size
         index = (at % size + lane).flatten()
         self.cells.view(-1, dim).index_add_(0, index, (vectors * factor[..., None]).reshape(-1, dim))
-        if self.counts is not None and self.total is not None:
+        if self.counts is not None:
             self.counts.view(-1).index_add_(0, index, factor.flatten().float())
+        if self.total is not None:
             own = vectors if there is None else vectors * there[..., None]
             self.total.add_(own.sum(1, keepdim=True, dtype=torch.float32), alpha=times)
 
@@ -84,6 +99,9 @@ class CountSketch:
         """Return what vectors are estimated to be: ``by`` "median" or "mean" of their slots. ``held``: how many are in
         the sketch, (lanes,), for centred estimates; ``shrink``: and shrunk ones."""
         cells, mean = self.cells, None
+        if self.averaged:
+            assert self.counts is not None
+            cells = (cells / self.counts.clamp(min=1)).to(cells.dtype)
         if held is not None:
             assert self.counts is not None and self.total is not None
             mean = self.total / held.clamp(min=1)[:, None, None]
@@ -102,9 +120,9 @@ class CountSketch:
         return [part for part in (self.cells, self.total, self.counts) if part is not None]
 
     def restore(self, state: list[Tensor]) -> None:
-        self.cells, *tallies = state
-        if tallies:
-            self.total, self.counts = tallies
+        names = [name for name in ("cells", "total", "counts") if getattr(self, name) is not None]
+        for name, part in zip(names, state, strict=True):
+            setattr(self, name, part)
 
     @property
     def nbytes(self) -> int:

@@ -50,15 +50,15 @@ class Sketched(EvictedStore):
     """Sketches of keys and values. An entry of a lane is in them or not, by slot.
 
     slots: of a row of the sketch. estimate: "plain", "centred" or "shrunk", by the "median" or "mean" of its slots.
-    signed: keys have signs (values always do). swap: an entry comes back, as it is estimated, when it ranks above that
-    many times the lowest resident one (KVReviver, Algorithm 3); what comes back is an estimate, and so is what is
-    deleted. 0: none does. leads: it accounts for what the sketches of all layers share.
+    keys: "unsigned", "averaged", or "signed" as values always are. swap: an entry comes back, as it is estimated, when
+    it ranks above that many times the lowest resident one (KVReviver, Algorithm 3); what comes back is an estimate, and
+    so is what is deleted. 0: none does. leads: it accounts for what the sketches of all layers share.
     """
 
     def __init__(
-        self, hashed: Hashed, slots: int, estimate: str, by: str, signed: bool, swap: float, meter: Meter, leads: bool
+        self, hashed: Hashed, slots: int, estimate: str, by: str, keys: str, swap: float, meter: Meter, leads: bool
     ) -> None:
-        self.hashed, self.size, self.estimate, self.by, self.signed = hashed, slots, estimate, by, signed
+        self.hashed, self.size, self.estimate, self.by, self.keys = hashed, slots, estimate, by, keys
         self.swap_at, self.meter, self.leads = swap, meter, leads
         self.listens = swap > 0  # type: ignore[misc]
         self.sketches: tuple[CountSketch, CountSketch] | None = None  # of keys, of values
@@ -77,12 +77,11 @@ class Sketched(EvictedStore):
             assert left.scores is not None
             self.scores = _put(self.scores, left.slots, left.scores)
 
-    def _new(self, *like: Tensor) -> tuple[CountSketch, CountSketch]:
-        tallies = self.estimate != "plain"
-        keys, values = (
-            CountSketch(len(one), self.hashed.rows, self.size, one.shape[-1], signed, tallies, like=one)
-            for one, signed in zip(like, (self.signed, True), strict=True)
-        )
+    def _new(self, of_keys: Tensor, of_values: Tensor) -> tuple[CountSketch, CountSketch]:
+        rows, size, tallies = self.hashed.rows, self.size, self.estimate != "plain"
+        signed, averaged = self.keys == "signed", self.keys == "averaged"
+        keys = CountSketch(len(of_keys), rows, size, of_keys.shape[-1], signed, tallies, averaged, like=of_keys)
+        values = CountSketch(len(of_values), rows, size, of_values.shape[-1], True, tallies, like=of_values)
         return keys, values
 
     def pieces(self, query: Tensor, resident: Resident, length: int) -> Iterator[Piece]:

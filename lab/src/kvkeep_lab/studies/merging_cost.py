@@ -79,7 +79,7 @@ class MergingCost(Study):
     certain = ("peak_first", "peak_last", "peak_gap")
 
     methods: Annotated[list[MethodName], Flag("--methods", "-x")] = Field(
-        [OURS, RIVAL, "kvslimmer-exact", "streaming-llm", "longcache", STOCK], min_length=1, description="by length"
+        [OURS, RIVAL, "kvslimmer-exact", "streaming-llm", "quest", STOCK], min_length=1, description="by length"
     )
     lengths: list[Annotated[int, Field(ge=32)]] = Field([512, 1024, 2048], min_length=1, description="of prompts")
     budget: Annotated[BudgetText, Flag("--budget", "-b")] = Field("256", description="of those that have one")

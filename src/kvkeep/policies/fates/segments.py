@@ -1,4 +1,4 @@
-"""``segments``: what leaves is kept whole, and each query reads the few segments that promise it most (LongCache)."""
+"""``segments``: what leaves is kept whole, and each query reads the few segments that promise it most (Quest)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Segments(Fate):
     top: int = 8
 
     label: ClassVar[str] = "kept in segments"
-    source: ClassVar[str] = "LongCache (Liu et al., 2024)"
+    source: ClassVar[str] = "Quest, arXiv:2406.10774"
     work: ClassVar[str] = "segments"
     returns: ClassVar[str] = "the highest-scoring segments"
     exactness: ClassVar[Exactness] = Exactness.REVERSIBLE

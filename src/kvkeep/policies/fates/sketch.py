@@ -13,15 +13,20 @@ from kvkeep.memory.ledger import Ledger
 from kvkeep.stores.sketch import MEDIAN
 from kvkeep.stores.sketched import Hashed, Sketched
 
-_CHOICES = {"estimate": ("plain", "centred", "shrunk"), "by": ("median", "mean"), "keys": ("unsigned", "signed")}
+_CHOICES = {
+    "estimate": ("plain", "centred", "shrunk"),
+    "by": ("median", "mean"),
+    "keys": ("unsigned", "averaged", "signed"),
+}
 
 
 @dataclass(frozen=True)
 class Sketch(Fate):
     """A share ``vague`` of the budget is a count sketch for each KV head, the rest exact entries. Values have signs,
-    keys only where ``keys`` is "signed". ``estimate``: "plain", "centred" or "shrunk", ``by`` the "median" or "mean" of
-    ``rows`` slots (:mod:`kvkeep.stores.sketch`). ``swap``: an entry comes back, as it is estimated, when it ranks above
-    that many times the lowest resident one; 0: none does."""
+    keys only where ``keys`` is "signed"; cells of "averaged" keys are divided by how many are in them. ``estimate``:
+    "plain", "centred" or "shrunk", ``by`` the "median" or "mean" of ``rows`` slots (:mod:`kvkeep.stores.sketch`).
+    ``swap``: an entry comes back, as it is estimated, when it ranks above that many times the lowest resident one; 0:
+    none does."""
 
     vague: float = 0.1
     swap: float = 0.0
@@ -41,6 +46,10 @@ class Sketch(Fate):
         for name, choices in _CHOICES.items():
             if (given := getattr(self, name)) not in choices:
                 raise unknown(f"sketch: {name}", given, choices)
+        if self.keys == "averaged" and self.estimate != "plain":
+            raise UsageError(
+                f"Averaged keys are an estimate by themselves, beside estimate=plain and not '{self.estimate}'."
+            )
         if not 0 < self.vague <= 0.5:
             raise UsageError(f"The sketch has a share of the budget above 0 and up to 0.5, not {self.vague:g}.")
         if self.swap and not self.swap >= 1:
@@ -80,30 +89,30 @@ class Sketch(Fate):
 
     def _slots(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int) -> int:
         """Return the slots of a row of a layer's sketch."""
-        own = self._own(entries)
+        entry, (cell, total) = (layer.key_dim + layer.value_dim) * geometry.dtype_bytes, self._tallies(layer)
+        return max(1, (self._own(entries) * entry - total) // (self.rows * (entry + cell)))
+
+    def _tallies(self, layer: LayerGeometry) -> tuple[int, int]:
+        """Return the bytes of float32 tallies beside each cell, counts of its keys and of its values, and of those
+        beside all, their sums."""
         if self.estimate == "plain":
-            return own // self.rows
-        # Tallies are float32: a vector in all, and for each cell a count of its keys and one of its values.
-        width = layer.key_dim + layer.value_dim
-        entry, count, total = width * geometry.dtype_bytes, 8, 4 * width
-        return max(1, (own * entry - total) // (self.rows * (entry + count)))
+            return 4 * (self.keys == "averaged"), 0
+        return 8, 4 * (layer.key_dim + layer.value_dim)
 
     def shared(self, geometry: ModelGeometry, ledger: Ledger) -> Hashed:
         return Hashed(ledger, self.rows)
 
     def store(self, site: Site, shared: Hashed) -> EvictedStore:
         slots = self._slots(site.layer, site.geometry, site.entries)
-        signed = self.keys == "signed"
-        return Sketched(shared, slots, self.estimate, self.by, signed, self.swap, site.meter, site.first)
+        return Sketched(shared, slots, self.estimate, self.by, self.keys, self.swap, site.meter, site.first)
 
     def holds(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int, left: Sequence[int]) -> Held:
         """Return the bytes of all cells and tallies, and of estimates looked up for a moment."""
         if not sum(left):
             return Held()
         cells, width = self.rows * self._slots(layer, geometry, entries), layer.key_dim + layer.value_dim
-        size = cells * width * geometry.dtype_bytes
-        if self.estimate != "plain":
-            size += 4 * width + 8 * cells
+        cell, total = self._tallies(layer)
+        size = cells * (width * geometry.dtype_bytes + cell) + total
         looked_up = sum(left) * (2 * 8 * self.rows + self.rows * width * geometry.dtype_bytes)
         looked_up += 2 * cells * width * geometry.dtype_bytes
         return Held(layer.kv_heads * size, workspace=layer.kv_heads * looked_up, entries=sum(left))

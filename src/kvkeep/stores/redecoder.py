@@ -1,0 +1,119 @@
+"""Tokens that left are decoded again: entries from token ids, over what is resident (llama.cpp pull request 21097).
+
+After a pass the tokens whose entries left in it are run through the model once more, at their own positions. In every
+layer they attend to what is resident of the text before them, and to each other; a KV head takes back the entries that
+it let go, in place of those that rank lowest. That is lossy: at first a token saw all of the text before it. And errors
+add up, because rebuilt entries are among those that the next ones are rebuilt over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvkeep.attention import Segment, attend
+from kvkeep.attention.step import Step
+from kvkeep.memory.ledger import Ledger
+from kvkeep.memory.meter import Meter
+from kvkeep.models.adapter import Adapter
+from kvkeep.stores.layer import Layer
+from kvkeep.stores.slots import compact
+
+
+class Redecoder:
+    """Decodes at most ``limit`` tokens of a row again after a pass of ``layers``, which are all of a model's."""
+
+    def __init__(self, adapter: Adapter, ledger: Ledger, meter: Meter, layers: Sequence[Layer], limit: int) -> None:
+        self.adapter, self.ledger, self.meter, self.layers, self.limit = adapter, ledger, meter, layers, limit
+        self._before: list[Tensor] = []  # what was resident before the pass, by layer
+
+    def begin(self) -> None:
+        """Remember what is resident; a pass begins."""
+        self._before = [layer.resident.held() for layer in self.layers]
+
+    def finish(self) -> None:
+        """Decode again what left in the pass that has ended."""
+        before, self._before = self._before, []
+        if not self.layers[0].length:
+            return
+        left = [self._left(layer, held) for layer, held in zip(self.layers, before, strict=True)]
+        slots = self._chosen(left)
+        if not slots.shape[1]:
+            return
+        ids, positions = (
+            rows.view().squeeze(-1).gather(1, slots.clamp(min=0)) for rows in (self.ledger.ids, self.ledger.positions)
+        )
+        hidden = self.adapter.embed(ids, positions)
+        for layer, own in zip(self.layers, left, strict=True):
+            again = _Again(layer, slots, own)
+            with self.meter.holding(hidden, again.past):
+                hidden = self.adapter.advance(layer.index, hidden, positions, again)
+            again.settle(self.limit)
+
+    def _left(self, layer: Layer, before: Tensor) -> Tensor:
+        """Return which slots left in the pass, those that came in it too: (lanes, slots) bool."""
+        held = layer.resident.held()
+        there = torch.nn.functional.pad(before, (0, held.shape[1] - before.shape[1]), value=True)
+        if not len(before):  # before the first pass
+            there = torch.ones_like(held)
+        if (visible := self.ledger.visible_by(layer.heads)) is not None:
+            there = there & visible[:, 0, 0]
+        return there & ~held
+
+    def _chosen(self, left: list[Tensor]) -> Tensor:
+        """Return the slots of each row that left most KV heads of all layers, the older first where it is as many, in
+        the order of the text: (rows, n) int64, -1 for none."""
+        votes = sum(own.unflatten(0, (self.ledger.batch, -1)).sum(1) for own in left)
+        assert isinstance(votes, Tensor)
+        length = votes.shape[1]
+        order = votes * length - torch.arange(length, device=votes.device)
+        best = order.topk(min(self.limit, length), dim=1).indices
+        return compact(torch.zeros_like(votes, dtype=torch.bool).scatter_(1, best, True) & (votes > 0))
+
+
+class _Again:
+    """One layer while tokens at ``slots`` (rows, n) of the text are decoded again; ``left``: which slots each lane
+    takes back, (lanes, slots) bool. It is the layer's cache, and computes its attention."""
+
+    def __init__(self, layer: Layer, slots: Tensor, left: Tensor) -> None:
+        self.layer, self.left = layer, left
+        self.slots = slots.repeat_interleave(layer.heads, 0)  # (lanes, n)
+        asking = self.slots[:, None, :, None]
+        self.past = torch.arange(layer.length, device=slots.device) <= asking  # (lanes, 1, n, length)
+        if (visible := layer.ledger.visible_by(layer.heads)) is not None:
+            self.past = self.past & visible
+        # Of each other, a lane sees those that are not resident in it anyhow; nobody sees nothing.
+        there = (self.slots >= 0) & ~layer.resident.held().gather(1, self.slots.clamp(min=0))
+        self.own = (self.slots[:, None, None] <= asking) & there[:, None, None]
+        self.own |= torch.eye(slots.shape[1], dtype=torch.bool, device=slots.device) & (asking < 0)
+        self.keys = self.values = slots.new_empty(0)
+
+    def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        self.keys, self.values = keys.flatten(0, 1), values.flatten(0, 1)
+        return keys, values
+
+    def attends(self, layer_idx: int) -> bool:
+        return True
+
+    def attend(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float
+    ) -> Tensor:
+        step = Step.of(module, query, key, value, None, scaling, self.layer.heads, True, True)
+        segments = [self.layer.segment(piece, step, self.past) for piece in self.layer.resident.pieces()]
+        return step.unfolded(attend(step.query, [*segments, Segment(step.key, step.value, self.own)], scaling)[0])
+
+    def settle(self, limit: int) -> None:
+        """Make the new entries resident in the lanes that they left, as many as have room."""
+        wanted = self.left.gather(1, self.slots.clamp(min=0)) & (self.slots >= 0)
+        wanted &= wanted.cumsum(1) <= self.layer.resident.halves(limit)
+        number = compact(wanted)
+        if not number.shape[1]:
+            return
+        index = number.clamp(min=0)
+        keys, values = (
+            part.gather(1, index[..., None].expand(-1, -1, part.shape[2])) for part in (self.keys, self.values)
+        )
+        self.layer.resident.swap_in(self.slots.gather(1, index).masked_fill(number < 0, -1), keys, values)

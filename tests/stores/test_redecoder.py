@@ -1,0 +1,155 @@
+"""Tokens that left are decoded again: against loops over one model's own weights, and what that can and cannot give."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from cases import ADVANCING
+from families import tiny
+from helpers import bounded, prompt, step
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from kvkeep import KeepCache, UnsupportedModelError, UsageError
+
+LIMIT, BUDGET = 5, 16
+Held = list[list[dict[int, tuple[Tensor, Tensor]]]]  # by layer and lane: key and value of each slot
+
+
+def held(cache: KeepCache) -> Held:
+    """What is resident, read from the banks themselves."""
+    return [
+        [
+            {
+                slot: (key.clone(), value.clone())
+                for slot, key, value in zip(slots, keys, values, strict=False)
+                if slot >= 0
+            }
+            for slots, keys, values in zip(bank.slots.tolist(), bank.keys, bank.values, strict=True)
+        ]
+        for layer in bounded(cache)
+        for bank in layer.resident.banks
+    ]
+
+
+def chosen(before: Held, after: Held, first: int, length: int) -> list[int]:
+    """The tokens that left most lanes in a pass of slots ``first`` to ``length``, the older first."""
+    votes = [0] * length
+    for was, now in zip(before, after, strict=True):
+        for own, kept in zip(was, now, strict=True):
+            for slot in {*own, *range(first, length)} - {*kept}:
+                votes[slot] += 1
+    return sorted(sorted(range(length), key=lambda slot: (-votes[slot], slot))[:LIMIT])
+
+
+def again(ids: Tensor, slots: list[int], after: Held) -> list[tuple[Tensor, Tensor]]:
+    """Keys and values (heads, n, dim) of each layer for tokens at ``slots``, one query and head at a time."""
+    model, found = tiny("llama"), []
+    hidden = model.model.embed_tokens(ids[:, slots])
+    cos, sin = model.model.rotary_emb(hidden, torch.tensor([slots]))
+    for layer, lanes in zip(model.model.layers, after, strict=True):
+        attention, normed = layer.self_attn, layer.input_layernorm(hidden)
+        query, key, value = (
+            project(normed)[0].unflatten(-1, (-1, attention.head_dim)).transpose(0, 1)
+            for project in (attention.q_proj, attention.k_proj, attention.v_proj)
+        )
+        query, key = (part[0] for part in apply_rotary_pos_emb(query[None], key[None], cos, sin))
+        found.append((key, value))
+        rows = torch.zeros(query.shape[1], len(query), attention.head_dim)
+        for head in range(len(query)):
+            lane = head * len(key) // len(query)
+            for place, own in enumerate(slots):
+                seen = [entry for slot, entry in lanes[lane].items() if slot <= own]
+                seen += [
+                    (key[lane, other], value[lane, other])
+                    for other, slot in enumerate(slots)
+                    if slot <= own and slot not in lanes[lane]
+                ]
+                scores = torch.stack([query[head, place] @ one for one, _ in seen]) / math.sqrt(attention.head_dim)
+                rows[place, head] = sum(weight * one for weight, (_, one) in zip(scores.softmax(0), seen, strict=True))
+        hidden = hidden + attention.o_proj(rows.flatten(1))[None]
+        hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+    return found
+
+
+@pytest.mark.parametrize("selector", ["lru", "h2o", "window"])
+@torch.no_grad()
+def test_entries_are_those_of_a_decode_over_what_is_resident(selector: str) -> None:
+    """After every chunk of a prompt and every token: which tokens, over what, which lanes take them, and how many."""
+    cache = KeepCache(tiny("llama"), f"{selector}+redecode:{LIMIT}", BUDGET, chunk=16)
+    ids, redecoder = prompt(1, 60), cache.stream.redecoder
+    begin, finish = redecoder.begin, redecoder.finish
+    before: Held = []
+    passes = changed = 0
+
+    def begun() -> None:
+        nonlocal before
+        before = held(cache) or [[{}, {}]] * 4
+        begin()
+
+    def finished() -> None:
+        nonlocal passes, changed
+        after, length, first = held(cache), cache.ledger.length, cache.stream._known
+        slots = chosen(before, after, first, length)
+        expected = again(ids, slots, after)
+        finish()
+        passes += 1
+        for was, kept, now, (keys, values) in zip(before, after, held(cache), expected, strict=True):
+            for lane, own in enumerate(now):
+                left = {*was[lane], *range(first, length)} - {*kept[lane]}
+                back = [slot for slot in slots if slot in left][: min(LIMIT, BUDGET // 2)]
+                assert {*own} - {*kept[lane]} == {*back} and len(own) == len(kept[lane])
+                changed += len(back)
+                for slot in back:
+                    torch.testing.assert_close(own[slot][0], keys[lane, slots.index(slot)], atol=2e-4, rtol=2e-4)
+                    torch.testing.assert_close(own[slot][1], values[lane, slots.index(slot)], atol=2e-4, rtol=2e-4)
+
+    redecoder.begin, redecoder.finish = begun, finished
+    step("llama", cache, ids[:, :52])
+    for place in range(52, 60):
+        step("llama", cache, ids[:, place : place + 1])
+    assert passes == 12 and changed > 50
+    exact = DynamicCache(config=tiny("llama").config)
+    tiny("llama")(ids, past_key_values=exact)
+    wrong = [
+        (key - layer.keys[0, lane, slot]).abs().max()
+        for layer, lanes in zip(exact.layers, held(cache), strict=True)
+        for lane, own in enumerate(lanes)
+        for slot, (key, _) in own.items()
+    ]
+    assert max(wrong) > 0.1  # it is lossy
+
+
+@pytest.mark.parametrize("family", ADVANCING)
+def test_over_all_of_the_text_before_it_a_token_gets_the_entries_it_had(family: str) -> None:
+    """Whatever left, as long as what came before it is resident or decoded again with it."""
+    cache, ids = KeepCache(tiny(family), "knorm+redecode:40", 64), prompt(2, 40)
+    step(family, cache, ids)
+    whole, redecoder = held(cache), cache.stream.redecoder
+    redecoder.begin()
+    for layer in bounded(cache):
+        layer.resident.evict(2)  # other tokens in each head
+    assert all(len(own) == 38 for lanes in held(cache) for own in lanes)
+    redecoder.finish()
+    for was, now in zip(whole, held(cache), strict=True):
+        for one, other in zip(was, now, strict=True):
+            assert {*one} == {*other}
+            for slot, (key, value) in other.items():
+                torch.testing.assert_close(key, one[slot][0], atol=1e-3, rtol=1e-3)
+                torch.testing.assert_close(value, one[slot][1], atol=1e-3, rtol=1e-3)
+
+
+def test_what_it_cannot_serve_is_said() -> None:
+    for family in ("gemma3", "gemma4"):
+        with pytest.raises(UnsupportedModelError, match=tiny(family).config.model_type):
+            KeepCache(tiny(family), "lru+redecode", 32)
+    model, ids = tiny("llama"), prompt(1, 8)
+    cache = KeepCache(model, "lru+redecode", 32)
+    with pytest.raises(UsageError, match="came with embeddings; 'fetch-on-miss' takes both"):
+        model(inputs_embeds=model.model.embed_tokens(ids), past_key_values=cache)
+    with pytest.raises(UsageError, match="came with a mask of the caller's own"):
+        model(ids, past_key_values=cache, attention_mask=torch.ones(1, 1, 8, 8, dtype=torch.bool).tril())
+    assert cache.get_seq_length() == 0 and step("llama", cache, ids).isfinite().all()
