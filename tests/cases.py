@@ -122,6 +122,9 @@ EXACT: dict[str, Case] = {
     "snapkv+kv": _exact("snapkv:window=4,kernel=3+checkpoint:kv", 17, chunk=9, where="device"),
     "tova+residual": _exact("tova+checkpoint:residual", where="host", page=6),
     "pyramidkv+kv": _exact("pyramidkv:window=4,kernel=3+checkpoint:kv", 24, chunk=11, where="host"),
+    "expected-attention+kv": _exact(
+        "expected-attention:future=9,sinks=1+checkpoint:kv", chunk=18, where="host", families=ROTARY
+    ),
     "knorm+residual:3": _exact("knorm+checkpoint:residual:3", where="host", page=6),
     "random+tokens": _exact("random+checkpoint:tokens", where="device", page=6),
     "duo-attention+kv": _exact("duo-attention:sinks=2+checkpoint:kv", where="host"),
@@ -159,6 +162,9 @@ DRAFTING: dict[str, Case] = {
     "tova+verified, tokens": _exact("tova+verified:2", checkpoint="tokens", where="device", page=6),
     "duo-attention+verified, kv": _exact("duo-attention:sinks=2+verified:4", checkpoint="kv", where="host"),
     "knorm+kv+verified": _exact("knorm+checkpoint:kv+verified:4", chunk=5),
+    "expected-attention+verified, residual": _exact(
+        "expected-attention:sinks=2+verified:4", checkpoint="residual", where="host", families=ROTARY
+    ),
     "h2o+quantize:8+verified": _exact("h2o+quantize:8+verified:5", 130, length=170, checkpoint="kv", becomes=CODED),
     "quantized:4+verified": _exact("quantized:4+verified:5", 110, length=170, checkpoint="residual", becomes=CODED),
     "longcache+verified": _exact("longcache+verified:5", 24, length=90, checkpoint="kv", holds=False),
@@ -188,6 +194,7 @@ LOSSY: dict[str, Case] = {
     "h2o-fisher": _lossy("h2o-fisher", families=(*PLAIN, "qwen3", "gemma3", "qwen3_moe", "gemma4")),
     "snapkv": _lossy("snapkv:window=6,kernel=3"),
     "tova": _lossy("tova"),
+    "expected-attention": _lossy("expected-attention:future=20,sinks=2", families=ROTARY),
     "pyramidkv": _lossy("pyramidkv:window=4,kernel=3"),
     "duo-attention": _lossy("duo-attention:sinks=2"),
     "knorm": _lossy("knorm"),
@@ -250,6 +257,7 @@ TAKES_ANY = (
     *("full", "static", "paged", "kv-0", "kv", "window+kv", "h2o+kv", "h2o+kv-0", "snapkv+kv", "pyramidkv+kv"),
     *("duo-attention+kv", "duo-attention+pages:all", "snapkv+verified, kv", "duo-attention+verified, kv"),
     *("knorm+kv+verified", "h2o+quantize:8+verified", "longcache+verified", "revive+verified", "h2o+merge+verified"),
+    "expected-attention+kv",
 )
 TAKES_IDS = (
     *("tokens", "random+tokens", "sketch+pages:all", "sketch+certified:0", "tova+verified, tokens"),
@@ -259,6 +267,7 @@ KEEPS_IDS = (
     *("residual", "residual:3", "tokens", "streaming-llm+residual", "tova+residual", "knorm+residual:3"),
     *("random+tokens", "h2o+verified, residual", "window+verified, residual:3", "tova+verified, tokens"),
     *("quantized:4+verified", "asymkv+verified", "snapkv+sketch+verified", "kvreviver+verified", "lowrank+verified"),
+    "expected-attention+verified, residual",
 )
 
 

@@ -79,6 +79,7 @@ def test_all_parts_take_parameters() -> None:
         ("h2o-fisher:least=0", ["a share above 0"]),
         ("snapkv:window=0", ["1 or more queries"]),
         ("snapkv:kernel=2", ["odd number"]),
+        ("expected-attention:future=0", ["1 position ahead or more"]),
         ("pyramidkv:beta=inf", ["beta is a number, not 'inf'"]),
         ("duo-attention:retrieval=0", ["shares above 0"]),
         ("lru:threshold=2", ["share of attention"]),
@@ -155,5 +156,7 @@ def test_models_that_a_part_cannot_serve_are_named() -> None:
     for family in ("gpt2", "deepseek_v3"):
         with pytest.raises(UnsupportedModelError, match=r"merging.*h2o\+merge"):
             KeepCache(tiny(family), "kvslimmer:sinks=4", 32)
+        with pytest.raises(UnsupportedModelError, match="queries of positions ahead.*use snapkv"):
+            KeepCache(tiny(family), "expected-attention", 32)
     with pytest.raises(UnsupportedModelError, match="phi3"):
         KeepCache(tiny("phi3"), "h2o-fisher", 100)

@@ -88,6 +88,9 @@ def _bounded(build: _Builder) -> Assembly:
     build.open(within)
     positions = None if sinks is None else _positions(model, geometry, sinks, held, chunk)
     budgets = selector.budgets(model, geometry, held)
+    if selector.ahead:
+        full = [own.index for own in geometry.full_layers]
+        adapter.require("turn", full, "queries of positions ahead", "use snapkv or h2o")
     if tail:
         assert build.checkpoint is not None
         build.round = Round(tail, build.ledger, build.checkpoint)
@@ -95,8 +98,9 @@ def _bounded(build: _Builder) -> Assembly:
     def layer(own: LayerGeometry) -> Layer:
         if selector.in_order:
             return build.layer(own, budgets[own.index], Newest)
+        ahead = adapter if selector.ahead else None
         return build.layer(
-            own, budgets[own.index], lambda site, store: Selected(site, selector, site.budgets, store, tail)
+            own, budgets[own.index], lambda site, store: Selected(site, selector, site.budgets, store, tail, ahead)
         )
 
     layers = build.layers(layer)

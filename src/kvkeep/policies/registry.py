@@ -34,6 +34,7 @@ from kvkeep.policies.recalls.fetch_on_miss import FetchOnMiss
 from kvkeep.policies.recalls.pages import Pages
 from kvkeep.policies.recalls.verified import Verified
 from kvkeep.policies.selectors.duo_attention import DuoAttention
+from kvkeep.policies.selectors.expected_attention import ExpectedAttention
 from kvkeep.policies.selectors.h2o import H2O
 from kvkeep.policies.selectors.h2o_fisher import H2OFisher
 from kvkeep.policies.selectors.knorm import KNorm
@@ -58,6 +59,7 @@ SELECTORS: dict[str, type[Selector]] = {
     "h2o-fisher": H2OFisher,
     "snapkv": SnapKV,
     "tova": Tova,
+    "expected-attention": ExpectedAttention,
     "pyramidkv": PyramidKV,
     "duo-attention": DuoAttention,
     "knorm": KNorm,
