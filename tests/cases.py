@@ -125,6 +125,7 @@ EXACT: dict[str, Case] = {
     "expected-attention+kv": _exact(
         "expected-attention:future=9,sinks=1+checkpoint:kv", chunk=18, where="host", families=ROTARY
     ),
+    "kvzip+kv": _exact("kvzip:sinks=2+checkpoint:kv", where="host"),
     "knorm+residual:3": _exact("knorm+checkpoint:residual:3", where="host", page=6),
     "random+tokens": _exact("random+checkpoint:tokens", where="device", page=6),
     "duo-attention+kv": _exact("duo-attention:sinks=2+checkpoint:kv", where="host"),
@@ -165,6 +166,7 @@ DRAFTING: dict[str, Case] = {
     "expected-attention+verified, residual": _exact(
         "expected-attention:sinks=2+verified:4", checkpoint="residual", where="host", families=ROTARY
     ),
+    "kvzip+verified, kv": _exact("kvzip:least=0.5+verified:4", checkpoint="kv", where="host"),
     "h2o+quantize:8+verified": _exact("h2o+quantize:8+verified:5", 130, length=170, checkpoint="kv", becomes=CODED),
     "quantized:4+verified": _exact("quantized:4+verified:5", 110, length=170, checkpoint="residual", becomes=CODED),
     "longcache+verified": _exact("longcache+verified:5", 24, length=90, checkpoint="kv", holds=False),
@@ -195,6 +197,9 @@ LOSSY: dict[str, Case] = {
     "snapkv": _lossy("snapkv:window=6,kernel=3"),
     "tova": _lossy("tova"),
     "expected-attention": _lossy("expected-attention:future=20,sinks=2", families=ROTARY),
+    # Whether a text is longer than the budget, and where its pieces end, is counted in slots.
+    "kvzip": _lossy("kvzip:sinks=2", alone="padded"),
+    "kvzip, heads alike, in pieces": _lossy("kvzip:least=1,piece=19", alone="padded"),
     "pyramidkv": _lossy("pyramidkv:window=4,kernel=3"),
     "duo-attention": _lossy("duo-attention:sinks=2"),
     "knorm": _lossy("knorm"),
@@ -232,6 +237,7 @@ LOSSY: dict[str, Case] = {
     },
     "quantized": _grouped("quantized:4", 100),
     "h2o+quantize:8": _grouped("h2o+quantize:8", 120),
+    "kvzip+quantize:8": _grouped("kvzip+quantize:8", 120),
     "snapkv+quantize:2": _grouped("snapkv:window=6,kernel=3+quantize:2", 90),
     "revive": _grouped("revive", 60),
     "lowrank": _grouped("lowrank:4", 50, families=PLAIN),
@@ -261,7 +267,7 @@ TAKES_ANY = (
 )
 TAKES_IDS = (
     *("tokens", "random+tokens", "sketch+pages:all", "sketch+certified:0", "tova+verified, tokens"),
-    *("snapkv+sketch+verified", "lowrank+verified"),
+    *("snapkv+sketch+verified", "lowrank+verified", "kvzip+kv", "kvzip+verified, kv"),
 )
 KEEPS_IDS = (
     *("residual", "residual:3", "tokens", "streaming-llm+residual", "tova+residual", "knorm+residual:3"),

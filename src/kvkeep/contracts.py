@@ -139,6 +139,14 @@ STAYS = float("inf")
 """The rank of an entry that does not leave."""
 
 
+class Pieces(NamedTuple):
+    """How a text is read once more: ``piece`` tokens at a time, whose attention is compared among these and the first
+    ``sinks`` entries."""
+
+    piece: int
+    sinks: int
+
+
 @dataclass(frozen=True)
 class Selector(ABC):
     """Who leaves. A frozen dataclass whose fields are its parameters, :meth:`rank`, and where it needs them
@@ -181,6 +189,18 @@ class Selector(ABC):
         """Over how many positions ahead the queries are averaged that :meth:`observe` is shown; 0: it is shown none.
         Needs rotary embeddings."""
         return 0
+
+    @property
+    def reconstruction(self) -> Pieces | None:
+        """How a text is read once more before any of it leaves, so that :meth:`shares` can tell who has how many
+        entries; None: it is not. Until then nothing is chosen: the text is read as ``kv-direct`` reads it."""
+        return None
+
+    def shares(self, received: Sequence[Tensor], rows: int, entries: int) -> list[list[int]]:
+        """Return the entries of each full layer's lanes, ``entries`` on average over the lanes of one of ``rows``.
+        received: of each layer (lanes, slots) float32, the most attention that each entry received of the
+        reconstruction, which is its score; -inf for padding."""
+        return [[entries]] * len(received)
 
     @property
     def accumulates(self) -> bool:

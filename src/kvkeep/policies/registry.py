@@ -39,6 +39,7 @@ from kvkeep.policies.selectors.h2o import H2O
 from kvkeep.policies.selectors.h2o_fisher import H2OFisher
 from kvkeep.policies.selectors.knorm import KNorm
 from kvkeep.policies.selectors.kvpress import KVPress
+from kvkeep.policies.selectors.kvzip import KVzip
 from kvkeep.policies.selectors.lru import LRU
 from kvkeep.policies.selectors.nobody import Nobody
 from kvkeep.policies.selectors.pyramidkv import PyramidKV
@@ -60,6 +61,7 @@ SELECTORS: dict[str, type[Selector]] = {
     "snapkv": SnapKV,
     "tova": Tova,
     "expected-attention": ExpectedAttention,
+    "kvzip": KVzip,
     "pyramidkv": PyramidKV,
     "duo-attention": DuoAttention,
     "knorm": KNorm,

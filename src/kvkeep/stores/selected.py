@@ -71,10 +71,7 @@ class Selected(WorkingSet):
 
     def unpadded(self, lse: Tensor) -> Tensor:
         """Return a log-sum-exp (lanes, heads, queries) by which what padding attends to does not count."""
-        visible = self.ledger.visible_by(self.banks.heads)
-        if visible is None:
-            return lse
-        return lse.masked_fill(~visible[..., -lse.shape[2] :].squeeze(1), float("inf"))
+        return self.ledger.unpadded(lse, self.banks.heads)
 
     @property
     def observes(self) -> bool:
@@ -159,6 +156,10 @@ class Selected(WorkingSet):
         keys, values = bank.of(new.keys), bank.of(new.values)
         return Arriving(keys, values, lambda: bank.of(new.slots), new.first, new.whole, self._scores.get(number))
 
+    def score_arriving(self, scores: Tensor) -> None:
+        """Give entries in hand the scores that they come with, (lanes, n) float32."""
+        self._scores = {number: bank.of(scores) for number, bank in enumerate(self.banks)}
+
     def admit(self, keys: Tensor, values: Tensor, first: int) -> Evicted | None:
         new, left = self._arriving(keys, values, first), []
         for number, bank in enumerate(self.banks):
@@ -193,6 +194,11 @@ class Selected(WorkingSet):
     @property
     def columns(self) -> int:
         return self.banks.columns
+
+    @property
+    def budgets(self) -> tuple[int, ...]:
+        """The entries of each lane, or where rows are alike of each KV head; one number: of each of them."""
+        return self.banks.budgets
 
     def observed(self, slots: Tensor, scores: Tensor, weights: Tensor, queries: int) -> Tensor:
         if self.selector.needs_kv:
