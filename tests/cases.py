@@ -126,6 +126,10 @@ EXACT: dict[str, Case] = {
     "snapkv+kv": _exact("snapkv:window=4,kernel=3+checkpoint:kv", 17, chunk=9, where="device"),
     "tova+residual": _exact("tova+checkpoint:residual", where="host", page=6),
     "pyramidkv+kv": _exact("pyramidkv:window=4,kernel=3+checkpoint:kv", 24, chunk=11, where="host"),
+    "expected-attention+kv": _exact(
+        "expected-attention:future=9,sinks=1+checkpoint:kv", chunk=18, where="host", families=ROTARY
+    ),
+    "kvzip+kv": _exact("kvzip:sinks=2+checkpoint:kv", where="host"),
     "knorm+residual:3": _exact("knorm+checkpoint:residual:3", where="host", page=6),
     "random+tokens": _exact("random+checkpoint:tokens", where="device", page=6),
     "duo-attention+kv": _exact("duo-attention:sinks=2+checkpoint:kv", where="host"),
@@ -163,6 +167,10 @@ DRAFTING: dict[str, Case] = {
     "tova+verified, tokens": _exact("tova+verified:2", checkpoint="tokens", where="device", page=6),
     "duo-attention+verified, kv": _exact("duo-attention:sinks=2+verified:4", checkpoint="kv", where="host"),
     "knorm+kv+verified": _exact("knorm+checkpoint:kv+verified:4", chunk=5),
+    "expected-attention+verified, residual": _exact(
+        "expected-attention:sinks=2+verified:4", checkpoint="residual", where="host", families=ROTARY
+    ),
+    "kvzip+verified, kv": _exact("kvzip:least=0.5+verified:4", checkpoint="kv", where="host"),
     "h2o+quantize:8+verified": _exact("h2o+quantize:8+verified:5", 130, length=170, checkpoint="kv", becomes=CODED),
     "quantized:4+verified": _exact("quantized:4+verified:5", 110, length=170, checkpoint="residual", becomes=CODED),
     "quest+verified": _exact("quest+verified:5", 24, length=90, checkpoint="kv", holds=False),
@@ -192,6 +200,10 @@ LOSSY: dict[str, Case] = {
     "h2o-fisher": _lossy("h2o-fisher", families=OWN_PROJECTIONS),
     "snapkv": _lossy("snapkv:window=6,kernel=3"),
     "tova": _lossy("tova"),
+    "expected-attention": _lossy("expected-attention:future=20,sinks=2", families=ROTARY),
+    # Whether a text is longer than the budget, and where its pieces end, is counted in slots.
+    "kvzip": _lossy("kvzip:sinks=2", alone="padded"),
+    "kvzip, heads alike, in pieces": _lossy("kvzip:least=1,piece=19", alone="padded"),
     "pyramidkv": _lossy("pyramidkv:window=4,kernel=3"),
     "duo-attention": _lossy("duo-attention:sinks=2"),
     "knorm": _lossy("knorm"),
@@ -229,6 +241,7 @@ LOSSY: dict[str, Case] = {
     },
     "quantized": _grouped("quantized:4", 100),
     "h2o+quantize:8": _grouped("h2o+quantize:8", 120),
+    "kvzip+quantize:8": _grouped("kvzip+quantize:8", 120),
     "snapkv+quantize:2": _grouped("snapkv:window=6,kernel=3+quantize:2", 90),
     "revive": _grouped("revive", 60),
     "lowrank": _grouped("lowrank:4", 50, families=PLAIN),
@@ -266,15 +279,17 @@ TAKES_ANY = (
     *("full", "static", "paged", "kv-0", "kv", "window+kv", "h2o+kv", "h2o+kv-0", "snapkv+kv", "pyramidkv+kv"),
     *("duo-attention+kv", "duo-attention+pages:all", "snapkv+verified, kv", "duo-attention+verified, kv"),
     *("knorm+kv+verified", "h2o+quantize:8+verified", "quest+verified", "revive+verified", "h2o+merge+verified"),
+    "expected-attention+kv",
 )
 TAKES_IDS = (
     *("tokens", "random+tokens", "sketch+pages:all", "sketch+certified:0", "tova+verified, tokens"),
-    *("snapkv+sketch+verified", "lowrank+verified"),
+    *("snapkv+sketch+verified", "lowrank+verified", "kvzip+kv", "kvzip+verified, kv"),
 )
 KEEPS_IDS = (
     *("residual", "residual:3", "tokens", "streaming-llm+residual", "tova+residual", "knorm+residual:3"),
     *("random+tokens", "h2o+verified, residual", "window+verified, residual:3", "tova+verified, tokens"),
     *("quantized:4+verified", "asymkv+verified", "snapkv+sketch+verified", "kvreviver+verified", "lowrank+verified"),
+    "expected-attention+verified, residual",
 )
 
 

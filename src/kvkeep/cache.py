@@ -18,9 +18,10 @@ from kvkeep.memory.lasting import lasting
 from kvkeep.memory.meter import Memory
 from kvkeep.memory.rows import Rows
 from kvkeep.passes import Passes
-from kvkeep.policies.assembly import assemble
+from kvkeep.policies.assembly import Assembly, Before, assemble
 from kvkeep.policies.methods import Method
 from kvkeep.policies.request import Options, Request
+from kvkeep.reconstruction import compress
 from kvkeep.stores.dynamic import held_by
 from kvkeep.stores.layer import Layer
 from kvkeep.stores.selective import Certificate
@@ -59,12 +60,54 @@ class KeepCache(Cache):
         self._start()
 
     def _start(self) -> None:
-        self.made = made = assemble(self.request, self.model, self.geometry)
-        self.entries, self.budgets, self.spec, self.checkpoint = made.entries, made.budgets, made.spec, made.checkpoint
+        made, first = assemble(self.request, self.model, self.geometry), self.request.reading
+        if first is not None:  # what was made tells that it can be
+            made = assemble(first, self.model, self.geometry)
+        self.reading = first is not None
+        self._use(made, first or self.request)
+
+    def _use(self, made: Assembly, request: Request) -> None:
+        self.made, self.entries, self.spec, self.checkpoint = made, made.entries, made.spec, made.checkpoint
         self.ledger, self.meter, self.positions, self.round = made.ledger, made.meter, made.positions, made.round
         super().__init__(layers=made.layers)
         self.held = [held_by(layer) for layer in made.layers]
-        self.stream = Stream(self.method, self.geometry, made) if made.streams else Passes(self.geometry, made)
+        self.stream: Any = Passes(self.geometry, made)
+        if made.streams:
+            limit = made.entries if self.reading else None
+            self.stream = Stream(request.method, self.geometry, made, limit)
+
+    # -- a text that is read once more --------------------------------------------------------------
+
+    @lasting
+    def compress(self) -> None:
+        """Choose what stays, where the method (``kvzip``) does so once, after a text was read: it is read once more,
+        and from then on the cache is what its method says. Happens by itself at the end of a text that is longer than
+        the budget. Nothing happens with any other method, or without a text."""
+        if self.reading and self.get_seq_length():
+            compress(self)
+
+    def go_on(self, shares: Sequence[Sequence[int]]) -> None:
+        """Be what the method says, with so many entries of each full layer's lanes; none of them is here yet."""
+        made = assemble(self.request, self.model, self.geometry, Before(self.made, shares))
+        progress, self.reading = self.stream.on_progress, False
+        self._use(made, self.request)
+        self.stream.on_progress = progress
+
+    @property
+    def shares(self) -> list[list[int]] | None:
+        """What :meth:`go_on` was given, for the rows that there are now; None where it was not."""
+        if self.reading or self.method.reading is None:
+            return None
+        return [list(layer.resident.budgets) for layer in self.stream.bounded]
+
+    @property
+    def budgets(self) -> Sequence[Sequence[int]] | None:
+        """The entries of each layer's KV heads (one number: of all its heads; where rows differ, of each row's), None
+        where all are alike by nature."""
+        if (shares := self.shares) is None:
+            return self.made.budgets
+        full = dict(zip((layer.index for layer in self.geometry.full_layers), shares, strict=True))
+        return [full.get(layer.index, (self.entries or 0,)) for layer in self.geometry.layers]
 
     # -- the cache contract -------------------------------------------------------------------------
 
@@ -176,6 +219,7 @@ class KeepCache(Cache):
         return self.stream.bounded if self.stream.streams else []
 
     def _backed(self) -> list[Layer]:
+        self.compress()
         self.stream.roll_back()
         fate = self.method.store_fate
         if not self.method.recall.backed or fate.merges or fate.makes_room:
@@ -217,11 +261,13 @@ class KeepCache(Cache):
 
     def describe(self) -> list[report.LayerReport]:
         """Return, for every layer, the requested and the effective method and budget."""
-        return report.describe(self.request, self.geometry, self.made, self.exactness, self.model)
+        return report.describe(self.request, self.geometry, self.made, self.budgets, self.exactness, self.model)
 
     def certificate(self) -> list[Certificate]:
         """Return what each layer whose recall is selective can have left out; nothing for other methods."""
-        return [layer.reader.certificate for layer in self._bounded()] if self.method.recall.reads_single else []
+        if self.reading or not self.method.recall.reads_single:
+            return []
+        return [layer.reader.certificate for layer in self._bounded()]
 
     def merges(self) -> tuple[int, int]:
         """Return how many pairs of neighbours were merged so far, of all layers and heads, and for how many of them the

@@ -97,6 +97,18 @@ class Evicted(NamedTuple):
     holes: bool = True
 
 
+class Asking(NamedTuple):
+    """The queries of a step as they would be on average if they were asked from the positions ahead.
+
+    queries: (lanes, heads, n, key_dim) float32. slots: (lanes, n) int, those they were asked from, -1 for padding.
+    scaling: of their products with keys.
+    """
+
+    queries: Tensor
+    slots: Tensor
+    scaling: float
+
+
 @dataclass(frozen=True)
 class Candidates:
     """The entries a selector ranks. Tensors are (lanes, entries); the newest come last, the others in any order.
@@ -105,7 +117,7 @@ class Candidates:
     float32; None until there is something. first: (lanes, 1), the first real slot of each lane's row, 0 where there
     is no padding. length: slots of the sequence, the new ones included. new: how many of the entries are new. budget:
     how many will stay. heads: lanes of one row. layer: which. keys, values: (lanes, entries, dim) as cached, only for
-    selectors that read them.
+    selectors that read them. asking: the queries of a step whose entries are new, for selectors that look ahead.
     """
 
     slots: Tensor
@@ -118,12 +130,21 @@ class Candidates:
     layer: int
     keys: Tensor | None = None
     values: Tensor | None = None
+    asking: Asking | None = None
 
 
 # -- who leaves ---------------------------------------------------------------------------------------
 
 STAYS = float("inf")
 """The rank of an entry that does not leave."""
+
+
+class Pieces(NamedTuple):
+    """How a text is read once more: ``piece`` tokens at a time, whose attention is compared among these and the first
+    ``sinks`` entries."""
+
+    piece: int
+    sinks: int
 
 
 @dataclass(frozen=True)
@@ -162,6 +183,24 @@ class Selector(ABC):
     def observation_window(self) -> int | None:
         """How many of a step's last queries :meth:`observe` learns the attention of: 0 none, None all."""
         return 0
+
+    @property
+    def ahead(self) -> int:
+        """Over how many positions ahead the queries are averaged that :meth:`observe` is shown; 0: it is shown none.
+        Needs rotary embeddings."""
+        return 0
+
+    @property
+    def reconstruction(self) -> Pieces | None:
+        """How a text is read once more before any of it leaves, so that :meth:`shares` can tell who has how many
+        entries; None: it is not. Until then nothing is chosen: the text is read as ``kv-direct`` reads it."""
+        return None
+
+    def shares(self, received: Sequence[Tensor], rows: int, entries: int) -> list[list[int]]:
+        """Return the entries of each full layer's lanes, ``entries`` on average over the lanes of one of ``rows``.
+        received: of each layer (lanes, slots) float32, the most attention that each entry received of the
+        reconstruction, which is its score; -inf for padding."""
+        return [[entries]] * len(received)
 
     @property
     def accumulates(self) -> bool:

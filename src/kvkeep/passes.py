@@ -21,10 +21,12 @@ class Passes:
 
     decoder: the only decoder whose passes count, None: any. open: a step is in progress or unfinished. chunk: tokens of
     a prompt read at a time. earlier_outputs: outputs of a prompt's earlier chunks. on_progress: called with the tokens
-    so far, after every pass. exact: attention is the kernel's, whose bits depend on the entries alone.
+    so far, after every pass. exact: attention is the kernel's, whose bits depend on the entries alone. cut: what is
+    read now is a part of a text, and not its last.
     """
 
     streams = False
+    cut = False
 
     def __init__(self, geometry: ModelGeometry, made: Assembly) -> None:
         self.geometry, self.layers, self.decoder = geometry, made.layers, made.decoder
@@ -37,6 +39,11 @@ class Passes:
         self.exact = made.exact
         self.first: Tensor | None = None
         self.masks_itself = made.exact
+
+    @property
+    def due(self) -> bool:
+        """Whether a text was read, and the cache is to choose what stays before it goes on."""
+        return False
 
     @property
     def length(self) -> int:

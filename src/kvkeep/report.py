@@ -40,9 +40,15 @@ class LayerReport:
 
 
 def describe(
-    request: Request, geometry: ModelGeometry, made: Assembly, exactness: Exactness, model: Any
+    request: Request,
+    geometry: ModelGeometry,
+    made: Assembly,
+    budgets: Sequence[Sequence[int]] | None,
+    exactness: Exactness,
+    model: Any,
 ) -> list[LayerReport]:
-    """Return, for every layer, the requested and the effective method and budget; ``exactness``: of full layers."""
+    """Return, for every layer, the requested and the effective method and budget; ``budgets``: entries by layer and
+    head, where they differ; ``exactness``: of full layers."""
     same = made.exact and exactness is Exactness.EXACT and not geometry.other_layers
     same = same and _in_order(request, made, model) and row_independent(model)
     budget, name = "none" if request.budget is None else str(request.budget), request.method.name
@@ -52,8 +58,8 @@ def describe(
         if layer.kind == "sliding":
             effective, entries = "sliding window", layer.window
             note = "the model's own window bounds it already"
-        elif layer.kind == "full" and made.budgets is not None:
-            own = made.budgets[layer.index]
+        elif layer.kind == "full" and budgets is not None:
+            own = budgets[layer.index]
             entries = sum(own) // len(own)
             note = "" if len(set(own)) == 1 else f"by head: {', '.join(map(str, own))}"
         elif layer.kind == "shared":
@@ -74,7 +80,8 @@ def _in_order(request: Request, made: Assembly, model: Any) -> bool:
     if not made.streams:
         return True
     latent = any(hasattr(module, "expand_kv") for module in model.modules())
-    return not latent and (made.budgets is None or request.method.recall.backed)
+    chosen = made.budgets is not None or request.method.reading is not None
+    return not latent and (not chosen or request.method.recall.backed)
 
 
 def memory(made: Assembly, held: Sequence[Any]) -> Memory:

@@ -22,16 +22,20 @@ from kvkeep.policies.methods import Method
 from kvkeep.stores.dynamic import held_by
 from kvkeep.stores.layer import Layer
 
+ROOM = 64
+"""Positions at least for a piece of a text that is read once more, and for what introduces it."""
+
 
 class Stream(Passes):
-    """The forward passes of a bounded cache, made as ``made``."""
+    """The forward passes of a bounded cache, made as ``made``. limit: the entries beyond which the text is read once
+    more, None where it is not; repeating: that is being done."""
 
     streams = True
     bounded: list[Layer]
 
-    def __init__(self, method: Method, geometry: ModelGeometry, made: Assembly) -> None:
+    def __init__(self, method: Method, geometry: ModelGeometry, made: Assembly, limit: int | None = None) -> None:
         super().__init__(geometry, made)
-        self.method, self.device = method, made.device
+        self.method, self.device, self.limit, self.repeating = method, made.device, limit, False
         self.held = [held_by(layer) for layer in made.layers]
         self.ledger, self.meter, self.checkpoint = made.ledger, made.meter, made.checkpoint
         self.positions, self.round, self.redecoder = made.positions, made.round, made.redecoder
@@ -46,8 +50,15 @@ class Stream(Passes):
 
     def admit(self, tokens: int) -> None:
         """Raise UsageError if ``tokens`` more would go past the model's positions, before a token is read."""
-        limit = self.geometry.max_positions
-        if self.ends and limit is not None and (total := self.length + tokens) > limit:
+        limit, total = self.geometry.max_positions, self.length + tokens
+        if limit is None or self.repeating:
+            return
+        if self.limit is not None and total > max(self.limit, limit - ROOM):
+            raise UsageError(
+                f"'{self.method.name}' reads a text once more at the positions that follow, and the model has {limit}: "
+                f"{total} tokens leave too few; shorten the text to {limit - ROOM}."
+            )
+        if self.ends and total > limit:
             raise UsageError(
                 f"'{self.method.name}' keeps the positions of the text, and {total} tokens are more than the {limit} "
                 "that the model has; 'streaming-llm' with positions within the cache has no such end."
@@ -66,6 +77,10 @@ class Stream(Passes):
     ) -> Tensor | None:
         """Record the tokens of a pass; return positions for the model, None for its own."""
         self.roll_back()
+        if self.limit is not None and ids is None:
+            raise UsageError(
+                f"'{self.method.name}' reads a text once more by its token ids, not by embeddings; pass input_ids."
+            )
         if self.round is not None:
             self.round.before_forward()
         self._masked = mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2)
@@ -165,6 +180,11 @@ class Stream(Passes):
             self.open = False
             self.round.retract()
         super().roll_back()
+
+    @property
+    def due(self) -> bool:
+        """Whether a whole text was read that is longer than the budget, and not once more yet."""
+        return self.limit is not None and self.ledger.length > self.limit and not (self.cut or self.repeating)
 
     def forget_from(self, length: int) -> None:
         """Truncate the parts that all layers share to ``length`` slots, after the layers."""

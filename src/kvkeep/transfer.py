@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvkeep.contracts import Exactness
 from kvkeep.errors import UsageError
+from kvkeep.memory.ledger import Ledger
 from kvkeep.memory.rows import concatenated
 from kvkeep.policies.request import Request
 
@@ -42,6 +43,7 @@ def header(cache: Any) -> dict[str, Any]:
         "rows": cache.rows,
         "first": {name: rows.first for name, rows in cache.checkpoint_rows()},
         "uneven": cache.round is not None and cache.round.uneven,
+        "shares": cache.shares,
     }
 
 
@@ -79,6 +81,8 @@ def fork(cache: Any, kind: Kind | None) -> Any:
     if cache.made.table is not None:
         return _sharing(cache)
     twin = cache.__class__(cache.model, request=cache.request)
+    if (shares := cache.shares) is not None:
+        twin.go_on(shares)
     tensors = {name: tensor.clone() for name, tensor in state(cache).items()}
     restore(twin, set(tensors), tensors.__getitem__, header(cache))
     return twin
@@ -90,7 +94,7 @@ def _sharing(cache: Any) -> Any:
     assert cache.made.table is not None and twin.made.table is not None
     if not cache.get_seq_length():
         return twin
-    _copy_ledger(cache, twin)
+    copy_ledger(cache.ledger, twin.ledger, cache.get_seq_length(), cache.rows)
     twin.made.table.share(cache.made.table)
     for own, other in zip(cache.stream.bounded, twin.stream.bounded, strict=True):
         other.resident.share(own.resident)
@@ -99,11 +103,12 @@ def _sharing(cache: Any) -> Any:
     return twin
 
 
-def _copy_ledger(cache: Any, twin: Any) -> None:
-    own = cache.ledger
+def copy_ledger(own: Ledger, twin: Ledger, length: int, rows: int) -> None:
+    """Let the empty ledger ``twin`` have what ``own`` knows of ``length`` slots of ``rows`` rows, as far as it records
+    that."""
     ids, positions = (rows.view().clone() if own.records else None for rows in (own.ids, own.positions))
     visible = None if own.visible is None else own.visible.clone()
-    twin.ledger.restore(cache.get_seq_length(), cache.rows, ids, positions, visible)
+    twin.restore(length, rows, ids, positions, visible)
 
 
 def _copy_windows(cache: Any, twin: Any) -> None:
@@ -140,7 +145,7 @@ def _adopted(cache: Any, request: Request) -> Any:
     if not length:
         return twin
     _copy_windows(cache, twin)
-    _copy_ledger(cache, twin)
+    copy_ledger(cache.ledger, twin.ledger, length, cache.rows)
     chunk = min(length, twin.stream.chunk)
     for layer in cache.geometry.full_layers:
         for keys, values in _chunks(cache, layer.index, chunk):
@@ -150,6 +155,8 @@ def _adopted(cache: Any, request: Request) -> Any:
                 target.settle()
             else:
                 target.update(keys, values)
+    if twin.stream.due:
+        twin.compress()
     return twin
 
 

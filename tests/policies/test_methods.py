@@ -26,7 +26,10 @@ def test_a_selector_alone_drops(selector: str) -> None:
         method = resolve(said)
         assert method.name == said  # as it was written: reports and saved sessions repeat it
         assert method.exactness is Exactness.LOSSY and (method.becomes, method.returns) == ("dropped", "never")
-        assert method.options == ("budget", "chunk") and method.leaves and method.summary
+        waits = (
+            ("where", "folder", "page") if method.reading else ()
+        )  # what is read until it chooses is on a checkpoint
+        assert method.options == ("budget", "chunk", *waits) and method.leaves and method.summary
 
 
 @pytest.mark.parametrize("kind", ["", "kv", "residual:3", "tokens"])
@@ -80,6 +83,9 @@ def test_all_parts_take_parameters() -> None:
         ("h2o-fisher:least=0", ["a share above 0"]),
         ("snapkv:window=0", ["1 or more queries"]),
         ("snapkv:kernel=2", ["odd number"]),
+        ("expected-attention:future=0", ["1 position ahead or more"]),
+        ("kvzip:least=0", ["a share above 0"]),
+        ("kvzip:piece=0", ["1 token or more"]),
         ("pyramidkv:beta=inf", ["beta is a number, not 'inf'"]),
         ("duo-attention:retrieval=0", ["shares above 0"]),
         ("lru:threshold=2", ["share of attention"]),
@@ -128,6 +134,8 @@ def test_what_cannot_be_a_method_is_said(text: str, words: list[str]) -> None:
         ],
         (UsageError, {"method": "streaming-llm:positions=cache+checkpoint"}, 32, "rotated for the wrong one"),
         (UsageError, {"method": "streaming-llm:positions=cache+redecode"}, 32, "rotated for the wrong one"),
+        (UsageError, {"method": "kvzip+checkpoint:residual"}, 32, "of kind 'kv', not 'residual'"),
+        (BudgetError, {"method": "kvzip+quantize:8"}, 40, "has no room for 32 that are quantised .* at least"),
         *[
             (UsageError, {"method": f"h2o+{recall}", "checkpoint": kind}, 32, "'kv' or 'residual'")
             for recall in ("pages:2", "certified:0.1", "fetch-on-miss:8")
@@ -165,5 +173,7 @@ def test_models_that_a_part_cannot_serve_are_named() -> None:
     for family in ("gpt2", "deepseek_v3"):
         with pytest.raises(UnsupportedModelError, match=r"merging.*h2o\+merge"):
             KeepCache(tiny(family), "kvslimmer:sinks=4", 32)
+        with pytest.raises(UnsupportedModelError, match="queries of positions ahead.*use snapkv"):
+            KeepCache(tiny(family), "expected-attention", 32)
     with pytest.raises(UnsupportedModelError, match="phi3"):
         KeepCache(tiny("phi3"), "h2o-fisher", 100)

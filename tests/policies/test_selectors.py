@@ -93,6 +93,9 @@ class Rule:
 
     ties = 0.0
 
+    def look(self, step: Step, row: int, keys: Array, values: Array, kept: Array) -> None:
+        """Look at a step, and at all keys and values so far, (kv_heads, slots, dim), before :meth:`observe`."""
+
     def observe(self, scores: Array, weights: Array, kept: Array) -> Array:
         """Return new scores; weights (kv_heads, queries, slots) are means over query heads, 0 where not kept."""
         return scores
@@ -155,6 +158,57 @@ class SmallKeys(Rule):
         return -np.sqrt((keys**2).sum(-1))
 
 
+class Expected(Rule):
+    """Section 3 of arXiv:2510.00636, with rotations as matrices and one head, entry and position at a time."""
+
+    def __init__(self, future: int, sinks: int, epsilon: float = 0.0) -> None:
+        self.future, self.sinks, self.epsilon = future, sinks, epsilon
+
+    def look(self, step: Step, row: int, keys: Array, values: Array, kept: Array) -> None:
+        self.fresh, slots, query = None, keys.shape[1], step.query[row]
+        first, dim = slots - query.shape[1], keys.shape[2]
+        asking = [place for place in range(first, slots) if place >= self.sinks]
+        if query.shape[1] < 16 or len(asking) < 16:
+            return
+        mean_rotation = np.mean([rotation(slots + ahead, dim) for ahead in range(self.future)], axis=0)
+        group = len(query) // len(keys)
+        self.fresh = np.zeros(keys.shape[:2])
+        for head in range(len(query)):
+            before = np.stack([rotation(place, dim).T @ query[head, place - first] for place in asking])
+            mean = mean_rotation @ before.mean(0)
+            covariance = mean_rotation @ np.cov(before.T, bias=True) @ mean_rotation.T
+            own = head // group
+            scored = [slot for slot in range(self.sinks, slots) if kept[own, slot]]
+            exponents = np.array(
+                [
+                    mean @ keys[own, slot] * step.scaling
+                    + keys[own, slot] @ covariance @ keys[own, slot] * step.scaling**2 / 2
+                    for slot in scored
+                ]
+            )
+            weights = np.exp(exponents - exponents.max())
+            self.fresh[own, scored] += weights / weights.sum() / group
+        self.fresh = (self.fresh + self.epsilon) * np.sqrt((values**2).sum(-1))
+
+    def observe(self, scores: Array, weights: Array, kept: Array) -> Array:
+        late = np.broadcast_to(1e9 + np.arange(scores.shape[1]), scores.shape)  # what is not scored stays
+        if self.fresh is None:
+            return np.where(scores == 0, late, scores)
+        return np.where(np.arange(scores.shape[1]) < self.sinks, late, self.fresh)
+
+    def rank(self, scores: Array, keys: Array, budget: int) -> Array:
+        slots = np.arange(scores.shape[1])
+        late = np.where(scores == 0, 1e9 + slots, scores)  # a single token competes before it is seen
+        return np.where(slots < self.sinks, np.inf, late)
+
+
+def rotation(position: int, dim: int) -> Array:
+    """Return the rotary embedding of one position as a matrix: Llama's, base 10,000, halves of channels paired."""
+    angles = position / 10_000.0 ** (np.arange(0, dim, 2) / dim)
+    cos, sin = np.diag(np.cos(angles)), np.diag(np.sin(angles))
+    return np.block([[cos, -sin], [sin, cos]])
+
+
 def best(rank: Array, kept: Array, count: int) -> Array:
     """Return the ``count`` highest of those kept."""
     order = np.argsort(-np.where(kept, rank, -np.inf), axis=1, kind="stable")
@@ -188,6 +242,7 @@ def followed(rule: Rule, steps: list[Step], row: int, budget: int) -> Iterator[t
         kept[:, slots - new :] = True
         causal = np.arange(slots)[None, :] <= np.arange(slots - new, slots)[:, None]
         weights = attention(step.query[row], keys, kept[:, None] & causal, step.scaling)
+        rule.look(step, row, keys, values, kept)
         scores = rule.observe(scores, weights.mean(1), kept)
         if new > 1:
             kept = best(rule.rank(scores, keys, budget) * nudge, kept, budget)
@@ -217,6 +272,8 @@ RULES: dict[str, Rule] = {
     "snapkv:window=4,kernel=3": Votes(4, 3),
     "snapkv:window=6,kernel=1": Votes(6, 1),
     "knorm": SmallKeys(),
+    "expected-attention": Expected(512, 4),
+    "expected-attention:future=5,sinks=1,epsilon=0.02": Expected(5, 1, 0.02),
 }
 
 

@@ -23,7 +23,11 @@ def chosen(case: Case) -> bool:
 
 
 CHOSEN = [name for name, case in LOSSY.items() if chosen(case)]
-DROPPING = [name for name in CHOSEN if "+" not in name and LOSSY[name].promise == "lossy" and name != "duo-attention"]
+BY_HEAD = ("duo-attention", "kvzip")  # whose heads have different budgets
+DROPPING = [name for name in CHOSEN if "+" not in name and LOSSY[name].promise == "lossy" and name not in BY_HEAD]
+BY_VECTORS = [  # which need no ids
+    name for name in CHOSEN if "merge" not in name and LOSSY[name].alone and LOSSY[name].method.reading is None
+]
 
 
 # -- what a selector learns -----------------------------------------------------------------------------
@@ -155,7 +159,7 @@ def test_rows_allocate_what_they_need(name: str) -> None:
         assert [len(slots) for slots in slots_of(layer)] == [min(own, 21)] * 2
 
 
-@pytest.mark.parametrize("name", [name for name in CHOSEN if "merge" not in name and LOSSY[name].alone])
+@pytest.mark.parametrize("name", BY_VECTORS)
 def test_ragged_rows_are_what_they_are_alone(name: str) -> None:
     """Rows in banks of their own, that grow at different times, give what each gives without the others."""
     inputs = torch.randn(3, 300 + NEW, 32, generator=torch.Generator().manual_seed(0))

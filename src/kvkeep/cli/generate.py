@@ -81,7 +81,9 @@ def summary(result: Any) -> str:
     places = [f"{size(count)} on {name}" for name, count in memory.checkpoint_bytes.items() if count]
     rounds = result.rounds
     line = f"{result.method} ({result.exactness}): {timing.prefill_tokens} tokens read at "
-    line += f"{timing.prefill_tokens_per_s:.0f}/s, {len(result.tokens)} written at {timing.decode_tokens_per_s:.1f}/s"
+    line += f"{timing.prefill_tokens_per_s:.0f}/s, "
+    line += f"of {timing.prefill_s:.1f} s {timing.reconstruction_s:.1f} once more, " if timing.reconstruction_s else ""
+    line += f"{len(result.tokens)} written at {timing.decode_tokens_per_s:.1f}/s"
     if rounds is not None:
         line += f" in {rounds.rounds} rounds ({rounds.accepted} of {rounds.drafted + rounds.copied} drafts right)"
     held = [f"resident {size(memory.resident_bytes)}"]

@@ -28,13 +28,15 @@ SEEDS = range(-(2**63), 2**64)
 @dataclass(frozen=True)
 class Timing:
     """Seconds and tokens per second of prefill and decoding. ``prefill_tokens``: prompt tokens that were not in the
-    cache. The first new token counts as prefill."""
+    cache. The first new token counts as prefill, and so do the ``reconstruction_s`` in which a prompt was read once
+    more to choose what stays."""
 
     prefill_tokens: int
     prefill_s: float
     decode_s: float
     prefill_tokens_per_s: float
     decode_tokens_per_s: float
+    reconstruction_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ class _Run(BaseStreamer, StoppingCriteria):
     def __post_init__(self) -> None:
         self.bounded = self.cache if isinstance(self.cache, KeepCache) else None
         self.start, self.known = 0.0, self.cache.get_seq_length()
+        self.before = 0.0 if self.bounded is None else self.bounded.meter.reconstruction_s
         self.times: list[float] = []  # one for each new token
         self.met = False  # ``ended`` returned True
         self._started, self._read = False, 0  # prompt received; prompt tokens reported
@@ -92,7 +95,7 @@ class _Run(BaseStreamer, StoppingCriteria):
 
     def decode(self, max_new_tokens: int, copies: int | None, options: dict[str, Any]) -> list[int]:
         """Return all token ids, the prompt's included."""
-        if self.bounded is not None and self.bounded.round is not None:
+        if self.bounded is not None and self.bounded.method.recall.drafts:
             options |= {"custom_generate": verified, "listener": self, "prompt_lookup_num_tokens": copies}
         else:
             options |= {"streamer": self, "prompt_lookup_num_tokens": copies or None}
@@ -165,6 +168,7 @@ class _Run(BaseStreamer, StoppingCriteria):
         times, own = self.times or [self.start], self.bounded
         prefill, decode = times[0] - self.start, times[-1] - times[0]
         rates = fresh / prefill if prefill else 0.0, (len(times) - 1) / decode if decode else 0.0
+        once_more = 0.0 if own is None else own.meter.reconstruction_s - self.before
         return Generation(
             text=self._text(tokens),
             tokens=tokens,
@@ -173,7 +177,7 @@ class _Run(BaseStreamer, StoppingCriteria):
             method=STOCK if own is None else own.method.name,
             exactness=str(Exactness.EXACT if own is None else own.exactness),
             memory=memory_of(self.cache),
-            timing=Timing(fresh, prefill, decode, *rates),
+            timing=Timing(fresh, prefill, decode, *rates, once_more),
             sequence=sequence,
             rounds=None if own is None or own.round is None else own.round.statistics,
         )

@@ -17,7 +17,7 @@ from transformers import Cache
 from kvkeep import transfer
 from kvkeep.cache import KeepCache
 from kvkeep.decode.session_file import SessionFile, opened, write
-from kvkeep.decode.session_layout import NAME_OF_IDS, check_restored, check_tensors
+from kvkeep.decode.session_layout import NAME_OF_IDS, check_restored, check_shares, check_tensors
 from kvkeep.errors import KvkeepError, SessionError, UsageError
 from kvkeep.memory.extent import Misfit
 from kvkeep.models.fingerprint import fingerprint
@@ -32,7 +32,10 @@ _HEADER: dict[str, tuple[type, ...]] = {
     "past": (dict,),
     "notes": (dict,),
 }
-_PAST: dict[str, tuple[type, ...]] = {"length": (int,), "rows": (int,), "first": (dict,), "uneven": (bool,)}
+_PAST: dict[str, tuple[type, ...]] = {
+    **{"length": (int,), "rows": (int,), "first": (dict,)},
+    **{"uneven": (bool,), "shares": (list, type(None))},
+}
 
 
 @dataclass
@@ -106,6 +109,9 @@ def _restored(file: SessionFile, model: Any) -> Session:
         raise _odd("its past has numbers out of range")
     cache = _empty(about, model)
     try:
+        if past["shares"] is not None:
+            check_shares(cache, past["shares"], past["rows"])
+            cache.go_on(past["shares"])
         check_tensors(cache, file.stored, past)
         names = set(file.stored) - {NAME_OF_IDS}
         transfer.restore(cache, names, file.tensor, past)

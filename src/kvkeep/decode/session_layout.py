@@ -28,6 +28,24 @@ _OF_ROWS = re.compile(r"checkpoint\.((keys|values|residual)\.(0|[1-9][0-9]{0,5})
 _ENTRIES = re.compile(r"layer\.\d+\.(resident\.(\d+\.)?)?(keys|values)|checkpoint\..+")
 
 
+def check_shares(cache: KeepCache, shares: list[Any], rows: int) -> None:
+    """Raise Misfit unless ``shares`` are entries of each full layer's lanes, no more on average than ``cache`` has."""
+    layers = cache.geometry.full_layers
+    if not cache.reading or len(shares) != len(layers):
+        raise Misfit("it has shares of the budget that such a cache has not")
+    for layer, own in zip(layers, shares, strict=True):
+        if type(own) is not list or len(own) not in (1, layer.kv_heads, rows * layer.kv_heads):
+            raise Misfit(f"layer {layer.index} has no share of the budget for each KV head")
+        if any(type(share) is not int or not 0 <= share < 2**31 for share in own):
+            raise Misfit(f"layer {layer.index} has a share of the budget that is no number of entries")
+    held = cache.method.division(cache.geometry, cache.entries or 0).resident
+    for row in range(max(rows, 1)):
+        lanes = [own * (max(rows, 1) * layer.kv_heads // len(own)) for layer, own in zip(layers, shares, strict=True)]
+        parts = [sum(own[row * layer.kv_heads :][: layer.kv_heads]) for layer, own in zip(layers, lanes, strict=True)]
+        if sum(parts) > held * sum(layer.kv_heads for layer in layers):
+            raise Misfit("its shares of the budget are more than the budget")
+
+
 def check_tensors(cache: KeepCache, stored: Mapping[str, Stored], past: dict[str, Any]) -> None:
     """Raise Misfit unless names, shapes and dtypes are those of ``cache`` after ``past["length"]`` tokens of
     ``past["rows"]`` rows."""

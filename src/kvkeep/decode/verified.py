@@ -51,7 +51,7 @@ def verified(
     Raises UsageError for unsupported options.
     """
     cache = model_kwargs.get("past_key_values")
-    if not isinstance(cache, KeepCache) or cache.round is None:
+    if not isinstance(cache, KeepCache) or not cache.method.recall.drafts:
         raise UsageError("Decoding in rounds needs a KeepCache that drafts: a method that ends in '+verified'.")
     for wish in ("output_attentions", "output_hidden_states"):
         if getattr(generation_config, wish, None):
@@ -66,6 +66,7 @@ def verified(
     if listener is not None:  # generate() passes the prompt to its own streamer only
         listener.put(input_ids.cpu())
     outputs = model._prefill(input_ids, generation_config, model_kwargs)
+    cache.compress()
     run = _Run(model, cache, input_ids, logits_processor, stopping_criteria, generation_config, sink)
     run.start(outputs.logits[:, -1], model_kwargs.get("attention_mask"))
     del outputs

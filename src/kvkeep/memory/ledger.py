@@ -81,6 +81,13 @@ class Ledger:
             self._by_lane[heads] = self.visible.repeat_interleave(heads, 0)[:, None, None]
         return self._by_lane[heads]
 
+    def unpadded(self, lse: Tensor, heads: int) -> Tensor:
+        """Return a log-sum-exp of the last queries, (lanes, heads of a lane, queries), by which what padding attends to
+        does not count."""
+        if (visible := self.visible_by(heads)) is None:
+            return lse
+        return lse.masked_fill(~visible[..., -lse.shape[2] :].squeeze(1), float("inf"))
+
     def first_by(self, heads: int) -> Tensor | None:
         """Return the first slot that is not padding, (lanes, 1); None without padding."""
         return None if self.first is None else self.first.repeat_interleave(heads, 0)[:, None]

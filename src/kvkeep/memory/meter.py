@@ -23,17 +23,19 @@ def storage_bytes(*tensors: Tensor) -> int:
 
 @dataclass
 class Meter:
-    """Counts the temporary bytes of one cache, its peaks, and its seconds of merging.
+    """Counts the temporary bytes of one cache, its peaks, and its seconds of merging and of reading a text once more.
 
     workspace: temporary tensors of recall (rebuilt pages, residuals between layers).
     peak_cache: the peak of resident, compressed and pending entries together.
     merging_s: seconds spent merging entries; on a GPU, seconds of launching that work.
+    reconstruction_s: seconds of reading a text once more, to choose what stays.
     """
 
     workspace: int = 0
     peak_workspace: int = 0
     peak_cache: int = 0
     merging_s: float = 0.0
+    reconstruction_s: float = 0.0
 
     @contextmanager
     def merging(self) -> Iterator[None]:

@@ -126,6 +126,15 @@ class Adapter:
         rotate = sys.modules[type(self.layers[layer_idx].self_attn).__module__].apply_rotary_pos_emb
         return rotate(keys[:, :1], keys, *angles)[1]
 
+    def ahead(self, layer_idx: int, queries: Tensor, by: Tensor, positions: int) -> Tensor:
+        """Return ``queries`` (batch, heads, n, key_dim) as they would be on average if they were asked ``by`` (n,)
+        positions later or from one of the ``positions`` that begin there: float32. As :meth:`turn`, a rotation is
+        linear in its cosines and sines, so that the mean of rotations is the rotation by their means."""
+        queries = queries.float()
+        moved = self.turn(layer_idx, queries, self.angles(layer_idx, queries, by[None]))
+        later = self.angles(layer_idx, queries, torch.arange(positions, device=queries.device)[None])
+        return self.turn(layer_idx, moved, (later[0].mean(1, keepdim=True), later[1].mean(1, keepdim=True)))
+
     # -- trials -------------------------------------------------------------------------------------
 
     def _call(self, layer_idx: int, hidden: Tensor, positions: Tensor, cache: Any, attender: Any = None) -> Any:

@@ -241,12 +241,16 @@ def _all_but_last_chunk(
             )
     past, earlier = cache.length, []
     stops = list(range(total, 0, -cache.chunk))[::-1]
-    for start, stop in zip([0, *stops], stops[:-1], strict=False):
-        output = decoder(**_slice(given, start, stop, total, past))
-        rows = output[0]
-        wanted = rows.shape[1] if keep == 0 else min(rows.shape[1], max(0, stop - (total - keep)))
-        if wanted:
-            earlier.append(rows[:, rows.shape[1] - wanted :])
+    cache.cut = True
+    try:
+        for start, stop in zip([0, *stops], stops[:-1], strict=False):
+            output = decoder(**_slice(given, start, stop, total, past))
+            rows = output[0]
+            wanted = rows.shape[1] if keep == 0 else min(rows.shape[1], max(0, stop - (total - keep)))
+            if wanted:
+                earlier.append(rows[:, rows.shape[1] - wanted :])
+    finally:
+        cache.cut = False
     cache.earlier_outputs = earlier
     return _slice(given, stops[-2], total, total, past)
 
@@ -271,19 +275,22 @@ def _slice(given: dict[str, Any], start: int, stop: int, total: int, past: int) 
 
 def _after_decoder(decoder: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
     """End the cache's forward pass, and put the outputs of earlier chunks before the last one's."""
-    cache: Taking | None = getattr(kwargs.get("past_key_values"), "stream", None)
+    past = kwargs.get("past_key_values")
+    cache: Taking | None = getattr(past, "stream", None)
     if cache is None or (torch.compiler.is_compiling() and not cache.streams):
         return None
-    return _close(cache, output)
+    return _close(past, cache, output)
 
 
 @torch.compiler.disable
-def _close(cache: Taking, output: Any) -> Any:
+def _close(past: Any, cache: Taking, output: Any) -> Any:
     if current_attender() is not cache:
         return None
     set_attender(None)
     cache.end_forward(completed=output is not None)
     earlier, cache.earlier_outputs = cache.earlier_outputs, []
+    if output is not None and cache.due:
+        past.compress()
     if output is None or not earlier:
         return None
     rows = torch.cat([*earlier, output[0]], dim=1)

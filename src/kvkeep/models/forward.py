@@ -34,11 +34,17 @@ class Attender(Protocol):
 class Taking(Attender, Protocol):
     """A cache's part in the forward pass: prompts in chunks, residuals, streamed attention. Hooks read it as the
     cache's ``stream`` and ignore other caches. streams: whether any layer attends through it. decoder:
-    the only decoder whose passes it takes part in, None: any."""
+    the only decoder whose passes it takes part in, None: any. cut: a part of a text is read that is not its last."""
 
     streams: bool
     decoder: Any
     chunk: int
+    cut: bool
+
+    @property
+    def due(self) -> bool:
+        """Whether a text was read, and the cache is to ``compress()`` itself before it goes on."""
+
     earlier_outputs: list[Tensor]
 
     @property

@@ -97,6 +97,7 @@ def load(
     asked, target = known(weights), _device(device)
     source = _source(text, revision, progress or (lambda line: None))
     model, tokenizer = _read(source, asked, target)
+    model.kvkeep_tokenizer = tokenizer  # for methods that ask the model something
     try:
         return Loaded(model.to(target), tokenizer, text, source.place, model.kvkeep_weights)
     except torch.OutOfMemoryError as error:

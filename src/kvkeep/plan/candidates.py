@@ -60,8 +60,9 @@ class Candidate:
 
 
 def specs() -> list[str]:
-    """Return the methods to plan for, those first that win ties."""
-    listed = [spec for name in names() for spec in VARIANTS.get(name, (name,))]
+    """Return the methods to plan for, those first that win ties: not those that read a text twice, and then are as
+    others."""
+    listed = [spec for name in names() if resolve(name).reading is None for spec in VARIANTS.get(name, (name,))]
     return sorted(listed, key=lambda spec: PREFERRED.index(spec) if spec in PREFERRED else len(PREFERRED))
 
 

@@ -60,10 +60,19 @@ class Assembly:
     redecoder: Redecoder | None = None
 
 
-def assemble(request: Request, model: Any, geometry: ModelGeometry) -> Assembly:
-    """Return what a cache of ``model`` is made of. Raises BudgetError, UnsupportedModelError, StoreError or UsageError
-    where it cannot be made."""
-    build, method = _Builder(request, model, geometry), request.method
+@dataclass(frozen=True)
+class Before:
+    """What a cache was made of before it goes on as something else. shares: the entries of each full layer's lanes from
+    then on. Layers that are not full stay, and so does the meter."""
+
+    made: Assembly
+    shares: Sequence[Sequence[int]]
+
+
+def assemble(request: Request, model: Any, geometry: ModelGeometry, before: Before | None = None) -> Assembly:
+    """Return what a cache of ``model`` is made of; ``before``: what it was made of so far. Raises BudgetError,
+    UnsupportedModelError, StoreError or UsageError where it cannot be made."""
+    build, method = _Builder(request, model, geometry, before), request.method
     if not method.selector.keeps_all:
         return _bounded(build)
     exact = _exact(model, geometry)
@@ -92,6 +101,12 @@ def _bounded(build: _Builder) -> Assembly:
     ahead = 1 if method.oneshot else chunk  # how long a prompt is shows when it is read
     positions = None if sinks is None else _positions(model, geometry, sinks, held, ahead)
     budgets = selector.budgets(model, geometry, held)
+    if build.before is not None:
+        for own, share in zip(geometry.full_layers, build.before.shares, strict=True):
+            budgets[own.index] = share
+    if selector.ahead:
+        full = [own.index for own in geometry.full_layers]
+        adapter.require("turn", full, "queries of positions ahead", "use snapkv or h2o")
     if tail:
         assert build.checkpoint is not None
         build.round = Round(tail, build.ledger, build.checkpoint)
@@ -99,8 +114,9 @@ def _bounded(build: _Builder) -> Assembly:
     def layer(own: LayerGeometry) -> Layer:
         if selector.in_order:
             return build.layer(own, budgets[own.index], Newest)
+        ahead = adapter if selector.ahead else None
         return build.layer(
-            own, budgets[own.index], lambda site, store: Selected(site, selector, site.budgets, store, tail)
+            own, budgets[own.index], lambda site, store: Selected(site, selector, site.budgets, store, tail, ahead)
         )
 
     layers = build.layers(layer)
@@ -144,15 +160,16 @@ def _exact(model: Any, geometry: ModelGeometry) -> bool:
 class _Builder:
     """What all layers of one cache are made with."""
 
-    def __init__(self, request: Request, model: Any, geometry: ModelGeometry) -> None:
-        self.request, self.model, self.geometry = request, model, geometry
+    def __init__(self, request: Request, model: Any, geometry: ModelGeometry, before: Before | None) -> None:
+        self.request, self.model, self.geometry, self.before = request, model, geometry, before
         self.method, self.device = request.method, next(model.parameters()).device
         fate = self.method.store_fate
         self.spec = request.spec(geometry, self.device.type) if self.method.checkpoints else None
         # Ids and positions are kept where something is rebuilt from them.
         again = self.method.recall.redecoded > 0
         self.ledger = Ledger(fate.records or again or (self.spec is not None and self.spec.kind != "kv"))
-        self.meter, self.shared = Meter(), fate.shared(geometry, self.ledger)
+        self.meter = Meter() if before is None else before.made.meter
+        self.shared = fate.shared(geometry, self.ledger)
         self.entries = 0
         self.checkpoint: Checkpoint | None = None
         self.round: Round | None = None
@@ -214,11 +231,14 @@ class _Builder:
 
     def layers(self, full: Callable[[LayerGeometry], Any]) -> list[Any]:
         """Return the layers of a cache: full ones as asked for; sliding windows are bounded already; layers that read
-        another layer's entries hold none, and what is not keys and values is left to transformers."""
+        another layer's entries hold none, and what is not keys and values is left to transformers. Those that are not
+        full are the cache's own where it has some."""
         stock = DynamicCache(config=self.model.config).layers
         return [
             full(layer)
             if layer.kind == "full"
+            else self.before.made.layers[layer.index]
+            if self.before is not None
             else SlidingLayer(layer.window)
             if layer.kind == "sliding" and layer.window is not None
             else stock[layer.index]

@@ -11,9 +11,11 @@ from kvkeep.contracts import Exactness, Fate, Recall, Selector
 from kvkeep.errors import BudgetError, UsageError, unknown
 from kvkeep.geometry import ModelGeometry
 from kvkeep.policies import registry
+from kvkeep.policies.fates.checkpoint import Recorded
 from kvkeep.policies.fates.drop import Drop
 from kvkeep.policies.recalls.evicted import Evicted
 from kvkeep.policies.registry import FATES, FORMER, LISTED, ONESHOT, PRESETS, RECALLS, SELECTORS, STOCK, Preset
+from kvkeep.policies.selectors.window import InOrder
 from kvkeep.policies.specs import build
 
 
@@ -76,6 +78,13 @@ class Method:
         return self.recall.backed or self.fate.checkpoints
 
     @property
+    def reading(self) -> Method | None:
+        """As what a text is read, where the selector chooses once it was read again; else None."""
+        if self.selector.reconstruction is None:
+            return None
+        return replace(self, selector=InOrder(), fate=Recorded("kv"), recall=Evicted())
+
+    @property
     def kind(self) -> str | None:
         """The kind of checkpoint that the method's name says, None where the cache's options do."""
         return self.fate.kind or None
@@ -92,7 +101,7 @@ class Method:
             return ("budget",) if self.budgeted else ()
         chunk = () if self.oneshot else ("chunk",)
         if not self.checkpoints:
-            return ("budget", *chunk)
+            return ("budget", *chunk, "where", "folder", "page") if self.reading else ("budget", *chunk)
         capacity = ("capacity",) if not self.recall.backed or self.recall.loses else ()
         return ("budget", "checkpoint", "where", *capacity, "folder", *chunk, "page")
 

@@ -35,10 +35,12 @@ from kvkeep.policies.recalls.pages import Pages
 from kvkeep.policies.recalls.redecode import Redecode
 from kvkeep.policies.recalls.verified import Verified
 from kvkeep.policies.selectors.duo_attention import DuoAttention
+from kvkeep.policies.selectors.expected_attention import ExpectedAttention
 from kvkeep.policies.selectors.h2o import H2O
 from kvkeep.policies.selectors.h2o_fisher import H2OFisher
 from kvkeep.policies.selectors.knorm import KNorm
 from kvkeep.policies.selectors.kvpress import KVPress
+from kvkeep.policies.selectors.kvzip import KVzip
 from kvkeep.policies.selectors.lru import LRU
 from kvkeep.policies.selectors.nobody import Nobody
 from kvkeep.policies.selectors.pyramidkv import PyramidKV
@@ -59,6 +61,8 @@ SELECTORS: dict[str, type[Selector]] = {
     "h2o-fisher": H2OFisher,
     "snapkv": SnapKV,
     "tova": Tova,
+    "expected-attention": ExpectedAttention,
+    "kvzip": KVzip,
     "pyramidkv": PyramidKV,
     "duo-attention": DuoAttention,
     "knorm": KNorm,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypedDict, Unpack
 
 from kvkeep.budget import MIN_CHUNK, Budget
@@ -85,9 +85,20 @@ class Request:
             if self.method.selector.keeps_all:
                 raise UsageError(f"Method '{spec}' needs a budget: the most entries it will ever hold (budget=4096).")
             raise UsageError(f"Method '{spec}' needs a budget: entries (512), bytes (64MB), or a share (25%).")
+        if self.method.reading is not None and self.method.checkpoints and self.checkpoint not in (None, "kv"):
+            raise UsageError(
+                f"Method '{spec}' hands entries on that it has read before, so its checkpoint is of kind 'kv', not "
+                f"'{self.checkpoint}'."
+            )
         if self.method.checkpoints:
             where = self.where or ("disk" if self.folder is not None else "host")
             CheckpointSpec.parse(self.checkpoint or "kv", where, capacity=self.capacity, folder=self.folder)
+
+    @property
+    def reading(self) -> Request | None:
+        """As what a text is read, where the method is another one once it was read; else None."""
+        made = self.method.reading
+        return None if made is None else replace(self, method=made, checkpoint="kv", capacity=None)
 
     def entries(self, geometry: ModelGeometry) -> tuple[int, int]:
         """Return the entries of each full layer and the chunk, which an exact method is free to choose. Raises
@@ -108,7 +119,7 @@ class Request:
     def spec(self, geometry: ModelGeometry, device: str) -> CheckpointSpec:
         """Return the checkpoint that is meant: by default the smaller of kv and residual, outside the memory the model
         runs in."""
-        kind = self.checkpoint
+        kind = self.checkpoint or ("kv" if self.method.reading is not None else None)
         if kind is None:
             vectors, entries = (geometry.checkpoint_bytes_per_token(name) for name in ("residual", "kv"))
             kind = "residual" if vectors < entries else "kv"

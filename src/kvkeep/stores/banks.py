@@ -140,8 +140,8 @@ class Bank:
 
 
 class Banks:
-    """The banks of one layer. ``budgets``: entries of each KV head; one number: of each of them. ``tail``: columns
-    behind those, for entries that wait for a decision."""
+    """The banks of one layer. ``budgets``: entries of each lane, or where rows are alike of each KV head; one number:
+    of each of them. ``tail``: columns behind those, for entries that wait for a decision."""
 
     def __init__(self, budgets: Sequence[int], home: Place, ledger: Ledger, meter: Meter, tail: int = 0) -> None:
         self.budgets, self.home, self.ledger, self.meter, self.tail = tuple(budgets), home, ledger, meter, tail
@@ -192,9 +192,9 @@ class Banks:
 
     def _found(self, keys: Tensor, values: Tensor) -> None:
         """Make one empty bank for each different budget of a head."""
-        lanes, batch = keys.shape[0], self.ledger.batch
-        self.heads = lanes // batch
-        budgets = self.budgets * (lanes if len(self.budgets) == 1 else batch)
+        lanes = keys.shape[0]
+        self.heads = lanes // self.ledger.batch
+        budgets = self.budgets * (lanes // len(self.budgets))
         for budget in sorted(set(budgets)):
             own = [lane for lane in range(lanes) if budgets[lane] == budget]
             self.banks.append(self._bank(own, lanes, budget, 0, (keys, values)))
@@ -261,6 +261,8 @@ class Banks:
         if not self.banks:
             return
         chosen, homes = index.tolist(), self._homes()
+        if len(self.budgets) > self.heads:
+            self.budgets = tuple(self.budgets[lane] for lane in chosen)
         old, self.banks = self.banks, []
         for bank in old:
             own = [new for new, lane in enumerate(chosen) if homes[lane][0] is bank]
@@ -306,7 +308,7 @@ class Banks:
                 within("lanes", fits("lanes", bank.lanes, (None,), torch.int64), 0, extent.lanes)
             found += range(extent.lanes) if bank.lanes is None else bank.lanes.tolist()
             bank.check(extent, self.tail, sinks)
-        budgets = self.budgets * (extent.lanes if len(self.budgets) == 1 else self.ledger.batch)
+        budgets = self.budgets * (extent.lanes // len(self.budgets))
         wanted = {lane: budgets[lane] for lane in range(extent.lanes)}
         homes = {lane: bank.budget for lane, (bank, _) in self._homes().items()}
         if sorted(found) != [*range(extent.lanes)] or homes != wanted or self.heads * self.ledger.batch != extent.lanes:

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from torch import Tensor
-
 from kvkeep.contracts import Checkpoint
 from kvkeep.errors import UsageError
 from kvkeep.memory.ledger import Ledger
+from kvkeep.stores.windows import Window, noted
 
 
 class Phase(Enum):
@@ -35,17 +34,6 @@ class RoundStatistics:
     verifying_s: float = 0.0
 
 
-@dataclass
-class _Window:
-    """A layer with a sliding window of its own, as it was before the round."""
-
-    layer: Any
-    keys: Tensor
-    values: Tensor
-    length: int
-    recorded: bool
-
-
 class Round:
     """The rounds of one cache, whose layers attend as :attr:`phase` says.
 
@@ -62,7 +50,7 @@ class Round:
         self._begun = 0  # slots before the round in progress
         self.uneven = False
         self._agreed = False  # whether drafts were right since the resident entries were last chosen
-        self._before: list[_Window] = []
+        self._before: list[Window] = []
 
     @property
     def drafting(self) -> bool:
@@ -94,10 +82,7 @@ class Round:
         """Begin a round: from here on tokens are read with what is resident alone, one a row at a time, until
         :meth:`verify`."""
         self._begun = self.ledger.length
-        self._before = [
-            _Window(layer, layer.keys, layer.values, layer.cumulative_length, layer.record_past)
-            for layer in self.windows
-        ]
+        self._before = noted(self.windows)
         self.phase = Phase.DRAFT
 
     def verify(self) -> None:
@@ -128,8 +113,7 @@ class Round:
         """Forget everything since :meth:`draft`, and end the round."""
         self.phase = Phase.EXACT
         for window in self._before:
-            window.layer.keys, window.layer.values = window.keys, window.values
-            window.layer.cumulative_length, window.layer.record_past = window.length, window.recorded
+            window.restore()
         for layer in self.layers:
             layer.truncate(self._begun)
         self.checkpoint.truncate_residuals(self._begun)

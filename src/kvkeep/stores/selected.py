@@ -10,9 +10,10 @@ from torch import Tensor
 
 from kvkeep.attention import Segment, received
 from kvkeep.attention.step import Step
-from kvkeep.contracts import Evicted, EvictedStore, Piece, Selector, Site, WorkingSet
+from kvkeep.contracts import Asking, Evicted, EvictedStore, Piece, Selector, Site, WorkingSet
 from kvkeep.memory.extent import Extent, Misfit
 from kvkeep.memory.places import Device
+from kvkeep.models.adapter import Adapter
 from kvkeep.stores.banks import Bank, Banks
 from kvkeep.stores.eviction import Arriving, Ranking, append, compete, replace_lowest
 
@@ -20,13 +21,21 @@ from kvkeep.stores.eviction import Arriving, Ranking, append, compete, replace_l
 class Selected(WorkingSet):
     """The entries that ``selector`` ranks highest, up to ``budgets``; what leaves goes into ``store``.
 
-    ``tail``: columns behind those, for entries that wait for a decision of the round.
+    ``tail``: columns behind those, for entries that wait for a decision of the round. ``adapter``: of the model, for a
+    selector that looks ahead.
     """
 
     def __init__(
-        self, site: Site, selector: Selector, budgets: Sequence[int], store: EvictedStore, tail: int = 0
+        self,
+        site: Site,
+        selector: Selector,
+        budgets: Sequence[int],
+        store: EvictedStore,
+        tail: int = 0,
+        adapter: Adapter | None = None,
     ) -> None:
         self.selector, self.store, self.ledger, self.meter = selector, store, site.ledger, site.meter
+        self.adapter = adapter
         self.banks = Banks(budgets, Device(site.device), site.ledger, site.meter, tail)
         scored = store.listens or store.merges or store.makes_room
         self.ranking = Ranking(selector, self.banks, site.ledger, site.layer.index, scored)
@@ -62,10 +71,7 @@ class Selected(WorkingSet):
 
     def unpadded(self, lse: Tensor) -> Tensor:
         """Return a log-sum-exp (lanes, heads, queries) by which what padding attends to does not count."""
-        visible = self.ledger.visible_by(self.banks.heads)
-        if visible is None:
-            return lse
-        return lse.masked_fill(~visible[..., -lse.shape[2] :].squeeze(1), float("inf"))
+        return self.ledger.unpadded(lse, self.banks.heads)
 
     @property
     def observes(self) -> bool:
@@ -88,6 +94,7 @@ class Selected(WorkingSet):
         window = self.selector.observation_window
         queries = step.queries if window is None else min(window, step.queries)
         segments, lse, own = iter(held), self.unpadded(lse), None if new is None else step.arriving()
+        asking = None if arriving is None else self._asking(step, arriving)
         reduce = self.selector.reduce
         for number, bank in enumerate(self.banks):
             parts = []
@@ -102,9 +109,21 @@ class Selected(WorkingSet):
             parts.append(received(step.query, part, lse, step.scaling, window, reduce))
             fresh = self._of(bank, number, arriving)
             entries = self.ranking.joined(bank, fresh, bank.used, self.ranking.arrived(bank, fresh))
+            if asking is not None:
+                asked = Asking(bank.of(asking.queries), bank.of(asking.slots), asking.scaling)
+                entries = replace(entries, asking=asked)
             scores = self.selector.observe(entries, torch.cat(parts, 1), queries)
             bank.score(scores[:, : bank.used].clone())  # no view: the new ones' would be kept with it
             self._scores[number] = scores[:, bank.used :]
+
+    def _asking(self, step: Step, new: Arriving) -> Asking | None:
+        """Return the queries of a step with ``new`` entries, as the selector looks ahead; None where it does not."""
+        if self.adapter is None:
+            return None
+        slots = new.slots[:, new.count - step.queries :]
+        behind = torch.arange(step.queries, 0, -1, device=slots.device)  # how far the next position is ahead of each
+        turned = self.adapter.ahead(self.ranking.layer, step.query, behind, self.selector.ahead)
+        return Asking(turned, slots, step.scaling)
 
     def learn(self, bank: Bank, weights: Tensor, queries: int) -> None:
         slots, scores = bank.slots, bank.scored()
@@ -136,6 +155,10 @@ class Selected(WorkingSet):
     def _of(self, bank: Bank, number: int, new: Arriving) -> Arriving:
         keys, values = bank.of(new.keys), bank.of(new.values)
         return Arriving(keys, values, lambda: bank.of(new.slots), new.first, new.whole, self._scores.get(number))
+
+    def score_arriving(self, scores: Tensor) -> None:
+        """Give entries in hand the scores that they come with, (lanes, n) float32."""
+        self._scores = {number: bank.of(scores) for number, bank in enumerate(self.banks)}
 
     def admit(self, keys: Tensor, values: Tensor, first: int) -> Evicted | None:
         new, left = self._arriving(keys, values, first), []
@@ -171,6 +194,11 @@ class Selected(WorkingSet):
     @property
     def columns(self) -> int:
         return self.banks.columns
+
+    @property
+    def budgets(self) -> tuple[int, ...]:
+        """The entries of each lane, or where rows are alike of each KV head; one number: of each of them."""
+        return self.banks.budgets
 
     def observed(self, slots: Tensor, scores: Tensor, weights: Tensor, queries: int) -> Tensor:
         if self.selector.needs_kv:

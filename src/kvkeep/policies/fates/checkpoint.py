@@ -37,6 +37,13 @@ class Checkpointed(Fate):
         return ByResidual(site) if site.checkpoint.by_token else ByEntry(site)
 
 
+@dataclass(frozen=True)
+class Recorded(Checkpointed):
+    """The same, with the ids of all tokens, by which the text can be read once more."""
+
+    records: ClassVar[bool] = True
+
+
 class _OnCheckpoint(EvictedStore):
     """Evicted entries that are in the cache's checkpoint."""
 
@@ -65,6 +72,11 @@ class InOrder(_OnCheckpoint):
     def pieces(self, query: Tensor, resident: Resident, length: int) -> Iterator[Piece]:
         if self.taken:
             yield from self.checkpoint.pieces(self.layer, self.taken, lazy=True)
+
+    def pages(self) -> Iterator[Piece]:
+        """Yield all of them as tensors, a page at a time."""
+        if self.taken:
+            yield from self.checkpoint.pieces(self.layer, self.taken)
 
     def described(self, query: Tensor) -> Sequence[Described] | None:
         table = self.checkpoint.described(self.layer, self.taken) if self.taken else None

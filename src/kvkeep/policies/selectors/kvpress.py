@@ -21,20 +21,19 @@ from weakref import WeakSet
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvkeep.contracts import Candidates, Selector
+from kvkeep.contracts import Candidates
 from kvkeep.errors import KvkeepError, UnsupportedModelError, UsageError, unknown
 from kvkeep.geometry import ModelGeometry
 from kvkeep.models import binding
 from kvkeep.models.adapter import decoder_of, layers_of
 from kvkeep.models.forward import current_attender
+from kvkeep.policies.selectors.scored import HIGHEST, Scored
 
 PACKAGE = "kvpress"
-HIGHEST = 2.0**98
-"""Above every score; the scores of entries without one begin at 2^100."""
 
 
 @dataclass(frozen=True)
-class KVPress(Selector):
+class KVPress(Scored):
     """Those that a press of the kvpress package scores highest.
 
     press: a class of the package with a ``score`` method, or its name in short ("SnapKVPress", "snapkv"). options: the
@@ -51,7 +50,7 @@ class KVPress(Selector):
 
     leaves: ClassVar[str] = "least scored by a press"
     source: ClassVar[str] = "github.com/NVIDIA/kvpress"
-    scores_arrivals: ClassVar[bool] = True  # as not scored
+
     needs_kv: ClassVar[bool] = True
 
     press: str = ""
@@ -83,10 +82,6 @@ class KVPress(Selector):
         _hook(model)
         return super().budgets(model, geometry, entries)
 
-    def arrive(self, entries: Candidates, keys: Tensor) -> Tensor:
-        """Return scores above all scores that grow with the slot; float32 tells 2^23 of them apart."""
-        return (entries.slots + 2**23).float() * 2.0**77
-
     def observe(self, entries: Candidates, weights: Tensor, queries: int) -> Tensor:
         """Return the press' scores at the end of a chunk, else the scores as they are."""
         scorer: Any = self._scorer  # type: ignore[attr-defined]
@@ -114,10 +109,6 @@ class KVPress(Selector):
         with _explained(scorer, f"score {order.shape[1]} entries by {entries.new} queries in layer {entries.layer}"):
             scores = scorer.score(module, hidden, keys, values, None, kwargs).flatten(0, 1).float()
             return entries.scores.scatter(1, order, scores.nan_to_num(-HIGHEST).clamp(-HIGHEST, HIGHEST))
-
-    def rank(self, entries: Candidates) -> Tensor:
-        assert entries.scores is not None
-        return entries.scores
 
 
 # -- presses ----------------------------------------------------------------------------------------

@@ -1,0 +1,70 @@
+"""``expected-attention``: what queries to come can be expected to attend to stays (Devoto et al., arXiv:2510.00636)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from kvkeep.attention.expected import expected, statistics
+from kvkeep.contracts import STAYS, Candidates
+from kvkeep.errors import UsageError
+from kvkeep.policies.selectors.scored import Scored
+
+FEWEST = 16
+"""Queries at least whose mean and covariance say something."""
+
+
+@dataclass(frozen=True)
+class ExpectedAttention(Scored):
+    """Those that queries of the next ``future`` positions are expected to attend to, by the norm of their values.
+
+    The score of an entry is (a + ``epsilon``) |v|: v its value, and a the softmax over entries of s m k + s^2 k C k / 2
+    of its key k, mean over the query heads; s scales scores, m and C are mean and covariance of the queries, each
+    turned to the positions ahead by the mean of their rotations. The first ``sinks`` entries stay, and neither their
+    queries nor their keys count.
+
+    The paper scores once, after the prompt, by all its queries. Here every chunk of a prompt scores what is held and
+    what is new, by its own queries, so that the budget holds after each. Decoded tokens, and chunks of fewer than 16,
+    are not scored: they stay, the lowest score is evicted first, and then the oldest. As in the authors' code the norm
+    is that of the value, where the paper has the value after the output projection.
+    """
+
+    leaves: ClassVar[str] = "least attended by queries to come, as expected"
+    source: ClassVar[str] = "arXiv:2510.00636"
+    needs_kv: ClassVar[bool] = True
+
+    future: int = 512
+    sinks: int = 4
+    epsilon: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.future < 1 or self.sinks < 0 or self.epsilon < 0:
+            raise UsageError("Expected attention looks 1 position ahead or more, with sinks and epsilon from 0 on.")
+
+    @property
+    def observation_window(self) -> int:
+        """The last query's attention, which is not used: this is when scores are made, with keys and values at hand."""
+        return 1
+
+    @property
+    def ahead(self) -> int:
+        return self.future
+
+    def observe(self, entries: Candidates, weights: Tensor, queries: int) -> Tensor:
+        """Return new scores at the end of a chunk, else the scores as they are."""
+        assert entries.scores is not None
+        if entries.asking is None or entries.new < FEWEST:
+            return entries.scores
+        assert entries.keys is not None and entries.values is not None
+        asking, first = entries.asking, entries.first + self.sinks
+        counted, seen = asking.slots >= first, entries.slots >= first
+        mean, covariance = statistics(asking.queries, counted)
+        share = expected(mean, covariance, entries.keys, seen, asking.scaling)
+        scores = (share + self.epsilon) * entries.values.float().norm(dim=-1)
+        return scores.where(seen & (counted.sum(1, keepdim=True) >= FEWEST), entries.scores)
+
+    def rank(self, entries: Candidates) -> Tensor:
+        assert entries.scores is not None
+        return entries.scores.masked_fill(entries.slots < entries.first + self.sinks, STAYS)

@@ -1,0 +1,58 @@
+"""``kvzip``: what the text itself attends to when it is repeated stays (Kim et al., arXiv:2505.23416)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvkeep.contracts import Pieces
+from kvkeep.errors import UsageError
+from kvkeep.policies.selectors.scored import Scored
+
+
+@dataclass(frozen=True)
+class KVzip(Scored):
+    """Those that receive the most attention when the text that was read is repeated, whatever will be asked about it.
+
+    The score of an entry is the largest weight that any query of the repeated text, of any head that shares the entry,
+    gives it. The text is repeated ``piece`` tokens at a time, and weights are among the piece's own entries and the
+    first ``sinks``, which stay. Each KV head has a share ``least`` of the mean budget, in the end for tokens to come,
+    and what is left goes to the entries of highest score of all layers and heads; with ``least=1`` heads are alike.
+
+    Entries read after that are not scored: they stay, the lowest score is evicted first, and then the oldest.
+    """
+
+    leaves: ClassVar[str] = "least attended when the text is repeated"
+    source: ClassVar[str] = "arXiv:2505.23416"
+
+    least: float = 0.25
+    piece: int = 2000
+    sinks: int = 4
+
+    def __post_init__(self) -> None:
+        if not 0 < self.least <= 1:
+            raise UsageError(f"Each KV head has at least a share above 0 and up to 1 of the mean, not {self.least:g}.")
+        if self.piece < 1 or self.sinks < 0:
+            raise UsageError("A text is repeated in pieces of 1 token or more, beside 0 sinks or more.")
+
+    @property
+    def reconstruction(self) -> Pieces:
+        return Pieces(self.piece, self.sinks)
+
+    def shares(self, received: Sequence[Tensor], rows: int, entries: int) -> list[list[int]]:
+        """Return a share for every lane, one for each of its entries that are among the best of its row, and an equal
+        part of what a short row leaves over; rounded down."""
+        own = max(1, int(self.least * entries))
+        scores = torch.cat([part.unflatten(0, (rows, -1)) for part in received], 1)  # (rows, KV heads of all layers, n)
+        heads, slots = scores.shape[1:]
+        best = scores.flatten(1).topk(min((entries - own) * heads, heads * slots))
+        wanted = (best.values > float("-inf")).long()
+        counts = torch.zeros(rows, heads, dtype=torch.int64, device=scores.device)
+        counts.scatter_add_(1, best.indices // slots, wanted)
+        counts += own + ((entries - own) * heads - counts.sum(1, keepdim=True)) // heads
+        parts = counts.split([len(part) // rows for part in received], 1)
+        return [part.flatten().tolist() if self.least < 1 else [entries] for part in parts]

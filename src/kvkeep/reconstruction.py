@@ -1,0 +1,171 @@
+"""A reconstruction: the text that a cache has read is read once more, and what is attended then says what stays.
+
+KVzip (arXiv:2505.23416): after the prompt a model is asked to repeat it and is given the answer, in pieces, so that one
+pass over each tells which entries the repetition needs. Until then the text is read as ``kv-direct`` reads it, exactly
+and within the budget; the entries of the repetition are not kept.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvkeep.errors import UsageError
+from kvkeep.stores.reconstruction import Reconstruction
+from kvkeep.stores.windows import noted
+from kvkeep.transfer import copy_ledger
+
+CUE = 8
+"""Tokens of the piece before that tell a later one where it begins."""
+
+FIRST = "\n\nRepeat the previous context exactly."
+LATER = "\n\nRepeat the part of the previous context exactly, starting with"
+
+
+class Words(NamedTuple):
+    """Token ids that come before a piece: before the ``first``, or before a ``later`` one's cue; and ``then``, the end
+    of the user's message and the beginning of the model's."""
+
+    first: list[int]
+    later: list[int]
+    then: list[int]
+
+
+def compress(cache: Any) -> None:
+    """Let ``cache`` read its text once more, choose by that what stays, and be what its method says from then on."""
+    begin = time.perf_counter()
+    cache.stream.roll_back()
+    rows, old, meter = cache.rows, cache.made, cache.meter
+    received, length = _received(cache), cache.ledger.length
+    method, geometry = cache.method, cache.geometry
+    held = method.division(geometry, cache.entries).resident
+    with meter.holding(*received):
+        cache.go_on(method.selector.shares(received, rows, held))
+        copy_ledger(old.ledger, cache.ledger, length, rows)
+        try:
+            _hand_over(cache, old, received, rows)
+        except BaseException:  # some entries are in neither form: nothing of the text is left
+            cache.reset()
+            raise
+    meter.reconstruction_s += time.perf_counter() - begin
+
+
+def _received(cache: Any) -> list[Tensor]:
+    """Return the most attention that each entry received, of each full layer (lanes, slots) float32: 1 for sinks, -inf
+    for padding."""
+    ledger, pieces = cache.ledger, cache.method.selector.reconstruction
+    length, words = ledger.length, _words(getattr(cache.model, "kvkeep_tokenizer", None))
+    ids, positions = (part.long() for part in ledger.span(0, length))
+    visible = ledger.visible
+    with _repeating(cache, pieces.sinks) as (readers, take_back):
+        for start, stop in _spans(cache, pieces.piece, words):
+            for reader in readers:
+                reader.piece = start, stop
+            said = ids.new_tensor(words.later if start else words.first).expand(len(ids), -1)
+            then = ids.new_tensor(words.then).expand(len(ids), -1)
+            cue = max(0, start - CUE)
+            tokens = torch.cat([said, ids[:, cue:start], then, ids[:, start:stop]], 1)
+            mask, real = None, torch.ones_like(tokens)
+            if visible is not None:
+                seen = visible.long()
+                parts = torch.ones_like(said), seen[:, cue:start], torch.ones_like(then), seen[:, start:stop]
+                real = torch.cat(parts, 1)
+                mask = torch.cat([seen, real], 1)
+            _read(cache, tokens, mask, positions[:, -1:] + real.cumsum(1))
+            take_back()
+    first = 0 if ledger.first is None else ledger.first[:, None]
+    slots = torch.arange(length, device=ids.device)
+    for layer, reader in zip(cache.stream.bounded, readers, strict=True):
+        by_row = reader.scores.unflatten(0, (-1, layer.heads))
+        by_row.masked_fill_((slots < first + pieces.sinks).expand(len(ids), -1)[:, None], 1.0)
+        if visible is not None:
+            by_row.masked_fill_(~visible[:, None], float("-inf"))
+    return [reader.scores for reader in readers]
+
+
+def _spans(cache: Any, piece: int, words: Words) -> Iterator[tuple[int, int]]:
+    """Yield the slots of each piece: as many as the method wants, and no more than the model has positions for."""
+    length, limit = cache.ledger.length, cache.geometry.max_positions
+    if limit is not None:
+        piece = min(piece, limit - length - CUE - len(words.later) - len(words.then))
+    if piece < 1:
+        raise UsageError(
+            f"'{cache.method.name}' reads a text once more at the positions that follow, and the model has {limit}: "
+            f"{length} tokens leave too few; shorten the text."
+        )
+    yield from ((start, min(start + piece, length)) for start in range(0, length, piece))
+
+
+@contextmanager
+def _repeating(cache: Any, sinks: int) -> Iterator[tuple[list[Reconstruction], Callable[[], None]]]:
+    """Within the block, what the cache reads is attended and scored by the readers of its layers, and nobody keeps it
+    or is told of it. The function forgets what was read."""
+    stream, layers = cache.stream, cache.stream.bounded
+    length, windows = cache.ledger.length, noted([cache.layers[own.index] for own in cache.geometry.sliding_layers])
+    before = stream.chunk, stream.on_progress, [layer.reader for layer in layers]
+    readers = [Reconstruction(layer, sinks) for layer in layers]
+    stream.repeating, stream.chunk, stream.on_progress = True, sys.maxsize, None
+    for layer, reader in zip(layers, readers, strict=True):
+        layer.reader = reader
+
+    def take_back() -> None:
+        for layer in layers:
+            layer.pending, layer.reader.waiting = None, 0
+        for window in windows:
+            window.restore()
+        cache.ledger.truncate(length)
+
+    try:
+        yield readers, take_back
+    finally:
+        stream.open = False
+        take_back()
+        for layer, own in zip(layers, before[2], strict=True):
+            layer.reader = own
+        stream.repeating, stream.chunk, stream.on_progress = False, *before[:2]
+
+
+def _read(cache: Any, tokens: Tensor, mask: Tensor | None, positions: Tensor) -> None:
+    cache.made.decoder(
+        input_ids=tokens, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
+    )
+
+
+def _hand_over(cache: Any, old: Any, received: list[Tensor], rows: int) -> None:
+    """Give the entries of the layers of ``old`` to those of ``cache``, in order, with their scores, and free them layer
+    by layer."""
+    chunk = cache.stream.chunk
+    for own, scores in zip(cache.geometry.full_layers, received, strict=True):
+        source, target = old.layers[own.index], cache.layers[own.index]
+        for piece in chain(source.evicted.pages(), source.resident.pieces()):
+            keys, values = (part[:, 0].split(chunk, 1) for part in (piece.keys, piece.values))
+            first = piece.first
+            for key, value in zip(keys, values, strict=True):
+                target.take(*(part.unflatten(0, (rows, -1)) for part in (key, value)))
+                target.resident.score_arriving(scores[:, first : first + key.shape[1]])
+                target.settle()
+                first += key.shape[1]
+        held = [layer.resident_bytes for layer in (source, *cache.stream.bounded)]
+        cache.meter.cache(sum(held) + cache.compressed_bytes())
+        old.checkpoint.truncate(own.index, 0)
+        source.resident = None  # free at once, whoever still holds the layer
+
+
+def _words(tokenizer: Any) -> Words:
+    """Return what a model is told, as its chat template has it; nothing without a tokenizer, where a text is simply
+    repeated."""
+    if tokenizer is None:
+        return Words([], [], [])
+    then, mark = "\n", "TEXT"
+    if getattr(tokenizer, "chat_template", None):
+        asked = [{"role": "user", "content": mark}]
+        whole = tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
+        then = whole.rpartition(mark)[2]
+    return Words(*(tokenizer.encode(text, add_special_tokens=False) for text in (FIRST, LATER, then)))
