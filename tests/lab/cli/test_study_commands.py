@@ -127,8 +127,11 @@ def test_rows_of_a_comparison(call: Run) -> None:
     report = answered(call, "compare", "-x", "static", "-x", "full", "-x", "kv-direct,full")
     assert (report["prompt_tokens"], report["new_tokens"], report["context"]) == (200, 4, 204)
     for row in (report["reference"], *report["rows"]):
-        fields = "method budget exactness entries match differs_at kl_mean kl_max kl top1 perplexity memory prefill_s "
-        assert set(row) == set(f"{fields} tokens_per_s tokens away recalled left_out merges error".split())
+        fields = (
+            "method budget exactness entries match differs_at kl_mean kl_max kl kl_free_mean kl_free top1 perplexity "
+        )
+        fields += "memory prefill_s tokens_per_s tokens away recalled left_out merges error"
+        assert set(row) == set(fields.split())
         assert set(row["memory"]["checkpoint_bytes"]) == {"device", "host", "disk"}
     rows = {(row["method"], row["budget"]): row for row in report["rows"]}
     assert list(rows) == [
