@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import struct
 from pathlib import Path
@@ -95,7 +96,7 @@ class _Scripted(torch.nn.Module):
         super().__init__()
         self.table = table
         self.weight = torch.nn.Parameter(torch.zeros(1))
-        self.config = tiny("llama").config
+        self.config, self.dtype = tiny("llama").config, torch.float32
 
     def forward(self, ids: torch.Tensor, past_key_values: Any = None, **kwargs: Any) -> Any:
         if past_key_values is not None:
@@ -135,6 +136,13 @@ def test_figures_of_a_row_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (row.kl_mean, row.kl_max) == (pytest.approx(sum(row.kl) / 3), max(row.kl))
     assert row.kl_free == row.kl  # what this model says does not depend on its words
     assert len(made) == 3  # the reference, freely, and forced, because it went its own way
+
+
+def test_in_16_bits_the_reference_sums_as_all_others_do() -> None:
+    model = copy.deepcopy(tiny("llama")).to(torch.bfloat16)
+    found = compare(model, PROMPT, cases(["full", "stock", "kv-direct"], ["24"]), new=6)
+    assert found.reference.method == "full" and found.rows[0].kl == found.rows[0].kl_free == [0.0] * 6
+    assert compare(tiny("llama"), PROMPT, [Case("full")], new=2).reference.method == "stock"
 
 
 def test_what_ran_as_the_reference_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:

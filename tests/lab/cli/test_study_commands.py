@@ -39,7 +39,7 @@ COMMANDS = {
         ["prefill", "stock", "full", "at least", "h2o+quantize:4 at 64: A budget of 16 entries"],
     ),
     "compare": (
-        "-x kv-direct,full -b 16,25% -n 4", "prompt_tokens new_tokens context reference rows figure",
+        "-x kv-direct,full -b 16,25% -n 4", "prompt_tokens new_tokens context whole_bytes reference rows figure",
         ["class", "budget", "match", "KL", "perplexity", "resident", "checkpoints", "stock"],
     ),
     "longchat": ("--turns 2 -n 5 -b 16 -x stock,kv-direct,h2o", "budget turns figure", ["After 2 turns", "2/2", "h2o"]),
