@@ -152,7 +152,7 @@ def run(
         return measure(experiment, sources, only)
     passages, first = experiment.tune.passages(data), Tally()
     if tried := experiment.tune.tried(only or experiment.methods):
-        first = measure(experiment.tuning(), passages, tried)
+        first = measure(experiment.tuning(), passages, [experiment.baseline, *tried])
     if first.elsewhere:
         raise KvkeepError(f"Another run is at the search of '{experiment.name}'; go on when it is done.")
     store.refresh()
