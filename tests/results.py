@@ -18,8 +18,15 @@ PAPER = {
     "claims": [
         "It always finds.",
         {"says": "Windows find most.", "metric": "found", "methods": ["window"], "at_least": 0.9},
-        {"says": "Quantising finds all.", "metric": "found", "methods": ["quantized"], "at_least": 1.0},
+        {
+            "says": "Quantising finds all.",
+            "metric": "found",
+            "methods": ["quantized"],
+            "budgets": ["25%"],
+            "at_least": 1.0,
+        },
         {"says": "Half is found.", "metric": "found", "methods": ["h2o"], "at_least": 0.45, "at_most": 0.55},
+        {"says": "Llamas find all.", "metric": "found", "methods": ["h2o"], "at_least": 1.0, "of": "model"},
         {"says": "Merging finds.", "metric": "found", "methods": ["h2o+merge"], "at_least": 0.5},
     ],
     "values": [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import struct
 from pathlib import Path
@@ -49,6 +50,26 @@ def test_a_method_that_drops_is_told_apart_until_it_need_not_drop(method: str) -
     assert large.match == 1.0 and large.kl_max is not None and large.kl_max < 1e-8
 
 
+def test_free_running_and_teacher_forced_part_where_the_texts_do() -> None:
+    model = tiny("llama")
+    found = compare(model, PROMPT, [Case("window", "16")], new=12)
+    reference, row = found.reference, found.rows[0]
+    assert row.differs_at is not None and row.differs_at < 10
+    same = row.differs_at + 1  # the first different token was chosen after the same text
+    assert row.kl_free[:same] == row.kl[:same] and row.kl_free[same:] != row.kl[same:]
+    ids, cache = torch.tensor([PROMPT]), KeepCache(model, "window", 16, context=72)
+    whole = torch.tensor([PROMPT + reference.tokens])
+    with torch.no_grad():
+        expected = model(whole[:, :-1], use_cache=False).logits[0, 59:].double().log_softmax(-1)
+        for position, token in enumerate(row.tokens):
+            q = model(ids, past_key_values=cache).logits[0, -1].double().log_softmax(-1)
+            by_hand = float((expected[position].exp() * (expected[position] - q)).sum())
+            assert row.kl_free[position] == pytest.approx(by_hand, rel=1e-3, abs=1e-6) and int(q.argmax()) == token
+            ids = torch.tensor([[token]])
+    assert row.kl_free_mean == pytest.approx(sum(row.kl_free) / 12)
+    assert reference.kl_free == reference.kl == [0.0] * 12
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_is_continued_as_generate_does(family: str) -> None:
     model = tiny(family)
@@ -75,7 +96,7 @@ class _Scripted(torch.nn.Module):
         super().__init__()
         self.table = table
         self.weight = torch.nn.Parameter(torch.zeros(1))
-        self.config = tiny("llama").config
+        self.config, self.dtype = tiny("llama").config, torch.float32
 
     def forward(self, ids: torch.Tensor, past_key_values: Any = None, **kwargs: Any) -> Any:
         if past_key_values is not None:
@@ -113,7 +134,15 @@ def test_figures_of_a_row_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     nll = [-float(torch.tensor(one).double().log_softmax(0)[token]) for one, token in ((a, 0), (a, 1), (b, 2))]
     assert row.perplexity == pytest.approx(math.exp(sum(nll) / 3))
     assert (row.kl_mean, row.kl_max) == (pytest.approx(sum(row.kl) / 3), max(row.kl))
+    assert row.kl_free == row.kl  # what this model says does not depend on its words
     assert len(made) == 3  # the reference, freely, and forced, because it went its own way
+
+
+def test_in_16_bits_the_reference_sums_as_all_others_do() -> None:
+    model = copy.deepcopy(tiny("llama")).to(torch.bfloat16)
+    found = compare(model, PROMPT, cases(["full", "stock", "kv-direct"], ["24"]), new=6)
+    assert found.reference.method == "full" and found.rows[0].kl == found.rows[0].kl_free == [0.0] * 6
+    assert compare(tiny("llama"), PROMPT, [Case("full")], new=2).reference.method == "stock"
 
 
 def test_what_ran_as_the_reference_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +174,10 @@ def test_one_token_has_no_decoding_speed_and_none_is_refused() -> None:
 def row(number: int, budget: str | None, kl: float) -> Row:
     memory = {"resident_bytes": 10**6 * (number + 1), "compressed_bytes": 0}
     exactness = "lossy" if number else "exact"
-    return Row(f"method-{number}", budget, exactness, 64, 0.5, 3, kl, 2 * kl, [kl] * 8, 0.5, 3.0, memory, 1.0, 1.0)
+    cost = {"memory": memory, "prefill_s": 1.0, "tokens_per_s": 1.0}
+    free = {"kl_free": [3 * kl] * 8, "kl_free_mean": 3 * kl}
+    forced = {"kl": [kl] * 8, "kl_mean": kl, "kl_max": 2 * kl, "top1": 0.5, "perplexity": 3.0}
+    return Row(f"method-{number}", budget, exactness, 64, 0.5, 3, **free, **forced, **cost)
 
 
 @pytest.mark.parametrize("methods", [1, 9])

@@ -122,6 +122,7 @@ def test_match_is_what_compare_computes(haystack: Path) -> None:
     found = task.measure(one, first)
     row = compare(tiny("llama"), first.ids, cases(["h2o"], ["25%"]), new=8).rows[0]
     assert (found.scores["kl"], found.scores["match"], found.scores["top1"]) == (row.kl_mean, row.match, row.top1)
+    assert found.scores["kl_free"] == row.kl_free_mean
     assert found.cost.entries == row.entries == 17 and found.cost.exactness == "lossy"
     other = Subject(one.loaded, "kv-direct", "25%", None, one.references)
     assert task.measure(other, first).scores["match"] == 1.0 and len(one.references) == 1  # was made once

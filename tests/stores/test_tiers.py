@@ -32,12 +32,12 @@ def entries(start: int, count: int) -> Evicted:
     return Evicted(keys, values, slots, torch.rand(LANES, count, generator=generator))
 
 
-def new(room: int) -> Tiers:
-    return Tiers(room, DIM, DIM, 4, Meter())
+def new(room: int, without: str = "") -> Tiers:
+    return Tiers(room, DIM, DIM, 4, Meter(), without)
 
 
-def filled(room: int, counts: list[int]) -> tuple[Tiers, Evicted]:
-    tiers, start, every = new(room), 0, []
+def filled(room: int, counts: list[int], without: str = "") -> tuple[Tiers, Evicted]:
+    tiers, start, every = new(room, without), 0, []
     for count in counts:
         every.append(entries(start, count))
         tiers.take(every[-1], NOBODY)
@@ -100,6 +100,40 @@ def test_least_attended_fall_first_in_each_head_by_itself() -> None:
         worst = max(float(sums[lane][own].min()) for own in groups)
         assert gone and max(float(sums[lane][group]) for group in gone) < worst
     assert not torch.equal(by_tier[0][0], by_tier[0][1])
+
+
+def test_without_attention_the_newest_stay_highest() -> None:
+    tiers, _ = filled(9000, [GROUP] * 20 + [7 * GROUP] + [GROUP] * 13, "attention")
+    for lane in range(LANES):
+        slots = held(tiers, lane).tolist()
+        newest = [slots[at : at + GROUP] for at in range(0, len(slots), GROUP)]
+        assert [max(group) for group in newest] == [40 * GROUP - 1 - GROUP * place for place in range(len(newest))]
+    before = tiers.scores.clone() if tiers.scores is not None else None
+    tiers.observe([torch.ones(LANES, tiers.groups * GROUP)], 1, NOBODY)
+    assert before is not None and tiers.scores is not None and torch.equal(tiers.scores, before)
+
+
+@pytest.mark.parametrize("without", ["clipping", "channels"])
+def test_without_a_part_of_the_code_numbers_are_farther_away(without: str) -> None:
+    """Values of channels that differ a hundredfold, with a few far outside."""
+    spread = torch.logspace(-1, 1, DIM)
+    wholes, losses = [], []
+    for part in ("", without):
+        tiers, start = new(9000, part), 0
+        for count in (GROUP * 34, GROUP):
+            one = entries(start, count)
+            tiers.take(one._replace(values=(one.values - 2) * spread), NOBODY)
+            wholes.append((one.keys, (one.values - 2) * spread))
+            start += count
+        keys, values = (torch.cat(own, 1) for own in zip(*wholes[-2:], strict=True))
+        lane, loss = torch.arange(LANES)[:, None], 0.0
+        for piece in pieces(tiers)[: sum(tier.groups > 0 for tier in tiers.tiers)]:
+            slots = piece.slots.long()
+            for own, whole, scale in zip(piece[:2], (keys, values), (1.0, spread), strict=True):
+                dense = own[:, 0] if isinstance(own, Tensor) else own.dense(torch.float32)
+                loss += float(((dense - whole[lane, slots]) / scale).square().sum())
+        losses.append(loss)
+    assert losses[1] > 1.02 * losses[0]
 
 
 def test_attention_that_returns_keeps_a_group() -> None:

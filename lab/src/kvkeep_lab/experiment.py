@@ -19,10 +19,13 @@ from pydantic import AliasChoices, BaseModel, BeforeValidator, Field, PlainSeria
 from kvkeep.errors import UsageError, unknown
 from kvkeep_lab.paper import STRICT, Claim, Paper, Text
 from kvkeep_lab.reading import takes
+from kvkeep_lab.store import Store, TaskRecord
 from kvkeep_lab.studies import STUDIES, Study
 from kvkeep_lab.studies.base import BudgetText, MethodName
 from kvkeep_lab.tasks import TASKS, Task
 from kvkeep_lab.tasks.base import Point, named
+from kvkeep_lab.tasks.match import Match
+from kvkeep_lab.tuning import Chosen, Tuning
 
 _Kind = TypeVar("_Kind", bound="ExperimentBase")
 
@@ -106,7 +109,7 @@ class ExperimentBase(BaseModel, ABC):
         """Return what the hashes are of, besides the name, the weights and the data."""
 
     @abstractmethod
-    def _variants(self) -> Iterator[dict[str, Any]]:
+    def _variants(self, model: str) -> Iterator[dict[str, Any]]:
         """Yield the fields that distinguish the cells of one model and seed."""
 
     @model_validator(mode="after")
@@ -132,9 +135,10 @@ class ExperimentBase(BaseModel, ABC):
         """Return all cells, those that share a prompt side by side; ``digest``: of the files that are read."""
         common = {"experiment": self.name, "dtype": self.weights, "data": digest, **self._setting()}
         setting, listed = hashed(common), []
-        for model, seed, variant in product(self.models, self.seeds, list(self._variants())):
-            own = {"model": model, "seed": seed, **variant}
-            listed.append(Cell(hashed({**common, **own}), setting, **{"method": self.subject.name, **own}))
+        for model, seed in product(self.models, self.seeds):
+            for variant in self._variants(model):
+                own = {"model": model, "seed": seed, **variant}
+                listed.append(Cell(hashed({**common, **own}), setting, **{"method": self.subject.name, **own}))
         return listed
 
     def with_(self, **changes: Any) -> Self:
@@ -144,6 +148,8 @@ class ExperimentBase(BaseModel, ABC):
     def smoked(self) -> Self:
         """Return the smoke version."""
         changed = _merged(self.model_dump(mode="json"), self.smoke)
+        if (tune := changed.get("tune")) is not None:  # for the methods that are left
+            tune["candidates"] = {name: own for name, own in tune["candidates"].items() if name in changed["methods"]}
         return _validated(type(self), changed, f"[smoke] of experiment '{self.name}'")
 
     def sources(self, data: Path | None) -> list[Path]:
@@ -161,6 +167,7 @@ class Experiment(ExperimentBase):
     """A task: every method at every budget, for every model, seed and point of the task's axes.
 
     baseline: the method that differences are taken from; it is measured first, whether ``methods`` names it or not.
+    tune: how parameters of methods are chosen first; chosen: what was.
     """
 
     WITH_METHODS = True
@@ -170,6 +177,15 @@ class Experiment(ExperimentBase):
     budgets: Annotated[tuple[BudgetText, ...], Field(min_length=1)]
     baseline: MethodName = "full"
     chunk: Annotated[int, Field(ge=1)] | None = None
+    tune: Tuning | None = None
+    chosen: Chosen = {}
+
+    @model_validator(mode="after")
+    def _tunable(self) -> Self:
+        for name in () if self.tune is None else self.tune.candidates:
+            if name not in self.methods:
+                raise UsageError(f"[tune] has candidates for '{name}', which is none of the methods")
+        return self
 
     @property
     def subject(self) -> Task:
@@ -179,17 +195,46 @@ class Experiment(ExperimentBase):
     def _setting(self) -> dict[str, Any]:
         return {"task": {"name": self.task.name, **self.task.setting()}, "chunk": self.chunk}
 
-    def _variants(self) -> Iterator[dict[str, Any]]:
+    def _variants(self, model: str) -> Iterator[dict[str, Any]]:
         for point in self.task.points():
-            for method, budget in self.ways():
+            for method, budget in self.ways(model):
                 yield {"method": method, "budget": budget, "point": point}
 
-    def ways(self) -> Iterator[tuple[str, str | None]]:
-        """Yield methods and budgets: the baseline, the others that take no budget, and the rest by budget."""
+    def ways(self, model: str) -> Iterator[tuple[str, str | None]]:
+        """Yield methods and budgets: the baseline, the others that take no budget, and the rest by budget, as they were
+        chosen for a model."""
         methods = list(dict.fromkeys((self.baseline, *self.methods)))
         yield from ((method, None) for method in methods if "budget" not in takes(method))
         for budget in self.budgets:
-            yield from ((method, budget) for method in methods if "budget" in takes(method))
+            bounded = (self.choice(method, model, budget) for method in methods if "budget" in takes(method))
+            yield from ((method, budget) for method in dict.fromkeys(bounded))
+
+    def choice(self, method: str, model: str, budget: str | None) -> str:
+        """Return what a method is on a model at a budget: what was chosen, or itself."""
+        return self.chosen.get(model, {}).get(budget or "", {}).get(method, method)
+
+    def tuning(self) -> Experiment:
+        """Return the experiment that measures all candidates."""
+        assert self.tune is not None
+        sizes = {"length": [self.tune.length], "new": self.tune.new, "samples": self.tune.samples}
+        return Experiment(
+            name=f"{self.name}-tuning",
+            title=f"{self.title}: parameters, on other passages",
+            models=self.models,
+            weights=self.weights,
+            task=Match.model_validate(sizes),
+            methods=tuple(self.tune.tried(self.methods)),
+            budgets=self.budgets,
+            baseline=self.baseline,
+            chunk=self.chunk,
+        )
+
+    def tuned(self, store: Store, digest: str) -> Self:
+        """Return the experiment with what was chosen by what ``store`` has of the search; ``digest``: of its files."""
+        assert self.tune is not None
+        keys = {cell.key for cell in self.tuning().cells(digest)}
+        records = [one for one in store.records if isinstance(one, TaskRecord) and one.cell in keys]
+        return self.model_copy(update={"chosen": self.tune.chosen(records, self.methods)})
 
 
 class StudyExperiment(ExperimentBase):
@@ -207,7 +252,7 @@ class StudyExperiment(ExperimentBase):
     def _setting(self) -> dict[str, Any]:
         return {"study": _dumped(self.study)}
 
-    def _variants(self) -> Iterator[dict[str, Any]]:
+    def _variants(self, model: str) -> Iterator[dict[str, Any]]:
         yield {}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -14,7 +14,8 @@ STRICT = ConfigDict(extra="forbid", frozen=True)
 
 
 class PaperValue(BaseModel):
-    """A number that the paper prints, in the metric's own unit (shares from 0 to 1).
+    """A number that the paper prints, in the metric's own unit (shares from 0 to 1). It stands beside ours and is not
+    judged: it is of the paper's model and prompts.
 
     method, budget: the row of ours that it stands beside, where there is one (no budget: every budget). note: what else
     a reader has to know.
@@ -30,11 +31,16 @@ class PaperValue(BaseModel):
 
 
 class Claim(BaseModel):
-    """A sentence of the paper, and the numbers that decide it. Without a metric no number decides it.
+    """A sentence of the paper, and the numbers that stand for it. Without a metric none does.
 
     metric: the metric whose mean is compared. methods: the claim is about each of them, at each of ``budgets`` (none:
-    every budget of the experiment). at_least, at_most: limits in the metric's unit. than: other methods; the limits are
-    then of the difference from each of them at the same budget.
+    every budget of the experiment). at_least, at_most: the paper's own limits, in the metric's unit; a sentence that
+    says only "better" or "longer" has the limit where both are equal. Without any the paper names none. than: other
+    methods; the limits are then of the difference from each of them at the same budget.
+
+    of: what the sentence is about: any "method" of its kind, the paper's "model" or its "machine". unlike: how the
+    measurement here differs from the paper's, where it does. There is a verdict only on limits of the paper, measured
+    as it measured, and, where the sentence is of a model, on one of :attr:`Paper.models`; on a machine there is none.
     """
 
     model_config = STRICT
@@ -46,24 +52,29 @@ class Claim(BaseModel):
     than: tuple[MethodName, ...] = ()
     at_least: float | None = None
     at_most: float | None = None
+    of: Literal["method", "model", "machine"] = "method"
+    unlike: str = ""
 
     @model_validator(mode="after")
     def _decidable(self) -> Claim:
         limits = [limit for limit in (self.at_least, self.at_most) if limit is not None]
-        if (self.metric is None) == bool(limits):
-            raise UsageError("a claim that numbers decide needs a metric, and at_least or at_most")
-        if self.metric is None and (self.methods or self.budgets or self.than):
-            raise UsageError("methods and budgets mean nothing without a metric")
+        if self.metric is None and (limits or self.methods or self.budgets or self.than):
+            raise UsageError("methods, budgets and limits mean nothing without a metric")
         if limits != sorted(limits):
             raise UsageError(f"no number is at least {self.at_least:g} and at most {self.at_most:g}")
         return self
+
+    @property
+    def limited(self) -> bool:
+        """Whether the paper names a limit."""
+        return self.at_least is not None or self.at_most is not None
 
 
 class Paper(BaseModel):
     """The paper that an experiment is compared with.
 
-    where: the figure or table. setting: the paper's model, precision and machine. claims: a string stands for a claim
-    that no number decides.
+    where: the figure or table. setting: the paper's model, precision and machine. models: which of the models that an
+    experiment may name are the paper's. claims: a string stands for a claim that no number decides.
     """
 
     model_config = STRICT
@@ -71,6 +82,7 @@ class Paper(BaseModel):
     title: Text
     where: Text
     setting: Text
+    models: tuple[Text, ...] = ()
     claims: tuple[Claim, ...] = ()
     values: tuple[PaperValue, ...] = ()
 
@@ -79,3 +91,16 @@ class Paper(BaseModel):
     def _sentences(cls, given: Any) -> Any:
         listed = isinstance(given, list | tuple)
         return [{"says": claim} if isinstance(claim, str) else claim for claim in given] if listed else given
+
+    def no_verdict(self, claim: Claim, model: str) -> str:
+        """Return why numbers of ``model`` are no verdict on ``claim``; "" where they are."""
+        reasons = []
+        if claim.of == "machine":
+            reasons.append("another machine's")
+        if claim.of == "model" and model not in self.models:
+            reasons.append("another model's")
+        if claim.unlike:
+            reasons.append(f"measured otherwise: {claim.unlike}")
+        if not claim.limited and claim.of != "machine":
+            reasons.append("the paper names no limit")
+        return "; ".join(reasons)

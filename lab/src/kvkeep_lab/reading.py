@@ -40,6 +40,13 @@ def cache_for(model: Any, method: str, budget: str | None, context: int, chunk: 
     return new_cache(model, method, **options)
 
 
+def whole_bytes(model: Any, context: int) -> int:
+    """Return the bytes that an unbounded cache takes in bfloat16 for ``context`` tokens, whatever the model computes
+    in."""
+    geometry = ModelGeometry.from_config(model.config, 2)
+    return context * geometry.full_bytes_per_token + geometry.sliding_bytes(context)
+
+
 @torch.no_grad()
 def watch(
     model: Any, ids: Tensor, look: Callable[[Attended], None], progress: Callable[[str, float, float], None]

@@ -1,10 +1,14 @@
 """The quality of every method on one text: KV-Direct's Fig. 4 and Fig. 9 on the user's own model.
 
-The reference is transformers' own unbounded cache: its N greedy tokens r_i after the prompt, ends of text ignored, and
-its distributions p_i. Each method and budget is measured twice, because either alone misleads: *free-running*, at how
-many positions its own token is r_i (one early difference may cost all later ones), and how fast; and *teacher-forced*,
-given r_0, r_1, ... one by one, KL(p_i || q_i) = sum_v p_i(v) (ln p_i(v) - ln q_i(v)) in nats, whether the largest q_i
-is r_i, and the perplexity exp(-mean ln q_i(r_i)).
+The reference is an unbounded cache (:func:`unbounded`): its N greedy tokens r_i after the prompt, ends of text ignored,
+and its distributions p_i. Each method and budget is measured twice, because either alone misleads. Both give a share of
+equal tokens and KL(p_i || q_i) = sum_v p_i(v) (ln p_i(v) - ln q_i(v)) in nats, position by position:
+
+*teacher-forced*: q_i is given r_0, r_1, ... one by one, so both distributions are of the same text. Top-1 is the share
+of positions where the largest q_i is r_i; there is a perplexity, exp(-mean ln q_i(r_i)), too.
+*free-running*: q_i is given the tokens that the method chose itself. Match is the share of positions where its token
+is r_i. One early difference may cost all later ones: from there on p_i and q_i are of different texts, and their KL is
+that of any two texts, however good both are.
 
 A free run that chose r_0 ... r_{N-2} answers both, and the second pass is left out. Logits are float32, distributions
 float64, so that a KL of 0 means the same logits and 1e-11 is a figure rather than rounding.
@@ -54,13 +58,13 @@ class Row:
     """What one method did within one budget.
 
     exactness: what the cache called itself in the end. entries: the effective budget of a full layer.
-    match: share of the positions at which the free run's token is the reference's; differs_at: the first at which it is
-    not (from 0), or None. kl: nats at each position, with its mean and largest; top1: share of positions.
-    perplexity: of the reference's continuation. tokens: the free run's. memory: bytes after the free run.
-    tokens_per_s: of decoding, None where only one token was written. away, recalled: where recall is selective, entries
-    of a KV head there were to recall and those that were, mean over steps and layers; left_out: the largest bound on
-    the attention that a query gave to the others. merges: pairs that the free run merged, and shares of keys that had
-    to be clamped. error: why there is nothing else.
+    Free-running: match, the share of the positions at which its token is the reference's; differs_at, the first at
+    which it is not (from 0), or None; kl_free, nats at each position, with its mean; tokens. Teacher-forced: kl, nats
+    at each position, with its mean and largest; top1, share of positions; perplexity, of the reference's continuation.
+    memory: bytes after the free run. tokens_per_s: of decoding, None where only one token was written. away, recalled:
+    where recall is selective, entries of a KV head there were to recall and those that were, mean over steps and
+    layers; left_out: the largest bound on the attention that a query gave to the others. merges: pairs that the free
+    run merged, and shares of keys that had to be clamped.. error: why there is nothing else.
     """
 
     method: str
@@ -72,6 +76,8 @@ class Row:
     kl_mean: float | None = None
     kl_max: float | None = None
     kl: list[float] = field(default_factory=list)
+    kl_free_mean: float | None = None
+    kl_free: list[float] = field(default_factory=list)
     top1: float | None = None
     perplexity: float | None = None
     memory: dict[str, Any] = field(default_factory=lambda: Memory().as_dict())
@@ -102,12 +108,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All rows, and the reference as one more. context: prompt and continuation, what budgets in percent are of."""
+    """All rows, and the reference as one more. context: prompt and continuation, what budgets in percent are of.
+    whole_bytes: of an unbounded cache in bfloat16."""
 
     prompt_tokens: int
     new_tokens: int
     reference: Row
     rows: list[Row]
+    whole_bytes: int = 0
 
     @property
     def context(self) -> int:
@@ -173,6 +181,13 @@ def compare(
     return Comparison(len(prompt), new, reference.row, rows)
 
 
+def unbounded(model: Any) -> str:
+    """Return the cache that others are compared with: transformers' own in float32, kvkeep's ``full`` in 16 bits. There
+    transformers' attention sums in another order than kvkeep's, which moves every distribution more than a good method
+    does."""
+    return STOCK if model.dtype.itemsize > 2 else "full"
+
+
 def judge(expected: Tensor, got: Tensor, token: int) -> Position:
     """Compare two distributions, given as logits (vocabulary,), at a position whose reference token is ``token``."""
     p, q = (logits.double().log_softmax(-1) for logits in (expected, got))
@@ -191,8 +206,11 @@ def _fits(model: Any, prompt_tokens: int, new: int) -> None:
         )
 
 
-def _free(case: Case, tokens: list[int], expected: list[int], seconds: Sequence[float], cache: Any) -> Row:
+def _free(
+    case: Case, tokens: list[int], expected: list[int], judged: Sequence[Position], seconds: Sequence[float], cache: Any
+) -> Row:
     """Return the results of a free run, bytes included."""
+    divergences = [position.kl for position in judged]
     same = [a == b for a, b in zip(tokens, expected, strict=True)]
     recall = cache.certificate() if isinstance(cache, KeepCache) else []
     decoding = sum(seconds[1:])
@@ -203,6 +221,8 @@ def _free(case: Case, tokens: list[int], expected: list[int], seconds: Sequence[
         entries=getattr(cache, "entries", None),
         match=fmean(same),
         differs_at=None if all(same) else same.index(False),
+        kl_free_mean=fmean(divergences),
+        kl_free=divergences,
         memory=memory_of(cache).as_dict(),
         prefill_s=seconds[0],
         tokens_per_s=(len(seconds) - 1) / decoding if decoding else None,
@@ -250,11 +270,12 @@ class Reference:
         ids = torch.tensor([list(prompt)], device=next(model.parameters()).device)
         with torch.no_grad():
             model(ids[:, :16], use_cache=False)  # warms up
-        cache = cache_for(model, STOCK, None, len(prompt) + new)
+        method = unbounded(model)
+        cache = cache_for(model, method, None, len(prompt) + new)
         logits, seconds = zip(*read(model, ids, cache, new), strict=True)
         tokens = [int(one.argmax()) for one in logits]
         judged = [judge(one, one, token) for one, token in zip(logits, tokens, strict=True)]
-        row = _forced(_free(Case(STOCK), tokens, tokens, seconds, cache), judged)
+        row = _forced(_free(Case(method), tokens, tokens, judged, seconds, cache), judged)
         return cls(model, ids, list(logits), row, fmean(seconds[1:]) if new > 1 else seconds[0], chunk)
 
     def work(self, tokens: int, steps: int) -> float:
@@ -265,7 +286,7 @@ class Reference:
         """Run one case freely, and then forced unless the free run was given the same text anyway. ``report`` gets the
         work done, in seconds of the reference's own speed."""
         row, judged = self._run_freely(case, report)
-        if len(judged) < len(self.logits):
+        if row.tokens[:-1] != self.row.tokens[:-1]:
             one_pass = self.work(self.ids.shape[1], len(self.logits) - 1)
             judged = list(self._run_forced(case, lambda done: report(one_pass + done)))
         return _forced(row, judged)
@@ -276,12 +297,11 @@ class Reference:
         seconds: list[float] = []
         judged: list[Position] = []
         for step, (logits, took) in enumerate(read(self.model, self.ids, cache, len(expected))):
-            if tokens == expected[:step]:  # it has been given the reference's text so far
-                judged.append(judge(self.logits[step], logits, expected[step]))
+            judged.append(judge(self.logits[step], logits, expected[step]))
             tokens.append(int(logits.argmax()))
             seconds.append(took)
             report(self.work(self.ids.shape[1], step))
-        return _free(case, tokens, expected, seconds, cache), judged
+        return _free(case, tokens, expected, judged, seconds, cache), judged
 
     def _run_forced(self, case: Case, report: Callable[[float], None]) -> Iterator[Position]:
         expected, cache = self.row.tokens, self._cache(case, report)

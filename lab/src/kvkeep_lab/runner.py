@@ -111,12 +111,13 @@ class Runner:
 @dataclass(frozen=True)
 class Tally:
     """What became of an experiment's cells. found: measured before. done, failed: since the run began, by it or by
-    another run. elsewhere: another run is measuring them."""
+    another run. elsewhere: another run is measuring them. searched: cells of the search that were done, besides."""
 
     done: int = 0
     found: int = 0
     elsewhere: int = 0
     failed: tuple[Record, ...] = ()
+    searched: int = 0
 
 
 def run(
@@ -134,13 +135,48 @@ def run(
 ) -> Tally:
     """Measure the cells that ``store`` does not have, those that failed before among them.
 
+    An experiment with a search (``tune``) runs that first, in the same store, and then the chosen methods.
+
     only: measure these methods of a task (and nothing else). fresh: measure what was measured before again; a report
     takes the newest. workers: processes that measure side by side; None is one, this one. ray: the address of a Ray
     cluster, ``auto`` or ``local``: the workers run there, None being as many as it has GPUs or, without any, machines.
     An interrupt is raised on: what was measured until then is in the store. Raises UsageError for data that is missing,
-    StoreError where nothing can be written, and as loading a model does.
+    StoreError where nothing can be written, KvkeepError while another run is at the search, and as loading a model
+    does.
     """
     sources = tuple(experiment.sources(data))
+    measure = partial(
+        _run, store, fresh=fresh, device=device, workers=workers, ray=ray, progress=progress, notify=notify
+    )
+    if not isinstance(experiment, Experiment) or experiment.tune is None:
+        return measure(experiment, sources, only)
+    passages, first = experiment.tune.passages(data), Tally()
+    if tried := experiment.tune.tried(only or experiment.methods):
+        first = measure(experiment.tuning(), passages, [experiment.baseline, *tried])
+    if first.elsewhere:
+        raise KvkeepError(f"Another run is at the search of '{experiment.name}'; go on when it is done.")
+    store.refresh()
+    experiment = experiment.tuned(store, digest(passages))
+    chosen = (one for model in experiment.chosen.values() for at in model.values() for one in at.items())
+    only = [*only, *(one for name, one in chosen if name in only)]
+    then = measure(experiment, tuple(one for one in sources if one not in passages), only)
+    return replace(then, searched=first.done)
+
+
+def _run(
+    store: Store,
+    experiment: Experiment | StudyExperiment,
+    sources: tuple[Path, ...],
+    only: Sequence[str],
+    *,
+    fresh: bool,
+    device: str | None,
+    workers: int | None,
+    ray: str | None,
+    progress: RunProgress,
+    notify: Callable[[str], None],
+) -> Tally:
+    """Measure the cells of ``sources`` that ``store`` does not have."""
     cells = [cell for cell in experiment.cells(digest(sources)) if not only or cell.method in only]
     store.refresh()
     if cells:
@@ -196,6 +232,7 @@ def _numbers(metrics: Sequence[Metric], outcomes: Sequence[Outcome]) -> dict[str
         "memory": largest.memory,
         "exactness": largest.exactness,
         "entries": largest.entries,
+        "whole_bytes": largest.whole_bytes,
     }
 
 

@@ -54,8 +54,9 @@ class TaskRecord(Record):
     """One cell of a task.
 
     scores: for each metric, the number of every sample that has one, in the samples' order. prompt_tokens, prefill_s,
-    token_s (seconds for each token after the first): by sample, too. memory: bytes, of the sample that held most.
-    entries: the budget of a full layer.
+    token_s (seconds for each token after the first): by sample, too. memory: bytes, of the sample that held most;
+    whole_bytes: of an unbounded bfloat16 cache for that one, 0 in stores of earlier versions. entries: the budget of a
+    full layer.
     """
 
     kind: Literal["cell"] = "cell"
@@ -67,6 +68,7 @@ class TaskRecord(Record):
     prefill_s: list[float] = []
     token_s: list[float | None] = []
     memory: dict[str, Any] = {}
+    whole_bytes: int = 0
     exactness: str = ""
     entries: int | None = None
 

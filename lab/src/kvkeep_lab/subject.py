@@ -15,7 +15,7 @@ from kvkeep.errors import UsageError
 from kvkeep.models.loading import Loaded
 from kvkeep.stock import memory_of
 from kvkeep_lab.peers import Reader, peer_of
-from kvkeep_lab.reading import cache_for, continued, read, scores
+from kvkeep_lab.reading import cache_for, continued, read, scores, whole_bytes
 from kvkeep_lab.reference import Case, Reference, Row
 
 
@@ -23,7 +23,7 @@ from kvkeep_lab.reference import Case, Reference, Row
 class AnswerCost:
     """What one answer took. prefill_s: seconds of the prompt. token_s: seconds of each token after the first, None
     where there is none. memory: bytes afterwards, as ``cache.memory()`` gives them. entries: the budget of a full
-    layer, None where it has none."""
+    layer, None where it has none. whole_bytes: what an unbounded cache of bfloat16 would hold."""
 
     prompt_tokens: int
     prefill_s: float
@@ -31,6 +31,7 @@ class AnswerCost:
     memory: dict[str, Any]
     exactness: str
     entries: int | None
+    whole_bytes: int
 
     @property
     def held_bytes(self) -> int:
@@ -84,13 +85,14 @@ class Subject:
     def write(self, ids: Sequence[int], new: int, ended: Callable[[str], bool] | None = None) -> Answer:
         """Read a prompt and answer greedily by up to ``new`` tokens. An end of text ends it, and so does ``ended``,
         called with the text so far. Methods that draft do so in rounds."""
-        cache = self._cache(len(ids) + new)
+        context = len(ids) + new
+        cache = self._cache(context)
         if isinstance(cache, Reader):
             return self._written(cache, ids, new, ended or (lambda text: False))
         made = generate(self.loaded.model, self.tokenizer, ids, cache, max_new_tokens=new, ended=ended)
         steps = len(made.tokens) - 1
         seconds = [made.timing.prefill_s, *([made.timing.decode_s / steps] if steps > 0 else [])]
-        return Answer(made.text, made.tokens, _cost(cache, len(ids), seconds))
+        return Answer(made.text, made.tokens, self._cost(cache, len(ids), context, seconds))
 
     def examine(self, ids: Sequence[int], right: Sequence[int], new: int) -> Answer:
         """Return ln p of each token of a ``right`` answer to a prompt, and what is written without it.
@@ -99,14 +101,15 @@ class Subject:
         greedy answer begins with it, and nothing more is run; elsewhere the prompt is read again, and up to ``new``
         tokens are written. The cost is of the first reading, so methods that draft make no rounds.
         """
-        cache = self._cache(len(ids) + max(new, len(right)))
+        context = len(ids) + max(new, len(right))
+        cache = self._cache(context)
         logs, seconds, agrees = [], [], True
         passed = read(self.loaded.model, self._tensor(ids), cache, len(right), right)
         for (logits, took), token in zip(passed, right, strict=True):
             logs.append(float(logits.double().log_softmax(-1)[token]))
             seconds.append(took)
             agrees = agrees and int(logits.argmax()) == token
-        cost = _cost(cache, len(ids), seconds)
+        cost = self._cost(cache, len(ids), context, seconds)
         if agrees:
             return Answer(self.tokenizer.decode(list(right)), list(right), cost, logs)
         return replace(self.write(ids, new), cost=cost, logs=logs)
@@ -119,7 +122,7 @@ class Subject:
         logs = [log for found, _ in passed for log in found]
         stepwise = sum(seconds for _, seconds in passed[1:])
         seconds = [passed[0][1], *([stepwise / (len(logs) - 1)] if len(logs) > 1 else [])]
-        return logs, _cost(cache, len(ids), seconds)
+        return logs, self._cost(cache, len(ids), len(ids), seconds)
 
     def weigh(self, ids: Sequence[int], continuations: Sequence[Sequence[int]]) -> tuple[list[Likelihood], AnswerCost]:
         """Read a prompt once, and return how likely each of ``continuations`` (a token each at least) is.
@@ -128,13 +131,14 @@ class Subject:
         cost has no seconds of a token. A budget in percent is of the prompt and the longest of them. The cost's bytes
         are those of the prompt, before the cache is repeated for each.
         """
-        cache = self._full(len(ids) + max(map(len, continuations)))
+        context = len(ids) + max(map(len, continuations))
+        cache = self._full(context)
         exact = getattr(cache, "exactness", Exactness.EXACT) == Exactness.EXACT
         logs: list[list[float]] = [[] for _ in continuations]
         greedy, seconds, cost = [True] * len(continuations), [], None
         passed = continued(self.loaded.model, self._tensor(ids), cache, continuations, exact)
         for position, (logits, took) in enumerate(passed):
-            cost = cost or _cost(cache, len(ids), [took])
+            cost = cost or self._cost(cache, len(ids), context, [took])
             seconds.append(took)
             likely, best = logits.double().log_softmax(-1), logits.argmax(-1).tolist()
             for row, tokens in enumerate(continuations):
@@ -151,6 +155,13 @@ class Subject:
         if key not in self.references:
             self.references[key] = Reference.of(self.loaded.model, ids, new, self.chunk)
         return self.references[key].measure(Case(self.method, self.budget))
+
+    def _cost(self, cache: Any, prompt_tokens: int, context: int, seconds: Sequence[float]) -> AnswerCost:
+        """Return the cost of a prompt whose first of ``seconds`` is its own, the others of a token each; ``context``:
+        tokens of prompt and answer at most."""
+        exactness, entries = str(getattr(cache, "exactness", Exactness.EXACT)), getattr(cache, "entries", None)
+        token_s, whole = fmean(seconds[1:]) if seconds[1:] else None, whole_bytes(self.loaded.model, context)
+        return AnswerCost(prompt_tokens, seconds[0], token_s, memory_of(cache).as_dict(), exactness, entries, whole)
 
     def _tensor(self, ids: Sequence[int]) -> torch.Tensor:
         return torch.tensor([list(ids)], device=self.loaded.model.device)
@@ -179,11 +190,4 @@ class Subject:
             text = self.tokenizer.decode(tokens, skip_special_tokens=True)
             if tokens[-1] in ends or ended(text):
                 break
-        return Answer(text, tokens, _cost(reader, len(ids), seconds))
-
-
-def _cost(cache: Any, prompt_tokens: int, seconds: Sequence[float]) -> AnswerCost:
-    """Return the cost of a prompt whose first of ``seconds`` is its own, the others of a token each."""
-    exactness, entries = str(getattr(cache, "exactness", Exactness.EXACT)), getattr(cache, "entries", None)
-    token_s = fmean(seconds[1:]) if seconds[1:] else None
-    return AnswerCost(prompt_tokens, seconds[0], token_s, memory_of(cache).as_dict(), exactness, entries)
+        return Answer(text, tokens, self._cost(reader, len(ids), len(ids) + new, seconds))

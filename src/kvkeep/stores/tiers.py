@@ -47,6 +47,9 @@ ln(error spared a byte) / 5.4, by the KL that codes of one width for all entries
 CLIPS = {16: (1.0,), 8: (1.0,), 4: (1.0, 0.9, 0.8), 2: (1.0, 0.85, 0.75, 0.65, 0.55)}
 """Shares of the range that codes may cover."""
 
+PARTS = ("attention", "clipping", "channels")
+"""What can be left out, to see what it is good for."""
+
 
 class Entries(NamedTuple):
     """Groups of entries as numbers: keys and values (lanes, groups, GROUP, dim), slots and scores (lanes, groups,
@@ -107,10 +110,11 @@ class Channels(NamedTuple):
 
 class Tier:
     """Groups of one layer at ``bits``: parts (lanes, groups, ...). Where a model's numbers have as many bits, parts are
-    these."""
+    these. ``clips``: whether codes may cover less than the range."""
 
-    def __init__(self, bits: Bits, width: int) -> None:
+    def __init__(self, bits: Bits, width: int, clips: bool) -> None:
         self.bits, self.plain = bits, bits.keys == 8 * width
+        self.shares = CLIPS if clips else dict.fromkeys(CLIPS, (1.0,))
         self.parts: list[Tensor] = []
         self.holes = False  # whether some slots are -1
 
@@ -151,8 +155,8 @@ class Tier:
             return [keys, values]
         even, bits = (values.float() - channels.mean[:, None]) / channels.deviation[:, None], self.bits
         return [
-            *encode(keys.transpose(2, 3), bits.keys, CLIPS[bits.keys]),
-            *encode(even, bits.values, CLIPS[bits.values]),
+            *encode(keys.transpose(2, 3), bits.keys, self.shares[bits.keys]),
+            *encode(even, bits.values, self.shares[bits.values]),
         ]
 
     def _written(self, parts: list[Tensor], channels: Channels, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -176,8 +180,8 @@ class Tier:
 
 class Tiers(EvictedStore):
     """One layer's tiers, and the entries that wait to be a group. ``room``: bytes of a lane for groups; ``width``:
-    bytes of a number of the model's. It listens: scores of what left go on, so that a group ranks by the attention it
-    gets.
+    bytes of a number of the model's; ``without``: one of :data:`PARTS`, or none. It listens: scores of what left go on,
+    so that a group ranks by the attention it gets; without attention a score is a slot, and the newest rank highest.
 
     Slots and scores of everything lie in one tensor each, (lanes, entries), tier by tier; the last GROUP are of what
     waits.
@@ -185,11 +189,11 @@ class Tiers(EvictedStore):
 
     listens = True
 
-    def __init__(self, room: int, key_dim: int, value_dim: int, width: int, meter: Meter) -> None:
-        self.meter = meter
+    def __init__(self, room: int, key_dim: int, value_dim: int, width: int, meter: Meter, without: str = "") -> None:
+        self.meter, self.without = meter, without
         self.prices = prices(key_dim, value_dim, width)
         self.room = room - channel_bytes(value_dim)
-        self.tiers = [Tier(bits, width) for bits in TIERS]
+        self.tiers = [Tier(bits, width, without != "clipping") for bits in TIERS]
         self.waiting: list[Tensor] = []  # keys and values (lanes, GROUP, dim)
         self.slots: Tensor | None = None
         self.scores: Tensor | None = None
@@ -202,7 +206,8 @@ class Tiers(EvictedStore):
 
     def take(self, left: Evicted, resident: WorkingSet) -> None:
         assert left.scores is not None
-        fresh = [left.keys, left.values, left.slots, left.scores]
+        scores = left.scores if self.without != "attention" else left.slots.to(left.scores)
+        fresh = [left.keys, left.values, left.slots, scores]
         if self.slots is None or self.scores is None:
             size = left.keys.shape[0], GROUP
             self.waiting = [part.new_zeros(*size, part.shape[2], dtype=narrow(part.dtype)) for part in left[:2]]
@@ -229,6 +234,8 @@ class Tiers(EvictedStore):
         self._described = None
         if self.channels is None:
             self.channels = Channels.of(coming)
+            if self.without == "channels":
+                self.channels = Channels(self.channels.mean.zero_(), self.channels.deviation.fill_(1.0))
         counts = tier_counts(self.room, self.prices, self.groups + coming.groups)
         room = start = 0  # of tiers above, where less is held than could be: what has fallen does not come up
         every: list[tuple[Tensor, Tensor]] = []
@@ -294,7 +301,7 @@ class Tiers(EvictedStore):
         return (*tiers, last.end(self.count)) if self.count else tiers
 
     def observe(self, weights: Sequence[Tensor], queries: int, resident: WorkingSet) -> None:
-        if not weights or self.slots is None or self.scores is None:
+        if not weights or self.slots is None or self.scores is None or self.without == "attention":
             return
         used = self.groups * GROUP + self.count
         slots, scores = (part[:, :used] for part in (self.slots, self.scores))

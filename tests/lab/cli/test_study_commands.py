@@ -39,7 +39,7 @@ COMMANDS = {
         ["prefill", "stock", "full", "at least", "h2o+quantize:4 at 64: A budget of 16 entries"],
     ),
     "compare": (
-        "-x kv-direct,full -b 16,25% -n 4", "prompt_tokens new_tokens context reference rows figure",
+        "-x kv-direct,full -b 16,25% -n 4", "prompt_tokens new_tokens context whole_bytes reference rows figure",
         ["class", "budget", "match", "KL", "perplexity", "resident", "checkpoints", "stock"],
     ),
     "longchat": ("--turns 2 -n 5 -b 16 -x stock,kv-direct,h2o", "budget turns figure", ["After 2 turns", "2/2", "h2o"]),
@@ -127,8 +127,11 @@ def test_rows_of_a_comparison(call: Run) -> None:
     report = answered(call, "compare", "-x", "static", "-x", "full", "-x", "kv-direct,full")
     assert (report["prompt_tokens"], report["new_tokens"], report["context"]) == (200, 4, 204)
     for row in (report["reference"], *report["rows"]):
-        fields = "method budget exactness entries match differs_at kl_mean kl_max kl top1 perplexity memory prefill_s "
-        assert set(row) == set(f"{fields} tokens_per_s tokens away recalled left_out merges error".split())
+        fields = (
+            "method budget exactness entries match differs_at kl_mean kl_max kl kl_free_mean kl_free top1 perplexity "
+        )
+        fields += "memory prefill_s tokens_per_s tokens away recalled left_out merges error"
+        assert set(row) == set(fields.split())
         assert set(row["memory"]["checkpoint_bytes"]) == {"device", "host", "disk"}
     rows = {(row["method"], row["budget"]): row for row in report["rows"]}
     assert list(rows) == [

@@ -20,6 +20,7 @@ from kvkeep_lab.statistics import Estimate, student
 from kvkeep_lab.store import Store
 from kvkeep_lab.tasks.base import Metric
 from results import EXPERIMENT, PAPER, filled
+from results import FOUND as FOUND_BY
 
 
 def test_a_group_by_hand(tmp_path: Path) -> None:
@@ -83,6 +84,8 @@ def test_what_a_paper_says_is_as_it_is_read_today(tmp_path: Path) -> None:
     old = {"title": today.paper.title, "where": today.paper.where, "setting": "?", "claims": ["As it once was."]}
     (group,) = groups([filled(tmp_path / "a.jsonl", EXPERIMENT.with_(name="needle-25", paper=old))])
     assert group.experiment.paper == today.paper and group.experiment.budgets == EXPERIMENT.budgets
+    gone = filled(tmp_path / "c.jsonl", EXPERIMENT.with_(name="match-by-budget", paper=old))  # which has none today
+    assert [group.experiment.paper for group in groups([gone])] == [None]
     other = {**old, "where": "Fig. 1000"}
     (group,) = groups([filled(tmp_path / "b.jsonl", EXPERIMENT.with_(name="needle-25", paper=other))])
     assert group.experiment.paper is not None and group.experiment.paper.setting == "?"
@@ -119,7 +122,8 @@ def test_rounding_is_no_gain_and_what_has_no_time_is_not_fast() -> None:
 
 
 SHARE = (0.0, 1.0)
-HOLDS, DIFFERS, OPEN, UNMEASURED = Outcome.HOLDS, Outcome.DIFFERS, Outcome.OPEN, Outcome.UNMEASURED
+HOLDS, DIFFERS, OPEN = Outcome.HOLDS, Outcome.DIFFERS, Outcome.OPEN
+MEASURED, UNMEASURED = Outcome.MEASURED, Outcome.UNMEASURED
 
 
 @pytest.mark.parametrize(
@@ -130,7 +134,7 @@ HOLDS, DIFFERS, OPEN, UNMEASURED = Outcome.HOLDS, Outcome.DIFFERS, Outcome.OPEN,
         ([0.50, 0.51, 0.52], {"at_most": 0.4}, SHARE, DIFFERS),
         ([0.50, 0.51, 0.52], {"at_least": 0.6}, SHARE, DIFFERS),
         ([0.50, 0.51, 0.52], {"at_least": 0.505}, SHARE, OPEN),
-        ([0.50, 0.51, 0.52], {"at_least": 0.51, "at_most": 0.51}, SHARE, OPEN),  # a number of the paper, met
+        ([0.50, 0.51, 0.52], {"at_least": 0.51, "at_most": 0.51}, SHARE, OPEN),  # one number, met
         ([0.50, 0.51, 0.52], {"at_least": 0.9, "at_most": 0.9}, SHARE, DIFFERS),  # and not met
         ([0.5], {"at_least": 0.1}, SHARE, OPEN),  # of one sample there is no interval
         ([5.0], {"at_most": 0.1}, None, OPEN),
@@ -223,24 +227,65 @@ def test_open_and_unmeasured_claims(tmp_path: Path) -> None:
     assert verdict.ours[0].startswith("Cannot be told: `h2o` less `full` at 10% and 25%: -50.0 [")
     assert verdict.reading == "found (%) of `h2o` less that of `full` at every budget, at least -10 points"
     (verdict,) = group_of(tmp_path / "c", methods=["quantized"], at_least=1.0).judged()
-    measured = "So: `quantized` at 25%: 100.0 [100.0, 100.0] (N = 8)."  # a claim holds if all that was measured does
-    assert (verdict.outcome, verdict.ours) == (HOLDS, (measured, "Not measured: `quantized` at 10%."))
+    measured = "So: `quantized` at 25%: 100.0 [100.0, 100.0] (N = 8)."  # a claim holds if every case does
+    assert (verdict.outcome, verdict.ours) == (UNMEASURED, (measured, "Not measured: `quantized` at 10%."))
     (verdict,) = group_of(tmp_path / "b", methods=["h2o+merge"], budgets=["25%"], at_most=0.5).judged()
     assert (verdict.outcome, verdict.samples, verdict.ours) == (UNMEASURED, 0, ("Not measured: `h2o+merge` at 25%.",))
 
 
-def test_numbers_of_the_paper_are_judged_and_the_difference_told(tmp_path: Path) -> None:
-    values = [
-        {"metric": "found", "value": value, "method": method, "budget": "25%"}
-        for value, method in ((0.75, "h2o"), (0.75, "window"), (0.0, "window"), (0.5, "unheard-of"))
-    ]
-    experiment = EXPERIMENT.with_(paper={**PAPER, "claims": [], "values": values})
-    (group,) = groups([filled(tmp_path / "r.jsonl", experiment)])
-    near, far, met = group.judged()
-    assert (near.outcome, far.outcome, met.outcome) == (OPEN, DIFFERS, HOLDS)
-    assert near.says == "found (%) of h2o at 25%: 75.0" and near.reading == ""
-    assert near.ours[0].startswith("Cannot be told: `h2o` at 25%: 50.0 [") and ", -25.0 [" in near.ours[0]
-    assert ", -75.0 [" in far.ours[0] and "from theirs (N = 8)" in far.ours[0]
+@pytest.mark.parametrize(
+    ("claim", "why"),
+    [
+        ({"at_least": 0.5, "of": "machine"}, "another machine's"),
+        ({"of": "machine"}, "another machine's"),
+        ({"at_least": 0.5, "of": "model"}, "another model's"),
+        ({"at_least": 0.5, "unlike": "read at once"}, "measured otherwise: read at once"),
+        ({}, "the paper names no limit"),
+        ({"of": "model", "unlike": "so"}, "another model's; measured otherwise: so; the paper names no limit"),
+    ],
+)
+def test_numbers_that_are_no_verdict_say_why(tmp_path: Path, claim: dict[str, Any], why: str) -> None:
+    (verdict,) = group_of(tmp_path, methods=["window", "quantized"], **claim).judged()
+    assert (verdict.outcome, verdict.finding, verdict.why) == (MEASURED, f"no verdict, {why}", why)
+    ours, missing = verdict.ours
+    assert ours.startswith("Ours: `window` at 10% and 25%; `quantized` at 25%. The least is `window` at 10% 0.0 [")
+    assert missing == "Not measured: `quantized` at 10%."
+    (verdict,) = group_of(tmp_path / "none", methods=["h2o+merge"], **claim).judged()
+    assert verdict.outcome is UNMEASURED
+
+
+def test_on_the_paper_s_own_model_there_is_a_verdict(tmp_path: Path) -> None:
+    claim = {"says": "So it is.", "metric": "found", "methods": ["window"], "at_least": 0.9, "of": "model"}
+    for models, outcome in ((["smollm2"], DIFFERS), (["another"], MEASURED)):
+        paper = {**PAPER, "claims": [claim], "values": [], "models": models}
+        (group,) = groups([filled(tmp_path / f"{outcome}.jsonl", EXPERIMENT.with_(paper=paper))])
+        assert [verdict.outcome for verdict in group.judged()] == [outcome]
+
+
+def test_where_both_sides_find_nothing_nothing_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A method is no worse than another that scores nothing either, and finding nothing says little of a method where
+    the full cache finds nothing."""
+    monkeypatch.setitem(FOUND_BY, "h2o", [0.0, 0.0])
+    assert outcomes(tmp_path / "a", methods=["h2o"], than=["window"], budgets=["25%"], at_least=0.0) == {
+        ("h2o less window", "25%"): OPEN
+    }
+    (verdict,) = group_of(tmp_path / "b", methods=["h2o"], than=["window"], budgets=["25%"], at_least=0.0).judged()
+    assert verdict.ours == (
+        "Cannot be told, because both score nothing: `h2o` less `window` at 25%: +0.0 [+0.0, +0.0] (N = 8).",
+    )
+    limits: dict[str, Any] = {"methods": ["window"], "budgets": ["25%"], "at_most": 0.9}
+    assert set(outcomes(tmp_path / "c", **limits).values()) == {HOLDS}
+    monkeypatch.setitem(FOUND_BY, "full", [0.0, 0.0])
+    assert set(outcomes(tmp_path / "d", **limits).values()) == {OPEN}
+    assert Metric("m", "m").floor == 0.0 and Metric("m", "m", "lower").floor == 1.0
+    assert Metric("m", "KL", "lower", "number", least=0.0).floor is None
+
+
+def test_the_paper_s_numbers_stand_beside_ours_and_are_not_judged(tmp_path: Path) -> None:
+    values = [{"metric": "found", "value": 0.75, "method": "h2o", "budget": "25%"}]
+    (group,) = groups([filled(tmp_path / "r.jsonl", EXPERIMENT.with_(paper={**PAPER, "claims": [], "values": values}))])
+    assert isinstance(group, TaskGroup) and list(group.judged()) == []
+    assert [line.paper[0].value for line in group.results if line.paper] == [0.75]
 
 
 def test_without_a_paper_there_is_nothing_to_judge() -> None:

@@ -28,6 +28,7 @@ FRONT = [
     "Where ours differ from the papers",
     "Where ours agree",
     "What cannot be told yet",
+    "Measured, without a verdict",
     "Claims that were not measured",
     "What was not run",
 ]
@@ -67,7 +68,7 @@ def test_a_table_says_what_there_is_to_know(tmp_path: Path) -> None:
     (row,) = (line for line in table if line.startswith("| `h2o` | 25% |"))
     assert "50.0 [" in row and "-50.0 [" in row and "found 75.0" in row and "2.1 MB" in row and "50 ms" in row
     assert "N = 8 a row (2 samples, 4 points, 1 seed)" in body and "prompts of 127 to 256 tokens" in body
-    assert "Beside A Paper, Fig. 7. Theirs: a large model, 16 bits. Ours: smollm2, float32, " in body
+    assert "Beside A Paper, Fig. 7. Theirs: a large model, 16 bits. Ours: smollm2, float32 (dequantised" in body
     assert "* The paper says: It always finds." in body
     assert "* The paper's number: unheard-of: found 50.0." in body
 
@@ -75,17 +76,19 @@ def test_a_table_says_what_there_is_to_know(tmp_path: Path) -> None:
 def test_what_differs_comes_first(tmp_path: Path) -> None:
     text = markdown(chapters(filled(tmp_path / "r.jsonl")))
     assert headings(text, 2) == [*FRONT, "A small thing: smollm2"]
-    differing_, agreeing, open_, claims, _ = (part(text, heading) for heading in FRONT)
-    assert text.index("Does not hold here: 1, holds here: 1, cannot be told: 2 and not measured: 1.") < text.index(
-        "\n## "
-    )
+    differing_, agreeing, open_, bare, claims, _ = (part(text, heading) for heading in FRONT)
+    counts = "Does not hold here: 1, holds here: 1, cannot be told: 1, no verdict: 1 and not measured: 1."
+    assert text.index(counts) < text.index("\n## ")
     assert '* "Windows find most." **Does not hold here.**' in differing_ and "Theirs: a large model" in differing_
-    assert "Ours: smollm2, float32, prompts of 127 to 256 tokens, N = 8 a row" in differing_
+    assert "Q4\\_1.gguf), prompts of 127 to 256 tokens, N = 8 a row" in differing_
     assert '* "Quantising finds all." **Holds here.**' in agreeing
     assert '* "Half is found." **Cannot be told from 8 samples.**' in open_
-    assert "h2o at 25%: 75.0 (read off)" in open_
+    assert (
+        '* "Llamas find all." **No verdict, another model\x27s.**' in bare
+        and "Ours: `h2o` at 10% and 25%: 50.0 [" in bare
+    )
     assert '* "Merging finds."\n  * Read as: ' in claims
-    assert sum(text.count(claim["says"]) for claim in PAPER["claims"][1:] if isinstance(claim, dict)) == 4
+    assert sum(text.count(claim["says"]) for claim in PAPER["claims"][1:] if isinstance(claim, dict)) == 5
 
 
 def test_without_claims_there_are_no_verdicts(tmp_path: Path) -> None:

@@ -32,18 +32,17 @@ def cells(row: str) -> list[str]:
 
 
 def test_the_verdicts_are_those_of_the_stores() -> None:
-    rows = re.findall(
-        r"^\| \[`([\w-]+)`\]\(lab-\1\.jsonl\), (\S+) \| .* \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|$", PAGE, re.M
-    )
+    counts = r" \| ".join([r"(\d+)"] * len(Outcome))
+    rows = re.findall(rf"^\| \[`([\w-]+)`\]\(lab-\1\.jsonl\), (\S+) \| .* \| {counts} \|$", PAGE, re.M)
     told = {(name, model): tuple(map(int, counts)) for name, model, *counts in rows}
     judged = {}
     for store in sorted(RESULTS.glob("lab-*.jsonl")):
         for group in found(store.name):
-            counts = Counter(verdict.outcome for verdict in group.judged())
-            if counts:
-                judged[group.experiment.name, group.model] = tuple(counts[outcome] for outcome in Outcome)
+            judgements = Counter(verdict.outcome for verdict in group.judged())
+            if judgements:
+                judged[group.experiment.name, group.model] = tuple(judgements[outcome] for outcome in Outcome)
     assert told == judged
-    whole = re.search(r"\| \*\*all (\d+)\*\* \| \| " + r" \| ".join([r"\*\*(\d+)\*\*"] * 4) + r" \|", PAGE)
+    whole = re.search(r"\| \*\*all (\d+)\*\* \| \| " + r" \| ".join([r"\*\*(\d+)\*\*"] * len(Outcome)) + r" \|", PAGE)
     assert whole is not None
     sums = [sum(counts) for counts in zip(*judged.values(), strict=True)]
     assert [int(count) for count in whole.groups()] == [sum(sums), *sums]

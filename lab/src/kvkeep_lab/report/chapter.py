@@ -14,15 +14,17 @@ class Outcome(StrEnum):
     DIFFERS = "does not hold here"
     HOLDS = "holds here"
     OPEN = "cannot be told"
+    MEASURED = "no verdict"
     UNMEASURED = "not measured"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was found of one of a paper's claims, or of its numbers.
+    """What was found of one of a paper's claims.
 
     says: the paper's sentence. ours: what was measured, with intervals, in sentences of Markdown. samples: the fewest
-    that it goes by. reading: how the sentence was read as numbers, in Markdown.
+    that it goes by. reading: how the sentence was read as numbers, in Markdown. why: the reason that numbers of ours
+    are no verdict, where they are none.
     """
 
     says: str
@@ -30,10 +32,13 @@ class Verdict:
     ours: tuple[str, ...] = ()
     samples: int = 0
     reading: str = ""
+    why: str = ""
 
     @property
     def finding(self) -> str:
         """The outcome as a person reads it."""
+        if self.outcome is Outcome.MEASURED:
+            return f"{self.outcome}, {self.why}"
         if self.outcome is not Outcome.OPEN:
             return str(self.outcome)
         return f"{self.outcome} from {self.samples} sample{'' if self.samples == 1 else 's'}"
@@ -54,7 +59,7 @@ class Chapter:
     """One experiment, in words: what every kind of experiment gives to the report.
 
     beside: the paper and its figure or table. theirs, ours: model, precision and sizes, so that differences can be
-    seen. verdicts: of the paper's claims and numbers, in its order. missing: what could not be run or was not, and why,
+    seen. verdicts: on the paper's claims, in its order. missing: what could not be run or was not, and why,
     a sentence each. blocks: Markdown (headings from the third level on) and pictures, in their order; a chapter without
     any is only named at the report's beginning.
     """

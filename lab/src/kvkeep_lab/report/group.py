@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvkeep.models.embedded import EMBEDDED
 from kvkeep_lab.experiment import ExperimentBase
 from kvkeep_lab.paper import Claim
 from kvkeep_lab.report.chapter import Chapter, Picture, Verdict
@@ -49,8 +50,10 @@ class Group(ABC):
 
     @property
     def dtypes(self) -> str:
-        """The precisions of all machines."""
-        return " and ".join(sorted({str(machine.get("dtype")) for machine in self.machines}))
+        """The precisions of all machines, and what file of few bits these were made of."""
+        found = sorted({str(machine.get("dtype")) for machine in self.machines})
+        file = EMBEDDED[self.model].file if self.model in EMBEDDED and found != ["auto"] else ""
+        return " and ".join(found) + (f" (dequantised from {file})" if file else "")
 
     @property
     def origin(self) -> str:
@@ -89,13 +92,13 @@ class Group(ABC):
         yield from (f"The paper says: {claim.says}" for claim in self.experiment.claims if claim.metric is None)
 
     def judged(self) -> Iterator[Verdict]:
-        """Yield a verdict for each claim that numbers decide."""
-        yield from (self.verdict(claim) for claim in self.experiment.claims if claim.metric is not None)
-
-    def verdict(self, claim: Claim) -> Verdict:
-        """Return what was found of a claim with a metric."""
-        assert claim.metric is not None
-        return verdict(claim, self.metric(claim.metric), self.cases(claim))
+        """Yield what was found of each claim with a metric."""
+        if (paper := self.experiment.paper) is None:
+            return
+        for claim in paper.claims:
+            if claim.metric is not None:
+                why = paper.no_verdict(claim, self.model)
+                yield verdict(claim, self.metric(claim.metric), self.cases(claim), why)
 
     def metric(self, name: str) -> Metric:
         """Return a metric of the task or study."""

@@ -71,9 +71,11 @@ def _definitions(stores: Sequence[Store]) -> dict[str, dict[str, Any]]:
 
 
 def _with_todays_paper(experiment: Experiment | StudyExperiment) -> Experiment | StudyExperiment:
-    """Return an experiment with the paper of the packaged one of its name, where that is about the same figure: claims
-    are judged as they are read today."""
-    paper = load_experiment(experiment.name).paper if experiment.name in packaged() else None
-    if paper is None or experiment.paper is None or paper.where != experiment.paper.where:
+    """Return an experiment with what the packaged one of its name says of the same figure of a paper, if anything:
+    claims are judged as they are read today."""
+    if experiment.name not in packaged() or experiment.paper is None:
+        return experiment
+    paper = load_experiment(experiment.name).paper
+    if paper is not None and paper.where != experiment.paper.where:
         return experiment
     return experiment.model_copy(update={"paper": paper})

@@ -14,7 +14,8 @@ TITLE = "Results of the lab"
 _JUDGED = {
     Outcome.DIFFERS: ("Where ours differ from the papers", "Nothing here differs for certain from what a paper says."),
     Outcome.HOLDS: ("Where ours agree", "No claim of a paper is confirmed here."),
-    Outcome.OPEN: ("What cannot be told yet", "Every claim that was measured is decided."),
+    Outcome.OPEN: ("What cannot be told yet", "No claim is left open by its samples."),
+    Outcome.MEASURED: ("Measured, without a verdict", "Every claim that was measured has a verdict."),
     Outcome.UNMEASURED: ("Claims that were not measured", "Every claim that numbers can decide was measured."),
 }
 """A section for each outcome, and what stands there if there is none."""
@@ -25,8 +26,10 @@ FRONT = (*(title for title, _ in _JUDGED.values()), _MISSING)
 """The sections that come before the chapters."""
 
 _INTERVALS = (
-    "A verdict goes by Student's interval, in brackets, of 95 % for all cases of a claim together. It is wider than "
-    "the bootstrap interval of the tables, which of few samples is too narrow. N is the number of samples."
+    "There is a verdict only by a limit that the paper itself names, and only where ours is measured as the paper's "
+    "is: on its model where the sentence is of a model, and on no machine but its own where it is of one. A verdict "
+    "goes by Student's interval, in brackets, of 95 % for all cases of a claim together. It is wider than the "
+    "bootstrap interval of the tables, which of few samples is too narrow. N is the number of samples."
 )
 
 
@@ -66,7 +69,7 @@ def _front(chapters: Sequence[Chapter], links: Mapping[int, str]) -> Iterator[st
     counted = Counter(verdict.outcome for chapter in chapters for verdict in chapter.verdicts)
     if counted:
         counts = listed(f"{outcome}: {counted[outcome]}" for outcome in Outcome)
-        yield f"Claims and numbers of the papers that are held against ours: {counted.total()}. {counts.capitalize()}."
+        yield f"Claims of the papers that numbers here are about: {counted.total()}. {counts.capitalize()}."
         yield _INTERVALS
         for outcome, (heading, none) in _JUDGED.items():
             yield f"## {heading}"
@@ -104,11 +107,15 @@ def _title(chapter: Chapter, links: Mapping[int, str]) -> str:
 
 
 def _claim(verdict: Verdict) -> Iterator[str]:
-    finding = "" if verdict.outcome is Outcome.UNMEASURED else f" **{verdict.finding.capitalize()}.**"
+    finding = "" if verdict.outcome is Outcome.UNMEASURED else f" **{_sentence(verdict.finding)}.**"
     yield f'* "{escaped(verdict.says)}"{finding}'
     yield from (f"  * {sentence}" for sentence in verdict.ours if verdict.outcome is not Outcome.UNMEASURED)
     if verdict.reading:
         yield f"  * Read as: {verdict.reading}."
+
+
+def _sentence(words: str) -> str:
+    return escaped(words[:1].upper() + words[1:])
 
 
 def _part(chapter: Chapter, pictures: str | None) -> Iterator[str]:

@@ -30,7 +30,8 @@ class MethodResult:
     """One method at one budget.
 
     cells: how many were measured, of how many. scores: by metric. beside: the difference from the baseline, sample by
-    sample. held_bytes: mean over the cells of the bytes of entries that attention reads; checkpoint_bytes: of
+    sample. held_bytes: mean over the cells of the bytes of entries that attention reads; share: what that is of an
+    unbounded bfloat16 cache's, whatever the model computes in, None where records do not say; checkpoint_bytes: of
     checkpoints, wherever they are. prefill_s, token_s: mean seconds of a prompt, and of each token after the first.
     entries: the fewest and the most of a full layer. at: each point's mean of each metric. error: why a cell is
     missing. samples: the numbers themselves.
@@ -45,6 +46,7 @@ class MethodResult:
     scores: dict[str, Estimate] = field(default_factory=dict)
     beside: dict[str, Estimate] = field(default_factory=dict)
     held_bytes: float = 0.0
+    share: float | None = None
     checkpoint_bytes: float = 0.0
     prefill_s: float = 0.0
     token_s: float | None = None
@@ -64,15 +66,15 @@ class MethodResult:
         return self.held_bytes + self.checkpoint_bytes
 
     def values(self, metric: str) -> list[float]:
-        """Return all numbers of a metric."""
-        return [value for scores in self.samples.values() for value in scores[metric]]
+        """Return all numbers of a metric; records of an earlier version may have none."""
+        return [value for scores in self.samples.values() for value in scores.get(metric, ())]
 
     def minus(self, other: Samples, metric: str) -> list[float]:
         """Return the differences from another's samples, one by one, wherever both were measured."""
         return [
             mine - theirs
             for place, scores in self.samples.items()
-            if place in other
+            if place in other and metric in scores and metric in other[place]
             for mine, theirs in zip(scores[metric], other[place][metric], strict=True)
         ]
 
@@ -83,9 +85,9 @@ class MethodResult:
         return {**plain, "paper": [value.model_dump(mode="json") for value in self.paper]}
 
 
-def method_results(experiment: Experiment, records: Sequence[TaskRecord]) -> tuple[MethodResult, ...]:
-    """Return what ``records`` hold of each method and budget, in the experiment's order."""
-    of: dict[tuple[str, str | None], list[TaskRecord]] = {way: [] for way in experiment.ways()}
+def method_results(experiment: Experiment, model: str, records: Sequence[TaskRecord]) -> tuple[MethodResult, ...]:
+    """Return what ``records``, which are of ``model``, hold of each method and budget, in the experiment's order."""
+    of: dict[tuple[str, str | None], list[TaskRecord]] = {way: [] for way in experiment.ways(model)}
     for record in records:
         of.setdefault((record.method, record.budget), []).append(record)
     first = next((mine for (method, _), mine in of.items() if method == experiment.baseline and mine), [])
@@ -111,6 +113,7 @@ def _result(
         return bare
     metrics = [metric.name for metric in experiment.task.metrics]
     pairs = {} if method == experiment.baseline else {name: bare.minus(baseline, name) for name in metrics}
+    shares = [record.held_bytes / record.whole_bytes for record in done if record.whole_bytes]
     steps = [value for record in done for value in record.token_s if value is not None]
     entries = [record.entries for record in done if record.entries is not None]
     return replace(
@@ -120,6 +123,7 @@ def _result(
         scores={name: estimate(found) for name in metrics if (found := bare.values(name))},  # some are of few samples
         beside={name: estimate(values) for name, values in pairs.items() if values},
         held_bytes=fmean(record.held_bytes for record in done),
+        share=fmean(shares) if shares else None,
         checkpoint_bytes=fmean(record.checkpoint_bytes for record in done),
         prefill_s=fmean(value for record in done for value in record.prefill_s),
         token_s=fmean(steps) if steps else None,
@@ -132,7 +136,8 @@ def _at(done: Sequence[TaskRecord]) -> Iterator[tuple[Point, dict[str, float]]]:
     for record in done:
         points.setdefault(json.dumps(record.point, sort_keys=True), []).append(record)
     for records in points.values():
-        found = {name: [value for record in records for value in record.scores[name]] for name in records[0].scores}
+        names = dict.fromkeys(name for record in records for name in record.scores)
+        found = {name: [value for record in records for value in record.scores.get(name, ())] for name in names}
         yield records[0].point, {name: fmean(values) for name, values in found.items() if values}
 
 

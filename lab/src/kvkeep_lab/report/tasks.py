@@ -14,7 +14,7 @@ from kvkeep_lab.experiment import Experiment
 from kvkeep_lab.paper import Claim, PaperValue
 from kvkeep_lab.reading import takes
 from kvkeep_lab.report import formatting as text
-from kvkeep_lab.report.chapter import Picture, Verdict
+from kvkeep_lab.report.chapter import Picture
 from kvkeep_lab.report.figures import draw_frontier, draw_maps, draw_quality
 from kvkeep_lab.report.formatting import code, listed, number, table, titled, ways
 from kvkeep_lab.report.group import Group
@@ -40,7 +40,7 @@ class TaskGroup(Group):
     @cached_property
     def results(self) -> tuple[MethodResult, ...]:
         """Each method at each budget, as far as there are records."""
-        return method_results(self.experiment, self.records)
+        return method_results(self.experiment, self.model, self.records)
 
     @property
     def measured(self) -> list[MethodResult]:
@@ -85,10 +85,13 @@ class TaskGroup(Group):
 
     def blocks(self) -> Iterator[str | Picture]:
         setting = f"{self.origin} In brackets: 95 % of {RESAMPLES:,} bootstrap means over samples."
+        if any(result.share is not None for result in self.measured):
+            setting += " held: bytes that attention reads, and their share of the full cache's in bfloat16."
         if self._relative:
             setting += f" vs {self.experiment.baseline}: the difference from it, sample by sample."
         yield setting
         yield self.task.protocol
+        yield from self._tuned()
         if self.measured:
             yield _table(self)
             yield from _by_name(self)
@@ -99,6 +102,18 @@ class TaskGroup(Group):
             yield Picture(f"{self.name}-quality", f"{self.title}, quality", partial(draw_quality, self))
             if self.task.mapped:
                 yield Picture(f"{self.name}-map", f"{self.title}, by point", partial(draw_maps, self))
+
+    def _tuned(self) -> Iterator[str]:
+        """Yield what was chosen of the methods that were tuned, and on what."""
+        tune, chosen = self.experiment.tune, self.experiment.chosen.get(self.model, {})
+        if tune is not None and chosen:
+            size = f"{tune.samples} other passage{'s' if tune.samples > 1 else ''} of {tune.length:,} tokens"
+            found = "; ".join(
+                f"{code(name)} ({len(tune.tried([name]))} tried): "
+                + ways((code(at[name]), budget) for budget, at in chosen.items() if name in at)
+                for name in tune.candidates
+            )
+            yield f"Parameters with the least mean KL (teacher-forced) on {size}: {found}."
 
     @property
     def _relative(self) -> list[Metric]:
@@ -114,33 +129,37 @@ class TaskGroup(Group):
             names = ways((code(result.method), result.budget) for result in results)
             yield f"{names}: {' or '.join(sorted(cells))} measured{f': {text.escaped(error)}' if error else ' so far.'}"
         there = {(result.method, result.budget) for result in self.results}
-        if missing := [way for way in self.experiment.ways() if way not in there]:
+        if missing := [way for way in self.experiment.ways(self.model) if way not in there]:
             yield f"Not measured yet: {ways((code(method), budget) for method, budget in missing)}."
 
     def cases(self, claim: Claim) -> list[ClaimCase]:
         assert claim.metric is not None
-        measured = {(result.method, result.budget): result for result in self.measured}
-        cases = []
-        for method in claim.methods:
-            for budget in claim.budgets or self.experiment.budgets if "budget" in takes(method) else (None,):
-                result = measured.get((method, budget))
-                for other in claim.than or (None,):
-                    name = code(method) if other is None else f"{code(method)} less {code(other)}"
-                    values: list[float] = []
-                    if result is not None and other is None:
-                        values = result.values(claim.metric)
-                    elif result is not None and other is not None:
-                        beside = measured.get((other, budget)) or measured.get((other, None))
-                        values = [] if beside is None else result.minus(beside.samples, claim.metric)
-                    cases.append(ClaimCase(name, budget, values))
-        return cases
+        metric = self.metric(claim.metric)
+        return [
+            self._case(metric, method, budget, other)
+            for method in claim.methods
+            for budget in (claim.budgets or self.experiment.budgets if "budget" in takes(method) else (None,))
+            for other in claim.than or (None,)
+        ]
 
-    def judged(self) -> Iterator[Verdict]:
-        """Yield a verdict for each claim that numbers decide, and for each of the paper's numbers of our methods."""
-        yield from super().judged()
-        for value in () if self.experiment.paper is None else self.experiment.paper.values:
-            if is_ours(value.method):
-                yield self.verdict(self._claim(value))
+    def _case(self, metric: Metric, method: str, budget: str | None, other: str | None) -> ClaimCase:
+        """Return one case of a claim: a method, perhaps less another, whose rows stand at the same budget or take none.
+        Without another it is the baseline that tells whether a method's floor means anything."""
+        rows = {(result.method, result.budget): result for result in self.measured}
+        method, name = (
+            self.experiment.choice(one, self.model, budget) for one in (method, other or self.experiment.baseline)
+        )
+        mine, beside = rows.get((method, budget)), rows.get((name, budget)) or rows.get((name, None))
+        if mine is None or (other is not None and beside is None):
+            values: list[float] = []
+        elif other is None or beside is None:
+            values = mine.values(metric.name)
+        else:
+            values = mine.minus(beside.samples, metric.name)
+        sides = [] if mine is None or beside is None else [*mine.values(metric.name), *beside.values(metric.name)]
+        floored = bool(values and sides) and all(value == metric.floor for value in sides)
+        label = code(method) if other is None else f"{code(method)} less {code(name)}"
+        return ClaimCase(label, budget, values, floored=floored)
 
     def undecided(self) -> Iterator[str]:
         """Yield the claims that no metric decides, and the paper's numbers of methods that are not ours."""
@@ -155,20 +174,6 @@ class TaskGroup(Group):
         """Return one of the paper's numbers with its metric."""
         metric = self.metric(value.metric)
         return f"{metric.label} {number(metric, value.value)}"
-
-    def _claim(self, value: PaperValue) -> Claim:
-        """Return the claim that our number is the paper's."""
-        metric = self.metric(value.metric)
-        where = f" at {value.budget}" if value.budget else ""
-        return Claim(
-            says=f"{titled(metric)} of {value.method}{where}: {number(metric, value.value)}"
-            + (f" ({value.note})" if value.note else ""),
-            metric=value.metric,
-            methods=(value.method,),
-            budgets=(value.budget,) if value.budget else (),
-            at_least=value.value,
-            at_most=value.value,
-        )
 
 
 def is_ours(method: str) -> bool:
@@ -186,20 +191,22 @@ def _table(group: TaskGroup) -> str:
     paper = any(result.paper for result in group.results)
     checkpoints = any(result.checkpoint_bytes for result in group.measured)
     headings = ["method", "budget", "entries"]
-    for metric in group.task.metrics:
+    metrics = [one for one in group.task.metrics if any(one.name in result.scores for result in group.measured)]
+    for metric in metrics:
         headings += [titled(metric), *([f"vs {baseline}"] if metric in relative else [])]
     headings += [*(["paper"] if paper else []), "held", *(["checkpoints"] if checkpoints else []), "prefill", "token"]
     rows = []
     for result in group.measured:
         entries = "all" if result.entries is None else "-".join(f"{n:,}" for n in dict.fromkeys(result.entries))
         cells = [code(result.method), result.budget or "-", entries]
-        for metric in group.task.metrics:
+        for metric in metrics:
             name = metric.name
             cells.append(text.estimate_text(metric, result.scores[name]) if name in result.scores else "-")
             if metric in relative:
                 cells.append(text.difference_text(metric, result.beside[name]) if name in result.beside else "-")
         cells += [", ".join(map(group.paper_value, result.paper)) or "-"] if paper else []
-        cells.append(text.megabytes(result.held_bytes))
+        share = "" if result.share is None else f" ({100 * result.share:.3g} %)"
+        cells.append(f"{text.megabytes(result.held_bytes)}{share}")
         cells += [text.megabytes(result.checkpoint_bytes) if result.checkpoint_bytes else "-"] if checkpoints else []
         rows.append([*cells, f"{result.prefill_s:.2f} s", text.milliseconds(result.token_s)])
     return table(headings, rows)

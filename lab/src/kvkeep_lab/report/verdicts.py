@@ -21,13 +21,15 @@ class ClaimCase:
     """One case of a claim: a method at a budget, perhaps less another method; of a study the number itself.
 
     name: in Markdown, "" of a study. values: the samples; none where nothing was measured. certain: no seed and no
-    other run changes the value, so it needs no interval.
+    other run changes the value, so it needs no interval. floored: it and what it stands beside are as bad as numbers of
+    this kind can be, so they show nothing.
     """
 
     name: str = ""
     budget: str | None = None
     values: Sequence[float] = ()
     certain: bool = False
+    floored: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,9 +66,10 @@ def judge(
     return Outcome.HOLDS if low <= found.low and found.high <= high else Outcome.OPEN, found
 
 
-def judged_cases(claim: Claim, metric: Metric, cases: Sequence[ClaimCase]) -> list[JudgedCase]:
-    """Return what became of each case. The more cases were measured, the wider each one's interval: all of them
-    together cover what they should with a share of 1 - :data:`ERROR` (Bonferroni)."""
+def judged_cases(claim: Claim, metric: Metric, cases: Sequence[ClaimCase], judges: bool = True) -> list[JudgedCase]:
+    """Return what became of each case; ``judges``: False gives its interval alone. The more cases were measured, the
+    wider each one's interval: all of them together cover what they should with a share of 1 - :data:`ERROR`
+    (Bonferroni)."""
     share = 1 - ERROR / max(1, sum(bool(case.values) for case in cases))
     (least, greatest), (low, high) = metric.scale, _limits(claim.at_least, claim.at_most)
     scale = (least - greatest, greatest - least) if claim.than else (least, greatest)
@@ -77,23 +80,24 @@ def judged_cases(claim: Claim, metric: Metric, cases: Sequence[ClaimCase]) -> li
         elif case.certain:
             value, holds = case.values[0], all(low <= value <= high for value in case.values)
             outcome = Outcome.HOLDS if holds else Outcome.DIFFERS
-            judged.append(JudgedCase(case, outcome, Estimate(value, value, value, 1)))
+            judged.append(JudgedCase(case, outcome if judges else Outcome.MEASURED, Estimate(value, value, value, 1)))
         else:
-            found = judge(case.values, claim.at_least, claim.at_most, scale=scale, share=share)
-            judged.append(JudgedCase(case, *found))
+            outcome, found = judge(case.values, claim.at_least, claim.at_most, scale=scale, share=share)
+            outcome = Outcome.MEASURED if not judges else Outcome.OPEN if case.floored else outcome
+            judged.append(JudgedCase(case, outcome, found))
     return judged
 
 
-def verdict(claim: Claim, metric: Metric, cases: Sequence[ClaimCase]) -> Verdict:
-    """Return the verdict on a claim: one case against it is enough, and it holds if all that was measured does."""
-    judged = judged_cases(claim, metric, cases)
+def verdict(claim: Claim, metric: Metric, cases: Sequence[ClaimCase], why: str = "") -> Verdict:
+    """Return the verdict on a claim: one case against it is enough, and it holds if every case does. ``why``: the
+    reason that there can be none, whatever was measured."""
+    judged = judged_cases(claim, metric, cases, not why)
     outcomes = {one.outcome for one in judged}
-    order = (Outcome.DIFFERS, Outcome.OPEN, Outcome.HOLDS)
+    order = (Outcome.DIFFERS, Outcome.OPEN, Outcome.MEASURED, Outcome.UNMEASURED, Outcome.HOLDS)
     outcome = next((outcome for outcome in order if outcome in outcomes), Outcome.UNMEASURED)
     deciding = [one.found.n for one in judged if one.found is not None and one.outcome is outcome]
-    return Verdict(
-        claim.says, outcome, tuple(_ours(metric, claim, judged)), min(deciding, default=0), _reading(metric, claim)
-    )
+    ours = tuple(_ours(metric, claim, judged))
+    return Verdict(claim.says, outcome, ours, min(deciding, default=0), _reading(metric, claim), why)
 
 
 def _limits(at_least: float | None, at_most: float | None) -> tuple[float, float]:
@@ -101,17 +105,20 @@ def _limits(at_least: float | None, at_most: float | None) -> tuple[float, float
 
 
 _WORDS = {
-    Outcome.DIFFERS: "Not so",
-    Outcome.HOLDS: "So",
-    Outcome.OPEN: "Cannot be told",
-    Outcome.UNMEASURED: "Not measured",
+    (Outcome.DIFFERS, False): "Not so",
+    (Outcome.HOLDS, False): "So",
+    (Outcome.OPEN, False): "Cannot be told",
+    (Outcome.OPEN, True): "Cannot be told, because both score nothing",
+    (Outcome.MEASURED, False): "Ours",
+    (Outcome.MEASURED, True): "Ours, where both score nothing",
+    (Outcome.UNMEASURED, False): "Not measured",
 }
 
 
 def _ours(metric: Metric, claim: Claim, judged: Sequence[JudgedCase]) -> Iterator[str]:
     """Yield a sentence for the cases of each outcome, with the least and the greatest mean."""
-    for outcome, word in _WORDS.items():
-        if some := [one for one in judged if one.outcome is outcome]:
+    for (outcome, floored), word in _WORDS.items():
+        if some := [one for one in judged if one.outcome is outcome and one.case.floored is floored]:
             found = [one for one in some if one.found is not None]
             if some[0].case.name:
                 names = ways((one.case.name, one.case.budget) for one in some)
@@ -136,19 +143,14 @@ def _one(metric: Metric, claim: Claim, judged: JudgedCase) -> str:
     found = judged.found
     assert found is not None
     text = difference_text(metric, found) if claim.than else estimate_text(metric, found)
-    if claim.at_least is not None and claim.at_least == claim.at_most and not claim.than:
-        mean, low, high = (value - claim.at_least for value in (found.mean, found.low, found.high))
-        text += f", {difference_text(metric, Estimate(mean, low, high, found.n))} from theirs"
     return f"{text} (N = {found.n})"
 
 
 def _reading(metric: Metric, claim: Claim) -> str:
     """Return the claim as numbers, in words."""
-    if claim.methods and claim.at_least == claim.at_most:
-        return ""  # a number of the paper, which says so itself
     methods = f" of {listed(map(code, claim.methods))}" if claim.methods else ""
     less = f" less that of {listed(map(code, claim.than))}" if claim.than else ""
     where = (f" at {listed(claim.budgets)}" if claim.budgets else " at every budget") if claim.methods else ""
     bounds = (("at least", claim.at_least), ("at most", claim.at_most))
     limits = [f"{word} {limit(metric, bound, bool(claim.than))}" for word, bound in bounds if bound is not None]
-    return f"{titled(metric)}{methods}{less}{where}, {listed(limits)}"
+    return f"{titled(metric)}{methods}{less}{where}{f', {listed(limits)}' if limits else ''}"

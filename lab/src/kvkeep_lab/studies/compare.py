@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -15,6 +16,7 @@ from kvkeep.contracts import Exactness
 from kvkeep.decode.prompt import encode, question, shortened
 from kvkeep.errors import UsageError
 from kvkeep_lab.figures import COLOURS, FilePath, blank, dress, save, styled
+from kvkeep_lab.reading import whole_bytes
 from kvkeep_lab.reference import Comparison, Row, cases, compare
 from kvkeep_lab.studies.base import BudgetText, Flag, MethodName, Study, Trial, text_of, unique
 from kvkeep_lab.tables import Table, fixed, megabytes, percent
@@ -31,8 +33,9 @@ class Compare(Study):
     name = "compare"
     about = "methods and budgets against the full cache: tokens, KL, perplexity, bytes, speed"
     protocol = (
-        "One prompt is read and continued by every method at every budget: freely (match, speed), and given the full "
-        "cache's continuation token by token (KL in nats, top-1, perplexity). The reference is transformers' own cache."
+        "One prompt is read and continued by every method at every budget: free-running (match, KL of texts that may "
+        "have parted, speed), and teacher-forced, given the full cache's continuation token by token (KL of one text, "
+        "top-1, perplexity). KL in nats. The reference is transformers' own cache, in 16 bits kvkeep's 'full'."
     )
     found = Comparison
     text = "optional"
@@ -70,7 +73,8 @@ class Compare(Study):
         raw = self.raw if self.raw is not None else bool(trial.sources) and not self.prompt
         ids = encode(trial.tokenizer, question(text, self.prompt), raw=raw)
         listed = cases(self.methods, self.budgets)
-        return compare(trial.model, ids, listed, new=self.new, chunk=self.chunk, progress=trial.progress)
+        found = compare(trial.model, ids, listed, new=self.new, chunk=self.chunk, progress=trial.progress)
+        return replace(found, whole_bytes=whole_bytes(trial.model, found.context))
 
     def problem(self, found: Comparison) -> str | None:
         return None if found.measured else "No method could be measured; the reasons are above."
@@ -80,14 +84,15 @@ class Compare(Study):
 
     def tables(self, found: Comparison) -> list[Table]:
         """Return quality and cost of each row, the best of each budget in bold, and what was refused below."""
-        columns = [*_NAMED, *_quality(found.reference), *_COST]
-        if any(row.recalled is not None for row in found.measured):
-            columns[-len(_COST) : -len(_COST)] = _RECALL
+        recalls = _RECALL if any(row.recalled is not None for row in found.measured) else []
+        columns = [*_NAMED, *_quality(found.reference), *recalls, *_cost(found)]
         table = Table(
             f"{found.prompt_tokens:,} tokens read, {found.new_tokens} written",
             [heading for heading, _, _ in columns],
             notes=[
-                "Stock is the reference; KL in nats, the best of each budget in bold.",
+                f"{found.reference.method.capitalize()} is the reference; KL in nats, the best of a budget in bold.",
+                "Free-running: match, KL where texts may have parted. Teacher-forced: other KLs, top-1, perplexity.",
+                "Of bfloat16: held bytes as a share of the full cache's in bfloat16.",
                 *(f"`{row.label}`: {row.error}" for row in found.rows if row.error),
                 *(
                     f"`{row.label}`: {row.merges[0]:,} pairs merged, {row.merges[1]:,} shares of keys clamped."
@@ -103,8 +108,8 @@ class Compare(Study):
         return [table]
 
     def draw(self, found: Comparison, path: FilePath, *, title: str) -> None:
-        """Draw token match and KL by the bytes held, and KL at each position of the smallest budget. One budget alone
-        gives bars instead of lines. Raises UsageError if no row was measured."""
+        """Draw token match (free-running) and KL (teacher-forced) by the bytes held, and both KLs at each position of
+        the smallest budget. One budget alone gives bars instead of lines. Raises UsageError if no row was measured."""
         rows = found.measured
         if not rows:
             raise UsageError("There is nothing to draw: no method was measured.")
@@ -117,14 +122,14 @@ class Compare(Study):
             figure = blank(4.6 + strips)
             parts: Any = figure.subfigures(2, 1, height_ratios=[4.3, strips])
             _lines(parts[0], rows, budgets, floor)
-            axes = parts[1].subplots()
-            _positions(axes, shown, floor, f"KL at each position, budget {budgets[0]} (nats)")
-            axes.set_yticks(range(len(shown)), [row.method for row in shown])
+            pair = parts[1].subplots(1, 2, sharey=True)
+            _positions(pair, shown, floor, f" at {budgets[0]}")
+            pair[0].set_yticks(range(len(shown)), [row.method for row in shown])
         else:
             figure = blank(0.7 + strips)
-            grid: Any = figure.subplots(1, 3, sharey=True, width_ratios=[1, 1, 1.6])
+            grid: Any = figure.subplots(1, 4, sharey=True, width_ratios=[1, 1, 1.3, 1.3])
             _bars(grid[0], grid[1], shown, floor)
-            _positions(grid[2], shown, floor, "KL at each position (nats)")
+            _positions(grid[2:], shown, floor)
             title += f", budget {budgets[0]}" if budgets else ""
         figure.suptitle(title, fontsize=11)
         save(figure, path)
@@ -146,8 +151,9 @@ def _quality(reference: Row) -> list[Column]:
         ("entries", lambda row: "all" if row.entries is None else f"{row.entries:,}", None),
         ("match", lambda row: percent(row.match, 0), lambda row: _negative(row.match)),
         ("differs at", lambda row: "-" if row.differs_at is None else str(row.differs_at), None),
-        ("KL mean", lambda row: nats(row.kl_mean), lambda row: row.kl_mean),
-        ("KL max", lambda row: nats(row.kl_max), None),
+        ("KL, free", lambda row: nats(row.kl_free_mean), None),
+        ("KL, forced", lambda row: nats(row.kl_mean), lambda row: row.kl_mean),
+        ("its largest", lambda row: nats(row.kl_max), None),
         ("top-1", lambda row: percent(row.top1, 0), lambda row: _negative(row.top1)),
         ("perplexity", lambda row: "-" if row.perplexity is None else f"{row.perplexity:#.4g}".rstrip("."), surprise),
     ]
@@ -168,12 +174,19 @@ _RECALL: list[Column] = [
     ("left out at most", lambda row: percent(row.left_out), None),
 ]
 
-_COST: list[Column] = [
-    ("resident", lambda row: megabytes(row.memory["resident_bytes"]), lambda row: row.memory["resident_bytes"]),
-    ("compressed + checkpoints", lambda row: megabytes(row.kept_bytes or None), None),
-    ("prefill s", lambda row: fixed(row.prefill_s), None),
-    ("tokens/s", lambda row: fixed(row.tokens_per_s, 1), lambda row: _negative(row.tokens_per_s)),
-]
+
+def _cost(found: Comparison) -> list[Column]:
+    def share(row: Row) -> float | None:
+        """What a row holds of an unbounded bfloat16 cache's bytes."""
+        return row.held_bytes / found.whole_bytes if found.whole_bytes else None
+
+    return [
+        ("resident", lambda row: megabytes(row.memory["resident_bytes"]), lambda row: row.memory["resident_bytes"]),
+        ("held, of bfloat16", lambda row: percent(share(row), 0), None),
+        ("compressed + checkpoints", lambda row: megabytes(row.kept_bytes or None), None),
+        ("prefill s", lambda row: fixed(row.prefill_s), None),
+        ("tokens/s", lambda row: fixed(row.tokens_per_s, 1), lambda row: _negative(row.tokens_per_s)),
+    ]
 
 
 def _cell(
@@ -227,8 +240,8 @@ def _lines(figure: Any, rows: Sequence[Row], budgets: Sequence[str], floor: floa
         left.plot(held, [_hundredths(row) for row in mine], **style)
         right.plot(held, [max(row.kl_mean or 0.0, floor) for row in mine], **style)
     across = "keys and values held, for the budget asked"
-    dress(left, "Tokens that are the full cache's (%)", across, x="log")
-    dress(right, "Mean KL from the full cache (nats)", across, x="log", y="log")
+    dress(left, "Match, free-running (%)", across, x="log")
+    dress(right, "Mean KL, teacher-forced (nats)", across, x="log", y="log")
     for axes in (left, right):
         axes.xaxis.minorticks_off()
         axes.set_xticks(*_ticks(rows, budgets))
@@ -266,29 +279,31 @@ def _bars(left: Any, right: Any, rows: Sequence[Row], floor: float) -> None:
     bars = right.barh(places, lengths, left=floor, color=colours, height=0.65)
     labels = [f"{nats(value)}{' (below the axis)' * (value < floor)}" for value in divergences]
     right.bar_label(bars, labels, padding=3, fontsize=9)
-    dress(left, "The full cache's tokens (%)", "blue: methods that call themselves exact", grid="x")
-    dress(right, "Mean KL (nats)", x="log", grid="x")
+    dress(left, "Match, free-running (%)", "blue: methods that call themselves exact", grid="x")
+    dress(right, "Mean KL, forced (nats)", x="log", grid="x")
     right.set_xlim(floor, max(10 * floor, *divergences) * 30)
     left.invert_yaxis()  # shared: the first row on top
 
 
-def _positions(axes: Any, rows: Sequence[Row], floor: float, title: str) -> None:
-    """Draw one strip a method, a cell a position, coloured by the logarithm of its KL."""
+def _positions(pair: Any, rows: Sequence[Row], floor: float, where: str = "") -> None:
+    """Draw one strip a method, a cell a position, coloured by the logarithm of its KL: teacher-forced, free-running."""
     from matplotlib.colors import LogNorm
     from matplotlib.ticker import MaxNLocator
 
-    highest = max(value for row in rows for value in row.kl)
-    cells = [[max(value, floor) for value in row.kl] for row in rows]
+    highest = max(value for row in rows for value in (*row.kl, *row.kl_free))
     style: dict[str, Any] = {"aspect": "auto", "interpolation": "nearest", "cmap": "viridis"}
-    image = axes.imshow(cells, norm=LogNorm(floor, max(highest, 10 * floor)), **style)
-    for number in range(1, len(rows)):
-        axes.axhline(number - 0.5, color="white", linewidth=2)
-    axes.set_title(title, loc="left", fontsize=10)
-    axes.set_xlabel("token of the continuation")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.tick_params(axis="y", length=0)
-    axes.spines[:].set_visible(False)
-    axes.figure.colorbar(image, ax=axes, pad=0.01, extend="min")
+    style["norm"] = LogNorm(floor, max(highest, 10 * floor))
+    named = (("teacher-forced", [row.kl for row in rows]), ("free-running", [row.kl_free for row in rows]))
+    for axes, (name, values) in zip(pair, named, strict=True):
+        image = axes.imshow([[max(value, floor) for value in own] for own in values], **style)
+        for number in range(1, len(rows)):
+            axes.axhline(number - 0.5, color="white", linewidth=2)
+        axes.set_title(f"KL{where}, {name} (nats)", loc="left", fontsize=10)
+        axes.set_xlabel("token of the continuation")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.tick_params(axis="y", length=0)
+        axes.spines[:].set_visible(False)
+    pair[0].figure.colorbar(image, ax=list(pair), pad=0.01, extend="min")
 
 
 def _below(rows: Sequence[Row], floor: float) -> str:

@@ -98,7 +98,7 @@ class EffectiveRank(Study):
         Metric("half_kl", "KL at half of the width (nats)", "lower", "number"),
         Metric("whole_match", "tokens that are the same at all of the width"),
     )
-    certain = ("rank", "share", "half_energy", "half_match", "half_kl", "whole_match")
+    certain = ("rank", "share", "half_energy")  # the others are of one prompt
     text = "optional"
 
     shares: Annotated[list[Annotated[float, Field(gt=0, le=1)]], Flag(default=[0.25, 0.5, 0.75, 1.0])] = Field(

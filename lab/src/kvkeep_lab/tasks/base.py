@@ -60,6 +60,12 @@ class Metric:
         """The least and the greatest that a number can be."""
         return (0.0, 1.0) if self.kind == "share" else (self.least, math.inf)
 
+    @property
+    def floor(self) -> float | None:
+        """The worst that a number can be; None where it can be worse without end."""
+        worst = self.scale[self.better == "lower"]
+        return worst if math.isfinite(worst) else None
+
 
 @dataclass(frozen=True)
 class Sample:

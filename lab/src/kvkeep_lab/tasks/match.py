@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
+from kvkeep_lab.reading import whole_bytes
 from kvkeep_lab.subject import AnswerCost, Subject
 from kvkeep_lab.tasks.base import Metric, Outcome, Point, Sample, Task
 from kvkeep_lab.tasks.texts import joined, passage, text_files
@@ -21,13 +22,16 @@ class Match(Task):
     name = "match"
     about = "tokens, KL and perplexity against the full cache, on passages of any text"
     protocol = (
-        "The unbounded cache continues each passage greedily. Match: the share of those tokens that the bounded cache "
-        "writes, too, by itself. KL, top-1 and perplexity: given the unbounded cache's tokens one by one."
+        "The unbounded cache continues each passage greedily. Free-running: the bounded cache writes by itself; match "
+        "is the share of tokens that are the same, and KL, position by position, is of two texts once they parted. "
+        "Teacher-forced: it is given the unbounded cache's tokens one by one, so KL, top-1 and perplexity are of one "
+        "text."
     )
     metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric("kl", "KL (nats)", "lower", "number", least=0.0),
-        Metric("match", "match"),
-        Metric("top1", "top-1"),
+        Metric("kl", "KL, teacher-forced (nats)", "lower", "number", least=0.0),
+        Metric("kl_free", "KL, free-running (nats)", "lower", "number", least=0.0),
+        Metric("match", "match, free-running"),
+        Metric("top1", "top-1, teacher-forced"),
         Metric("nll", "perplexity", "lower", "perplexity", least=0.0),
     )
     axes = ("length",)
@@ -45,8 +49,11 @@ class Match(Task):
 
     def measure(self, subject: Subject, sample: Sample) -> Outcome:
         row = subject.compare(sample.ids, self.new)
-        assert row.kl_mean is not None and row.match is not None and row.top1 is not None and row.perplexity is not None
-        scores = {"kl": row.kl_mean, "match": row.match, "top1": row.top1, "nll": math.log(row.perplexity)}
+        assert row.kl_mean is not None and row.kl_free_mean is not None
+        assert row.match is not None and row.top1 is not None and row.perplexity is not None
+        scores = {"kl": row.kl_mean, "kl_free": row.kl_free_mean, "match": row.match, "top1": row.top1}
+        scores["nll"] = math.log(row.perplexity)
         token_s = None if row.tokens_per_s is None else 1 / row.tokens_per_s
-        cost = AnswerCost(len(sample.ids), row.prefill_s or 0.0, token_s, row.memory, row.exactness, row.entries)
+        whole = whole_bytes(subject.loaded.model, len(sample.ids) + self.new)
+        cost = AnswerCost(len(sample.ids), row.prefill_s or 0.0, token_s, row.memory, row.exactness, row.entries, whole)
         return Outcome(scores, cost)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from kvkeep.contracts import EvictedStore, Fate, Held, Reading, Site
-from kvkeep.errors import UnsupportedModelError
+from kvkeep.errors import UnsupportedModelError, unknown
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.policies.fates.base import exact_entries, spare
-from kvkeep.stores.tiers import TIERS, Tiers, channel_bytes, group_bytes, tiers_hold
+from kvkeep.stores.tiers import PARTS, TIERS, Tiers, channel_bytes, group_bytes, tiers_hold
 
 
 @dataclass(frozen=True)
@@ -18,14 +18,20 @@ class InTiers(Fate):
     """Entries that leave are kept at 16, 8 or 4 bits, or 4 for keys and 2 for values, in what the budget's exact
     entries leave over. As the text grows, groups of 32 that get least attention fall a tier, and from the last one they
     are gone; attention that returns to a group keeps it where it is. ``exact``: as for 'quantize', but a quarter of the
-    budget at most."""
+    budget at most. ``without``: a part to leave out, to see what it is good for: 'attention' (groups fall by age),
+    'clipping' (codes cover the whole range) or 'channels' (values are not normalised by channel)."""
 
     exact: float = 8
+    without: str = ""
 
     label: ClassVar[str] = "quantised by attention"
     source: ClassVar[str] = "kvkeep; codes after arXiv:2402.02750"
     work: ClassVar[str] = "tiers"
     returns: ClassVar[str] = "approximately, from its codes"
+
+    def __post_init__(self) -> None:
+        if self.without and self.without not in PARTS:
+            raise unknown("part of tiers", self.without, PARTS)
 
     @property
     def reading(self) -> Reading:
@@ -55,7 +61,7 @@ class InTiers(Fate):
     def store(self, site: Site, shared: Any) -> EvictedStore:
         layer, geometry = site.layer, site.geometry
         room = self._room(layer, geometry, site.entries)
-        return Tiers(room, layer.key_dim, layer.value_dim, geometry.dtype_bytes, site.meter)
+        return Tiers(room, layer.key_dim, layer.value_dim, geometry.dtype_bytes, site.meter, self.without)
 
     def holds(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int, left: Sequence[int]) -> Held:
         room = self._room(layer, geometry, entries)
