@@ -26,7 +26,12 @@ CHOSEN = [name for name, case in LOSSY.items() if chosen(case)]
 BY_HEAD = ("duo-attention", "kvzip")  # whose heads have different budgets
 DROPPING = [name for name in CHOSEN if "+" not in name and LOSSY[name].promise == "lossy" and name not in BY_HEAD]
 BY_VECTORS = [  # which need no ids
-    name for name in CHOSEN if "merge" not in name and LOSSY[name].alone and LOSSY[name].method.reading is None
+    name
+    for name in CHOSEN
+    if "merge" not in name
+    and LOSSY[name].alone
+    and LOSSY[name].method.reading is None
+    and not LOSSY[name].method.recall.redecoded
 ]
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from kvkeep.contracts import Reader, Recall, Site
+from kvkeep.contracts import Held, Reader, Recall, Site
 from kvkeep.errors import UsageError
+from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.stores.read_evicted import ReadEvicted
 
 
@@ -34,3 +35,8 @@ class Redecode(Recall):
 
     def reader(self, site: Site, round: Any) -> Reader:
         return ReadEvicted()
+
+    def holds(self, layer: LayerGeometry, geometry: ModelGeometry, tokens: int, away: int) -> Held:
+        """Return the bytes of the residuals of a pass, and of what its tokens see of the text."""
+        seen = layer.kv_heads * tokens  # a byte for each slot
+        return Held(workspace=min(self.limit, tokens) * (geometry.hidden_size * geometry.dtype_bytes + seen))
