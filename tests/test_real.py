@@ -51,6 +51,26 @@ def test_token_for_token(smollm2: Any, ids: list[int], expected: Any, options: d
     assert expected.memory.resident_bytes > 4 * result.memory.resident_bytes or options["budget"] == 128
 
 
+def test_kvzip_finds_what_nobody_had_asked_for_yet(smollm2: Any) -> None:
+    """A context is read and compressed by itself; the question comes when three quarters of it are gone."""
+    from kvkeep.decode.prompt import encode, question
+
+    other = TEXT.replace("library", "museum").replace("book", "picture")
+    text = f"{TEXT} The special magic number for Oslo is 48213. {other}"
+    asked = encode(smollm2.tokenizer, question(text, "What is the special magic number for Oslo?"))
+    alone = smollm2.tokenizer(text, add_special_tokens=False).input_ids
+    context = asked[: len(alone)]  # the question begins behind it
+    cache = KeepCache(smollm2.model, "kvzip", len(context) // 4, where="host")
+    with torch.no_grad():
+        smollm2.model(torch.tensor([context]), past_key_values=cache, logits_to_keep=1)
+    room = cache.entries * cache.geometry.kv_bytes_per_token
+    assert not cache.reading and cache.memory().resident_bytes <= room
+    assert not any(cache.memory().checkpoint_bytes.values())
+    answer = generate(smollm2.model, smollm2.tokenizer, asked, cache, max_new_tokens=16)
+    assert "48213" in answer.text and answer.memory.resident_bytes <= room
+    assert answer.timing.reconstruction_s == 0  # that was before
+
+
 def test_half_precision_agrees_up_to_ties(ids: list[int]) -> None:
     """In bfloat16 sums in another order may decide a near tie otherwise: a token may differ only where the stock
     model's own two best logits are closer than bfloat16 resolves."""
