@@ -204,12 +204,12 @@ LOSSY: dict[str, Case] = {
         )
     },
     **{
-        name: _lossy(spec, becomes=MERGED, **given)
+        name: _lossy(spec, **({"becomes": MERGED} | given))
         for name, spec, given in (
             ("h2o+merge", "h2o+merge", {}),
             ("snapkv+merge:slot", "snapkv:window=6,kernel=3+merge:slot", {}),
             ("tova+merge", "tova+merge", {}),
-            ("cam", "cam:2", {"alone": "padded"}),
+            ("cam", "cam:2", {"becomes": EntryState.DROPPED, "alone": "padded"}),
             ("kvslimmer", "kvslimmer:sinks=2,slack=3", {"families": ROTARY}),
             ("asymkv", "asymkv:sinks=1,cap=0", {"families": ROTARY}),
             ("kvslimmer-exact", "kvslimmer-exact:sinks=2,cap=3", {"families": ROTARY}),

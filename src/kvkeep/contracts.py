@@ -185,9 +185,8 @@ class Selector(ABC):
 
     def observe(self, entries: Candidates, weights: Tensor, queries: int) -> Tensor:
         """Return the scores after a step: ``weights`` (lanes, entries) is the attention received from its last
-        ``queries`` queries, by :attr:`reduce`."""
-        assert entries.scores is not None
-        return entries.scores
+        ``queries`` queries, by :attr:`reduce`. By default that attention itself."""
+        return weights
 
     def rank(self, entries: Candidates) -> Tensor:
         """Return the order of leaving, the lowest first: by default the scores. Empty columns and padding are taken
@@ -323,11 +322,13 @@ class EvictedStore(Part):
 
     keeps: it takes what leaves; without, nothing is even gathered. listens: it learns the attention that its pieces
     received, and entries come with their scores. merges: what leaves is put into resident entries, which then stand for
-    several tokens. makes_room: nobody leaves; :meth:`make_room` merges entries until new ones fit.
+    several tokens. makes_room: nobody leaves; :meth:`make_room` merges entries until new ones fit. watches: entries are
+    scored by the attention of the last step where the selector scores them by none.
     """
 
     keeps: ClassVar[bool] = True
     listens: ClassVar[bool] = False
+    watches: ClassVar[bool] = False
     merges: ClassVar[bool] = False
     makes_room: ClassVar[bool] = False
     taken: int | None = None  # entries so far, where they come in the order of the text

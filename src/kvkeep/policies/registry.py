@@ -167,9 +167,9 @@ PRESETS: dict[str, Preset] = {
         "LongCache (Liu et al., 2024)",
     ),
     "cam": Preset(
-        H2O(),
+        StreamingLLM(),
         Cam,
-        "Heavy hitters and the newest; values of what leaves go into the next that stay, with chance.",
+        "Sinks and the newest; while decoding, the value of what leaves goes into the next entries, by chance.",
         "CaM (Zhang et al., ICML 2024)",
     ),
     "kvreviver": Preset(
