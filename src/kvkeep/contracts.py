@@ -133,16 +133,18 @@ class Selector(ABC):
     beside the entries and travel with them.
 
     leaves: who leaves, in a few words; source: the paper. keeps_all: none does. in_order: the oldest does, in all
-    heads alike, so that entries lie in a ring. scores_arrivals: new entries get a first score from :meth:`arrive`;
-    otherwise it is 0. needs_kv: :meth:`rank` and :meth:`observe` need the keys and values themselves. may_tie: several
-    entries may well rank the same; the oldest of them leaves first. reduce: how the attention of several queries and
-    heads becomes one number: "sum" over queries of the mean over heads, or "max" over both.
+    heads alike, so that entries lie in a ring. by_age: age alone decides who does. scores_arrivals: new entries get a
+    first score from :meth:`arrive`; otherwise it is 0. needs_kv: :meth:`rank` and :meth:`observe` need the keys and
+    values themselves. may_tie: several entries may well rank the same; the oldest of them leaves first. reduce: how the
+    attention of several queries and heads becomes one number: "sum" over queries of the mean over heads, or "max" over
+    both.
     """
 
     leaves: ClassVar[str]
     source: ClassVar[str]
     keeps_all: ClassVar[bool] = False
     in_order: ClassVar[bool] = False
+    by_age: ClassVar[bool] = False
     scores_arrivals: ClassVar[bool] = False
     needs_kv: ClassVar[bool] = False
     may_tie: ClassVar[bool] = False
@@ -370,6 +372,11 @@ class EvictedStore(Part):
     def make_room(self, bank: Any, new: Any, resident: WorkingSet) -> None:
         """Keep new entries of a bank, merging until there is room; only where it :attr:`makes_room`."""
 
+    def look(self, layer: Any, step: Step) -> Tensor:
+        """Return attention of a pass that keeps nothing, (lanes, heads, queries, value_dim), and note what entries
+        received; only where chunks are read more than once (:mod:`kvkeep.stores.lookahead`)."""
+        raise NotImplementedError
+
     def settled(self, observed: bool, resident: WorkingSet) -> None:
         """Called when new entries have been kept; ``observed``: with the attention that they received."""
 
@@ -521,7 +528,8 @@ class Fate(ABC):
     label: in a word; source: the paper; returns: how what left comes back by itself; exactness: its promise;
     checkpoints: what leaves is kept in a checkpoint, whose options the cache then takes; records: ids and positions of
     all tokens are needed. work: whose overhead a step has (:data:`kvkeep.plan.machine.LAYERS`), the selector's where it
-    is none of those. leaves: who leaves, where that is the fate's to say. keeps, merges, makes_room: as of the store
+    is none of those. leaves: who leaves, where that is the fate's to say. readings: how often a chunk of a prompt is
+    read, passes back through the model included; gradients: there are such. keeps, merges, makes_room: as of the store
     it makes.
     """
 
@@ -533,6 +541,8 @@ class Fate(ABC):
     checkpoints: ClassVar[bool] = False
     records: ClassVar[bool] = False
     work: ClassVar[str] = ""
+    readings: ClassVar[int] = 1
+    gradients: ClassVar[bool] = False
     keeps: ClassVar[bool] = True
     merges: ClassVar[bool] = False
     makes_room: ClassVar[bool] = False
@@ -572,6 +582,9 @@ class Fate(ABC):
 
     def check(self, model: Any, geometry: ModelGeometry) -> None:
         """Raise UnsupportedModelError where it cannot be done on this model."""
+
+    def check_chunk(self, name: str, entries: int, chunk: int) -> None:
+        """Raise BudgetError where a ``chunk`` of a prompt is too long for ``entries``."""
 
     def shared(self, geometry: ModelGeometry, ledger: Ledger) -> Any:
         """Return what the stores of all layers share, None for nothing."""

@@ -61,8 +61,13 @@ class Candidate:
 
 def specs() -> list[str]:
     """Return the methods to plan for, those first that win ties."""
-    listed = [spec for name in names() for spec in VARIANTS.get(name, (name,))]
+    listed = [spec for name in names() if _planned(name) for spec in VARIANTS.get(name, (name,))]
     return sorted(listed, key=lambda spec: PREFERRED.index(spec) if spec in PREFERRED else len(PREFERRED))
+
+
+def _planned(name: str) -> bool:
+    """Return whether a method's bytes follow from the geometry: what a graph through the model holds does not."""
+    return not resolve(name).fate.gradients
 
 
 def candidates(geometry: ModelGeometry, *, exact: bool = False) -> Iterator[Candidate]:

@@ -127,6 +127,7 @@ class _Work:
         total = times[-1]
         for (low, high), (first, last) in zip(pairwise(numbers), pairwise(times), strict=True):
             total += (high - low) * (first + last) / 2 + (first - last) / 2  # a trapezium without its right end
+        total *= self.fate.readings
         return total * tokens / (count * held.chunk) + self.head()
 
     def chunk(self, past: int, rows: int) -> float:

@@ -26,6 +26,7 @@ from kvkeep.stores.checkpoints.residuals import Residuals
 from kvkeep.stores.checkpoints.spec import CheckpointSpec
 from kvkeep.stores.dynamic import DynamicLayer, SlidingLayer
 from kvkeep.stores.layer import Layer
+from kvkeep.stores.lookahead import Lookahead
 from kvkeep.stores.newest import Newest
 from kvkeep.stores.paged import BlockPool, BlockTable, Paged
 from kvkeep.stores.round import Round
@@ -37,8 +38,9 @@ class Assembly:
     """What a cache is made of: the layers, and what they share. ``entries``: the effective budget of each full layer;
     ``chunk``: tokens of a prompt taken at a time; ``streams``: attention adds the past itself; ``budgets``: entries
     by layer and head, where they differ; ``positions``: those within the cache, if so; ``round``: of draft and verify,
-    where drafts can be made; ``table``: of blocks, where entries are paged; ``decoder``: whose forward passes these
-    are, where it streams; ``exact``: attention is the kernel's, with bits that depend on the entries alone."""
+    where drafts can be made; ``lookahead``: where chunks are read more than once; ``table``: of blocks, where entries
+    are paged; ``decoder``: whose forward passes these are, where it streams; ``exact``: attention is the kernel's, with
+    bits that depend on the entries alone."""
 
     layers: list[Any]
     ledger: Ledger
@@ -52,6 +54,7 @@ class Assembly:
     budgets: Sequence[Sequence[int]] | None = None
     positions: CachePositions | None = None
     round: Round | None = None
+    lookahead: Lookahead | None = None
     table: BlockTable | None = None
     decoder: Any = None
     exact: bool = False
@@ -86,6 +89,7 @@ def _bounded(build: _Builder) -> Assembly:
     method.store_fate.check(model, geometry)
     adapter = bind(model)
     build.open(within)
+    lookahead = _lookahead(build, within, chunk)
     positions = None if sinks is None else _positions(model, geometry, sinks, held, chunk)
     budgets = selector.budgets(model, geometry, held)
     if tail:
@@ -103,6 +107,8 @@ def _bounded(build: _Builder) -> Assembly:
     if build.round is not None:
         build.round.layers = [layers[own.index] for own in geometry.full_layers]
         build.round.windows = [layers[own.index] for own in geometry.sliding_layers]
+    if lookahead is not None:
+        lookahead.layers = [layers[own.index] for own in geometry.full_layers]
     return Assembly(
         layers,
         build.ledger,
@@ -116,9 +122,20 @@ def _bounded(build: _Builder) -> Assembly:
         None if selector.in_order else budgets,
         positions,
         build.round,
+        lookahead,
         decoder=adapter.decoder,
         exact=_exact(model, geometry),
     )
+
+
+def _lookahead(build: _Builder, entries: int, chunk: int) -> Lookahead | None:
+    """Return what reads chunks more than once, None where they are read once. Raises BudgetError where ``entries`` have
+    no room for a whole ``chunk``."""
+    fate = build.method.store_fate
+    if fate.readings == 1:
+        return None
+    fate.check_chunk(build.method.name, entries, chunk)
+    return Lookahead(build.model, fate.gradients, build.ledger, build.meter)
 
 
 def _exact(model: Any, geometry: ModelGeometry) -> bool:

@@ -17,11 +17,13 @@ from typing import Any
 from kvkeep.contracts import Fate, Recall, Selector
 from kvkeep.errors import UsageError
 from kvkeep.policies.fates.asymkv import AsymKV
+from kvkeep.policies.fates.asymkv_published import AsymKVPublished
 from kvkeep.policies.fates.cam import Cam
 from kvkeep.policies.fates.checkpoint import Checkpointed
 from kvkeep.policies.fates.drop import Drop, Kept
 from kvkeep.policies.fates.kvslimmer import KVSlimmer
 from kvkeep.policies.fates.kvslimmer_exact import KVSlimmerExact
+from kvkeep.policies.fates.kvslimmer_published import KVSlimmerPublished
 from kvkeep.policies.fates.lowrank import LowRank
 from kvkeep.policies.fates.merge import Merge
 from kvkeep.policies.fates.quantize import Quantize
@@ -79,6 +81,8 @@ FATES: dict[str, type[Fate]] = {
     "asymkv": AsymKV,
     "kvslimmer": KVSlimmer,
     "kvslimmer-exact": KVSlimmerExact,
+    "asymkv-published": AsymKVPublished,
+    "kvslimmer-published": KVSlimmerPublished,
 }
 
 RECALLS: dict[str, type[Recall]] = {
@@ -110,6 +114,7 @@ class Preset:
 
 
 _NEIGHBOURS = (("asymkv", AsymKV), ("kvslimmer", KVSlimmer), ("kvslimmer-exact", KVSlimmerExact))
+_AHEAD = (("asymkv-published", AsymKVPublished), ("kvslimmer-published", KVSlimmerPublished))
 
 PRESETS: dict[str, Preset] = {
     "full": Preset(
@@ -180,6 +185,7 @@ PRESETS: dict[str, Preset] = {
         {"swap": 1.1},
     ),
     **{name: Preset(H2O(), fate, (fate.__doc__ or "").partition("\n")[0], fate.source) for name, fate in _NEIGHBOURS},
+    **{name: Preset(Window(), fate, (fate.__doc__ or "").partition("\n")[0], fate.source) for name, fate in _AHEAD},
     "kv-lru": Preset(
         LRU(),
         Checkpointed,
