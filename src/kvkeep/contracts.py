@@ -154,16 +154,18 @@ class Selector(ABC):
     beside the entries and travel with them.
 
     leaves: who leaves, in a few words; source: the paper. keeps_all: none does. in_order: the oldest does, in all
-    heads alike, so that entries lie in a ring. scores_arrivals: new entries get a first score from :meth:`arrive`;
-    otherwise it is 0. needs_kv: :meth:`rank` and :meth:`observe` need the keys and values themselves. may_tie: several
-    entries may well rank the same; the oldest of them leaves first. reduce: how the attention of several queries and
-    heads becomes one number: "sum" over queries of the mean over heads, or "max" over both.
+    heads alike, so that entries lie in a ring. by_age: age alone decides who does. scores_arrivals: new entries get a
+    first score from :meth:`arrive`; otherwise it is 0. needs_kv: :meth:`rank` and :meth:`observe` need the keys and
+    values themselves. may_tie: several entries may well rank the same; the oldest of them leaves first. reduce: how the
+    attention of several queries and heads becomes one number: "sum" over queries of the mean over heads, or "max" over
+    both.
     """
 
     leaves: ClassVar[str]
     source: ClassVar[str]
     keeps_all: ClassVar[bool] = False
     in_order: ClassVar[bool] = False
+    by_age: ClassVar[bool] = False
     scores_arrivals: ClassVar[bool] = False
     needs_kv: ClassVar[bool] = False
     may_tie: ClassVar[bool] = False
@@ -224,9 +226,8 @@ class Selector(ABC):
 
     def observe(self, entries: Candidates, weights: Tensor, queries: int) -> Tensor:
         """Return the scores after a step: ``weights`` (lanes, entries) is the attention received from its last
-        ``queries`` queries, by :attr:`reduce`."""
-        assert entries.scores is not None
-        return entries.scores
+        ``queries`` queries, by :attr:`reduce`. By default that attention itself."""
+        return weights
 
     def rank(self, entries: Candidates) -> Tensor:
         """Return the order of leaving, the lowest first: by default the scores. Empty columns and padding are taken
@@ -362,11 +363,13 @@ class EvictedStore(Part):
 
     keeps: it takes what leaves; without, nothing is even gathered. listens: it learns the attention that its pieces
     received, and entries come with their scores. merges: what leaves is put into resident entries, which then stand for
-    several tokens. makes_room: nobody leaves; :meth:`make_room` merges entries until new ones fit.
+    several tokens. makes_room: nobody leaves; :meth:`make_room` merges entries until new ones fit. watches: entries are
+    scored by the attention of the last step where the selector scores them by none.
     """
 
     keeps: ClassVar[bool] = True
     listens: ClassVar[bool] = False
+    watches: ClassVar[bool] = False
     merges: ClassVar[bool] = False
     makes_room: ClassVar[bool] = False
     taken: int | None = None  # entries so far, where they come in the order of the text
@@ -407,6 +410,11 @@ class EvictedStore(Part):
 
     def make_room(self, bank: Any, new: Any, resident: WorkingSet) -> None:
         """Keep new entries of a bank, merging until there is room; only where it :attr:`makes_room`."""
+
+    def look(self, layer: Any, step: Step) -> Tensor:
+        """Return attention of a pass that keeps nothing, (lanes, heads, queries, value_dim), and note what entries
+        received; only where chunks are read more than once (:mod:`kvkeep.stores.lookahead`)."""
+        raise NotImplementedError
 
     def settled(self, observed: bool, resident: WorkingSet) -> None:
         """Called when new entries have been kept; ``observed``: with the attention that they received."""
@@ -559,7 +567,8 @@ class Fate(ABC):
     label: in a word; source: the paper; returns: how what left comes back by itself; exactness: its promise;
     checkpoints: what leaves is kept in a checkpoint, whose options the cache then takes; records: ids and positions of
     all tokens are needed. work: whose overhead a step has (:data:`kvkeep.plan.machine.LAYERS`), the selector's where it
-    is none of those. leaves: who leaves, where that is the fate's to say. keeps, merges, makes_room: as of the store
+    is none of those. leaves: who leaves, where that is the fate's to say. readings: how often a chunk of a prompt is
+    read, passes back through the model included; gradients: there are such. keeps, merges, makes_room: as of the store
     it makes.
     """
 
@@ -571,6 +580,8 @@ class Fate(ABC):
     checkpoints: ClassVar[bool] = False
     records: ClassVar[bool] = False
     work: ClassVar[str] = ""
+    readings: ClassVar[int] = 1
+    gradients: ClassVar[bool] = False
     keeps: ClassVar[bool] = True
     merges: ClassVar[bool] = False
     makes_room: ClassVar[bool] = False
@@ -610,6 +621,9 @@ class Fate(ABC):
 
     def check(self, model: Any, geometry: ModelGeometry) -> None:
         """Raise UnsupportedModelError where it cannot be done on this model."""
+
+    def check_chunk(self, name: str, entries: int, chunk: int) -> None:
+        """Raise BudgetError where a ``chunk`` of a prompt is too long for ``entries``."""
 
     def shared(self, geometry: ModelGeometry, ledger: Ledger) -> Any:
         """Return what the stores of all layers share, None for nothing."""

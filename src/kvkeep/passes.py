@@ -56,6 +56,13 @@ class Passes:
     def admit(self, tokens: int) -> None:
         """Raise if there is no room for ``tokens`` more, before a token is read."""
 
+    def looks_ahead(self, count: int) -> bool:
+        """Return whether the next ``count`` tokens are to be passed to :meth:`look_ahead` first."""
+        return False
+
+    def look_ahead(self, decoder: Any, given: dict[str, Any]) -> None:
+        """Read tokens once without keeping them: ``given`` are the arguments of a pass of ``decoder``."""
+
     def begin_forward(
         self, ids: Tensor | None, embeddings: Tensor | None, positions: Tensor | None, mask: Any
     ) -> Tensor | None:

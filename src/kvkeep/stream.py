@@ -39,6 +39,7 @@ class Stream(Passes):
         self.held = [held_by(layer) for layer in made.layers]
         self.ledger, self.meter, self.checkpoint = made.ledger, made.meter, made.checkpoint
         self.positions, self.round, self.redecoder = made.positions, made.round, made.redecoder
+        self.lookahead = made.lookahead
         # Positions are limited if evicted entries are dropped; recalled ones keep those of the text.
         self.ends = made.budgets is not None and made.positions is None and not method.store_fate.keeps
         self._readers = {layer.source: layer.index for layer in geometry.layers}
@@ -123,11 +124,17 @@ class Stream(Passes):
         """Return whether a layer's past is streamed; a sliding window's is not."""
         return self.geometry.layers[self.geometry.layers[layer_idx].source].kind == "full"
 
-    @lasting
     def attend(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float
     ) -> Tensor | None:
         """Attend to evicted, resident and new entries; then settle the new ones."""
+        differentiated = self._looking and self.lookahead is not None and self.lookahead.gradients
+        attend = self._attend if differentiated else self._attend_lasting
+        return attend(module, query, key, value, mask, scaling)
+
+    def _attend(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float
+    ) -> Tensor | None:
         index = module.layer_idx
         if not self.streamed(index):
             return super().attend(module, query, key, value, mask, scaling)
@@ -150,7 +157,9 @@ class Stream(Passes):
                 "of them new, and a mask covers the former or the latter."
             )
         step = Step.of(module, query, key, value, mask, scaling, layer.heads, own, last)
-        return step.unfolded(layer.attend(step))
+        return step.unfolded(layer.look(step) if self._looking else layer.attend(step))
+
+    _attend_lasting = lasting(_attend)
 
     @lasting
     def end_forward(self, completed: bool) -> None:
@@ -158,6 +167,12 @@ class Stream(Passes):
         if not completed:
             if self._drafting or not self.moving:
                 self.roll_back()
+            return
+        if self._looking:
+            assert self.lookahead is not None
+            self.lookahead.note(self._known)
+            self.meter.cache(sum(held.resident_bytes for held in self.held) + self._pending_bytes)
+            self.roll_back()
             return
         self.open = False
         if any(layer.arrived != self.ledger.length for layer in self.bounded):
@@ -172,6 +187,22 @@ class Stream(Passes):
         if self.round is not None:
             self.round.after_forward()
         self._report_progress()
+
+    def looks_ahead(self, count: int) -> bool:
+        """Return whether the next ``count`` tokens are to be passed to :meth:`look_ahead` first."""
+        return self.lookahead is not None and self.lookahead.wanted(self.ledger.length, count)
+
+    def look_ahead(self, decoder: Any, given: dict[str, Any]) -> None:
+        """Read tokens once without keeping them, and merge by what they attended to."""
+        assert self.lookahead is not None
+        self.roll_back()
+        earlier = self.earlier_outputs
+        self.lookahead.look(decoder, given)
+        self.earlier_outputs = earlier
+
+    @property
+    def _looking(self) -> bool:
+        return self.lookahead is not None and self.lookahead.open
 
     @lasting
     def roll_back(self) -> None:

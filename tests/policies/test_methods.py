@@ -67,7 +67,8 @@ def test_all_parts_take_parameters() -> None:
         ("full+drop", ["'full' is a method of its own"]),
         ("kvreviver+drop", ["'kvreviver' is a method of its own, without another fate"]),
         # Parts that mean nothing together.
-        ("window+cam", ["no attention to merge by"]),
+        ("h2o+cam", ["attention of the last step"]),
+        ("random+cam", ["attention of the last step"]),
         ("window+kvslimmer", ["accumulated attention, which only h2o"]),
         ("h2o+merge+pages:1", ["would count twice"]),
         ("h2o+sketch:swap=1.1+certified", ["hides the exact one"]),

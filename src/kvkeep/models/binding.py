@@ -218,6 +218,9 @@ def _open(decoder: nn.Module, given: dict[str, Any], cache: Taking | None) -> tu
     if total > cache.chunk:
         given = _all_but_last_chunk(decoder, given, cache, total, keep)
         ids, embeddings = given.get("input_ids"), given.get("inputs_embeds")
+    new: Tensor = ids if ids is not None else given["inputs_embeds"]
+    if cache.looks_ahead(new.shape[1]):
+        cache.look_ahead(decoder, given)
     positions = cache.begin_forward(ids, embeddings, given.get("position_ids"), given.get("attention_mask"))
     if positions is not None:
         given["position_ids"] = positions

@@ -59,6 +59,12 @@ class Taking(Attender, Protocol):
     def admit(self, tokens: int) -> None:
         """Raise if there is no room for ``tokens`` more, before any of them is processed."""
 
+    def looks_ahead(self, count: int) -> bool:
+        """Return whether the next ``count`` tokens are to be passed to :meth:`look_ahead` first."""
+
+    def look_ahead(self, decoder: Any, given: dict[str, Any]) -> None:
+        """Read tokens once without keeping them: ``given`` are the arguments of a pass of ``decoder``."""
+
     def end_forward(self, completed: bool) -> None:
         """End the forward pass; ``completed`` is False after an exception."""
 

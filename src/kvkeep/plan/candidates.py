@@ -60,10 +60,16 @@ class Candidate:
 
 
 def specs() -> list[str]:
-    """Return the methods to plan for, those first that win ties: not those that read a text twice, and then are as
-    others."""
-    listed = [spec for name in names() if resolve(name).reading is None for spec in VARIANTS.get(name, (name,))]
+    """Return the methods to plan for, those first that win ties."""
+    listed = [spec for name in names() if _planned(name) for spec in VARIANTS.get(name, (name,))]
     return sorted(listed, key=lambda spec: PREFERRED.index(spec) if spec in PREFERRED else len(PREFERRED))
+
+
+def _planned(name: str) -> bool:
+    """Return whether a method is one to plan for: not one that reads a text twice, and then is as others, nor one whose
+    bytes do not follow from the geometry, as those of a graph through the model."""
+    method = resolve(name)
+    return method.reading is None and not method.fate.gradients
 
 
 def candidates(geometry: ModelGeometry, *, exact: bool = False) -> Iterator[Candidate]:

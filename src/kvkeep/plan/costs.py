@@ -128,7 +128,7 @@ class _Work:
         total = times[-1]
         for (low, high), (first, last) in zip(pairwise(numbers), pairwise(times), strict=True):
             total += (high - low) * (first + last) / 2 + (first - last) / 2  # a trapezium without its right end
-        return total * tokens / (count * chunk) + self.head()
+        return self.fate.readings * total * tokens / (count * chunk) + self.head()
 
     def chunk(self, past: int, rows: int) -> float:
         """Seconds of ``rows`` tokens of a prompt after ``past``."""

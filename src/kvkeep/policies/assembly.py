@@ -26,6 +26,7 @@ from kvkeep.stores.checkpoints.residuals import Residuals
 from kvkeep.stores.checkpoints.spec import CheckpointSpec
 from kvkeep.stores.dynamic import DynamicLayer, SlidingLayer
 from kvkeep.stores.layer import Layer
+from kvkeep.stores.lookahead import Lookahead
 from kvkeep.stores.newest import Newest
 from kvkeep.stores.paged import BlockPool, BlockTable, Paged
 from kvkeep.stores.redecoder import Redecoder
@@ -38,9 +39,10 @@ class Assembly:
     """What a cache is made of: the layers, and what they share. ``entries``: the effective budget of each full layer;
     ``chunk``: tokens of a prompt taken at a time; ``streams``: attention adds the past itself; ``budgets``: entries
     by layer and head, where they differ; ``positions``: those within the cache, if so; ``round``: of draft and verify,
-    where drafts can be made; ``table``: of blocks, where entries are paged; ``decoder``: whose forward passes these
-    are, where it streams; ``exact``: attention is the kernel's, with bits that depend on the entries alone;
-    ``redecoder``: what decodes tokens again that left, where that is the recall."""
+    where drafts can be made; ``lookahead``: where chunks are read more than once; ``table``: of blocks, where entries
+    are paged; ``decoder``: whose forward passes these are, where it streams; ``exact``: attention is the kernel's, with
+    bits that depend on the entries alone; ``redecoder``: what decodes tokens again that left, where that is the
+    recall."""
 
     layers: list[Any]
     ledger: Ledger
@@ -54,6 +56,7 @@ class Assembly:
     budgets: Sequence[Sequence[int]] | None = None
     positions: CachePositions | None = None
     round: Round | None = None
+    lookahead: Lookahead | None = None
     table: BlockTable | None = None
     decoder: Any = None
     exact: bool = False
@@ -98,6 +101,7 @@ def _bounded(build: _Builder) -> Assembly:
     method.store_fate.check(model, geometry)
     adapter = bind(model)
     build.open(within)
+    lookahead = _lookahead(build, within, chunk)
     ahead = 1 if method.oneshot else chunk  # how long a prompt is shows when it is read
     positions = None if sinks is None else _positions(model, geometry, sinks, held, ahead)
     budgets = selector.budgets(model, geometry, held)
@@ -123,6 +127,8 @@ def _bounded(build: _Builder) -> Assembly:
     if build.round is not None:
         build.round.layers = [layers[own.index] for own in geometry.full_layers]
         build.round.windows = [layers[own.index] for own in geometry.sliding_layers]
+    if lookahead is not None:
+        lookahead.layers = [layers[own.index] for own in geometry.full_layers]
     return Assembly(
         layers,
         build.ledger,
@@ -136,10 +142,21 @@ def _bounded(build: _Builder) -> Assembly:
         None if selector.in_order else budgets,
         positions,
         build.round,
+        lookahead,
         decoder=adapter.decoder,
         exact=_exact(model, geometry),
         redecoder=build.redecoder([layers[own.index] for own in geometry.full_layers]),
     )
+
+
+def _lookahead(build: _Builder, entries: int, chunk: int) -> Lookahead | None:
+    """Return what reads chunks more than once, None where they are read once. Raises BudgetError where ``entries`` have
+    no room for a whole ``chunk``."""
+    fate = build.method.store_fate
+    if fate.readings == 1:
+        return None
+    fate.check_chunk(build.method.name, entries, chunk)
+    return Lookahead(build.model, fate.gradients, build.ledger, build.meter)
 
 
 def _exact(model: Any, geometry: ModelGeometry) -> bool:

@@ -136,6 +136,10 @@ class Method:
             return "'kv-direct' recalls everything at every step already; use 'window+RECALL'."
         if (reason := self.fate.refuses(self.selector)) is not None:
             return reason
+        if self.recall.backed and self.fate.readings > 1:
+            return (
+                "A chunk that is read twice is read against entries that were merged, and a recall has the exact ones."
+            )
         if self.recall.reads_single and (self.fate.merges or self.fate.makes_room):
             return "An entry that was merged into others would count twice once it is recalled beside them."
         if self.recall.redecoded and (self.fate.keeps or self.fate.makes_room):

@@ -17,11 +17,13 @@ from typing import Any
 from kvkeep.contracts import Fate, Recall, Selector
 from kvkeep.errors import UsageError
 from kvkeep.policies.fates.asymkv import AsymKV
+from kvkeep.policies.fates.asymkv_published import AsymKVPublished
 from kvkeep.policies.fates.cam import Cam
 from kvkeep.policies.fates.checkpoint import Checkpointed
 from kvkeep.policies.fates.drop import Drop, Kept
 from kvkeep.policies.fates.kvslimmer import KVSlimmer
 from kvkeep.policies.fates.kvslimmer_exact import KVSlimmerExact
+from kvkeep.policies.fates.kvslimmer_published import KVSlimmerPublished
 from kvkeep.policies.fates.lowrank import LowRank
 from kvkeep.policies.fates.merge import Merge
 from kvkeep.policies.fates.quantize import Quantize
@@ -84,6 +86,8 @@ FATES: dict[str, type[Fate]] = {
     "asymkv": AsymKV,
     "kvslimmer": KVSlimmer,
     "kvslimmer-exact": KVSlimmerExact,
+    "asymkv-published": AsymKVPublished,
+    "kvslimmer-published": KVSlimmerPublished,
 }
 
 RECALLS: dict[str, type[Recall]] = {
@@ -119,6 +123,7 @@ class Preset:
 
 
 _NEIGHBOURS = (("asymkv", AsymKV), ("kvslimmer", KVSlimmer), ("kvslimmer-exact", KVSlimmerExact))
+_AHEAD = (("asymkv-published", AsymKVPublished), ("kvslimmer-published", KVSlimmerPublished))
 
 PRESETS: dict[str, Preset] = {
     "full": Preset(
@@ -176,9 +181,9 @@ PRESETS: dict[str, Preset] = {
         Segments.source,
     ),
     "cam": Preset(
-        H2O(),
+        StreamingLLM(),
         Cam,
-        "Heavy hitters and the newest; values of what leaves go into the next that stay, with chance.",
+        "Sinks and the newest; while decoding, the value of what leaves goes into the next entries, by chance.",
         "CaM (Zhang et al., ICML 2024)",
     ),
     "kvreviver": Preset(
@@ -196,6 +201,7 @@ PRESETS: dict[str, Preset] = {
         {"swap": 1.1},
     ),
     **{name: Preset(H2O(), fate, (fate.__doc__ or "").partition("\n")[0], fate.source) for name, fate in _NEIGHBOURS},
+    **{name: Preset(Window(), fate, (fate.__doc__ or "").partition("\n")[0], fate.source) for name, fate in _AHEAD},
     "kv-lru": Preset(
         LRU(),
         Checkpointed,

@@ -66,6 +66,11 @@ class Layer(CacheLayerMixin):
         """Return attention over the past and what is new, (lanes, heads, queries, value_dim)."""
         return self.reader.attend(self, step)
 
+    def look(self, step: Step) -> Tensor:
+        """Return attention of a pass that keeps nothing."""
+        output, self.pending = self.evicted.look(self, step), None
+        return output
+
     def settle(self) -> None:
         """Keep the entries in hand; what leaves for them goes into the store."""
         if self.pending is None:

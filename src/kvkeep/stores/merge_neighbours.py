@@ -235,9 +235,7 @@ class MergeNeighbours(EvictedStore):
             if bool(gap.any()):
                 used = bank.keys[:, : bank.used]
                 used.copy_(self._turned(used.float(), gap.expand(-1, bank.used)))
-                span = torch.zeros(resident.banks.lanes, 2, dtype=torch.int32, device=after.device)
-                span[bank.index] = torch.cat([after, after.new_full(after.shape, length)], 1)
-                self.lost = span if self.lost is None else torch.cat([self.lost, span], 1)
+                self.lost = lost_by_rollback(self.lost, bank, resident.banks.lanes, after, length)
 
     def select(self, lanes: Tensor) -> None:
         for name in _BY_LANE:
@@ -278,9 +276,21 @@ class MergeNeighbours(EvictedStore):
             within("asked", self.asked.shape[2], 1, min(QUERIES, slots) + 1)
 
     def states(self, lanes: int, length: int) -> Tensor:
-        codes = merged_states(self.ledger, lanes, length)
-        if self.lost is not None:
-            slots = torch.arange(length)
-            for span in self.lost.cpu().unflatten(1, (-1, 2)).unbind(1):
-                codes[(slots >= span[:, :1]) & (slots < span[:, 1:])] = int(EntryState.DROPPED)
-        return codes
+        return mark_lost(merged_states(self.ledger, lanes, length), self.lost)
+
+
+def lost_by_rollback(lost: Tensor | None, bank: Bank, lanes: int, after: Tensor, length: int) -> Tensor:
+    """Return ``lost`` (lanes, 2 n) int32, slots from..to that rollbacks took with others, and those of one bank from
+    ``after`` (its lanes, 1) to ``length``."""
+    span = torch.zeros(lanes, 2, dtype=torch.int32, device=after.device)
+    span[bank.index] = torch.cat([after, after.new_full(after.shape, length)], 1).int()
+    return span if lost is None else torch.cat([lost, span], 1)
+
+
+def mark_lost(codes: Tensor, lost: Tensor | None) -> Tensor:
+    """Return codes (lanes, slots) with the slots that rollbacks took with others marked as dropped."""
+    if lost is not None:
+        slots = torch.arange(codes.shape[1])
+        for span in lost.cpu().unflatten(1, (-1, 2)).unbind(1):
+            codes[(slots >= span[:, :1]) & (slots < span[:, 1:])] = int(EntryState.DROPPED)
+    return codes

@@ -39,6 +39,7 @@ class Selected(WorkingSet):
         self.banks = Banks(budgets, Device(site.device), site.ledger, site.meter, tail)
         scored = store.listens or store.merges or store.makes_room
         self.ranking = Ranking(selector, self.banks, site.ledger, site.layer.index, scored)
+        self.window = selector.observation_window if selector.observation_window != 0 else int(store.watches)
         self.length = 0
         self._hand = 0  # entries in hand: they arrived, and are not kept yet
         self._scores: dict[int, Tensor] = {}  # theirs, by bank
@@ -75,11 +76,11 @@ class Selected(WorkingSet):
 
     @property
     def observes(self) -> bool:
-        """Whether the selector asks for attention, and has something to choose from."""
-        return self.selector.observation_window != 0 and any(bank.budget for bank in self.banks)
+        """Whether the selector or the store asks for attention, and there is something to choose from."""
+        return self.window != 0 and any(bank.budget for bank in self.banks)
 
     def weighs_at_once(self, held: Sequence[Segment]) -> bool:
-        return self.selector.observation_window != 0 and len(self.banks) == len(held) == 1
+        return self.window != 0 and len(self.banks) == len(held) == 1
 
     def learn_all(self, weights: Tensor) -> None:
         self.learn(self.banks.banks[0], weights, 1)
@@ -91,7 +92,7 @@ class Selected(WorkingSet):
         if not self.observes:
             return
         arriving = None if new is None else self._arriving(*new, first)
-        window = self.selector.observation_window
+        window = self.window
         queries = step.queries if window is None else min(window, step.queries)
         segments, lse, own = iter(held), self.unpadded(lse), None if new is None else step.arriving()
         asking = None if arriving is None else self._asking(step, arriving)

@@ -1,4 +1,7 @@
-"""``cam``: the values of what leaves go into the next entries that stay, with chance (CaM, Zhang et al., ICML 2024)."""
+"""``cam``: the value of an entry that leaves while decoding goes into the next ones, by chance (CaM, ICML 2024).
+
+What the paper leaves open is as in the authors' code for Llama (github.com/zyxxmu/cam, cam_hf/utils_hh).
+"""
 
 from __future__ import annotations
 
@@ -8,19 +11,20 @@ from typing import Any, ClassVar
 
 import torch
 
-from kvkeep.contracts import Evicted, EvictedStore, Fate, Held, Selector, Site
+from kvkeep.contracts import Evicted, EvictedStore, Fate, Held, Selector, Site, WorkingSet
 from kvkeep.errors import UsageError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.policies.selectors.random import check_seed, sampled
 from kvkeep.stores.banks import Bank
-from kvkeep.stores.merge_on_evict import MergeOnEvict, newest_of
+from kvkeep.stores.merge_on_evict import MergeOnEvict
 
 
 @dataclass(frozen=True)
 class Cam(Fate):
-    """An entry's value is spread evenly over the ``into`` next entries that stay, with probability clamp(A / mean of
-    their A, 0, 1), A being the attention that the selector scored; keys are left as they are. The chance is drawn
-    from ``seed``, layer, head and slot alone."""
+    """While decoding, the value of the entry that leaves is added, divided by ``into``, to the ``into`` entries after
+    it, with probability clamp(a / mean a', 0, 1): a its attention in the last step, a' that of all entries after it.
+    Keys and counts are left as they are, and what leaves during a prompt is dropped. The chance is drawn from ``seed``,
+    layer, head and slot alone."""
 
     into: int = 32
     seed: int = 0
@@ -36,41 +40,51 @@ class Cam(Fate):
         check_seed(self.seed)
 
     def refuses(self, selector: Selector) -> str | None:
-        if selector.observation_window == 0:
-            return "There is no attention to merge by: 'cam' needs a selector that observes it, as h2o does."
-        return None
+        if selector.observation_window in (0, 1) and not selector.scores_arrivals:
+            return None
+        return (
+            "'cam' weighs by the attention of the last step, and this selector scores entries by something else; take "
+            "streaming-llm, window or tova."
+        )
 
     def store(self, site: Site, shared: Any) -> EvictedStore:
         return MergeByChance(site, self.into, self.seed)
 
     def holds(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int, left: Sequence[int]) -> Held:
-        """Return the bytes of the parts of values that are spread, for a moment."""
-        parts = max(left, default=0) * self.into * layer.value_dim
+        """Return the bytes of what is added to values, for a moment."""
+        parts = self.into * layer.value_dim if 1 in left else 0
         return Held(workspace=layer.kv_heads * parts * geometry.dtype_bytes)
 
 
 class MergeByChance(MergeOnEvict):
-    """Merges the values of some entries into those after them."""
+    """Adds the values of some entries to those after them, so that a rollback that forgets an entry forgets those, too:
+    :attr:`Bank.newest` is never later than an entry's own slot."""
+
+    watches = True
 
     def __init__(self, site: Site, into: int, seed: int) -> None:
         super().__init__(site)
         self.into, self.seed, self.heads = into, seed, site.layer.kv_heads
 
+    def take(self, left: Evicted, resident: WorkingSet) -> None:
+        """Merge the one entry that a decoded token drives out; a chunk's are dropped."""
+        if left.slots.shape[1] == 1:
+            super().take(left, resident)
+
     def merge(self, bank: Bank, left: Evicted) -> None:
-        assert bank.newest is not None and left.scores is not None
+        assert left.scores is not None
         slots, order = bank.slots[:, : bank.used].sort(1)
-        first = torch.searchsorted(slots, left.slots.to(slots.dtype).contiguous(), right=True)[..., None]
-        into = first + torch.arange(self.into, device=first.device)
-        there = (into < bank.used) & (left.slots[..., None] >= 0)
-        columns = order.gather(1, into.clamp(max=bank.used - 1).flatten(1))
-        weights = bank.scored().gather(1, columns).view_as(there) * there
-        count = there.sum(2).clamp(min=1)
-        chance = left.scores / (weights.sum(2) / count)
-        goes = sampled(left.slots, self.heads, self.layer, self.seed) < chance.nan_to_num(0.0)
-        there = there & goes[..., None]
-        share = (there / count[..., None]).to(left.values.dtype)
-        parts = (left.values[:, :, None] * share[..., None]).flatten(1, 2)
+        newest = slots[:, -1:]  # it has come in this step, and nothing has attended to it yet
+        after = (slots > left.slots) & (slots < newest) & (left.slots >= 0)  # (lanes, used)
+        attention = bank.scored().gather(1, order)
+        mean = (attention * after).sum(1, keepdim=True) / after.sum(1, keepdim=True)
+        goes = sampled(left.slots, self.heads, self.layer, self.seed) < (left.scores / mean).nan_to_num(0.0)
+        first = after.int().argmax(1, keepdim=True)
+        into = (first + torch.arange(self.into, device=first.device)).clamp(max=bank.used - 1)
+        there = after.gather(1, into) & goes & (into.diff(dim=1, prepend=into[:, :1] - 1) > 0)
+        parts = there[..., None].to(left.values.dtype) * (left.values / self.into)
         with self.meter.holding(parts):
+            columns = order.gather(1, into)
             bank.values.scatter_add_(1, columns[..., None].expand_as(parts), parts)
-        newest = torch.where(there, newest_of(left)[..., None], 0).flatten(1).to(bank.newest.dtype)
-        bank.newest.scatter_reduce_(1, columns, newest, "amax")
+
+    states = EvictedStore.states  # dropped: a key is, and its value may be part of others

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -16,12 +17,10 @@ from kvkeep.stores.pairs import PairMerging
 
 
 @dataclass(frozen=True)
-class Neighbours(Fate, PairMerging):
-    """How the least attended neighbours become one. One file for each: a frozen dataclass and :meth:`share`.
-
-    sinks: first entries of a row that stay as they are. cap: the largest count a merged entry has, 0 for none. slack:
-    how many pairs are merged at once while decoding: a share of the budget, or (from 1 on) their number.
-    """
+class MergesPairs(Fate):
+    """The parameters of both ways. sinks: first entries of a row that stay as they are. cap: the largest count a merged
+    entry has, 0 for none. slack: how many pairs are merged at once while decoding: a share of the budget, or (from 1
+    on) their number."""
 
     sinks: int = 32
     cap: int = 5
@@ -41,10 +40,6 @@ class Neighbours(Fate, PairMerging):
         if not self.slack > 0:
             raise UsageError(f"Pairs are merged by a share of the budget, or a number of them, not {self.slack:g}.")
 
-    def refuses(self, selector: Selector) -> str | None:
-        reason = "Neighbours are chosen by accumulated attention, which only h2o and h2o-fisher (halflife=0) keep."
-        return None if selector.accumulates else reason
-
     def chunk(self, entries: int, chunk: int) -> int:
         """Return how many tokens of a prompt to take at a time by default: a quarter of the budget, as in the
         papers (512 of 2,048). A chunk as long as the budget would merge nearly everything each time."""
@@ -52,13 +47,33 @@ class Neighbours(Fate, PairMerging):
 
     def fits(self, name: str, geometry: ModelGeometry, entries: int) -> None:
         super().fits(name, geometry, entries)
-        self._check_room(name, entries)
+        self.check_room(name, entries)
 
     def check(self, model: Any, geometry: ModelGeometry) -> None:
         full = [layer.index for layer in geometry.full_layers]
         bind(model).require("turn", full, "merging, which turns keys to new positions", "use h2o+merge")
 
-    def _check_room(self, name: str, entries: int) -> None:
+    @abstractmethod
+    def check_room(self, name: str, entries: int) -> None:
+        """Raise BudgetError where ``entries`` leave nothing to merge."""
+
+    def pairs_at_once(self, budget: int) -> int:
+        """Return how many pairs are merged at once while decoding, of a ``budget`` of entries: a quarter of those that
+        may merge at most."""
+        wanted = int(self.slack) if self.slack >= 1 else int(self.slack * budget)
+        return max(1, min(wanted, (budget - self.sinks) // 4))
+
+
+@dataclass(frozen=True)
+class Neighbours(MergesPairs, PairMerging):
+    """How the least attended neighbours become one, by the queries that there were. One file for each: a frozen
+    dataclass and :meth:`share`."""
+
+    def refuses(self, selector: Selector) -> str | None:
+        reason = "Neighbours are chosen by accumulated attention, which only h2o and h2o-fisher (halflife=0) keep."
+        return None if selector.accumulates else reason
+
+    def check_room(self, name: str, entries: int) -> None:
         if entries < self.sinks + 4:
             raise BudgetError(
                 f"A budget of {entries} entries leaves '{name}' too few to merge beside {self.sinks} sinks; give it "
@@ -67,7 +82,7 @@ class Neighbours(Fate, PairMerging):
 
     def store(self, site: Site, shared: Any) -> EvictedStore:
         budget = min(site.budgets)
-        self._check_room(f"layer {site.layer.index}", budget)
+        self.check_room(f"layer {site.layer.index}", budget)
         return MergeNeighbours(site, self, bind(site.model), self.pairs_at_once(budget))
 
     def holds(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int, left: Sequence[int]) -> Held:
@@ -84,9 +99,3 @@ class Neighbours(Fate, PairMerging):
             work += 4 * queries * (layer.key_dim + both + 1) + 4 * both * layer.entry_elements
             work += 4 * GRADIENTS * layer.kv_heads * min(BLOCK, queries) * both
         return Held(workspace=work)
-
-    def pairs_at_once(self, budget: int) -> int:
-        """Return how many pairs are merged at once while decoding, of a ``budget`` of entries: a quarter of those that
-        may merge at most."""
-        wanted = int(self.slack) if self.slack >= 1 else int(self.slack * budget)
-        return max(1, min(wanted, (budget - self.sinks) // 4))

@@ -1,0 +1,46 @@
+"""``asymkv-published``: AsymKV by its authors' code (github.com/the-scale-lab/Asymkv; arXiv:2506.05410).
+
+Its code would average gradients over chunks once more entries were held than it ever holds, so it does not, and neither
+does this.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from kvkeep.errors import UnsupportedModelError
+from kvkeep.geometry import ModelGeometry
+from kvkeep.models.packed import Packed
+from kvkeep.policies.fates.neighbours_ahead import NeighboursAhead
+from kvkeep.stores.ahead_pairs import Seen
+
+
+@dataclass(frozen=True)
+class AsymKVPublished(NeighboursAhead):
+    """The neighbours that the next chunk attends to least become one, by the gradient of the model's own loss on it."""
+
+    source: ClassVar[str] = "AsymKV (Cui and Xu, NeurIPS 2025), published code"
+    gradients: ClassVar[bool] = True
+    readings: ClassVar[int] = 3  # forward, back and forward
+
+    def check(self, model: Any, geometry: ModelGeometry) -> None:
+        super().check(model, geometry)
+        if model.get_output_embeddings() is None:
+            raise UnsupportedModelError(f"'{geometry.model_type}' has no head, and without one there is no loss.")
+        if any(isinstance(module, Packed) for module in model.modules()):
+            raise UnsupportedModelError(
+                f"'{geometry.model_type}' has packed weights, through which no gradient goes back; load it with "
+                "weights float32, or use kvslimmer-published."
+            )
+
+    def sensitivity(self, seen: Seen) -> Tensor:
+        """Return the gradient by each key before rotation, channel by channel."""
+        assert seen.gradient is not None
+        return seen.gradient
+
+    def weights(self, alpha: tuple[Tensor, Tensor], sensitivity: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the squares of both gradients: the diagonal of the Fisher matrix (arXiv:2603.00907, Eq. 3)."""
+        return sensitivity[0].square(), sensitivity[1].square()

@@ -1,0 +1,38 @@
+"""``kvslimmer-published``: KVSlimmer by its authors' code (github.com/lianjunl13-sudo/KVSlimmer; arXiv:2603.00907).
+
+Where the code departs from Eq. 33: residuals have L1 norms, and |c12| is made of the norms of both residuals, not of
+the norm of their sum; attention is normalised over entries that may merge; values are sums, and so is o; |c11| is a
+mean over the chunks so far; nothing is clamped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from kvkeep.policies.fates.kvslimmer import alone
+from kvkeep.policies.fates.neighbours_ahead import NeighboursAhead
+from kvkeep.stores.ahead_pairs import EPS, Seen
+
+
+@dataclass(frozen=True)
+class KVSlimmerPublished(NeighboursAhead):
+    """The neighbours that the next chunk attends to least become one, as KVSlimmer's published code does it."""
+
+    source: ClassVar[str] = "arXiv:2603.00907, published code"
+    averages: ClassVar[bool] = True
+
+    def sensitivity(self, seen: Seen) -> Tensor:
+        """Return a (1 - 2 a) |v - o|, the norm L1 and o the sum of a v."""
+        alpha = seen.alpha[..., None]
+        output = (alpha * seen.sums).sum(1, keepdim=True)
+        return alone(alpha) * (seen.sums - output).abs().sum(-1, keepdim=True)
+
+    def weights(self, alpha: tuple[Tensor, Tensor], sensitivity: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return |c11| - |c12| and |c22| - |c12|, |c12| = a1 a2 (d1 + d2) with d the norms that the sensitivities were
+        made of."""
+        residuals = [own / (alone(share) + EPS) for own, share in zip(sensitivity, alpha, strict=True)]
+        both = alpha[0] * alpha[1] * (residuals[0] + residuals[1])
+        return sensitivity[0] - both, sensitivity[1] - both

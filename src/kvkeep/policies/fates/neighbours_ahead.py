@@ -1,0 +1,59 @@
+"""What the fates have in common that merge neighbours by the next chunk's queries, as the authors' code does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from kvkeep.budget import MIN_CHUNK
+from kvkeep.contracts import EvictedStore, Held, Selector, Site
+from kvkeep.errors import BudgetError, UnsupportedModelError
+from kvkeep.geometry import LayerGeometry, ModelGeometry
+from kvkeep.models.binding import bind
+from kvkeep.policies.fates.neighbours import MergesPairs
+from kvkeep.stores.ahead_pairs import AheadMerging
+from kvkeep.stores.merge_ahead import MergeAhead
+
+
+@dataclass(frozen=True)
+class NeighboursAhead(MergesPairs, AheadMerging):
+    """How the least attended neighbours become one, by the queries of the next chunk, which is read twice. One file for
+    each: a frozen dataclass, :meth:`sensitivity` and :meth:`weights`."""
+
+    leaves: ClassVar[str] = "neighbours that the next chunk attends to least"
+    readings: ClassVar[int] = 2
+
+    def refuses(self, selector: Selector) -> str | None:
+        reason = "The next chunk's queries choose pairs, and no selector has a say, so only 'window' goes with it."
+        return None if selector.by_age else reason
+
+    def check(self, model: Any, geometry: ModelGeometry) -> None:
+        super().check(model, geometry)
+        if geometry.sliding_layers:
+            raise UnsupportedModelError(
+                f"'{geometry.model_type}' has sliding windows, and this method reads a chunk twice, which a window "
+                "cannot take back; use kvslimmer."
+            )
+
+    def check_room(self, name: str, entries: int) -> None:
+        self.check_chunk(name, entries, MIN_CHUNK)
+
+    def check_chunk(self, name: str, entries: int, chunk: int) -> None:
+        """Raise BudgetError where ``entries`` have no room for a whole ``chunk`` beside the sinks and an entry that is
+        left of all others."""
+        least = self.sinks + chunk + self.pairs_at_once(entries) + 1
+        if entries < least:
+            raise BudgetError(
+                f"A budget of {entries} entries leaves '{name}' too few to merge beside {self.sinks} sinks and a chunk "
+                f"of {chunk} that stays whole; give it {least}, or a smaller chunk or fewer sinks."
+            )
+
+    def store(self, site: Site, shared: Any) -> EvictedStore:
+        return MergeAhead(site, self, bind(site.model), self.pairs_at_once(min(site.budgets)))
+
+    def holds(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int, left: Sequence[int]) -> Held:
+        """Return the bytes of keys before rotation and of sums of values, for a moment."""
+        if not max(left, default=0):
+            return Held()
+        return Held(workspace=4 * entries * layer.kv_heads * (3 * layer.key_dim + 2 * layer.value_dim))

@@ -1,0 +1,301 @@
+"""Entries of one layer that are merged before each chunk, by what the chunk attended to in a first pass
+(:mod:`kvkeep.stores.lookahead`): AsymKV and KVSlimmer as published. Which pairs, and what they become, is
+:mod:`kvkeep.stores.ahead_pairs`.
+
+Entries lie in the order of the text, one choice for all lanes of a row. Positions are the running sum of the counts: an
+entry is where the last of its tokens would be if each count were as many tokens, counted back from the next token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvkeep.attention import attend, received
+from kvkeep.attention.step import Step
+from kvkeep.contracts import EvictedStore, Site, WorkingSet
+from kvkeep.memory.extent import Extent, Misfit, fits, within
+from kvkeep.memory.meter import nbytes
+from kvkeep.models.adapter import Adapter
+from kvkeep.stores.ahead_pairs import AheadMerging, Seen, cheapest, costs, merge
+from kvkeep.stores.banks import Bank
+from kvkeep.stores.eviction import Arriving
+from kvkeep.stores.merge_neighbours import lost_by_rollback, mark_lost
+from kvkeep.stores.merge_on_evict import merged_states
+
+_BY_LANE = ("looks", "seen", "moved", "lost")
+
+
+class MergeAhead(EvictedStore):
+    """Merges pairs of neighbours until a pass's tokens, and ``slack`` - 1 more, have room. The selector has no say.
+
+    looks: (lanes, 1) int32, chunks that looked at a lane's entries; seen: the slots there were at the last. moved:
+    (lanes, 1) int32, tokens that no count stands for any more: capped, or lost where pairs overlapped. Sensitivities
+    that are averaged are the banks' scores. pairs: how many were merged. leaves: keys that a pass is differentiated by.
+    """
+
+    keeps = False
+    makes_room = True
+
+    def __init__(self, site: Site, how: AheadMerging, adapter: Adapter, slack: int) -> None:
+        self.layer, self.ledger, self.meter = site.layer.index, site.ledger, site.meter
+        self.how, self.adapter, self.slack = how, adapter, slack
+        self.looks: Tensor | None = None
+        self.seen: Tensor | None = None
+        self.moved: Tensor | None = None
+        self.lost: Tensor | None = None
+        self.pairs = torch.zeros(1, dtype=torch.int64)
+        self.length = 0
+        self.leaves: list[Tensor] = []
+        self._received: list[Tensor] = []  # (lanes, entries) for each bank that holds something
+
+    # -- the first pass -----------------------------------------------------------------------------
+
+    def full(self, resident: WorkingSet) -> bool:
+        """Return whether there is no room for one token more in some lane."""
+        return any(bank.used >= bank.budget for bank in resident.banks)
+
+    def look(self, layer: Any, step: Step) -> Tensor:
+        """Return attention over what is held and what is new, of which nothing is kept, and note what each entry
+        received."""
+        if self.how.gradients:
+            return self._differentiable(layer, step)
+        resident, wide = layer.resident, step.wide(layer.length)
+        held = [layer.segment(piece, step, wide) for piece in resident.pieces()]
+        output, lse = attend(step.query, [*held, step.arriving()], step.scaling, origin=layer.origin)
+        lse = resident.unpadded(lse)
+        self._received = [received(step.query, segment, lse, step.scaling) for segment in held]
+        return output
+
+    def _differentiable(self, layer: Any, step: Step) -> Tensor:
+        """The same in plain operations, with a graph; keys are leaves of it."""
+        wide, new, parts = step.wide(layer.length), step.arriving(), []
+        self._received, pieces = [], layer.resident.pieces()
+        visible = self.ledger.visible_by(step.heads)
+        for bank in layer.resident.banks:
+            query, key, value = bank.of(step.query), bank.of(new.key), bank.of(new.value)
+            mask = new.mask if new.mask is None or len(new.mask) == 1 else bank.of(new.mask)
+            own = _scores(query, key, mask, new.causal, step.scaling)
+            if not bank.used:
+                parts.append(own.softmax(-1).to(value.dtype) @ value)
+                continue
+            piece = next(pieces)
+            self.leaves.append(piece.keys[:, 0].detach().requires_grad_())
+            past = layer.segment(piece._replace(keys=self.leaves[-1][:, None]), step, wide)
+            scores = _scores(query, past.key, past.mask, False, step.scaling)
+            weights = torch.cat([scores, own], -1).softmax(-1)
+            parts.append(weights.to(value.dtype) @ torch.cat([past.value, value], 2))
+            heard = weights[..., : bank.used].detach()
+            if visible is not None:
+                heard = heard * bank.of(visible)[..., -step.queries :].transpose(2, 3)
+            self._received.append(heard.sum(2).mean(1))
+        if len(parts) == 1:
+            return parts[0]
+        order = torch.cat([bank.lanes for bank in layer.resident.banks]).argsort()
+        return torch.cat(parts)[order]
+
+    # -- merging ------------------------------------------------------------------------------------
+
+    def merge_before(self, resident: WorkingSet, real: Tensor, gradients: Iterator[Tensor]) -> None:
+        """Merge entries before a pass of tokens, ``real`` (rows, n) bool. gradients: yields that of each bank that
+        holds something, for methods that need one."""
+        lanes, heads = resident.banks.lanes, resident.banks.heads
+        for name in _BY_LANE[:3]:
+            if getattr(self, name) is None:
+                setattr(self, name, torch.zeros(lanes, 1, dtype=torch.int32, device=real.device))
+        arriving = real.sum(1).repeat_interleave(heads)[:, None]
+        heard, self._received = iter(self._received), []
+        with self.meter.merging():
+            for bank in resident.banks:
+                if bank.used:
+                    gradient = next(gradients) if self.how.gradients else None
+                    self._merge_bank(bank, next(heard), gradient, bank.of(arriving), real.shape[1] > 1, heads)
+
+    def _merge_bank(
+        self, bank: Bank, heard: Tensor, gradient: Tensor | None, arriving: Tensor, several: bool, heads: int
+    ) -> None:
+        assert self.looks is not None and self.seen is not None and self.moved is not None
+        keys, values, slots, counts, scores = _entries(bank)
+        if bank.vacant:
+            order = slots.argsort(dim=1, stable=True)
+            keys, values, slots, counts, scores, heard = (
+                _gathered(rows, order) for rows in (keys, values, slots, counts, scores, heard)
+            )
+            gradient = None if gradient is None else _gathered(gradient, order)
+        free, held = self.slack - 1, (slots >= 0).sum(1, keepdim=True)
+        tight = held + arriving > bank.budget - (free if several else 0)
+        asked = (held > 0) & (arriving > 0) & (tight | several)
+        excess = torch.where(tight & asked, held + arriving + free - bank.budget, 0)
+        places = (counts.cumsum(1) + bank.of(self.moved) - 1).long()
+        sums = values.float() * counts[..., None]
+        turned_back = None if gradient is None else self._turned(gradient.float(), -places)
+        first = self.ledger.first_by(heads)
+        start = 0 if first is None else bank.of(first)
+        merges = (slots >= start + self.how.sinks) & (slots >= 0)
+        seen = Seen(heard * (slots >= 0), sums, merges, turned_back)
+        sensitivity = self.how.sensitivity(seen)
+        if self.how.averages:
+            sensitivity = self._averaged(bank, sensitivity[..., 0], scores, slots, asked)[..., None]
+        if bool((excess > 0).any()):
+            chosen = cheapest(costs(seen, counts, heads), excess[::heads]).repeat_interleave(heads, 0)
+            self.pairs = self.pairs.to(chosen.device) + chosen.sum()
+            unrotated = self._turned(keys.float(), -places)
+            with self.meter.holding(unrotated, unrotated, unrotated, sums, sums, turned_back):
+                found = merge(unrotated, counts, slots, seen, sensitivity, chosen, self.how)
+                changed = excess > 0
+                counts, slots, sensitivity = found.counts * found.kept, found.slots, found.sensitivity
+                slots = slots.masked_fill(~found.kept, -1)
+                moved = self._tokens(bank, heads) - counts.sum(1, keepdim=True)
+                places = (counts.cumsum(1) + moved - 1).long()
+                keys = torch.where(changed[..., None], self._turned(found.keys, places).to(keys.dtype), keys)
+                means = (found.sums / counts.clamp(min=1)[..., None]).to(values.dtype)
+                values = torch.where(changed[..., None], means, values)
+                self.moved[bank.index] = moved.int()
+        scores = sensitivity[..., 0] if self.how.averages else scores
+        _write(bank, keys, values, slots, counts, scores)
+
+    def _averaged(self, bank: Bank, new: Tensor, old: Tensor, slots: Tensor, asked: Tensor) -> Tensor:
+        """Return the mean of sensitivities over the chunks so far, (lanes, entries), where one ``asked`` (lanes, 1);
+        that of an entry no earlier chunk has looked at is its own."""
+        assert self.looks is not None and self.seen is not None
+        looks, seen = bank.of(self.looks) + asked, bank.of(self.seen)
+        share = 1 / looks.clamp(min=1)
+        mean = torch.where(slots < seen, share * new + (1 - share) * old, new)
+        self.looks[bank.index] = looks.int()
+        self.seen[bank.index] = torch.where(asked, self.length, seen).int()
+        return torch.where(asked, mean, old)
+
+    def make_room(self, bank: Bank, new: Arriving, resident: WorkingSet) -> None:
+        """Keep new entries, for which there is room once gaps are closed."""
+        keys, values, slots, counts, scores = _entries(bank)
+        fresh = torch.zeros(new.slots.shape, device=slots.device)
+        _write(
+            bank,
+            torch.cat([keys, new.keys], 1),
+            torch.cat([values, new.values], 1),
+            torch.cat([slots, new.slots], 1),
+            torch.cat([counts, (new.slots >= 0).float()], 1),
+            torch.cat([scores, fresh], 1),
+        )
+
+    def settled(self, observed: bool, resident: WorkingSet) -> None:
+        self.length = resident.length
+
+    def _turned(self, keys: Tensor, by: Tensor) -> Tensor:
+        """Return keys (lanes, n, dim) as they would be ``by`` (lanes, n) positions later."""
+        by_head = keys[:, None]
+        return self.adapter.turn(self.layer, by_head, self.adapter.angles(self.layer, by_head, by))[:, 0]
+
+    def _tokens(self, bank: Bank, heads: int, length: int | None = None) -> Tensor:
+        """Return the tokens of each lane's row among the first ``length`` slots (all that are settled), (lanes, 1)."""
+        length = self.length if length is None else length
+        if (visible := self.ledger.visible_by(heads)) is None:
+            return torch.full((len(bank.slots), 1), length, device=bank.slots.device)
+        return bank.of(visible)[:, 0, 0, :length].sum(1, keepdim=True)
+
+    def merged(self) -> tuple[int, int]:
+        return int(self.pairs), 0
+
+    # -- the cache contract -------------------------------------------------------------------------
+
+    def truncate(self, length: int, resident: WorkingSet) -> None:
+        """An entry that stood for a forgotten slot is gone, with the other slots that it stood for: what was before it
+        moves up."""
+        before, self.length = self.length, min(self.length, length)
+        if length >= before or self.moved is None:
+            return
+        for counted in (self.seen, self.lost):
+            if counted is not None:
+                counted.clamp_(max=length)
+        for bank in resident.banks:
+            if not bank.used or bank.extra is None:
+                continue
+            _, _, slots, counts, _ = _entries(bank)
+            moved = self._tokens(bank, resident.banks.heads, length) - counts.sum(1, keepdim=True)
+            by = moved - bank.of(self.moved)
+            self.moved[bank.index] = moved.int()
+            if bool((by != 0).any()):
+                used = bank.keys[:, : bank.used]
+                used.copy_(self._turned(used.float(), by.long().expand(-1, bank.used)))
+                after = slots.amax(1, keepdim=True) + 1
+                self.lost = lost_by_rollback(self.lost, bank, resident.banks.lanes, after, length)
+
+    def select(self, lanes: Tensor) -> None:
+        for name in _BY_LANE:
+            if (rows := getattr(self, name)) is not None:
+                setattr(self, name, rows.index_select(0, lanes.to(rows.device)))
+
+    @property
+    def bookkeeping_bytes(self) -> int:
+        return nbytes(self.pairs, *(getattr(self, name) for name in _BY_LANE))
+
+    def state(self) -> dict[str, Tensor]:
+        saved = {name: rows for name in _BY_LANE if (rows := getattr(self, name)) is not None}
+        return saved | {"pairs": self.pairs, "length": torch.tensor([self.length])}
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        for name in _BY_LANE:
+            setattr(self, name, state.get(name))
+        self.pairs, self.length = state["pairs"], int(state["length"][0])
+
+    def check(self, extent: Extent) -> None:
+        fits("pairs", self.pairs, (1,), torch.int64)
+        if self.length != extent.slots:
+            raise Misfit(f"merging is not of {extent.slots} slots")
+        for name, columns in (("looks", 1), ("seen", 1), ("moved", 1), ("lost", None)):
+            if (counted := getattr(self, name)) is not None:
+                within(name, fits(name, counted, (extent.lanes, columns), torch.int32), 0, extent.slots + 1)
+        if self.lost is not None:
+            within("lost", self.lost.shape[1] % 2, 0, 1)
+
+    def states(self, lanes: int, length: int) -> Tensor:
+        """Return that everything is merged but what a rollback took; so are entries lost where pairs overlapped."""
+        return mark_lost(merged_states(self.ledger, lanes, length), self.lost)
+
+
+def _scores(query: Tensor, keys: Tensor, mask: Tensor | None, causal: bool, scaling: float) -> Tensor:
+    """Return the scores of ``keys``, (lanes, heads, queries, entries) float32, the least there is where masked: a query
+    that sees nothing then has a gradient, of no meaning, instead of none."""
+    scores, least = query.float() @ keys.float().transpose(2, 3) * scaling, torch.finfo(torch.float32).min
+    if causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if mask is None:
+        return scores
+    if mask.dtype == torch.bool:
+        return scores.masked_fill(~mask, least)
+    return (scores + mask).masked_fill(mask == float("-inf"), least)
+
+
+def _entries(bank: Bank) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return keys, values, slots, counts and scores of the columns in use; a count of 0 for an empty one."""
+    used = bank.used
+    slots = bank.slots[:, :used]
+    counts = (slots >= 0).float()
+    if bank.extra is not None:
+        counts = counts * (1 + bank.extra[:, :used])
+    return bank.keys[:, :used], bank.values[:, :used], slots, counts, bank.scored()[:, :used]
+
+
+def _gathered(rows: Tensor, index: Tensor) -> Tensor:
+    return rows.gather(1, index if rows.ndim == 2 else index[..., None].expand(-1, -1, rows.shape[2]))
+
+
+def _write(bank: Bank, keys: Tensor, values: Tensor, slots: Tensor, counts: Tensor, scores: Tensor) -> None:
+    """Put entries into a bank in the order of the text, its last column used in every lane."""
+    held = (slots >= 0).sum(1)
+    most, least = int(held.max()), int(held.min())
+    assert most <= bank.columns
+    last = slots.argsort(dim=1, stable=True)[:, slots.shape[1] - most :]
+    extra = torch.zeros(bank.slots.shape, device=slots.device)
+    fresh = torch.zeros_like(extra)
+    extra[:, :most] = (_gathered(counts, last) - 1).clamp(min=0)
+    fresh[:, :most] = _gathered(scores, last)
+    bank.keys[:, :most], bank.values[:, :most] = _gathered(keys, last), _gathered(values, last)
+    slots = _gathered(slots, last)
+    bank.slots[:, most:] = -1
+    bank.slots[:, :most] = slots
+    bank.extra, bank.scores = extra, fresh
+    bank.used, bank.vacant = most, most - least
