@@ -201,3 +201,18 @@ def test_pyramidkv_allocates_less_with_depth_and_says_so(family: str) -> None:
     shares = [depth / (len(layers) - 1) if len(layers) > 1 else 0.5 for depth in range(len(layers))]
     assert held == [4 + int(2 * mean - least + (2 * least - 2 * mean) * share) for share in shares]
     assert [report.entries for report in cache.describe() if report.kind == "full"] == held
+
+
+def test_an_entry_that_comes_back_changes_no_score_of_another_head() -> None:
+    """tova gives all KV heads of a row one and the same scores."""
+    cache = KeepCache(tiny("llama"), "tova+pages:1", 16, chunk=16, checkpoint="kv", where="host")
+    ids = prompt(1, 41)
+    for tokens in ids.split(40, 1):
+        step("llama", cache, tokens)
+    layer = bounded(cache)[0]
+    (bank,) = layer.resident.banks
+    before, gone = bank.scores.clone(), min({*range(41)} - {*bank.slots[0].tolist()})
+    assert (before > 0).all()
+    layer.resident.swap_in(torch.tensor([[gone], [-1]]), bank.keys[:, :1] * 0, bank.values[:, :1] * 0)
+    assert gone in bank.slots[0].tolist() and gone not in bank.slots[1].tolist()
+    assert torch.equal(bank.scores[1], before[1]) and int((bank.scores[0] == 0).sum()) == 1
