@@ -232,3 +232,22 @@ def test_an_answer_reports_the_seconds() -> None:
     assert len(answer.tokens) == 8 and answer.rounds is not None
     assert 0 < answer.timing.reconstruction_s < answer.timing.prefill_s
     assert answer.memory.peak_workspace_bytes >= 4 * 2 * 60 * 4  # the scores
+
+
+def test_rows_of_different_shares_take_the_memory_of_theirs() -> None:
+    """Each row of a batch has budgets of its own, which go where the row goes; a session has them, too."""
+    cache = KeepCache(tiny("llama"), "kvzip:least=0.1", 40, chunk=20)
+    ids = prompt(2, 90)
+    step("llama", cache, ids[:, :80])
+    before = cache.shares
+    assert before is not None and any(own[:2] != own[2:] for own in before)
+    held = [len(slots) for layer in bounded(cache) for slots in slots_of(layer)]
+    assert held == [share for own in before for share in own]
+    cache.reorder_cache(torch.tensor([1, 0]))
+    assert cache.shares == [[*own[2:], *own[:2]] for own in before]
+    cache.batch_select_indices(torch.tensor([1]))
+    assert cache.shares == [own[:2] for own in before]
+    cache.batch_repeat_interleave(3)
+    step("llama", cache, ids[:1, 80:].repeat(3, 1))
+    lanes = [[len(slots) for slots in slots_of(layer)] for layer in bounded(cache)]
+    assert lanes == [own[:2] * 3 for own in before]

@@ -82,7 +82,7 @@ def summary(result: Any) -> str:
     rounds = result.rounds
     line = f"{result.method} ({result.exactness}): {timing.prefill_tokens} tokens read at "
     line += f"{timing.prefill_tokens_per_s:.0f}/s, "
-    line += f"of {timing.prefill_s:.1f} s {timing.reconstruction_s:.1f} once more, " if timing.reconstruction_s else ""
+    line += f"once more in {timing.reconstruction_s:.1f} s, " if timing.reconstruction_s else ""
     line += f"{len(result.tokens)} written at {timing.decode_tokens_per_s:.1f}/s"
     if rounds is not None:
         line += f" in {rounds.rounds} rounds ({rounds.accepted} of {rounds.drafted + rounds.copied} drafts right)"

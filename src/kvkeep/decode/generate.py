@@ -28,8 +28,8 @@ SEEDS = range(-(2**63), 2**64)
 @dataclass(frozen=True)
 class Timing:
     """Seconds and tokens per second of prefill and decoding. ``prefill_tokens``: prompt tokens that were not in the
-    cache. The first new token counts as prefill, and so do the ``reconstruction_s`` in which a prompt was read once
-    more to choose what stays."""
+    cache. The first new token counts as prefill. ``reconstruction_s``: those in which the text was read once more to
+    choose what stays, part of the prefill, or of decoding where the text outgrew the budget only then."""
 
     prefill_tokens: int
     prefill_s: float
