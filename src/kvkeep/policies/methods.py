@@ -130,6 +130,10 @@ class Method:
         """Return why the combination means nothing, in a sentence; None where it works."""
         if self.oneshot and self.selector.keeps_all:
             return "Nothing is evicted, so nothing has to be compressed when a prompt has been read."
+        if self.oneshot and self.reading is not None:
+            return "It compresses what has been read already; leave 'oneshot' out."
+        if self.oneshot and self.fate.readings > 1:
+            return "A prompt is merged chunk by chunk, each by the next one's queries, and at once it would be one chunk."
         if self.recall.label and self.selector.keeps_all:
             return "Nothing is evicted, so nothing has to be recalled."
         if self.recall.label and self.selector.in_order:
