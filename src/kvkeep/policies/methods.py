@@ -133,7 +133,7 @@ class Method:
         if self.oneshot and self.reading is not None:
             return "It compresses what has been read already; leave 'oneshot' out."
         if self.oneshot and self.fate.readings > 1:
-            return "A prompt is merged chunk by chunk, each by the next one's queries, and at once it would be one chunk."
+            return "Chunks of a prompt are merged by the next one's queries, and at once it would be one chunk."
         if self.recall.label and self.selector.keeps_all:
             return "Nothing is evicted, so nothing has to be recalled."
         if self.recall.label and self.selector.in_order:
