@@ -66,7 +66,7 @@ def combinations() -> Iterator[Method]:
 
 
 def test_every_combination_works_or_says_why_not() -> None:
-    """Of about 900; some read a text."""
+    """Of about 1,200; some read a text."""
     refused, taken = 0, []
     for made in combinations():
         own = made.name.startswith("kv-lru+")  # whose recall is its own, whatever would be refused besides
@@ -80,7 +80,7 @@ def test_every_combination_works_or_says_why_not() -> None:
             resolve(made.name)
         assert str(error.value) == f"'{made.name}' is not understood{why}"
         refused += 1
-    assert refused < len(taken) > 400
+    assert refused and len(taken) > 500
     for number, spec in enumerate(taken):
         method = resolve(spec)
         given = {

@@ -120,7 +120,7 @@ def test_rank_without_a_text_and_with_a_prompt(run: Run, model_folder: Path) -> 
     code, out, err = run(*common, "--json")
     assert code == 0 and json.loads(out)["truncations"] == [], err
     code, out, err = run(*common, "-p", "the of and", "--ranks", "8", "-n", "3", "--json")
-    assert code == 0 and len(json.loads(out)["truncations"]) == 5, err
+    assert code == 0 and len(json.loads(out)["truncations"]) == 6, err
 
 
 def test_rows_of_a_comparison(call: Run) -> None:
