@@ -64,19 +64,19 @@ def work_on_ray(job: Job, store: Store, address: str, poll: Callable[[], None]) 
         try:
             _wait(running, poll)
         finally:
-            for one in running:
+            for one in running:  # not those that ended: Ray may still be at it, and takes the process down with it
                 ray.cancel(one, force=True)
             ray.kill(keeper)
             store.forget(job.cells)
 
 
-def _wait(running: Sequence[Any], poll: Callable[[], None]) -> None:
+def _wait(running: list[Any], poll: Callable[[], None]) -> None:
+    """Wait for tasks to end, and take those that did out of ``running``. Raises what one of them raised."""
     import ray
     from ray.exceptions import RayError, RayTaskError
 
-    left = list(running)
-    while left:
-        ended, left = ray.wait(left, timeout=POLL)
+    while running:
+        ended, running[:] = ray.wait(running, timeout=POLL)
         poll()
         try:
             ray.get(ended)
