@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.attention.attend import Segment
-from kvkeep.attention.kernel import Described
+from kvkeep.attention.described import Described
 from kvkeep.attention.step import Step
 from kvkeep.errors import BudgetError
 from kvkeep.geometry import LayerGeometry, ModelGeometry

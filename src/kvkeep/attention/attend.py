@@ -18,7 +18,8 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from kvkeep.attention.kernel import Run, Stretch, runs
+from kvkeep.attention.described import Stretch
+from kvkeep.attention.kernel import Run, runs
 
 _flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 

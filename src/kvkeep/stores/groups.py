@@ -10,7 +10,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvkeep.attention.kernel import Described, each_described
+from kvkeep.attention.described import Described
+from kvkeep.attention.kernel import each_described
 from kvkeep.contracts import EntryState, Evicted, EvictedStore, Held, Piece, Resident, WorkingSet
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.memory.extent import Extent, Misfit, alike, fits, within

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kvkeep.attention.kernel import Described, Turning
+from kvkeep.attention.described import Described, Turning
 from kvkeep.contracts import Evicted, EvictedStore, Piece, Resident, Site
 from kvkeep.memory.extent import Extent, Misfit, within
 from kvkeep.memory.places import Device

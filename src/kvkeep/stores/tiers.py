@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvkeep.attention.kernel import Described, each_described
+from kvkeep.attention.described import Described
+from kvkeep.attention.kernel import each_described
 from kvkeep.contracts import EntryState, Evicted, EvictedStore, Held, Piece, Resident, WorkingSet
 from kvkeep.geometry import LayerGeometry
 from kvkeep.memory.extent import Extent, Misfit, alike, fits, within

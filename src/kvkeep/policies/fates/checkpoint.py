@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvkeep.attention.kernel import Described
+from kvkeep.attention.described import Described
 from kvkeep.contracts import EntryState, Evicted, EvictedStore, Exactness, Fate, Piece, Resident, Site, WorkingSet
 from kvkeep.memory.extent import Extent, Misfit, within
 from kvkeep.memory.places import Device

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from kvkeep.attention.kernel import Stretch, takes
+from kvkeep.attention.described import Stretch
+from kvkeep.attention.kernel import takes
 from kvkeep.contracts import Checkpoint, Piece
 from kvkeep.kernels.build import library
 from kvkeep.memory.meter import Meter
