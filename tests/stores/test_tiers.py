@@ -19,6 +19,7 @@ from kvkeep.memory.meter import Meter
 from kvkeep.stores.coded import encode, unpack
 from kvkeep.stores.groups import GROUP
 from kvkeep.stores.tiers import CLIPS, TIERS, Tiers, channel_bytes, prices, tier_counts
+from kvkeep.stores.waiting import waiting_bytes
 
 DIM, LANES = 16, 3
 NOBODY: Any = None  # resident entries: what leaves does not look at them
@@ -65,7 +66,7 @@ def test_bytes_never_exceed_the_room_and_nothing_is_there_twice(room: int, count
             kept = tier_counts(room - channel_bytes(DIM), prices(DIM, DIM, 4), tiers.groups + more)
         tiers.take(entries(start, count), NOBODY)
         start += count
-        assert tiers.compressed_bytes <= LANES * (room + GROUP * 2 * DIM * 2)
+        assert tiers.compressed_bytes <= LANES * (room + 2 * DIM * waiting_bytes(4))
         assert tiers.groups == sum(kept)  # what is not where it could be has fallen, but is there
         for lane in range(LANES):
             slots = held(tiers, lane).tolist()
@@ -138,7 +139,7 @@ def test_without_a_part_of_the_code_numbers_are_farther_away(without: str) -> No
 
 def test_attention_that_returns_keeps_a_group() -> None:
     tiers, _ = filled(9000, [GROUP] * 30)
-    assert tiers.scores is not None and not tiers.count
+    assert tiers.scores is not None and not tiers.waiting.count
     stop = tiers.groups * GROUP  # the last are the lowest of all
     spared = pieces(tiers)[-1].slots[:, -GROUP:].clone()
     tiers.scores[:, stop - GROUP : stop] = 1e3
@@ -205,7 +206,7 @@ def test_attention_is_counted_wherever_entries_are() -> None:
     read("llama", cache, prompt(1, 200), single=20)
     for layer in bounded(cache):
         ((bank,), tiers) = layer.resident.banks, layer.evicted
-        away = tiers.scores[:, : tiers.groups * GROUP + tiers.count].sum(1)
+        away = tiers.scores[:, : tiers.groups * GROUP + tiers.waiting.count].sum(1)
         torch.testing.assert_close(bank.scores.sum(1) + away, torch.full((2,), 200.0), atol=0.05, rtol=1e-3)
 
 

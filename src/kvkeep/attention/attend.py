@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from kvkeep.attention.described import Stretch
+from kvkeep.attention.described import Stretch, grouped
 from kvkeep.attention.kernel import Run, runs
 
 _flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -30,8 +30,8 @@ FOLDED = 8
 
 class Coded(Protocol):
     """Coded keys or values with products of their own. lazy: False, unlike :class:`Lazy`. layout: what the kernel
-    reads, "grouped" (stores/coded.py: codes, scale and offset of 32 entries) or "sketched" (stores/sketch.py: places in
-    cells); empty: it does not."""
+    reads, "grouped" (stores/coded.py: codes, scale and offset of 32 entries), "by channel" (stores/waiting.py: codes of
+    entries) or "sketched" (stores/sketch.py: places in cells); empty: it does not."""
 
     lazy: ClassVar[bool]
     layout: ClassVar[str]
@@ -175,12 +175,12 @@ def weighed(
     """
     if all(joins(query, segment) for segment in segments):
         run = Run(query, scaling)
-        coded_first = sorted(range(len(segments)), key=lambda number: isinstance(segments[number].key, Tensor))
-        for number in coded_first:
+        groups_first = sorted(range(len(segments)), key=lambda number: not grouped(segments[number].key))
+        for number in groups_first:
             run.add(*in_order(segments[number]), False, False)
         output, received = run.weighed(reduce == "max")
-        parts = received.split([segments[number].key.shape[-2] for number in coded_first], 1)
-        return output.to(query.dtype), [parts[coded_first.index(number)] for number in range(len(segments))]
+        parts = received.split([segments[number].key.shape[-2] for number in groups_first], 1)
+        return output.to(query.dtype), [parts[groups_first.index(number)] for number in range(len(segments))]
     scored = [_scored(query, segment, scaling) for segment in segments]
     weights = torch.softmax(scored[0] if len(scored) == 1 else torch.cat(scored, -1), -1)
     if any(segment.mask is not None for segment in segments):

@@ -37,7 +37,7 @@ class Described:
     def __init__(self, pieces: Sequence[tuple[Any, Any]]) -> None:
         self.rows = (PieceStruct * len(pieces))()
         self.value_dim: int = pieces[0][1].shape[-1]
-        self.coded = not isinstance(pieces[0][0], Tensor)
+        self.grouped = grouped(pieces[0][0])
         self._held = [part for row, pair in zip(self.rows, pieces, strict=True) for part in _describe(row, *pair)]
         self.entries = sum(row.count for row in self.rows)
 
@@ -46,6 +46,11 @@ class Described:
         self.rows[len(self.rows) - 1].count += entries - self.entries
         self.entries = entries
         return self
+
+
+def grouped(keys: Any) -> bool:
+    """Return whether these are codes in groups of a tile, which come first because tiles begin with them."""
+    return getattr(keys, "layout", "") == "grouped"
 
 
 class Stretch(Described):
@@ -113,7 +118,7 @@ def _describe(row: PieceStruct, keys: Any, values: Any) -> list[Tensor]:
     """Fill a row of the kernel's table; return the tensors that it points to, some of them copies."""
     if isinstance(keys, Tensor):
         return _entries(row, keys, values)
-    return (_codes if keys.layout == "grouped" else _estimates)(row, keys, values)
+    return {"grouped": _codes, "by channel": _by_channel, "sketched": _estimates}[keys.layout](row, keys, values)
 
 
 def _entries(row: PieceStruct, keys: Tensor, values: Tensor) -> list[Tensor]:
@@ -146,6 +151,19 @@ def _codes(row: PieceStruct, keys: Any, values: Any) -> list[Tensor]:
         held += [mean, deviation]
         row.mean, row.deviation = mean.data_ptr(), deviation.data_ptr()
     return held
+
+
+def _by_channel(row: PieceStruct, keys: Any, values: Any) -> list[Tensor]:
+    row.lanes, _, row.count, _ = keys.shape
+    row.key_bits = row.value_bits = 8
+    for name, part in (("key", keys), ("value", values)):
+        setattr(row, f"{name}s", part.codes.data_ptr())
+        setattr(row, f"{name}_lane", part.codes.stride(0))
+        setattr(row, f"{name}_row", part.codes.stride(1))
+        setattr(row, f"{name}_scale", part.scale.data_ptr())
+        setattr(row, f"{name}_offset", part.offset.data_ptr())
+        setattr(row, f"{name}_scale_lane", part.scale.stride(0))
+    return [tensor for part in (keys, values) for tensor in (part.codes, part.scale, part.offset)]
 
 
 def _estimates(row: PieceStruct, keys: Any, values: Any) -> list[Tensor]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvkeep.attention.described import Described, PieceStruct, Stretch
+from kvkeep.attention.described import Described, PieceStruct, Stretch, grouped
 from kvkeep.kernels.build import address, kernels, library
 
 BLOCK = 512
@@ -34,7 +34,7 @@ def runs(query: Tensor, keys: Any, values: Any) -> bool:
     return (
         query.dtype == torch.bfloat16
         and query.device.type == "cpu"
-        and (_plain(keys, values) or isinstance(keys, Stretch) or _grouped(keys, values) or _sketched(keys, values))
+        and any(kind(keys, values) for kind in (_plain, _stretched, _grouped, _by_channel, _sketched))
         and takes(query.shape[-1], values.shape[-1])
         and library() is not None
     )
@@ -54,9 +54,20 @@ def _bfloat16(part: Tensor) -> bool:
     return part.dtype == torch.bfloat16 and part.device.type == "cpu"
 
 
+def _stretched(keys: Any, values: Any) -> bool:
+    return isinstance(keys, Stretch)
+
+
 def _grouped(keys: Any, values: Any) -> bool:
     """Return whether these are codes in groups of a tile."""
     return _laid_out(keys, values, "grouped") and values.width % 16 == 0
+
+
+def _by_channel(keys: Any, values: Any) -> bool:
+    """Return whether these are codes of 8 bits with a scale for each channel."""
+    return _laid_out(keys, values, "by channel") and all(
+        part.codes.dtype == torch.int8 and part.codes.shape[2] % 16 == 0 for part in (keys, values)
+    )
 
 
 def _sketched(keys: Any, values: Any) -> bool:
@@ -240,10 +251,10 @@ def each_described(query: Tensor, pieces: Sequence[tuple[Any, Any]]) -> list[Des
 def at_once(
     query: Tensor, own: Described, others: Sequence[Described], scaling: float, reduce: str = "", each: bool = False
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return attention of queries that see every entry, in one call: of ``others``, codes among them first, and then
-    ``own``. With ``reduce``, "sum" or "max", also what those of own received, as :meth:`Call.received`; and with
-    ``each`` those of the others, in their order."""
-    parts = [*sorted(others, key=lambda one: not one.coded), own]
+    """Return attention of queries that see every entry, in one call: of ``others``, codes in groups among them first,
+    and then ``own``. With ``reduce``, "sum" or "max", also what those of own received, as :meth:`Call.received`; and
+    with ``each`` those of the others, in their order."""
+    parts = [*sorted(others, key=lambda one: not one.grouped), own]
     call = Call(query, parts, scaling)
     done = call.attend()
     assert done is not None
@@ -270,7 +281,7 @@ class Run:
         self._pieces: list[Described | tuple[Any, Any]] = []
         self._masks: list[tuple[int, Tensor | None]] = []
         self._newest: tuple[Tensor, Tensor] | None = None  # entries of which query i sees the first i + 1
-        self._coded = 0  # pieces that are codes
+        self._grouped = 0  # pieces that are codes in groups
         self._state: Tensor | None = None
         self._start = 0  # the entries before those at hand
         self._skipped: Tensor | None = None  # of those at hand, what each lane attended already
@@ -288,10 +299,11 @@ class Run:
             self._pieces.append(key)
             self._masks.append((key.entries, mask))
             return
-        if not isinstance(key, Tensor):  # first, in turn: a group is a tile of a block
-            self._pieces.insert(self._coded, (key, value))
-            self._masks.insert(self._coded, (key.shape[2], mask))
-            self._coded, self._origin = self._coded + 1, None
+        if not isinstance(key, Tensor):
+            at = self._grouped if grouped(key) else len(self._pieces)
+            self._pieces.insert(at, (key, value))
+            self._masks.insert(at, (key.shape[2], mask))
+            self._grouped, self._origin = self._grouped + grouped(key), None
             return
         self._pieces.append((key, value))
         self._masks.append((key.shape[1], mask))

@@ -23,6 +23,8 @@ struct Piece {  // entries (lanes, count, dim) of bfloat16; strides in elements
   const uint16_t *key_scale, *key_offset, *value_scale, *value_offset;
   const float *mean, *deviation;
   int64_t key_bits, value_bits, width, key_scale_lane, value_scale_lane;
+  // Or codes of 8 bits with a sign, (lanes, count, dim), strides bytes; `width` is 0, scales and offsets are of a lane's
+  // channels, (lanes, dim) float16.
   // Or cells of a sketch, (lanes, cells, dim) of bfloat16, `places` (sums, lanes, count) of them to an entry: their median
   // (of 1, 3 or 5) or mean, plus a mean of all, (lanes, dim) float32, if there is one; `mean` is that of values.
   const int32_t* places;
@@ -114,6 +116,13 @@ struct Walk {
 };
 
 static inline float half1(const uint16_t* p) { _Float16 h; memcpy(&h, p, 2); return float(h); }
+static inline vf halves16(const uint16_t* p) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+#else
+  vf r; for (int i = 0; i < 16; i++) r[i] = half1(p + i); return r;
+#endif
+}
 
 // Codes first .. first + 15 of `count`, packed as stores/coded.py packs them: of n bytes, byte j has codes j, j + n, ..
 static inline vf codes16(const uint8_t* codes, int64_t bits, int64_t count, int64_t first) {
@@ -191,6 +200,17 @@ static void write_group(const Attention& a, const Piece& p, int64_t lane, int64_
 static inline vf smaller(vf a, vf b) { return a < b ? a : b; }
 static inline vf median3(vf a, vf b, vf c) { return larger(smaller(a, b), smaller(larger(a, b), c)); }
 
+// Writes out n entries, offset + scale * code of each channel.
+static void write_codes(const int8_t* codes, int64_t row, const uint16_t* scale, const uint16_t* offset, int64_t n,
+                        int64_t dim, bf16* out) {
+  for (int64_t i = 0; i < n; i++, codes += row, out += dim)
+    for (int64_t d = 0; d < dim; d += 16) {
+      vf x;
+      for (int j = 0; j < 16; j++) x[j] = float(codes[d + j]);
+      narrow16(out + d, fma16(x, halves16(scale + d), halves16(offset + d)));
+    }
+}
+
 // Writes out what n entries are estimated to be, the first of them having `places`, `apart` from one sum to the next.
 static void write_estimates(const bf16* cells, const int32_t* places, int64_t apart, int64_t sums, bool median,
                             const float* mean, int64_t n, int64_t dim, bf16* out) {
@@ -220,20 +240,27 @@ static void write_tile(const Attention& a, Walk& walk, int64_t base, int64_t t, 
   if (entry >= low && entry < high) {
     walk.find(entry, &k[0], &v[0]);
     const Piece& p = a.pieces[walk.piece];
-    if (p.key_bits) return write_group(a, p, walk.lane, (entry - walk.start) / TILE, keys, values);
+    if (p.width) return write_group(a, p, walk.lane, (entry - walk.start) / TILE, keys, values);
   }
   for (int64_t i = 0; i < TILE; i++, entry++, run--) {
     if (entry < low || entry >= high) { k[i] = v[i] = ZEROS; run = 0; }
     else if (run > 0) { k[i] = k[i - 1] + walk.key_row; v[i] = v[i - 1] + walk.value_row; }
     else {
       run = walk.find(entry, &k[i], &v[i]);
-      if (const Piece& p = a.pieces[walk.piece]; p.places) {  // as many as fit in the tile
-        int64_t lane = walk.lane % p.lanes, n = run = std::min(run, TILE - i), apart = p.lanes * p.count;
-        const int32_t* places = p.places + lane * p.count + entry - walk.start;
+      if (const Piece& p = a.pieces[walk.piece]; p.places || p.key_bits) {  // as many as fit in the tile
+        int64_t lane = walk.lane % p.lanes, n = run = std::min(run, TILE - i), at = entry - walk.start;
         char* room = (char*)own.at(4, TILE * (a.dim + a.value_dim) * 2);
         bf16 *key = (bf16*)room + i * a.dim, *value = (bf16*)room + TILE * a.dim + i * a.value_dim;
-        if (keys) write_estimates(p.keys + lane * p.key_lane, places, apart, p.sums, p.median, p.key_mean ? p.key_mean + lane * a.dim : nullptr, n, a.dim, key);
-        if (values) write_estimates(p.values + lane * p.value_lane, places, apart, p.sums, p.median, p.mean ? p.mean + lane * a.value_dim : nullptr, n, a.value_dim, value);
+        if (p.key_bits) {
+          const int8_t *key_codes = (const int8_t*)p.keys + lane * p.key_lane + at * p.key_row, *value_codes = (const int8_t*)p.values + lane * p.value_lane + at * p.value_row;
+          int64_t own_key = lane * p.key_scale_lane, own_value = lane * p.value_scale_lane;
+          if (keys) write_codes(key_codes, p.key_row, p.key_scale + own_key, p.key_offset + own_key, n, a.dim, key);
+          if (values) write_codes(value_codes, p.value_row, p.value_scale + own_value, p.value_offset + own_value, n, a.value_dim, value);
+        }
+        const int32_t* places = p.places + lane * p.count + at;
+        int64_t apart = p.lanes * p.count;
+        if (p.places && keys) write_estimates(p.keys + lane * p.key_lane, places, apart, p.sums, p.median, p.key_mean ? p.key_mean + lane * a.dim : nullptr, n, a.dim, key);
+        if (p.places && values) write_estimates(p.values + lane * p.value_lane, places, apart, p.sums, p.median, p.mean ? p.mean + lane * a.value_dim : nullptr, n, a.value_dim, value);
         k[i] = key; v[i] = value; walk.key_row = a.dim; walk.value_row = a.value_dim;
       }
     }

@@ -4,6 +4,7 @@ Entries come in groups of 32, and a group falls as a whole: keys have a scale fo
 arXiv:2402.02750), which is far better than one for each entry, values one for each entry, of channels normalised to
 mean 0 and deviation 1. The bounds of a code may lie within those of the numbers where that is nearer to them
 (clipping). Keys keep more bits than values: a wrong key moves attention, a wrong value is one of many in a mean.
+Entries that wait to be a group are codes, too (:mod:`kvkeep.stores.waiting`).
 
 **How many groups a tier holds** follows from how many there are and from the bytes alone, so all KV heads have the same
 tensors; which groups these are is each head's own. See :data:`ABOVE`.
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from kvkeep.memory.meter import Meter, nbytes
 from kvkeep.stores.coded import CodedKeys, Codes, encode, multiplied
 from kvkeep.stores.groups import GROUP
 from kvkeep.stores.slots import codes_of, without
+from kvkeep.stores.waiting import Waiting, waiting_bytes
 
 
 class Bits(NamedTuple):
@@ -37,7 +39,7 @@ class Bits(NamedTuple):
 
 
 TIERS = (Bits(16, 16), Bits(8, 8), Bits(4, 4), Bits(4, 2))
-"""Bits of the tiers. The first is the model's own numbers where these have 16 bits."""
+"""Bits of the tiers; a model whose numbers have 16 bits begins with the second."""
 
 ABOVE = (2.15, 0.95, 0.4, 0.0)
 """How far above the depth at which entries are gone each tier ends, as a share of all groups. An entry is worth a tier
@@ -48,7 +50,7 @@ ln(error spared a byte) / 5.4, by the KL that codes of one width for all entries
 CLIPS = {16: (1.0,), 8: (1.0,), 4: (1.0, 0.9, 0.8), 2: (1.0, 0.85, 0.75, 0.65, 0.55)}
 """Shares of the range that codes may cover."""
 
-PARTS = ("attention", "clipping", "channels")
+PARTS = ("attention", "clipping", "channels", "waiting")
 """What can be left out, to see what it is good for."""
 
 
@@ -110,11 +112,11 @@ class Channels(NamedTuple):
 
 
 class Tier:
-    """Groups of one layer at ``bits``: parts (lanes, groups, ...). Where a model's numbers have as many bits, parts are
-    these. ``clips``: whether codes may cover less than the range."""
+    """Groups of one layer at ``bits``: parts (lanes, groups, ...). ``clips``: whether codes may cover less than the
+    range."""
 
-    def __init__(self, bits: Bits, width: int, clips: bool) -> None:
-        self.bits, self.plain = bits, bits.keys == 8 * width
+    def __init__(self, bits: Bits, clips: bool) -> None:
+        self.bits = bits
         self.shares = CLIPS if clips else dict.fromkeys(CLIPS, (1.0,))
         self.parts: list[Tensor] = []
         self.holes = False  # whether some slots are -1
@@ -152,8 +154,6 @@ class Tier:
 
     def encode(self, keys: Tensor, values: Tensor, channels: Channels) -> list[Tensor]:
         """Return the parts of groups of keys and values (lanes, groups, GROUP, dim)."""
-        if self.plain:
-            return [keys, values]
         even, bits = (values.float() - channels.mean[:, None]) / channels.deviation[:, None], self.bits
         return [
             *encode(keys.transpose(2, 3), bits.keys, self.shares[bits.keys]),
@@ -161,16 +161,11 @@ class Tier:
         ]
 
     def _written(self, parts: list[Tensor], channels: Channels, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        if self.plain:
-            return parts[0], parts[1]
         keys, values = self._coded(parts, channels)
         return keys.dense(dtype).unflatten(1, (-1, GROUP)), values.dense(dtype).unflatten(1, (-1, GROUP))
 
-    def read(self, channels: Channels) -> tuple[Any, Any]:
-        """Return keys and values for attention, (lanes, 1, entries, dim) or coded."""
-        if self.plain:
-            keys, values = (part.flatten(1, 2)[:, None] for part in self.parts)
-            return keys, values
+    def read(self, channels: Channels) -> tuple[CodedKeys, CodedValues]:
+        """Return keys and values for attention."""
         return self._coded(self.parts, channels)
 
     def _coded(self, parts: list[Tensor], channels: Channels) -> tuple[CodedKeys, CodedValues]:
@@ -194,11 +189,10 @@ class Tiers(EvictedStore):
         self.meter, self.without = meter, without
         self.prices = prices(key_dim, value_dim, width)
         self.room = room - channel_bytes(value_dim)
-        self.tiers = [Tier(bits, width, without != "clipping") for bits in TIERS]
-        self.waiting: list[Tensor] = []  # keys and values (lanes, GROUP, dim)
+        self.tiers = [Tier(bits, without != "clipping") for bits in tiers(width)]
+        self.waiting = Waiting(width, without != "waiting")
         self.slots: Tensor | None = None
         self.scores: Tensor | None = None
-        self.count = 0  # of those that wait
         self.gaps = False  # whether some of their slots are -1
         self.channels: Channels | None = None
         self._described: list[Described] | None = None  # tiers and what waits, while these are the tensors
@@ -211,28 +205,35 @@ class Tiers(EvictedStore):
         fresh = [left.keys, left.values, left.slots, scores]
         if self.slots is None or self.scores is None:
             size = left.keys.shape[0], GROUP
-            self.waiting = [part.new_zeros(*size, part.shape[2], dtype=narrow(part.dtype)) for part in left[:2]]
             self.slots, self.scores = left.slots.new_full(size, -1), left.scores.new_zeros(size)
         self.gaps |= left.holes and bool((left.slots < 0).any())
-        waiting = [*self.waiting, self.slots[:, -GROUP:], self.scores[:, -GROUP:]]
-        count = self.count + left.slots.shape[1]
+        start = self.waiting.count
+        count = start + left.slots.shape[1]
+        if not self.waiting.parts:
+            self._begin(fresh)
         if count >= GROUP:
-            fresh = [torch.cat([old[:, : self.count], new], 1) for old, new in zip(waiting, fresh, strict=True)]
+            if start:
+                keys, values = (part.dense(left.keys.dtype) for part in self.waiting.read(start))
+                waited = keys, values, self.slots[:, -GROUP:][:, :start], self.scores[:, -GROUP:][:, :start]
+                fresh = [torch.cat([old, new], 1) for old, new in zip(waited, fresh, strict=True)]
             if count >= 2 * GROUP:  # those attended alike fall alike
                 order = fresh[3].masked_fill(fresh[2] < 0, float("-inf")).argsort(dim=1, stable=True)
                 fresh = picked(fresh, order)
             whole = count // GROUP * GROUP
             with self.meter.holding(*fresh[:2]):
                 self._fall(Entries(*(part[:, :whole].unflatten(1, (-1, GROUP)) for part in fresh)))
-            fresh, self.count, count = [part[:, whole:] for part in fresh], 0, count - whole
-            waiting[2:] = self.slots[:, -GROUP:], self.scores[:, -GROUP:]
-        for kept, new in zip(waiting, fresh, strict=True):
-            kept[:, self.count : count] = new
-        self.count = count
+                self._begin(fresh)
+            fresh, start, count = [part[:, whole:] for part in fresh], 0, count - whole
+        self.waiting.add(*fresh[:2])
+        self.slots[:, -GROUP:][:, start:count], self.scores[:, -GROUP:][:, start:count] = fresh[2:]
+
+    def _begin(self, fresh: Sequence[Tensor]) -> None:
+        """Let a group begin to wait, of numbers like keys, values and slots at hand."""
+        self._described = None
+        self.waiting.begin(fresh[:2], fresh[2] >= 0 if self.gaps else None)
 
     def _fall(self, coming: Entries) -> None:
         assert self.slots is not None and self.scores is not None
-        self._described = None
         if self.channels is None:
             self.channels = Channels.of(coming)
             if self.without == "channels":
@@ -270,14 +271,13 @@ class Tiers(EvictedStore):
                 stop = start + tier.groups * GROUP
                 yield tier, self.slots[:, start:stop]
                 start = stop
-        if self.count:
-            yield None, self.slots[:, start : start + self.count]
+        if self.waiting.count:
+            yield None, self.slots[:, start : start + self.waiting.count]
 
     def pieces(self, query: Tensor, resident: Resident, length: int) -> Iterator[Piece]:
         for tier, slots in self._places():
             if tier is None:
-                keys, values = (part[:, None, : self.count].to(query.dtype) for part in self.waiting)
-                yield Piece(keys, values, slots, holes=self.gaps)
+                yield Piece(*self.waiting.read(self.waiting.count), slots, holes=self.gaps)
                 continue
             assert self.channels is not None
             keys, values = tier.read(self.channels)
@@ -290,21 +290,20 @@ class Tiers(EvictedStore):
     def described(self, query: Tensor) -> Sequence[Described] | None:
         if self.gaps or any(tier.holes for tier in self.tiers):
             return None
-        if not self.waiting:
+        if not self.waiting.parts:
             return ()
         if self._described is None:
             held = [tier.read(self.channels) for tier in self.tiers if tier.groups and self.channels is not None]
-            flat = [(one[0][:, 0], one[1][:, 0]) if isinstance(one[0], Tensor) else one for one in held]
-            self._described = each_described(query, [*flat, (self.waiting[0], self.waiting[1])])
+            self._described = each_described(query, [*held, self.waiting.read()])
         if not self._described:
             return None
         *tiers, last = self._described
-        return (*tiers, last.end(self.count)) if self.count else tiers
+        return (*tiers, last.end(self.waiting.count)) if self.waiting.count else tiers
 
     def observe(self, weights: Sequence[Tensor], queries: int, resident: WorkingSet) -> None:
         if not weights or self.slots is None or self.scores is None or self.without == "attention":
             return
-        used = self.groups * GROUP + self.count
+        used = self.groups * GROUP + self.waiting.count
         slots, scores = (part[:, :used] for part in (self.slots, self.scores))
         scores.copy_(resident.observed(slots, scores, torch.cat([*weights], 1), queries))
 
@@ -333,7 +332,7 @@ class Tiers(EvictedStore):
         """Return all tensors by the name of what holds them."""
         named = {str(number): tier.parts for number, tier in enumerate(self.tiers) if tier.groups}
         if self.slots is not None and self.scores is not None:
-            named["waiting"] = self.waiting
+            named["waiting"] = self.waiting.parts
             named["places"] = [self.slots, self.scores]
         if self.channels is not None:
             named["channels"] = [*self.channels]
@@ -345,7 +344,7 @@ class Tiers(EvictedStore):
         for number, tier in enumerate(self.tiers):
             tier.parts = named.get(str(number), tier.parts)
         if "places" in named:
-            self.waiting = named["waiting"]
+            self.waiting.parts = named["waiting"]
             self.slots, self.scores = named["places"]
         if "channels" in named:
             self.channels = Channels(*named["channels"])
@@ -356,29 +355,29 @@ class Tiers(EvictedStore):
 
     def state(self) -> dict[str, Tensor]:
         saved = {f"{name}.{number}": one for name, own in self._tensors().items() for number, one in enumerate(own)}
-        return saved | {"counts": torch.tensor([self.count, *(tier.holes for tier in self.tiers)])}
+        return saved | {"counts": torch.tensor([self.waiting.count, *(tier.holes for tier in self.tiers)])}
 
     def restore(self, state: dict[str, Tensor]) -> None:
         named: dict[str, list[Tensor]] = {}
         for key in sorted(key for key in state if key != "counts"):  # fewer than ten of each name, so they are in order
             named.setdefault(key.partition(".")[0], []).append(state[key])
         self._put(named)
-        self.count, *holes = state["counts"].tolist()
+        self.waiting.count, *holes = state["counts"].tolist()
         self.gaps = True  # there may be
         for tier, flag in zip(self.tiers, holes, strict=True):
             tier.holes = bool(flag)
 
     def check(self, extent: Extent) -> None:
-        within("counts", self.count, 0, GROUP)
+        within("counts", self.waiting.count, 0, GROUP)
         if self.slots is None:
-            if self.count or self.groups:
+            if self.waiting.count or self.groups:
                 raise Misfit("groups are there before their first entries")
             return
         places = (extent.lanes, (self.groups + 1) * GROUP)
         extent.numbered("slots", self.slots, places)
         fits("scores", self.scores, places, torch.float32)
-        if len(self.waiting) != 2 or extent.entries(self.waiting[0], self.waiting[1]) != GROUP:
-            raise Misfit("a group has another number of entries")
+        dims = extent.key_dim, extent.value_dim
+        alike("waiting", self.waiting.parts, self.waiting.form(extent.lanes, *dims), (extent.lanes,))
         if self.channels is None:
             within("groups", self.groups, 0, 1)
             return
@@ -386,15 +385,14 @@ class Tiers(EvictedStore):
             fits("channels", one, (extent.lanes, 1, extent.value_dim), torch.float32)
         for tier in self.tiers:
             if tier.groups:
-                dtype = None if tier.plain else torch.float32
-                keys, values = (torch.zeros_like(part[:, None], dtype=dtype) for part in self.waiting)
+                keys, values = (torch.zeros(extent.lanes, 1, GROUP, dim) for dim in dims)
                 made = tier.encode(keys, values, self.channels)
                 alike("tiers", tier.parts, made, (extent.lanes, tier.groups))
 
     @property
     def compressed_bytes(self) -> int:
         channels = () if self.channels is None else self.channels
-        return sum(nbytes(*tier.parts) for tier in self.tiers) + nbytes(*channels, *self.waiting)
+        return sum(nbytes(*tier.parts) for tier in self.tiers) + nbytes(*channels, *self.waiting.parts)
 
     @property
     def bookkeeping_bytes(self) -> int:
@@ -408,8 +406,10 @@ def tier_counts(room: int, prices: Sequence[int], groups: int) -> list[int]:
     """Return how many of so many groups of a lane are in each tier: the deepest that ``room`` bytes allow, at
     ``prices`` bytes a group."""
 
+    ends_above = ABOVE[-len(prices) :]
+
     def reach(depth: float) -> list[int]:
-        ends = [min(groups, max(0, int(groups * (depth - above) + 0.5))) for above in ABOVE]
+        ends = [min(groups, max(0, int(groups * (depth - above) + 0.5))) for above in ends_above]
         return [own - above for own, above in zip(ends, [0, *ends], strict=False)]
 
     def size(depth: float) -> int:
@@ -422,13 +422,13 @@ def tier_counts(room: int, prices: Sequence[int], groups: int) -> list[int]:
     return reach(low if size(high) > room else high)
 
 
-def tiers_hold(room: int, layer: LayerGeometry, width: int, left: Sequence[int]) -> Held:
+def tiers_hold(room: int, layer: LayerGeometry, width: int, left: Sequence[int], without: str) -> Held:
     """Return the bytes of one layer's tiers, with ``room`` bytes a lane, once so many entries of a lane ``left`` by and
-    by. What has fallen a tier does not come up, so tiers are filled as they were at each time."""
+    by, ``without`` a part. What has fallen a tier does not come up, so tiers are filled as they were at each time."""
     if not sum(left):
         return Held()
     costs, channels = prices(layer.key_dim, layer.value_dim, width), channel_bytes(layer.value_dim)
-    held, waiting, most = [0] * len(TIERS), 0, 0
+    held, waiting, most = [0] * len(costs), 0, 0
     for count in left:
         coming, waiting = divmod(waiting + count, GROUP)
         if not coming:
@@ -442,7 +442,7 @@ def tiers_hold(room: int, layer: LayerGeometry, width: int, left: Sequence[int])
         most = max(most, sum(count * cost for count, cost in zip(held, costs, strict=True)))
     groups, numbers = sum(held), layer.key_dim + layer.value_dim
     coded = sum(count * cost for count, cost in zip(held, costs, strict=True))
-    size = coded + GROUP * numbers * min(width, 2)
+    size = coded + numbers * waiting_bytes(width, without != "waiting")
     return Held(
         compressed=layer.kv_heads * (size + (channels if groups else 0)),
         bookkeeping=8 * layer.kv_heads * GROUP * (groups + 1),
@@ -454,24 +454,22 @@ def tiers_hold(room: int, layer: LayerGeometry, width: int, left: Sequence[int])
 
 def prices(key_dim: int, value_dim: int, width: int) -> list[int]:
     """Return the bytes of one group of a lane in each tier."""
-    return [group_bytes(key_dim, value_dim, bits, width) for bits in TIERS]
+    return [group_bytes(key_dim, value_dim, bits) for bits in tiers(width)]
 
 
-def group_bytes(key_dim: int, value_dim: int, bits: Bits, width: int) -> int:
-    """Return the bytes of one group of one lane of a model whose numbers have ``width`` bytes."""
-    if bits.keys == 8 * width:
-        return width * GROUP * (key_dim + value_dim)
+def tiers(width: int) -> tuple[Bits, ...]:
+    """Return the tiers of a model whose numbers have ``width`` bytes: those of fewer bits."""
+    return tuple(bits for bits in TIERS if bits.keys < 8 * width)
+
+
+def group_bytes(key_dim: int, value_dim: int, bits: Bits) -> int:
+    """Return the bytes of one group of one lane."""
     return key_dim * (GROUP * bits.keys // 8 + 4) + GROUP * (value_dim * bits.values // 8 + 4)
 
 
 def channel_bytes(value_dim: int) -> int:
     """Return the bytes of what one lane's channels are brought to."""
     return 8 * value_dim
-
-
-def narrow(dtype: torch.dtype) -> torch.dtype:
-    """Return what numbers of ``dtype`` wait as: half precision, or as they are where they have 16 bits."""
-    return torch.float16 if dtype.itemsize > 2 else dtype
 
 
 def picked(tensors: list[Tensor], index: Tensor) -> list[Tensor]:

@@ -22,15 +22,15 @@ def exact_entries(exact: float, entries: int) -> int:
 
 
 def spare(
-    fate: Fate, layer: LayerGeometry, geometry: ModelGeometry, entries: int, size: int, width: int | None = None
+    fate: Fate, layer: LayerGeometry, geometry: ModelGeometry, entries: int, size: int, waiting: int | None = None
 ) -> int:
     """Return the bytes of a KV head that its exact entries and the group that waits leave over, within ``entries``;
-    what waits has numbers of ``width`` bytes (None: the model's own). Raises BudgetError where these are no group of
-    ``size`` bytes."""
+    what waits takes ``waiting`` bytes a channel (None: 32 numbers of the model's own). Raises BudgetError where these
+    are no group of ``size`` bytes."""
     numbers, number = layer.key_dim + layer.value_dim, geometry.dtype_bytes
 
     def room(entries: int) -> int:
-        return numbers * ((entries - fate.resident(entries)) * number - GROUP * (width or number))
+        return numbers * ((entries - fate.resident(entries)) * number - (waiting or GROUP * number))
 
     if room(entries) < size:
         least = next(n for n in count(entries + 1) if room(n) >= size)

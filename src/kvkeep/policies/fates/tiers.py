@@ -11,15 +11,17 @@ from kvkeep.errors import UnsupportedModelError, unknown
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.policies.fates.base import exact_entries, spare
 from kvkeep.stores.tiers import PARTS, TIERS, Tiers, channel_bytes, group_bytes, tiers_hold
+from kvkeep.stores.waiting import waiting_bytes
 
 
 @dataclass(frozen=True)
 class InTiers(Fate):
-    """Entries that leave are kept at 16, 8 or 4 bits, or 4 for keys and 2 for values, in what the budget's exact
-    entries leave over. As the text grows, groups of 32 that get least attention fall a tier, and from the last one they
-    are gone; attention that returns to a group keeps it where it is. ``exact``: as for 'quantize', but a quarter of the
-    budget at most. ``without``: a part to leave out, to see what it is good for: 'attention' (groups fall by age),
-    'clipping' (codes cover the whole range) or 'channels' (values are not normalised by channel)."""
+    """Entries that leave are kept at 16 bits (of a float32 cache), 8 or 4, or 4 for keys and 2 for values, in what the
+    budget's exact entries leave over. As the text grows, groups of 32 that get least attention fall a tier, and from
+    the last one they are gone; attention that returns to a group keeps it where it is. What waits to be a group has
+    half of its bits. ``exact``: as for 'quantize', but a quarter of the budget at most. ``without``: a part to leave
+    out, to see what it is good for: 'attention' (groups fall by age), 'clipping' (codes cover the whole range),
+    'channels' (values are not normalised by channel) or 'waiting' (what waits to be a group has 16 bits)."""
 
     exact: float = 8
     without: str = ""
@@ -54,9 +56,9 @@ class InTiers(Fate):
             self._room(layer, geometry, entries)
 
     def _room(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int) -> int:
-        width = geometry.dtype_bytes
-        least = channel_bytes(layer.value_dim) + group_bytes(layer.key_dim, layer.value_dim, TIERS[-1], width)
-        return spare(self, layer, geometry, entries, least, min(width, 2))
+        least = channel_bytes(layer.value_dim) + group_bytes(layer.key_dim, layer.value_dim, TIERS[-1])
+        waiting = waiting_bytes(geometry.dtype_bytes, self.without != "waiting")
+        return spare(self, layer, geometry, entries, least, waiting)
 
     def store(self, site: Site, shared: Any) -> EvictedStore:
         layer, geometry = site.layer, site.geometry
@@ -65,4 +67,4 @@ class InTiers(Fate):
 
     def holds(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int, left: Sequence[int]) -> Held:
         room = self._room(layer, geometry, entries)
-        return tiers_hold(room, layer, geometry.dtype_bytes, left)
+        return tiers_hold(room, layer, geometry.dtype_bytes, left, self.without)
