@@ -15,8 +15,8 @@ token of transformers' own sampling.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Generator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -67,35 +67,61 @@ def verified(
         listener.put(input_ids.cpu())
     outputs = model._prefill(input_ids, generation_config, model_kwargs)
     cache.compress()
-    run = _Run(model, cache, input_ids, logits_processor, stopping_criteria, generation_config, sink)
+    run = Rounds(cache, input_ids, logits_processor, stopping_criteria, generation_config, sink)
     run.start(outputs.logits[:, -1], model_kwargs.get("attention_mask"))
     del outputs
+    rounds = run.rounds()
     try:
-        while not all(run.finished):
-            run.round()
+        wanted = next(rounds, None)
+        while wanted is not None:
+            wanted = _next(rounds, model(**wanted._asdict(), past_key_values=cache, use_cache=True).logits)
     except BaseException:
         run.stream.abandon()
         raise
     return run.result()
 
 
-class _Run:
-    """The state of one call."""
+class Wanted(NamedTuple):
+    """What a round wants the model to read: token ids (rows, n), the mask over past and new tokens (None: all are
+    there), and positions (rows, n)."""
+
+    input_ids: Tensor
+    attention_mask: Tensor | None
+    position_ids: Tensor
+
+
+Reads = Generator[Wanted, Tensor, None]
+"""Yields what to read, and is sent its logits (rows, n, vocabulary)."""
+
+
+def _next(rounds: Reads, logits: Tensor) -> Wanted | None:
+    try:
+        return rounds.send(logits)
+    except StopIteration:
+        return None
+
+
+class Rounds:
+    """The rounds of one answer, after its prompt was read into ``cache``: whoever owns the model reads for them.
+
+    prompts: (rows, tokens). streamer: gets each token. generator: of the noise that samples are drawn by; torch's own
+    where there is none.
+    """
 
     def __init__(
         self,
-        model: Any,
         cache: KeepCache,
         prompts: Tensor,
         processor: LogitsProcessorList,
         criteria: StoppingCriteriaList,
         config: GenerationConfig,
         streamer: Any,
+        generator: torch.Generator | None = None,
     ) -> None:
         assert cache.round is not None
         self.stream = cache.stream
-        self.model, self.cache, self.processor, self.criteria = model, cache, processor, criteria
-        self.config, self.streamer = config, streamer
+        self.cache, self.processor, self.criteria = cache, processor, criteria
+        self.config, self.streamer, self.generator = config, streamer, generator
         self.rows, self.prompt = prompts.shape
         self.longest = min(cache.round.tail, self.stream.chunk) - 1
         room = 2 * self.longest + 2
@@ -122,7 +148,12 @@ class _Run:
 
     # -- a round ------------------------------------------------------------------------------------
 
-    def round(self) -> None:
+    def rounds(self) -> Reads:
+        """Decode until all rows are finished."""
+        while not all(self.finished):
+            yield from self._round()
+
+    def _round(self) -> Reads:
         """Draft a run, verify it, and keep the accepted tokens."""
         begin = time.perf_counter()
         self.cache_round.draft()
@@ -134,11 +165,11 @@ class _Run:
             drafts = copied[:, :longest]
             self._note_drafts(drafts)
         else:
-            drafts = self._drafted(wanted)
+            drafts = yield from self._drafted(wanted)
         drafted = time.perf_counter()
         self.cache_round.verify()
         last = self.tokens[torch.arange(self.rows), [length - 1 for length in self.lengths]][:, None]
-        logits = self._read(torch.cat([last, drafts], 1), 0)
+        logits = yield self._wanted(torch.cat([last, drafts], 1), 0)
         chosen = self._choose(logits, drafts.shape[1])
         right = self._right(drafts, chosen)
         counts = [0 if done else count + 1 for count, done in zip(right, self.finished, strict=True)]
@@ -163,13 +194,13 @@ class _Run:
             longest = min(longest, positions - int(self.positions.max()) - 1)
         return max(0, longest)
 
-    def _drafted(self, count: int) -> Tensor:
+    def _drafted(self, count: int) -> Generator[Wanted, Tensor, Tensor]:
         """Draft ``count`` tokens of each row from the resident entries."""
         rows = torch.arange(self.rows)
         last = self.tokens[rows, [length - 1 for length in self.lengths]][:, None]
         drafts = last[:, :0]
         for number in range(count):
-            logits = self._read(last, number)
+            logits = yield self._wanted(last, number)
             last = self._choose(logits, 0, ahead=number)
             drafts = torch.cat([drafts, last], 1)
             self._note_drafts(drafts)
@@ -190,16 +221,13 @@ class _Run:
         for row, length in enumerate(self.lengths):
             self.tokens[row, length : length + drafts.shape[1]] = drafts[row]
 
-    def _read(self, ids: Tensor, before: int) -> Tensor:
-        """Run the model over ``ids`` (rows, n), ``before`` drafts after the tokens: logits (rows, n, vocabulary)."""
+    def _wanted(self, ids: Tensor, before: int) -> Wanted:
+        """Return that ``ids`` (rows, n) are to be read, ``before`` drafts after the tokens."""
         positions = self.positions[:, None] + torch.arange(before, before + ids.shape[1], device=ids.device)
         mask = self.mask
         if mask is not None:
             mask = torch.cat([mask, mask.new_ones(self.rows, before + ids.shape[1])], 1)
-        output = self.model(
-            input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=self.cache, use_cache=True
-        )
-        return output.logits
+        return Wanted(ids, mask, positions)
 
     def _right(self, drafts: Tensor, chosen: Tensor) -> list[int]:
         """Return the number of leading drafts of each row that are right."""
@@ -304,7 +332,7 @@ class _Run:
         for number in [number for number in self.noise if number < oldest]:
             del self.noise[number]
         for number in range(max(self.noise, default=oldest - 1) + 1, max(numbers) + 1):
-            self.noise[number] = torch.empty_like(like).exponential_(1)
+            self.noise[number] = torch.empty_like(like).exponential_(1, generator=self.generator)
         rows = [self.noise.get(number, like)[row] for row, number in enumerate(numbers)]  # finished rows: anything
         return torch.stack(rows)
 

@@ -90,6 +90,8 @@ def mask_forward(*args: Any, **kwargs: Any) -> Tensor | None:
     """The mask function registered with transformers: SDPA's, and none where a cache's attention is causal and nothing
     but padding before a row is masked, which it knows itself."""
     attender = current_attender()
+    if getattr(attender, "packed", False):
+        return None  # each session's attention has a mask of its own
     if getattr(attender, "masks_itself", False) and kwargs.get("mask_function") is causal_mask_function:
         return None
     return sdpa_mask(*args, **kwargs)

@@ -1,0 +1,245 @@
+"""One forward pass for many sessions: their new tokens packed into one row, attention by each session's own cache.
+
+Weights are read once for all of them. Everything but attention treats tokens one by one, and attention goes by spans:
+the queries, keys and values of a session are handed to its cache as if the model ran for it alone. Where products do
+not depend on the number of rows, as with the CPU kernels in bfloat16, logits are those of each alone to the last bit.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from kvkeep.cache import KeepCache
+from kvkeep.geometry import LayerGeometry
+from kvkeep.models.binding import bind
+
+
+@dataclass(eq=False)
+class Read:
+    """Tokens that a session's model is to read next, after all that its cache holds.
+
+    ids: their ids. keep: of how many of the last ones logits are wanted. cut: more of the same text follows.
+    """
+
+    cache: KeepCache
+    ids: Sequence[int]
+    keep: int = 1
+    cut: bool = False
+
+
+@dataclass(eq=False)
+class _Span:
+    """A read's place in the row, and the entries that its attention is given."""
+
+    read: Read
+    start: int
+    stop: int
+    error: Exception | None = None
+    entries: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # keys and values by layer
+
+    @property
+    def stream(self) -> Any:
+        return self.read.cache.stream
+
+    @property
+    def past(self) -> int:
+        """Tokens before the span."""
+        return self.stream.length
+
+
+class _NobodyLeft(Exception):
+    """Every session of the pass has failed."""
+
+
+class Batch(Cache):
+    """The caches of some reads as the one cache of a row in which their tokens follow one another."""
+
+    def __init__(self, reads: Sequence[Read]) -> None:
+        super().__init__(layers=[])
+        self.spans, start = [], 0
+        for read in reads:
+            self.spans.append(_Span(read, start, start + len(read.ids)))
+            start += len(read.ids)
+        self.geometry = reads[0].cache.geometry
+        self.stream = _BatchStream(self)
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        """By layer, as masks are chosen by it."""
+        return [layer.kind == "sliding" for layer in self.geometry.layers]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return 0: every token of the row has a position of its own."""
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Return that masks cover the row alone; none is used."""
+        return query_length, 0
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Give each session its keys and values, (1, kv_heads, row, dim) of all."""
+        for span in self.spans:
+            if span.error is None:
+                keys, values = (part[:, :, span.start : span.stop] for part in (key_states, value_states))
+                try:
+                    span.entries[layer_idx] = span.read.cache.update(keys, values, layer_idx)
+                except Exception as error:  # one session's fault is no other's
+                    span.error = error
+        return key_states, value_states
+
+
+class _BatchStream:
+    """How the caches of a batch take part in a forward pass; see :class:`~kvkeep.models.forward.Taking`."""
+
+    streams = True
+    decoder = None
+    chunk = sys.maxsize
+    cut = due = False
+    packed = True
+    length = 0
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch, self.earlier_outputs = batch, list[Tensor]()
+        self._readers = {layer.source: layer.index for layer in batch.geometry.layers}
+
+    def admit(self, tokens: int) -> None:
+        """What a session has room for it tells when its span begins."""
+
+    def looks_ahead(self, count: int) -> bool:
+        return False
+
+    def look_ahead(self, decoder: Any, given: dict[str, Any]) -> None:
+        """No session of a batch does."""
+
+    def begin_forward(self, ids: Tensor | None, embeddings: Any, positions: Tensor | None, mask: Any) -> Tensor:
+        """Begin the pass of each session; return the positions of all tokens, (1, row)."""
+        assert ids is not None
+        every = []
+        for span in self.batch.spans:
+            own = torch.arange(span.past, span.past + span.stop - span.start, device=ids.device)[None]
+            try:
+                span.stream.cut = span.read.cut
+                span.stream.admit(own.shape[1])
+                moved = span.stream.begin_forward(ids[:, span.start : span.stop], None, None, None)
+                own = own if moved is None else moved.expand(1, -1)
+            except Exception as error:
+                span.error = error
+            every.append(own)
+        return torch.cat(every, 1)
+
+    def enter_layer(self, layer_idx: int, hidden: Tensor) -> None:
+        """Hand each session the residuals of its tokens."""
+        for span in self.batch.spans:
+            if span.error is None:
+                span.stream.enter_layer(layer_idx, hidden[:, span.start : span.stop])
+
+    def attends(self, layer_idx: int) -> bool:
+        return True
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float
+    ) -> Tensor:
+        """Return attention (1, heads, row, value_dim), each span's by its own cache. A session that fails gets zeros,
+        which no other token sees."""
+        layer = self.batch.geometry.layers[int(module.layer_idx)]  # type: ignore[arg-type]
+        every: list[Tensor | None] = []
+        for span in self.batch.spans:
+            own = None
+            if span.error is None:
+                parts = [part[:, :, span.start : span.stop] for part in (query, key, value)]
+                try:
+                    own = self._attend(module, span, layer, *parts, scaling)
+                except Exception as error:
+                    span.error = error
+            every.append(own)
+        one = next((own for own in every if own is not None), None)
+        if one is None:
+            raise _NobodyLeft
+        lengths = [span.stop - span.start for span in self.batch.spans]
+        whole = [
+            own if own is not None else one.new_zeros(*one.shape[:2], count, one.shape[3])
+            for own, count in zip(every, lengths, strict=True)
+        ]
+        return torch.cat(whole, 2)
+
+    def _attend(
+        self,
+        module: nn.Module,
+        span: _Span,
+        layer: LayerGeometry,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scaling: float,
+    ) -> Tensor:
+        stream, mask = span.stream, None
+        if not stream.streamed(layer.index):  # all its entries, where a stream is given the new ones
+            keys, values = span.entries[layer.source]
+        if self._readers[layer.source] == layer.index:
+            del span.entries[layer.source]
+        if not (stream.masks_itself and layer.kind != "sliding") and query.shape[2] > 1:
+            mask = _causal(query.shape[2], keys.shape[2], layer.window, query.device)
+        output: Tensor | None = None
+        if stream.attends(layer.index):
+            output = stream.attend(module, query, keys, values, mask, scaling)
+        if output is None:
+            if (expand := getattr(module, "expand_kv", None)) is not None:  # latent attention caches less than it reads
+                keys, values = expand(keys, values)
+            output = sdpa_attention_forward(module, query, keys, values, mask, scaling=scaling)[0].transpose(1, 2)
+        return output
+
+    def end_forward(self, completed: bool) -> None:
+        """End the pass of each session, and undo that of one that failed."""
+        for span in self.batch.spans:
+            try:
+                span.stream.end_forward(completed and span.error is None)
+                span.stream.cut = False
+                if completed and span.error is None and span.stream.due:
+                    span.read.cache.compress()
+            except Exception as error:
+                span.error = span.error or error
+
+
+def _causal(queries: int, entries: int, window: int | None, device: torch.device) -> Tensor:
+    """Return which of ``entries``, the last of them their own, so many queries see: (1, 1, queries, entries) bool."""
+    slots = torch.arange(entries, device=device)
+    own = slots[entries - queries :, None]
+    seen = slots <= own
+    if window is not None:
+        seen &= slots > own - window
+    return seen[None, None]
+
+
+def packs(cache: KeepCache) -> bool:
+    """Return whether a cache's tokens can be packed into a row with others': not where it runs the model itself, or
+    where layers have a state that is not keys and values."""
+    again = cache.checkpoint is not None and cache.checkpoint.replays
+    alone = again or cache.made.redecoder is not None or cache.made.lookahead is not None
+    return not alone and not cache.geometry.other_layers
+
+
+@torch.no_grad()
+def forward(model: Any, reads: Sequence[Read]) -> list[Tensor | Exception]:
+    """Run the model once over all ``reads``, and return of each the logits (keep, vocabulary) of its last tokens, or
+    what it failed by: then its cache is as it was before. Raises what the model raises by itself."""
+    bind(model)
+    batch = Batch(reads)
+    ids = torch.tensor([[one for read in reads for one in read.ids]], device=next(model.parameters()).device)
+    kept = [number for span in batch.spans for number in range(span.stop - span.read.keep, span.stop)]
+    rows = torch.tensor(kept or [0], device=ids.device)
+    try:
+        logits = model(input_ids=ids, past_key_values=batch, use_cache=True, logits_to_keep=rows).logits[0]
+    except _NobodyLeft:
+        return [span.error or RuntimeError("no attention") for span in batch.spans]
+    parts = logits[: len(kept)].split([read.keep for read in reads])
+    return [part if span.error is None else span.error for span, part in zip(batch.spans, parts, strict=True)]
