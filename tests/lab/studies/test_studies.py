@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import WORDS
 from families import tiny
 from kvkeep_lab.experiment import StudyExperiment, load_experiment, packaged
@@ -18,7 +19,7 @@ from kvkeep_lab.shapes import SHAPES, config_of
 from kvkeep_lab.studies import STUDIES
 from kvkeep_lab.studies.base import Drawn, Study, Trial
 from kvkeep_lab.studies.decoding import Decoding
-from kvkeep_lab.studies.rebuilt import Rebuilt
+from kvkeep_lab.studies.rebuilt import Rebuilt, reconstruction
 from kvkeep_lab.studies.sketch_error import NORMAL, SketchError
 from kvkeep_lab.studies.throughput import Throughput
 from kvkeep_lab.studies.token_bytes import TokenBytes
@@ -173,8 +174,31 @@ def test_rebuilding_is_looked_at_beyond_windows_too() -> None:
     study = Rebuilt(lengths=[16], dtypes=["float32"])
     found = measured(study, "gemma3")
     assert {row.kind for row in found.rows} == {"full", "sliding"} and found.windows is not None
-    assert study.scores(found) == {"keys": 0, "values": 0, "window": 0}
+    scores = study.scores(found)
+    assert scores["keys"] == scores["values"] == scores["window"] == scores["entropy"] == 0
     assert len(study.tables(found)) == 2
+
+
+def test_keys_depend_on_the_position_and_values_on_the_residual_alone() -> None:
+    """A token that occurs again has the residual that it had, at the first layer: Eq. 17 needs the position."""
+    ids = torch.tensor([[5, 6, 7, 8] * 8])
+    with torch.no_grad():
+        (found,) = reconstruction(tiny("llama"), ids, [32], "float32")
+    assert found.entropy is not None and found.entropy.ordered == 0
+    assert found.entropy.keys == pytest.approx(3)  # eight places each
+    assert found.entropy.values == found.layers[1].entropy.keys == 0  # later residuals know what came before
+    with torch.no_grad():
+        (gpt2,) = reconstruction(tiny("gpt2"), ids, [32], "float32")
+    assert gpt2.entropy is not None and gpt2.entropy.keys == 0  # its positions are in the residual
+
+
+def test_reconstructions_of_earlier_versions_are_read() -> None:
+    study = Rebuilt(lengths=[16], dtypes=["float32"])
+    data = study.plain(measured(study))
+    for row in data["rows"]:
+        del row["entropy"]
+    old = study.restored(data)
+    assert set(study.scores(old)) == {"keys", "values"} and study.tables(old)[0].rows[0][-1] == "-"
 
 
 def test_decoding_takes_every_step_of_every_way() -> None:
