@@ -15,9 +15,10 @@ import torch
 from conftest import WORDS
 from families import tiny
 from kvkeep_lab.experiment import StudyExperiment, load_experiment, packaged
-from kvkeep_lab.shapes import SHAPES, config_of
+from kvkeep_lab.shapes import config_of, weights_of
 from kvkeep_lab.studies import STUDIES
 from kvkeep_lab.studies.base import Drawn, Study, Trial
+from kvkeep_lab.studies.conversation_bytes import ConversationBytes, bytes_of, tokens_of
 from kvkeep_lab.studies.decoding import Decoding
 from kvkeep_lab.studies.rebuilt import Rebuilt, reconstruction
 from kvkeep_lab.studies.sketch_error import NORMAL, SketchError
@@ -40,6 +41,7 @@ PUBLISHED = {
     "r1-distill-qwen-1.5b": "DeepSeek-R1-Distill-Qwen-1.5B",
     "qwen2.5-1.5b": "Qwen2.5-1.5B-Instruct",
     "gemma3-4b": "gemma-3-4b-it",
+    "gemma3-12b": "gemma-3-12b-it",
 }
 
 
@@ -151,11 +153,38 @@ def test_sizes_that_cannot_be_are_refused() -> None:
 # -- one by one -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_shapes_are_those_of_the_published_configs(name: str) -> None:
     theirs = ModelGeometry.from_config(AutoConfig.from_pretrained(CONFIGS / f"{PUBLISHED[name]}.json"), 2)
     ours = ModelGeometry.from_config(config_of(name), 2)
     assert (ours.layers, ours.hidden_size) == (theirs.layers, theirs.hidden_size)
+
+
+def test_a_conversation_of_12b_by_hand() -> None:
+    study = ConversationBytes()
+    found = measured(study)
+    plain, _, _, windowed = found.rows
+    assert plain.token_bytes == 48 * 2 * 8 * 256 * 2 and plain.tokens == pytest.approx(978e6 / plain.token_bytes)
+    assert plain.beside_tokens == pytest.approx(103e6 / 139_264)
+    assert plain.same_mb == pytest.approx(103 * plain.token_bytes / 139_264)
+    assert plain.resident * plain.token_bytes + (plain.tokens - plain.resident) * 7680 == pytest.approx(150e6)
+    assert plain.most == pytest.approx(150e6 / (48 * 7680))
+    assert 40 * 8192 * 1024 + windowed.tokens * windowed.token_bytes == pytest.approx(978e6)
+    assert windowed.beside_tokens == plain.beside_tokens  # the window is not reached
+    assert weights_of("gemma3-12b") / 48 == 2 * 3840 * 24 * 256 + 3 * 3840 * 15360 + 4 * 3840 + 2 * 256
+    scores = study.scores(found)
+    assert scores["one"] == 1 and scores["each"] == pytest.approx(plain.most / plain.tokens)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("windowed", [False, True])
+def test_tokens_of_bytes_are_the_inverse(name: str, windowed: bool) -> None:
+    geometry = ModelGeometry.from_config(config_of(name), 2)
+    for tokens in (1, 900, 1024, 1025, 5000):
+        assert tokens_of(geometry, bytes_of(geometry, tokens, windowed), windowed) == pytest.approx(tokens)
+    if windowed:
+        stated = geometry.sliding_bytes(5000) + 5000 * geometry.full_bytes_per_token
+        assert bytes_of(geometry, 5000, windowed) == stated
 
 
 def test_token_bytes_are_table_1_and_what_a_cache_holds() -> None:

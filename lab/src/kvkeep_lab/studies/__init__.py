@@ -7,6 +7,7 @@ from kvkeep_lab.studies.base import Study
 from kvkeep_lab.studies.bench import Bench
 from kvkeep_lab.studies.bounds import BoundsStudy
 from kvkeep_lab.studies.compare import Compare
+from kvkeep_lab.studies.conversation_bytes import ConversationBytes
 from kvkeep_lab.studies.decoding import Decoding
 from kvkeep_lab.studies.effective_rank import EffectiveRank
 from kvkeep_lab.studies.held_bytes import HeldBytesStudy
@@ -27,7 +28,8 @@ from kvkeep_lab.studies.token_bytes import TokenBytes
 from kvkeep_lab.studies.verify import Verify
 
 _LISTED: tuple[type[Study], ...] = (
-    *(TokenBytes, Rebuilt, SameTokens, PatchingStudy, HeldBytesStudy, LongChat, EffectiveRank, Recompute),
+    *(TokenBytes, Rebuilt, SameTokens, PatchingStudy, HeldBytesStudy, LongChat, ConversationBytes, EffectiveRank),
+    *(Recompute,),
     *(Decoding, ReactivationStudy, Throughput, SketchError, SpectraStudy, AlignmentStudy, MergingCost, BoundsStudy),
     *(Kept, Verify, Prove, Bench, Compare, Stream),
 )

@@ -185,7 +185,8 @@ def divergence_bits(a: Tensor, b: Tensor) -> Tensor:
     """Return the Jensen-Shannon divergence, in bits, of distributions given as logarithms, (..., tokens) to (...): what
     a draw tells about which of the two, each as likely, it came from. Exactly 0 where no probability differs."""
     middle = torch.logaddexp(a, b) - math.log(2)
-    nats = sum(one.exp().xlogy(one.exp()) - one.exp().xlogy(middle.exp()) for one in (a, b)).sum(-1) / 2
+    both = torch.stack([a, b]).exp()
+    nats = (both.xlogy(both) - both.xlogy(middle.exp())).sum((0, -1)) / 2
     return (nats / math.log(2)).clamp(0, 1).where((a != b).any(-1), 0)
 
 
