@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from collections.abc import Callable
 from dataclasses import is_dataclass
 from functools import cache
@@ -24,9 +25,11 @@ from kvkeep_lab.studies.rebuilt import Rebuilt, reconstruction
 from kvkeep_lab.studies.sketch_error import NORMAL, SketchError
 from kvkeep_lab.studies.throughput import Throughput
 from kvkeep_lab.studies.token_bytes import TokenBytes
+from kvkeep_lab.studies.window_recompute import BLIND, DIRECT, FULL, TURNED, UNSCALED, WindowRecompute
 from kvkeep_lab.tables import Table, refusals
 from kvkeep_lab.timing import NAIVE, Case, run
 from measuring import loaded, measured
+from official import hellaswag_text_rows, write_lines
 from pydantic import ValidationError
 from transformers import AutoConfig
 
@@ -56,6 +59,13 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    write_lines(path, hellaswag_text_rows(" ".join(WORDS * 2), 6))
+    return path
+
+
 SMALL: dict[str, dict[str, Any]] = {
     "bounds": {"tokens": 100, "pages": [2, 8], "queries": 20},
     "held-bytes": {"lengths": [96], "kinds": ["kv"]},
@@ -70,7 +80,7 @@ SMALL: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def found(text: Path) -> Callable[[str], tuple[Study, Any]]:
+def found(text: Path, rows: Path) -> Callable[[str], tuple[Study, Any]]:
     """What the smoke version of an experiment, or a small study, finds in the tiny model, measured once."""
 
     @cache
@@ -78,7 +88,8 @@ def found(text: Path) -> Callable[[str], tuple[Study, Any]]:
         study = STUDIES[name].model_validate(SMALL[name]) if name in SMALL else load_experiment(name).smoked().subject
         assert isinstance(study, Study)
         told: list[float] = []
-        result = study.measure(Trial(loaded(), [text], 0, lambda what, done, total: told.append(done / total)))
+        files = [rows if isinstance(study, WindowRecompute) else text]
+        result = study.measure(Trial(loaded(), files, 0, lambda what, done, total: told.append(done / total)))
         assert told == sorted(told) and all(0 <= share <= 1.01 for share in told)
         return study, result
 
@@ -228,6 +239,39 @@ def test_reconstructions_of_earlier_versions_are_read() -> None:
         del row["entropy"]
     old = study.restored(data)
     assert set(study.scores(old)) == {"keys", "values"} and study.tables(old)[0].rows[0][-1] == "-"
+
+
+def test_a_recompute_without_windows_differs_beyond_them_only(tmp_path: Path) -> None:
+    draw, rows = random.Random(0), tmp_path / "rows.jsonl"
+    picked = [[" ".join(draw.choices(WORDS[:90], k=count)) for count in (5, 3, 3, 3, 3)] for _ in range(20)]
+    write_lines(rows, [{"ctx": ctx, "label": k % 4, "endings": ends} for k, (ctx, *ends) in enumerate(picked)])
+    study = WindowRecompute(samples=12, budget="16", scored=8)
+    found = measured(study, "gemma3", files=[rows])
+    assert found.longest <= found.window < found.text_tokens
+    ways = {row.way: row for row in found.rows}
+    assert ways[FULL].same == ways[BLIND].same == ways[DIRECT].same == 1 and ways[BLIND].right == ways[FULL].right
+    perplexities = [ways[way].perplexity for way in (FULL, BLIND, TURNED, UNSCALED)]
+    assert len(set(perplexities)) == 4
+    lines = [json.loads(line) for line in rows.read_text().splitlines()]
+    answers = [line["label"] == _likeliest(line) for line in lines[:12]]
+    assert ways[FULL].right == pytest.approx(sum(answers) / 12)
+    whole = measured(study, files=[rows])  # llama: no windows, one sort of angles, no factor
+    assert all(row.same == 1 and row.perplexity is None for row in whole.rows)
+
+
+def _likeliest(row: dict[str, Any]) -> int:
+    """The ending with the greatest sum of ln p, token by token."""
+    model, tokenizer = loaded("gemma3").model, loaded("gemma3").tokenizer
+    context, sums = tokenizer(row["ctx"]).input_ids, []
+    for ending in row["endings"]:
+        ids = tokenizer(f"{row['ctx']} {ending}").input_ids
+        total = 0.0
+        for place in range(len(context), len(ids)):
+            with torch.no_grad():
+                logits = model(torch.tensor([ids[:place]]), use_cache=False).logits[0, -1].double()
+            total += float(logits.log_softmax(-1)[ids[place]])
+        sums.append(total)
+    return sums.index(max(sums))
 
 
 def test_decoding_takes_every_step_of_every_way() -> None:

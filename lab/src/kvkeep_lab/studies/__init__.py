@@ -26,10 +26,11 @@ from kvkeep_lab.studies.stream import Stream
 from kvkeep_lab.studies.throughput import Throughput
 from kvkeep_lab.studies.token_bytes import TokenBytes
 from kvkeep_lab.studies.verify import Verify
+from kvkeep_lab.studies.window_recompute import WindowRecompute
 
 _LISTED: tuple[type[Study], ...] = (
     *(TokenBytes, Rebuilt, SameTokens, PatchingStudy, HeldBytesStudy, LongChat, ConversationBytes, EffectiveRank),
-    *(Recompute,),
+    *(WindowRecompute, Recompute),
     *(Decoding, ReactivationStudy, Throughput, SketchError, SpectraStudy, AlignmentStudy, MergingCost, BoundsStudy),
     *(Kept, Verify, Prove, Bench, Compare, Stream),
 )
