@@ -20,6 +20,7 @@ from kvkeep_lab.studies.reactivation import ReactivationStudy
 from kvkeep_lab.studies.rebuilt import Rebuilt
 from kvkeep_lab.studies.recompute import Recompute
 from kvkeep_lab.studies.same_tokens import SameTokens
+from kvkeep_lab.studies.sketch_attention import SketchAttention
 from kvkeep_lab.studies.sketch_error import SketchError
 from kvkeep_lab.studies.spectra import SpectraStudy
 from kvkeep_lab.studies.stream import Stream
@@ -31,7 +32,8 @@ from kvkeep_lab.studies.window_recompute import WindowRecompute
 _LISTED: tuple[type[Study], ...] = (
     *(TokenBytes, Rebuilt, SameTokens, PatchingStudy, HeldBytesStudy, LongChat, ConversationBytes, EffectiveRank),
     *(WindowRecompute, Recompute),
-    *(Decoding, ReactivationStudy, Throughput, SketchError, SpectraStudy, AlignmentStudy, MergingCost, BoundsStudy),
+    *(Decoding, ReactivationStudy, Throughput, SketchError, SketchAttention, SpectraStudy, AlignmentStudy),
+    *(MergingCost, BoundsStudy),
     *(Kept, Verify, Prove, Bench, Compare, Stream),
 )
 
