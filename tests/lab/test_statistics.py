@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from statistics import fmean
 
 import numpy
 import pytest
 import torch
-from kvkeep_lab.statistics import Estimate, each, effective_rank, estimate, mean, rank_correlation, student, where
+from kvkeep_lab.statistics import (
+    Estimate,
+    conditional_entropy,
+    each,
+    effective_rank,
+    estimate,
+    mean,
+    rank_correlation,
+    student,
+    where,
+)
 
 
 def test_bootstrap_intervals_by_hand() -> None:
@@ -74,3 +85,17 @@ def test_rows_by_their_fields() -> None:
     assert where(rows, low=0.0, n=3) == rows[:2] and where(rows, low=9.0) == []
     assert each(rows, "n") == [3, 2] and each(rows, "low", "n") == [(0.0, 3), (1.0, 2)]
     assert mean(rows, "mean") == 3.0 and mean([], "mean") is None
+
+
+def test_entropy_of_what_is_not_given() -> None:
+    """By its definition: the entropy of the outcomes of each thing given, weighed by how often that is."""
+    draw = torch.Generator().manual_seed(0)
+    for things, values in ((1, 4), (5, 3), (40, 2), (3, 1)):
+        given, outcomes = (torch.randint(most, (60, 2), generator=draw) for most in (things, values))
+        expected = 0.0
+        for thing, often in Counter(map(tuple, given.tolist())).items():
+            rows = (tuple(row) for row, of in zip(outcomes.tolist(), given.tolist(), strict=True) if tuple(of) == thing)
+            shares = [count / often for count in Counter(rows).values()]
+            expected -= often / 60 * sum(share * math.log2(share) for share in shares)
+        assert conditional_entropy(outcomes, given) == pytest.approx(expected, abs=1e-9)
+        assert conditional_entropy(given, given) == 0  # what is given decides itself, to the last digit

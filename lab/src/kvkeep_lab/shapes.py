@@ -23,7 +23,7 @@ def _sizes(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, **mo
     }
 
 
-_SHAPES: dict[str, tuple[Any, dict[str, int]]] = {
+_TABLE_1: dict[str, tuple[Any, dict[str, int]]] = {
     "smollm2-135m": (LlamaConfig, _sizes(576, 1536, 30, 9, 3)),
     "qwen2.5-0.5b": (Qwen2Config, _sizes(896, 4864, 24, 14, 2)),
     "qwen3-0.6b": (Qwen3Config, _sizes(1024, 3072, 28, 16, 8, head_dim=128)),
@@ -31,14 +31,17 @@ _SHAPES: dict[str, tuple[Any, dict[str, int]]] = {
     "qwen2.5-1.5b": (Qwen2Config, _sizes(1536, 8960, 28, 12, 2)),
     "gemma3-4b": (Gemma3TextConfig, _sizes(2560, 10240, 34, 8, 4, head_dim=256, sliding_window=1024)),
 }
+_SHAPES = _TABLE_1 | {
+    "gemma3-12b": (Gemma3TextConfig, _sizes(3840, 15360, 48, 16, 8, head_dim=256, sliding_window=1024))
+}
 
-SHAPES = tuple(_SHAPES)
+SHAPES = tuple(_TABLE_1)
 """The models of KV-Direct's Table 1."""
 
 
 def _known(name: str) -> str:
     if name not in _SHAPES:
-        raise unknown("shape", name, SHAPES)
+        raise unknown("shape", name, tuple(_SHAPES))
     return name
 
 
@@ -54,6 +57,13 @@ def config_of(name: str, layers: int | None = None) -> Any:
     config = kind(**given, vocab_size=256, max_position_embeddings=32768)
     config.bos_token_id = config.eos_token_id = config.pad_token_id = None
     return config
+
+
+def weights_of(name: str) -> int:
+    """Return how many weights the layers of the shape called ``name`` have, embeddings and head left out."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config_of(name))
+    return sum(weight.numel() for label, weight in model.named_parameters() if ".layers." in label)
 
 
 def shaped(name: str, dtype: torch.dtype, device: torch.device, layers: int = 3) -> Any:

@@ -112,6 +112,21 @@ def rank_correlation(a: Tensor, b: Tensor) -> float | None:
     return float(torch.corrcoef(torch.stack([_ranks(a), _ranks(b)]))[0, 1])
 
 
+def conditional_entropy(outcomes: Tensor, given: Tensor) -> float:
+    """Return H(outcome | given), in bits, of as many observations as there are rows (n, ...), which are the same where
+    all their bits are: the entropy of their frequencies, without a correction for few. 0 where what is given decides
+    the outcome."""
+    seen, joint = given.unique(dim=0, return_inverse=True), outcomes.unique(dim=0, return_inverse=True)
+    pairs = torch.stack([seen[1], joint[1]], dim=1).unique(dim=0, return_counts=True)[1]
+    alone = seen[1].bincount()
+    return max(0.0, _entropy(pairs) - _entropy(alone)) if len(pairs) > len(alone) else 0.0
+
+
+def _entropy(counts: Tensor) -> float:
+    shares = counts.double() / counts.sum()
+    return float(-(shares * shares.log2()).sum())
+
+
 def _ranks(values: Tensor) -> Tensor:
     _, places, counts = values.unique(return_inverse=True, return_counts=True)
     last = counts.cumsum(0).double()

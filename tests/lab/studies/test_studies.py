@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from collections.abc import Callable
 from dataclasses import is_dataclass
 from functools import cache
@@ -11,20 +12,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import WORDS
 from families import tiny
 from kvkeep_lab.experiment import StudyExperiment, load_experiment, packaged
-from kvkeep_lab.shapes import SHAPES, config_of
+from kvkeep_lab.shapes import config_of, weights_of
 from kvkeep_lab.studies import STUDIES
 from kvkeep_lab.studies.base import Drawn, Study, Trial
+from kvkeep_lab.studies.conversation_bytes import ConversationBytes, bytes_of, tokens_of
 from kvkeep_lab.studies.decoding import Decoding
-from kvkeep_lab.studies.rebuilt import Rebuilt
+from kvkeep_lab.studies.rebuilt import Rebuilt, reconstruction
 from kvkeep_lab.studies.sketch_error import NORMAL, SketchError
 from kvkeep_lab.studies.throughput import Throughput
 from kvkeep_lab.studies.token_bytes import TokenBytes
+from kvkeep_lab.studies.window_recompute import BLIND, DIRECT, FULL, TURNED, UNSCALED, WindowRecompute
 from kvkeep_lab.tables import Table, refusals
 from kvkeep_lab.timing import NAIVE, Case, run
 from measuring import loaded, measured
+from official import hellaswag_text_rows, write_lines
 from pydantic import ValidationError
 from transformers import AutoConfig
 
@@ -39,6 +44,7 @@ PUBLISHED = {
     "r1-distill-qwen-1.5b": "DeepSeek-R1-Distill-Qwen-1.5B",
     "qwen2.5-1.5b": "Qwen2.5-1.5B-Instruct",
     "gemma3-4b": "gemma-3-4b-it",
+    "gemma3-12b": "gemma-3-12b-it",
 }
 
 
@@ -50,6 +56,13 @@ def study_experiments() -> list[StudyExperiment]:
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("texts") / "text.txt"
     path.write_text(". ".join(" ".join(WORDS[(7 * number) % len(WORDS)] for number in range(200)) for _ in range(5)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    write_lines(path, hellaswag_text_rows(" ".join(WORDS * 2), 6))
     return path
 
 
@@ -67,7 +80,7 @@ SMALL: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def found(text: Path) -> Callable[[str], tuple[Study, Any]]:
+def found(text: Path, rows: Path) -> Callable[[str], tuple[Study, Any]]:
     """What the smoke version of an experiment, or a small study, finds in the tiny model, measured once."""
 
     @cache
@@ -75,7 +88,8 @@ def found(text: Path) -> Callable[[str], tuple[Study, Any]]:
         study = STUDIES[name].model_validate(SMALL[name]) if name in SMALL else load_experiment(name).smoked().subject
         assert isinstance(study, Study)
         told: list[float] = []
-        result = study.measure(Trial(loaded(), [text], 0, lambda what, done, total: told.append(done / total)))
+        files = [rows if isinstance(study, WindowRecompute) else text]
+        result = study.measure(Trial(loaded(), files, 0, lambda what, done, total: told.append(done / total)))
         assert told == sorted(told) and all(0 <= share <= 1.01 for share in told)
         return study, result
 
@@ -150,11 +164,38 @@ def test_sizes_that_cannot_be_are_refused() -> None:
 # -- one by one -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_shapes_are_those_of_the_published_configs(name: str) -> None:
     theirs = ModelGeometry.from_config(AutoConfig.from_pretrained(CONFIGS / f"{PUBLISHED[name]}.json"), 2)
     ours = ModelGeometry.from_config(config_of(name), 2)
     assert (ours.layers, ours.hidden_size) == (theirs.layers, theirs.hidden_size)
+
+
+def test_a_conversation_of_12b_by_hand() -> None:
+    study = ConversationBytes()
+    found = measured(study)
+    plain, _, _, windowed = found.rows
+    assert plain.token_bytes == 48 * 2 * 8 * 256 * 2 and plain.tokens == pytest.approx(978e6 / plain.token_bytes)
+    assert plain.beside_tokens == pytest.approx(103e6 / 139_264)
+    assert plain.same_mb == pytest.approx(103 * plain.token_bytes / 139_264)
+    assert plain.resident * plain.token_bytes + (plain.tokens - plain.resident) * 7680 == pytest.approx(150e6)
+    assert plain.most == pytest.approx(150e6 / (48 * 7680))
+    assert 40 * 8192 * 1024 + windowed.tokens * windowed.token_bytes == pytest.approx(978e6)
+    assert windowed.beside_tokens == plain.beside_tokens  # the window is not reached
+    assert weights_of("gemma3-12b") / 48 == 2 * 3840 * 24 * 256 + 3 * 3840 * 15360 + 4 * 3840 + 2 * 256
+    scores = study.scores(found)
+    assert scores["one"] == 1 and scores["each"] == pytest.approx(plain.most / plain.tokens)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("windowed", [False, True])
+def test_tokens_of_bytes_are_the_inverse(name: str, windowed: bool) -> None:
+    geometry = ModelGeometry.from_config(config_of(name), 2)
+    for tokens in (1, 900, 1024, 1025, 5000):
+        assert tokens_of(geometry, bytes_of(geometry, tokens, windowed), windowed) == pytest.approx(tokens)
+    if windowed:
+        stated = geometry.sliding_bytes(5000) + 5000 * geometry.full_bytes_per_token
+        assert bytes_of(geometry, 5000, windowed) == stated
 
 
 def test_token_bytes_are_table_1_and_what_a_cache_holds() -> None:
@@ -173,8 +214,64 @@ def test_rebuilding_is_looked_at_beyond_windows_too() -> None:
     study = Rebuilt(lengths=[16], dtypes=["float32"])
     found = measured(study, "gemma3")
     assert {row.kind for row in found.rows} == {"full", "sliding"} and found.windows is not None
-    assert study.scores(found) == {"keys": 0, "values": 0, "window": 0}
+    scores = study.scores(found)
+    assert scores["keys"] == scores["values"] == scores["window"] == scores["entropy"] == 0
     assert len(study.tables(found)) == 2
+
+
+def test_keys_depend_on_the_position_and_values_on_the_residual_alone() -> None:
+    """A token that occurs again has the residual that it had, at the first layer: Eq. 17 needs the position."""
+    ids = torch.tensor([[5, 6, 7, 8] * 8])
+    with torch.no_grad():
+        (found,) = reconstruction(tiny("llama"), ids, [32], "float32")
+    assert found.entropy is not None and found.entropy.ordered == 0
+    assert found.entropy.keys == pytest.approx(3)  # eight places each
+    assert found.entropy.values == found.layers[1].entropy.keys == 0  # later residuals know what came before
+    with torch.no_grad():
+        (gpt2,) = reconstruction(tiny("gpt2"), ids, [32], "float32")
+    assert gpt2.entropy is not None and gpt2.entropy.keys == 0  # its positions are in the residual
+
+
+def test_reconstructions_of_earlier_versions_are_read() -> None:
+    study = Rebuilt(lengths=[16], dtypes=["float32"])
+    data = study.plain(measured(study))
+    for row in data["rows"]:
+        del row["entropy"]
+    old = study.restored(data)
+    assert set(study.scores(old)) == {"keys", "values"} and study.tables(old)[0].rows[0][-1] == "-"
+
+
+def test_a_recompute_without_windows_differs_beyond_them_only(tmp_path: Path) -> None:
+    draw, rows = random.Random(0), tmp_path / "rows.jsonl"
+    picked = [[" ".join(draw.choices(WORDS[:90], k=count)) for count in (5, 3, 3, 3, 3)] for _ in range(20)]
+    write_lines(rows, [{"ctx": ctx, "label": k % 4, "endings": ends} for k, (ctx, *ends) in enumerate(picked)])
+    study = WindowRecompute(samples=12, budget="16", scored=8)
+    found = measured(study, "gemma3", files=[rows])
+    assert found.longest <= found.window < found.text_tokens
+    ways = {row.way: row for row in found.rows}
+    assert ways[FULL].same == ways[BLIND].same == ways[DIRECT].same == 1 and ways[BLIND].right == ways[FULL].right
+    perplexities = [ways[way].perplexity for way in (FULL, BLIND, TURNED, UNSCALED)]
+    assert len(set(perplexities)) == 4
+    lines = [json.loads(line) for line in rows.read_text().splitlines()]
+    answers = [line["label"] == _likeliest(line) for line in lines[:12]]
+    assert ways[FULL].right == pytest.approx(sum(answers) / 12)
+    whole = measured(study, files=[rows])  # llama: no windows, one sort of angles, no factor
+    assert all(row.same == 1 and row.perplexity is None for row in whole.rows)
+
+
+def _likeliest(row: dict[str, Any]) -> int:
+    """The ending with the greatest sum of ln p, token by token."""
+    model, tokenizer = loaded("gemma3").model, loaded("gemma3").tokenizer
+    context, sums = tokenizer(row["ctx"]).input_ids, []
+    for ending in row["endings"]:
+        ids = tokenizer(f"{row['ctx']} {ending}").input_ids
+        total = 0.0
+        for place in range(len(context), len(ids)):
+            with torch.no_grad():
+                logits = model(torch.tensor([ids[:place]]), use_cache=False).logits[0, -1].double()
+            total += float(logits.log_softmax(-1)[ids[place]])
+        sums.append(total)
+    return sums.index(max(sums))
 
 
 def test_decoding_takes_every_step_of_every_way() -> None:

@@ -7,6 +7,7 @@ from kvkeep_lab.studies.base import Study
 from kvkeep_lab.studies.bench import Bench
 from kvkeep_lab.studies.bounds import BoundsStudy
 from kvkeep_lab.studies.compare import Compare
+from kvkeep_lab.studies.conversation_bytes import ConversationBytes
 from kvkeep_lab.studies.decoding import Decoding
 from kvkeep_lab.studies.effective_rank import EffectiveRank
 from kvkeep_lab.studies.held_bytes import HeldBytesStudy
@@ -19,16 +20,20 @@ from kvkeep_lab.studies.reactivation import ReactivationStudy
 from kvkeep_lab.studies.rebuilt import Rebuilt
 from kvkeep_lab.studies.recompute import Recompute
 from kvkeep_lab.studies.same_tokens import SameTokens
+from kvkeep_lab.studies.sketch_attention import SketchAttention
 from kvkeep_lab.studies.sketch_error import SketchError
 from kvkeep_lab.studies.spectra import SpectraStudy
 from kvkeep_lab.studies.stream import Stream
 from kvkeep_lab.studies.throughput import Throughput
 from kvkeep_lab.studies.token_bytes import TokenBytes
 from kvkeep_lab.studies.verify import Verify
+from kvkeep_lab.studies.window_recompute import WindowRecompute
 
 _LISTED: tuple[type[Study], ...] = (
-    *(TokenBytes, Rebuilt, SameTokens, PatchingStudy, HeldBytesStudy, LongChat, EffectiveRank, Recompute),
-    *(Decoding, ReactivationStudy, Throughput, SketchError, SpectraStudy, AlignmentStudy, MergingCost, BoundsStudy),
+    *(TokenBytes, Rebuilt, SameTokens, PatchingStudy, HeldBytesStudy, LongChat, ConversationBytes, EffectiveRank),
+    *(WindowRecompute, Recompute),
+    *(Decoding, ReactivationStudy, Throughput, SketchError, SketchAttention, SpectraStudy, AlignmentStudy),
+    *(MergingCost, BoundsStudy),
     *(Kept, Verify, Prove, Bench, Compare, Stream),
 )
 

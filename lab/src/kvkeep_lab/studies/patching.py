@@ -1,8 +1,14 @@
 """``patching``: another prompt's residuals at one layer, and what the rest of the model makes of them (KV-Direct's
-Fig. 8, arXiv:2603.19664, section 5.3)."""
+Fig. 8 and Eq. 10, arXiv:2603.19664, sections 3.1 and 5.3).
+
+Eq. 10: I(K, V; x_t+1 | h^l) = 0 for the residuals h^l of all tokens at any one layer l. With a donor's residuals at l,
+the layers before hold the recipient's keys and values, or, unpatched, the donor's: two caches beside one h^l. If each
+is as likely, the information that they carry about a token is the Jensen-Shannon divergence of its two distributions.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,12 +16,14 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 from kvkeep.geometry import ModelGeometry
 from kvkeep.models.adapter import layers_of
 from kvkeep.models.binding import bind
 from kvkeep.models.forward import probing
 from kvkeep_lab.figures import COLOURS, FilePath, dress, panels
+from kvkeep_lab.reading import greedy
 from kvkeep_lab.statistics import each, where
 from kvkeep_lab.studies.base import Study, Trial
 from kvkeep_lab.tables import Table, number
@@ -23,17 +31,25 @@ from kvkeep_lab.tasks.base import Metric
 
 DONOR, RECIPIENT = "What is the capital of Australia?", "What language is spoken in France?"  # the paper's
 
+AFTER = 10
+"""Tokens that the donor writes and that are then read with the cache of each patched pass."""
+
 
 @dataclass(frozen=True)
 class Patching:
     """KL(patched || donor) of the next token's distributions, in nats, with the residuals entering ``layer`` replaced.
 
     also_reads: what later layers read beside the residuals, so that the paper's claim is not about this model.
+    information: bits that the cache of the layers before carries about the next token, given the residuals (Eq. 10).
+    later: the same about one of the donor's next tokens after that, read with the cache: the most of :data:`AFTER`.
+    None in results of earlier versions.
     """
 
     layer: int
     kl: float
     also_reads: str = ""
+    information: float | None = None
+    later: float | None = None
 
     @property
     def holds(self) -> bool:
@@ -49,20 +65,26 @@ class Patches:
 
 
 class PatchingStudy(Study):
-    """KV-Direct's Fig. 8."""
+    """KV-Direct's Fig. 8, and Eq. 10."""
 
     name = "patching"
     about = "residual patching: a donor's residuals in a recipient's pass, layer by layer"
     protocol = (
         f"The donor asks '{DONOR}', the recipient '{RECIPIENT}'. At each layer in turn all of the recipient's "
-        "residuals are replaced by the donor's; KL (patched || donor) of the next token's distributions, in nats."
+        "residuals are replaced by the donor's; KL (patched || donor) of the next token's distributions, in nats. The "
+        "cache of the layers before is then the recipient's beside residuals that are the donor's: the bits that it "
+        "carries about the next token (Eq. 10), and about those after it while the donor's are read (the most)."
     )
     found = Patches
     metrics: ClassVar[tuple[Metric, ...]] = (
         Metric("kl", "largest KL of all layers whose input is all that is handed on (nats)", "lower", "number"),
         Metric("layers", "layers at which it is exactly 0"),
+        Metric(
+            "information", "bits in keys and values about the next token, the most of all layers", "lower", "number"
+        ),
+        Metric("later", "bits in them about a token after it, all layers' most", "lower", "number"),
     )
-    certain = ("kl", "layers")
+    certain = ("kl", "layers", "information", "later")
 
     @torch.no_grad()
     def measure(self, trial: Trial) -> Patches:
@@ -76,13 +98,20 @@ class PatchingStudy(Study):
         donor, recipient = (torch.tensor([prompt[-length:]], device=model.device) for prompt in prompts)
         entering: list[Tensor] = []
         with probing(lambda index, hidden: entering.append(hidden)):
-            expected = _distribution(model, donor)
+            expected = _distributions(model, donor, DynamicCache(config=model.config))[-1]
+        written, _ = greedy(model, donor, AFTER, past_key_values=DynamicCache(config=model.config))
+        cache, follows = DynamicCache(config=model.config), torch.tensor([written], device=model.device)
+        _distributions(model, donor, cache)
+        expected_later = _distributions(model, follows, cache)
         rows: list[Patching] = []
         for index, layer in enumerate(layers):
+            cache = DynamicCache(config=model.config)
             with replacing(layer, hidden_states=entering[index]):
-                patched = _distribution(model, recipient)
+                patched = _distributions(model, recipient, cache)[-1]
             kl = float((patched.exp() * (patched - expected)).sum())
-            rows.append(Patching(index, kl, _also_reads(model, geometry, index)))
+            later = float(divergence_bits(_distributions(model, follows, cache), expected_later).max())
+            about = _also_reads(model, geometry, index), float(divergence_bits(patched, expected)), later
+            rows.append(Patching(index, kl, *about))
             trial.progress("layers", len(rows), len(layers))
         return Patches(rows)
 
@@ -92,20 +121,34 @@ class PatchingStudy(Study):
         if not claimed:
             return {}
         zero = sum(row.kl == 0 for row in claimed) / len(claimed)
-        return {"kl": max((row.kl for row in claimed), key=abs), "layers": zero}
+        scores = {"kl": max((row.kl for row in claimed), key=abs), "layers": zero}
+        for name in ("information", "later"):
+            if bits := [value for row in claimed if (value := getattr(row, name)) is not None]:
+                scores[name] = max(bits)
+        return scores
 
     def tables(self, found: Patches) -> list[Table]:
         table = Table(
             "KL by layers",
-            ["what later layers read", "layers", "with KL = 0", "largest KL", "the paper's"],
-            notes=["The paper: 0 at all 30 layers of SmolLM2-135M and all 24 of Qwen2.5-0.5B."],
-        )
+            [
+                "what later layers read", "layers", "with KL = 0", "largest KL", "the paper's",
+                "bits about the next token (Eq. 10)", "about one after it", "layers with none of these",
+            ],
+            notes=[
+                "The paper: KL and bits of 0 at all 30 layers of SmolLM2-135M and all 24 of Qwen2.5-0.5B. Bits are "
+                "those of keys and values of the layers before, given the residuals of one; the most of all layers."
+            ],
+        )  # fmt: skip
         for reads in each(found.rows, "also_reads"):
             mine = where(found.rows, also_reads=reads)
             worst = max((row.kl for row in mine), key=abs)
             counts = [f"{len(mine)}", f"{sum(row.kl == 0 for row in mine)}"]
             what = f"the residual, and {reads}" if reads else "the residual alone"
-            table.rows.append([what, *counts, number(worst), "" if reads else "0"])
+            cells = [what, *counts, number(worst), "" if reads else "0"]
+            for name in ("information", "later"):
+                bits = [value for row in mine if (value := getattr(row, name)) is not None]
+                cells.append(number(max(bits)) if bits else "-")
+            table.rows.append([*cells, f"{sum(row.later == 0 for row in mine)}"])
         return [table]
 
     def draw(self, found: Patches, path: FilePath, *, title: str) -> None:
@@ -138,8 +181,18 @@ def replacing(layer: nn.Module, **replaced: Any) -> Iterator[None]:
         handle.remove()
 
 
-def _distribution(model: Any, ids: Tensor) -> Tensor:
-    return model(ids, use_cache=False).logits[0, -1].double().log_softmax(-1)
+def divergence_bits(a: Tensor, b: Tensor) -> Tensor:
+    """Return the Jensen-Shannon divergence, in bits, of distributions given as logarithms, (..., tokens) to (...): what
+    a draw tells about which of the two, each as likely, it came from. Exactly 0 where no probability differs."""
+    middle = torch.logaddexp(a, b) - math.log(2)
+    both = torch.stack([a, b]).exp()
+    nats = (both.xlogy(both) - both.xlogy(middle.exp())).sum((0, -1)) / 2
+    return (nats / math.log(2)).clamp(0, 1).where((a != b).any(-1), 0)
+
+
+def _distributions(model: Any, ids: Tensor, cache: Any) -> Tensor:
+    """Return the logarithms of the distributions after each token, (tokens, vocabulary)."""
+    return model(ids, past_key_values=cache).logits[0].double().log_softmax(-1)
 
 
 def _also_reads(model: Any, geometry: ModelGeometry, index: int) -> str:

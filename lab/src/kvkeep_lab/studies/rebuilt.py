@@ -1,11 +1,11 @@
 """``rebuilt``: keys and values rebuilt from residuals, against the cached ones (KV-Direct's Table 2, and what its
-section 5.4 finds beyond sliding windows)."""
+section 5.4 finds beyond sliding windows), and their entropy given the residual (Eq. 17, arXiv:2603.19664)."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import reduce
 from operator import or_
 from typing import Any, ClassVar, Literal
@@ -20,14 +20,34 @@ from kvkeep.models.adapter import Adapter
 from kvkeep.models.binding import bind
 from kvkeep_lab.figures import FilePath, dress, panels, styled
 from kvkeep_lab.prompts import built_in
-from kvkeep_lab.statistics import each, where
+from kvkeep_lab.statistics import conditional_entropy, each, where
 from kvkeep_lab.studies.base import Study, Trial
 from kvkeep_lab.studies.windows import Difference, Windows, beyond_the_window, difference, observed, text_length
-from kvkeep_lab.tables import Table
+from kvkeep_lab.tables import Table, number
 from kvkeep_lab.tasks.base import Metric
 
 SINGLE_ROWS = 16
 """Tokens, spread evenly over the text, that are also rebuilt one by one."""
+
+
+@dataclass(frozen=True)
+class Entropy:
+    """Bits a token that keys and values have left once the residual is known (Eq. 17 says 0), of one layer or the most
+    of several.
+
+    ordered: given residual and position, of the cached entry and the one rebuilt with the same shapes. any_order: the
+    same with those rebuilt by pages and by single rows, too. keys, values: of the cached ones, given the residual
+    alone, as the equation is written: at the first layer a token that occurs twice has one residual and two positions.
+    """
+
+    ordered: float = 0.0
+    any_order: float = 0.0
+    keys: float = 0.0
+    values: float = 0.0
+
+    def __or__(self, other: Entropy) -> Entropy:
+        """Return the larger of each."""
+        return Entropy(**{name: max(value, getattr(other, name)) for name, value in asdict(self).items()})
 
 
 @dataclass(frozen=True)
@@ -39,11 +59,13 @@ class LayerDifference:
     same: Difference
     pages: Difference
     rows: Difference
+    entropy: Entropy = Entropy()
 
 
 @dataclass(frozen=True)
 class Reconstruction:
-    """The largest of all layers of one ``kind`` ("full", "sliding"), in one dtype and at one length."""
+    """The largest of all layers of one ``kind`` ("full", "sliding"), in one dtype and at one length. entropy: None in
+    results of earlier versions."""
 
     dtype: str
     length: int
@@ -52,6 +74,7 @@ class Reconstruction:
     pages: Difference
     rows: Difference
     layers: tuple[LayerDifference, ...]
+    entropy: Entropy | None = None
 
     @property
     def holds(self) -> bool:
@@ -78,15 +101,19 @@ class Rebuilt(Study):
     protocol = (
         "One forward pass; then every layer's keys and values are projected again from the residuals that entered it, "
         "by the layer's own modules: with the same shapes, by pages of a third, and by single rows (other shapes may "
-        "add up in another order). Largest absolute difference of all layers of a kind."
+        "add up in another order). Largest absolute difference of all layers of a kind. Entropy: of the bits of an "
+        "entry given its residual (and position), over the ways it was made; the most of all layers."
     )
     found = Differences
     metrics: ClassVar[tuple[Metric, ...]] = (
         Metric("keys", "max |ΔK|, same shapes", "lower", "number"),
         Metric("values", "max |ΔV|, same shapes", "lower", "number"),
         Metric("window", "max |ΔK| in what a window holds", "lower", "number"),
+        Metric("entropy", "bits of an entry given its residual and position, same shapes", "lower", "number"),
+        Metric("entropy_any", "bits of an entry given these, any shapes", "lower", "number"),
+        Metric("entropy_keys", "bits of a key given its residual alone", "lower", "number"),
     )
-    certain = ("keys", "values", "window")
+    certain = ("keys", "values", "window", "entropy", "entropy_any", "entropy_keys")
 
     lengths: list[int] = Field([16, 32, 64, 128, 256], min_length=1, description="tokens")
     dtypes: list[Literal["float32", "bfloat16", "float16"]] = Field(
@@ -116,18 +143,25 @@ class Rebuilt(Study):
     def scores(self, found: Differences) -> dict[str, float]:
         """Return the largest differences."""
         scores = {name: max(getattr(row.same, name) for row in found.rows) for name in ("keys", "values")}
+        if bits := [row.entropy for row in found.rows if row.entropy is not None]:
+            most = reduce(or_, bits)
+            scores |= {"entropy": most.ordered, "entropy_any": most.any_order, "entropy_keys": most.keys}
         return scores if found.windows is None else scores | {"window": found.windows.held.keys}
 
     def tables(self, found: Differences) -> list[Table]:
         """Return Table 2, and another of what lies beyond windows."""
         table = Table(
             "Rebuilt against cached: max |ΔK|, max |ΔV|",
-            ["dtype, layers", "tokens", *_PARTS.values()],
-            notes=["The paper: 0, 0 for full layers at 16 to 256 tokens in four dtypes; > 0, 0 for sliding ones."],
+            ["dtype, layers", "tokens", *_PARTS.values(), "H(K, V | h, p)", "any shapes", "H(K | h)", "H(V | h)"],
+            notes=[
+                "The paper: 0, 0 for full layers at 16 to 256 tokens in four dtypes; > 0, 0 for sliding ones. H: bits "
+                "a token, the most of all layers, given the residual h and the position p; its Eq. 17 says 0 of h."
+            ],
         )
         for row in found.rows:
             sizes = [str(getattr(row, part)) for part in _PARTS]
-            table.rows.append([f"{row.dtype}, {row.kind}", f"{row.length}", *sizes])
+            bits = ["-"] * 4 if row.entropy is None else [number(value, 2) for value in asdict(row.entropy).values()]
+            table.rows.append([f"{row.dtype}, {row.kind}", f"{row.length}", *sizes, *bits])
         return [table] if found.windows is None else [table, found.windows.table()]
 
     def draw(self, found: Differences, path: FilePath, *, title: str) -> None:
@@ -169,23 +203,48 @@ def reconstruction(model: Any, ids: Tensor, lengths: Sequence[int], name: str) -
                 if layer.kind == kind
             )
             if layers:
-                same, pages, rows = (reduce(or_, (getattr(layer, part) for layer in layers)) for part in _PARTS)
-                yield Reconstruction(name, length, kind, same, pages, rows, layers)
+                same, pages, rows, bits = (
+                    reduce(or_, (getattr(layer, part) for layer in layers)) for part in (*_PARTS, "entropy")
+                )
+                yield Reconstruction(name, length, kind, same, pages, rows, layers, bits)
 
 
 def _layer(adapter: Adapter, index: int, hidden: Tensor, held: Any) -> LayerDifference:
     length = hidden.shape[1]
     positions = torch.arange(length, device=hidden.device).unsqueeze(0)
+    cached = _flat((held.keys, held.values))
 
-    def span(low: int, high: int) -> Difference:
-        rebuilt = adapter.project(index, hidden[:, low:high], positions[:, low:high])
-        return difference(rebuilt, (held.keys[..., low:high, :], held.values[..., low:high, :]))
+    def span(low: int, high: int) -> Tensor:
+        return _flat(adapter.project(index, hidden[:, low:high], positions[:, low:high]))
 
     page = max(1, length // 3)
     singles = sorted({number * length // SINGLE_ROWS for number in range(SINGLE_ROWS)} | {length - 1})
-    return LayerDifference(
-        index,
-        span(0, length),
-        reduce(or_, (span(low, min(low + page, length)) for low in range(0, length, page))),
-        reduce(or_, (span(at, at + 1) for at in singles)),
+    same = span(0, length)
+    pages = torch.cat([span(low, min(low + page, length)) for low in range(0, length, page)])
+    rows = torch.cat([span(at, at + 1) for at in singles])
+    keys = held.keys.shape[1] * held.keys.shape[-1]  # elements of a token's keys, which come first
+
+    def apart(rebuilt: Tensor, expected: Tensor) -> Difference:
+        return difference((rebuilt[:, :keys], rebuilt[:, keys:]), (expected[:, :keys], expected[:, keys:]))
+
+    differences = apart(same, cached), apart(pages, cached), apart(rows, cached[singles])
+    known = _bits(hidden[0])
+    placed = torch.cat([known, _bits(positions[0, :, None])], dim=1)  # residual and position, (tokens, bytes)
+    ways = [_bits(part[singles]) for part in (cached, same, pages)] + [_bits(rows)]
+    entropy = Entropy(
+        conditional_entropy(torch.cat([_bits(cached), _bits(same)]), placed.repeat(2, 1)),
+        conditional_entropy(torch.cat(ways), placed[singles].repeat(len(ways), 1)),
+        conditional_entropy(_bits(cached[:, :keys]), known),
+        conditional_entropy(_bits(cached[:, keys:]), known),
     )
+    return LayerDifference(index, *differences, entropy)
+
+
+def _flat(entries: tuple[Tensor, Tensor]) -> Tensor:
+    """Return keys and values (1, heads, tokens, dim) side by side, (tokens, elements)."""
+    return torch.cat([part[0].transpose(0, 1).flatten(1) for part in entries], dim=1)
+
+
+def _bits(rows: Tensor) -> Tensor:
+    """Return the bytes of each row, (rows, bytes): 0 and -0 differ, and a NaN is what it is."""
+    return rows.contiguous().view(torch.uint8)

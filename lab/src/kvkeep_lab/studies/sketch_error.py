@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import fmean
 from typing import Annotated, ClassVar
 
@@ -12,15 +13,20 @@ from pydantic import Field
 from torch import Tensor
 from transformers import DynamicCache
 
+from kvkeep.stores.coded import CodedKeys, encode
+from kvkeep.stores.groups import GROUP
 from kvkeep.stores.sketch import MEDIAN, CountSketch, places
 from kvkeep_lab.figures import COLOURS, FilePath, dress, panels, styled
 from kvkeep_lab.statistics import each, where
-from kvkeep_lab.studies.base import LEAST, Flag, TextStudy, Trial
+from kvkeep_lab.studies.base import Flag, TextStudy, Trial
 from kvkeep_lab.tables import Table, number, percent
 from kvkeep_lab.tasks.base import Metric
 
 ROWS = 3
 """KVReviver's r."""
+
+_LEVELS = ((0, 0), (3, 2), (5, 4), (9, 8))
+"""Bits of an element, scale and offset included, and of its code."""
 
 NORMAL, PUBLISHED, KEYS, VALUES = "normal", "keys, as published", "keys, signed", "values"
 
@@ -32,7 +38,9 @@ class Error:
     load: as it was asked for. others: how many share a slot with a vector, mean, by which bounds go. median, mean: the
     mean squared error of estimates by the median of three slots, and by their mean, in units of the vectors' mean
     square s^2. constant: the same of one vector for all, their mean: what is had without a sketch. crowded: the share
-    of slots with more than twice as many others as in the mean (delta = 1 in the Chernoff bound).
+    of slots with more than twice as many others as in the mean (delta = 1 in the Chernoff bound). coded: the error of
+    uniform codes in the same bytes, slots having 16 bits an element (:func:`coded_error`); None in results of earlier
+    versions.
     """
 
     sort: str
@@ -42,6 +50,12 @@ class Error:
     mean: float
     constant: float
     crowded: float
+    coded: float | None = None
+
+    @property
+    def least(self) -> float:
+        """What no linear sketch of so many slots is below, of independent vectors about 0: 1 - N / n, in s^2."""
+        return max(0.0, 1 - ROWS / self.load)
 
     @property
     def predicted(self) -> float:
@@ -75,7 +89,9 @@ class SketchError(TextStudy):
     protocol = (
         "All vectors of a KV head are added to a sketch of 3 rows whose slots hold as many as the load says, and each "
         "is estimated: normal ones (the appendix's assumption), and a passage's keys and values as attention reads "
-        "them; keys without signs, as published, and with. Errors are in units of the vectors' mean square."
+        "them; keys without signs, as published, and with. Errors are in units of the vectors' mean square. Beside "
+        "them: the least error of any linear sketch of as many slots, and that of uniform codes of 2, 4 and 8 bits "
+        "with a scale and an offset for 32 elements, in the bytes of the slots in 16 bits."
     )
     found = Errors
     metrics: ClassVar[tuple[Metric, ...]] = (
@@ -85,10 +101,11 @@ class SketchError(TextStudy):
         Metric("keys", "error of keys as published by the bound, largest load", "lower", "number"),
         Metric("values", "error of values by the bound, largest load", "lower", "number"),
         Metric("useless", "loads above 3 at which one mean vector is nearer than the sketch, all sorts"),
+        Metric("coded", "loads above 3 at which codes of the same bytes are nearer than 1 - N/n, all sorts"),
     )
 
     tokens: Annotated[int, Flag("--limit")] = Field(
-        1024, ge=LEAST, description="tokens of the text that are read, and vectors in the sketch"
+        1024, ge=GROUP, description="tokens of the text that are read, and vectors in the sketch"
     )
     loads: list[Annotated[float, Field(gt=0)]] = Field(
         [1, 3, 6, 12, 25, 50, 100], min_length=1, description="vectors that share a slot"
@@ -123,7 +140,11 @@ class SketchError(TextStudy):
             "keys": last[PUBLISHED].median / last[PUBLISHED].bound,
             "values": last[VALUES].median / last[VALUES].bound,
         }
-        return scores | ({"useless": fmean(row.constant < row.median for row in beyond)} if beyond else {})
+        if beyond:
+            scores["useless"] = fmean(row.constant < row.median for row in beyond)
+        if both := [row.coded < row.least for row in beyond if row.coded is not None]:
+            scores["coded"] = fmean(both)
+        return scores
 
     def tables(self, found: Errors) -> list[Table]:
         """Return errors beside the bounds, and how full slots are."""
@@ -142,7 +163,16 @@ class SketchError(TextStudy):
             sizes = [f"{number(row.median)} ({number(row.mean)}, {number(row.constant)})" for row in rows]
             table.rows.append([f"{load:g}", number(normal.predicted), number(normal.bound), *sizes])
             crowded.rows.append([f"{load:g}", percent(normal.crowded), percent(normal.chance)])
-        return [table, crowded]
+        bits = Table(
+            "In the same bytes: the least error of a linear sketch, and that of codes",
+            ["load", "1 - N/n", *(f"coded, {sort}" for sort in sorts)],
+            notes=["The first is of independent vectors about 0, whatever the sketch; slots have 16 bits an element."],
+        )
+        for load in each(found.rows, "load"):
+            rows = where(found.rows, load=load)
+            coded = ["-" if row.coded is None else number(row.coded, 2) for row in rows]
+            bits.rows.append([f"{load:g}", number(rows[0].least, 3), *coded])
+        return [table, crowded, bits]
 
     def draw(self, found: Errors, path: FilePath, *, title: str) -> None:
         """Draw errors by load, the lemma's, the bound's and that of one mean vector beside them."""
@@ -160,9 +190,28 @@ class SketchError(TextStudy):
             dress(axes, words, "load: vectors that share a slot", x="log", y="log", legend=True)
 
 
-def _measure(vectors: Tensor, load: float, signed: bool, seed: int) -> tuple[float, float, float, float, float]:
-    """Return the others in a slot, the errors of a sketch of ``vectors`` (heads, n, dim), and the share of crowded
-    slots."""
+def coded_error(vectors: Tensor, room: float) -> float:
+    """Return the mean squared error of uniform codes of ``vectors`` (heads, n, dim), by their mean square, in the bytes
+    of ``room`` n vectors of 16 bits.
+
+    Codes are those of :mod:`kvkeep.stores.coded`: by channel over 32 vectors, with a scale and an offset of 16 bits
+    each, so 3, 5 or 9 bits an element. Where the bytes lie between two of these, so many groups have the one and the
+    others the other; below 3 bits some are lost, and count as 0. What 32 does not divide is left out.
+    """
+    groups = vectors[:, : vectors.shape[1] // GROUP * GROUP].unflatten(1, (-1, GROUP)).transpose(2, 3)
+    bits = min(16 * room, float(_LEVELS[-1][0]))
+    (low, coarse), (high, fine) = next(pair for pair in pairwise(_LEVELS) if bits <= pair[1][0])
+    finer = round(groups.shape[1] * (bits - low) / (high - low))
+    lost = 0.0
+    for part, width in ((groups[:, :finer], fine), (groups[:, finer:], coarse)):
+        read = CodedKeys(*encode(part, width), width).dense(torch.float32) if width and part.shape[1] else None
+        lost += float((part.transpose(2, 3).flatten(1, 2) - (0 if read is None else read)).square().sum())
+    return lost / float(groups.square().sum())
+
+
+def _measure(vectors: Tensor, load: float, signed: bool, seed: int) -> tuple[float, ...]:
+    """Return the others in a slot, the errors of a sketch of ``vectors`` (heads, n, dim), the share of crowded slots,
+    and the error of codes."""
     heads, count, dim = vectors.shape
     slots = max(1, round(count / load))
     at = places(torch.arange(count, device=vectors.device).expand(heads, -1), ROWS, slots, seed)
@@ -176,4 +225,5 @@ def _measure(vectors: Tensor, load: float, signed: bool, seed: int) -> tuple[flo
     constant = float((vectors - vectors.mean(1, keepdim=True)).square().mean() / square)
     others = [torch.bincount(row, minlength=ROWS * slots)[row] - 1 for row in at[:, 0] % (ROWS * slots)]  # by row
     crowded = fmean(float((shared > 2 * (count - 1) / slots).float().mean()) for shared in others)
-    return (count - 1) / slots, errors[0], errors[1], constant, crowded
+    coded = coded_error(vectors, ROWS * slots / count)
+    return (count - 1) / slots, errors[0], errors[1], constant, crowded, coded

@@ -131,7 +131,7 @@ def beyond_the_window(
         matching[kind] = sum(a == b for a, b in zip(got, expected, strict=True))
     sequence = torch.cat([ids, ids.new_tensor([expected[:-1]])], dim=1)
     honest = model(sequence, use_cache=False, logits_to_keep=new).logits[0]
-    with _without_windows(model):
+    with without_windows(model):
         wrong = model(sequence, use_cache=False, logits_to_keep=new).logits[0]
     off = float((wrong.double() - honest.double()).abs().max())
     same = int((wrong.argmax(-1).cpu() == torch.tensor(expected)).sum())
@@ -143,7 +143,7 @@ def _in_the_window(model: Any, geometry: ModelGeometry, ids: Tensor) -> tuple[Di
     transformers' windowed cache holds."""
     adapter = bind(model)
     entering, cache = observed(adapter.decoder, ids, DynamicCache(config=model.config))
-    with _without_windows(model):
+    with without_windows(model):
         _, unbound = observed(adapter.decoder, ids, DynamicCache())
     positions = torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)
     held, blind = Difference(), Difference()
@@ -156,7 +156,8 @@ def _in_the_window(model: Any, geometry: ModelGeometry, ids: Tensor) -> tuple[Di
 
 
 @contextmanager
-def _without_windows(model: Any) -> Iterator[None]:
+def without_windows(model: Any) -> Iterator[None]:
+    """Within the block, have every layer of ``model`` attend to all that came before, as the paper's recompute does."""
     with ExitStack() as stack:  # a layer without a mask is causal
         for layer in layers_of(bind(model).decoder):
             stack.enter_context(replacing(layer, attention_mask=None))

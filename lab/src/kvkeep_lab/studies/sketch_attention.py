@@ -1,0 +1,230 @@
+"""``sketch-attention``: what errors of a count sketch's keys and values do to attention, beside KVReviver's estimates
+(main text and appendix E).
+
+Of scores A = q k s with errors dA, weights p = softmax(A) have errors of variance
+
+    Var(dp_i) = s_A^2 (p_i^2 (1 - p_i)^2 + sum_{j != i} p_j^2 p_i^2),    s_A^2 = s_q^2 s_k^2 a pi / N
+
+to first order, where s_q^2 and s_k^2 are the variances of the elements of queries and keys, and a pi / N is the bound
+of :mod:`kvkeep_lab.studies.sketch_error`. Lemma 3: with random signs the error of the output decouples into that of
+the weights, J dA V, and that of the values, p dV, because the cross term J dA dV has a mean of 0; and a value times a
+random sign has the variance of the value, which is so where its mean is 0 (it is the mean square).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean
+from typing import Annotated, ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from kvkeep.models.binding import bind
+from kvkeep.models.watching import Attended, grouped, watching
+from kvkeep.stores.sketch import CountSketch, places
+from kvkeep_lab.figures import FilePath, dress, panels, styled
+from kvkeep_lab.statistics import each, where
+from kvkeep_lab.studies.base import LEAST, Count, Flag, TextStudy, Trial
+from kvkeep_lab.studies.sketch_error import ROWS
+from kvkeep_lab.tables import Table, number
+from kvkeep_lab.tasks.base import Metric
+
+NORMAL, PUBLISHED, SIGNED = "normal", "text, as published", "text, keys signed"
+HEADS = 8
+"""Of the normal vectors."""
+
+
+@dataclass(frozen=True)
+class Effects:
+    """Mean squares over the queries of a layer, and their entries, or over several layers.
+
+    score, score_bound: of dA in nats, and s_A^2 by the bound. share: of the weights p. weight: of dp; weight_first: by
+    the formula with the measured mean square of dA, weight_bound: with the bound's. output: of the error of the output
+    o; by_weights, by_values, together: of its parts dp v, p dv and dp dv, the vectors that it is the sum of; linear: of
+    J dA v. These five by the mean square of o.
+    """
+
+    score: float
+    score_bound: float
+    share: float
+    weight: float
+    weight_first: float
+    weight_bound: float
+    output: float
+    by_weights: float
+    by_values: float
+    together: float
+    linear: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """Entries of one sort at one load, mean over layers; others: how many share a slot with an entry."""
+
+    sort: str
+    load: float
+    others: float
+    effects: Effects
+
+    @property
+    def decoupled(self) -> float:
+        """The error of the output by the two parts that Lemma 3 leaves: 1 by the lemma."""
+        return self.effects.output / (self.effects.by_weights + self.effects.by_values)
+
+
+@dataclass(frozen=True)
+class AttentionErrors:
+    """All sorts and loads. centred: the mean square of the text's values by their variance over tokens (Lemma 3: 1)."""
+
+    tokens: int
+    queries: int
+    rows: list[Row]
+    centred: float
+
+
+class SketchAttention(TextStudy):
+    """KVReviver's Var(dp) and Lemma 3, for normal vectors and on a model's own attention."""
+
+    name = "sketch-attention"
+    about = "the error of attention weights and outputs with sketched keys and values, against KVReviver's estimates"
+    protocol = (
+        "All keys and values of a KV head are in a sketch of 3 rows; queries of the second half attend to what is "
+        "estimated of them, all heads and layers: a passage's, as attention reads them, keys without signs (published) "
+        "and with; and normal ones (the appendix's assumption). Mean squares over queries, entries and layers."
+    )
+    found = AttentionErrors
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric("normal", "mean square of dp by the estimate, normal vectors, smallest load", "lower", "number"),
+        Metric("normal_most", "the same, largest load", "lower", "number"),
+        Metric("text", "mean square of dp by the estimate, text, smallest load", "lower", "number"),
+        Metric("text_most", "the same, largest load", "lower", "number"),
+        Metric("score", "size of dA in nats, text, smallest load", "lower", "number"),
+        Metric(
+            "decoupled", "error of the output by that of Lemma 3's two parts, text, smallest load", "lower", "number"
+        ),
+        Metric("decoupled_most", "the same, largest load", "lower", "number"),
+        Metric("centred", "mean square of values by their variance", "lower", "number"),
+    )
+
+    tokens: Annotated[int, Flag("--limit")] = Field(
+        1024, ge=LEAST, description="tokens of the text that are read, and entries in the sketch"
+    )
+    loads: list[Annotated[float, Field(gt=0)]] = Field([1, 3, 12, 50], min_length=1, description="entries in a slot")
+    queries: Count = Field(32, description="queries, over the second half")
+    dim: int = Field(128, ge=1, description="of the normal vectors")
+
+    @torch.no_grad()
+    def measure(self, trial: Trial) -> AttentionErrors:
+        bind(trial.model)
+        seen: list[Attended] = []
+        with watching(seen.append):
+            trial.model(self.passage(trial), use_cache=False, logits_to_keep=1)
+        draw = trial.seed or 0
+        at = torch.linspace(self.tokens // 2, self.tokens - 1, self.queries).round().long().unique()
+        shape, generator = (3, HEADS, self.tokens, self.dim), torch.Generator().manual_seed(draw)
+        query, key, value = torch.randn(shape, generator=generator).unsqueeze(1)  # (1, heads, tokens, dim) each
+        normal = Attended(0, query, key, value, None, self.dim**-0.5, query)
+        sorts: dict[str, tuple[Sequence[Attended], bool]] = {
+            NORMAL: ([normal], False), PUBLISHED: (seen, False), SIGNED: (seen, True)
+        }  # fmt: skip
+        rows: list[Row] = []
+        for sort, (layers, signed) in sorts.items():
+            for load in self.loads:
+                trial.progress(f"{sort}, load {load:g}", len(rows), len(sorts) * len(self.loads))
+                slots = max(1, round(self.tokens / load))
+                parts = [asdict(effects(layer, at.to(layer.key.device), slots, signed, draw)) for layer in layers]
+                means = Effects(**{name: fmean(part[name] for part in parts) for name in parts[0]})
+                rows.append(Row(sort, load, (self.tokens - 1) / slots, means))
+        squares = [
+            (one.value[0].float().square().mean(), one.value[0].float().var(1, correction=0).mean()) for one in seen
+        ]
+        return AttentionErrors(self.tokens, len(at), rows, fmean(float(square / var) for square, var in squares))
+
+    def scores(self, found: AttentionErrors) -> dict[str, float]:
+        scores = {"centred": found.centred}
+        for load, end in ((min(self.loads), ""), (max(self.loads), "_most")):
+            by_sort = {row.sort: row for row in where(found.rows, load=load)}
+            for name, sort in (("normal", NORMAL), ("text", PUBLISHED)):
+                scores[f"{name}{end}"] = by_sort[sort].effects.weight / by_sort[sort].effects.weight_bound
+            scores[f"decoupled{end}"] = by_sort[PUBLISHED].decoupled
+            if not end:
+                scores["score"] = math.sqrt(by_sort[PUBLISHED].effects.score)
+        return scores
+
+    def tables(self, found: AttentionErrors) -> list[Table]:
+        weights = Table(
+            f"Weights: {found.tokens:,} entries, {found.queries} queries a head; roots of mean squares",
+            ["entries, load", "dA, nats", "by the bound", "p", "dp", "formula, measured dA", "formula, the bound's dA"],
+            notes=["Formula: the root of Var(dp), which is of first order in dA; no weight can differ by more than 1."],
+        )
+        outputs = Table(
+            "Outputs: mean squares of errors by that of the output",
+            ["entries, load", "all", "dp v", "p dv", "dp dv", "all by the first two (Lemma 3: 1)", "J dA v"],
+            notes=[f"Mean square of the text's values by their variance: {number(found.centred)} (Lemma 3: 1)."],
+        )
+        for row in found.rows:
+            one, name = row.effects, f"{row.sort}, {row.load:g}"
+            sizes = (one.score, one.score_bound, one.share, one.weight, one.weight_first, one.weight_bound)
+            weights.rows.append([name, *(number(math.sqrt(size), 2) for size in sizes)])
+            parts = (one.output, one.by_weights, one.by_values, one.together, row.decoupled, one.linear)
+            outputs.rows.append([name, *(number(part, 2) for part in parts)])
+        return [weights, outputs]
+
+    def draw(self, found: AttentionErrors, path: FilePath, *, title: str) -> None:
+        """Draw the error of weights beside the estimate, and of outputs beside the two parts, by load."""
+        with panels(path, title, 2, 4.6) as (weights, outputs):
+            for place, sort in enumerate(each(found.rows, "sort")):
+                mine = where(found.rows, sort=sort)
+                loads, style = [row.load for row in mine], styled(place, sort, None)
+                weights.plot(loads, [math.sqrt(row.effects.weight) for row in mine], **style)
+                bound = [math.sqrt(row.effects.weight_bound) for row in mine]
+                weights.plot(loads, bound, color=style["color"], linewidth=1, linestyle=":")
+                outputs.plot(loads, [row.effects.output for row in mine], **style)
+                parts = [row.effects.by_weights + row.effects.by_values for row in mine]
+                outputs.plot(loads, parts, color=style["color"], linewidth=1, linestyle=":")
+            words = "root mean square of dp (dotted: by the estimate)", "error of outputs (dotted: of Lemma 3's parts)"
+            for axes, label in zip((weights, outputs), words, strict=True):
+                dress(axes, label, "load: entries that share a slot", x="log", y="log", legend=True)
+
+
+def effects(layer: Attended, at: Tensor, slots: int, signed: bool, seed: int) -> Effects:
+    """Return what a sketch of ``slots`` slots does to one layer's attention of the queries ``at`` (positions);
+    ``signed``: whether keys have signs. Values have."""
+    heads = layer.query.shape[1]
+    sketched = (
+        _estimates(part[0].float(), slots, sign, seed) for part, sign in ((layer.key, signed), (layer.value, True))
+    )
+    keys, values = (grouped(part[None].float(), heads)[0] for part in (layer.key[0], layer.value[0]))
+    keys_off, values_off = (
+        grouped(part[None], heads)[0] - true for part, true in zip(sketched, (keys, values), strict=True)
+    )
+    query, seen = layer.query[0, :, at].float(), layer.visible(at)[0]  # (heads, queries, dim), (1, queries, n)
+    scores = (query @ keys.transpose(1, 2) * layer.scaling).masked_fill(~seen, -math.inf)
+    error = (query @ keys_off.transpose(1, 2) * layer.scaling).where(seen, 0)
+    weights, noisy = scores.softmax(-1), (scores + error).softmax(-1)
+    off, linear = noisy - weights, weights * (error - (weights * error).sum(-1, keepdim=True))
+    pairs = int(seen.expand(heads, -1, -1).sum())
+    score = float(error.square().sum()) / pairs
+    # s_A^2 of the paper, whose scaling is 1 / sqrt(dim)
+    per_element = float(layer.query[0].float().square().mean() * layer.key[0].float().square().mean())
+    bound = per_element * layer.scaling**2 * keys.shape[-1] * math.pi * (layer.key.shape[2] - 1) / slots / ROWS
+    squares = weights.square()
+    first = float((squares * ((1 - weights).square() + squares.sum(-1, keepdim=True) - squares)).sum()) / pairs
+    size = float((weights @ values).square().mean())
+    parts = (noisy @ (values + values_off) - weights @ values, off @ values, weights @ values_off, off @ values_off)
+    errors = [float(part.square().mean()) / size for part in (*parts, linear @ values)]
+    share, weight = (float(part.square().sum()) / pairs for part in (weights, off))
+    return Effects(score, bound, share, weight, score * first, bound * first, *errors)
+
+
+def _estimates(vectors: Tensor, slots: int, signed: bool, seed: int) -> Tensor:
+    """Return what a sketch of all ``vectors`` (heads, n, dim) estimates each of them to be, by the median."""
+    heads, count, dim = vectors.shape
+    at = places(torch.arange(count, device=vectors.device).expand(heads, -1), ROWS, slots, seed)
+    sketch = CountSketch(heads, ROWS, slots, dim, signed, like=vectors)
+    sketch.insert(at, vectors)
+    return sketch.estimates(at, "median").dense(torch.float32)
