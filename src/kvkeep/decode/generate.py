@@ -14,6 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from kvkeep.cache import KeepCache
 from kvkeep.contracts import Exactness
+from kvkeep.decode.pieces import Pieces
 from kvkeep.decode.verified import verified
 from kvkeep.errors import UsageError
 from kvkeep.geometry import ModelGeometry
@@ -76,8 +77,7 @@ class _Run(BaseStreamer, StoppingCriteria):
         self.times: list[float] = []  # one for each new token
         self.met = False  # ``ended`` returned True
         self._started, self._read = False, 0  # prompt received; prompt tokens reported
-        self._line: list[int] = []  # token ids of the current line
-        self._shown = 0  # characters of that line passed to on_text
+        self._pieces = Pieces(self.tokenizer)
 
     def room(self) -> int:
         """Return how many tokens fit after the prompt. Raises UsageError if it is empty or too long."""
@@ -136,15 +136,8 @@ class _Run(BaseStreamer, StoppingCriteria):
         self.times.append(time.perf_counter())
         if self.on_text is None or self.tokenizer is None:
             return
-        self._line.extend(value.flatten().tolist())
-        text = self.tokenizer.decode(self._line, skip_special_tokens=True)
-        if text.endswith("\N{REPLACEMENT CHARACTER}"):  # an incomplete character
-            return
-        if len(text) > self._shown:
-            self.on_text(text[self._shown :])
-        self._shown = len(text)
-        if text.endswith("\n"):  # only the current line is decoded again
-            self._line, self._shown = [], 0
+        if text := self._pieces.add(value.flatten().tolist()):
+            self.on_text(text)
 
     def end(self) -> None:
         """Nothing is buffered."""

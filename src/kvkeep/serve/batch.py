@@ -26,13 +26,15 @@ from kvkeep.models.binding import bind
 class Read:
     """Tokens that a session's model is to read next, after all that its cache holds.
 
-    ids: their ids. keep: of how many of the last ones logits are wanted. cut: more of the same text follows.
+    ids: their ids. keep: of how many of the last ones logits are wanted. cut: more of the same text follows. first: the
+    position of the first one, by default the cache's next.
     """
 
     cache: KeepCache
     ids: Sequence[int]
     keep: int = 1
     cut: bool = False
+    first: int | None = None
 
 
 @dataclass(eq=False)
@@ -49,10 +51,10 @@ class _Span:
     def stream(self) -> Any:
         return self.read.cache.stream
 
-    @property
-    def past(self) -> int:
-        """Tokens before the span."""
-        return self.stream.length
+    def positions(self, device: torch.device) -> Tensor:
+        """Return the positions of its tokens, (1, tokens)."""
+        first = self.stream.length if self.read.first is None else self.read.first
+        return torch.arange(first, first + self.stop - self.start, device=device)[None]
 
 
 class _NobodyLeft(Exception):
@@ -126,11 +128,11 @@ class _BatchStream:
         assert ids is not None
         every = []
         for span in self.batch.spans:
-            own = torch.arange(span.past, span.past + span.stop - span.start, device=ids.device)[None]
+            own = span.positions(ids.device)
             try:
                 span.stream.cut = span.read.cut
                 span.stream.admit(own.shape[1])
-                moved = span.stream.begin_forward(ids[:, span.start : span.stop], None, None, None)
+                moved = span.stream.begin_forward(ids[:, span.start : span.stop], None, own, None)
                 own = own if moved is None else moved.expand(1, -1)
             except Exception as error:
                 span.error = error

@@ -1,0 +1,168 @@
+"""One answer as it is written: what it wants to read, and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, MaxLengthCriteria, StoppingCriteria, StoppingCriteriaList
+
+from kvkeep.cache import KeepCache
+from kvkeep.decode.pieces import Pieces, Stops
+from kvkeep.decode.verified import Rounds
+from kvkeep.serve.batch import Read
+from kvkeep.serve.sampling import Sampling, draw
+
+Reads = Generator[Read, Tensor, None]
+"""Yields what is to be read, and is sent the logits (keep, vocabulary) of its last tokens."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What an answer is to be. prompt: all token ids before it. most: tokens that it may have. stops: strings that end
+    it and are no part of it. likeliest: how many of the likeliest tokens are told beside each, None: no probabilities."""
+
+    prompt: Sequence[int]
+    most: int
+    sampling: Sampling = field(default_factory=Sampling)
+    stops: Sequence[str] = ()
+    likeliest: int | None = None
+
+
+@dataclass(frozen=True)
+class Told:
+    """A token of an answer, ln of its probability, and the likeliest ones with theirs."""
+
+    token: int
+    logprob: float
+    likeliest: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some text of an answer, and the tokens told since the last piece."""
+
+    text: str
+    told: tuple[Told, ...] = ()
+
+
+class Answer:
+    """The answer to ``ask``, written into ``cache``, which holds the first tokens of the prompt already.
+
+    ends: ids that end a text. tell: gets each piece of text. Afterwards: tokens (ids, one that ends the text included),
+    text, reason ("stop" or "length"; empty while it is written).
+    """
+
+    def __init__(
+        self, ask: Ask, cache: KeepCache, tokenizer: Any, ends: Sequence[int], tell: Callable[[Piece], None]
+    ) -> None:
+        self.ask, self.cache, self.ends, self.tell = ask, cache, frozenset(ends), tell
+        self.known = cache.get_seq_length()
+        self.tokens: list[int] = []
+        self.text, self.reason = "", ""
+        self._pieces, self._stops = Pieces(tokenizer), Stops(ask.stops)
+        self._told: list[Told] = []
+
+    def reads(self) -> Reads:
+        """Read what is new of the prompt, then write until an end."""
+        logits = yield Read(self.cache, self.ask.prompt[self.known :])
+        device = logits.device
+        noise = self.ask.sampling.generator(device) if self.ask.sampling.sampled else None
+        processors = self.ask.sampling.processors(len(self.ask.prompt))
+        if self.cache.method.recall.drafts:
+            yield from self._rounds(logits, processors, noise)
+            return
+        while True:
+            scores = logits[-1:].float()
+            if processors:
+                scores = processors(torch.tensor([[*self.ask.prompt, *self.tokens]], device=device), scores.clone())
+            self.take(int(scores.argmax() if noise is None else draw(scores, noise)), logits[-1])
+            if self.reason:
+                return
+            logits = yield Read(self.cache, self.tokens[-1:])
+
+    def _rounds(self, logits: Tensor, processors: LogitsProcessorList, noise: torch.Generator | None) -> Reads:
+        prompt = torch.tensor([[*self.ask.prompt]], device=logits.device)
+        told = self.ask.likeliest is not None
+        config = GenerationConfig(do_sample=noise is not None, return_dict_in_generate=told, output_logits=told)
+        ends = StoppingCriteriaList([_Ended(self), MaxLengthCriteria(len(self.ask.prompt) + self.ask.most)])
+        sink = _Sink(self)
+        rounds = sink.rounds = Rounds(self.cache, prompt, processors, ends, config, sink, noise)
+        rounds.start(logits[-1:], None)
+        steps = rounds.rounds()
+        try:
+            wanted = next(steps, None)
+            while wanted is not None:
+                ids = wanted.input_ids[0].tolist()
+                logits = yield Read(self.cache, ids, len(ids), first=int(wanted.position_ids[0, 0]))
+                try:
+                    wanted = steps.send(logits[None])
+                except StopIteration:
+                    return
+        finally:
+            self.cache.stream.abandon()
+
+    def take(self, token: int, logits: Tensor | None) -> None:
+        """Append a token, chosen by ``logits`` (vocabulary,), and tell the text that it makes certain."""
+        self.tokens.append(token)
+        if self.ask.likeliest is not None and logits is not None:
+            self._told.append(_told(token, logits, self.ask.likeliest))
+        if token in self.ends:
+            self._end("stop")
+            return
+        text = self._stops.add(self._pieces.add([token]))
+        self._tell(text)
+        if self._stops.met:
+            self._end("stop")
+        elif len(self.tokens) >= self.ask.most:
+            self._end("length")
+
+    def _end(self, reason: str) -> None:
+        if not self._stops.met:
+            self._tell(self._stops.add(self._pieces.rest()))
+            self._tell("" if self._stops.met else self._stops.rest())
+        self.reason = reason
+        if self._told:
+            self._flush("")
+
+    def _tell(self, text: str) -> None:
+        if text:
+            self.text += text
+            self._flush(text)
+
+    def _flush(self, text: str) -> None:
+        told, self._told = tuple(self._told), []
+        self.tell(Piece(text, told))
+
+
+class _Ended(StoppingCriteria):
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        return torch.tensor([bool(self._answer.reason)], device=input_ids.device)
+
+
+class _Sink:
+    """The streamer of rounds: hands each token to the answer."""
+
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
+        self.rounds: Rounds | None = None
+
+    def put(self, value: Tensor) -> None:
+        reported = [] if self.rounds is None else self.rounds.reported[0]
+        self._answer.take(int(value), reported[-1][0] if reported else None)
+
+    def end(self) -> None:
+        """Nothing is buffered."""
+
+
+def _told(token: int, logits: Tensor, likeliest: int) -> Told:
+    logs = logits.float().log_softmax(-1)
+    best = logs.topk(likeliest) if likeliest else None
+    pairs = [] if best is None else zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    return Told(token, float(logs[token]), tuple(pairs))

@@ -1,0 +1,97 @@
+"""How tokens of one answer are chosen: by the answer's own settings and noise, whatever else runs."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from kvkeep.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Settings as OpenAI and transformers have them. temperature: 0 is greedy. top_k: 0 is all. seed: None draws one,
+    so the answer cannot be repeated. presence, frequency: what is taken off the logits of tokens already written, once
+    and for each time."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition: float = 1.0
+    presence: float = 0.0
+    frequency: float = 0.0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, low, high in (
+            ("temperature", 0.0, 100.0),
+            ("top_p", 1e-9, 1.0),
+            ("min_p", 0.0, 1.0),
+            ("repetition", 1e-3, 100.0),
+            ("presence", -2.0, 2.0),
+            ("frequency", -2.0, 2.0),
+        ):
+            if not low <= getattr(self, name) <= high:
+                raise UsageError(f"'{name}' is a number from {low:g} to {high:g}, not {getattr(self, name)}.")
+        if self.top_k < 0:
+            raise UsageError(f"'top_k' is a whole number from 0 on, not {self.top_k}.")
+
+    @property
+    def sampled(self) -> bool:
+        """Whether tokens are drawn, not the likeliest taken."""
+        return self.temperature > 0
+
+    def processors(self, prompt: int) -> LogitsProcessorList:
+        """Return what turns logits into scores, in transformers' order; ``prompt``: the tokens before the answer."""
+        found: list[LogitsProcessor] = []
+        if self.repetition != 1.0:
+            found.append(RepetitionPenaltyLogitsProcessor(self.repetition))
+        if self.presence or self.frequency:
+            found.append(_Written(prompt, self.presence, self.frequency))
+        if self.sampled:
+            if self.temperature != 1.0:
+                found.append(TemperatureLogitsWarper(self.temperature))
+            if self.top_k:
+                found.append(TopKLogitsWarper(self.top_k))
+            if self.top_p < 1.0:
+                found.append(TopPLogitsWarper(self.top_p))
+            if self.min_p:
+                found.append(MinPLogitsWarper(self.min_p))
+        return LogitsProcessorList(found)
+
+    def generator(self, device: torch.device) -> torch.Generator:
+        """Return the source of this answer's noise."""
+        seed = secrets.randbits(63) if self.seed is None else self.seed
+        return torch.Generator(device).manual_seed(seed % 2**64 if seed >= 0 else seed)
+
+
+class _Written(LogitsProcessor):
+    """Takes ``presence`` off every token that the answer has, and ``frequency`` for each time that it has it."""
+
+    def __init__(self, prompt: int, presence: float, frequency: float) -> None:
+        self._prompt, self._presence, self._frequency = prompt, presence, frequency
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        written = input_ids[:, self._prompt :]
+        counts = torch.zeros_like(scores).scatter_add_(1, written, torch.ones_like(written, dtype=scores.dtype))
+        return scores - self._frequency * counts - self._presence * (counts > 0)
+
+
+def draw(scores: Tensor, generator: torch.Generator) -> Tensor:
+    """Return a sample of each row of ``scores`` (rows, vocabulary), (rows,): argmax of p / noise, as
+    ``torch.multinomial`` draws it and rounds of drafts do."""
+    probabilities = scores.softmax(-1)
+    return (probabilities / torch.empty_like(probabilities).exponential_(1, generator=generator)).argmax(-1)
