@@ -87,6 +87,11 @@ class Bank:
             self.newest = torch.zeros_like(self.slots)
         return self.extra, self.newest
 
+    def counts(self) -> Tensor:
+        """Return for how many tokens each column in use stands, (lanes, used) float32, 0 for an empty one."""
+        there = (self.slots[:, : self.used] >= 0).float()
+        return there if self.extra is None else there * (1 + self.extra[:, : self.used])
+
     def at(self, columns: Tensor, scored: bool) -> Evicted:
         """Return copies of what lies in ``columns`` (lanes, n); ``scored``: with scores."""
         index = columns[..., None]
