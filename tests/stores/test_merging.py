@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from single import attended, greedy, layer_of, site
 
 from kvkeep import EntryState, KeepCache
-from kvkeep.contracts import Evicted
+from kvkeep.contracts.entries import Evicted
 from kvkeep.models.binding import bind
 from kvkeep.policies.fates.cam import Cam
 from kvkeep.policies.fates.kvslimmer import KVSlimmer

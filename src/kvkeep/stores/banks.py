@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvkeep.contracts import Evicted
+from kvkeep.contracts.entries import Evicted
 from kvkeep.memory.extent import Extent, Misfit, fits, within
 from kvkeep.memory.ledger import Ledger
 from kvkeep.memory.meter import Meter, nbytes

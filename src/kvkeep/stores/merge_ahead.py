@@ -16,7 +16,9 @@ from torch import Tensor
 
 from kvkeep.attention import attend, received
 from kvkeep.attention.step import Step
-from kvkeep.contracts import Site, WorkingSet
+from kvkeep.contracts.resident import WorkingSet
+from kvkeep.contracts.site import Site
+from kvkeep.contracts.store import LookaheadStore
 from kvkeep.memory.extent import Extent
 from kvkeep.models.adapter import Adapter
 from kvkeep.stores.ahead_pairs import AheadMerging, Seen, cheapest, costs, merge
@@ -25,11 +27,11 @@ from kvkeep.stores.eviction import Arriving
 from kvkeep.stores.neighbours import MergesNeighbours
 
 
-class MergeAhead(MergesNeighbours):
+class MergeAhead(MergesNeighbours, LookaheadStore):
     """Merges pairs of neighbours until a pass's tokens, and ``slack`` - 1 more, have room. The selector has no say.
 
     looks: (lanes, 1) int32, chunks that looked at a lane's entries; seen: the slots there were at the last.
-    Sensitivities that are averaged are the banks' scores. leaves: keys that a pass is differentiated by.
+    Sensitivities that are averaged are the banks' scores.
     """
 
     by_lane = (*MergesNeighbours.by_lane, "looks", "seen")
@@ -45,12 +47,9 @@ class MergeAhead(MergesNeighbours):
     # -- the first pass -----------------------------------------------------------------------------
 
     def full(self, resident: WorkingSet) -> bool:
-        """Return whether there is no room for one token more in some lane."""
         return any(bank.used >= bank.budget for bank in resident.banks)
 
     def look(self, layer: Any, step: Step) -> Tensor:
-        """Return attention over what is held and what is new, of which nothing is kept, and note what each entry
-        received."""
         if self.how.gradients:
             return self._differentiable(layer, step)
         resident, wide = layer.resident, step.wide(layer.length)
@@ -90,8 +89,6 @@ class MergeAhead(MergesNeighbours):
     # -- merging ------------------------------------------------------------------------------------
 
     def merge_before(self, resident: WorkingSet, real: Tensor, gradients: Iterator[Tensor]) -> None:
-        """Merge entries before a pass of tokens, ``real`` (rows, n) bool. gradients: yields that of each bank that
-        holds something, for methods that need one."""
         lanes, heads = resident.banks.lanes, resident.banks.heads
         for name in ("moved", "looks", "seen"):
             if getattr(self, name) is None:

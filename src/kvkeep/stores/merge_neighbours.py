@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from kvkeep.attention.step import Step
-from kvkeep.contracts import Site, WorkingSet
+from kvkeep.contracts.resident import WorkingSet
+from kvkeep.contracts.site import Site
 from kvkeep.memory.extent import Extent, Misfit, fits, within
 from kvkeep.models.adapter import Adapter
 from kvkeep.stores.banks import Bank

@@ -11,7 +11,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvkeep.contracts import EntryState, EvictedStore, Site, WorkingSet
+from kvkeep.contracts.entries import EntryState
+from kvkeep.contracts.resident import WorkingSet
+from kvkeep.contracts.site import Site
+from kvkeep.contracts.store import EvictedStore
 from kvkeep.memory.extent import Extent, Misfit, fits, within
 from kvkeep.memory.meter import nbytes
 from kvkeep.models.adapter import Adapter

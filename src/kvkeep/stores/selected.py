@@ -10,7 +10,11 @@ from torch import Tensor
 
 from kvkeep.attention import Segment, received
 from kvkeep.attention.step import Step
-from kvkeep.contracts import Asking, Evicted, EvictedStore, Piece, Selector, Site, WorkingSet
+from kvkeep.contracts.entries import Evicted, Piece
+from kvkeep.contracts.resident import WorkingSet
+from kvkeep.contracts.selector import Asking, Selector
+from kvkeep.contracts.site import Site
+from kvkeep.contracts.store import EvictedStore
 from kvkeep.memory.extent import Extent, Misfit
 from kvkeep.memory.places import Device
 from kvkeep.models.adapter import Adapter
