@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvkeep.budget import Budget
     from kvkeep.cache import KeepCache
-    from kvkeep.contracts import EntryState, EvictedStore, Exactness, Fate, Reader, Recall, Selector
+    from kvkeep.contracts.entries import EntryState
+    from kvkeep.contracts.exactness import Exactness
+    from kvkeep.contracts.fate import Fate
+    from kvkeep.contracts.recall import Reader, Recall
+    from kvkeep.contracts.selector import Selector
+    from kvkeep.contracts.store import EvictedStore
     from kvkeep.decode.chat import Conversation
     from kvkeep.decode.generate import generate
     from kvkeep.decode.session import Session, load_session, save_session
@@ -33,7 +38,12 @@ if TYPE_CHECKING:
 _HOMES = {
     "budget": ("Budget",),
     "cache": ("KeepCache",),
-    "contracts": ("EntryState", "EvictedStore", "Exactness", "Fate", "Reader", "Recall", "Selector"),
+    "contracts.entries": ("EntryState",),
+    "contracts.exactness": ("Exactness",),
+    "contracts.fate": ("Fate",),
+    "contracts.recall": ("Reader", "Recall"),
+    "contracts.selector": ("Selector",),
+    "contracts.store": ("EvictedStore",),
     "decode.chat": ("Conversation",),
     "decode.generate": ("generate",),
     "decode.session": ("Session", "load_session", "save_session"),

@@ -11,7 +11,7 @@ from transformers import Cache
 
 from kvkeep import report
 from kvkeep.budget import Budget
-from kvkeep.contracts import Exactness
+from kvkeep.contracts.exactness import Exactness
 from kvkeep.errors import UsageError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.memory.lasting import lasting
@@ -255,7 +255,7 @@ class KeepCache(Cache):
 
     def entry_states(self) -> list[Tensor]:
         """Return what became of every entry: for each layer (batch, kv_heads, slots) int8 codes of
-        :class:`~kvkeep.contracts.EntryState`, on the CPU. Padding counts as dropped where it is not kept."""
+        :class:`~kvkeep.contracts.entries.EntryState`, on the CPU. Padding counts as dropped where it is not kept."""
         length, rows = self.get_seq_length(), self.rows
         return [self.held[layer.source].entry_states(length, rows) for layer in self.geometry.layers]
 

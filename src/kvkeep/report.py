@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvkeep.contracts import Exactness
+from kvkeep.contracts.exactness import Exactness
 from kvkeep.geometry import ModelGeometry
 from kvkeep.memory.meter import Memory
 from kvkeep.models.bits import row_independent

@@ -21,6 +21,7 @@ from kvkeep.policies.assembly import Assembly
 from kvkeep.policies.methods import Method
 from kvkeep.stores.dynamic import held_by
 from kvkeep.stores.layer import Layer
+from kvkeep.stores.lookahead import Lookahead
 
 ROOM = 64
 """Positions at least for a piece of a text that is read once more, and for what introduces it."""
@@ -128,7 +129,7 @@ class Stream(Passes):
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float
     ) -> Tensor | None:
         """Attend to evicted, resident and new entries; then settle the new ones."""
-        differentiated = self._looking and self.lookahead is not None and self.lookahead.gradients
+        differentiated = self._look is not None and self._look.gradients
         attend = self._attend if differentiated else self._attend_lasting
         return attend(module, query, key, value, mask, scaling)
 
@@ -157,7 +158,7 @@ class Stream(Passes):
                 "of them new, and a mask covers the former or the latter."
             )
         step = Step.of(module, query, key, value, mask, scaling, layer.heads, own, last)
-        return step.unfolded(layer.look(step) if self._looking else layer.attend(step))
+        return step.unfolded(layer.attend(step) if self._look is None else self._look.attend(layer, step))
 
     _attend_lasting = lasting(_attend)
 
@@ -168,9 +169,8 @@ class Stream(Passes):
             if self._drafting or not self.moving:
                 self.roll_back()
             return
-        if self._looking:
-            assert self.lookahead is not None
-            self.lookahead.note(self._known)
+        if self._look is not None:
+            self._look.note(self._known)
             self.meter.cache(sum(held.resident_bytes for held in self.held) + self._pending_bytes)
             self.roll_back()
             return
@@ -201,8 +201,9 @@ class Stream(Passes):
         self.earlier_outputs = earlier
 
     @property
-    def _looking(self) -> bool:
-        return self.lookahead is not None and self.lookahead.open
+    def _look(self) -> Lookahead | None:
+        """What reads a chunk for the first time, while it does."""
+        return None if self.lookahead is None or not self.lookahead.open else self.lookahead
 
     @lasting
     def roll_back(self) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kvkeep.contracts import Exactness
+from kvkeep.contracts.exactness import Exactness
 from kvkeep.errors import UsageError
 from kvkeep.memory.ledger import Ledger
 from kvkeep.memory.rows import concatenated

@@ -22,7 +22,7 @@ from kvkeep_lab.inspection import STATES, Inspection, Recorder, Step, Trace, arr
 from kvkeep_lab.page import check_output, render, write_page
 
 from kvkeep.cache import KeepCache
-from kvkeep.contracts import EntryState
+from kvkeep.contracts.entries import EntryState
 from kvkeep.decode.generate import Generation, Timing
 from kvkeep.errors import StoreError
 from kvkeep.memory.meter import Memory

@@ -9,7 +9,7 @@ from families import tiny
 from helpers import bounded
 
 from kvkeep import BudgetError, KeepCache, KvkeepError, UnsupportedModelError, UsageError
-from kvkeep.contracts import Exactness
+from kvkeep.contracts.exactness import Exactness
 from kvkeep.policies.methods import methods, resolve
 from kvkeep.policies.registry import SELECTORS
 from kvkeep.policies.selectors.snapkv import SnapKV

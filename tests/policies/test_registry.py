@@ -12,7 +12,7 @@ from helpers import prompt, step
 from torch import Tensor
 
 from kvkeep import Fate, KeepCache, Selector, UsageError, methods, register
-from kvkeep.contracts import Candidates
+from kvkeep.contracts.selector import Candidates
 from kvkeep.policies import registry
 from kvkeep.policies.fates.drop import Drop
 from kvkeep.policies.methods import resolve

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from kvkeep import KeepCache
-from kvkeep.contracts import Candidates
+from kvkeep.contracts.selector import Candidates
 from kvkeep.geometry import ModelGeometry
 from kvkeep.policies.selectors.h2o import H2O
 from kvkeep.policies.selectors.pyramidkv import PyramidKV

@@ -11,7 +11,9 @@ from families import tiny
 from torch import Tensor
 
 from kvkeep.attention.step import Step
-from kvkeep.contracts import Fate, Selector, Site
+from kvkeep.contracts.fate import Fate
+from kvkeep.contracts.selector import Selector
+from kvkeep.contracts.site import Site
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.memory.ledger import Ledger
 from kvkeep.memory.meter import Meter

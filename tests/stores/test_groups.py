@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvkeep.contracts import EntryState, Evicted, Piece
+from kvkeep.contracts.entries import EntryState, Evicted, Piece
 from kvkeep.memory.meter import Meter
 from kvkeep.policies.fates.segments import Promising
 from kvkeep.stores.groups import GROUP, Codec, Groups, allocated

@@ -41,11 +41,14 @@ def test_one_call_gives_what_segments_give(spec: str, budget: int, monkeypatch: 
         cache = KeepCache(model, spec, budget, chunk=32, **options)
         ids = prompt(1, 200, seed=4)
         given = [step(model, cache, part) for part in ids[:, :130].split(32, 1)]
-        given += [step(model, cache, token) for token in ids[:, 130:].split(1, 1)]
+        given += [step(model, cache, token) for token in ids[:, 130:170].split(1, 1)]
+        cache.reorder_cache(torch.tensor([0]))  # everything lies elsewhere now
+        given += [step(model, cache, token) for token in ids[:, 170:].split(1, 1)]
         states = {f"{layer.index}.{key}": part for layer in bounded(cache) for key, part in layer.state().items()}
         for layer in bounded(cache):  # what is described to the kernel is what is counted, and no copy beside it
-            parts = getattr(layer.evicted, "_described", None) or []
-            own = {part.untyped_storage().data_ptr() for part in layer.evicted.state().values()}
+            parts = list(getattr(layer.evicted, "_described", None) or [])
+            parts += [bank.table for bank in getattr(layer.resident, "banks", ()) if bank.table is not None]
+            own = {part.untyped_storage().data_ptr() for part in layer.state().values()}
             assert all(one.untyped_storage().data_ptr() in own for part in parts for one in part._held)
         return torch.cat(given, 1).float(), states
 

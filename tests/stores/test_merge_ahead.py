@@ -105,6 +105,17 @@ class Published:
         self.length += len(ids)
         return logits
 
+    def roll_back(self, length: int) -> None:
+        """Forget the slots from ``length`` on, with the entries that stand for one of them."""
+        self.length = length
+        for layer in self.layers:
+            stays = torch.tensor([slot < length for slot in layer.slots])
+            layer.keys, layer.values = layer.keys[:, stays], layer.values[:, stays]
+            layer.counts = layer.counts[: int(stays.sum())]
+            layer.slots = layer.slots[: len(layer.counts)]
+            if layer.sensitivity is not None:
+                layer.sensitivity = layer.sensitivity[:, : len(layer.counts)]
+
     def merge(self, layer: Layer, weights: Tensor, gradient: Tensor | None) -> None:
         """weights: (query heads, queries, entries), of each entry as if it counted once."""
         entries, kv_heads = len(layer.counts), len(layer.keys)
@@ -177,6 +188,28 @@ def test_equals_the_published_protocol_in_plain_loops(name: str, cap: int) -> No
     if not cap:  # pairs overlapped, and what the second of them had is lost
         assert any(sum(layer.counts) < theirs.length for layer in theirs.layers)
     assert cache.merges() == (4 * 2 * 26, 0)
+
+
+@pytest.mark.parametrize("cap", [0, 3])
+@pytest.mark.parametrize("name", METHODS)
+def test_after_a_rollback_positions_are_those_of_what_is_left(name: str, cap: int) -> None:
+    """One of two tokens, and one that reaches into merged entries, whose other tokens go with it."""
+    model, ids = tiny("llama"), prompt(1, 100)
+    cache = KeepCache(model, f"{name}:sinks={SINKS},cap={cap},slack={SLACK}", BUDGET, chunk=CHUNK)
+    theirs, low, gone = Published(model, name, BUDGET - CHUNK - SLACK + 1, cap), 0, 0
+    for count in (*[CHUNK] * 6, 1, -2, CHUNK, 1, -(CHUNK + 7), *[CHUNK] * 3):
+        if count < 0:
+            cache.crop(count)
+            theirs.roll_back(low + count)
+            gone += sum(layer.slots[-1] != low + count - 1 for layer in theirs.layers)
+        else:
+            logits = step("llama", cache, ids[:, low : low + count], logits_to_keep=0)
+            torch.testing.assert_close(logits[0], theirs.read(ids[0, low : low + count]), atol=2e-3, rtol=2e-3)
+        low += count
+        for ours, layer in zip(bounded(cache), theirs.layers, strict=True):
+            (bank,) = ours.resident.banks
+            assert [slot for slot in bank.slots[0].tolist() if slot >= 0] == layer.slots
+    assert gone
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -14,7 +14,11 @@ from single import attended, layer_of
 from torch import Tensor
 
 from kvkeep import KeepCache
-from kvkeep.contracts import EvictedStore, Exactness, Fate, Piece, Site
+from kvkeep.contracts.entries import Piece
+from kvkeep.contracts.exactness import Exactness
+from kvkeep.contracts.fate import Fate
+from kvkeep.contracts.site import Site
+from kvkeep.contracts.store import EvictedStore
 from kvkeep.policies.registry import FATES, SELECTORS
 
 BUDGET, CHUNK = 16, 16

@@ -12,7 +12,9 @@ from single import attended, layer_of
 from torch import Tensor
 
 from kvkeep import EntryState, KeepCache
-from kvkeep.contracts import Evicted, Selector, Site
+from kvkeep.contracts.entries import Evicted
+from kvkeep.contracts.selector import Selector
+from kvkeep.contracts.site import Site
 from kvkeep.policies.fates.sketch import Sketch
 from kvkeep.policies.selectors.h2o import H2O
 from kvkeep.policies.selectors.tova import Tova

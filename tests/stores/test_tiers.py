@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvkeep import KeepCache
 from kvkeep.attention import Segment, attend, weighed
-from kvkeep.contracts import Evicted
+from kvkeep.contracts.entries import Evicted
 from kvkeep.memory.meter import Meter
 from kvkeep.stores.coded import encode, unpack
 from kvkeep.stores.groups import GROUP

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import Cache
 
 from kvkeep.cache import KeepCache
-from kvkeep.contracts import EntryState
+from kvkeep.contracts.entries import EntryState
 from kvkeep.decode.generate import Generation, generate
 from kvkeep.errors import UsageError
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from kvkeep.cache import KeepCache
-from kvkeep.contracts import Exactness
+from kvkeep.contracts.exactness import Exactness
 from kvkeep.stock import memory_of
 
 RATE_BYTES = 512 << 20

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache import KeepCache
-from kvkeep.contracts import Exactness
+from kvkeep.contracts.exactness import Exactness
 from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.memory.meter import Memory

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kvkeep.contracts import Exactness
+from kvkeep.contracts.exactness import Exactness
 from kvkeep.decode.generate import generate
 from kvkeep.errors import UsageError
 from kvkeep.models.loading import Loaded

@@ -13,7 +13,7 @@ from transformers import Cache, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from kvkeep.cache import KeepCache
-from kvkeep.contracts import Exactness
+from kvkeep.contracts.exactness import Exactness
 from kvkeep.decode.pieces import Pieces
 from kvkeep.decode.verified import verified
 from kvkeep.errors import UsageError

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from kvkeep.contracts import Exactness
+from kvkeep.contracts.exactness import Exactness
 from kvkeep.geometry import ModelGeometry
 from kvkeep.memory.places import PLACES
 from kvkeep.policies.methods import Method, names, resolve

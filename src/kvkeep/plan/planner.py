@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from kvkeep.budget import MIN_CHUNK, Budget
-from kvkeep.contracts import Exactness
+from kvkeep.contracts.exactness import Exactness
 from kvkeep.errors import BudgetError, UsageError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.models.room import free_memory

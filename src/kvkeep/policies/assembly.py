@@ -11,7 +11,8 @@ import torch
 from transformers import DynamicCache
 
 from kvkeep.attention.kernel import takes
-from kvkeep.contracts import Checkpoint, Site
+from kvkeep.contracts.checkpoint import Checkpoint
+from kvkeep.contracts.site import Site
 from kvkeep.errors import BudgetError, UnsupportedModelError, UsageError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.kernels.build import library

@@ -7,7 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from kvkeep.budget import Budget
-from kvkeep.contracts import Exactness, Fate, Recall, Selector
+from kvkeep.contracts.exactness import Exactness
+from kvkeep.contracts.fate import Fate
+from kvkeep.contracts.recall import Recall
+from kvkeep.contracts.selector import Selector
 from kvkeep.errors import BudgetError, UsageError, unknown
 from kvkeep.geometry import ModelGeometry
 from kvkeep.policies import registry

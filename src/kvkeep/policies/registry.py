@@ -14,7 +14,9 @@ from importlib.metadata import entry_points
 from inspect import isabstract
 from typing import Any
 
-from kvkeep.contracts import Fate, Recall, Selector
+from kvkeep.contracts.fate import Fate
+from kvkeep.contracts.recall import Recall
+from kvkeep.contracts.selector import Selector
 from kvkeep.errors import UsageError
 from kvkeep.policies.fates.asymkv import AsymKV
 from kvkeep.policies.fates.asymkv_published import AsymKVPublished

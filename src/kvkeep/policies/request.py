@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypedDict, Unpack
 
 from kvkeep.budget import MIN_CHUNK, Budget
-from kvkeep.contracts import Exactness
+from kvkeep.contracts.exactness import Exactness
 from kvkeep.errors import UnsupportedModelError, UsageError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.policies.methods import Method, resolve

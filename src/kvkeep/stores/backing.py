@@ -12,7 +12,9 @@ from torch import Tensor
 
 from kvkeep.attention import Segment, attend
 from kvkeep.attention.step import Step
-from kvkeep.contracts import EntryState, Piece, Reader, Site
+from kvkeep.contracts.entries import EntryState, Piece
+from kvkeep.contracts.recall import Reader
+from kvkeep.contracts.site import Site
 from kvkeep.memory.extent import Extent, Misfit
 from kvkeep.stores.layer import Layer
 from kvkeep.stores.read_evicted import observe_evicted

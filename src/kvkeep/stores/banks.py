@@ -9,13 +9,14 @@ entry leaves: the new one is written over it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvkeep.contracts import Evicted
+from kvkeep.attention.described import Described
+from kvkeep.contracts.entries import Evicted
 from kvkeep.memory.extent import Extent, Misfit, fits, within
 from kvkeep.memory.ledger import Ledger
 from kvkeep.memory.meter import Meter, nbytes
@@ -51,6 +52,7 @@ class Bank:
     sinks: Tensor | None = None
     used: int = 0
     vacant: int = 0
+    table: Described | None = field(default=None, repr=False)  # of keys and values, which stay where they are
 
     def of(self, rows: Tensor) -> Tensor:
         """Return this bank's share of something that all lanes have."""
@@ -86,6 +88,17 @@ class Bank:
             self.extra = torch.zeros(self.slots.shape, device=self.slots.device)
             self.newest = torch.zeros_like(self.slots)
         return self.extra, self.newest
+
+    def described(self, stop: int) -> Described:
+        """Return the first ``stop`` columns, the tail's among them, as the kernel reads them."""
+        if self.table is None:
+            self.table = Described([(self.keys, self.values)])
+        return self.table.end(stop)
+
+    def counts(self) -> Tensor:
+        """Return for how many tokens each column in use stands, (lanes, used) float32, 0 for an empty one."""
+        there = (self.slots[:, : self.used] >= 0).float()
+        return there if self.extra is None else there * (1 + self.extra[:, : self.used])
 
     def at(self, columns: Tensor, scored: bool) -> Evicted:
         """Return copies of what lies in ``columns`` (lanes, n); ``scored``: with scores."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvkeep.attention import attend, received
 from kvkeep.attention.step import Step
-from kvkeep.contracts import Site
+from kvkeep.contracts.site import Site
 from kvkeep.memory.meter import nbytes
 from kvkeep.stores.backing import Backed, attended_exactly
 from kvkeep.stores.layer import Layer

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 
-from kvkeep.contracts import EntryState
+from kvkeep.contracts.entries import EntryState
 from kvkeep.errors import UsageError
 from kvkeep.memory.meter import nbytes, storage_bytes
 from kvkeep.memory.rows import BLOCK, Buffer

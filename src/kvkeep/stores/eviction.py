@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvkeep.contracts import Candidates, Evicted, Selector
+from kvkeep.contracts.entries import Evicted
+from kvkeep.contracts.selector import Candidates, Selector
 from kvkeep.kernels.build import address, kernels, library
 from kvkeep.memory.ledger import Ledger
 from kvkeep.stores.banks import Bank, Banks

@@ -12,7 +12,10 @@ from torch import Tensor
 
 from kvkeep.attention.described import Described
 from kvkeep.attention.kernel import each_described
-from kvkeep.contracts import EntryState, Evicted, EvictedStore, Held, Piece, Resident, WorkingSet
+from kvkeep.contracts.entries import EntryState, Evicted, Piece
+from kvkeep.contracts.resident import Resident, WorkingSet
+from kvkeep.contracts.site import Held
+from kvkeep.contracts.store import EvictedStore
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.memory.extent import Extent, Misfit, alike, fits, within
 from kvkeep.memory.meter import nbytes

@@ -16,7 +16,11 @@ from transformers.cache_utils import CacheLayerMixin
 from kvkeep.attention import Segment
 from kvkeep.attention.kernel import alone, at_once, runs
 from kvkeep.attention.step import Step
-from kvkeep.contracts import EntryState, EvictedStore, Piece, Reader, Resident, Site
+from kvkeep.contracts.entries import EntryState, Piece
+from kvkeep.contracts.recall import Reader
+from kvkeep.contracts.resident import Resident
+from kvkeep.contracts.site import Site
+from kvkeep.contracts.store import EvictedStore
 from kvkeep.errors import UsageError
 from kvkeep.memory.extent import Extent, Misfit
 from kvkeep.memory.lasting import lasting, lasts
@@ -65,11 +69,6 @@ class Layer(CacheLayerMixin):
     def attend(self, step: Step) -> Tensor:
         """Return attention over the past and what is new, (lanes, heads, queries, value_dim)."""
         return self.reader.attend(self, step)
-
-    def look(self, step: Step) -> Tensor:
-        """Return attention of a pass that keeps nothing."""
-        output, self.pending = self.evicted.look(self, step), None
-        return output
 
     def settle(self) -> None:
         """Keep the entries in hand; what leaves for them goes into the store."""

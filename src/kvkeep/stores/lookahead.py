@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvkeep.attention.step import Step
 from kvkeep.errors import UsageError
 from kvkeep.memory.ledger import Ledger
 from kvkeep.memory.meter import Meter
@@ -22,7 +23,8 @@ from kvkeep.memory.meter import Meter
 class Lookahead:
     """The first passes of one cache.
 
-    gradients: they go back through the ``model``. layers: those whose entries are merged. open: such a pass is in
+    gradients: they go back through the ``model``. layers: those whose entries are merged, each with a
+    :class:`~kvkeep.contracts.store.LookaheadStore`. open: such a pass is in
     progress.
     """
 
@@ -56,6 +58,12 @@ class Lookahead:
         with torch.inference_mode(False), torch.no_grad():
             for layer in self.layers:
                 layer.evicted.merge_before(layer.resident, real, found)
+
+    def attend(self, layer: Any, step: Step) -> Tensor:
+        """Return a layer's attention in such a pass, (lanes, heads, queries, value_dim): its new entries are not
+        kept."""
+        output, layer.pending = layer.evicted.look(layer, step), None
+        return output
 
     def note(self, past: int) -> None:
         """Note which tokens of a pass after ``past`` are real, before they are forgotten."""

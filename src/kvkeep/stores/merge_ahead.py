@@ -16,51 +16,40 @@ from torch import Tensor
 
 from kvkeep.attention import attend, received
 from kvkeep.attention.step import Step
-from kvkeep.contracts import EvictedStore, Site, WorkingSet
-from kvkeep.memory.extent import Extent, Misfit, fits, within
-from kvkeep.memory.meter import nbytes
+from kvkeep.contracts.resident import WorkingSet
+from kvkeep.contracts.site import Site
+from kvkeep.contracts.store import LookaheadStore
+from kvkeep.memory.extent import Extent
 from kvkeep.models.adapter import Adapter
 from kvkeep.stores.ahead_pairs import AheadMerging, Seen, cheapest, costs, merge
 from kvkeep.stores.banks import Bank
 from kvkeep.stores.eviction import Arriving
-from kvkeep.stores.merge_neighbours import lost_by_rollback, mark_lost
-from kvkeep.stores.merge_on_evict import merged_states
-
-_BY_LANE = ("looks", "seen", "moved", "lost")
+from kvkeep.stores.neighbours import MergesNeighbours
 
 
-class MergeAhead(EvictedStore):
+class MergeAhead(MergesNeighbours, LookaheadStore):
     """Merges pairs of neighbours until a pass's tokens, and ``slack`` - 1 more, have room. The selector has no say.
 
-    looks: (lanes, 1) int32, chunks that looked at a lane's entries; seen: the slots there were at the last. moved:
-    (lanes, 1) int32, tokens that no count stands for any more: capped, or lost where pairs overlapped. Sensitivities
-    that are averaged are the banks' scores. pairs: how many were merged. leaves: keys that a pass is differentiated by.
+    looks: (lanes, 1) int32, chunks that looked at a lane's entries; seen: the slots there were at the last.
+    Sensitivities that are averaged are the banks' scores.
     """
 
-    keeps = False
-    makes_room = True
+    by_lane = (*MergesNeighbours.by_lane, "looks", "seen")
 
     def __init__(self, site: Site, how: AheadMerging, adapter: Adapter, slack: int) -> None:
-        self.layer, self.ledger, self.meter = site.layer.index, site.ledger, site.meter
-        self.how, self.adapter, self.slack = how, adapter, slack
+        super().__init__(site, adapter, slack)
+        self.how = how
         self.looks: Tensor | None = None
         self.seen: Tensor | None = None
-        self.moved: Tensor | None = None
-        self.lost: Tensor | None = None
-        self.pairs = torch.zeros(1, dtype=torch.int64)
-        self.length = 0
         self.leaves: list[Tensor] = []
         self._received: list[Tensor] = []  # (lanes, entries) for each bank that holds something
 
     # -- the first pass -----------------------------------------------------------------------------
 
     def full(self, resident: WorkingSet) -> bool:
-        """Return whether there is no room for one token more in some lane."""
         return any(bank.used >= bank.budget for bank in resident.banks)
 
     def look(self, layer: Any, step: Step) -> Tensor:
-        """Return attention over what is held and what is new, of which nothing is kept, and note what each entry
-        received."""
         if self.how.gradients:
             return self._differentiable(layer, step)
         resident, wide = layer.resident, step.wide(layer.length)
@@ -100,10 +89,8 @@ class MergeAhead(EvictedStore):
     # -- merging ------------------------------------------------------------------------------------
 
     def merge_before(self, resident: WorkingSet, real: Tensor, gradients: Iterator[Tensor]) -> None:
-        """Merge entries before a pass of tokens, ``real`` (rows, n) bool. gradients: yields that of each bank that
-        holds something, for methods that need one."""
         lanes, heads = resident.banks.lanes, resident.banks.heads
-        for name in _BY_LANE[:3]:
+        for name in ("moved", "looks", "seen"):
             if getattr(self, name) is None:
                 setattr(self, name, torch.zeros(lanes, 1, dtype=torch.int32, device=real.device))
         arriving = real.sum(1).repeat_interleave(heads)[:, None]
@@ -141,7 +128,8 @@ class MergeAhead(EvictedStore):
             sensitivity = self._averaged(bank, sensitivity[..., 0], scores, slots, asked)[..., None]
         if bool((excess > 0).any()):
             chosen = cheapest(costs(seen, counts, heads), excess[::heads]).repeat_interleave(heads, 0)
-            self.pairs = self.pairs.to(chosen.device) + chosen.sum()
+            pairs = chosen.sum()
+            self.tally = self.tally.to(pairs.device) + torch.stack([pairs, torch.zeros_like(pairs)])
             unrotated = self._turned(keys.float(), -places)
             with self.meter.holding(unrotated, unrotated, unrotated, sums, sums, turned_back):
                 found = merge(unrotated, counts, slots, seen, sensitivity, chosen, self.how)
@@ -181,79 +169,17 @@ class MergeAhead(EvictedStore):
             torch.cat([scores, fresh], 1),
         )
 
-    def settled(self, observed: bool, resident: WorkingSet) -> None:
-        self.length = resident.length
-
-    def _turned(self, keys: Tensor, by: Tensor) -> Tensor:
-        """Return keys (lanes, n, dim) as they would be ``by`` (lanes, n) positions later."""
-        by_head = keys[:, None]
-        return self.adapter.turn(self.layer, by_head, self.adapter.angles(self.layer, by_head, by))[:, 0]
-
-    def _tokens(self, bank: Bank, heads: int, length: int | None = None) -> Tensor:
-        """Return the tokens of each lane's row among the first ``length`` slots (all that are settled), (lanes, 1)."""
-        length = self.length if length is None else length
-        if (visible := self.ledger.visible_by(heads)) is None:
-            return torch.full((len(bank.slots), 1), length, device=bank.slots.device)
-        return bank.of(visible)[:, 0, 0, :length].sum(1, keepdim=True)
-
-    def merged(self) -> tuple[int, int]:
-        return int(self.pairs), 0
-
     # -- the cache contract -------------------------------------------------------------------------
 
     def truncate(self, length: int, resident: WorkingSet) -> None:
-        """An entry that stood for a forgotten slot is gone, with the other slots that it stood for: what was before it
-        moves up."""
-        before, self.length = self.length, min(self.length, length)
-        if length >= before or self.moved is None:
-            return
-        for counted in (self.seen, self.lost):
-            if counted is not None:
-                counted.clamp_(max=length)
-        for bank in resident.banks:
-            if not bank.used or bank.extra is None:
-                continue
-            _, _, slots, counts, _ = _entries(bank)
-            moved = self._tokens(bank, resident.banks.heads, length) - counts.sum(1, keepdim=True)
-            by = moved - bank.of(self.moved)
-            self.moved[bank.index] = moved.int()
-            if bool((by != 0).any()):
-                used = bank.keys[:, : bank.used]
-                used.copy_(self._turned(used.float(), by.long().expand(-1, bank.used)))
-                after = slots.amax(1, keepdim=True) + 1
-                self.lost = lost_by_rollback(self.lost, bank, resident.banks.lanes, after, length)
-
-    def select(self, lanes: Tensor) -> None:
-        for name in _BY_LANE:
-            if (rows := getattr(self, name)) is not None:
-                setattr(self, name, rows.index_select(0, lanes.to(rows.device)))
-
-    @property
-    def bookkeeping_bytes(self) -> int:
-        return nbytes(self.pairs, *(getattr(self, name) for name in _BY_LANE))
-
-    def state(self) -> dict[str, Tensor]:
-        saved = {name: rows for name in _BY_LANE if (rows := getattr(self, name)) is not None}
-        return saved | {"pairs": self.pairs, "length": torch.tensor([self.length])}
-
-    def restore(self, state: dict[str, Tensor]) -> None:
-        for name in _BY_LANE:
-            setattr(self, name, state.get(name))
-        self.pairs, self.length = state["pairs"], int(state["length"][0])
+        if self.seen is not None:
+            self.seen.clamp_(max=length)
+        super().truncate(length, resident)
 
     def check(self, extent: Extent) -> None:
-        fits("pairs", self.pairs, (1,), torch.int64)
-        if self.length != extent.slots:
-            raise Misfit(f"merging is not of {extent.slots} slots")
-        for name, columns in (("looks", 1), ("seen", 1), ("moved", 1), ("lost", None)):
-            if (counted := getattr(self, name)) is not None:
-                within(name, fits(name, counted, (extent.lanes, columns), torch.int32), 0, extent.slots + 1)
-        if self.lost is not None:
-            within("lost", self.lost.shape[1] % 2, 0, 1)
-
-    def states(self, lanes: int, length: int) -> Tensor:
-        """Return that everything is merged but what a rollback took; so are entries lost where pairs overlapped."""
-        return mark_lost(merged_states(self.ledger, lanes, length), self.lost)
+        super().check(extent)
+        for name in ("looks", "seen"):
+            self._counted(name, extent)
 
 
 def _scores(query: Tensor, keys: Tensor, mask: Tensor | None, causal: bool, scaling: float) -> Tensor:
@@ -270,13 +196,9 @@ def _scores(query: Tensor, keys: Tensor, mask: Tensor | None, causal: bool, scal
 
 
 def _entries(bank: Bank) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return keys, values, slots, counts and scores of the columns in use; a count of 0 for an empty one."""
+    """Return keys, values, slots, counts and scores of the columns in use."""
     used = bank.used
-    slots = bank.slots[:, :used]
-    counts = (slots >= 0).float()
-    if bank.extra is not None:
-        counts = counts * (1 + bank.extra[:, :used])
-    return bank.keys[:, :used], bank.values[:, :used], slots, counts, bank.scored()[:, :used]
+    return bank.keys[:, :used], bank.values[:, :used], bank.slots[:, :used], bank.counts(), bank.scored()[:, :used]
 
 
 def _gathered(rows: Tensor, index: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ values are added up and held as their mean beside their count; how its key is ma
 
 Positions are the running sum of the counts (AsymKV), counted from the end: an entry's position is the next token's less
 the counts from it on. Rotary attention sees differences only, so queries and new keys keep the model's own positions,
-and a key is turned only when it is merged, or when a capped count brings it nearer.
+and a key is turned only when it is merged, or when a capped count or a rollback brings it nearer.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from kvkeep.attention.step import Step
-from kvkeep.contracts import EntryState, EvictedStore, Site, WorkingSet
+from kvkeep.contracts.resident import WorkingSet
+from kvkeep.contracts.site import Site
 from kvkeep.memory.extent import Extent, Misfit, fits, within
-from kvkeep.memory.meter import nbytes
 from kvkeep.models.adapter import Adapter
 from kvkeep.stores.banks import Bank
 from kvkeep.stores.eviction import Arriving
-from kvkeep.stores.merge_on_evict import merged_states
+from kvkeep.stores.neighbours import MergesNeighbours
 from kvkeep.stores.pairs import Asked, Entries, PairMerging, cheapest, merge
 
 QUERIES = 32
@@ -33,32 +33,21 @@ BLOCK = 128
 GRADIENTS = 4
 """Matrices of that size that a method with gradients holds at once: scores, weights, and the gradients of both."""
 
-_BY_LANE = ("since", "due", "outputs", "asked", "lost")
 
+class MergeNeighbours(MergesNeighbours):
+    """Merges by the queries that there were. The selector is one that adds up all attention, as H2O's does."""
 
-class MergeNeighbours(EvictedStore):
-    """Makes room among resident entries, which go by the last slot they stand for. The selector is one that adds up all
-    attention, as H2O's does; it is not asked to rank.
-
-    slack: pairs merged at once while decoding. tally: pairs merged so far, and shares that had to be clamped (float64,
-    on the device).
-    """
-
-    keeps = False
-    makes_room = True
+    by_lane = (*MergesNeighbours.by_lane, "since", "due", "outputs", "asked")
 
     def __init__(self, site: Site, how: PairMerging, adapter: Adapter, slack: int) -> None:
-        self.layer, self.ledger, self.meter, self.readers = site.layer.index, site.ledger, site.meter, site.readers
-        self.how, self.adapter, self.slack = how, adapter, slack
+        super().__init__(site, adapter, slack)
+        self.how, self.readers = how, site.readers
         self.queried = site.geometry.attention_heads // site.layer.kv_heads  # query heads of a lane
-        self.tally = torch.zeros(2, dtype=torch.float64)
         self.since: Tensor | None = None  # (lanes, 1) int32: the slots there were when attention was last forgotten
         self.due: Tensor | None = None  # (lanes, 1) int32: what that is at the next observation, 0 where it stays
         self.outputs: Tensor | None = None  # (lanes, value_dim): outputs of all heads and queries added up since
         self.asked: Tensor | None = None  # (lanes, heads of the group, n, dim): the queries of the last n slots
-        self.scaling, self.group = 1.0, 1  # of scores; heads of a group
-        self.length, self.heads = 0, 1  # slots settled; KV heads of a row
-        self.lost: Tensor | None = None  # (lanes, 2 n) int32: slots from..to that a rollback took with others
+        self.scaling, self.group, self.heads = 1.0, 1, 1  # of scores; heads of a group; KV heads of a row
 
     # -- what is observed ---------------------------------------------------------------------------
 
@@ -92,7 +81,7 @@ class MergeNeighbours(EvictedStore):
 
     def settled(self, observed: bool, resident: WorkingSet) -> None:
         """Keep the last few queries only; forget what is due where nothing was observed of what was kept."""
-        self.length = resident.length
+        super().settled(observed, resident)
         if not observed:
             self.begin(resident)
         if self.asked is not None and self.asked.shape[2] > QUERIES:
@@ -115,19 +104,17 @@ class MergeNeighbours(EvictedStore):
 
     def _make_room(self, bank: Bank, new: Arriving, lanes: int) -> None:
         used, device = bank.used, new.keys.device
-        if self.since is None:
-            self.since = torch.zeros(lanes, 1, dtype=torch.int32, device=device)
+        if self.since is None or self.moved is None:
+            self.since, self.moved = (torch.zeros(lanes, 1, dtype=torch.int32, device=device) for _ in range(2))
         # A single entry is settled before it is attended: no query has seen it, so it does not merge yet.
         end = new.first if new.scores is None else new.first + new.count
         slots = torch.cat([bank.slots[:, :used], new.slots], 1)
         fresh = torch.zeros(new.slots.shape, device=device) if new.scores is None else new.scores
         scores = torch.cat([bank.scored()[:, :used], fresh], 1)
         attention, known = self._attention(slots, scores, bank.of(self.since), end)
-        counts = torch.ones(slots.shape, device=device)
-        if bank.extra is not None:
-            counts[:, :used] += bank.extra[:, :used]
+        counts = torch.cat([bank.counts(), (new.slots >= 0).float()], 1)
         both = torch.cat([bank.keys[:, :used], new.keys], 1), torch.cat([bank.values[:, :used], new.values], 1)
-        entries = Entries(*both, slots, counts * (slots >= 0), attention, known)
+        entries = Entries(*both, slots, counts, attention, known)
         if not new.whole or bank.vacant:
             entries = entries.at(entries.slots.argsort(dim=1, stable=True))
         held = (entries.slots >= 0).sum(1, keepdim=True)
@@ -135,7 +122,10 @@ class MergeNeighbours(EvictedStore):
         if self.asked is not None and bool(excess.any()):
             entries.clues = self._clues(bank, entries, end)
         with self.meter.holding(*both, *both):  # what is merged, and what it is merged into
-            self._write(bank, self._merged(bank, entries, excess, end), excess > 0, end, lanes)
+            merged = self._merged(bank, entries, excess, end)
+            cut = entries.counts.sum(1, keepdim=True) - merged.counts.sum(1, keepdim=True)
+            self.moved[bank.index] += cut.int()
+            self._write(bank, merged, excess > 0, end)
 
     def _merged(self, bank: Bank, entries: Entries, excess: Tensor, end: int) -> Entries:
         """Return entries of which ``excess`` (lanes, 1) pairs were merged; one pass halves them at most."""
@@ -180,12 +170,7 @@ class MergeNeighbours(EvictedStore):
         self.meter.hold(-weights)
         return clues
 
-    def _turned(self, keys: Tensor, by: Tensor) -> Tensor:
-        """Return keys (lanes, n, dim) as they would be ``by`` (lanes, n) positions later."""
-        by_head = keys[:, None]
-        return self.adapter.turn(self.layer, by_head, self.adapter.angles(self.layer, by_head, by.long()))[:, 0]
-
-    def _write(self, bank: Bank, entries: Entries, merged: Tensor, end: int, lanes: int) -> None:
+    def _write(self, bank: Bank, entries: Entries, merged: Tensor, end: int) -> None:
         """Put entries into a bank, its last column used in every lane; what was observed is forgotten, in time, where
         there was merging."""
         held = (entries.slots >= 0).sum(1)
@@ -209,88 +194,53 @@ class MergeNeighbours(EvictedStore):
             self.due = torch.zeros_like(self.since)
         self.due[bank.index] = torch.where(merged, end, bank.of(self.due)).int()
 
-    def merged(self) -> tuple[int, int]:
-        pairs, clamped = self.tally.tolist()
-        return int(pairs), int(clamped)
-
     # -- the cache contract -------------------------------------------------------------------------
 
     def truncate(self, length: int, resident: WorkingSet) -> None:
-        """An entry that stood for a forgotten slot is gone, with the other slots that it stood for: what was before it
-        moves up."""
-        before, self.length = self.length, min(self.length, length)
-        if length >= before:
-            return
+        if length < self.length:
+            self._forget_queries(length, resident)
+            for counted in (self.since, self.due):
+                if counted is not None:
+                    counted.clamp_(max=length)
+        super().truncate(length, resident)
+
+    def _forget_queries(self, length: int, resident: WorkingSet) -> None:
+        """Let what was observed be the mean that it was, over as many queries as are left."""
+
+        def left(first: Tensor) -> Tensor:
+            """Return which share of the queries from slot ``first`` on are left."""
+            return (length - first).clamp(min=0) / (self.length - first).clamp(min=1)
+
         if self.asked is not None:
-            kept = self.asked.shape[2] - (before - length)
+            kept = self.asked.shape[2] - (self.length - length)
             self.asked = self.asked[:, :, :kept].clone() if kept > 0 else None
-        for counted in (self.since, self.due, self.lost):
-            if counted is not None:
-                counted.clamp_(max=length)
         for bank in resident.banks:
-            if bank.extra is None or not bank.used:
-                continue
-            after = bank.slots[:, : bank.used].amax(1, keepdim=True) + 1
-            gap = torch.where(after > 0, length - after, 0)
-            if bool(gap.any()):
-                used = bank.keys[:, : bank.used]
-                used.copy_(self._turned(used.float(), gap.expand(-1, bank.used)))
-                self.lost = lost_by_rollback(self.lost, bank, resident.banks.lanes, after, length)
-
-    def select(self, lanes: Tensor) -> None:
-        for name in _BY_LANE:
-            if (rows := getattr(self, name)) is not None:
-                setattr(self, name, rows.index_select(0, lanes.to(rows.device)))
-
-    @property
-    def bookkeeping_bytes(self) -> int:
-        return nbytes(self.tally, *(getattr(self, name) for name in _BY_LANE))
+            if bank.scores is not None:
+                since = bank.slots.new_zeros(1) if self.since is None else bank.of(self.since)
+                bank.scores = bank.scores * left(torch.maximum(bank.slots, since))
+        if self.outputs is not None:
+            since = torch.zeros_like(self.outputs[:, :1]) if self.since is None else self.since
+            first = self.ledger.first_by(self.heads)
+            self.outputs *= left(since if first is None else torch.maximum(since, first))
 
     def state(self) -> dict[str, Tensor]:
-        saved = {name: rows for name in _BY_LANE if (rows := getattr(self, name)) is not None}
         scaling = torch.tensor([self.scaling], dtype=torch.float64)
-        counts = torch.tensor([self.length, self.heads, self.group])
-        return saved | {"tally": self.tally, "scaling": scaling, "counts": counts}
+        return super().state() | {"scaling": scaling, "groups": torch.tensor([self.heads, self.group])}
 
     def restore(self, state: dict[str, Tensor]) -> None:
-        for name in _BY_LANE:
-            setattr(self, name, state.get(name))
-        self.tally = state["tally"]
+        super().restore(state)
         self.scaling = float(state["scaling"][0])
-        self.length, self.heads, self.group = state["counts"].tolist()
+        self.heads, self.group = state["groups"].tolist()
 
     def check(self, extent: Extent) -> None:
+        super().check(extent)
         lanes, slots = extent.lanes, extent.slots
-        fits("tally", self.tally, (2,), torch.float64)
-        if (self.length, self.heads) != (slots, lanes // self.ledger.batch):
-            raise Misfit(f"merging is not of {slots} slots")
-        for name, columns in (("since", 1), ("due", 1), ("lost", None)):
-            if (counted := getattr(self, name)) is not None:
-                within(name, fits(name, counted, (lanes, columns), torch.int32), 0, slots + 1)
-        if self.lost is not None:
-            within("lost", self.lost.shape[1] % 2, 0, 1)
+        if self.heads != lanes // self.ledger.batch:
+            raise Misfit(f"merging is not of {lanes} KV heads")
+        for name in ("since", "due"):
+            self._counted(name, extent)
         if self.outputs is not None:
             fits("outputs", self.outputs, (lanes, extent.value_dim), torch.float32)
         if self.asked is not None:
             fits("asked", self.asked, (lanes, self.queried, None, extent.key_dim))
             within("asked", self.asked.shape[2], 1, min(QUERIES, slots) + 1)
-
-    def states(self, lanes: int, length: int) -> Tensor:
-        return mark_lost(merged_states(self.ledger, lanes, length), self.lost)
-
-
-def lost_by_rollback(lost: Tensor | None, bank: Bank, lanes: int, after: Tensor, length: int) -> Tensor:
-    """Return ``lost`` (lanes, 2 n) int32, slots from..to that rollbacks took with others, and those of one bank from
-    ``after`` (its lanes, 1) to ``length``."""
-    span = torch.zeros(lanes, 2, dtype=torch.int32, device=after.device)
-    span[bank.index] = torch.cat([after, after.new_full(after.shape, length)], 1).int()
-    return span if lost is None else torch.cat([lost, span], 1)
-
-
-def mark_lost(codes: Tensor, lost: Tensor | None) -> Tensor:
-    """Return codes (lanes, slots) with the slots that rollbacks took with others marked as dropped."""
-    if lost is not None:
-        slots = torch.arange(codes.shape[1])
-        for span in lost.cpu().unflatten(1, (-1, 2)).unbind(1):
-            codes[(slots >= span[:, :1]) & (slots < span[:, 1:])] = int(EntryState.DROPPED)
-    return codes

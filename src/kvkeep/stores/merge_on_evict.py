@@ -7,7 +7,10 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from kvkeep.contracts import EntryState, Evicted, EvictedStore, Site, WorkingSet
+from kvkeep.contracts.entries import EntryState, Evicted
+from kvkeep.contracts.resident import WorkingSet
+from kvkeep.contracts.site import Site
+from kvkeep.contracts.store import EvictedStore
 from kvkeep.memory.ledger import Ledger
 from kvkeep.stores.banks import Bank
 

@@ -8,7 +8,10 @@ import torch
 from torch import Tensor
 
 from kvkeep.attention.described import Described, Turning
-from kvkeep.contracts import Evicted, EvictedStore, Piece, Resident, Site
+from kvkeep.contracts.entries import Evicted, Piece
+from kvkeep.contracts.resident import Resident
+from kvkeep.contracts.site import Site
+from kvkeep.contracts.store import EvictedStore
 from kvkeep.memory.extent import Extent, Misfit, within
 from kvkeep.memory.places import Device
 from kvkeep.memory.rows import Ring, concatenated

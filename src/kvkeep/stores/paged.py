@@ -14,7 +14,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from kvkeep.contracts import Evicted, Piece, Resident, Site
+from kvkeep.contracts.entries import Evicted, Piece
+from kvkeep.contracts.resident import Resident
+from kvkeep.contracts.site import Site
 from kvkeep.memory.extent import Extent, Misfit
 from kvkeep.memory.meter import storage_bytes
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from kvkeep.attention import Segment, attend, received, weighed
 from kvkeep.attention.kernel import runs
 from kvkeep.attention.step import Step
-from kvkeep.contracts import Reader
+from kvkeep.contracts.recall import Reader
 from kvkeep.stores.layer import Layer
 
 

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from kvkeep.attention import Segment, attend, received
 from kvkeep.attention.step import Step
-from kvkeep.contracts import Piece, Reader
+from kvkeep.contracts.entries import Piece
+from kvkeep.contracts.recall import Reader
 from kvkeep.stores.layer import Layer
 
 

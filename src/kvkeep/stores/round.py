@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from kvkeep.contracts import Checkpoint
+from kvkeep.contracts.checkpoint import Checkpoint
 from kvkeep.errors import UsageError
 from kvkeep.memory.ledger import Ledger
 from kvkeep.stores.windows import Window, noted

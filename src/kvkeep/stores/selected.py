@@ -9,8 +9,13 @@ import torch
 from torch import Tensor
 
 from kvkeep.attention import Segment, received
+from kvkeep.attention.described import Described
 from kvkeep.attention.step import Step
-from kvkeep.contracts import Asking, Evicted, EvictedStore, Piece, Selector, Site, WorkingSet
+from kvkeep.contracts.entries import Evicted, Piece
+from kvkeep.contracts.resident import WorkingSet
+from kvkeep.contracts.selector import Asking, Selector
+from kvkeep.contracts.site import Site
+from kvkeep.contracts.store import EvictedStore
 from kvkeep.memory.extent import Extent, Misfit
 from kvkeep.memory.places import Device
 from kvkeep.models.adapter import Adapter
@@ -60,13 +65,20 @@ class Selected(WorkingSet):
                 )
 
     def in_one_piece(self, tail: int = 0) -> tuple[Tensor, Tensor] | None:
+        bank, stop = self.banks.banks[0], self._seen_by_all(tail)
+        return (bank.keys[:, :stop], bank.values[:, :stop]) if stop else None
+
+    def described(self, tail: int = 0) -> Described | None:
+        stop = self._seen_by_all(tail)
+        return self.banks.banks[0].described(stop) if stop else None
+
+    def _seen_by_all(self, tail: int) -> int:
+        """Return how many columns hold all entries, the first ``tail`` of the tail among them, where they lie behind
+        each other and a later query sees all of them; else 0."""
         bank = self.banks.banks[0]
         if len(self.banks) > 1 or bank.vacant or bank.extra is not None or self.ledger.visible is not None:
-            return None
-        stop = bank.used + tail
-        if not bank.columns or not stop:
-            return None
-        return bank.keys[:, :stop], bank.values[:, :stop]
+            return 0
+        return bank.used + tail if bank.columns else 0
 
     # -- attention that was received ----------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from kvkeep.attention import Segment, attend
 from kvkeep.attention.step import Step
-from kvkeep.contracts import Site
+from kvkeep.contracts.site import Site
 from kvkeep.memory.extent import Extent
 from kvkeep.stores.backing import Backed, attended_exactly
 from kvkeep.stores.bounds import PAGE, Bounds

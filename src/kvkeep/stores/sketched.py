@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from kvkeep.attention.attend import FOLDED
-from kvkeep.contracts import EntryState, Evicted, EvictedStore, Piece, Resident, WorkingSet
+from kvkeep.contracts.entries import EntryState, Evicted, Piece
+from kvkeep.contracts.resident import Resident, WorkingSet
+from kvkeep.contracts.store import EvictedStore
 from kvkeep.memory.extent import Extent, Misfit, alike, fits
 from kvkeep.memory.ledger import Ledger
 from kvkeep.memory.meter import Meter, nbytes

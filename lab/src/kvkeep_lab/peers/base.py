@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import Cache
 
 from kvkeep.budget import Budget
-from kvkeep.contracts import Exactness
+from kvkeep.contracts.exactness import Exactness
 from kvkeep.geometry import ModelGeometry
 from kvkeep.memory.meter import Memory
 

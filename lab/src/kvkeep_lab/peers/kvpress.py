@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvkeep.contracts import Exactness
+from kvkeep.contracts.exactness import Exactness
 from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.memory.meter import Memory
 from kvkeep_lab.peers.base import Peer, Reader, entries_of

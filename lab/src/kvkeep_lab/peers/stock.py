@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, QuantizedCache, StaticCache
 from transformers.utils import is_optimum_quanto_available
 
-from kvkeep.contracts import Exactness
+from kvkeep.contracts.exactness import Exactness
 from kvkeep.errors import UnsupportedModelError, UsageError
 from kvkeep.memory.meter import Memory
 from kvkeep.stock import account

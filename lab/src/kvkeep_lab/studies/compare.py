@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from kvkeep.contracts import Exactness
+from kvkeep.contracts.exactness import Exactness
 from kvkeep.decode.prompt import encode, question, shortened
 from kvkeep.errors import UsageError
 from kvkeep_lab.figures import COLOURS, FilePath, blank, dress, save, styled

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from itertools import count
 from typing import Any
 
-from kvkeep.contracts import EvictedStore, Fate, Held, Site
+from kvkeep.contracts.fate import Fate
+from kvkeep.contracts.site import Held, Site
+from kvkeep.contracts.store import EvictedStore
 from kvkeep.errors import BudgetError, UsageError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.stores.groups import GROUP, Codec, Groups, group_holds

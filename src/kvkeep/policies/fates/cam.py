@@ -11,7 +11,12 @@ from typing import Any, ClassVar
 
 import torch
 
-from kvkeep.contracts import Evicted, EvictedStore, Fate, Held, Selector, Site, WorkingSet
+from kvkeep.contracts.entries import Evicted
+from kvkeep.contracts.fate import Fate
+from kvkeep.contracts.resident import WorkingSet
+from kvkeep.contracts.selector import Selector
+from kvkeep.contracts.site import Held, Site
+from kvkeep.contracts.store import EvictedStore
 from kvkeep.errors import UsageError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.policies.selectors.random import check_seed, sampled

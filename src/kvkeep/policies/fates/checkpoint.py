@@ -10,7 +10,12 @@ import torch
 from torch import Tensor
 
 from kvkeep.attention.described import Described
-from kvkeep.contracts import EntryState, Evicted, EvictedStore, Exactness, Fate, Piece, Resident, Site, WorkingSet
+from kvkeep.contracts.entries import EntryState, Evicted, Piece
+from kvkeep.contracts.exactness import Exactness
+from kvkeep.contracts.fate import Fate
+from kvkeep.contracts.resident import Resident, WorkingSet
+from kvkeep.contracts.site import Site
+from kvkeep.contracts.store import EvictedStore
 from kvkeep.memory.extent import Extent, Misfit, within
 from kvkeep.memory.places import Device
 from kvkeep.memory.rows import Buffer, Ring, concatenated

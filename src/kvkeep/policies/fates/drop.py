@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from kvkeep.contracts import EvictedStore, Exactness, Fate, Site
+from kvkeep.contracts.exactness import Exactness
+from kvkeep.contracts.fate import Fate
+from kvkeep.contracts.site import Site
+from kvkeep.contracts.store import EvictedStore
 
 
 class Dropped(EvictedStore):

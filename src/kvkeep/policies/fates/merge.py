@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from kvkeep.contracts import Evicted, EvictedStore, Fate, Site
+from kvkeep.contracts.entries import Evicted
+from kvkeep.contracts.fate import Fate
+from kvkeep.contracts.site import Site
+from kvkeep.contracts.store import EvictedStore
 from kvkeep.errors import UsageError
 from kvkeep.stores.banks import Bank
 from kvkeep.stores.merge_on_evict import MergeOnEvict, counts_of, newest_of

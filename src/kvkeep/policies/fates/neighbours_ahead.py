@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from kvkeep.budget import MIN_CHUNK
-from kvkeep.contracts import EvictedStore, Held, Selector, Site
+from kvkeep.contracts.selector import Selector
+from kvkeep.contracts.site import Held, Site
+from kvkeep.contracts.store import EvictedStore
 from kvkeep.errors import BudgetError, UnsupportedModelError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.models.binding import bind

@@ -8,7 +8,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvkeep.contracts import EntryState, Piece, Reading, Site
+from kvkeep.contracts.entries import EntryState, Piece
+from kvkeep.contracts.fate import Reading
+from kvkeep.contracts.site import Site
 from kvkeep.errors import UnsupportedModelError, UsageError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.memory.meter import Meter

@@ -9,7 +9,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvkeep.contracts import EntryState, EvictedStore, Exactness, Fate, Held, Piece, Reading, Site
+from kvkeep.contracts.entries import EntryState, Piece
+from kvkeep.contracts.exactness import Exactness
+from kvkeep.contracts.fate import Fate, Reading
+from kvkeep.contracts.site import Held, Site
+from kvkeep.contracts.store import EvictedStore
 from kvkeep.errors import UsageError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.memory.meter import Meter

@@ -6,7 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvkeep.contracts import EvictedStore, Exactness, Fate, Held, Reading, Selector, Site
+from kvkeep.contracts.exactness import Exactness
+from kvkeep.contracts.fate import Fate, Reading
+from kvkeep.contracts.selector import Selector
+from kvkeep.contracts.site import Held, Site
+from kvkeep.contracts.store import EvictedStore
 from kvkeep.errors import BudgetError, UsageError, unknown
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.memory.ledger import Ledger

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from kvkeep.contracts import EvictedStore, Fate, Held, Reading, Site
+from kvkeep.contracts.fate import Fate, Reading
+from kvkeep.contracts.site import Held, Site
+from kvkeep.contracts.store import EvictedStore
 from kvkeep.errors import UnsupportedModelError, unknown
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.policies.fates.base import exact_entries, spare

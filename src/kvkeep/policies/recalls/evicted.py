@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from kvkeep.contracts import Reader, Recall, Site
+from kvkeep.contracts.recall import Reader, Recall
+from kvkeep.contracts.site import Site
 from kvkeep.stores.read_evicted import ReadEvicted
 
 

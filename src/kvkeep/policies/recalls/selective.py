@@ -7,7 +7,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from kvkeep.contracts import Exactness, Held, Reader, Recall, Site
+from kvkeep.contracts.exactness import Exactness
+from kvkeep.contracts.recall import Reader, Recall
+from kvkeep.contracts.site import Held, Site
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.stores.bounds import PAGE, bounds_elements
 from kvkeep.stores.selective import Selective

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvkeep.contracts import Exactness, Reader, Recall, Site
+from kvkeep.contracts.exactness import Exactness
+from kvkeep.contracts.recall import Reader, Recall
+from kvkeep.contracts.site import Site
 from kvkeep.errors import BudgetError, UsageError
 from kvkeep.stores.draft import DraftAndVerify
 from kvkeep.stores.round import Round

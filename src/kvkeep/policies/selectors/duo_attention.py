@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvkeep.contracts import Candidates, Selector
+from kvkeep.contracts.selector import Candidates, Selector
 from kvkeep.errors import UsageError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.policies.retrieval_heads import retrieval_scores

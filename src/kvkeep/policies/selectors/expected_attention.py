@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvkeep.attention.expected import expected, statistics
-from kvkeep.contracts import STAYS, Candidates
+from kvkeep.contracts.selector import STAYS, Candidates
 from kvkeep.errors import UsageError
 from kvkeep.policies.selectors.scored import Scored
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvkeep.contracts import STAYS, Candidates, Selector
+from kvkeep.contracts.selector import STAYS, Candidates, Selector
 from kvkeep.errors import UsageError
 
 

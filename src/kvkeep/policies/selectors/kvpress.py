@@ -21,7 +21,7 @@ from weakref import WeakSet
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvkeep.contracts import Candidates
+from kvkeep.contracts.selector import Candidates
 from kvkeep.errors import KvkeepError, UnsupportedModelError, UsageError, unknown
 from kvkeep.geometry import ModelGeometry
 from kvkeep.models import binding

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvkeep.contracts import Pieces
+from kvkeep.contracts.selector import Pieces
 from kvkeep.errors import UsageError
 from kvkeep.policies.selectors.scored import Scored
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvkeep.contracts import Candidates, Selector
+from kvkeep.contracts.selector import Candidates, Selector
 from kvkeep.errors import UsageError
 from kvkeep.stores.hashes import scattered
 

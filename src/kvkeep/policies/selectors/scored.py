@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvkeep.contracts import Candidates, Selector
+from kvkeep.contracts.selector import Candidates, Selector
 
 HIGHEST = 2.0**98
 """Above every score; those of entries that were not scored begin at 2^100."""

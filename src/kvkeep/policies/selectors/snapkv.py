@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvkeep.contracts import STAYS, Candidates, Selector
+from kvkeep.contracts.selector import STAYS, Candidates, Selector
 from kvkeep.errors import UsageError
 
 

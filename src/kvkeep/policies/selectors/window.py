@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvkeep.contracts import Candidates, Selector
+from kvkeep.contracts.selector import Candidates, Selector
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from kvkeep.attention.described import Stretch
 from kvkeep.attention.kernel import takes
-from kvkeep.contracts import Checkpoint, Piece
+from kvkeep.contracts.checkpoint import Checkpoint
+from kvkeep.contracts.entries import Piece
 from kvkeep.kernels.build import library
 from kvkeep.memory.meter import Meter
 from kvkeep.memory.places import Place

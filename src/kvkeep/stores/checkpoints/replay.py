@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvkeep.attention import Segment, attend
 from kvkeep.attention.step import Step
-from kvkeep.contracts import Piece
+from kvkeep.contracts.entries import Piece
 from kvkeep.memory.ledger import Ledger
 from kvkeep.memory.meter import Meter
 from kvkeep.memory.rows import Buffer

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from kvkeep.attention.recall import available
-from kvkeep.contracts import Checkpoint, Piece
+from kvkeep.contracts.checkpoint import Checkpoint
+from kvkeep.contracts.entries import Piece
 from kvkeep.geometry import ModelGeometry
 from kvkeep.memory.ledger import Ledger
 from kvkeep.memory.meter import Meter

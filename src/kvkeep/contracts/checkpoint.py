@@ -1,0 +1,83 @@
+"""What entries are rebuilt from."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from kvkeep.attention.described import Described
+from kvkeep.contracts.entries import Piece
+from kvkeep.memory.rows import Rows
+
+
+class Checkpoint(ABC):
+    """What entries are rebuilt from, for all layers of one cache: a residual may serve several layers.
+
+    spec: what was asked for. where: the place it is in. capacity: entries it may hold, None: no end. by_token: it is
+    kept for every token, and not for entries that left. copies: a recall is a copy at most, and computes nothing.
+    picks: single entries come back without all those before them. replays: layers are run again, by the model's own
+    masks.
+    """
+
+    spec: Any
+    where: str
+    capacity: int | None
+    by_token: bool
+    copies: bool
+    picks: bool
+    replays: bool
+
+    @property
+    def reads_ids(self) -> bool:
+        """Whether the ledger's ids are part of what entries are rebuilt from."""
+        return False
+
+    def begin_forward(self, from_ids: bool, known: int) -> None:
+        """Prepare for new tokens, after the ``known`` slots before them; ``from_ids``: they came as ids."""
+
+    def enter_layer(self, layer: int, hidden: Tensor) -> None:
+        """Take the residual entering a layer, (batch, new, hidden)."""
+
+    def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Take entries (lanes, n, dim) of a layer, in order."""
+
+    @abstractmethod
+    def pieces(self, layer: int, stop: int, lazy: bool = False) -> Iterator[Piece]:
+        """Yield exact keys and values of the first ``stop`` entries, in order. ``lazy``: pieces may also be ones that
+        know their attention without keys and values."""
+
+    def described(self, layer: int, stop: int) -> Described | None:
+        """Return the first ``stop`` entries as the kernel reads them where they lie; None where it cannot."""
+        return None
+
+    @abstractmethod
+    def pick(self, layer: int, lane: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
+        """Return exact keys and values (n, dim) of single entries: ``lane`` (n,) and ``slot`` (n,), none lost."""
+
+    @abstractmethod
+    def first(self, layer: int) -> int:
+        """Return the first entry that is still there; those before are lost."""
+
+    @abstractmethod
+    def length(self, layer: int) -> int:
+        """Return how many entries came, those that are lost included."""
+
+    def truncate(self, layer: int, length: int) -> None:
+        """Forget what belongs to a layer's entries from ``length`` on."""
+
+    def truncate_residuals(self, length: int) -> None:
+        """Forget what is kept for each token from slot ``length`` on."""
+
+    @abstractmethod
+    def select(self, index: Tensor, lanes: Any) -> None:
+        """Make the batch the rows of ``index``; ``lanes``: a function from KV heads to the index of lanes."""
+
+    @abstractmethod
+    def stores(self) -> Iterator[tuple[str, Rows]]:
+        """Yield every store of rows with a name, for counting, saving and moving."""
+
+    def expect(self, names: set[str]) -> None:
+        """Make room for the stores called ``names``, about to be filled from a file."""

@@ -1,0 +1,13 @@
+"""What a method promises about its output."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Exactness(StrEnum):
+    """What a method promises about its output."""
+
+    EXACT = "exact"  # token for token the unbounded cache's
+    REVERSIBLE = "reversible"  # what left can come back, approximately
+    LOSSY = "lossy"  # what left is gone

@@ -1,0 +1,110 @@
+"""What becomes of entries that leave."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+from kvkeep.contracts.exactness import Exactness
+from kvkeep.contracts.selector import Selector
+from kvkeep.contracts.site import Held, Site
+from kvkeep.contracts.store import EvictedStore
+from kvkeep.errors import BudgetError
+from kvkeep.geometry import LayerGeometry, ModelGeometry
+from kvkeep.memory.ledger import Ledger
+
+
+class Reading(NamedTuple):
+    """What attention to entries that a store holds is counted as, beside attending to them.
+
+    entries: of those that there are, at most; None: all. bits: of codes that are multiplied or written out. rank:
+    numbers of which each key and each value is made. segment: entries that one bound is for. estimated: they are looked
+    up in a sketch.
+    """
+
+    entries: int | None = None
+    bits: int = 0
+    rank: int = 0
+    segment: int = 0
+    estimated: bool = False
+
+
+@dataclass(frozen=True)
+class Fate(ABC):
+    """What becomes of entries that leave. A frozen dataclass whose fields are its parameters.
+
+    label: in a word; source: the paper; returns: how what left comes back by itself; exactness: its promise;
+    checkpoints: what leaves is kept in a checkpoint, whose options the cache then takes; records: ids and positions of
+    all tokens are needed. work: whose overhead a step has (:data:`kvkeep.plan.machine.LAYERS`), the selector's where it
+    is none of those. leaves: who leaves, where that is the fate's to say. readings: how often a chunk of a prompt is
+    read, passes back through the model included; gradients: there are such. keeps, merges, makes_room: as of the store
+    it makes.
+    """
+
+    label: ClassVar[str]
+    source: ClassVar[str] = ""
+    leaves: ClassVar[str] = ""
+    returns: ClassVar[str] = "never"
+    exactness: ClassVar[Exactness] = Exactness.LOSSY
+    checkpoints: ClassVar[bool] = False
+    records: ClassVar[bool] = False
+    work: ClassVar[str] = ""
+    readings: ClassVar[int] = 1
+    gradients: ClassVar[bool] = False
+    keeps: ClassVar[bool] = True
+    merges: ClassVar[bool] = False
+    makes_room: ClassVar[bool] = False
+
+    @property
+    def kind(self) -> str | None:
+        """The kind of checkpoint that the method's name says, None where the cache's options do."""
+        return None
+
+    @property
+    def reading(self) -> Reading:
+        """What reading its store takes, for the planner."""
+        return Reading()
+
+    @property
+    def swaps(self) -> bool:
+        """Whether entries may be resident again as what they are estimated to be."""
+        return False
+
+    def refuses(self, selector: Selector) -> str | None:
+        """Return why it cannot be the fate of what ``selector`` lets go, in a sentence, or None."""
+        return None
+
+    def resident(self, entries: int) -> int:
+        """Return how many of a budget's ``entries`` are for resident ones."""
+        return entries
+
+    def chunk(self, entries: int, chunk: int) -> int:
+        """Return how many tokens of a prompt to take at a time by default, ``chunk`` or fewer."""
+        return chunk
+
+    def fits(self, name: str, geometry: ModelGeometry, entries: int) -> None:
+        """Raise where it cannot be done within ``entries`` (BudgetError) or with heads of such widths
+        (UnsupportedModelError)."""
+        if not entries and self.exactness is not Exactness.EXACT:
+            raise BudgetError(f"A budget of 0 leaves '{name}' nothing to attend to; only with checkpoints it would.")
+
+    def check(self, model: Any, geometry: ModelGeometry) -> None:
+        """Raise UnsupportedModelError where it cannot be done on this model."""
+
+    def check_chunk(self, name: str, entries: int, chunk: int) -> None:
+        """Raise BudgetError where a ``chunk`` of a prompt is too long for ``entries``."""
+
+    def shared(self, geometry: ModelGeometry, ledger: Ledger) -> Any:
+        """Return what the stores of all layers share, None for nothing."""
+        return None
+
+    @abstractmethod
+    def store(self, site: Site, shared: Any) -> EvictedStore:
+        """Return the store of one layer, a :class:`LookaheadStore` where there is more than one of :attr:`readings`."""
+
+    def holds(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int, left: Sequence[int]) -> Held:
+        """Return the bytes that the store of a layer will hold, within a budget of ``entries``, once so many entries
+        of every lane ``left`` by and by. The rule it allocates by."""
+        return Held()

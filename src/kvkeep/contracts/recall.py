@@ -1,0 +1,115 @@
+"""How entries come back: a recall, and the reader that it makes for each layer."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from kvkeep.attention.step import Step
+from kvkeep.contracts.entries import Piece
+from kvkeep.contracts.exactness import Exactness
+from kvkeep.contracts.part import Part
+from kvkeep.contracts.site import Held, Site
+from kvkeep.geometry import LayerGeometry, ModelGeometry
+
+
+class Reader(Part):
+    """How the attention of one layer reads what is not resident, and what it keeps for that.
+
+    certificate: what it can have left out, None where that is nothing.
+    """
+
+    certificate: Any = None
+    waiting: int = 0  # slots that came in and wait for a decision
+
+    @abstractmethod
+    def attend(self, layer: Any, step: Step) -> Tensor:
+        """Return attention over the past and what is new, (lanes, heads, queries, value_dim); settle the new entries
+        when the layer's last module has read them."""
+
+    def arrive(self, layer: Any, keys: Tensor, values: Tensor) -> None:
+        """New entries (lanes, n, dim) are in hand."""
+        layer.resident.arrive(keys, values)
+
+    def settling(self, layer: Any, keys: Tensor, values: Tensor) -> None:
+        """New entries are about to be kept."""
+
+    def commit(self, layer: Any, count: int, agreed: bool) -> None:
+        """Keep the first ``count`` of the entries that wait for the round's decision; ``agreed``: all drafts were
+        right."""
+
+    def choose(self, layer: Any) -> None:
+        """Choose the resident entries anew, before the round drafts again."""
+
+    def recall(self, layer: Any, slots: Tensor, limit: int) -> int:
+        """Make those of ``slots`` (n,) resident that can come back, the first ``limit`` of every lane; return how many
+        that were in all."""
+        return 0
+
+    def past(self, layer: Any) -> Iterator[Piece]:
+        """Yield the entries of all slots, each once; those that were evicted as they come back."""
+        yield from layer.resident.pieces()
+        yield from layer.evicted.pieces(torch.empty(0, device=layer.device), layer.resident, layer.length)
+
+    def states(self, layer: Any, evicted: Tensor) -> Tensor:
+        """Return what became of evicted entries, (lanes, slots) codes, given what the store says of them."""
+        return evicted
+
+    def truncate(self, layer: Any, length: int) -> None:
+        """Forget the slots from ``length`` on."""
+
+    def select(self, layer: Any, lanes: Tensor) -> None:
+        """Make the lanes those of an index."""
+
+    def restore(self, state: dict[str, Tensor], length: int) -> None:
+        """Take what :meth:`state` gave, as of ``length`` slots."""
+
+
+@dataclass(frozen=True)
+class Recall(ABC):
+    """How entries come back. A frozen dataclass whose fields are its parameters.
+
+    label: in a few words, empty where methods do not name it; source: the paper; exactness: the promise, None: the
+    fate's. backed: it needs every entry in a checkpoint. reads_single: it brings back single entries, so none may be
+    merged into others. place: where its checkpoints are by default, None: as for every method. loses: it goes on where
+    a checkpoint of limited capacity has lost entries. drafts: it decodes in rounds of draft and verify.
+    """
+
+    label: ClassVar[str]
+    source: ClassVar[str] = ""
+    exactness: ClassVar[Exactness | None] = None
+    backed: ClassVar[bool] = True
+    reads_single: ClassVar[bool] = False
+    place: ClassVar[str | None] = None
+    loses: ClassVar[bool] = False
+    drafts: ClassVar[bool] = False
+
+    def tail(self, entries: int) -> int:
+        """Return how many of a budget's ``entries`` are for tokens that wait for a decision, 0 where none does."""
+        return 0
+
+    def entries(self, away: int) -> int:
+        """Return how many of ``away`` entries of a KV head come back for a step, at most."""
+        return away
+
+    def swapped(self, away: int) -> int:
+        """Return how many of ``away`` entries of a KV head may be resident after a step, in place of as many others."""
+        return 0
+
+    @property
+    def redecoded(self) -> int:
+        """How many tokens of a row that left in a pass are decoded again after it, at most, from the ledger's ids."""
+        return 0
+
+    @abstractmethod
+    def reader(self, site: Site, round: Any) -> Reader:
+        """Return the reader of one layer; ``round``: of draft and verify, None where there is none."""
+
+    def holds(self, layer: LayerGeometry, geometry: ModelGeometry, tokens: int, away: int) -> Held:
+        """Return what the reader of a layer will hold for ``tokens`` tokens of a row, ``away`` of them not resident."""
+        return Held()

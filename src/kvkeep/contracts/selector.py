@@ -1,0 +1,149 @@
+"""Who leaves: a selector, and what it is shown."""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvkeep.geometry import ModelGeometry
+
+STAYS = float("inf")
+"""The rank of an entry that does not leave."""
+
+
+class Asking(NamedTuple):
+    """The queries of a step as they would be on average if they were asked from the positions ahead.
+
+    queries: (lanes, heads, n, key_dim) float32. slots: (lanes, n) int, those they were asked from, -1 for padding.
+    scaling: of their products with keys.
+    """
+
+    queries: Tensor
+    slots: Tensor
+    scaling: float
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The entries a selector ranks. Tensors are (lanes, entries); the newest come last, the others in any order.
+
+    slots: int64, -1 where a column is empty (its rank is not asked for). scores: what the selector made of each,
+    float32; None until there is something. first: (lanes, 1), the first real slot of each lane's row, 0 where there
+    is no padding. length: slots of the sequence, the new ones included. new: how many of the entries are new. budget:
+    how many will stay. heads: lanes of one row. layer: which. keys, values: (lanes, entries, dim) as cached, only for
+    selectors that read them. asking: the queries of a step whose entries are new, for selectors that look ahead.
+    """
+
+    slots: Tensor
+    scores: Tensor | None
+    first: Tensor | int
+    length: int
+    new: int
+    budget: int
+    heads: int
+    layer: int
+    keys: Tensor | None = None
+    values: Tensor | None = None
+    asking: Asking | None = None
+
+
+class Pieces(NamedTuple):
+    """How a text is read once more: ``piece`` tokens at a time, whose attention is compared among these and the first
+    ``sinks`` entries."""
+
+    piece: int
+    sinks: int
+
+
+@dataclass(frozen=True)
+class Selector(ABC):
+    """Who leaves. A frozen dataclass whose fields are its parameters, :meth:`rank`, and where it needs them
+    :meth:`arrive` and :meth:`observe`. It holds no entries and no state: scores, one number for each entry, are kept
+    beside the entries and travel with them.
+
+    leaves: who leaves, in a few words; source: the paper. keeps_all: none does. in_order: the oldest does, in all
+    heads alike, so that entries lie in a ring. by_age: age alone decides who does. scores_arrivals: new entries get a
+    first score from :meth:`arrive`; otherwise it is 0. needs_kv: :meth:`rank` and :meth:`observe` need the keys and
+    values themselves. may_tie: several entries may well rank the same; the oldest of them leaves first. reduce: how the
+    attention of several queries and heads becomes one number: "sum" over queries of the mean over heads, or "max" over
+    both.
+    """
+
+    leaves: ClassVar[str]
+    source: ClassVar[str]
+    keeps_all: ClassVar[bool] = False
+    in_order: ClassVar[bool] = False
+    by_age: ClassVar[bool] = False
+    scores_arrivals: ClassVar[bool] = False
+    needs_kv: ClassVar[bool] = False
+    may_tie: ClassVar[bool] = False
+    reduce: ClassVar[str] = "sum"
+
+    @property
+    def budgeted(self) -> bool:
+        """Whether it needs a budget."""
+        return True
+
+    @property
+    def layout(self) -> str:
+        """How entries lie in memory where all stay: "dynamic", "static" or "paged"."""
+        return ""
+
+    @property
+    def observation_window(self) -> int | None:
+        """How many of a step's last queries :meth:`observe` learns the attention of: 0 none, None all."""
+        return 0
+
+    @property
+    def ahead(self) -> int:
+        """Over how many positions ahead the queries are averaged that :meth:`observe` is shown; 0: it is shown none.
+        Needs rotary embeddings."""
+        return 0
+
+    @property
+    def reconstruction(self) -> Pieces | None:
+        """How a text is read once more before any of it leaves, so that :meth:`shares` can tell who has how many
+        entries; None: it is not. Until then nothing is chosen: the text is read as ``kv-direct`` reads it."""
+        return None
+
+    def shares(self, received: Sequence[Tensor], rows: int, entries: int) -> list[list[int]]:
+        """Return the entries of each full layer's lanes, ``entries`` on average over the lanes of one of ``rows``.
+        received: of each layer (lanes, slots) float32, the most attention that each entry received of the
+        reconstruction, which is its score; -inf for padding."""
+        return [[entries]] * len(received)
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether scores are the attention of all queries so far, added up."""
+        return False
+
+    def budgets(self, model: Any, geometry: ModelGeometry, entries: int) -> list[Sequence[int]]:
+        """Return the entries of each layer's KV heads (one number: of all its heads), ``entries`` on average. Where
+        they are measured on the model and there is none yet (``model`` None), layers and heads are taken to be
+        alike."""
+        return [(entries,)] * len(geometry.layers)
+
+    def sinks_in_cache(self, drops: bool) -> int | None:
+        """Return how many first entries are fixed where positions are within the cache, None where they are those of
+        the text. ``drops``: what leaves never comes back."""
+        return None
+
+    def arrive(self, entries: Candidates, keys: Tensor) -> Tensor:
+        """Return the first scores of new entries and of those that come back; keys (lanes, entries, dim) as cached."""
+        return torch.zeros(entries.slots.shape, device=keys.device)
+
+    def observe(self, entries: Candidates, weights: Tensor, queries: int) -> Tensor:
+        """Return the scores after a step: ``weights`` (lanes, entries) is the attention received from its last
+        ``queries`` queries, by :attr:`reduce`. By default that attention itself."""
+        return weights
+
+    def rank(self, entries: Candidates) -> Tensor:
+        """Return the order of leaving, the lowest first: by default the scores. Empty columns and padding are taken
+        care of."""
+        assert entries.scores is not None
+        return entries.scores

@@ -1,0 +1,115 @@
+"""What became of the entries of one layer that left."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from kvkeep.attention.described import Described
+from kvkeep.attention.step import Step
+from kvkeep.contracts.entries import EntryState, Evicted, Piece
+from kvkeep.contracts.part import Part
+from kvkeep.contracts.resident import Resident, WorkingSet
+
+
+class EvictedStore(Part):
+    """What became of the entries of one layer that left. All it needs to know of the layer is what it is handed.
+
+    keeps: it takes what leaves; without, nothing is even gathered. listens: it learns the attention that its pieces
+    received, and entries come with their scores. merges: what leaves is put into resident entries, which then stand for
+    several tokens. makes_room: nobody leaves; :meth:`make_room` merges entries until new ones fit. watches: entries are
+    scored by the attention of the last step where the selector scores them by none.
+    """
+
+    keeps: ClassVar[bool] = True
+    listens: ClassVar[bool] = False
+    watches: ClassVar[bool] = False
+    merges: ClassVar[bool] = False
+    makes_room: ClassVar[bool] = False
+    taken: int | None = None  # entries so far, where they come in the order of the text
+
+    @property
+    def compressed_bytes(self) -> int:
+        """Bytes allocated for entries."""
+        return 0
+
+    def take(self, left: Evicted, resident: WorkingSet) -> None:
+        """Take entries that leave; ``resident`` is what stays."""
+
+    def pieces(self, query: Tensor, resident: Resident, length: int) -> Iterator[Piece]:
+        """Yield what comes back for ``query`` (lanes, heads, queries, dim), of ``length`` slots so far."""
+        return iter(())
+
+    def described(self, query: Tensor) -> Sequence[Described] | None:
+        """Return the pieces that :meth:`pieces` would yield as the kernel reads them, each of which every later query
+        sees all of; None where one is anything else."""
+        return None if self.keeps else ()
+
+    def observe(self, weights: Sequence[Tensor], queries: int, resident: WorkingSet) -> None:
+        """Learn what each piece that :meth:`pieces` just yielded received of a step: (lanes, n) float32 for each, of
+        ``queries`` queries, as the selector learns of those that are resident; where it asks for nothing, of all.
+        Called for each reader of the layer, only where it :attr:`listens`."""
+
+    def swap(self, resident: WorkingSet, length: int) -> None:
+        """Bring entries back, if there is reason to; called when a step has settled, only where it :attr:`listens`."""
+
+    def forget(self, slots: Tensor) -> None:
+        """Forget entries that are resident again from elsewhere: ``slots`` (lanes, n), -1 for none."""
+
+    def begin(self, resident: WorkingSet) -> None:
+        """Prepare for a step that attends before its entries are settled."""
+
+    def attended(self, step: Step, output: Tensor, resident: WorkingSet) -> None:
+        """Learn a step's ``output`` (lanes, heads, queries, value_dim); entries attended first are not settled yet."""
+
+    def make_room(self, bank: Any, new: Any, resident: WorkingSet) -> None:
+        """Keep new entries of a bank, merging until there is room; only where it :attr:`makes_room`."""
+
+    def settled(self, observed: bool, resident: WorkingSet) -> None:
+        """Called when new entries have been kept; ``observed``: with the attention that they received."""
+
+    def merged(self) -> tuple[int, int]:
+        """Return how many pairs of entries were merged, and for how many of them a weight had to be clamped."""
+        return 0, 0
+
+    def states(self, lanes: int, length: int) -> Tensor:
+        """Return what became of the entry of each slot, had it left: (lanes, ``length``) int8 codes of
+        :class:`EntryState`, on the CPU."""
+        return torch.full((lanes, length), EntryState.DROPPED, dtype=torch.int8)
+
+    def truncate(self, length: int, resident: WorkingSet) -> None:
+        """Forget the slots from ``length`` on; ``resident`` did already, and the ledger still knows them."""
+
+    def select(self, lanes: Tensor) -> None:
+        """Make the lanes those of an index."""
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        """Take what :meth:`state` gave."""
+
+
+class LookaheadStore(EvictedStore):
+    """The store of a fate that reads a chunk more than once (:attr:`Fate.readings`). Entries are merged by a first
+    pass, which keeps nothing (:mod:`kvkeep.stores.lookahead`).
+
+    leaves: the keys that this pass is differentiated by, of each bank that holds something (:attr:`Fate.gradients`).
+    """
+
+    leaves: list[Tensor]
+
+    @abstractmethod
+    def full(self, resident: WorkingSet) -> bool:
+        """Return whether there is no room for one token more in some lane."""
+
+    @abstractmethod
+    def look(self, layer: Any, step: Step) -> Tensor:
+        """Return a layer's attention in the first pass, (lanes, heads, queries, value_dim), and note what each entry
+        received."""
+
+    @abstractmethod
+    def merge_before(self, resident: WorkingSet, real: Tensor, gradients: Iterator[Tensor]) -> None:
+        """Merge entries before a pass of tokens, ``real`` (rows, n) bool. gradients: yields that of each of the keys in
+        :attr:`leaves`, (lanes, entries, dim), nothing where there are none."""
