@@ -140,7 +140,8 @@ class Tier:
         parts = [torch.cat(pair, 1) for pair in zip(self.parts, own, strict=True)] if held else own
         slots, scores = torch.cat([slots, coming.slots], 1), torch.cat([scores, coming.scores], 1)
         if slots.shape[1] <= count:
-            self.parts = parts if held else [part.clone() for part in parts]  # may be part of something larger
+            whole = torch.contiguous_format  # as the kernel reads them; and they may be part of something larger
+            self.parts = parts if held else [part.clone(memory_format=whole) for part in parts]
             return slots, scores, Entries(*(part[:, :0] for part in coming))
         with meter.holding(*parts):
             order = scores.masked_fill(slots < 0, 0.0).sum(2).argsort(dim=1, descending=True, stable=True)
