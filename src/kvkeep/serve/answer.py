@@ -8,7 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, MaxLengthCriteria, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from kvkeep.cache import KeepCache
 from kvkeep.decode.pieces import Pieces, Stops
@@ -23,7 +29,7 @@ Reads = Generator[Read, Tensor, None]
 @dataclass(frozen=True)
 class Ask:
     """What an answer is to be. prompt: all token ids before it. most: tokens that it may have. stops: strings that end
-    it and are no part of it. likeliest: how many of the likeliest tokens are told beside each, None: no probabilities."""
+    it and are no part of it. likeliest: how many of the likeliest tokens are told beside each; None: no probability."""
 
     prompt: Sequence[int]
     most: int

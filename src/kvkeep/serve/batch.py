@@ -148,9 +148,7 @@ class _BatchStream:
     def attends(self, layer_idx: int) -> bool:
         return True
 
-    def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float
-    ) -> Tensor:
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float) -> Tensor:
         """Return attention (1, heads, row, value_dim), each span's by its own cache. A session that fails gets zeros,
         which no other token sees."""
         layer = self.batch.geometry.layers[int(module.layer_idx)]  # type: ignore[arg-type]
@@ -160,7 +158,7 @@ class _BatchStream:
             if span.error is None:
                 parts = [part[:, :, span.start : span.stop] for part in (query, key, value)]
                 try:
-                    own = self._attend(module, span, layer, *parts, scaling)
+                    own = self._attend(module, span, layer, scaling, *parts)
                 except Exception as error:
                     span.error = error
             every.append(own)
@@ -179,10 +177,10 @@ class _BatchStream:
         module: nn.Module,
         span: _Span,
         layer: LayerGeometry,
+        scaling: float,
         query: Tensor,
         keys: Tensor,
         values: Tensor,
-        scaling: float,
     ) -> Tensor:
         stream, mask = span.stream, None
         if not stream.streamed(layer.index):  # all its entries, where a stream is given the new ones
@@ -205,11 +203,12 @@ class _BatchStream:
         for span in self.batch.spans:
             try:
                 span.stream.end_forward(completed and span.error is None)
-                span.stream.cut = False
                 if completed and span.error is None and span.stream.due:
                     span.read.cache.compress()
             except Exception as error:
                 span.error = span.error or error
+            finally:
+                span.stream.cut = False
 
 
 def _causal(queries: int, entries: int, window: int | None, device: torch.device) -> Tensor:

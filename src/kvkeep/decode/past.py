@@ -1,0 +1,48 @@
+"""What a conversation's cache has read, and how it goes on with the next prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from transformers import Cache
+
+from kvkeep.cache import KeepCache
+from kvkeep.errors import KvkeepError
+
+
+class Past:
+    """A cache, also one of transformers' own, and the token ids that it has processed."""
+
+    def __init__(self, cache: Cache, ids: Sequence[int] = ()) -> None:
+        self.cache, self.ids = cache, list(ids)
+
+    def align(self, prompt: Sequence[int], crops: bool = True) -> None:
+        """Crop the cache to its common prefix with ``prompt`` (a template may close an answer differently from how it
+        was generated), less the last prompt token. Without ``crops`` it is reset instead: what a lossy cache keeps
+        depends on all that it has read."""
+        common = 0
+        for ours, theirs in zip(self.ids, prompt[:-1], strict=False):
+            if ours != theirs:
+                break
+            common += 1
+        surplus = self.cache.get_seq_length() - common
+        try:
+            if surplus and not crops:
+                self.cache.reset()
+            elif surplus:
+                self.cache.crop(-surplus)
+        except (RuntimeError, KvkeepError):  # a sliding window cannot be cropped: read the prompt again
+            self.cache.reset()
+        self.settle(prompt)
+
+    def settle(self, sequence: Sequence[int]) -> None:
+        """Note that the cache has read so many of the first tokens of ``sequence`` as it says."""
+        self.ids = list(sequence[: self.cache.get_seq_length()])
+
+    def recover(self) -> None:
+        """Undo an unfinished step; where that is impossible, reset the cache."""
+        if isinstance(self.cache, KeepCache):
+            try:
+                self.cache.stream.abandon()
+            except KvkeepError:
+                self.cache.reset()

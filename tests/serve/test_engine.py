@@ -1,0 +1,255 @@
+"""Many sessions at once give what each gives alone, within the memory, whatever comes and goes beside them."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from cases import CASES, taken
+from conftest import tokenizer
+from families import FAMILIES, tiny
+from helpers import prompt
+
+import kvkeep
+from kvkeep import KeepCache
+from kvkeep.decode.past import Past
+from kvkeep.errors import BudgetError, KvkeepError, UsageError
+from kvkeep.models.loading import Loaded
+from kvkeep.serve import engine as engines
+from kvkeep.serve.answer import Ask, Piece
+from kvkeep.serve.arbiter import held, most
+from kvkeep.serve.engine import Ended, Engine, Full, Job
+from kvkeep.serve.sampling import Sampling
+
+PLENTY = 10**9
+ROUNDING = ("knorm", "miss", "kvreviver", "sketch")
+"""What hangs on the last bit in float32, where products depend on rows: keys that are normed are alike in norm, a
+threshold is passed or not, a cell is the median or not. tests/serve/test_batch.py has all methods, by their logits."""
+NEW = 8
+
+
+def serving(family: str = "llama", memory: int = PLENTY, **options: Any) -> Engine:
+    return Engine(Loaded(tiny(family), tokenizer(), "tiny", "tiny"), memory, **options)
+
+
+class Client:
+    """Asks, and keeps what it is told."""
+
+    def __init__(self, engine: Engine, ids: list[int], most: int = NEW, **options: Any) -> None:
+        ask = {name: options.pop(name) for name in ("sampling", "stops", "likeliest") if name in options}
+        self.events: list[Any] = []
+        self.job: Job = engine.submit(Ask(ids, most, **ask), self.events.append, **options)
+
+    @property
+    def ended(self) -> Ended:
+        assert isinstance(self.events[-1], Ended), self.events
+        return self.events[-1]
+
+    @property
+    def text(self) -> str:
+        return "".join(event.text for event in self.events if isinstance(event, Piece))
+
+
+def run(engine: Engine, steps: int = 1000) -> None:
+    engine._stopping = True
+    for _ in range(steps):
+        if not engine.step():
+            engine._stopping = False
+            return
+    raise AssertionError("it does not end")
+
+
+def alone(family: str, ids: list[int], new: int = NEW, sampling: Sampling | None = None, **cache: Any) -> list[int]:
+    given: dict[str, Any] = {} if sampling is None else {"temperature": sampling.temperature, "seed": sampling.seed}
+    own = KeepCache(tiny(family), **cache)
+    return kvkeep.generate(tiny(family), tokenizer(), ids, own, max_new_tokens=new, **given).tokens
+
+
+def text(length: int, seed: int) -> list[int]:
+    return prompt(1, length, seed)[0].tolist()
+
+
+def given(name: str) -> dict[str, Any]:
+    case = CASES[name]
+    own = {"method": case.spec, "budget": case.budget, **case.options}
+    return own if case.chunk is None else {"chunk": case.chunk, **own}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sessions_of_any_method_answer_as_alone(family: str) -> None:
+    """They join one after the other, so that prompts are read beside answers."""
+    dice = random.Random(family)
+    names = [name for name in CASES if taken(name, family) and not any(part in name for part in ROUNDING)]
+    names = dice.sample(names, 10)
+    asked = [
+        (text(CASES[name].length - number, number), dice.randint(2, 12), given(name))
+        for number, name in enumerate(names)
+    ]
+    engine = serving(family)
+    clients = []
+    for ids, new, cache in asked:
+        clients.append(Client(engine, ids, new, **cache))
+        for _ in range(dice.randint(0, 2)):
+            engine.step()
+    run(engine)
+    for name, client, (ids, new, cache) in zip(names, clients, asked, strict=True):
+        assert [*client.ended.tokens] == alone(family, ids, new, **cache), name
+
+
+@pytest.mark.parametrize("spec", ["full", "h2o", "snapkv+verified"])
+def test_samples_are_those_of_the_seed_whatever_else_runs(spec: str) -> None:
+    cache: dict[str, Any] = {"method": spec} | ({} if spec == "full" else {"budget": 24, "chunk": 16})
+    engine, ids = serving(), text(40, 3)
+    sampling = Sampling(temperature=1.3, top_k=50, seed=11)  # as transformers has it
+    clients = [Client(engine, ids, 10, sampling=sampling, **cache)]
+    clients += [Client(engine, text(30, seed), 10, sampling=Sampling(temperature=1.0)) for seed in range(3)]
+    run(engine)
+    wanted = alone("llama", ids, 10, sampling, **cache)
+    assert [*clients[0].ended.tokens] == wanted
+    again = Client(engine, ids, 10, sampling=sampling, **cache)
+    run(engine)
+    assert [*again.ended.tokens] == wanted
+
+
+@pytest.mark.parametrize("spec", ["full", "kv-direct", "h2o", "revive", "snapkv+verified", "kvreviver", "window+merge"])
+def test_a_session_goes_on_and_reads_only_what_is_new(spec: str) -> None:
+    cache: dict[str, Any] = {"method": spec} | ({} if spec == "full" else {"budget": 60, "chunk": 16})
+    engine, first = serving(), text(70, 1)
+    one = Client(engine, first, name=("me", "talk"), **cache)
+    run(engine)
+    second = [*first, *one.ended.tokens, *text(20, 2)]
+    two = Client(engine, second, name=("me", "talk"))
+    other = Client(engine, second, name=("you", "talk"), **cache)
+    run(engine)
+    assert two.ended.cached == len(first) + NEW - 1 and two.ended.read == len(second) - two.ended.cached
+    assert other.ended.cached == 0  # another's name
+    past = Past(KeepCache(tiny("llama"), **cache))
+    for ids in (first, second):
+        past.align(ids)
+        result = kvkeep.generate(tiny("llama"), tokenizer(), ids, past.cache, max_new_tokens=NEW)
+        past.settle(result.sequence)
+    assert [*two.ended.tokens] == result.tokens
+
+
+def test_stops_are_no_part_of_an_answer_and_nothing_is_told_twice() -> None:
+    engine, ids = serving(), text(30, 5)
+    whole = Client(engine, ids, 12)
+    run(engine)
+    assert whole.text == whole.ended.text and whole.ended.reason == "length"
+    words = whole.ended.text.split(" ")
+    stop = words[4][1:] + " " + words[5][:2]  # begins and ends within words
+    cut = Client(engine, ids, 12, stops=[stop, "never"])
+    run(engine)
+    assert cut.ended.text == whole.ended.text.partition(stop)[0] == cut.text
+    assert cut.ended.reason == "stop" and cut.ended.written < 12
+
+
+@pytest.mark.parametrize("spec", ["full", "snapkv+verified"])
+def test_probabilities_are_told_once_for_each_token(spec: str) -> None:
+    cache: dict[str, Any] = {"method": spec} | ({} if spec == "full" else {"budget": 24, "chunk": 16})
+    engine = serving()
+    client = Client(engine, text(30, 5), likeliest=2, **cache)
+    run(engine)
+    told = [one for event in client.events if isinstance(event, Piece) for one in event.told]
+    assert [one.token for one in told] == [*client.ended.tokens]
+    assert all(one.likeliest[0] == (one.token, pytest.approx(one.logprob)) and len(one.likeliest) == 2 for one in told)
+
+
+def test_a_cancelled_answer_ends_at_the_next_token_and_its_session_stays() -> None:
+    engine, ids = serving(), text(40, 1)
+    client = Client(engine, ids, 50, name=("me", "talk"))
+    for _ in range(4):
+        engine.step()
+    client.job.cancel()
+    engine.step()
+    assert client.ended.reason == "cancelled" and 0 < client.ended.written < 6 and not engine.running
+    again = Client(engine, [*ids, *client.ended.tokens, 7], 5, name=("me", "talk"))
+    run(engine)
+    assert again.ended.cached >= len(ids)
+    waiting = Client(engine, ids, 5)
+    waiting.job.cancel()
+    engine.step()
+    assert waiting.ended.reason == "cancelled" and waiting.ended.written == 0
+
+
+def test_a_session_that_fails_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, ids = serving(), text(40, 1)
+    good = Client(engine, ids, 10)
+    bad = Client(engine, text(40, 2), 10, name=("me", "bad"), method="h2o", budget=16, chunk=16)
+    for _ in range(6):
+        engine.step()
+    assert bad.job.session is not None
+    stream = bad.job.session.past.cache.stream
+
+    def broken(*given: Any) -> Any:
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(stream, "attend", broken)
+    run(engine)
+    assert isinstance(bad.events[-1], KvkeepError) and "out of luck" in str(bad.events[-1])
+    assert [*good.ended.tokens] == alone("llama", ids, 10, method="full")
+    monkeypatch.undo()
+    again = Client(engine, text(40, 2), 10, name=("me", "bad"))
+    run(engine)
+    assert [*again.ended.tokens] == alone("llama", text(40, 2), 10, method="h2o", budget=16, chunk=16)
+
+
+def test_memory_is_granted_before_an_answer_begins_and_idle_sessions_make_way() -> None:
+    cache: dict[str, Any] = {"method": "h2o", "budget": 16, "chunk": 16}
+    one = most(KeepCache(tiny("llama"), **cache), 48)
+    engine = serving(memory=int(2.5 * one))
+    clients = [Client(engine, text(40, seed), name=("me", str(seed)), **cache) for seed in range(6)]
+    least = 0
+    engine._stopping = True
+    while engine.step():
+        now = sum(held(session.past.cache) for session in engine.sessions.values())
+        least = max(least, now)
+        assert now <= engine.arbiter.total and len(engine.running) <= 2
+    assert least > one // 2  # it is a limit that is used
+    for seed, client in enumerate(clients):
+        assert [*client.ended.tokens] == alone("llama", text(40, seed), **cache)
+    small = serving(memory=one // 2)
+    client = Client(small, text(40, 1), **cache)
+    run(small)
+    (error,) = client.events
+    assert isinstance(error, BudgetError) and "more memory" in str(error)
+
+
+def test_too_many_and_too_long_are_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = serving(waiting=2)
+    clients = [Client(engine, text(20, seed)) for seed in range(2)]
+    with pytest.raises(Full, match="2 answers wait"):
+        Client(engine, text(20, 3))
+    run(engine)
+    assert all(client.ended.written == NEW for client in clients)
+    with pytest.raises(UsageError, match="positions"):
+        Client(engine, [5] * 600)
+    with pytest.raises(UsageError, match="empty"):
+        Client(engine, [])
+    engine.stop()
+    with pytest.raises(engines.Stopping):
+        Client(engine, text(20, 3))
+
+
+@pytest.mark.parametrize(
+    "name", ["full", "kv-direct", "h2o", "revive", "kvreviver", "quantized", "window+merge", "snapkv+verified"]
+)
+def test_what_a_session_can_hold_is_known_before_it_begins(name: str) -> None:
+    cache: dict[str, Any] = {"method": name} | ({} if name == "full" else {"budget": 80, "chunk": 16})
+    engine = serving()
+    client = Client(engine, text(90, 1), 30, **cache)
+    engine.step()
+    assert client.job.session is not None
+    own = client.job.session.past.cache
+    while engine.running:
+        assert held(own) <= client.job.granted
+        engine.step()
+
+
+def test_its_thread_answers_and_ends(model_folder: Any) -> None:
+    engine = serving()
+    engine.start()
+    clients = [Client(engine, text(30, seed)) for seed in range(3)]
+    engine.stop(grace=30)
+    assert [client.ended.written for client in clients] == [NEW] * 3 and engine.fault is None
