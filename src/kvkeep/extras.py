@@ -28,5 +28,6 @@ def optional(module: str, extra: str) -> Any:
 _OF = {
     "cli": ("typer", "rich"),
     "gguf": ("gguf", "accelerate"),
+    "serve": ("fastapi", "uvicorn", "pydantic"),
     "lab": ("kvkeep_lab", "matplotlib", "pydantic", "filelock", "rouge_score", "markdown_it"),
 }

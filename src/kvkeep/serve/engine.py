@@ -156,6 +156,11 @@ class Engine:
         self._inbox.put(job)
         return job
 
+    @property
+    def stopping(self) -> bool:
+        """Whether it takes no more."""
+        return self._stopping
+
     def start(self) -> None:
         """Run steps in a thread of its own."""
         self._thread = threading.Thread(target=self._run, name="kvkeep-engine", daemon=True)
@@ -172,6 +177,11 @@ class Engine:
             if time.monotonic() > deadline:
                 for job in [*self.running, *self._waiting]:
                     job.cancel()
+
+    def join(self) -> None:
+        """Wait until its thread has ended."""
+        if self._thread is not None:
+            self._thread.join()
 
     def _run(self) -> None:
         try:

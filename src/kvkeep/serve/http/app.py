@@ -1,0 +1,243 @@
+"""The application: routes, and the way between the engine's thread and the server's loop."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import threading
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from kvkeep.decode.prompt import encode
+from kvkeep.errors import UsageError
+from kvkeep.models.loading import Loaded
+from kvkeep.serve.answer import Ask
+from kvkeep.serve.engine import Ended, Engine, Event, Job
+from kvkeep.serve.http.errors import HANDLERS, Refused
+from kvkeep.serve.http.keys import Keys
+from kvkeep.serve.http.replies import Reply
+from kvkeep.serve.http.schema import DEFAULT_TOKENS, ChatRequest, Message, TextRequest, TokenizeRequest
+
+LARGEST_BODY = 8_000_000
+"""Bytes of a request."""
+LATE_S = 120.0
+"""Seconds without a step, while there is work, after which the engine counts as dead."""
+
+
+class Server:
+    """What routes share: the engine, its model's name, and a tokenizer of their own."""
+
+    def __init__(self, engine: Engine, loaded: Loaded, keys: Keys) -> None:
+        self.engine, self.keys, self.name = engine, keys, loaded.name
+        self.created = int(time.time())
+        self._tokenizer, self._lock = copy.deepcopy(loaded.tokenizer), threading.Lock()
+
+    def owner(self, request: Request) -> str:
+        """Return whose request it is. Raises Refused."""
+        return self.keys.owner(request.headers.get("authorization"))
+
+    def check_model(self, name: str | None) -> None:
+        """Raise Refused unless a request names this model."""
+        if name not in (None, self.name):
+            raise Refused(404, f"There is no model '{name}' here; there is '{self.name}'.", "model_not_found", "model")
+
+    async def encoded(self, given: str | list[int] | list[Message]) -> list[int]:
+        """Return token ids of a text, of ids, or of a conversation up to its answer."""
+        return await asyncio.to_thread(self._encoded, given)
+
+    def _encoded(self, given: str | list[int] | list[Message]) -> list[int]:
+        with self._lock:
+            if isinstance(given, str):
+                return list(self._tokenizer(given).input_ids)
+            if messages := [one.plain() for one in given if isinstance(one, Message)]:
+                return encode(self._tokenizer, messages)
+        ids = [one for one in given if isinstance(one, int)]
+        if any(not 0 <= one < self.engine.geometry.vocab_size for one in ids):
+            raise Refused(400, "'prompt' has ids that the model has no tokens for.", "invalid_value", "prompt")
+        return ids
+
+    def decoded(self, ids: Any) -> str:
+        """Return the text of ids."""
+        with self._lock:
+            return str(self._tokenizer.decode(ids))
+
+    def most(self, wanted: int | None, prompt: list[int]) -> int:
+        """Return how many tokens an answer may have. Raises Refused for more than there are positions."""
+        positions = self.engine.geometry.max_positions
+        room = 2**31 if positions is None else positions - len(prompt)
+        if wanted is not None and wanted > room > 0:
+            raise Refused(
+                400,
+                f"The prompt has {len(prompt)} tokens and the answer may have {wanted}; the model has {positions} "
+                f"positions. Ask for at most {room}.",
+                "context_length_exceeded",
+                "max_tokens",
+            )
+        return wanted or max(1, min(room, DEFAULT_TOKENS))
+
+    async def answered(self, request: Request, asked: ChatRequest | TextRequest, prompt: list[int]) -> Any:
+        """Return the answer to a request, whole or as a stream. A client that leaves cancels it."""
+        owner, own = self.owner(request), asked.kvkeep
+        ask = asked.ask(prompt, self.most(asked.most, prompt), asked.likeliest)
+        name = None if own.session is None else (owner, own.session)
+        reply = Reply(self.name, isinstance(asked, ChatRequest), asked.likeliest is not None, self.decoded)
+        answer = _Asked(self.engine, ask, name, asked.cache())
+        if asked.stream:
+            first = await answer.first()
+            if isinstance(first, Exception):
+                raise first
+            events = answer.events(first)
+            kind = "text/event-stream"
+            return StreamingResponse(_closing(reply.stream(events, asked.usage_in_stream), answer), media_type=kind)
+        gone = asyncio.ensure_future(_gone(request))
+        every = asyncio.ensure_future(answer.all())
+        try:
+            await asyncio.wait({gone, every}, return_when=asyncio.FIRST_COMPLETED)
+            if not every.done():
+                raise Refused(499, "The client has left.")
+            return JSONResponse(reply.whole(every.result()))
+        finally:
+            answer.job.cancel()
+            for task in (gone, every):
+                task.cancel()
+
+
+class _Asked:
+    """A job, its events handed from the engine's thread to this loop."""
+
+    def __init__(self, engine: Engine, ask: Ask, name: tuple[str, str] | None, cache: dict[str, Any]) -> None:
+        loop, self._queue = asyncio.get_running_loop(), asyncio.Queue[Event]()
+
+        def tell(event: Event) -> None:
+            loop.call_soon_threadsafe(self._queue.put_nowait, event)
+
+        self.job: Job = engine.submit(ask, tell, name=name, **cache)
+
+    async def first(self) -> Event:
+        """Wait for the first event, so that what fails at once has a status of its own."""
+        try:
+            return await self._queue.get()
+        except BaseException:
+            self.job.cancel()
+            raise
+
+    async def events(self, first: Event) -> AsyncIterator[Event]:
+        """Yield all events, after the first."""
+        event = first
+        while True:
+            yield event
+            if isinstance(event, Ended | Exception):
+                return
+            event = await self._queue.get()
+
+    async def all(self) -> list[Event]:
+        """Return all events."""
+        return [event async for event in self.events(await self.first())]
+
+
+async def _closing(text: AsyncIterator[str], answer: _Asked) -> AsyncIterator[str]:
+    """Pass a stream on, and cancel its job when nobody reads it any more."""
+    try:
+        async for one in text:
+            yield one
+    finally:
+        answer.job.cancel()
+
+
+async def _gone(request: Request) -> None:
+    """Wait until the client has left."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+class Limited:
+    """Refuses bodies larger than :data:`LARGEST_BODY`, stated or not, before they are read."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        stated = next((int(value) for name, value in scope["headers"] if name == b"content-length"), 0)
+        read = 0
+
+        async def limited() -> Any:
+            nonlocal read
+            message = await receive()
+            read += len(message.get("body", b""))
+            if read > LARGEST_BODY:
+                raise _too_large()
+            return message
+
+        if stated > LARGEST_BODY:
+            await _too_large().response()(scope, receive, send)
+            return
+        await self.app(scope, limited, send)
+
+
+def _too_large() -> Refused:
+    return Refused(413, f"The body is larger than {LARGEST_BODY // 10**6} MB.", "too_large")
+
+
+def application(engine: Engine, loaded: Loaded, keys: Keys) -> FastAPI:
+    """Return the application of a running engine."""
+    server = Server(engine, loaded, keys)
+    app = FastAPI(title="kvkeep", exception_handlers=HANDLERS)
+    app.add_middleware(Limited)
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request, asked: ChatRequest) -> Any:
+        """Answer a conversation."""
+        server.owner(request)
+        server.check_model(asked.model)
+        return await server.answered(request, asked, await server.encoded(asked.messages))
+
+    @app.post("/v1/completions")
+    async def complete(request: Request, asked: TextRequest) -> Any:
+        """Go on with a text."""
+        server.owner(request)
+        server.check_model(asked.model)
+        return await server.answered(request, asked, await server.encoded(asked.prompt))
+
+    @app.get("/v1/models")
+    async def models(request: Request) -> Any:
+        """List the one model."""
+        server.owner(request)
+        one = {"id": server.name, "object": "model", "created": server.created, "owned_by": "kvkeep"}
+        return {"object": "list", "data": [one]}
+
+    @app.post("/tokenize")
+    async def tokenize(request: Request, asked: TokenizeRequest) -> Any:
+        """Return the token ids of a text, or of a conversation up to its answer."""
+        server.owner(request)
+        server.check_model(asked.model)
+        given = asked.messages if asked.prompt is None else asked.prompt
+        if not given:
+            raise UsageError("There is nothing to tokenize: give 'prompt' or 'messages'.")
+        ids = await server.encoded(given)
+        return {"tokens": ids, "count": len(ids), "max_model_len": engine.geometry.max_positions}
+
+    @app.get("/health")
+    async def health() -> Any:
+        """Tell whether the engine lives: its last step is not long ago, or it has nothing to do."""
+        late = bool(engine.running) and time.monotonic() - engine.beat > LATE_S
+        if engine.fault is not None or late:
+            raise Refused(503, "The engine does not answer.", "dead")
+        return {"status": "ok"}
+
+    @app.get("/ready")
+    async def ready() -> Any:
+        """Tell whether requests are taken."""
+        if engine.stopping:
+            raise Refused(503, "The server is ending.", "stopping")
+        return {"status": "ready"}
+
+    return app

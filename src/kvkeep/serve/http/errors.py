@@ -1,0 +1,93 @@
+"""Errors as OpenAI's clients read them: one object, one status, one sentence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+
+from kvkeep.errors import BudgetError, KvkeepError, UsageError
+from kvkeep.serve.engine import Full, Stopping
+
+AGAIN_S = 5
+"""Seconds after which a client may ask again."""
+
+
+class Refused(Exception):
+    """A request is refused. status: of HTTP. code: as OpenAI names it. param: the field that is wrong."""
+
+    def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.code, self.param = status, message, code, param
+
+    def body(self) -> dict[str, Any]:
+        """Return the error object."""
+        kind = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}.get(self.status)
+        kind = kind or ("server_error" if self.status >= 500 else "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        """Return it as an answer."""
+        headers = {"Retry-After": str(AGAIN_S)} if self.status in (429, 503) else {}
+        headers |= {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
+        return JSONResponse(self.body(), self.status, headers)
+
+
+def refused(error: Exception) -> Refused:
+    """Return how any error is told."""
+    if isinstance(error, Refused):
+        return error
+    if isinstance(error, Full):
+        return Refused(503, str(error), "overloaded")
+    if isinstance(error, Stopping):
+        return Refused(503, str(error), "stopping")
+    if isinstance(error, BudgetError):
+        return Refused(400, str(error), "budget")
+    if isinstance(error, UsageError):
+        code = "context_length_exceeded" if "positions" in str(error) else None
+        return Refused(400, str(error), code)
+    if isinstance(error, KvkeepError):
+        return Refused(500, str(error), "failed")
+    return Refused(500, f"The request failed ({type(error).__name__}).", "failed")
+
+
+async def told(request: Request, error: Exception) -> JSONResponse:
+    """Return what a handler raised as an error object."""
+    if isinstance(error, HTTPException):
+        return Refused(error.status_code, str(error.detail)).response()
+    return refused(error).response()
+
+
+async def misread(request: Request, error: Exception) -> JSONResponse:
+    """Return the first thing that is wrong with a body, by the name of its field."""
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    place = [str(part) for part in first["loc"][1:] if not _internal(part)]
+    if first["type"] == "json_invalid":
+        return Refused(400, "The body is no JSON.", "invalid_json").response()
+    field = ".".join(place) or None
+    reason = {
+        "extra_forbidden": "is not supported here",
+        "missing": "is missing",
+        "literal_error": f"is not supported but as {first.get('ctx', {}).get('expected', 'it is by default')}",
+    }.get(first["type"], f"is wrong: {first['msg'][:1].lower()}{first['msg'][1:]}")
+    return Refused(400, f"'{field or 'the body'}' {reason}.", "invalid_value", field).response()
+
+
+def _internal(part: Any) -> bool:
+    """Return whether a part of a place is the name of one of several types."""
+    return isinstance(part, str) and (part in ("str", "int") or "[" in part or "-" in part)
+
+
+HANDLERS: dict[Any, Any] = {
+    RequestValidationError: misread,
+    HTTPException: told,
+    Refused: told,
+    KvkeepError: told,
+    ValidationError: told,
+    Exception: told,
+}

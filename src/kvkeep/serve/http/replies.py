@@ -1,0 +1,96 @@
+"""Events of the engine as OpenAI's objects, whole or as a stream of server-sent events."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+from kvkeep.errors import KvkeepError
+from kvkeep.serve.answer import Piece, Told
+from kvkeep.serve.engine import Ended, Event
+from kvkeep.serve.http.errors import refused
+
+Decode = Callable[[Sequence[int]], str]
+
+
+class Reply:
+    """One answer on its way. chat: of a conversation, else of a text. told: whether probabilities are."""
+
+    def __init__(self, model: str, chat: bool, told: bool, decode: Decode) -> None:
+        self.chat, self.told, self.decode = chat, told, decode
+        kind = ("chatcmpl", "chat.completion") if chat else ("cmpl", "text_completion")
+        self.head = {"id": f"{kind[0]}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        self.kind = kind[1]
+
+    def whole(self, events: Sequence[Event]) -> dict[str, Any]:
+        """Return the answer as one object. Raises the error that it ended by."""
+        last = events[-1]
+        if isinstance(last, KvkeepError):
+            raise last
+        assert isinstance(last, Ended)
+        told = [one for event in events if isinstance(event, Piece) for one in event.told]
+        body: dict[str, Any] = {"index": 0, "finish_reason": _reason(last)}
+        body |= {"message": {"role": "assistant", "content": last.text}} if self.chat else {"text": last.text}
+        body["logprobs"] = self._logprobs(told) if self.told else None
+        return self.head | {"object": self.kind, "choices": [body], "usage": usage(last)}
+
+    async def stream(self, events: AsyncIterator[Event], with_usage: bool) -> AsyncIterator[str]:
+        """Yield the answer as server-sent events; an error is an object like any other."""
+        if self.chat:
+            yield self._chunk({"delta": {"role": "assistant", "content": ""}})
+        async for event in events:
+            if isinstance(event, Piece):
+                own: dict[str, Any] = {"delta": {"content": event.text}} if self.chat else {"text": event.text}
+                yield self._chunk(own | ({"logprobs": self._logprobs(event.told)} if self.told else {}))
+            elif isinstance(event, Ended):
+                yield self._chunk({"delta": {}} if self.chat else {"text": ""}, _reason(event))
+                if with_usage:
+                    yield _event(self.head | {"object": self._object, "choices": [], "usage": usage(event)})
+            else:
+                yield _event(refused(event).body())
+        yield "data: [DONE]\n\n"
+
+    @property
+    def _object(self) -> str:
+        return self.kind + (".chunk" if self.chat else "")
+
+    def _chunk(self, own: dict[str, Any], reason: str | None = None) -> str:
+        return _event(self.head | {"object": self._object, "choices": [{"index": 0, **own, "finish_reason": reason}]})
+
+    def _logprobs(self, told: Sequence[Told]) -> dict[str, Any]:
+        if self.chat:
+            return {"content": [self._token(one.token, one.logprob) | self._likeliest(one) for one in told]}
+        return {
+            "tokens": [self.decode([one.token]) for one in told],
+            "token_logprobs": [one.logprob for one in told],
+            "top_logprobs": [{self.decode([token]): value for token, value in one.likeliest} for one in told],
+        }
+
+    def _likeliest(self, told: Told) -> dict[str, Any]:
+        return {"top_logprobs": [self._token(*pair) for pair in told.likeliest]}
+
+    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+        text = self.decode([token])
+        return {"token": text, "logprob": logprob, "bytes": [*text.encode()]}
+
+
+def usage(ended: Ended) -> dict[str, Any]:
+    """Return the numbers of tokens, of the prompt those that were not read again."""
+    prompt = ended.cached + ended.read
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": ended.written,
+        "total_tokens": prompt + ended.written,
+        "prompt_tokens_details": {"cached_tokens": ended.cached},
+    }
+
+
+def _reason(ended: Ended) -> str:
+    return "length" if ended.reason == "length" else "stop"
+
+
+def _event(body: dict[str, Any]) -> str:
+    return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"

@@ -1,0 +1,142 @@
+"""What requests may be: OpenAI's fields, and ``kvkeep``. A field that is not here is refused by its name."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from kvkeep.serve.answer import Ask
+from kvkeep.serve.sampling import Sampling
+
+_SEED = 2**63
+DEFAULT_TOKENS = 1024
+"""Tokens of an answer where a request names no number; fewer where the model has no positions left."""
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class TextPart(_Strict):
+    """A part of a message: text; nothing else is understood."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(_Strict):
+    """A message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+    name: str | None = None
+
+    def plain(self) -> dict[str, str]:
+        """Return it as chat templates take it."""
+        text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+
+
+class StreamOptions(_Strict):
+    """What a stream has besides. include_usage: a last chunk with the numbers of tokens."""
+
+    include_usage: bool = False
+
+
+class Extension(_Strict):
+    """What is kvkeep's own. session: the name of a conversation that goes on. method, budget: of its cache, if it is
+    new."""
+
+    session: Annotated[str, Field(min_length=1, max_length=200)] | None = None
+    method: Annotated[str, Field(min_length=1, max_length=200)] | None = None
+    budget: str | int | None = None
+
+
+class _Common(_Strict):
+    model: str
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] = 1.0
+    stop: str | Annotated[list[str], Field(max_length=16)] | None = None
+    seed: Annotated[int, Field(ge=-_SEED, lt=_SEED)] | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: Literal[1] = 1
+    user: str | None = None
+    kvkeep: Extension = Extension()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        """Take a field that is null as one that is not there, as clients send them."""
+        return {name: one for name, one in given.items() if one is not None} if isinstance(given, dict) else given
+
+    @property
+    def usage_in_stream(self) -> bool:
+        """Whether a stream ends with a chunk of usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def ask(self, prompt: list[int], most: int, likeliest: int | None) -> Ask:
+        """Return what the engine is asked for."""
+        sampling = Sampling(
+            self.temperature, self.top_p, self.top_k, self.min_p,
+            self.repetition_penalty, self.presence_penalty, self.frequency_penalty, self.seed,
+        )  # fmt: skip
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return Ask(prompt, most, sampling, [one for one in stops if one], likeliest)
+
+    def cache(self) -> dict[str, Any]:
+        """Return method and budget where they are named."""
+        own = {"method": self.kvkeep.method, "budget": self.kvkeep.budget}
+        return {name: one for name, one in own.items() if one is not None}
+
+
+class ChatRequest(_Common):
+    """``POST /v1/chat/completions``."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=10_000)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
+
+    @property
+    def likeliest(self) -> int | None:
+        """How many of the likeliest tokens are told; None: no probabilities."""
+        return self.top_logprobs if self.logprobs else None
+
+    @property
+    def most(self) -> int | None:
+        """The tokens that the answer may have."""
+        return self.max_completion_tokens or self.max_tokens
+
+
+class TextRequest(_Common):
+    """``POST /v1/completions``."""
+
+    prompt: str | Annotated[list[int], Field(min_length=1)]
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: Literal[False] = False
+
+    @property
+    def likeliest(self) -> int | None:
+        """How many of the likeliest tokens are told; None: no probabilities."""
+        return self.logprobs
+
+    @property
+    def most(self) -> int | None:
+        """The tokens that the answer may have."""
+        return self.max_tokens
+
+
+class TokenizeRequest(_Strict):
+    """``POST /tokenize``: of a text, or of a conversation up to its answer."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None

@@ -1,0 +1,220 @@
+"""The server as its clients see it: the ``openai`` package, raw requests, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import uvicorn
+from conftest import tokenizer
+from families import tiny
+
+import kvkeep
+from kvkeep import KeepCache
+from kvkeep.decode.prompt import encode
+from kvkeep.models.loading import Loaded
+from kvkeep.serve.engine import Engine
+from kvkeep.serve.http.app import LARGEST_BODY, application
+from kvkeep.serve.http.keys import Keys
+
+ASK = [{"role": "user", "content": "the river and the stone"}]
+KEYS = ["first-key", "second-key"]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return Engine(Loaded(tiny("llama"), tokenizer(), "tiny", "tiny"), 10**8)
+
+
+@pytest.fixture(scope="module")
+def address(engine: Engine) -> Iterator[str]:
+    """A running server's."""
+    loaded = Loaded(engine.model, engine.tokenizer, "tiny", "tiny")
+    listening = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(application(engine, loaded, Keys(KEYS)), log_level="error"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+    engine.start()
+    thread.start()
+    where = f"http://127.0.0.1:{listening.getsockname()[1]}"
+    while not server.started:
+        time.sleep(0.01)
+    yield where
+    server.should_exit = True
+    thread.join(10)
+    engine.stop(0)
+
+
+@pytest.fixture
+def client(address: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{address}/v1", api_key=KEYS[0], max_retries=0)
+
+
+def post(
+    address: str, body: Any, path: str = "/v1/chat/completions", key: str = KEYS[0], **given: Any
+) -> httpx.Response:
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    own = {"content": body} if isinstance(body, bytes) else {"json": body}
+    return httpx.post(address + path, headers=headers, timeout=30, **own)
+
+
+def wanted(new: int) -> kvkeep.Generation:
+    ids = encode(tokenizer(), ASK)
+    return kvkeep.generate(tiny("llama"), tokenizer(), ids, KeepCache(tiny("llama"), "full"), max_new_tokens=new)
+
+
+def test_an_answer_is_what_generate_gives_and_usage_counts_its_tokens(client: openai.OpenAI) -> None:
+    found = client.chat.completions.create(model="tiny", messages=ASK, max_tokens=12, temperature=0)  # type: ignore[arg-type]
+    alone = wanted(12)
+    assert found.choices[0].message.content == alone.text and found.choices[0].finish_reason == "length"
+    assert found.usage is not None and found.usage.completion_tokens == 12
+    assert found.usage.prompt_tokens == alone.prompt_tokens
+
+
+def test_a_stream_has_a_role_pieces_an_end_and_usage(client: openai.OpenAI, address: str) -> None:
+    options: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
+    chunks = [*client.chat.completions.create(model="tiny", messages=ASK, max_tokens=12, temperature=0, **options)]
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(one.choices[0].delta.content or "" for one in chunks[:-1]) == wanted(12).text
+    assert chunks[-2].choices[0].finish_reason == "length"
+    assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens == 12
+    raw = post(address, {"model": "tiny", "messages": ASK, "max_tokens": 2, "stream": True}).text
+    assert raw.endswith("data: [DONE]\n\n") and all(json.loads(line[6:]) for line in raw.split("\n\n")[:-2])
+
+
+def test_texts_probabilities_models_and_tokens(client: openai.OpenAI, address: str) -> None:
+    found = client.completions.create(model="tiny", prompt="the river", max_tokens=3, temperature=0, logprobs=2)
+    told = found.choices[0].logprobs
+    assert told is not None and told.tokens is not None and len(told.tokens) == 3
+    assert told.top_logprobs is not None and told.token_logprobs is not None
+    assert max(told.top_logprobs[0].values()) == pytest.approx(told.token_logprobs[0])
+    chat = client.chat.completions.create(model="tiny", messages=ASK, max_tokens=3, logprobs=True, top_logprobs=1)  # type: ignore[arg-type]
+    assert chat.choices[0].logprobs is not None and len(chat.choices[0].logprobs.content or []) == 3
+    assert [one.id for one in client.models.list()] == ["tiny"]
+    assert post(address, {"messages": ASK}, "/tokenize").json()["tokens"] == encode(tokenizer(), ASK)
+
+
+def test_a_session_is_its_keys_own(address: str) -> None:
+    body: dict[str, Any] = {"model": "tiny", "messages": ASK, "max_tokens": 4, "temperature": 0}
+    body["kvkeep"] = {"session": "talk", "method": "h2o", "budget": 24}
+    first = post(address, body).json()
+    more = [*ASK, {"role": "assistant", "content": first["choices"][0]["message"]["content"]}, *ASK]
+    again = {**body, "messages": more}
+    other = post(address, again, key=KEYS[1]).json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+    own = post(address, again).json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert other == 0 and own > 0
+
+
+def test_seeds_make_samples_repeatable(client: openai.OpenAI) -> None:
+    texts = [
+        client.chat.completions.create(model="tiny", messages=ASK, max_tokens=9, seed=seed).choices[0].message.content  # type: ignore[arg-type]
+        for seed in (4, 4, 5)
+    ]
+    assert texts[0] == texts[1] != texts[2]
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"tools": []}, "tools"),
+        ({"n": 2}, "n"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": 3}, "temperature"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 10**6}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages.0.content"),
+        ({"stream": "yes"}, "stream"),
+        ({"stop": ["x"] * 20}, "stop"),
+        ({"seed": 2**70}, "seed"),
+        ({"top_logprobs": 21}, "top_logprobs"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"kvkeep": {"color": "red"}}, "kvkeep.color"),
+        ({"kvkeep": {"method": "magic"}}, None),
+        ({"kvkeep": {"method": "h2o", "budget": "-3"}}, None),
+    ],
+)
+def test_what_is_wrong_is_named_and_nothing_else_changes(
+    address: str, change: dict[str, Any], field: str | None
+) -> None:
+    found = post(address, {"model": "tiny", "messages": ASK, "max_tokens": 2} | change)
+    error = found.json()["error"]
+    assert found.status_code == 400 and error["type"] == "invalid_request_error", error
+    assert field is None or (error["param"] or "").startswith(field), error
+    assert error["message"].endswith((".", "?")) and "Traceback" not in error["message"]
+    assert post(address, {"model": "tiny", "messages": ASK, "max_tokens": 2}).status_code == 200
+
+
+def test_other_refusals_have_their_status(address: str, client: openai.OpenAI) -> None:
+    body = {"model": "tiny", "messages": ASK, "max_tokens": 2}
+    assert post(address, body, key="wrong").status_code == 401
+    assert httpx.post(f"{address}/v1/chat/completions", json=body).json()["error"]["code"] == "invalid_api_key"
+    assert post(address, {**body, "model": "gpt-4"}).status_code == 404
+    assert post(address, b"{nope").json()["error"]["code"] == "invalid_json"
+    assert post(address, b"[" * 100_000).status_code == 400
+    assert post(address, b"x" * (LARGEST_BODY + 1)).status_code == 413
+    assert httpx.get(f"{address}/nowhere").json()["error"]["type"] == "not_found_error"
+    assert post(address, {**body, "messages": [{"role": "user", "content": "the " * 700}]}).json()["error"]["code"] == (
+        "context_length_exceeded"
+    )
+    with pytest.raises(openai.BadRequestError):
+        client.chat.completions.create(model="tiny", messages=ASK, n=2)  # type: ignore[arg-type]
+    assert httpx.get(f"{address}/health").status_code == httpx.get(f"{address}/ready").status_code == 200
+
+
+def test_a_client_that_leaves_frees_its_place(address: str, engine: Engine) -> None:
+    body = {"model": "tiny", "messages": ASK, "max_tokens": 400, "temperature": 0}
+    headers = {"Authorization": f"Bearer {KEYS[0]}"}
+    with httpx.stream(
+        "POST", f"{address}/v1/chat/completions", json={**body, "stream": True}, headers=headers
+    ) as found:
+        next(found.iter_lines())
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{address}/v1/chat/completions", json=body, headers=headers, timeout=0.05)
+    deadline = time.monotonic() + 5
+    while engine.running and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not engine.running
+
+
+def test_the_command_serves_drains_and_ends(model_folder: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        port = one.getsockname()[1]
+    command = [sys.executable, "-m", "kvkeep", "serve", "--model", str(model_folder), "--memory", "50MB"]
+    environment = {**os.environ, "KVKEEP_API_KEYS": "", "HOME": str(tmp_path)}
+    running = subprocess.Popen([*command, "--port", str(port)], env=environment, stderr=subprocess.PIPE, text=True)
+    try:
+        address, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 90
+        while time.monotonic() < deadline:
+            try:
+                if httpx.get(f"{address}/ready").status_code == 200:
+                    break
+            except httpx.TransportError:
+                assert running.poll() is None, running.stderr and running.stderr.read()
+                time.sleep(0.2)
+        name = httpx.get(f"{address}/v1/models").json()["data"][0]["id"]
+        body = {"model": name, "messages": ASK, "max_tokens": 200, "stream": True, "temperature": 0}
+        with httpx.stream("POST", f"{address}/v1/chat/completions", json=body, timeout=60) as found:
+            lines = found.iter_lines()
+            next(lines)
+            running.send_signal(signal.SIGTERM)
+            assert [line for line in lines if line][-1] == "data: [DONE]"  # what ran has ended
+        assert running.wait(30) == 0
+    finally:
+        running.kill()
+    taken = subprocess.run(
+        [*command, "--host", "256.0.0.1"], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert taken.returncode == 2 and "Nothing can listen" in taken.stderr and "Traceback" not in taken.stderr
