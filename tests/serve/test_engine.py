@@ -120,8 +120,10 @@ def test_a_session_goes_on_and_reads_only_what_is_new(spec: str) -> None:
     run(engine)
     second = [*first, *one.ended.tokens, *text(20, 2)]
     two = Client(engine, second, name=("me", "talk"))
+    three = Client(engine, second, name=("me", "talk"), method="tova", budget=99)
     other = Client(engine, second, name=("you", "talk"), **cache)
     run(engine)
+    assert isinstance(three.events[-1], UsageError) and "began with" in str(three.events[-1])
     assert two.ended.cached == len(first) + NEW - 1 and two.ended.read == len(second) - two.ended.cached
     assert other.ended.cached == 0  # another's name
     past = Past(KeepCache(tiny("llama"), **cache))
@@ -233,7 +235,7 @@ def test_too_many_and_too_long_are_refused_at_once(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    "name", ["full", "kv-direct", "h2o", "revive", "kvreviver", "quantized", "window+merge", "snapkv+verified"]
+    "name", ["full", "kv-direct", "h2o", "revive", "kvreviver", "quantized", "window+merge", "snapkv+verified", "kvzip"]
 )
 def test_what_a_session_can_hold_is_known_before_it_begins(name: str) -> None:
     cache: dict[str, Any] = {"method": name} | ({} if name == "full" else {"budget": 80, "chunk": 16})

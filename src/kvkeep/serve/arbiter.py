@@ -15,15 +15,26 @@ from kvkeep.plan.candidates import Candidate
 from kvkeep.plan.sizes import sizes
 
 MEGA = 1e6
+BOOKKEEPING = 16
+"""Bytes at most of an entry's slot, score and place in a table."""
 
 
 def most(cache: KeepCache, tokens: int) -> int:
     """Return the bytes of memory that ``cache`` can hold at most until it has read ``tokens`` tokens, on disk not
     counted: what attention reads, codes, bookkeeping, checkpoints in memory, and what a step takes for a moment."""
-    spec, where = cache.spec, cache.request.where
-    candidate = Candidate(cache.method.name, None if spec is None else str(spec), where)
-    held = sizes(cache.geometry, candidate, tokens, cache.entries, steps=1, model=cache.model)
-    return held.memory(shared=True)
+    where = None if cache.spec is None else cache.spec.where
+    kind = None if cache.spec is None else str(cache.spec)
+    candidates = [Candidate(cache.method.name, kind, where)]
+    if cache.method.reading is not None:  # and all of a text until it was read once more
+        candidates.append(Candidate("window+checkpoint:kv", "kv", where))
+    return max(_most(cache, candidate, tokens) for candidate in candidates)
+
+
+def _most(cache: KeepCache, candidate: Candidate, tokens: int) -> int:
+    size = sizes(cache.geometry, candidate, tokens, cache.entries, steps=1, model=cache.model)
+    entries = size.exact + size.stored if size.budget is not None else 0
+    lanes = sum(layer.kv_heads for layer in cache.geometry.full_layers)
+    return size.memory(shared=True) + BOOKKEEPING * lanes * entries
 
 
 def held(cache: KeepCache) -> int:

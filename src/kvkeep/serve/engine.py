@@ -23,6 +23,7 @@ from kvkeep.decode.past import Past
 from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.models.loading import Loaded
+from kvkeep.policies.request import Request
 from kvkeep.serve.answer import Answer, Ask, Piece, Reads
 from kvkeep.serve.arbiter import Arbiter, held, most
 from kvkeep.serve.batch import Read, forward, packs
@@ -75,6 +76,7 @@ class Job:
     tell: Callable[[Event], None]
     name: tuple[str, str] | None
     cache: Mapping[str, Any]  # what its session is, if it is new, as KeepCache takes it
+    own: bool = False  # whether the request named it
     session: Session | None = None
     granted: int = 0
     answer: Answer | None = None
@@ -146,7 +148,7 @@ class Engine:
                 f"The prompt has {len(ask.prompt)} tokens and the model has {positions} positions; shorten it to at "
                 f"most {positions - 1}."
             )
-        job = Job(ask, tell, name, cache or self.cache)
+        job = Job(ask, tell, name, cache or self.cache, bool(cache))
         with self._lock:
             if self._stopping:
                 raise Stopping("The server is ending and takes no more; ask again when it is back.")
@@ -230,11 +232,12 @@ class Engine:
             self._count += change
 
     def _admit(self) -> None:
-        """Begin waiting answers in order, as far as memory is granted; nobody overtakes."""
-        while self._waiting:
-            job = self._waiting[0]
-            if job.name is not None and any(job.name == other.name for other in self.running):
-                return  # its session is busy
+        """Begin waiting answers in order, as far as memory is granted: nobody overtakes one that waits for memory. One
+        whose session is busy waits for that alone."""
+        busy = {job.name for job in self.running} - {None}
+        for job in [*self._waiting]:
+            if job.name in busy:
+                continue
             try:
                 if not self._begun(job):
                     return
@@ -242,14 +245,21 @@ class Engine:
                 job.tell(error)
             except Exception as error:
                 job.tell(KvkeepError(f"The answer failed ({type(error).__name__}: {error})."))
-            self._waiting.popleft()
+            self._waiting.remove(job)
             self._counted(-1)
+            if job.name is not None:
+                busy.add(job.name)
 
     def _begun(self, job: Job) -> bool:
         """Grant memory to an answer and begin it; False: it has to wait. Raises what it fails by."""
         session = self.sessions.get(job.name) if job.name is not None else None
         if session is None:
             session = Session(job.name, Past(KeepCache(self.model, **job.cache)))
+        elif job.own and Request.parse(**job.cache) != session.past.cache.request:
+            raise UsageError(
+                f"The session '{job.name[1] if job.name else ''}' goes on by the method and budget that it began with, "
+                "which are others; leave them out, or take another name."
+            )
         tokens = len(job.ask.prompt) + job.ask.most
         wanted = most(session.past.cache, tokens)
         self.arbiter.check(wanted)
