@@ -15,7 +15,6 @@ from kvkeep.cli import options as o
 from kvkeep.cli.output import err
 from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.extras import optional
-from kvkeep.models.loading import DEFAULT
 
 
 def serve(
@@ -27,7 +26,7 @@ def serve(
     ] = None,
     host: Annotated[str, typer.Option(help="The address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0 takes one that is free.")] = 8000,
-    model: o.Model = DEFAULT,
+    model: o.Model = "smollm2",
     method: o.Method = None,
     budget: o.Budget = None,
     weights: o.Weights = "auto",
