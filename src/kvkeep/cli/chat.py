@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,6 +21,7 @@ from kvkeep.errors import KvkeepError, UsageError
 if TYPE_CHECKING:
     from kvkeep.cli.questions import Ask
     from kvkeep.decode.chat import Conversation
+    from kvkeep.decode.session_file import SessionFile
 
 HELP = "/exit leaves (so does Ctrl-D), /reset forgets the conversation, /memory shows what the cache holds."
 
@@ -51,20 +53,24 @@ def chat(
     from kvkeep.cli.questions import questions
     from kvkeep.decode.chat import Conversation
     from kvkeep.decode.prompt import check_text
+    from kvkeep.decode.session_file import SessionFile
     from kvkeep.models.loading import load
 
     limits: dict[str, Any] = {"kv_budget_tokens": kv_budget_tokens, "kv_budget_mb": kv_budget_mb}
     store: dict[str, Any] = {"checkpoint": checkpoint, "where": where, "capacity": capacity, "folder": folder}
     wanted = asked(method, budget, exact=exact, memory=memory, **limits, **store)
     check_text(system or "", "the system prompt")
-    resume = session is not None and Path(session).exists()
     if session is not None and not os.access(Path(os.path.realpath(session)).parent, os.W_OK):
         raise UsageError(f"The session cannot be kept in '{session}': its folder is missing or cannot be written to.")
-    with Endings() as endings, questions() as ask:
+    with (
+        Endings() as endings,
+        questions() as ask,
+        SessionFile(session, writing=True) if session else nullcontext() as kept,
+    ):
         with endings.waiting():
             loaded = load(model, weights=weights, device=device, progress=note)
-        if resume and session is not None:
-            talk = Conversation.resume(loaded.model, loaded.tokenizer, session)
+        if kept is not None and kept.turns:
+            talk = Conversation.resume(loaded.model, loaded.tokenizer, kept)
             if (
                 method
                 or budget
@@ -72,16 +78,16 @@ def chat(
                 or system
                 or any(value is not None for value in (*limits.values(), *store.values()))
             ):
-                _check_same(session, wanted, talk, system)
+                _check_same(kept.path, wanted, talk, system)
             note(f"Continuing with {talk.cache.get_seq_length()} tokens in the cache, {len(talk.messages)} messages.")
         else:
             cache = wanted.cache(loaded.model, answer=max_tokens)
             talk = Conversation(loaded.model, loaded.tokenizer, cache, system=system)
-        if session is not None:
+        if kept is not None:
             talk.check_savable()
         talk.prompt("?")  # a template that refuses the system prompt refuses every question
         sampling = {"max_new_tokens": max_tokens, "temperature": temperature, "seed": seed}
-        _Chat(talk, ask, endings, session, json, sampling).run()
+        _Chat(talk, ask, endings, kept, json, sampling).run()
 
 
 def _check_same(session: str, wanted: Asked, talk: Conversation, system: str | None) -> None:
@@ -102,7 +108,7 @@ class _Chat:
     talk: Conversation
     ask: Ask
     endings: Endings
-    session: str | None
+    session: SessionFile | None
     json: bool
     sampling: dict[str, Any]
     turns: list[dict[str, Any]] = field(default_factory=list)
@@ -117,8 +123,8 @@ class _Chat:
         try:
             self._talk()
         finally:
-            if self.saved:
-                note(f"Saved to {self.session}.")
+            if self.saved and self.session is not None:
+                note(f"Saved to {self.session.path}.")
         if self.json:
             print_json({"turns": self.turns})
         self.endings.leave()
@@ -149,7 +155,7 @@ class _Chat:
         if line == "/reset":
             self.talk.reset()
             note("The conversation is forgotten.")
-            if self.session is not None and Path(self.session).exists():
+            if self.session is not None and self.session.turns:
                 self._save()
         elif line == "/memory":
             from kvkeep.stock import memory_of
