@@ -185,7 +185,7 @@ class Writer(Journal):
         self._own = self._place
         self._record(_LEASE, [_NUMBER.pack(self.lease), os.urandom(16)])
         os.fsync(self._file.fileno())
-        self.end, self._owns = self._place, True
+        self.end, self._owns = self._place, False  # checked in every turn
         self._proof = self._read(self._own, self.end - self._own)
 
     def close(self) -> None:
@@ -221,16 +221,17 @@ class Writer(Journal):
         self._record(_TURN, [_NUMBER.pack(self.lease), payload])
         os.fsync(self._file.fileno())
         self.turns.append(payload)
-        self.end, self._fresh = self._place, []
+        self.end, self._fresh, self._owns = self._place, [], False
 
     def undo(self) -> None:
         """Take back what was added since the last turn."""
         for place in self._fresh:
             del self._known[self.pages.pop(place)[1]]
         self._fresh, self._place = [], self.end
-        if self._owns:
+        if self._owns:  # else nothing was written
             with suppress(OSError):
                 self._file.truncate(self.end)
+        self._owns = False
 
     def rewrite(self, fill: Callable[[Self], None]) -> None:
         """Replace the file by one that ``fill`` writes and commits to, as a whole or not at all."""
