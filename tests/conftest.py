@@ -30,9 +30,10 @@ def _one_thread() -> None:
 
 @pytest.fixture(autouse=True)
 def own_cache_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, request: Any) -> None:
-    """Nothing a test writes lands in the user's cache folder, except that real models are taken from there."""
+    """Nothing a test writes lands in the user's folders, except that real models are taken from there."""
     if request.node.get_closest_marker("real") is None:
         monkeypatch.setenv("KVKEEP_CACHE", str(tmp_path_factory.getbasetemp() / f"cache{next(_FOLDERS)}"))
+    monkeypatch.setenv("KVKEEP_DATA", str(tmp_path_factory.getbasetemp() / f"data{next(_FOLDERS)}"))
 
 
 @pytest.fixture

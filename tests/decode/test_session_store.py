@@ -88,6 +88,17 @@ def test_a_turn_adds_what_it_adds(tmp_path: Path, method: str, options: dict[str
     assert sizes[-1] < 12 * (entries + (resident if options else 0) + headers) + 4000
 
 
+def test_a_window_takes_its_new_entries_only(tmp_path: Path) -> None:
+    """What is resident moved on by a turn, and is not written again."""
+    options = {"budget": 200, "checkpoint": "kv", "where": "host"}
+    cache, sizes = saved_turns(tmp_path / "s", "kv-direct", 30, each=15, **options)
+    one = 15 * sum(4 * layer.kv_heads * (layer.key_dim + layer.value_dim) for layer in cache.geometry.full_layers)
+    for before, after in itertools.pairwise(sizes[16:]):
+        assert 2 * one <= after - before <= 2 * one + 6000  # here as resident, there as evicted
+    again = load_session(tmp_path / "s", tiny("llama")).cache
+    assert_near(step("llama", again, prompt(1, 3)), step("llama", cache, prompt(1, 3)), 0)
+
+
 def test_what_is_dead_is_cleared_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A lossy cache changes as a whole: its file stays about as large as what is alive in it."""
     monkeypatch.setattr(session_file, "SLACK", 4000)

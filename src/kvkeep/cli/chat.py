@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -40,8 +40,10 @@ def chat(
     folder: options.Folder = None,
     system: Annotated[str | None, typer.Option(help="A system prompt.")] = None,
     session: Annotated[
-        str | None, typer.Option(help="A file to continue from, and to save to after every answer.")
+        str | None,
+        typer.Option(help="A file to continue from and to save to after every answer; with --sessions, a name there."),
     ] = None,
+    sessions: options.Sessions = None,
     max_tokens: options.MaxTokens = 256,
     temperature: options.Temperature = 0.0,
     seed: options.Seed = None,
@@ -53,20 +55,13 @@ def chat(
     from kvkeep.cli.questions import questions
     from kvkeep.decode.chat import Conversation
     from kvkeep.decode.prompt import check_text
-    from kvkeep.decode.session_file import SessionFile
     from kvkeep.models.loading import load
 
     limits: dict[str, Any] = {"kv_budget_tokens": kv_budget_tokens, "kv_budget_mb": kv_budget_mb}
     store: dict[str, Any] = {"checkpoint": checkpoint, "where": where, "capacity": capacity, "folder": folder}
     wanted = asked(method, budget, exact=exact, memory=memory, **limits, **store)
     check_text(system or "", "the system prompt")
-    if session is not None and not os.access(Path(os.path.realpath(session)).parent, os.W_OK):
-        raise UsageError(f"The session cannot be kept in '{session}': its folder is missing or cannot be written to.")
-    with (
-        Endings() as endings,
-        questions() as ask,
-        SessionFile(session, writing=True) if session else nullcontext() as kept,
-    ):
+    with Endings() as endings, questions() as ask, _kept(session, sessions) as kept:
         with endings.waiting():
             loaded = load(model, weights=weights, device=device, progress=note)
         if kept is not None and kept.turns:
@@ -88,6 +83,22 @@ def chat(
         talk.prompt("?")  # a template that refuses the system prompt refuses every question
         sampling = {"max_new_tokens": max_tokens, "temperature": temperature, "seed": seed}
         _Chat(talk, ask, endings, kept, json, sampling).run()
+
+
+def _kept(session: str | None, sessions: str | None) -> AbstractContextManager[SessionFile | None]:
+    """Return the session open for writing, which is made where there is none; None where no session was named."""
+    from kvkeep.decode.session_file import SessionFile
+    from kvkeep.decode.session_store import SessionStore
+
+    if session is None:
+        if sessions is not None:
+            raise UsageError("A folder of sessions takes the name of one of them, too: --session NAME.")
+        return nullcontext()
+    if sessions is not None:
+        return SessionStore(sessions).open(session)
+    if not os.access(Path(os.path.realpath(session)).parent, os.W_OK):
+        raise UsageError(f"The session cannot be kept in '{session}': its folder is missing or cannot be written to.")
+    return SessionFile(session, writing=True)
 
 
 def _check_same(session: str, wanted: Asked, talk: Conversation, system: str | None) -> None:

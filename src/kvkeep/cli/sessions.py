@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 
 from kvkeep.cli import options
-from kvkeep.cli.output import note, out, print_json, show, size
+from kvkeep.cli.output import note, print_json, show, size
 
 if TYPE_CHECKING:
     from kvkeep.decode.session_store import SessionInfo, SessionStore
@@ -71,7 +71,7 @@ def show_(name: Name, sessions: options.Sessions = None, json: options.Json = Fa
         lines |= {"method": info.method or "", "budget": info.budget or "none", "model": info.family or ""}
     for what, value in lines.items():
         table.add_row(what, value)
-    out.print(table, soft_wrap=True)
+    show(table)
 
 
 @app.command("rm")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,11 +68,10 @@ def save_session(where: Where, session: Session) -> None:
     written; the turns saved before then remain.
     """
     about, parts = _described(session)
-    if isinstance(where, SessionFile):
-        where.save(parts, about)
-        return
-    with SessionFile(where, writing=True) as file:
-        file.save(parts, about)
+    with nullcontext(where) if isinstance(where, SessionFile) else SessionFile(where, writing=True) as file:
+        past = {} if file.about is None else file.about.get("past")
+        before = past.get("length") if isinstance(past, dict) else None
+        file.save(parts, about, session.cache.get_seq_length() - before if type(before) is int else 0)
 
 
 def _described(session: Session) -> tuple[dict[str, Any], dict[str, Tensor | Rows]]:

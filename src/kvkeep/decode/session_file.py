@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -84,7 +84,12 @@ class Stored:
         return max(1, PAGE_BYTES // max(self.row_bytes, 1))
 
 
-Span = tuple[int, int]  # rows, and the place of their page
+class Span(NamedTuple):
+    """Rows of a tensor: ``rows`` of the page at ``place``, behind its first ``skip``."""
+
+    rows: int
+    place: int
+    skip: int
 
 
 @dataclass(frozen=True)
@@ -143,15 +148,10 @@ class SessionFile:
         held = self._table[name]
         form, start = held.form, 0
         whole = torch.empty(form.shape, dtype=form.dtype)
-        for rows, place in held.spans:
-            data = bytearray(self._journal.page(place))
-            span = torch.frombuffer(data, dtype=form.dtype) if data else torch.empty(0, dtype=form.dtype)
-            if form.shape:
-                shape = (*form.shape[: form.axis], rows, *form.shape[form.axis + 1 :])
-                whole.narrow(form.axis, start, rows).copy_(span.view(shape))
-            else:
-                whole.copy_(span[0])
-            start += rows
+        for span in held.spans:
+            own = whole.narrow(form.axis, start, span.rows) if form.shape else whole
+            own.copy_(_rows(self._journal, form, span))
+            start += span.rows
         return whole
 
     def _fold(self) -> None:
@@ -176,27 +176,36 @@ class SessionFile:
 
     def _grown(self, name: str, dtype: torch.dtype, shape: list[int], kept: int, spans: list[Any]) -> _Held:
         before = self._table[name].spans[:kept] if kept else []
-        return _Held(Stored(tuple(shape), dtype), [*before, *((int(rows), int(place)) for rows, place in spans)])
+        return _Held(Stored(tuple(shape), dtype), [*before, *(Span(*map(int, span)) for span in spans)])
 
     def _check(self, held: _Held) -> None:
         """Raise ValueError unless the spans are as long as the tensor, so that no more is allocated than was stored."""
         form = held.form
         if any(type(size) is not int or size < 0 for size in form.shape):
             raise ValueError("a shape")
-        lengths = [self._journal.pages[place][0] == rows * form.row_bytes for rows, place in held.spans]
-        if not all(lengths) or sum(rows for rows, _ in held.spans) != (form.rows if form.row_bytes else 0):
+        for rows, place, skip in held.spans:
+            length = self._journal.pages[place][0]
+            if (
+                not form.row_bytes
+                or length % form.row_bytes
+                or rows < 1
+                or not 0 <= skip <= length // form.row_bytes - rows
+            ):
+                raise ValueError("a span")
+        if sum(span.rows for span in held.spans) != (form.rows if form.row_bytes else 0):
             raise ValueError("spans")
 
     # -- writing ------------------------------------------------------------------------------------
 
-    def save(self, parts: Mapping[str, Tensor | Rows], about: dict[str, Any]) -> None:
+    def save(self, parts: Mapping[str, Tensor | Rows], about: dict[str, Any], added: int = 0) -> None:
         """Append what ``parts`` (copied to the host a page at a time) and ``about`` (plain types) have that the file
-        has not. After an error the file is what it was. Raises SessionError."""
+        has not. added: slots since the save before, by which windows moved. After an error the file is what it was.
+        Raises SessionError."""
         writer, notes = self._journal, json.loads(json.dumps(about.get("notes", {})))  # not what goes on being changed
         assert isinstance(writer, Writer)
         try:
             try:
-                table, told = self._append(writer, parts, self._table), _beyond(notes, self._notes)
+                table, told = self._append(writer, parts, self._table, added), _beyond(notes, self._notes)
                 writer.commit(self._turn(self.turns + 1, table, self._table, told, about))
             except BaseException:
                 writer.undo()
@@ -226,15 +235,20 @@ class SessionFile:
         fresh.commit(self._turn(self.turns, table, {}, _beyond(about.get("notes", {}), {}), about))
 
     @staticmethod
-    def _append(writer: Writer, parts: Mapping[str, Tensor | Rows], before: dict[str, _Held]) -> dict[str, _Held]:
+    def _append(
+        writer: Writer, parts: Mapping[str, Tensor | Rows], before: dict[str, _Held], added: int = 0
+    ) -> dict[str, _Held]:
         table = {}
         for name, part in parts.items():
             form = Stored.of(part)
             if form.dtype not in _NAMES:
                 raise SessionError(f"The session cannot be saved: its file format has no {form.dtype} ('{name}').")
-            spans: list[Span] = []
-            for rows, data in _pages(part, form, before.get(name), writer, spans):
-                spans.append((rows, writer.add([data], digest_of([data]))))
+            spans = _kept(part, form, before[name], writer, added) if name in before else []
+            start, total = sum(span.rows for span in spans), form.rows if form.row_bytes else 0
+            for low in range(start, total, form.page_rows):
+                rows = min(form.page_rows, total - low)
+                data = _bytes(part, form, low, rows)
+                spans.append(Span(rows, writer.add([data], digest_of([data])), 0))
             table[name] = _Held(form, spans)
         return table
 
@@ -254,7 +268,7 @@ class SessionFile:
 
     def _wasteful(self) -> bool:
         """Return whether more of the file is dead than alive, or it is in many more pages than it needs."""
-        journal, places = self._journal, {place for held in self._table.values() for _, place in held.spans}
+        journal, places = self._journal, {span.place for held in self._table.values() for span in held.spans}
         living = sum(HEADER.size + journal.pages[place][0] for place in places) + len(journal.turns[-1])
         needed = sum(-(-held.form.rows // held.form.page_rows) for held in self._table.values())
         return (
@@ -283,21 +297,46 @@ def empty(path: str) -> SessionError:
     return SessionError(f"There is no session at '{path}': its first turn was never saved.")
 
 
-def _pages(
-    part: Tensor | Rows, form: Stored, before: _Held | None, writer: Writer, spans: list[Span]
-) -> Iterator[tuple[int, Any]]:
-    """Put the spans of ``before`` that ``part`` still has into ``spans``, and yield rows and bytes of the others."""
-    start, total = 0, form.rows if form.row_bytes else 0
-    if before is not None and (before.form.dtype, before.form.row_bytes) == (form.dtype, form.row_bytes):
-        for rows, place in before.spans:
-            if start + rows > total or digest_of([_bytes(part, form, start, rows)]) != writer.pages[place][1]:
+def _kept(part: Tensor | Rows, form: Stored, before: _Held, writer: Writer, added: int) -> list[Span]:
+    """Return the spans of ``before`` that ``part`` begins with: the first ones, or those of a window that moved on."""
+    if (before.form.dtype, before.form.row_bytes) != (form.dtype, form.row_bytes) or not form.shape:
+        return []
+    moved = added + before.form.rows - form.rows
+    for gone in (0, moved) if 0 < moved < before.form.rows else (0,):
+        kept: list[Span] = []
+        start = 0
+        for rows, place, skip in before.spans:
+            over = min(gone, rows)
+            gone -= over
+            span = Span(rows - over, place, skip + over)
+            if not span.rows:
+                continue
+            if start + span.rows > form.rows or not _same(part, form, start, span, writer):
                 break
-            spans.append((rows, place))
-            start += rows
-    while start < total:
-        rows = min(form.page_rows, total - start)
-        yield rows, _bytes(part, form, start, rows)
-        start += rows
+            kept.append(span)
+            start += span.rows
+        if kept:
+            return kept
+    return []
+
+
+def _same(part: Tensor | Rows, form: Stored, start: int, span: Span, writer: Writer) -> bool:
+    """Return whether the rows of ``part`` from ``start`` on are those of ``span``."""
+    length, digest = writer.pages[span.place]
+    own = digest_of([_bytes(part, form, start, span.rows)])
+    if length == span.rows * form.row_bytes:
+        return own == digest
+    rows = _rows(writer, form, span)
+    return own == digest_of([_bytes(rows, form, 0, span.rows)])
+
+
+def _rows(journal: Journal, form: Stored, span: Span) -> Tensor:
+    """Read the rows of ``span``."""
+    page = torch.frombuffer(bytearray(journal.page(span.place)), dtype=form.dtype)
+    if not form.shape:
+        return page[0]
+    shape = (*form.shape[: form.axis], -1, *form.shape[form.axis + 1 :])
+    return page.view(shape).narrow(form.axis, span.skip, span.rows)
 
 
 def _bytes(part: Tensor | Rows, form: Stored, start: int, rows: int) -> Any:
