@@ -287,6 +287,20 @@ def test_the_least_recently_used_go_first_and_none_in_use(tmp_path: Path) -> Non
     assert store.evict() == ["one"] and os.listdir(tmp_path) == []
 
 
+def test_one_that_cannot_be_removed_keeps_no_other_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, unlink = filled(tmp_path, "one", "two", quota=0), Path.unlink
+
+    def refused(self: Path, missing_ok: bool = False) -> None:
+        if self.name == "one.session":
+            raise PermissionError(13, "Permission denied")
+        unlink(self, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", refused)
+    assert store.evict() == ["two"] and [info.name for info in store.sessions()] == ["one"]
+    with pytest.raises(SessionError, match="'one' cannot be removed: permission denied"):
+        store.remove("one")
+
+
 def test_out_and_in_again_it_is_the_same(tmp_path: Path) -> None:
     store = filled(tmp_path / "store", "ann")
     store.export("ann", tmp_path / "file")

@@ -100,9 +100,11 @@ class SessionStore:
         total, now = sum(size for _, size, _ in known), time.time()
         for used, size, path in sorted(known):
             old = self.age is not None and now - used > self.age
-            if (old or (self.quota is not None and total > self.quota)) and self._removed(path):
-                total -= size
-                gone.append(self._name(path))
+            if old or (self.quota is not None and total > self.quota):
+                with suppress(SessionError):  # one that cannot be removed keeps no other one
+                    if self._removed(path):
+                        total -= size
+                        gone.append(self._name(path))
         return gone
 
     def export(self, name: str, path: str | os.PathLike[str]) -> None:
@@ -159,16 +161,21 @@ class SessionStore:
             return SessionInfo(*common, "it is not as kvkeep writes it")
 
     def _removed(self, path: Path) -> bool:
-        """Remove a file unless it is open for writing; return whether it is gone."""
+        """Remove a file unless it is open for writing; return whether it is gone. Raises SessionError."""
         if held(path):
             return False
         try:
-            with SessionFile(path, writing=True) as file:
-                file.remove()
-        except SessionError:
-            if held(path):
-                return False
-            path.unlink(missing_ok=True)  # damaged, or no session
+            try:
+                with SessionFile(path, writing=True) as file:
+                    file.remove()
+            except SessionError:
+                if held(path):
+                    return False
+                path.unlink(missing_ok=True)  # damaged, or no session
+        except OSError as error:
+            raise SessionError(
+                f"The session '{self._name(path)}' cannot be removed: {(error.strerror or str(error)).lower()}."
+            ) from error
         if path.parent != self.folder:
             with suppress(OSError):
                 path.parent.rmdir()
