@@ -180,11 +180,13 @@ class Writer(Journal):
         self.lease += 1
         self._file.truncate(self.end)
         self._place = self.end
-        if not self._place:
+        if new := not self._place:
             self._write(MAGIC)
         self._own = self._place
         self._record(_LEASE, [_NUMBER.pack(self.lease), os.urandom(16)])
         os.fsync(self._file.fileno())
+        if new and self._named:
+            _sync_name(self.path)
         self.end, self._owns = self._place, False  # checked in every turn
         self._proof = self._read(self._own, self.end - self._own)
 
@@ -255,6 +257,7 @@ class Writer(Journal):
         self._file.close()
         self.__dict__ = made[0].__dict__
         self._named = True
+        _sync_name(self.path)  # before a turn goes to the new file
 
     def _record(self, kind: bytes, pieces: list[Any], digest: bytes | None = None) -> int:
         """Write a record and return the length of its payload."""
@@ -331,6 +334,16 @@ def _lock(file: FileIO, *, shared: bool = False) -> None:
             raise
         except OSError:  # a file system without locks: leases alone keep writers apart
             return
+
+
+def _sync_name(path: Path) -> None:
+    """Flush a file's name to the disk, where folders can be flushed."""
+    with suppress(OSError):
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 def _is_at(file: FileIO, path: Path) -> bool:
