@@ -49,12 +49,13 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def own_cache_folder(
     tmp_path_factory: pytest.TempPathFactory, compiled: Path, monkeypatch: pytest.MonkeyPatch, request: Any
 ) -> None:
-    """Nothing a test writes lands in the user's cache folder, except that real models are taken from there."""
+    """Nothing a test writes lands in the user's folders, except that real models are taken from there."""
     if request.node.get_closest_marker("real") is None:
         folder = tmp_path_factory.getbasetemp() / f"cache{next(_FOLDERS)}"
         folder.mkdir()
         (folder / "kernels").symlink_to(compiled)
         monkeypatch.setenv("KVKEEP_CACHE", str(folder))
+    monkeypatch.setenv("KVKEEP_DATA", str(tmp_path_factory.getbasetemp() / f"data{next(_FOLDERS)}"))
 
 
 @pytest.fixture

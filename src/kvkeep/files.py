@@ -38,7 +38,7 @@ def write_whole(path: str | os.PathLike[str], write: Callable[[IO[bytes]], objec
     temporary = target.parent / f"{_prefix(target)}{threading.get_ident()}-{owner()}"
     try:
         if not _write_nameless(target, temporary, mode, write):
-            with open(temporary, "wb") as file:
+            with open(temporary, "w+b") as file:
                 _fill(file, mode, write)
             os.replace(temporary, target)
     except BaseException:

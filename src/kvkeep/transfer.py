@@ -10,22 +10,30 @@ from torch import Tensor
 from kvkeep.contracts.exactness import Exactness
 from kvkeep.errors import UsageError
 from kvkeep.memory.ledger import Ledger
-from kvkeep.memory.rows import concatenated
+from kvkeep.memory.rows import Rows, concatenated
 from kvkeep.policies.request import Request
 
 Kind = tuple[str | None, Any, dict[str, Any]]  # method, budget, other options of a cache
 
 
 def state(cache: Any) -> dict[str, Tensor]:
-    """Return the tensors of a cache's past by name, as views. Raises KvkeepError for an unfinished step that cannot be
-    undone."""
+    """Return the tensors of a cache's past by name, as views where they are in one piece. Raises as :func:`parts`."""
+    return {
+        name: part if isinstance(part, Tensor) else concatenated(part, part.first, part.length)
+        for name, part in parts(cache).items()
+    }
+
+
+def parts(cache: Any) -> dict[str, Tensor | Rows]:
+    """Return a cache's past by name: tensors, as views, and the rows of the checkpoint where they lie. Raises
+    KvkeepError for an unfinished step that cannot be undone."""
     cache.stream.roll_back()
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor | Rows] = {}
     for number, held in enumerate(cache.held):
         tensors |= {f"layer.{number}.{name}": tensor for name, tensor in held.state().items()}
     for name, rows in cache.checkpoint_rows():
         if rows.first < rows.length:
-            tensors[f"checkpoint.{name}"] = concatenated(rows, rows.first, rows.length)
+            tensors[f"checkpoint.{name}"] = rows
     ledger = cache.ledger
     if ledger.positions.length:
         tensors |= {"positions": ledger.positions.view(), "ids": ledger.ids.view()}

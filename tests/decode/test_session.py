@@ -29,6 +29,7 @@ def test_other_files_and_those_of_another_model_are_refused(tmp_path: Path) -> N
     step("llama", cache, torch.arange(2, 9).unsqueeze(0))
     save_session(tmp_path / "s", Session(cache, [list(range(2, 9))]))
     save_file({"x": torch.zeros(1)}, tmp_path / "other")
+    save_file({"x": torch.zeros(1)}, tmp_path / "former", {"kvkeep": "{}", "format": "2"})
     whole = (tmp_path / "s").read_bytes()
     for size in (0, 7, 200, -1):
         (tmp_path / str(size)).write_bytes(whole[:size])
@@ -36,7 +37,8 @@ def test_other_files_and_those_of_another_model_are_refused(tmp_path: Path) -> N
         ("s", "mistral", "another model"),
         ("other", "llama", "not a session"),
         ("none", "llama", "no such file"),
-        *((size, "llama", "damaged or cut short") for size in ("0", "7", "200", "-1")),
+        *((size, "llama", "first turn was never saved") for size in ("0", "7", "200", "-1")),
+        ("former", "llama", "another version"),
     ):
         with pytest.raises(SessionError, match=sentence):
             load_session(tmp_path / name, tiny(family))

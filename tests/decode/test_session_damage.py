@@ -12,11 +12,10 @@ import torch
 from cases import CASES, new_cache, pairs
 from families import tiny
 from helpers import step
-from safetensors import safe_open
 from torch import Tensor
 
 from kvkeep import KvkeepError, Session, SessionError, load_session, save_session
-from kvkeep.decode.session_file import write
+from kvkeep.decode.session_file import SessionFile
 
 Tensors = dict[str, Tensor]
 NUMBERS = (-(2**31), -2, -1, 0, 1, 2, 5, 17, 60, 100, 1000, 2**31 - 1)
@@ -48,8 +47,14 @@ def use(session: Session, path: Path) -> None:
 
 
 def opened(path: Path) -> tuple[Tensors, dict[str, Any]]:
-    with safe_open(path, framework="pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}, json.loads(file.metadata()["kvkeep"])  # noqa: SIM118
+    with SessionFile(path) as file:
+        return {name: file.tensor(name) for name in file.stored}, file.about
+
+
+def write(path: Path, tensors: Tensors, about: dict[str, Any]) -> None:
+    path.unlink(missing_ok=True)
+    with SessionFile(path, writing=True) as file:
+        file.save(tensors, about)
 
 
 def damage(tensors: Tensors, about: dict[str, Any], draw: random.Random) -> str:

@@ -16,6 +16,7 @@ COMMANDS = {
     "generate": ("kvkeep.cli.generate:generate", "Answer a prompt, or a question about a file, inside a cache budget."),
     "chat": ("kvkeep.cli.chat:chat", "Talk with a model; Ctrl-C stops an answer, not the program."),
     "serve": ("kvkeep.cli.serve:serve", "Serve many conversations over HTTP within one memory, to OpenAI's clients."),
+    "sessions": ("kvkeep.cli.sessions:app", "List, show, remove, export and import saved sessions."),
     "plan": ("kvkeep.cli.plan:plan", "Predict bytes and times of every cache that fits in a memory."),
     "methods": ("kvkeep.cli.methods:methods", "List the methods: what they evict, store and recall."),
     "models": ("kvkeep.cli.models:models", "List the embedded models, and whether they are on this machine."),

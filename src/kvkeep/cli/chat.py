@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,6 +21,7 @@ from kvkeep.errors import KvkeepError, UsageError
 if TYPE_CHECKING:
     from kvkeep.cli.questions import Ask
     from kvkeep.decode.chat import Conversation
+    from kvkeep.decode.session_file import SessionFile
 
 HELP = "/exit leaves (so does Ctrl-D), /reset forgets the conversation, /memory shows what the cache holds."
 
@@ -38,8 +40,10 @@ def chat(
     folder: options.Folder = None,
     system: Annotated[str | None, typer.Option(help="A system prompt.")] = None,
     session: Annotated[
-        str | None, typer.Option(help="A file to continue from, and to save to after every answer.")
+        str | None,
+        typer.Option(help="A file to continue from and to save to after every answer; with --sessions, a name there."),
     ] = None,
+    sessions: options.Sessions = None,
     max_tokens: options.MaxTokens = 256,
     temperature: options.Temperature = 0.0,
     seed: options.Seed = None,
@@ -57,14 +61,11 @@ def chat(
     store: dict[str, Any] = {"checkpoint": checkpoint, "where": where, "capacity": capacity, "folder": folder}
     wanted = asked(method, budget, exact=exact, memory=memory, **limits, **store)
     check_text(system or "", "the system prompt")
-    resume = session is not None and Path(session).exists()
-    if session is not None and not os.access(Path(os.path.realpath(session)).parent, os.W_OK):
-        raise UsageError(f"The session cannot be kept in '{session}': its folder is missing or cannot be written to.")
-    with Endings() as endings, questions() as ask:
+    with Endings() as endings, questions() as ask, _kept(session, sessions) as kept:
         with endings.waiting():
             loaded = load(model, weights=weights, device=device, progress=note)
-        if resume and session is not None:
-            talk = Conversation.resume(loaded.model, loaded.tokenizer, session)
+        if kept is not None and kept.turns:
+            talk = Conversation.resume(loaded.model, loaded.tokenizer, kept)
             if (
                 method
                 or budget
@@ -72,16 +73,32 @@ def chat(
                 or system
                 or any(value is not None for value in (*limits.values(), *store.values()))
             ):
-                _check_same(session, wanted, talk, system)
+                _check_same(kept.path, wanted, talk, system)
             note(f"Continuing with {talk.cache.get_seq_length()} tokens in the cache, {len(talk.messages)} messages.")
         else:
             cache = wanted.cache(loaded.model, answer=max_tokens)
             talk = Conversation(loaded.model, loaded.tokenizer, cache, system=system)
-        if session is not None:
+        if kept is not None:
             talk.check_savable()
         talk.prompt("?")  # a template that refuses the system prompt refuses every question
         sampling = {"max_new_tokens": max_tokens, "temperature": temperature, "seed": seed}
-        _Chat(talk, ask, endings, session, json, sampling).run()
+        _Chat(talk, ask, endings, kept, json, sampling).run()
+
+
+def _kept(session: str | None, sessions: str | None) -> AbstractContextManager[SessionFile | None]:
+    """Return the session open for writing, which is made where there is none; None where no session was named."""
+    from kvkeep.decode.session_file import SessionFile
+    from kvkeep.decode.session_store import SessionStore
+
+    if session is None:
+        if sessions is not None:
+            raise UsageError("A folder of sessions takes the name of one of them, too: --session NAME.")
+        return nullcontext()
+    if sessions is not None:
+        return SessionStore(sessions).open(session)
+    if not os.access(Path(os.path.realpath(session)).parent, os.W_OK):
+        raise UsageError(f"The session cannot be kept in '{session}': its folder is missing or cannot be written to.")
+    return SessionFile(session, writing=True)
 
 
 def _check_same(session: str, wanted: Asked, talk: Conversation, system: str | None) -> None:
@@ -102,7 +119,7 @@ class _Chat:
     talk: Conversation
     ask: Ask
     endings: Endings
-    session: str | None
+    session: SessionFile | None
     json: bool
     sampling: dict[str, Any]
     turns: list[dict[str, Any]] = field(default_factory=list)
@@ -117,8 +134,8 @@ class _Chat:
         try:
             self._talk()
         finally:
-            if self.saved:
-                note(f"Saved to {self.session}.")
+            if self.saved and self.session is not None:
+                note(f"Saved to {self.session.path}.")
         if self.json:
             print_json({"turns": self.turns})
         self.endings.leave()
@@ -149,7 +166,7 @@ class _Chat:
         if line == "/reset":
             self.talk.reset()
             note("The conversation is forgotten.")
-            if self.session is not None and Path(self.session).exists():
+            if self.session is not None and self.session.turns:
                 self._save()
         elif line == "/memory":
             from kvkeep.stock import memory_of

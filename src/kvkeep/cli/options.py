@@ -83,4 +83,8 @@ Chunk = Annotated[
 MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", min=1, help="The most tokens to generate.")]
 Temperature = Annotated[float, typer.Option(min=0.0, help="0 is greedy; above, tokens are sampled.")]
 Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.")]
+Sessions = Annotated[
+    str | None,
+    typer.Option(metavar="FOLDER", help="A folder of sessions by name; by default $KVKEEP_DATA/sessions."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output, and nothing else.")]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+from functools import cached_property
 from typing import Any, cast
 
 from transformers import Cache
@@ -10,8 +10,10 @@ from transformers import Cache
 from kvkeep.cache import KeepCache
 from kvkeep.decode.generate import Generation, generate
 from kvkeep.decode.prompt import Messages, encode
-from kvkeep.decode.session import Session, check_savable, load_session, save_session
+from kvkeep.decode.session import Session, Where, check_savable, load_session, save_session
+from kvkeep.decode.session_file import SessionFile
 from kvkeep.errors import KvkeepError, SessionError
+from kvkeep.models.fingerprint import fingerprint_of_tokenizer
 
 
 class Conversation:
@@ -23,9 +25,10 @@ class Conversation:
         self.ids: list[int] = []
 
     @classmethod
-    def resume(cls, model: Any, tokenizer: Any, path: str | os.PathLike[str]) -> Conversation:
-        """Continue the conversation saved at ``path``. Raises SessionError, also for other sessions."""
-        session = load_session(path, model)
+    def resume(cls, model: Any, tokenizer: Any, where: Where) -> Conversation:
+        """Continue the conversation saved at a path, or in a session that is open for writing. Raises SessionError,
+        also for other sessions."""
+        session, path = load_session(where, model), where.path if isinstance(where, SessionFile) else where
         messages = session.notes.get("messages")
         if session.cache.rows > 1:
             raise SessionError(
@@ -34,15 +37,24 @@ class Conversation:
         if not isinstance(messages, list) or not all(_is_message(message) for message in messages):
             raise SessionError(f"The session '{path}' holds no conversation; name another.")
         talk = cls(model, tokenizer, session.cache)
+        if session.tokenizer not in (None, talk._tokenizer):
+            raise SessionError(
+                f"The session '{path}' was saved with another tokenizer, to which its ids mean something else; load "
+                "that one, or start a new session."
+            )
         talk.messages = list(messages)
         talk.ids = session.ids[0] if session.ids else []
         return talk
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Save to ``path``, at once or not at all; raises SessionError."""
+    def save(self, where: Where) -> None:
+        """Save to a path, or to a session that is open for writing, at once or not at all; raises SessionError."""
         self.check_savable()
-        session = Session(cast(KeepCache, self.cache), [self.ids] if self.ids else [], {"messages": self.messages})
-        save_session(path, session)
+        ids = [self.ids] if self.ids else []
+        save_session(where, Session(cast(KeepCache, self.cache), ids, {"messages": self.messages}, self._tokenizer))
+
+    @cached_property
+    def _tokenizer(self) -> str:
+        return fingerprint_of_tokenizer(self.tokenizer)
 
     def check_savable(self) -> None:
         """Raise SessionError if a cache of this kind cannot be saved."""

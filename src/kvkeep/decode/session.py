@@ -1,34 +1,41 @@
 """Sessions: a cache saved to a file and continued without reading its tokens again.
 
 The file (:mod:`~kvkeep.decode.session_file`) holds the resident entries of every layer, the checkpoint's rows, ids and
-positions; its header the method, the budget, the lengths and the fingerprint of the model.
+positions, and beside them the method, the budget, the lengths and the fingerprints of model and tokenizer. A save
+appends what changed since the one before.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import Cache
 
 from kvkeep import transfer
 from kvkeep.cache import KeepCache
-from kvkeep.decode.session_file import SessionFile, opened, write
+from kvkeep.decode.session_file import SessionFile, empty
 from kvkeep.decode.session_layout import NAME_OF_IDS, check_restored, check_shares, check_tensors
 from kvkeep.errors import KvkeepError, SessionError, UsageError
 from kvkeep.memory.extent import Misfit
+from kvkeep.memory.rows import Rows
 from kvkeep.models.fingerprint import fingerprint
 
 _LONGEST = 2**31  # slots are int32
 _HEADER: dict[str, tuple[type, ...]] = {
     "fingerprint": (str,),
+    "tokenizer": (str, type(None)),
     "family": (str,),
     "method": (str,),
     "budget": (str, type(None)),
     "options": (dict,),
+    "entries": (int, type(None)),
+    "chunk": (int,),
     "past": (dict,),
     "notes": (dict,),
 }
@@ -40,32 +47,52 @@ _PAST: dict[str, tuple[type, ...]] = {
 
 @dataclass
 class Session:
-    """A cache, the token ids it has processed, and JSON ``notes`` of the program."""
+    """A cache, the token ids it has processed, JSON ``notes`` of the program, and the fingerprint of the tokenizer that
+    made the ids, if one did."""
 
     cache: KeepCache
     ids: list[list[int]]
     notes: dict[str, Any] = field(default_factory=dict)
+    tokenizer: str | None = None
 
 
-def save_session(path: str | os.PathLike[str], session: Session) -> None:
-    """Write ``session`` to ``path`` atomically. A link is followed; a file that is replaced keeps its mode.
+Where = str | os.PathLike[str] | SessionFile
+"""A path, or a session that is open for writing."""
 
-    Raises SessionError if the cache cannot be saved or the file not written; the previous file then remains.
+
+def save_session(where: Where, session: Session) -> None:
+    """Save ``session``, as a whole or not at all: what changed since the save before is appended. A link is followed;
+    the file keeps its mode.
+
+    Raises SessionError if the cache cannot be saved, another program has the session open, or the file cannot be
+    written; the turns saved before then remain.
     """
+    about, parts = _described(session)
+    with nullcontext(where) if isinstance(where, SessionFile) else SessionFile(where, writing=True) as file:
+        past = {} if file.about is None else file.about.get("past")
+        before = past.get("length") if isinstance(past, dict) else None
+        file.save(parts, about, session.cache.get_seq_length() - before if type(before) is int else 0)
+
+
+def _described(session: Session) -> tuple[dict[str, Any], dict[str, Tensor | Rows]]:
+    """Return what is saved of a session: plain types, and tensors by name."""
     cache = session.cache
     check_savable(cache)
     if any(len(row) != cache.get_seq_length() for row in session.ids):
         raise UsageError(f"A session is saved with the ids of the cache's {cache.get_seq_length()} tokens.")
     about = {
         "fingerprint": fingerprint(cache.model),
+        "tokenizer": session.tokenizer,
         "family": cache.geometry.model_type,
         "method": cache.method.name,
         "budget": None if cache.request.budget is None else str(cache.request.budget),
         "options": cache.request.options(),
+        "entries": cache.entries,
+        "chunk": cache.stream.chunk,
         "past": transfer.header(cache),
         "notes": session.notes,
     }
-    write(path, transfer.state(cache) | {NAME_OF_IDS: torch.tensor(session.ids, dtype=torch.int32)}, about)
+    return about, transfer.parts(cache) | {NAME_OF_IDS: torch.tensor(session.ids, dtype=torch.int32)}
 
 
 def check_savable(cache: Cache) -> None:
@@ -79,19 +106,27 @@ def check_savable(cache: Cache) -> None:
         )
 
 
-def load_session(path: str | os.PathLike[str], model: Any) -> Session:
-    """Return the session saved at ``path``, ready to be continued with ``model``.
+def load_session(where: Where, model: Any) -> Session:
+    """Return the session that was saved, ready to be continued with ``model``.
 
     Everything in the file is checked before it is used. Raises SessionError for a file that is not a session, is
     damaged, or was saved with another model.
     """
-    with opened(path) as file:
-        try:
-            return _restored(file, model)
-        except SessionError as error:
-            raise SessionError(f"The session '{path}' cannot be continued: {error}") from error.__cause__
-        except KvkeepError as error:  # a method or folder that this machine does not have
-            raise SessionError(f"The session '{path}' cannot be continued here: {error}") from error
+    if isinstance(where, SessionFile):
+        return _loaded(where, model)
+    with SessionFile(where) as file:
+        return _loaded(file, model)
+
+
+def _loaded(file: SessionFile, model: Any) -> Session:
+    if file.about is None:
+        raise empty(file.path)
+    try:
+        return _restored(file, model)
+    except SessionError as error:
+        raise SessionError(f"The session '{file.path}' cannot be continued: {error}") from error.__cause__
+    except KvkeepError as error:  # a method or folder that this machine does not have
+        raise SessionError(f"The session '{file.path}' cannot be continued here: {error}") from error
 
 
 def _restored(file: SessionFile, model: Any) -> Session:
@@ -112,6 +147,11 @@ def _restored(file: SessionFile, model: Any) -> Session:
         if past["shares"] is not None:
             check_shares(cache, past["shares"], past["rows"])
             cache.go_on(past["shares"])
+        if (cache.entries, cache.stream.chunk) != (about["entries"], about["chunk"]):
+            raise SessionError(
+                f"it was saved with {about['entries']} entries a layer and chunks of {about['chunk']} tokens, and its "
+                f"budget is {cache.entries} and {cache.stream.chunk} here; start a new one."
+            )
         check_tensors(cache, file.stored, past)
         names = set(file.stored) - {NAME_OF_IDS}
         transfer.restore(cache, names, file.tensor, past)
@@ -122,7 +162,7 @@ def _restored(file: SessionFile, model: Any) -> Session:
         raise
     except Exception as error:  # restoring malformed tensors may raise anything
         raise _odd(f"its tensors are not those of a cache of method '{cache.method.name}'") from error
-    return Session(cache, file.tensor(NAME_OF_IDS).tolist(), about["notes"])
+    return Session(cache, file.tensor(NAME_OF_IDS).tolist(), about["notes"], about["tokenizer"])
 
 
 def _empty(about: dict[str, Any], model: Any) -> KeepCache:

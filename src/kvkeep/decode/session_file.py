@@ -1,33 +1,33 @@
-"""The file of a session: safetensors with one checksum over all of it.
+"""The file of a session: its tensors by name as pages of a :class:`~kvkeep.decode.journal.Journal`.
 
-The checksum (SHA-256) is the first entry of the header, at a fixed offset; it is taken over the whole file with zeros
-at that offset. A file that differs in any bit is refused.
+A tensor is a row of spans along the axis on which it may grow; each span is a page. A save compares the spans that the
+file has with the tensor, keeps those that are the same, and appends the rest. So a tensor that grew takes its new rows,
+one that was cropped is written from there on, and one that changed as a whole is written anew. When more of the file is
+dead than alive, it is written anew.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
-from typing import IO, Any
+from typing import Any, NamedTuple, Self
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from kvkeep.decode.journal import HEADER, Journal, Writer, damaged, digest_of, unwritable
 from kvkeep.errors import SessionError
-from kvkeep.files import write_whole
+from kvkeep.memory.rows import Rows
 
-FORMAT = 3
+PAGE_BYTES = 1 << 17
+"""Bytes of a full page, one row at least."""
+SLACK = 1 << 16
+"""Dead bytes that are always allowed."""
 
-_BEFORE = b'{"__metadata__":{"checksum":"'
-_BLANK = b"0" * 64
-_PLACE = 8 + len(_BEFORE)  # of the checksum, behind the header's length
-_BLOCK = 1 << 20
 _NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -52,98 +52,321 @@ class Stored:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
+    @classmethod
+    def of(cls, part: Tensor | Rows) -> Stored:
+        """Return the form of a tensor, or of all rows of a store, which has some."""
+        if isinstance(part, Tensor):
+            return cls(tuple(part.shape), part.dtype)
+        _, row = next(part.read(part.first, part.first + 1))
+        return cls((*row.shape[:-2], part.length - part.first, row.shape[-1]), row.dtype)
+
+    @property
+    def axis(self) -> int:
+        """Where such a tensor grows, if it does: entries are before their width."""
+        return len(self.shape) - (2 if len(self.shape) > 2 else 1)
+
+    @property
+    def rows(self) -> int:
+        """Its length along that axis; 1 for a single number."""
+        return self.shape[self.axis] if self.shape else 1
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        size = self.dtype.itemsize
+        for axis, length in enumerate(self.shape):
+            size *= length if axis != self.axis else 1
+        return size
+
+    @property
+    def page_rows(self) -> int:
+        """Rows of a full page."""
+        return max(1, PAGE_BYTES // max(self.row_bytes, 1))
+
+
+class Span(NamedTuple):
+    """Rows of a tensor: ``rows`` of the page at ``place``, behind its first ``skip``."""
+
+    rows: int
+    place: int
+    skip: int
+
+
+@dataclass(frozen=True)
+class _Held:
+    form: Stored
+    spans: list[Span]
+
 
 class SessionFile:
-    """An open file with a valid checksum. about: the JSON beside the tensors; stored: shapes and dtypes by name."""
+    """A session on disk. about: the JSON beside the tensors, None before the first turn; stored: shapes and dtypes by
+    name; turns: how often it was saved; created, saved: seconds since 1970.
 
-    def __init__(self, about: Any, file: Any) -> None:
-        self.about, self._file = about, file
-        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-        self.stored = {name: Stored(tuple(one.get_shape()), _DTYPES[one.get_dtype()]) for name, one in slices.items()}
+    Raises SessionError, also where another program writes (``writing``).
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, writing: bool = False) -> None:
+        self._journal: Journal = Writer(path) if writing else Journal(path)
+        try:
+            self._fold()
+        except (LookupError, ValueError, TypeError, AttributeError, RecursionError) as error:
+            self.close()
+            raise damaged(self._journal.path) from error
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file; another program may write to it."""
+        self._journal.close()
+
+    def remove(self) -> None:
+        """Remove a session that is open for writing."""
+        assert isinstance(self._journal, Writer)
+        self._journal.remove()
+
+    # -- reading ------------------------------------------------------------------------------------
+
+    @property
+    def path(self) -> str:
+        """Where it is."""
+        return str(self._journal.path)
+
+    @property
+    def stored(self) -> dict[str, Stored]:
+        """Shapes and dtypes by name."""
+        return {name: held.form for name, held in self._table.items()}
 
     def tensor(self, name: str) -> Tensor:
-        """Read one tensor."""
-        return self._file.get_tensor(name)
+        """Read one tensor. Raises SessionError where its bytes are not what was written."""
+        held = self._table[name]
+        form, start = held.form, 0
+        whole = torch.empty(form.shape, dtype=form.dtype)
+        for span in held.spans:
+            own = whole.narrow(form.axis, start, span.rows) if form.shape else whole
+            own.copy_(_rows(self._journal, form, span))
+            start += span.rows
+        return whole
 
+    def _fold(self) -> None:
+        """Apply all turns, one after the other."""
+        self.about: Any = None
+        self.turns, self.created, self.saved = 0, time.time(), time.time()
+        self._notes: Any = {}
+        self._table: dict[str, _Held] = {}
+        for payload in self._journal.turns:
+            turn = json.loads(payload)
+            self._table = {
+                name: self._grown(name, _DTYPES[dtype], shape, kept, spans)
+                for name, (dtype, shape, kept, spans) in turn["tensors"].items()
+            }
+            self._notes = _with(turn["notes"], self._notes)
+            self.about = turn["about"]
+            self.turns, self.created, self.saved = int(turn["turn"]), float(turn["created"]), float(turn["saved"])
+        for held in self._table.values():
+            self._check(held)
+        if self._journal.turns:
+            self.about = self.about | {"notes": self._notes}
 
-def write(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], about: dict[str, Any]) -> None:
-    """Write ``tensors`` (copied to the host one at a time) and ``about`` (plain types) to ``path`` atomically. Raises
-    SessionError if the file cannot be written; the previous file then remains."""
-    table = _table(tensors)
-    metadata = {"checksum": _BLANK.decode(), "format": str(FORMAT), "kvkeep": json.dumps(about)}
-    header = json.dumps({"__metadata__": metadata, **table}, separators=(",", ":")).encode()
-    header += b" " * (-len(header) % 8)
+    def _grown(self, name: str, dtype: torch.dtype, shape: list[int], kept: int, spans: list[Any]) -> _Held:
+        before = self._table[name].spans[:kept] if kept else []
+        return _Held(Stored(tuple(shape), dtype), [*before, *(Span(*map(int, span)) for span in spans)])
 
-    def fill(file: IO[bytes]) -> None:
-        digest = hashlib.sha256()
-        for piece in (len(header).to_bytes(8, "little"), header, *map(_bytes, tensors.values())):
-            digest.update(piece)
-            file.write(piece)
-        file.seek(_PLACE)
-        file.write(digest.hexdigest().encode())
+    def _check(self, held: _Held) -> None:
+        """Raise ValueError unless the spans are as long as the tensor, so that no more is allocated than was stored."""
+        form = held.form
+        if any(type(size) is not int or size < 0 for size in form.shape):
+            raise ValueError("a shape")
+        for rows, place, skip in held.spans:
+            length = self._journal.pages[place][0]
+            if (
+                not form.row_bytes
+                or length % form.row_bytes
+                or rows < 1
+                or not 0 <= skip <= length // form.row_bytes - rows
+            ):
+                raise ValueError("a span")
+        if sum(span.rows for span in held.spans) != (form.rows if form.row_bytes else 0):
+            raise ValueError("spans")
 
-    try:
-        write_whole(path, fill)
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise SessionError(f"The session cannot be written to '{path}': {reason}.") from error
+    # -- writing ------------------------------------------------------------------------------------
 
-
-def _table(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    table, stop = {}, 0
-    for name, tensor in tensors.items():
-        if tensor.dtype not in _NAMES:
-            raise SessionError(f"The session cannot be saved: its file format has no {tensor.dtype} ('{name}').")
-        start, stop = stop, stop + tensor.nbytes
-        table[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, stop]}
-    return table
-
-
-def _bytes(tensor: Tensor) -> Any:
-    """Return the bytes of a tensor, copied only if it is not contiguous on the host."""
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-
-
-@contextmanager
-def opened(path: str | os.PathLike[str]) -> Iterator[SessionFile]:
-    """Yield the session file at ``path``. Raises SessionError if it is missing, damaged or of another version."""
-    if not Path(path).is_file():
-        raise SessionError(f"There is no session at '{path}': no such file.")
-    with ExitStack() as stack:
+    def save(self, parts: Mapping[str, Tensor | Rows], about: dict[str, Any], added: int = 0) -> None:
+        """Append what ``parts`` (copied to the host a page at a time) and ``about`` (plain types) have that the file
+        has not. added: slots since the save before, by which windows moved. After an error the file is what it was.
+        Raises SessionError."""
+        writer, notes = self._journal, json.loads(json.dumps(about.get("notes", {})))  # not what goes on being changed
+        assert isinstance(writer, Writer)
         try:
-            known, holds = _checked(path)
-            if known and not holds:
-                raise _damaged(path)
-            file = stack.enter_context(safe_open(path, framework="pt"))
-            metadata = file.metadata() or {}
-            if not known or metadata["format"] != str(FORMAT):
-                raise _foreign(path, metadata)
-            session = SessionFile(json.loads(metadata["kvkeep"]), file)
+            try:
+                table, told = self._append(writer, parts, self._table, added), _beyond(notes, self._notes)
+                writer.commit(self._turn(self.turns + 1, table, self._table, told, about))
+            except BaseException:
+                writer.undo()
+                raise
         except OSError as error:
-            raise SessionError(
-                f"The session '{path}' cannot be read: {(error.strerror or 'it is damaged or cut short').lower()}."
-            ) from error
-        except (SafetensorError, KeyError, ValueError, RecursionError) as error:
-            raise _damaged(path) from error
-        yield session
+            raise unwritable(writer.path, error) from error
+        self._table, self._notes, self.about = table, notes, about | {"notes": notes}
+        self.turns += 1
+        if self._wasteful():
+            with suppress(OSError):  # the turn is saved; the next one tries again
+                writer.rewrite(lambda fresh: self._anew(fresh, parts, about))
+                self._fold()
+
+    def copy(self, path: str | os.PathLike[str]) -> None:
+        """Write the session to a file of its own, which must not be there. Raises SessionError, also where a page is
+        damaged."""
+        if self.about is None:
+            raise empty(self.path)
+        with SessionFile(path, writing=True) as twin:
+            if twin.turns:
+                raise SessionError(f"There is a session at '{path}' already; remove it, or name another file.")
+            twin.turns, twin.created = self.turns - 1, self.created
+            twin.save(_Tensors(self), self.about)
+
+    def _anew(self, fresh: Writer, parts: Mapping[str, Tensor | Rows], about: dict[str, Any]) -> None:
+        table = self._append(fresh, parts, {})
+        fresh.commit(self._turn(self.turns, table, {}, _beyond(about.get("notes", {}), {}), about))
+
+    @staticmethod
+    def _append(
+        writer: Writer, parts: Mapping[str, Tensor | Rows], before: dict[str, _Held], added: int = 0
+    ) -> dict[str, _Held]:
+        table = {}
+        for name, part in parts.items():
+            form = Stored.of(part)
+            if form.dtype not in _NAMES:
+                raise SessionError(f"The session cannot be saved: its file format has no {form.dtype} ('{name}').")
+            spans = _kept(part, form, before[name], writer, added) if name in before else []
+            start, total = sum(span.rows for span in spans), form.rows if form.row_bytes else 0
+            for low in range(start, total, form.page_rows):
+                rows = min(form.page_rows, total - low)
+                data = _bytes(part, form, low, rows)
+                spans.append(Span(rows, writer.add([data], digest_of([data])), 0))
+            table[name] = _Held(form, spans)
+        return table
+
+    def _turn(
+        self, number: int, table: dict[str, _Held], before: dict[str, _Held], notes: Any, about: dict[str, Any]
+    ) -> bytes:
+        tensors = {}
+        for name, held in table.items():
+            known = before[name].spans if name in before else []
+            kept = next((at for at, (own, old) in enumerate(zip(held.spans, known, strict=False)) if own != old), None)
+            kept = min(len(known), len(held.spans)) if kept is None else kept
+            tensors[name] = [_NAMES[held.form.dtype], held.form.shape, kept, held.spans[kept:]]
+        self.saved = time.time()
+        turn = {"turn": number, "created": self.created, "saved": self.saved, "tensors": tensors}
+        rest = {name: value for name, value in about.items() if name != "notes"}
+        return json.dumps(turn | {"notes": notes, "about": rest}, separators=(",", ":")).encode()
+
+    def _wasteful(self) -> bool:
+        """Return whether more of the file is dead than alive, or it is in many more pages than it needs."""
+        journal, places = self._journal, {span.place for held in self._table.values() for span in held.spans}
+        living = sum(HEADER.size + journal.pages[place][0] for place in places) + len(journal.turns[-1])
+        needed = sum(-(-held.form.rows // held.form.page_rows) for held in self._table.values())
+        return (
+            journal.end > 2 * living + SLACK or sum(len(held.spans) for held in self._table.values()) > 4 * needed + 999
+        )
 
 
-def _checked(path: str | os.PathLike[str]) -> tuple[bool, bool]:
-    """Return whether a file has a checksum at the offset of this version, and whether it is valid."""
-    with open(path, "rb") as file:
-        start = file.read(_PLACE)
-        stated = file.read(len(_BLANK))
-        digest = hashlib.sha256(start + _BLANK)
-        while block := file.read(_BLOCK):
-            digest.update(block)
-    return start[8:] == _BEFORE, stated == digest.hexdigest().encode()
+class _Tensors(Mapping[str, Tensor]):
+    """The tensors of a session file, read one at a time."""
+
+    def __init__(self, file: SessionFile) -> None:
+        self._file = file
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._file.tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file.stored)
+
+    def __len__(self) -> int:
+        return len(self._file.stored)
 
 
-def _foreign(path: str | os.PathLike[str], metadata: Mapping[str, str]) -> SessionError:
-    if "kvkeep" not in metadata:
-        return SessionError(f"'{path}' is not a session of kvkeep; name another file.")
-    return SessionError(f"The session '{path}' was saved by another version of kvkeep; start a new one.")
+def empty(path: str) -> SessionError:
+    """Return the error for a session whose first turn was not saved."""
+    return SessionError(f"There is no session at '{path}': its first turn was never saved.")
 
 
-def _damaged(path: str | os.PathLike[str]) -> SessionError:
-    return SessionError(f"The session '{path}' cannot be read: it is damaged or cut short; start a new one.")
+def _kept(part: Tensor | Rows, form: Stored, before: _Held, writer: Writer, added: int) -> list[Span]:
+    """Return the spans of ``before`` that ``part`` begins with: the first ones, or those of a window that moved on."""
+    if (before.form.dtype, before.form.row_bytes) != (form.dtype, form.row_bytes) or not form.shape:
+        return []
+    moved = added + before.form.rows - form.rows
+    for gone in (0, moved) if 0 < moved < before.form.rows else (0,):
+        kept: list[Span] = []
+        start = 0
+        for rows, place, skip in before.spans:
+            over = min(gone, rows)
+            gone -= over
+            span = Span(rows - over, place, skip + over)
+            if not span.rows:
+                continue
+            if start + span.rows > form.rows or not _same(part, form, start, span, writer):
+                break
+            kept.append(span)
+            start += span.rows
+        if kept:
+            return kept
+    return []
+
+
+def _same(part: Tensor | Rows, form: Stored, start: int, span: Span, writer: Writer) -> bool:
+    """Return whether the rows of ``part`` from ``start`` on are those of ``span``."""
+    length, digest = writer.pages[span.place]
+    own = digest_of([_bytes(part, form, start, span.rows)])
+    if length == span.rows * form.row_bytes:
+        return own == digest
+    rows = _rows(writer, form, span)
+    return own == digest_of([_bytes(rows, form, 0, span.rows)])
+
+
+def _rows(journal: Journal, form: Stored, span: Span) -> Tensor:
+    """Read the rows of ``span``."""
+    page = torch.frombuffer(bytearray(journal.page(span.place)), dtype=form.dtype)
+    if not form.shape:
+        return page[0]
+    shape = (*form.shape[: form.axis], -1, *form.shape[form.axis + 1 :])
+    return page.view(shape).narrow(form.axis, span.skip, span.rows)
+
+
+def _bytes(part: Tensor | Rows, form: Stored, start: int, rows: int) -> Any:
+    """Return the bytes of some rows, copied only if they are not contiguous on the host."""
+    if isinstance(part, Tensor):
+        own = part.detach().narrow(form.axis, start, rows) if form.shape else part.detach()
+    else:
+        pieces = [piece.detach() for _, piece in part.read(part.first + start, part.first + start + rows)]
+        own = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=-2)
+    return own.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def _beyond(notes: Any, before: Any) -> dict[str, Any]:
+    """Return what :func:`_with` needs to make ``notes`` of ``before``: of lists, what follows the part they share."""
+    told: dict[str, Any] = {}
+    for name, value in notes.items():
+        old = before.get(name)
+        if isinstance(value, list):
+            shared = 0
+            for own, other in zip(value, old if isinstance(old, list) else [], strict=False):
+                if own != other:
+                    break
+                shared += 1
+            told[name] = [shared, value[shared:]]
+        else:
+            told[name] = [None, value]
+    return told
+
+
+def _with(told: dict[str, Any], before: Any) -> dict[str, Any]:
+    return {
+        name: value if kept is None else [*before.get(name, [])[:kept], *value] for name, (kept, value) in told.items()
+    }

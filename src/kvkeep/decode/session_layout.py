@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from kvkeep import transfer
 from kvkeep.cache import KeepCache
@@ -143,8 +142,8 @@ def check_restored(cache: KeepCache, file: SessionFile, past: dict[str, Any]) ->
             held.check()
     if cache.positions is not None:
         cache.positions.check(rows, length, len(cache.layers))
-    again = transfer.state(cache)
-    forms = {name: Stored(tuple(one.shape), one.dtype) for name, one in again.items()}
+    again = transfer.parts(cache)
+    forms = {name: Stored.of(one) for name, one in again.items()}
     if forms != {name: one for name, one in file.stored.items() if name != NAME_OF_IDS}:
         raise Misfit(f"it does not hold the tensors of method '{cache.method.name}'")
     vocabulary = cache.model.get_input_embeddings().num_embeddings
@@ -153,11 +152,16 @@ def check_restored(cache: KeepCache, file: SessionFile, past: dict[str, Any]) ->
             within(name, file.tensor(name), 0, vocabulary)
     if "positions" in again:
         looked_up = getattr(decoder_of(cache.model), "rotary_emb", None) is None
-        within("positions", again["positions"], 0, (cache.geometry.max_positions if looked_up else None) or 2**31)
-    _check_dtype(cache, again)
+        within(
+            "positions",
+            cache.ledger.positions.view(),
+            0,
+            (cache.geometry.max_positions if looked_up else None) or 2**31,
+        )
+    _check_dtype(cache, forms)
 
 
-def _check_dtype(cache: KeepCache, tensors: Mapping[str, Tensor]) -> None:
+def _check_dtype(cache: KeepCache, tensors: Mapping[str, Stored]) -> None:
     """Raise Misfit unless all entries are of one dtype: the model's, or a 16-bit one if it ran under autocast."""
     own = next(cache.model.parameters()).dtype
     found = {one.dtype for name, one in tensors.items() if _ENTRIES.fullmatch(name)}

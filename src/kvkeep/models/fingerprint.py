@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from operator import itemgetter
 from typing import Any
 
@@ -10,16 +11,23 @@ import torch
 
 from kvkeep.geometry import ModelGeometry
 
+_SETTINGS = ("rope", "rotary", "eps", "hidden_act", "activation", "softcap", "multiplier", "scal")
+"""In the names of settings that change keys. Not all settings: others differ by the version of transformers."""
+
 
 @torch.no_grad()
 def fingerprint(model: Any) -> str:
-    """Return 32 hex digits of all that entries depend on: family, layers and windows, dtype and weights.
+    """Return 32 hex digits of all that entries depend on: family, layers and windows, dtype, weights, and the settings
+    that are in no weight (rotation, norms, scales).
 
     Some sixteen elements of every parameter and buffer (packed weights are buffers) are read: a fine-tuned or
     re-quantised copy differs; a large model takes milliseconds.
     """
     geometry = ModelGeometry.from_config(model.config, next(model.parameters()).dtype.itemsize)
     digest = hashlib.sha256(repr(geometry).encode())
+    settings = model.config.get_text_config().to_dict()
+    told = {name: value for name, value in settings.items() if any(part in name for part in _SETTINGS)}
+    digest.update(json.dumps(told, sort_keys=True, default=str).encode())
     lasting = model.state_dict().keys()  # tables of positions are not, and may grow
     buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in lasting)
     for name, tensor in sorted([*model.named_parameters(), *buffers], key=itemgetter(0)):
@@ -28,3 +36,9 @@ def fingerprint(model: Any) -> str:
         digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
         digest.update((sample.float() if sample.is_floating_point() else sample).numpy().tobytes())
     return digest.hexdigest()[:32]
+
+
+def fingerprint_of_tokenizer(tokenizer: Any) -> str:
+    """Return 32 hex digits of what token ids mean: the vocabulary."""
+    table = sorted(tokenizer.get_vocab().items(), key=itemgetter(1, 0))
+    return hashlib.sha256(json.dumps(table).encode()).hexdigest()[:32]

@@ -1,4 +1,4 @@
-"""Where kvkeep keeps files of its own: converted models and checkpoints on disk."""
+"""Where kvkeep keeps files of its own: converted models, checkpoints on disk, and sessions."""
 
 from __future__ import annotations
 
@@ -11,9 +11,19 @@ from kvkeep.errors import UsageError
 def cache_folder() -> Path:
     """Return the user's cache folder for kvkeep: ``$KVKEEP_CACHE``, or ``kvkeep`` in the XDG cache home.
     Raises UsageError where the user has no home."""
+    return _folder("KVKEEP_CACHE", "XDG_CACHE_HOME", ".cache")
+
+
+def data_folder() -> Path:
+    """Return the user's folder for what kvkeep must not lose: ``$KVKEEP_DATA``, or ``kvkeep`` in the XDG data home.
+    Raises UsageError where the user has no home."""
+    return _folder("KVKEEP_DATA", "XDG_DATA_HOME", ".local/share")
+
+
+def _folder(variable: str, home: str, within: str) -> Path:
     try:
-        if own := os.environ.get("KVKEEP_CACHE"):
+        if own := os.environ.get(variable):
             return Path(own).expanduser()
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvkeep"
+        return Path(os.environ.get(home) or Path.home() / within) / "kvkeep"
     except RuntimeError as error:
-        raise UsageError("There is no home folder to keep files in; set KVKEEP_CACHE to a folder.") from error
+        raise UsageError(f"There is no home folder to keep files in; set {variable} to a folder.") from error

@@ -1,0 +1,124 @@
+"""``kvkeep sessions``: a folder of saved sessions by name."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from kvkeep.cli import options
+from kvkeep.cli.output import note, print_json, show, size
+
+if TYPE_CHECKING:
+    from kvkeep.decode.session_store import SessionInfo, SessionStore
+
+app = typer.Typer(
+    help="List, show, remove, export and import saved sessions.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Name = Annotated[str, typer.Argument(metavar="NAME", help="A session: a word, or owner/name.")]
+File = Annotated[Path, typer.Argument(metavar="FILE", help="A session in a file of its own.")]
+
+
+@app.command("list")
+def list_(
+    owner: Annotated[str | None, typer.Option(help="Only the sessions of this owner.")] = None,
+    sessions: options.Sessions = None,
+    json: options.Json = False,
+) -> None:
+    """List the sessions, last used first."""
+    found = _store(sessions).sessions(owner)
+    if json:
+        print_json({"sessions": [_facts(info) for info in found]})
+        return
+    table = Table(box=None, header_style="bold")
+    for heading in ("session", "size", "used", "turns", "tokens", "method", "budget", "model"):
+        table.add_column(heading, justify="right" if heading in ("size", "turns", "tokens") else "left")
+    for info in found:
+        about = [str(info.turns), str(info.tokens), info.method or "", info.budget or "none", info.family or ""]
+        rest = about if info.problem is None else ["", "", "cannot be read", "", ""]
+        used = "now" if info.held else f"{_age(info.used)} ago"
+        table.add_row(info.name, size(info.bytes), used, *rest)
+    show(table)
+    note(f"{len(found)} sessions, {size(sum(info.bytes for info in found))}.")
+
+
+@app.command("show")
+def show_(name: Name, sessions: options.Sessions = None, json: options.Json = False) -> None:
+    """Show what is known about a session."""
+    info = _store(sessions).info(name)
+    if json:
+        print_json(_facts(info))
+        return
+    table = Table(box=None, show_header=False)
+    lines = {
+        "session": info.name,
+        "file": info.path,
+        "size": size(info.bytes),
+        "used": "now" if info.held else f"{_age(info.used)} ago",
+    }
+    if info.problem is not None or info.created is None:
+        lines["problem"] = info.problem or ""
+    else:
+        lines |= {"age": _age(info.created), "turns": str(info.turns), "tokens": str(info.tokens)}
+        lines |= {"method": info.method or "", "budget": info.budget or "none", "model": info.family or ""}
+    for what, value in lines.items():
+        table.add_row(what, value)
+    show(table)
+
+
+@app.command("rm")
+def rm(name: Name, sessions: options.Sessions = None, json: options.Json = False) -> None:
+    """Remove a session that nobody uses."""
+    _store(sessions).remove(name)
+    _done(f"Removed {name}.", {"removed": name}, json)
+
+
+@app.command("export")
+def export(name: Name, file: File, sessions: options.Sessions = None, json: options.Json = False) -> None:
+    """Copy a session to a file, which 'kvkeep chat --session' and 'kvkeep sessions import' take."""
+    _store(sessions).export(name, file)
+    _done(f"Wrote {name} to {file}.", {"exported": name, "file": str(file)}, json)
+
+
+@app.command("import")
+def import_(file: File, name: Name, sessions: options.Sessions = None, json: options.Json = False) -> None:
+    """Copy a session from a file, every byte of it checked."""
+    _store(sessions).add(file, name)
+    _done(f"Imported {file} as {name}.", {"imported": name, "file": str(file)}, json)
+
+
+def _store(folder: str | None) -> SessionStore:
+    from kvkeep.decode.session_store import SessionStore
+    from kvkeep.models.folders import data_folder
+
+    return SessionStore(data_folder() / "sessions" if folder is None else Path(folder))
+
+
+def _done(sentence: str, facts: dict[str, Any], json: bool) -> None:
+    if json:
+        print_json(facts)
+    else:
+        note(sentence)
+
+
+def _facts(info: SessionInfo) -> dict[str, Any]:
+    now = time.time()
+    ages = {"unused_s": now - info.used, "age_s": None if info.created is None else now - info.created}
+    return {name: value for name, value in asdict(info).items() if name not in ("used", "created")} | ages
+
+
+def _age(since: float) -> str:
+    """Return a time ago in one unit."""
+    passed = max(time.time() - since, 0)
+    for unit, scale in (("d", 86400), ("h", 3600), ("min", 60)):
+        if passed >= scale:
+            return f"{passed / scale:.0f} {unit}"
+    return f"{passed:.0f} s"

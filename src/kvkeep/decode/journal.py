@@ -1,0 +1,373 @@
+"""The journal: an append-only file of checksummed records, with one writer.
+
+A record is a header of 32 bytes (kind, length, BLAKE2b of the payload, CRC-32 of the header) and its payload:
+
+* a *page* holds bytes; it counts once a turn that follows it is complete;
+* a *lease* numbers a writer: a turn of a lower number than the last lease is void;
+* a *turn* is the commit, written after everything before it was flushed to the disk.
+
+A process that is killed leaves a record that is cut short, which is cut off; a record that is whole and wrong is
+damage, and refused. The writer holds a lock that the system frees with its process, and checks its lease before every
+turn, for places where a lock reaches no further than a machine.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import struct
+import time
+import zlib
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from hashlib import blake2b
+from io import FileIO
+from pathlib import Path
+from typing import IO, Any, Self
+
+from kvkeep.errors import SessionError
+from kvkeep.files import write_whole
+
+try:
+    import fcntl
+except ImportError:  # Windows: leases alone keep writers apart
+    fcntl = None  # type: ignore[assignment]
+
+MAGIC = b"kvkeep4\n"
+HEADER = struct.Struct("<4sQ16sI")
+_PAGE, _LEASE, _TURN = b"page", b"leas", b"turn"
+_NUMBER = struct.Struct("<Q")
+_PATIENCE_S = 0.1  # another process may hold the lock for a moment to look whether anyone does
+
+Pieces = Iterable[Any]  # objects with bytes
+
+
+def digest_of(pieces: Pieces) -> bytes:
+    """Return 16 bytes that stand for the bytes of ``pieces``, one after the other."""
+    digest = blake2b(digest_size=16)
+    for piece in pieces:
+        digest.update(piece)
+    return digest.digest()
+
+
+class Journal:
+    """A journal that is read. turns: the payload of every turn; pages: length and digest of each page by its place;
+    end: where the last turn ends. Raises SessionError for a file that is missing, no journal, or damaged."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(os.path.realpath(path))
+        if not self.path.is_file():
+            raise SessionError(f"There is no session at '{path}': no such file.")
+        try:
+            self._file = FileIO(str(self.path), "r")
+        except OSError as error:
+            raise _unreadable(self.path, error) from error
+        self._start()
+
+    def _start(self) -> None:
+        try:
+            self._scan()
+        except OSError as error:
+            self._file.close()
+            raise _unreadable(self.path, error) from error
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def page(self, place: int) -> bytes:
+        """Return the payload of the page at ``place``. Raises SessionError unless it is what was written."""
+        length, digest = self.pages[place]
+        data = self._read(place + HEADER.size, length)
+        if digest_of([data]) != digest:
+            raise damaged(self.path)
+        return data
+
+    def _read(self, place: int, length: int) -> bytes:
+        self._file.seek(place)
+        data = self._file.read(length)
+        while len(data) < length and (more := self._file.read(length - len(data))):
+            data += more
+        return data
+
+    def _scan(self) -> None:
+        """Read all records but the payloads of pages."""
+        self.turns: list[bytes] = []
+        self.pages: dict[int, tuple[int, bytes]] = {}
+        self.end = self.lease = 0
+        size = self._file.seek(0, os.SEEK_END)
+        start = self._read(0, len(MAGIC))
+        if start != MAGIC:
+            if not MAGIC.startswith(start):
+                raise _foreign(self.path, start, self._read(0, 1024))
+            return
+        place = self.end = len(MAGIC)
+        pending: dict[int, tuple[int, bytes]] = {}
+        while (header := self._header(place, size)) is not None:
+            kind, length, digest = header
+            if kind == _PAGE:
+                pending[place] = length, digest
+            else:
+                payload = self._read(place + HEADER.size, length)
+                if digest_of([payload]) != digest:
+                    raise damaged(self.path)
+                (number,) = _NUMBER.unpack_from(payload)
+                if kind == _LEASE:
+                    self.lease = max(self.lease, number)
+                elif number == self.lease:  # else of a writer that another one had followed
+                    self.turns.append(payload[_NUMBER.size :])
+                    self.pages |= pending
+                    self.end, pending = place + HEADER.size + length, {}
+            place += HEADER.size + length
+
+    def _header(self, place: int, size: int) -> tuple[bytes, int, bytes] | None:
+        """Return kind, length and digest of the record at ``place``, None where it is cut short."""
+        raw = self._read(place, HEADER.size)
+        if len(raw) < HEADER.size:
+            return None
+        kind, length, digest, check = HEADER.unpack(raw)
+        if zlib.crc32(raw[:-4]) != check or kind not in (_PAGE, _LEASE, _TURN):
+            if not any(raw) and not any(self._read(place, size - place)):
+                return None  # after a power cut: room for a record whose bytes never arrived
+            raise damaged(self.path)
+        if kind != _PAGE and length < _NUMBER.size:
+            raise damaged(self.path)
+        return None if place + HEADER.size + length > size else (kind, length, digest)
+
+
+class Writer(Journal):
+    """The only writer of a journal, which is made where there is none; what follows the last turn is cut off. A file
+    that was never given a turn is gone again when it is closed. Raises SessionError where another one writes, or the
+    file cannot be written."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(os.path.realpath(path))
+        try:
+            self._file = _locked(self.path)
+        except OSError as error:
+            raise unwritable(self.path, error) from error
+        self._named = True  # the file is at its path
+        self._start()
+        try:
+            self._begin()
+        except OSError as error:
+            self.close()
+            raise unwritable(self.path, error) from error
+
+    @classmethod
+    def _on(cls, path: Path, file: FileIO, lease: int) -> Self:
+        """Return a writer of an empty open file that is to be at ``path``. lease: the last one there."""
+        writer = cls.__new__(cls)
+        writer.path, writer._file, writer._named = path, file, False
+        writer._scan()
+        writer.lease = lease
+        writer._begin()
+        return writer
+
+    def _begin(self) -> None:
+        """Append a lease to the last turn."""
+        self._known = {digest: place for place, (_, digest) in self.pages.items()}
+        self._fresh: list[int] = []
+        self.lease += 1
+        self._file.truncate(self.end)
+        self._place = self.end
+        if new := not self._place:
+            self._write(MAGIC)
+        self._own = self._place
+        self._record(_LEASE, [_NUMBER.pack(self.lease), os.urandom(16)])
+        os.fsync(self._file.fileno())
+        if new and self._named:
+            _sync_name(self.path)
+        self.end, self._owns = self._place, False  # checked in every turn
+        self._proof = self._read(self._own, self.end - self._own)
+
+    def close(self) -> None:
+        """Release the session."""
+        if not self._file.closed:
+            if not self.turns:
+                with suppress(OSError):
+                    if _is_at(self._file, self.path):
+                        self.path.unlink()
+            self._file.close()
+
+    def remove(self) -> None:
+        """Remove the file, and release it."""
+        self.path.unlink()
+        self._file.close()
+
+    def add(self, pieces: list[Any], digest: bytes) -> int:
+        """Return the place of a page with the bytes of ``pieces``, which is appended unless it is there."""
+        if digest not in self._known:
+            if not self._fresh:
+                self._check_lease()
+            place = self._place
+            length = self._record(_PAGE, pieces, digest)
+            self.pages[place], self._known[digest] = (length, digest), place
+            self._fresh.append(place)
+        return self._known[digest]
+
+    def commit(self, payload: bytes) -> None:
+        """Append a turn: ``payload`` and the pages added before it count from here on. Raises SessionError if another
+        writer has followed."""
+        os.fsync(self._file.fileno())
+        self._check_lease()
+        self._record(_TURN, [_NUMBER.pack(self.lease), payload])
+        os.fsync(self._file.fileno())
+        self.turns.append(payload)
+        self.end, self._fresh, self._owns = self._place, [], False
+
+    def undo(self) -> None:
+        """Take back what was added since the last turn."""
+        for place in self._fresh:
+            del self._known[self.pages.pop(place)[1]]
+        self._fresh, self._place = [], self.end
+        if self._owns:  # else nothing was written
+            with suppress(OSError):
+                self._file.truncate(self.end)
+        self._owns = False
+
+    def rewrite(self, fill: Callable[[Self], None]) -> None:
+        """Replace the file by one that ``fill`` writes and commits to, as a whole or not at all."""
+        made: list[Self] = []
+
+        def write(file: IO[bytes]) -> None:
+            for earlier in made:  # this may be called twice
+                earlier._file.close()
+            own = FileIO(os.dup(file.fileno()), "r+")
+            _lock(own)
+            made[:] = [self._on(self.path, own, self.lease)]
+            fill(made[0])
+
+        self._check_lease()
+        try:
+            write_whole(self.path, write)
+        except BaseException:
+            for one in made:
+                one._file.close()
+            raise
+        self._file.close()
+        self.__dict__ = made[0].__dict__
+        self._named = True
+        _sync_name(self.path)  # before a turn goes to the new file
+
+    def _record(self, kind: bytes, pieces: list[Any], digest: bytes | None = None) -> int:
+        """Write a record and return the length of its payload."""
+        length = sum(memoryview(piece).nbytes for piece in pieces)
+        fields = (kind, length, digest or digest_of(pieces))
+        head = HEADER.pack(*fields, 0)[:-4]
+        self._write(head + zlib.crc32(head).to_bytes(4, "little"), *pieces)
+        return length
+
+    def _write(self, *pieces: Any) -> None:
+        self._file.seek(self._place)
+        for piece in pieces:
+            rest = memoryview(piece).cast("B")
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        self._place = self._file.tell()
+
+    def _check_lease(self) -> None:
+        """Raise SessionError unless the file is at its path, with this writer's lease and nothing behind its own."""
+        if not self._named:
+            return
+        length = os.fstat(self._file.fileno()).st_size
+        own = length == self._place and self._read(self._own, len(self._proof)) == self._proof
+        self._owns = own and _is_at(self._file, self.path)
+        if not self._owns:
+            raise SessionError(
+                f"The session '{self.path}' was taken over by another program, so this turn is not saved; open it "
+                "again to continue from what it saved."
+            )
+
+
+def held(path: Path) -> bool:
+    """Return whether a process has the journal at ``path`` open for writing."""
+    try:
+        with FileIO(str(path), "r") as file:
+            _lock(file, shared=True)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _locked(path: Path) -> FileIO:
+    """Open ``path``, which is made where it is not, and lock it. Raises OSError, and SessionError where another has."""
+    until = time.monotonic() + _PATIENCE_S
+    while True:
+        file = FileIO(os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666), "r+")
+        try:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise OSError(22, "Not a regular file", str(path))
+            _lock(file)
+            if _is_at(file, path):
+                return file
+        except BlockingIOError as error:
+            if time.monotonic() > until:
+                file.close()
+                raise SessionError(
+                    f"The session '{path}' is in use by another program; end that one, or name another session."
+                ) from error
+            time.sleep(_PATIENCE_S / 5)
+        except BaseException:
+            file.close()
+            raise
+        file.close()  # it was replaced or removed meanwhile
+
+
+def _lock(file: FileIO, *, shared: bool = False) -> None:
+    """Lock an open file until it is closed. Raises BlockingIOError where another one has."""
+    if fcntl is not None:
+        try:
+            fcntl.flock(file.fileno(), (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise
+        except OSError:  # a file system without locks: leases alone keep writers apart
+            return
+
+
+def _sync_name(path: Path) -> None:
+    """Flush a file's name to the disk, where folders can be flushed."""
+    with suppress(OSError):
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def _is_at(file: FileIO, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def damaged(path: Path) -> SessionError:
+    """Return the error for a file that is not as it was written."""
+    return SessionError(f"The session '{path}' cannot be read: it is damaged; start a new one.")
+
+
+def _foreign(path: Path, start: bytes, more: bytes) -> SessionError:
+    if start[:6] == MAGIC[:6] or b'"kvkeep":' in more:  # formats before this one were safetensors
+        return SessionError(f"The session '{path}' was saved by another version of kvkeep; start a new one.")
+    return SessionError(f"'{path}' is not a session of kvkeep; name another file.")
+
+
+def _unreadable(path: Path, error: OSError) -> SessionError:
+    return SessionError(f"The session '{path}' cannot be read: {(error.strerror or str(error)).lower()}.")
+
+
+def unwritable(path: Path, error: OSError) -> SessionError:
+    """Return the error for a file that could not be written."""
+    return SessionError(f"The session cannot be written to '{path}': {(error.strerror or str(error)).lower()}.")

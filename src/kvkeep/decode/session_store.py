@@ -1,0 +1,182 @@
+"""A folder of sessions by name, within a quota of bytes and an age."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvkeep.decode.journal import held
+from kvkeep.decode.session_file import SessionFile
+from kvkeep.decode.session_layout import NAME_OF_IDS
+from kvkeep.errors import SessionError, UsageError
+
+SUFFIX = ".session"
+_PART = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}"
+_NAME = re.compile(rf"({_PART}/)?{_PART}")
+
+
+@dataclass(frozen=True)
+class SessionInfo:
+    """One session of a store.
+
+    path: its file; bytes: of the file; used, created: seconds since 1970, ``used`` of the last time that it was opened
+    for writing or saved; held: a program has it open for writing; problem: why it cannot be read, with None and 0 for
+    all that follows; turns: how often it was saved; tokens: in the cache; family, method, budget: of model and cache.
+    """
+
+    name: str
+    path: str
+    bytes: int
+    used: float
+    held: bool
+    problem: str | None = None
+    created: float | None = None
+    turns: int = 0
+    tokens: int = 0
+    family: str | None = None
+    method: str | None = None
+    budget: str | None = None
+
+
+class SessionStore:
+    """Sessions by name in ``folder``, which is made with the first of them.
+
+    A name is a word of letters, digits, ".", "_" and "-", or two of them, ``owner/name``. quota: bytes of all sessions
+    together; age: seconds since a session was used; None: no limit. Both are kept by :meth:`evict`.
+    Raises SessionError, and UsageError for a name that cannot be one.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], *, quota: int | None = None, age: float | None = None) -> None:
+        self.folder, self.quota, self.age = Path(folder), quota, age
+
+    def path(self, name: str) -> Path:
+        """Return where the session of this name is, or would be."""
+        if not _NAME.fullmatch(name) or any(part.endswith((".", SUFFIX)) for part in name.split("/")):
+            raise UsageError(
+                f"'{name}' cannot be the name of a session: letters, digits, '.', '_' and '-' make one, as one word or "
+                "as owner/name."
+            )
+        return self.folder / f"{name}{SUFFIX}"
+
+    def open(self, name: str) -> SessionFile:
+        """Return the session, which is made where there is none, open for writing: nobody else can write to it."""
+        return SessionFile(self._place(name), writing=True)
+
+    def read(self, name: str) -> SessionFile:
+        """Return the session as it was last saved, open for reading, whoever writes to it."""
+        return SessionFile(self._existing(name))
+
+    def sessions(self, owner: str | None = None) -> list[SessionInfo]:
+        """Return all sessions, or those of one owner, last used first."""
+        found = []
+        for path in self._paths(owner):
+            with suppress(FileNotFoundError):  # another program removed it
+                found.append(self._info(path))
+        return sorted(found, key=lambda info: (-info.used, info.name))
+
+    def info(self, name: str) -> SessionInfo:
+        """Return what is known about one session."""
+        return self._info(self._existing(name))
+
+    def remove(self, name: str) -> None:
+        """Remove a session that nobody has open for writing, also one that cannot be read."""
+        if not self._removed(self._existing(name)):
+            raise SessionError(f"The session '{name}' is in use by another program; end that one first.")
+
+    def evict(self) -> list[str]:
+        """Remove sessions older than the age, and then the least recently used ones until all are within the quota;
+        never one that is open for writing. Return their names."""
+        known: list[tuple[float, int, Path]] = []
+        gone: list[str] = []
+        for path in self._paths():
+            with suppress(OSError):  # another program was first
+                facts = path.stat()
+                known.append((facts.st_mtime, facts.st_size, path))
+        total, now = sum(size for _, size, _ in known), time.time()
+        for used, size, path in sorted(known):
+            old = self.age is not None and now - used > self.age
+            if old or (self.quota is not None and total > self.quota):
+                with suppress(SessionError):  # one that cannot be removed keeps no other one
+                    if self._removed(path):
+                        total -= size
+                        gone.append(self._name(path))
+        return gone
+
+    def export(self, name: str, path: str | os.PathLike[str]) -> None:
+        """Copy a session, as it was last saved, to a file of its own, every page checked."""
+        with self.read(name) as file:
+            file.copy(path)
+
+    def add(self, path: str | os.PathLike[str], name: str) -> None:
+        """Copy a file with a session into the store, every page checked."""
+        with SessionFile(path) as file:
+            file.copy(self._place(name))
+
+    def _existing(self, name: str) -> Path:
+        path = self.path(name)
+        if not path.is_file():
+            raise SessionError(f"There is no session '{name}' in '{self.folder}'; 'kvkeep sessions list' shows them.")
+        return path
+
+    def _place(self, name: str) -> Path:
+        """Return the path of a session, in a folder that is there."""
+        path = self.path(name)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as error:
+            raise SessionError(
+                f"The folder of sessions '{path.parent}' cannot be made: {(error.strerror or str(error)).lower()}."
+            ) from error
+        return path
+
+    def _paths(self, owner: str | None = None) -> Iterator[Path]:
+        patterns = [f"*{SUFFIX}", f"*/*{SUFFIX}"] if owner is None else [f"{owner}/*{SUFFIX}"]
+        for pattern in patterns:
+            for path in self.folder.glob(pattern):
+                if _NAME.fullmatch(self._name(path)) and path.is_file():
+                    yield path
+
+    def _name(self, path: Path) -> str:
+        return path.relative_to(self.folder).as_posix().removesuffix(SUFFIX)
+
+    def _info(self, path: Path) -> SessionInfo:
+        facts = path.stat()
+        common = (self._name(path), str(path), facts.st_size, facts.st_mtime, held(path))
+        try:
+            with SessionFile(path) as file:
+                if file.about is None:
+                    return SessionInfo(*common, "its first turn was never saved")
+                about, ids = file.about, file.stored[NAME_OF_IDS].shape
+                family, method, budget = (about[key] for key in ("family", "method", "budget"))
+                tokens = ids[0] * ids[1] if len(ids) == 2 else 0
+                return SessionInfo(*common, None, file.created, file.turns, tokens, family, method, budget)
+        except SessionError as error:
+            return SessionInfo(*common, str(error))
+        except LookupError:
+            return SessionInfo(*common, "it is not as kvkeep writes it")
+
+    def _removed(self, path: Path) -> bool:
+        """Remove a file unless it is open for writing; return whether it is gone. Raises SessionError."""
+        if held(path):
+            return False
+        try:
+            try:
+                with SessionFile(path, writing=True) as file:
+                    file.remove()
+            except SessionError:
+                if held(path):
+                    return False
+                path.unlink(missing_ok=True)  # damaged, or no session
+        except OSError as error:
+            raise SessionError(
+                f"The session '{self._name(path)}' cannot be removed: {(error.strerror or str(error)).lower()}."
+            ) from error
+        if path.parent != self.folder:
+            with suppress(OSError):
+                path.parent.rmdir()
+        return True

@@ -1,0 +1,41 @@
+"""What a saved turn costs: bytes that it adds to the file, and seconds (the table of docs/sessions.md).
+
+python tools/session_turns.py
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import tempfile
+import time
+
+import torch
+
+import kvkeep
+from kvkeep.decode.session_file import SessionFile
+
+FIRST, TURN, TURNS = 2048, 64, 4
+METHODS = (("full", {}), ("kv-direct", {"budget": 512}), ("h2o", {"budget": 512}), ("revive", {"budget": 512}))
+
+
+def measure(model: torch.nn.Module, method: str, budget: dict[str, int], folder: str) -> None:
+    """Save a prompt of random ids and some turns, and print each save."""
+    cache, path = kvkeep.KeepCache(model, method, **budget), f"{folder}/{method}"
+    ids = torch.randint(5, 40000, (1, FIRST + TURNS * TURN), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode(), SessionFile(path, writing=True) as file:
+        for low, high in itertools.pairwise([0, *range(FIRST, ids.shape[1] + 1, TURN)]):
+            for start in range(low, high, 512):
+                model(ids[:, start : min(start + 512, high)], past_key_values=cache, logits_to_keep=1)
+            began, before = time.perf_counter(), os.path.getsize(path)
+            kvkeep.save_session(file, kvkeep.Session(cache, ids[:, :high].tolist()))
+            spent, size = time.perf_counter() - began, os.path.getsize(path)
+            print(f"{method}, {high} tokens: {spent:.2f} s, {(size - before) / 1e6:+.1f} MB, {size / 1e6:.1f} MB")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    smollm2 = kvkeep.load("smollm2").model
+    with tempfile.TemporaryDirectory() as home:
+        for name, given in METHODS:
+            measure(smollm2, name, given, home)
