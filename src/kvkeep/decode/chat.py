@@ -9,10 +9,11 @@ from transformers import Cache
 
 from kvkeep.cache import KeepCache
 from kvkeep.decode.generate import Generation, generate
+from kvkeep.decode.past import Past
 from kvkeep.decode.prompt import Messages, encode
 from kvkeep.decode.session import Session, Where, check_savable, load_session, save_session
 from kvkeep.decode.session_file import SessionFile
-from kvkeep.errors import KvkeepError, SessionError
+from kvkeep.errors import SessionError
 from kvkeep.models.fingerprint import fingerprint_of_tokenizer
 
 
@@ -20,9 +21,18 @@ class Conversation:
     """Messages, the cache (also one of transformers' own), and the token ids it has processed."""
 
     def __init__(self, model: Any, tokenizer: Any, cache: Cache, *, system: str | None = None) -> None:
-        self.model, self.tokenizer, self.cache = model, tokenizer, cache
+        self.model, self.tokenizer, self.past = model, tokenizer, Past(cache)
         self.messages: Messages = [] if system is None else [{"role": "system", "content": system}]
-        self.ids: list[int] = []
+
+    @property
+    def cache(self) -> Cache:
+        """What holds the entries."""
+        return self.past.cache
+
+    @property
+    def ids(self) -> list[int]:
+        """The token ids that the cache has processed."""
+        return self.past.ids
 
     @classmethod
     def resume(cls, model: Any, tokenizer: Any, where: Where) -> Conversation:
@@ -43,7 +53,7 @@ class Conversation:
                 "that one, or start a new session."
             )
         talk.messages = list(messages)
-        talk.ids = session.ids[0] if session.ids else []
+        talk.past.ids = session.ids[0] if session.ids else []
         return talk
 
     def save(self, where: Where) -> None:
@@ -70,47 +80,23 @@ class Conversation:
         After an error or interrupt the conversation is as before the question.
         """
         prompt = self.prompt(question) if prompt is None else prompt
-        self._align(prompt)
+        self.past.align(prompt)
         known = self.cache.get_seq_length()
         try:
             result = generate(self.model, self.tokenizer, prompt, self.cache, **options)
         except BaseException:
-            self._recover(known)
-            self.ids = prompt[: self.cache.get_seq_length()]
+            self.past.recover(known)
+            self.past.settle(prompt)
             raise
-        self.ids = result.sequence[: self.cache.get_seq_length()]
+        self.past.settle(result.sequence)
         self.messages += [{"role": "user", "content": question}, {"role": "assistant", "content": result.text}]
         return result
 
     def reset(self) -> None:
         """Forget the conversation, but not the system prompt."""
         self.cache.reset()
-        self.ids, self.messages = [], [message for message in self.messages if message["role"] == "system"]
-
-    def _align(self, prompt: list[int]) -> None:
-        """Crop the cache to its common prefix with ``prompt`` (a template may close an answer differently from how it
-        was generated), less the last prompt token."""
-        common = 0
-        for ours, theirs in zip(self.ids, prompt[:-1], strict=False):
-            if ours != theirs:
-                break
-            common += 1
-        surplus = self.cache.get_seq_length() - common
-        try:
-            if surplus:
-                self.cache.crop(-surplus)
-        except (RuntimeError, KvkeepError):  # a sliding window cannot be cropped: read the prompt again
-            self.cache.reset()
-
-    def _recover(self, known: int) -> None:
-        """Undo an unfinished step; where that is impossible, reset the cache."""
-        if isinstance(self.cache, KeepCache):
-            try:
-                self.cache.stream.abandon()
-            except KvkeepError:
-                self.cache.reset()
-        elif self.cache.get_seq_length() != known:
-            self.cache.reset()
+        self.past.settle([])
+        self.messages = [message for message in self.messages if message["role"] == "system"]
 
 
 def _is_message(value: Any) -> bool:

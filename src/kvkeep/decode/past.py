@@ -39,10 +39,12 @@ class Past:
         """Note that the cache has read so many of the first tokens of ``sequence`` as it says."""
         self.ids = list(sequence[: self.cache.get_seq_length()])
 
-    def recover(self) -> None:
-        """Undo an unfinished step; where that is impossible, reset the cache."""
+    def recover(self, known: int) -> None:
+        """Undo an unfinished step; where that is impossible, reset the cache. known: what it had processed before."""
         if isinstance(self.cache, KeepCache):
             try:
                 self.cache.stream.abandon()
             except KvkeepError:
                 self.cache.reset()
+        elif self.cache.get_seq_length() != known:
+            self.cache.reset()

@@ -386,6 +386,6 @@ class Engine:
         assert job.session is not None and job.answer is not None and job._reads is not None
         self.running.remove(job)
         job._reads.close()
-        job.session.past.recover()
+        job.session.past.recover(job.answer.known)
         job.session.past.settle([*job.ask.prompt, *job.answer.tokens])
         job.tell(error)
