@@ -74,7 +74,7 @@ def test_the_tables_are_those_of_the_stores(file: str, model: str, budgets: str,
 
 
 def test_the_page_has_its_tables_stores_and_pictures() -> None:
-    assert len(TABLES) == 4
+    assert len(TABLES) == 5
     linked = set(re.findall(r"\]\(([\w.-]+)\)", PAGE))
     pages = [page.read_text("utf-8") for page in RESULTS.parent.glob("*.md")]
     shown = {name for page in pages for name in re.findall(r"\]\(results/([\w.-]+)\)", page)}
