@@ -249,6 +249,21 @@ def test_what_a_session_can_hold_is_known_before_it_begins(name: str) -> None:
         engine.step()
 
 
+def test_an_engine_that_fails_tells_everybody_and_takes_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = serving()
+    one = Client(engine, text(30, 1), 50)
+
+    def broken(*given: Any) -> Any:
+        raise MemoryError("gone")
+
+    monkeypatch.setattr(engines, "forward", broken)
+    with pytest.raises(MemoryError):
+        engine._run()
+    assert isinstance(one.events[-1], KvkeepError) and isinstance(engine.fault, MemoryError)
+    with pytest.raises(engines.Stopping):
+        Client(engine, text(30, 2))
+
+
 def test_its_thread_answers_and_ends(model_folder: Any) -> None:
     engine = serving()
     engine.start()

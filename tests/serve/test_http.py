@@ -165,7 +165,12 @@ def test_other_refusals_have_their_status(address: str, client: openai.OpenAI) -
     assert post(address, b"{nope").json()["error"]["code"] == "invalid_json"
     assert post(address, b"[" * 100_000).status_code == 400
     assert post(address, b"x" * (LARGEST_BODY + 1)).status_code == 413
-    assert httpx.get(f"{address}/nowhere").json()["error"]["type"] == "not_found_error"
+    parts = (b" " * 10**6 for _ in range(LARGEST_BODY // 10**6 + 1))  # of no stated length
+    headers = {"Authorization": f"Bearer {KEYS[0]}", "Content-Type": "application/json"}
+    assert httpx.post(f"{address}/v1/completions", content=parts, headers=headers, timeout=30).status_code == 413
+    unread = httpx.post(f"{address}/v1/completions", content=b"{nope")
+    assert unread.status_code == 401  # before the body is looked at
+    assert httpx.get(f"{address}/nowhere", headers=headers).json()["error"]["type"] == "not_found_error"
     assert post(address, {**body, "messages": [{"role": "user", "content": "the " * 700}]}).json()["error"]["code"] == (
         "context_length_exceeded"
     )
@@ -214,7 +219,6 @@ def test_the_command_serves_drains_and_ends(model_folder: Path, tmp_path: Path) 
         assert running.wait(30) == 0
     finally:
         running.kill()
-    taken = subprocess.run(
-        [*command, "--host", "256.0.0.1"], env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert taken.returncode == 2 and "Nothing can listen" in taken.stderr and "Traceback" not in taken.stderr
+    for wrong, sentence in ((["--host", "256.0.0.1"], "Nothing can listen"), (["-x", "stock"], "cannot be served")):
+        refused = subprocess.run([*command, *wrong], env=environment, capture_output=True, text=True, timeout=120)
+        assert refused.returncode == 2 and sentence in refused.stderr and "Traceback" not in refused.stderr

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from kvkeep.cli import options as o
-from kvkeep.cli.output import err
+from kvkeep.cli.output import note
 from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.extras import optional
 
@@ -27,8 +27,21 @@ def serve(
     host: Annotated[str, typer.Option(help="The address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0 takes one that is free.")] = 8000,
     model: o.Model = "smollm2",
-    method: o.Method = None,
-    budget: o.Budget = None,
+    method: Annotated[
+        str | None,
+        typer.Option(
+            "--method",
+            "-x",
+            help="Of sessions that name none; see 'kvkeep methods'.",
+            show_default="kv-direct with a budget, full without",
+        ),
+    ] = None,
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            "--budget", "-b", help="Of sessions that name none: entries per layer (512), bytes (64MB), a share (25%)."
+        ),
+    ] = None,
     weights: o.Weights = "auto",
     device: o.Device = None,
     grace: Annotated[float, typer.Option(min=0, help="Seconds that answers have to end in after SIGTERM.")] = 10.0,
@@ -47,13 +60,16 @@ def serve(
     from kvkeep.serve.engine import Engine
     from kvkeep.serve.http.app import application
     from kvkeep.serve.http.keys import VARIABLE, Keys, keys_given, new_key
+    from kvkeep.stock import STOCK
 
     keys = keys_given()
     made = "" if keys or _own(host) else new_key()
     total = None if memory is None else parse_memory(memory)
     cache: dict[str, Any] = {name: one for name, one in (("method", method), ("budget", budget)) if one is not None}
+    if method == STOCK:
+        raise UsageError("transformers' own cache has no budget and cannot be served; 'full' keeps everything, too.")
     Request.parse(**cache)
-    loaded = load(model, weights=weights, device=device, progress=lambda text: err.print(text, style="dim"))
+    loaded = load(model, weights=weights, device=device, progress=note)
     total = free_memory(next(loaded.model.parameters()).device) // 2 if total is None else total
     engine = Engine(loaded, total, waiting, **cache)
     app = application(engine, loaded, Keys([made] if made else keys))
@@ -61,11 +77,11 @@ def serve(
     where = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
     server = _server(uvicorn, app, grace)
     engine.start()
-    err.print(f"[bold]{where}/v1[/]  model '{loaded.name}', {total / 1e6:.0f} MB for all conversations")
+    note(f"{where}/v1  model '{loaded.name}', {total / 1e6:.0f} MB for all conversations")
     if made:
-        err.print(f"key: {made}  (made for this run; {VARIABLE} sets your own)")
+        note(f"key: {made}  (made for this run; {VARIABLE} sets your own)")
     elif not keys:
-        err.print("no key: only this machine can reach it")
+        note("no key: only this machine can reach it")
     _drain(server, engine, grace)
     server.run(sockets=[listening])
     if engine.fault is not None:

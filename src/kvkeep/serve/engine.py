@@ -12,6 +12,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,7 +66,6 @@ class Session:
 
     name: tuple[str, str] | None
     past: Past
-    used: float = 0.0
 
 
 @dataclass(eq=False)
@@ -80,7 +80,6 @@ class Job:
     session: Session | None = None
     granted: int = 0
     answer: Answer | None = None
-    asked: float = field(default_factory=time.monotonic)
     _reads: Reads | None = None
     _wanted: Read | None = None
     _left: deque[int] = field(default_factory=deque)  # sizes of the chunks of what is wanted that are to come
@@ -191,6 +190,9 @@ class Engine:
                 pass
         except BaseException as error:
             self.fault = error
+            with self._lock:
+                self._stopping = True
+            self._take_in(False)
             for job in [*self.running, *self._waiting]:
                 job.tell(KvkeepError(f"The engine has failed ({type(error).__name__}); the answer is lost."))
             raise
@@ -372,20 +374,22 @@ class Engine:
             self._end(job, job.answer.reason)
 
     def _end(self, job: Job, reason: str) -> None:
-        assert job.session is not None and job.answer is not None and job._reads is not None
-        self.running.remove(job)
-        job._reads.close()
-        past, answer = job.session.past, job.answer
-        past.settle([*job.ask.prompt, *answer.tokens])
-        job.session.used = time.monotonic()
+        answer = self._closed(job)
         fresh = len(job.ask.prompt) - answer.known
         job.tell(Ended(reason, answer.text, tuple(answer.tokens), answer.known, fresh, len(answer.tokens)))
 
     def _fail(self, job: Job, error: KvkeepError) -> None:
         """End a job that failed; its session goes on from where it can."""
-        assert job.session is not None and job.answer is not None and job._reads is not None
-        self.running.remove(job)
-        job._reads.close()
-        job.session.past.recover(job.answer.known)
-        job.session.past.settle([*job.ask.prompt, *job.answer.tokens])
+        self._closed(job)
         job.tell(error)
+
+    def _closed(self, job: Job) -> Answer:
+        """Take a job from those that run, its session as after the last whole step, and return its answer."""
+        assert job.session is not None and job.answer is not None and job._reads is not None
+        past, answer = job.session.past, job.answer
+        self.running.remove(job)
+        with suppress(KvkeepError):  # what cannot be undone is reset, below
+            job._reads.close()
+        past.recover(answer.known)
+        past.settle([*job.ask.prompt, *answer.tokens])
+        return answer

@@ -11,6 +11,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvkeep.decode.prompt import encode
@@ -25,6 +26,8 @@ from kvkeep.serve.http.schema import DEFAULT_TOKENS, ChatRequest, Message, TextR
 
 LARGEST_BODY = 8_000_000
 """Bytes of a request."""
+OPEN = ("/health", "/ready", "/docs", "/openapi.json")
+"""What needs no key."""
 LATE_S = 120.0
 """Seconds without a step, while there is work, after which the engine counts as dead."""
 
@@ -32,14 +35,10 @@ LATE_S = 120.0
 class Server:
     """What routes share: the engine, its model's name, and a tokenizer of their own."""
 
-    def __init__(self, engine: Engine, loaded: Loaded, keys: Keys) -> None:
-        self.engine, self.keys, self.name = engine, keys, loaded.name
+    def __init__(self, engine: Engine, loaded: Loaded) -> None:
+        self.engine, self.name = engine, loaded.name
         self.created = int(time.time())
         self._tokenizer, self._lock = copy.deepcopy(loaded.tokenizer), threading.Lock()
-
-    def owner(self, request: Request) -> str:
-        """Return whose request it is. Raises Refused."""
-        return self.keys.owner(request.headers.get("authorization"))
 
     def check_model(self, name: str | None) -> None:
         """Raise Refused unless a request names this model."""
@@ -82,9 +81,8 @@ class Server:
 
     async def answered(self, request: Request, asked: ChatRequest | TextRequest, prompt: list[int]) -> Any:
         """Return the answer to a request, whole or as a stream. A client that leaves cancels it."""
-        owner, own = self.owner(request), asked.kvkeep
         ask = asked.ask(prompt, self.most(asked.most, prompt), asked.likeliest)
-        name = None if own.session is None else (owner, own.session)
+        name = None if asked.kvkeep.session is None else (request.state.owner, asked.kvkeep.session)
         reply = Reply(self.name, isinstance(asked, ChatRequest), asked.likeliest is not None, self.decoded)
         answer = _Asked(self.engine, ask, name, asked.cache())
         if asked.stream:
@@ -155,19 +153,19 @@ async def _gone(request: Request) -> None:
         pass
 
 
-class Limited:
-    """Refuses bodies larger than :data:`LARGEST_BODY`, stated or not, before they are read."""
+class Door:
+    """Who may come in, before a body is read: those with a key, and bodies up to :data:`LARGEST_BODY`, stated or not.
+    Whose a request is, routes find in ``request.state.owner``."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
+    def __init__(self, app: ASGIApp, keys: Keys) -> None:
+        self.app, self.keys = app, keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on."""
-        if scope["type"] != "http":
+        if scope["type"] != "http" or scope["path"] in OPEN:
             await self.app(scope, receive, send)
             return
-        stated = next((int(value) for name, value in scope["headers"] if name == b"content-length"), 0)
-        read = 0
+        headers, read = Headers(scope=scope), 0
 
         async def limited() -> Any:
             nonlocal read
@@ -177,8 +175,12 @@ class Limited:
                 raise _too_large()
             return message
 
-        if stated > LARGEST_BODY:
-            await _too_large().response()(scope, receive, send)
+        try:
+            scope.setdefault("state", {})["owner"] = self.keys.owner(headers.get("authorization"))
+            if int(headers.get("content-length", 0)) > LARGEST_BODY:
+                raise _too_large()
+        except Refused as error:
+            await error.response()(scope, receive, send)
             return
         await self.app(scope, limited, send)
 
@@ -189,35 +191,31 @@ def _too_large() -> Refused:
 
 def application(engine: Engine, loaded: Loaded, keys: Keys) -> FastAPI:
     """Return the application of a running engine."""
-    server = Server(engine, loaded, keys)
+    server = Server(engine, loaded)
     app = FastAPI(title="kvkeep", exception_handlers=HANDLERS)
-    app.add_middleware(Limited)
+    app.add_middleware(Door, keys=keys)
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request, asked: ChatRequest) -> Any:
         """Answer a conversation."""
-        server.owner(request)
         server.check_model(asked.model)
         return await server.answered(request, asked, await server.encoded(asked.messages))
 
     @app.post("/v1/completions")
     async def complete(request: Request, asked: TextRequest) -> Any:
         """Go on with a text."""
-        server.owner(request)
         server.check_model(asked.model)
         return await server.answered(request, asked, await server.encoded(asked.prompt))
 
     @app.get("/v1/models")
-    async def models(request: Request) -> Any:
+    async def models() -> Any:
         """List the one model."""
-        server.owner(request)
         one = {"id": server.name, "object": "model", "created": server.created, "owned_by": "kvkeep"}
         return {"object": "list", "data": [one]}
 
     @app.post("/tokenize")
-    async def tokenize(request: Request, asked: TokenizeRequest) -> Any:
+    async def tokenize(asked: TokenizeRequest) -> Any:
         """Return the token ids of a text, or of a conversation up to its answer."""
-        server.owner(request)
         server.check_model(asked.model)
         given = asked.messages if asked.prompt is None else asked.prompt
         if not given:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import Request
+from fastapi import HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from pydantic import ValidationError
-from starlette.exceptions import HTTPException
+from starlette.exceptions import HTTPException as AnyHTTPException
 
 from kvkeep.errors import BudgetError, KvkeepError, UsageError
 from kvkeep.serve.engine import Full, Stopping
@@ -17,30 +16,32 @@ AGAIN_S = 5
 """Seconds after which a client may ask again."""
 
 
-class Refused(Exception):
-    """A request is refused. status: of HTTP. code: as OpenAI names it. param: the field that is wrong."""
+class Refused(HTTPException):
+    """A request is refused. code: as OpenAI names it. param: the field that is wrong."""
 
     def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None) -> None:
-        super().__init__(message)
-        self.status, self.message, self.code, self.param = status, message, code, param
+        super().__init__(status, message)
+        self.code, self.param = code, param
 
     def body(self) -> dict[str, Any]:
         """Return the error object."""
-        kind = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}.get(self.status)
-        kind = kind or ("server_error" if self.status >= 500 else "invalid_request_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        kind = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}.get(self.status_code)
+        kind = kind or ("server_error" if self.status_code >= 500 else "invalid_request_error")
+        return {"error": {"message": self.detail, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
         """Return it as an answer."""
-        headers = {"Retry-After": str(AGAIN_S)} if self.status in (429, 503) else {}
-        headers |= {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
-        return JSONResponse(self.body(), self.status, headers)
+        headers = {"Retry-After": str(AGAIN_S)} if self.status_code in (429, 503) else {}
+        headers |= {"WWW-Authenticate": "Bearer"} if self.status_code == 401 else {}
+        return JSONResponse(self.body(), self.status_code, headers)
 
 
 def refused(error: Exception) -> Refused:
     """Return how any error is told."""
     if isinstance(error, Refused):
         return error
+    if isinstance(error, AnyHTTPException):
+        return Refused(error.status_code, str(error.detail))
     if isinstance(error, Full):
         return Refused(503, str(error), "overloaded")
     if isinstance(error, Stopping):
@@ -57,8 +58,6 @@ def refused(error: Exception) -> Refused:
 
 async def told(request: Request, error: Exception) -> JSONResponse:
     """Return what a handler raised as an error object."""
-    if isinstance(error, HTTPException):
-        return Refused(error.status_code, str(error.detail)).response()
     return refused(error).response()
 
 
@@ -85,9 +84,7 @@ def _internal(part: Any) -> bool:
 
 HANDLERS: dict[Any, Any] = {
     RequestValidationError: misread,
-    HTTPException: told,
-    Refused: told,
+    AnyHTTPException: told,
     KvkeepError: told,
-    ValidationError: told,
     Exception: told,
 }
