@@ -53,6 +53,7 @@ def serve(
     """
     uvicorn = optional("uvicorn", "serve")
     optional("fastapi", "serve")
+    optional("prometheus_client", "serve")
     from kvkeep.models.loading import load
     from kvkeep.models.room import free_memory
     from kvkeep.plan.planner import parse_memory

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -21,6 +21,7 @@ from kvkeep.serve.answer import Ask
 from kvkeep.serve.engine import Ended, Engine, Event, Job
 from kvkeep.serve.http.errors import HANDLERS, Refused
 from kvkeep.serve.http.keys import Keys
+from kvkeep.serve.http.metrics import TYPE, Metrics
 from kvkeep.serve.http.replies import Reply
 from kvkeep.serve.http.schema import DEFAULT_TOKENS, ChatRequest, Message, TextRequest, TokenizeRequest
 
@@ -36,7 +37,7 @@ class Server:
     """What routes share: the engine, its model's name, and a tokenizer of their own."""
 
     def __init__(self, engine: Engine, loaded: Loaded) -> None:
-        self.engine, self.name = engine, loaded.name
+        self.engine, self.name, self.metrics = engine, loaded.name, Metrics(engine)
         self.created = int(time.time())
         self._tokenizer, self._lock = copy.deepcopy(loaded.tokenizer), threading.Lock()
 
@@ -84,7 +85,7 @@ class Server:
         ask = asked.ask(prompt, self.most(asked.most, prompt), asked.likeliest)
         name = None if asked.kvkeep.session is None else (request.state.owner, asked.kvkeep.session)
         reply = Reply(self.name, isinstance(asked, ChatRequest), asked.likeliest is not None, self.decoded)
-        answer = _Asked(self.engine, ask, name, asked.cache())
+        answer = _Asked(self, ask, name, asked.cache())
         if asked.stream:
             first = await answer.first()
             if isinstance(first, Exception):
@@ -108,13 +109,14 @@ class Server:
 class _Asked:
     """A job, its events handed from the engine's thread to this loop."""
 
-    def __init__(self, engine: Engine, ask: Ask, name: tuple[str, str] | None, cache: dict[str, Any]) -> None:
+    def __init__(self, server: Server, ask: Ask, name: tuple[str, str] | None, cache: dict[str, Any]) -> None:
         loop, self._queue = asyncio.get_running_loop(), asyncio.Queue[Event]()
 
         def tell(event: Event) -> None:
+            server.metrics.told(event)
             loop.call_soon_threadsafe(self._queue.put_nowait, event)
 
-        self.job: Job = engine.submit(ask, tell, name=name, **cache)
+        self.job: Job = server.engine.submit(ask, tell, name=name, **cache)
 
     async def first(self) -> Event:
         """Wait for the first event, so that what fails at once has a status of its own."""
@@ -157,8 +159,8 @@ class Door:
     """Who may come in, before a body is read: those with a key, and bodies up to :data:`LARGEST_BODY`, stated or not.
     Whose a request is, routes find in ``request.state.owner``."""
 
-    def __init__(self, app: ASGIApp, keys: Keys) -> None:
-        self.app, self.keys = app, keys
+    def __init__(self, app: ASGIApp, keys: Keys, metrics: Metrics) -> None:
+        self.app, self.keys, self.metrics = app, keys, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on."""
@@ -180,6 +182,7 @@ class Door:
             if int(headers.get("content-length", 0)) > LARGEST_BODY:
                 raise _too_large()
         except Refused as error:
+            self.metrics.rejected(error)
             await error.response()(scope, receive, send)
             return
         await self.app(scope, limited, send)
@@ -193,7 +196,8 @@ def application(engine: Engine, loaded: Loaded, keys: Keys) -> FastAPI:
     """Return the application of a running engine."""
     server = Server(engine, loaded)
     app = FastAPI(title="kvkeep", exception_handlers=HANDLERS)
-    app.add_middleware(Door, keys=keys)
+    app.state.metrics = server.metrics
+    app.add_middleware(Door, keys=keys, metrics=server.metrics)
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request, asked: ChatRequest) -> Any:
@@ -237,5 +241,10 @@ def application(engine: Engine, loaded: Loaded, keys: Keys) -> FastAPI:
         if engine.stopping:
             raise Refused(503, "The server is ending.", "stopping")
         return {"status": "ready"}
+
+    @app.get("/metrics")
+    async def metrics() -> Any:
+        """Return figures for Prometheus."""
+        return Response(await server.metrics.scraped(), media_type=TYPE)
 
     return app
