@@ -26,7 +26,9 @@ from kvkeep import KeepCache
 from kvkeep.decode.prompt import encode
 from kvkeep.models.loading import Loaded
 from kvkeep.serve.engine import Engine
-from kvkeep.serve.http.app import LARGEST_BODY, application
+from kvkeep.serve.http.app import application
+from kvkeep.serve.http.connection import configured
+from kvkeep.serve.http.door import LARGEST_BODY
 from kvkeep.serve.http.keys import Keys
 
 ASK = [{"role": "user", "content": "the river and the stone"}]
@@ -43,7 +45,7 @@ def address(engine: Engine) -> Iterator[str]:
     """A running server's."""
     loaded = Loaded(engine.model, engine.tokenizer, "tiny", "tiny")
     listening = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(application(engine, loaded, Keys(KEYS)), log_level="error"))
+    server = uvicorn.Server(configured(application(engine, loaded, Keys(KEYS))))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
     engine.start()
     thread.start()

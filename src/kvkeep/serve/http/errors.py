@@ -96,5 +96,4 @@ HANDLERS: dict[Any, Any] = {
     RequestValidationError: misread,
     AnyHTTPException: told,
     KvkeepError: told,
-    Exception: told,
 }
