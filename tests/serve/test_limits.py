@@ -17,9 +17,9 @@ from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 from conftest import tokenizer
 from families import tiny
+from running import BODY, KEYS, bearer, held, post, serving, within
 
 from kvkeep.cli.serve import _tls
 from kvkeep.errors import UsageError
@@ -30,65 +30,12 @@ from kvkeep.serve.http import app as apps
 from kvkeep.serve.http import asked, connection, door
 from kvkeep.serve.http.app import application
 from kvkeep.serve.http.asked import UNREAD, Limits, Mailbox
-from kvkeep.serve.http.connection import configured
 from kvkeep.serve.http.keys import Keys, kept_key, keys_given
-
-ASK = [{"role": "user", "content": "the river and the stone"}]
-BODY: dict[str, Any] = {"model": "tiny", "messages": ASK, "max_tokens": 4, "temperature": 0}
-KEYS = ["first-key", "second-key"]
-
-
-@contextmanager
-def serving(keys: list[str] = KEYS, tls: dict[str, Any] | None = None, **options: Any) -> Iterator[tuple[str, Engine]]:
-    """A running server's address and engine."""
-    loaded = Loaded(tiny("llama"), tokenizer(), "tiny", "tiny")
-    engine = Engine(loaded, 10**8)
-    listening = socket.create_server(("127.0.0.1", 0))
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # so that slow readers are noticed early
-    server = uvicorn.Server(configured(application(engine, loaded, Keys(keys), **options), **(tls or {})))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
-    engine.start()
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    try:
-        yield f"http{'s' if tls else ''}://127.0.0.1:{listening.getsockname()[1]}", engine
-    finally:
-        server.should_exit = True
-        engine.stop(0)
-        thread.join(10)
-
-
-@contextmanager
-def held(engine: Engine) -> Iterator[threading.Event]:
-    """An engine that does not take a step until the event is set, or to the end."""
-    gate, there = threading.Event(), threading.Event()
-    engine.ask(lambda: (there.set(), gate.wait(30)))
-    assert there.wait(10)
-    try:
-        yield gate
-    finally:
-        gate.set()
-
-
-def bearer(key: str = KEYS[0]) -> dict[str, str]:
-    return {"Authorization": f"Bearer {key}"}
-
-
-def post(address: str, body: Any, key: str = KEYS[0]) -> httpx.Response:
-    return httpx.post(f"{address}/v1/chat/completions", json=body, headers=bearer(key), timeout=30)
 
 
 def streamed(address: str, body: dict[str, Any]) -> Any:
     own = {"json": {**body, "stream": True}, "headers": bearer(), "timeout": 30}
     return httpx.stream("POST", f"{address}/v1/chat/completions", **own)
-
-
-def within(seconds: float, holds: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + seconds
-    while not holds() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return holds()
 
 
 def reply(path: str = "/v1/models", host: str = "localhost", keys: list[str] = KEYS, **given: Any) -> httpx.Response:

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
+from kvkeep.cache import KeepCache
+from kvkeep.contracts.entries import EntryState
 from kvkeep.serve.engine import Engine, Session
+
+KINDS = ("resident", "compressed", "bookkeeping", "checkpoint_device", "checkpoint_host", "checkpoint_disk")
+"""What bytes of a cache are for; those on disk are no memory."""
 
 
 @dataclass(frozen=True)
@@ -16,29 +24,94 @@ class Held:
     granted: int
     sessions: int
 
+    @property
+    def memory(self) -> int:
+        """Bytes of memory."""
+        return sum(count for kind, count in self.kinds.items() if kind != "checkpoint_disk")
+
 
 def memory(engine: Engine) -> Held:
     """Return what all caches of ``engine`` hold."""
     kinds = dict.fromkeys(KINDS, 0)
-    for session in caches(engine):
-        for kind, count in kinds_of(session).items():
+    running = (job.session for job in engine.running if job.session is not None)
+    for session in {id(one): one for one in (*engine.sessions.values(), *running)}.values():
+        for kind, count in _kinds(session.past.cache).items():
             kinds[kind] += count
     return Held(kinds, sum(job.granted for job in engine.running), len(engine.sessions))
 
 
-KINDS = ("resident", "compressed", "bookkeeping", "checkpoint_device", "checkpoint_host", "checkpoint_disk")
-"""What bytes of a cache are for; those on disk are no memory."""
-
-
-def kinds_of(session: Session) -> dict[str, int]:
-    """Return the bytes of a session's cache by kind."""
-    found = session.past.cache.memory()
+def _kinds(cache: KeepCache) -> dict[str, int]:
+    found = cache.memory()
     places = (found.checkpoint_bytes[place] for place in ("device", "host", "disk"))
     held = (found.resident_bytes, found.compressed_bytes, found.bookkeeping_bytes, *places)
     return dict(zip(KINDS, held, strict=True))
 
 
-def caches(engine: Engine) -> list[Session]:
-    """Return every session once, those without a name that run among them."""
-    running = (job.session for job in engine.running if job.session is not None)
-    return list({id(one): one for one in (*engine.sessions.values(), *running)}.values())
+@dataclass(frozen=True)
+class Picture:
+    """What became of the entries of one session's cache.
+
+    map: for each layer and each of so many columns, which share its tokens equally, the share of entries, of all KV
+    heads, in each state: (layers, columns, states). kept: the same for each token, of all layers and heads: (tokens,
+    states). entries: how many are in each state, (states,). ids: of the tokens that the cache has read. budget: entries
+    of a layer, None if there is none. where: the place of its checkpoint. running: whether an answer is being written.
+    """
+
+    method: str
+    exactness: str
+    budget: int | None
+    where: str | None
+    running: bool
+    ids: list[int]
+    bytes: dict[str, int]
+    map: Tensor
+    kept: Tensor
+    entries: Tensor
+
+
+def picture(engine: Engine, name: tuple[str, str], columns: int) -> Picture | None:
+    """Return what the cache of the session ``name`` remembers; None where it is not in memory."""
+    session = engine.sessions.get(name)
+    if session is None or not session.past.cache.get_seq_length():
+        return None
+    cache, ids = session.past.cache, _read(engine, session)
+    layers = [layer[0] for layer in cache.entry_states() if layer.shape[1]]
+    map, kept = _shares(layers, len(ids), min(columns, len(ids)))
+    counts = torch.stack([torch.bincount(layer.flatten().long(), minlength=len(EntryState)) for layer in layers])
+    return Picture(
+        method=cache.method.name,
+        exactness=str(cache.exactness),
+        budget=cache.entries,
+        where=None if cache.checkpoint is None else cache.checkpoint.where,
+        running=any(job.session is session for job in engine.running),
+        ids=ids,
+        bytes=_kinds(cache),
+        map=map,
+        kept=kept,
+        entries=counts.sum(0),
+    )
+
+
+def _read(engine: Engine, session: Session) -> list[int]:
+    """Return the ids that a session's cache has read, of a running answer those of its prompt and its own."""
+    for job in engine.running:
+        if job.session is session and job.answer is not None:
+            return [*job.ask.prompt, *job.answer.tokens][: session.past.cache.get_seq_length()]
+    return [*session.past.ids]
+
+
+def _shares(layers: list[Tensor], tokens: int, columns: int) -> tuple[Tensor, Tensor]:
+    """Return the shares of states by layer and column, (layers, columns, states), and by token, (tokens, states)."""
+    slots, states = torch.arange(tokens), len(EntryState)
+    column = slots * columns // max(1, tokens)
+    rows, each = [], torch.zeros(tokens * states, dtype=torch.long)
+    for layer in layers:  # (kv_heads, tokens)
+        codes = layer.long()
+        rows.append(torch.bincount((column * states + codes).flatten(), minlength=columns * states))
+        each += torch.bincount((slots * states + codes).flatten(), minlength=tokens * states)
+    map = torch.stack(rows).view(len(layers), columns, states)
+    return _normed(map), _normed(each.view(tokens, states))
+
+
+def _normed(counts: Tensor) -> Tensor:
+    return counts / counts.sum(-1, keepdim=True).clamp(min=1)

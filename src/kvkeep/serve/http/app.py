@@ -13,6 +13,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.middleware.cors import CORSMiddleware
 
+from kvkeep.decode.pieces import token_texts
 from kvkeep.decode.prompt import encode
 from kvkeep.errors import UsageError
 from kvkeep.models.loading import Loaded
@@ -21,7 +22,9 @@ from kvkeep.serve.http.asked import Asked, Limits
 from kvkeep.serve.http.door import Door
 from kvkeep.serve.http.errors import HANDLERS, Refused
 from kvkeep.serve.http.keys import Keys
+from kvkeep.serve.http.looking import looking
 from kvkeep.serve.http.metrics import TYPE, Metrics
+from kvkeep.serve.http.page import page
 from kvkeep.serve.http.replies import Reply
 from kvkeep.serve.http.schema import DEFAULT_TOKENS, ChatRequest, Message, TextRequest, TokenizeRequest
 
@@ -61,6 +64,11 @@ class Server:
         """Return the text of ids."""
         with self._lock:
             return str(self._tokenizer.decode(ids))
+
+    def texts(self, ids: Sequence[int]) -> list[str]:
+        """Return the text of each id, which joined are the whole."""
+        with self._lock:
+            return token_texts(self._tokenizer, ids)
 
     def most(self, wanted: int | None, prompt: list[int]) -> int:
         """Return how many tokens an answer may have. Raises Refused for more than there are positions."""
@@ -130,6 +138,9 @@ def application(
     if origins:
         methods, headers = ["GET", "POST", "DELETE"], ["Authorization", "Content-Type"]
         app.add_middleware(CORSMiddleware, allow_origins=[*origins], allow_methods=methods, allow_headers=headers)
+
+    app.include_router(page())
+    app.include_router(looking(server))
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request, asked: ChatRequest) -> Any:

@@ -19,8 +19,9 @@ LARGEST_BODY = 8_000_000
 """Bytes of a request."""
 BODY_S = 60.0
 """Seconds that a body may take to arrive."""
-OPEN = ("/health", "/ready", "/openapi.json")
-"""What needs no key."""
+OPEN = ("/health", "/ready", "/openapi.json", "/")
+PAGE = "/page/"
+"""What needs no key: all of :data:`OPEN`, and what lies within the page."""
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ class Door:
         headers = Headers(scope=scope)
         if not self.keys and not _this_machine(headers.get("host", "")):
             raise Refused(403, "Without keys this server answers to 'localhost' alone; give it a key.", "wrong_host")
-        if scope["path"] not in OPEN:
+        if scope["path"] not in OPEN and not scope["path"].startswith(PAGE):
             scope.setdefault("state", {})["owner"] = self.keys.owner(headers.get("authorization"))
         length = headers.get("content-length", "")
         if length.isdecimal() and int(length) > LARGEST_BODY:
