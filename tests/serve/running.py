@@ -50,7 +50,7 @@ def serving(keys: list[str] = KEYS, tls: dict[str, Any] | None = None, **options
 def held(engine: Engine) -> Iterator[threading.Event]:
     """An engine that does not take a step until the event is set, or to the end."""
     gate, there = threading.Event(), threading.Event()
-    engine.ask(lambda: (there.set(), gate.wait(30)))
+    engine.call(lambda: (there.set(), gate.wait(30)))
     assert there.wait(10)
     try:
         yield gate

@@ -24,11 +24,11 @@ def get(address: str, path: str, key: str = KEYS[0]) -> httpx.Response:
 @pytest.mark.parametrize(("method", "budget"), [("h2o", 24), ("kv-direct", 24), ("revive", 40), ("full", None)])
 def test_a_picture_is_what_the_cache_says(method: str, budget: int | None) -> None:
     with serving() as (address, engine):
-        own = {"session": "my / talk", "method": method} | ({} if budget is None else {"budget": budget})
+        own = {"session": "my.talk", "method": method} | ({} if budget is None else {"budget": budget})
         messages = [{"role": "user", "content": "the river and the stone " * 8}]
         post(address, {**BODY, "messages": messages, "max_tokens": 9, "kvkeep": own}).raise_for_status()
-        found: dict[str, Any] = get(address, f"/v1/sessions/my / talk/cache?columns={COLUMNS}&texts=true").json()
-        assert get(address, "/v1/sessions/my / talk/cache", KEYS[1]).status_code == 404
+        found: dict[str, Any] = get(address, f"/v1/sessions/my.talk/cache?columns={COLUMNS}&texts=true").json()
+        assert get(address, "/v1/sessions/my.talk/cache", KEYS[1]).status_code == 404
         (session,) = engine.sessions.values()
         cache = session.past.cache
         states = torch.cat([layer[0] for layer in cache.entry_states()])  # (lanes, tokens)

@@ -30,7 +30,7 @@ from kvkeep.serve.answer import Answer, Ask, Piece, Reads
 from kvkeep.serve.arbiter import Arbiter, held, most
 from kvkeep.serve.batch import Read, forward, packs
 
-Found = TypeVar("Found")
+T = TypeVar("T")
 
 CHUNK = 512
 """Tokens of a prompt read in a step where the method itself sets no limit and does not mind."""
@@ -109,21 +109,6 @@ class Watch:
         """An answer has so many tokens more, ``seconds`` after those before, or after it was asked for."""
 
 
-@dataclass(frozen=True, eq=False)
-class _Question:
-    """What the engine's thread is to call between two steps, and where it says what came of it."""
-
-    call: Callable[[], Any]
-    future: Future[Any]
-
-    def answer(self) -> None:
-        if self.future.set_running_or_notify_cancel():
-            try:
-                self.future.set_result(self.call())
-            except Exception as error:
-                self.future.set_exception(error)
-
-
 class Engine:
     """Answers for many sessions within ``memory`` bytes.
 
@@ -145,7 +130,7 @@ class Engine:
         self.sessions: OrderedDict[tuple[str, str], Session] = OrderedDict()  # the least recently used first
         self.running: list[Job] = []
         self.watch = Watch()
-        self._inbox: queue.SimpleQueue[Job | _Question | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Job | Callable[[], None] | None] = queue.SimpleQueue()
         self._waiting: deque[Job] = deque()
         self._count = 0  # of those in the inbox and waiting
         self._lock = threading.Lock()
@@ -187,15 +172,24 @@ class Engine:
         self._inbox.put(job)
         return job
 
-    def ask(self, call: Callable[[], Found]) -> Future[Found]:
-        """Let the engine's thread call ``call`` between two steps, when no cache is in the middle of one; the future
-        has what it returns or raises. It must be short: everybody waits for it. Raises Stopping after the end."""
-        question = _Question(call, Future())
+    def call(self, work: Callable[[], T]) -> Future[T]:
+        """Let the engine's thread do ``work`` between two steps, when no cache is in the middle of one; the future has
+        what it returns or raises. It must be short: everybody waits for it. Raises Stopping after the end."""
+        future: Future[T] = Future()
+
+        def done() -> None:
+            if not future.set_running_or_notify_cancel():  # nobody waits for it any more
+                return
+            try:
+                future.set_result(work())
+            except Exception as error:
+                future.set_exception(error)
+
         with self._lock:
             if self._ended:
                 raise Stopping("The engine has ended.")
-            self._inbox.put(question)
-        return question.future
+            self._inbox.put(done)
+        return future
 
     @property
     def waiting(self) -> int:
@@ -263,14 +257,14 @@ class Engine:
     def _take_in(self, wait: bool) -> None:
         while True:
             try:
-                found = self._inbox.get(block=wait)
+                given = self._inbox.get(block=wait)
             except queue.Empty:
                 return
             wait = False
-            if isinstance(found, Job):
-                self._waiting.append(found)
-            elif found is not None:
-                found.answer()
+            if isinstance(given, Job):
+                self._waiting.append(given)
+            elif given is not None:
+                given()
 
     def _drop_cancelled(self) -> None:
         for job in [job for job in self._waiting if job.cancelled]:

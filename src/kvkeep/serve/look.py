@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -34,10 +35,15 @@ def memory(engine: Engine) -> Held:
     """Return what all caches of ``engine`` hold."""
     kinds = dict.fromkeys(KINDS, 0)
     running = (job.session for job in engine.running if job.session is not None)
-    for session in {id(one): one for one in (*engine.sessions.values(), *running)}.values():
+    for session in {id(one): one for one in (*_named(engine).values(), *running)}.values():
         for kind, count in _kinds(session.past.cache).items():
             kinds[kind] += count
-    return Held(kinds, sum(job.granted for job in engine.running), len(engine.sessions))
+    return Held(kinds, sum(job.granted for job in engine.running), len(_named(engine)))
+
+
+def _named(engine: Engine) -> Mapping[tuple[str, str], Session]:
+    """Return the sessions that go on by name and are in memory."""
+    return engine.sessions
 
 
 def _kinds(cache: KeepCache) -> dict[str, int]:
@@ -71,7 +77,7 @@ class Picture:
 
 def picture(engine: Engine, name: tuple[str, str], columns: int) -> Picture | None:
     """Return what the cache of the session ``name`` remembers; None where it is not in memory."""
-    session = engine.sessions.get(name)
+    session = _named(engine).get(name)
     if session is None or not session.past.cache.get_seq_length():
         return None
     cache, ids = session.past.cache, _read(engine, session)

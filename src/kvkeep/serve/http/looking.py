@@ -34,7 +34,7 @@ def looking(server: Server) -> APIRouter:
         """Ask the engine, one question at a time: whoever looks often makes nobody wait for more than one."""
         async with turn:
             try:
-                return await asyncio.wait_for(asyncio.wrap_future(engine.ask(call)), PATIENCE_S)
+                return await asyncio.wait_for(asyncio.wrap_future(engine.call(call)), PATIENCE_S)
             except TimeoutError:
                 raise Refused(503, "The engine is busy; ask again later.", "busy") from None
 
@@ -56,7 +56,7 @@ def looking(server: Server) -> APIRouter:
         numbers = {"running": len(engine.running), "waiting": engine.waiting, "sessions": found.sessions}
         return {"total": engine.arbiter.total, "held": found.memory, "kinds": found.kinds, **numbers}
 
-    @routes.get("/v1/sessions/{name:path}/cache")
+    @routes.get("/v1/sessions/{name}/cache")
     async def remembered(
         request: Request, name: str, columns: Annotated[int, Query(ge=1, le=1024)] = 256, texts: bool = False
     ) -> Any:

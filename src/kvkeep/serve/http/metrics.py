@@ -79,7 +79,9 @@ class Metrics(Watch):
     async def scraped(self) -> bytes:
         """Return all figures, those of memory as of the last step."""
         with suppress(KvkeepError, TimeoutError):
-            held = await asyncio.wait_for(asyncio.wrap_future(self.engine.ask(lambda: memory(self.engine))), PATIENCE_S)
+            held = await asyncio.wait_for(
+                asyncio.wrap_future(self.engine.call(lambda: memory(self.engine))), PATIENCE_S
+            )
             for kind, count in held.kinds.items():
                 self._bytes.labels(kind).set(count)
             self._granted.set(held.granted)
