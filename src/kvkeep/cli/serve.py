@@ -94,7 +94,7 @@ def serve(
     where = f"http{'s' if tls else ''}://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
     server = _server(uvicorn, app, timeout_graceful_shutdown=int(grace) + 1, **tls)
     engine.start()
-    note(f"{where}/v1  model '{loaded.name}', {total / 1e6:.0f} MB for all conversations")
+    note(f"{where}/v1  model '{loaded.name}', {total / 1e6:.0f} MB for all conversations; a page at {where}/")
     if kept is not None:
         note(f"key: {given[0] if new else 'as before'}  (kept in {kept})")
     elif not given:
