@@ -155,7 +155,8 @@ def _stops(tab: Browser, engine: Engine) -> None:
     assert answer.startswith(before[:20])
     tab.until("document.querySelector('.after').textContent.includes('stopped')")
     send(tab, "and then")  # it goes on
-    tab.until(f"{IDLE} && document.querySelectorAll('.message.assistant').length === 2")
+    drawn = "[...document.querySelectorAll('.after')].at(-1).textContent.includes('tokens')"  # with its last frame
+    tab.until(f"{IDLE} && document.querySelectorAll('.message.assistant').length === 2 && {drawn}")
 
 
 def _comes_back(tab: Browser, address: str) -> None:

@@ -55,13 +55,9 @@ def _kinds(cache: KeepCache) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Picture:
-    """What became of the entries of one session's cache.
-
-    map: for each layer and each of so many columns, which share its tokens equally, the share of entries, of all KV
-    heads, in each state: (layers, columns, states). kept: the same for each token, of all layers and heads: (tokens,
-    states). entries: how many are in each state, (states,). ids: of the tokens that the cache has read. budget: entries
-    of a layer, None if there is none. where: the place of its checkpoint. running: whether an answer is being written.
-    """
+    """What became of the entries of one session's cache. layers: of each, codes of states, (kv_heads, tokens) int8.
+    ids: of the tokens. budget: entries of a layer, None if there is none. where: the place of its checkpoint. running:
+    whether an answer is being written."""
 
     method: str
     exactness: str
@@ -70,31 +66,45 @@ class Picture:
     running: bool
     ids: list[int]
     bytes: dict[str, int]
-    map: Tensor
-    kept: Tensor
-    entries: Tensor
+    layers: list[Tensor]
+
+    def map(self, columns: int) -> Tensor:
+        """Return for each layer and each of ``columns``, which share the tokens equally, the share of entries, of all
+        heads, in each state: (layers, columns, states)."""
+        column = torch.arange(len(self.ids)) * columns // len(self.ids)
+        counts = torch.stack([_counted(layer, column, columns) for layer in self.layers])
+        return counts / counts.sum(-1, keepdim=True)
+
+    def kept(self) -> Tensor:
+        """Return how many entries of each token, of all layers and heads, are in each state: (tokens, states)."""
+        slots = torch.arange(len(self.ids))
+        each = torch.zeros(len(self.ids), len(EntryState), dtype=torch.long)
+        for layer in self.layers:
+            each += _counted(layer, slots, len(self.ids))
+        return each
 
 
-def picture(engine: Engine, name: tuple[str, str], columns: int) -> Picture | None:
+def _counted(layer: Tensor, column: Tensor, columns: int) -> Tensor:
+    """Return how many codes of ``layer`` (kv_heads, tokens) are in each column, (columns, states)."""
+    found = torch.bincount((column * len(EntryState) + layer).flatten(), minlength=columns * len(EntryState))
+    return found.view(columns, len(EntryState))
+
+
+def picture(engine: Engine, name: tuple[str, str]) -> Picture | None:
     """Return what the cache of the session ``name`` remembers; None where it is not in memory."""
     session = _named(engine).get(name)
     if session is None or not session.past.cache.get_seq_length():
         return None
-    cache, ids = session.past.cache, _read(engine, session)
-    layers = [layer[0] for layer in cache.entry_states() if layer.shape[1]]
-    map, kept = _shares(layers, len(ids), min(columns, len(ids)))
-    counts = torch.stack([torch.bincount(layer.flatten().long(), minlength=len(EntryState)) for layer in layers])
+    cache = session.past.cache
     return Picture(
         method=cache.method.name,
         exactness=str(cache.exactness),
         budget=cache.entries,
         where=None if cache.checkpoint is None else cache.checkpoint.where,
         running=any(job.session is session for job in engine.running),
-        ids=ids,
+        ids=_read(engine, session),
         bytes=_kinds(cache),
-        map=map,
-        kept=kept,
-        entries=counts.sum(0),
+        layers=[layer[0].clone() for layer in cache.entry_states() if layer.shape[1]],  # a cache may reuse its own
     )
 
 
@@ -104,20 +114,3 @@ def _read(engine: Engine, session: Session) -> list[int]:
         if job.session is session and job.answer is not None:
             return [*job.ask.prompt, *job.answer.tokens][: session.past.cache.get_seq_length()]
     return [*session.past.ids]
-
-
-def _shares(layers: list[Tensor], tokens: int, columns: int) -> tuple[Tensor, Tensor]:
-    """Return the shares of states by layer and column, (layers, columns, states), and by token, (tokens, states)."""
-    slots, states = torch.arange(tokens), len(EntryState)
-    column = slots * columns // max(1, tokens)
-    rows, each = [], torch.zeros(tokens * states, dtype=torch.long)
-    for layer in layers:  # (kv_heads, tokens)
-        codes = layer.long()
-        rows.append(torch.bincount((column * states + codes).flatten(), minlength=columns * states))
-        each += torch.bincount((slots * states + codes).flatten(), minlength=tokens * states)
-    map = torch.stack(rows).view(len(layers), columns, states)
-    return _normed(map), _normed(each.view(tokens, states))
-
-
-def _normed(counts: Tensor) -> Tensor:
-    return counts / counts.sum(-1, keepdim=True).clamp(min=1)

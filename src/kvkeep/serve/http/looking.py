@@ -14,7 +14,7 @@ from kvkeep.contracts.entries import EntryState
 from kvkeep.policies.methods import methods
 from kvkeep.policies.request import Request as CacheRequest
 from kvkeep.serve.http.errors import Refused
-from kvkeep.serve.look import memory, picture
+from kvkeep.serve.look import Picture, memory, picture
 
 if TYPE_CHECKING:
     from kvkeep.serve.http.app import Server
@@ -61,25 +61,10 @@ def looking(server: Server) -> APIRouter:
         request: Request, name: str, columns: Annotated[int, Query(ge=1, le=1024)] = 256, texts: bool = False
     ) -> Any:
         """Show what became of every token of one's own session, by layer and by token. Shares are bytes, base64."""
-        found = await asked(lambda: picture(engine, (request.state.owner, name), columns))
+        found = await asked(lambda: picture(engine, (request.state.owner, name)))
         if found is None:
             raise Refused(404, f"There is no session '{name}' in memory.", "session_not_found", "name")
-        there = {state: int(count) for state, count in zip(_STATES, found.entries, strict=True) if count}
-        body: dict[str, Any] = {
-            "session": name,
-            "method": found.method,
-            "exactness": found.exactness,
-            "budget": found.budget,
-            "where": found.where,
-            "running": found.running,
-            "tokens": len(found.ids),
-            "bytes": found.bytes,
-            "entries": there,
-            "layers": found.map.shape[0],
-            "columns": found.map.shape[1],
-            "map": {state: _packed(found.map[..., EntryState[state.upper()]]) for state in there},
-            "kept": {state: _packed(found.kept[..., EntryState[state.upper()]]) for state in there},
-        }
+        body = {"session": name, **await asyncio.to_thread(_drawn, found, columns)}
         if texts and len(found.ids) <= MOST_TEXTS:
             body["texts"] = await asyncio.to_thread(server.texts, found.ids)
         return body
@@ -87,10 +72,28 @@ def looking(server: Server) -> APIRouter:
     return routes
 
 
-_STATES = [state.name.lower() for state in EntryState]
+def _drawn(found: Picture, columns: int) -> dict[str, Any]:
+    """Return a picture as plain types."""
+    kept, map = found.kept(), found.map(columns := min(columns, len(found.ids)))
+    shares = kept / kept.sum(-1, keepdim=True)
+    there = {state.name.lower(): state for state in EntryState if kept[:, state].any()}
+    return {
+        "method": found.method,
+        "exactness": found.exactness,
+        "budget": found.budget,
+        "where": found.where,
+        "running": found.running,
+        "tokens": len(found.ids),
+        "bytes": found.bytes,
+        "entries": {name: int(kept[:, state].sum()) for name, state in there.items()},
+        "layers": len(found.layers),
+        "columns": columns,
+        "map": {name: _packed(map[..., state]) for name, state in there.items()},
+        "kept": {name: _packed(shares[:, state]) for name, state in there.items()},
+    }
 
 
 def _packed(shares: Tensor) -> str:
     """Return shares from 0 to 1 as bytes from 0 to 255, in base64; a share that is not 0 is none that is."""
-    numbers = (shares * 255).round().clamp(min=0, max=255).where(shares == 0, (shares * 255).round().clamp(min=1))
+    numbers = (shares * 255).round().clamp(min=1).where(shares > 0, 0)
     return base64.b64encode(numbers.byte().numpy().tobytes()).decode("ascii")

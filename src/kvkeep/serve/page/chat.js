@@ -222,7 +222,7 @@ async function answer(talk) {
   if (!keep()) notice("This browser has no room left for texts: delete a conversation.");
   if (wrong && talk === here) {
     if (!message.content) by("messages").lastElementChild?.remove();
-    notice(wrong.message, () => (message.content ? null : answer(talk)));
+    notice(wrong.message, message.content ? null : () => answer(talk));
     if (wrong.status === 401) askKey();
   } else if (!message.content && talk === here) open(talk);
   run.draw();
