@@ -28,6 +28,6 @@ def optional(module: str, extra: str) -> Any:
 _OF = {
     "cli": ("typer", "rich"),
     "gguf": ("gguf", "accelerate"),
-    "serve": ("fastapi", "uvicorn", "pydantic"),
+    "serve": ("fastapi", "uvicorn", "pydantic", "prometheus_client"),
     "lab": ("kvkeep_lab", "matplotlib", "pydantic", "filelock", "rouge_score", "markdown_it"),
 }

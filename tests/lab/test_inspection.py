@@ -18,12 +18,13 @@ from elements import Elements
 from families import tiny
 from hypothesis import given
 from hypothesis import strategies as st
-from kvkeep_lab.inspection import STATES, Inspection, Recorder, Step, Trace, arrived, encoded, inspect, token_texts
+from kvkeep_lab.inspection import STATES, Inspection, Recorder, Step, Trace, arrived, encoded, inspect
 from kvkeep_lab.page import check_output, render, write_page
 
 from kvkeep.cache import KeepCache
 from kvkeep.contracts.entries import EntryState
 from kvkeep.decode.generate import Generation, Timing
+from kvkeep.decode.pieces import token_texts
 from kvkeep.errors import StoreError
 from kvkeep.memory.meter import Memory
 from kvkeep.stock import new_cache

@@ -270,3 +270,19 @@ def test_its_thread_answers_and_ends(model_folder: Any) -> None:
     clients = [Client(engine, text(30, seed)) for seed in range(3)]
     engine.stop(grace=30)
     assert [client.ended.written for client in clients] == [NEW] * 3 and engine.fault is None
+
+
+def test_its_thread_answers_questions_between_steps_and_none_after_its_end() -> None:
+    engine = serving()
+    before = engine.call(lambda: len(engine.sessions))
+    engine.start()
+    assert before.result(10) == 0
+    with pytest.raises(ZeroDivisionError):
+        engine.call(lambda: 1 // 0).result(10)
+    client = Client(engine, text(30, 1), name=("me", "talk"))
+    late = engine.call(lambda: 1)
+    assert late.cancel() or late.done()  # whoever does not wait any more does no harm
+    engine.stop(grace=30)
+    assert client.ended.written == NEW and engine.fault is None
+    with pytest.raises(engines.Stopping):
+        engine.call(lambda: 1)

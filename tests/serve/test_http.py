@@ -26,7 +26,9 @@ from kvkeep import KeepCache
 from kvkeep.decode.prompt import encode
 from kvkeep.models.loading import Loaded
 from kvkeep.serve.engine import Engine
-from kvkeep.serve.http.app import LARGEST_BODY, application
+from kvkeep.serve.http.app import application
+from kvkeep.serve.http.connection import configured
+from kvkeep.serve.http.door import LARGEST_BODY
 from kvkeep.serve.http.keys import Keys
 
 ASK = [{"role": "user", "content": "the river and the stone"}]
@@ -43,7 +45,7 @@ def address(engine: Engine) -> Iterator[str]:
     """A running server's."""
     loaded = Loaded(engine.model, engine.tokenizer, "tiny", "tiny")
     listening = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(application(engine, loaded, Keys(KEYS)), log_level="error"))
+    server = uvicorn.Server(configured(application(engine, loaded, Keys(KEYS))))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
     engine.start()
     thread.start()
@@ -192,6 +194,36 @@ def test_a_client_that_leaves_frees_its_place(address: str, engine: Engine) -> N
     while engine.running and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not engine.running
+
+
+def figures(address: str, key: str = KEYS[0]) -> dict[str, float]:
+    """What /metrics says, by name and labels."""
+    text = httpx.get(f"{address}/metrics", headers={"Authorization": f"Bearer {key}"}, timeout=30).text
+    lines = (line.rsplit(" ", 1) for line in text.splitlines() if line and not line.startswith("#"))
+    return {name: float(value) for name, value in lines}
+
+
+def test_metrics_count_what_was_done_and_hold_no_text(address: str, engine: Engine) -> None:
+    before = figures(address)
+    body: dict[str, Any] = {"model": "tiny", "messages": ASK, "max_tokens": 6, "temperature": 0}
+    body["kvkeep"] = {"session": "secret-name", "method": "h2o", "budget": 24}
+    usage = [post(address, body).json()["usage"] for _ in range(2)][1]
+    assert post(address, body | {"n": 7}).status_code == 400
+    assert httpx.get(f"{address}/metrics").status_code == 401
+    after = figures(address)
+    change = {name: after[name] - before.get(name, 0) for name in after}
+    assert change["kvkeep_generated_tokens_total"] == 12
+    prompt = sum(change[f'kvkeep_prompt_tokens_total{{source="{one}"}}'] for one in ("read", "cached"))
+    assert prompt == 2 * usage["prompt_tokens"]
+    assert change["kvkeep_time_to_first_token_seconds_count"] == 2
+    assert change["kvkeep_time_between_tokens_seconds_count"] == 10
+    assert change['kvkeep_requests_rejected_total{reason="invalid_value"}'] == 1
+    assert change['kvkeep_requests_rejected_total{reason="invalid_api_key"}'] == 1
+    assert after['kvkeep_sessions{tier="memory"}'] == len(engine.sessions)
+    held = sum(value for name, value in after.items() if name.startswith("kvkeep_cache_bytes"))
+    assert 0 < held <= after["kvkeep_cache_limit_bytes"] == engine.arbiter.total
+    raw = httpx.get(f"{address}/metrics", headers={"Authorization": f"Bearer {KEYS[0]}"}).text
+    assert not any(word in raw for word in ("river", "secret", *KEYS))
 
 
 def test_the_command_serves_drains_and_ends(model_folder: Path, tmp_path: Path) -> None:

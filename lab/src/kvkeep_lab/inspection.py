@@ -14,13 +14,11 @@ from transformers import Cache
 from kvkeep.cache import KeepCache
 from kvkeep.contracts.entries import EntryState
 from kvkeep.decode.generate import Generation, generate
+from kvkeep.decode.pieces import token_texts
 from kvkeep.errors import UsageError
 
 STATES = [code.name.lower() for code in EntryState]
 """What an entry can be, by the code that stands for it."""
-
-LONGEST_PART = 8
-"""Tokens after which half a character is shown as it is: no character has more than four bytes."""
 
 
 @dataclass(frozen=True)
@@ -164,22 +162,3 @@ def inspect(
     generation = generate(model, tokenizer, prompt, cache, interrupted=between_steps, **options)
     texts = token_texts(tokenizer, generation.sequence)
     return Inspection(name, budget, cache.entries, texts, recorder.trace(), generation)
-
-
-def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """Return each token's part of the text. Where several tokens make one character, the last of them has it."""
-    texts, start, given = [], 0, 0  # ids from start are decoded together, and those before ``given`` have their texts
-
-    def text(stop: int) -> str:
-        return str(tokenizer.decode(ids[start:stop], skip_special_tokens=False, clean_up_tokenization_spaces=False))
-
-    for stop in range(1, len(ids) + 1):
-        known, so_far = text(given), text(stop)
-        half = so_far.endswith("\N{REPLACEMENT CHARACTER}") and stop < len(ids) and stop - given < LONGEST_PART
-        if half:
-            texts.append("")
-            continue
-        texts.append(so_far[len(known) :])
-        # The token before stays in view: some tokenizers drop the space at the start of what they decode.
-        start, given = given, stop
-    return texts

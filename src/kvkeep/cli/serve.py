@@ -46,24 +46,41 @@ def serve(
     device: o.Device = None,
     grace: Annotated[float, typer.Option(min=0, help="Seconds that answers have to end in after SIGTERM.")] = 10.0,
     waiting: Annotated[int, typer.Option(min=0, help="Requests that may wait for memory.")] = 64,
+    keys: Annotated[str | None, typer.Option(metavar="FILE", help="A file of keys, one a line; '#': comment.")] = None,
+    answers: Annotated[int, typer.Option(min=1, help="Answers of one key at once, waiting ones included.")] = 64,
+    time: Annotated[float | None, typer.Option(min=0.1, help="Seconds after which an answer is cut.")] = None,
+    cors: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ORIGIN", help="Pages of this origin may speak to it (https://chat.example); repeatable."),
+    ] = None,
+    certificate: Annotated[str | None, typer.Option(metavar="FILE", help="For HTTPS: the certificate (PEM).")] = None,
+    private_key: Annotated[str | None, typer.Option(metavar="FILE", help="For HTTPS: its private key (PEM).")] = None,
 ) -> None:
     """Serve many conversations over HTTP within one memory, as OpenAI's clients speak.
 
-    Keys come from KVKEEP_API_KEYS, by commas; listening beyond this machine without one makes a key.
+    Keys come from KVKEEP_API_KEYS, by commas, and from --keys; listening beyond this machine without any makes one,
+    which is kept in the user's folder and used again.
     """
     uvicorn = optional("uvicorn", "serve")
     optional("fastapi", "serve")
+    optional("prometheus_client", "serve")
     from kvkeep.models.loading import load
     from kvkeep.models.room import free_memory
     from kvkeep.plan.planner import parse_memory
     from kvkeep.policies.request import Request
     from kvkeep.serve.engine import Engine
     from kvkeep.serve.http.app import application
-    from kvkeep.serve.http.keys import VARIABLE, Keys, keys_given, new_key
+    from kvkeep.serve.http.asked import Limits
+    from kvkeep.serve.http.keys import Keys, kept_key, keys_given
     from kvkeep.stock import STOCK
 
-    keys = keys_given()
-    made = "" if keys or _own(host) else new_key()
+    given, kept, new = keys_given(keys), None, False
+    if not given and not _own(host):
+        key, kept, new = kept_key()
+        given = [key]
+    if cors and "*" in cors and not given:
+        raise UsageError("Without a key, pages of any origin could use the server; name origins, or give it a key.")
+    tls = _tls(certificate, private_key)
     total = None if memory is None else parse_memory(memory)
     cache: dict[str, Any] = {name: one for name, one in (("method", method), ("budget", budget)) if one is not None}
     if method == STOCK:
@@ -72,15 +89,15 @@ def serve(
     loaded = load(model, weights=weights, device=device, progress=note)
     total = free_memory(next(loaded.model.parameters()).device) // 2 if total is None else total
     engine = Engine(loaded, total, waiting, **cache)
-    app = application(engine, loaded, Keys([made] if made else keys))
+    app = application(engine, loaded, Keys(given), Limits(answers, time), cors or ())
     listening = _socket(host, port)
-    where = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
-    server = _server(uvicorn, app, grace)
+    where = f"http{'s' if tls else ''}://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
+    server = _server(uvicorn, app, timeout_graceful_shutdown=int(grace) + 1, **tls)
     engine.start()
-    note(f"{where}/v1  model '{loaded.name}', {total / 1e6:.0f} MB for all conversations")
-    if made:
-        note(f"key: {made}  (made for this run; {VARIABLE} sets your own)")
-    elif not keys:
+    note(f"{where}/v1  model '{loaded.name}', {total / 1e6:.0f} MB for all conversations; a page at {where}/")
+    if kept is not None:
+        note(f"key: {given[0] if new else 'as before'}  (kept in {kept})")
+    elif not given:
         note("no key: only this machine can reach it")
     _drain(server, engine, grace)
     server.run(sockets=[listening])
@@ -112,17 +129,32 @@ def _socket(host: str, port: int) -> Any:
     return listening
 
 
-def _server(uvicorn: Any, app: Any, grace: float) -> Any:
+def _tls(certificate: str | None, private_key: str | None) -> dict[str, Any]:
+    """Return what uvicorn is told for HTTPS, and nothing for HTTP. Raises UsageError for files that do not do."""
+    if certificate is None and private_key is None:
+        return {}
+    if certificate is None or private_key is None:
+        raise UsageError("HTTPS takes both --certificate and --private-key.")
+    import ssl
+
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(certificate, private_key, password="")
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+        reason = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+        raise UsageError(f"'{certificate}' with '{private_key}' cannot be used for HTTPS: {reason}.") from error
+    return {"ssl_certfile": certificate, "ssl_keyfile": private_key}
+
+
+def _server(uvicorn: Any, app: Any, **given: Any) -> Any:
     """Return a server that leaves signals to us: answers end before connections do."""
+    from kvkeep.serve.http.connection import configured
 
     class Server(uvicorn.Server):
         @contextmanager
         def capture_signals(self) -> Iterator[None]:
             yield
 
-    return Server(
-        uvicorn.Config(app, log_level="warning", timeout_keep_alive=30, timeout_graceful_shutdown=int(grace) + 1)
-    )
+    return Server(configured(app, **given))
 
 
 def _drain(server: Any, engine: Any, grace: float) -> None:

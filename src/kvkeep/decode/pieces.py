@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer makes of a part of a character
+LONGEST_PART = 8
+"""Tokens after which half a character is shown as it is: no character has more than four bytes."""
 
 
 class Pieces:
@@ -34,6 +36,25 @@ class Pieces:
 
     def _text(self) -> str:
         return self._tokenizer.decode(self._line, skip_special_tokens=True)
+
+
+def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+    """Return each token's part of the text. Where several tokens make one character, the last of them has it."""
+    texts, start, given = [], 0, 0  # ids from start are decoded together, and those before ``given`` have their texts
+
+    def text(stop: int) -> str:
+        return str(tokenizer.decode(ids[start:stop], skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    for stop in range(1, len(ids) + 1):
+        known, so_far = text(given), text(stop)
+        half = so_far.endswith(_INCOMPLETE) and stop < len(ids) and stop - given < LONGEST_PART
+        if half:
+            texts.append("")
+            continue
+        texts.append(so_far[len(known) :])
+        # The token before stays in view: some tokenizers drop the space at the start of what they decode.
+        start, given = given, stop
+    return texts
 
 
 class Stops:

@@ -12,9 +12,10 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +29,8 @@ from kvkeep.policies.request import Request
 from kvkeep.serve.answer import Answer, Ask, Piece, Reads
 from kvkeep.serve.arbiter import Arbiter, held, most
 from kvkeep.serve.batch import Read, forward, packs
+
+T = TypeVar("T")
 
 CHUNK = 512
 """Tokens of a prompt read in a step where the method itself sets no limit and does not mind."""
@@ -80,6 +83,7 @@ class Job:
     session: Session | None = None
     granted: int = 0
     answer: Answer | None = None
+    at: float = field(default_factory=time.monotonic)  # when it was asked for, and from its first token on the last's
     _reads: Reads | None = None
     _wanted: Read | None = None
     _left: deque[int] = field(default_factory=deque)  # sizes of the chunks of what is wanted that are to come
@@ -93,6 +97,16 @@ class Job:
     def cancelled(self) -> bool:
         """Whether it was cancelled."""
         return self._cancelled.is_set()
+
+
+class Watch:
+    """What is told of an engine's work, by its own thread, and must not wait. This one takes no notice."""
+
+    def stepped(self, sessions: int, tokens: int) -> None:
+        """A step has read ``tokens`` tokens of so many sessions."""
+
+    def wrote(self, tokens: int, seconds: float, first: bool) -> None:
+        """An answer has so many tokens more, ``seconds`` after those before, or after it was asked for."""
 
 
 class Engine:
@@ -115,12 +129,13 @@ class Engine:
         self.geometry = ModelGeometry.from_config(self.model.config, next(self.model.parameters()).dtype.itemsize)
         self.sessions: OrderedDict[tuple[str, str], Session] = OrderedDict()  # the least recently used first
         self.running: list[Job] = []
-        self._inbox: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self.watch = Watch()
+        self._inbox: queue.SimpleQueue[Job | Callable[[], None] | None] = queue.SimpleQueue()
         self._waiting: deque[Job] = deque()
         self._count = 0  # of those in the inbox and waiting
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._stopping = False
+        self._stopping = self._ended = False
         self.fault: BaseException | None = None
         self.beat = time.monotonic()
         eos = getattr(self.model.generation_config, "eos_token_id", None)
@@ -156,6 +171,30 @@ class Engine:
             self._count += 1
         self._inbox.put(job)
         return job
+
+    def call(self, work: Callable[[], T]) -> Future[T]:
+        """Let the engine's thread do ``work`` between two steps, when no cache is in the middle of one; the future has
+        what it returns or raises. It must be short: everybody waits for it. Raises Stopping after the end."""
+        future: Future[T] = Future()
+
+        def done() -> None:
+            if not future.set_running_or_notify_cancel():  # nobody waits for it any more
+                return
+            try:
+                future.set_result(work())
+            except Exception as error:
+                future.set_exception(error)
+
+        with self._lock:
+            if self._ended:
+                raise Stopping("The engine has ended.")
+            self._inbox.put(done)
+        return future
+
+    @property
+    def waiting(self) -> int:
+        """How many answers have not begun."""
+        return self._count
 
     @property
     def stopping(self) -> bool:
@@ -196,6 +235,10 @@ class Engine:
             for job in [*self.running, *self._waiting]:
                 job.tell(KvkeepError(f"The engine has failed ({type(error).__name__}); the answer is lost."))
             raise
+        finally:
+            with self._lock:
+                self._ended = True
+            self._take_in(False)  # nobody waits for an answer that does not come
 
     # -- in the engine's thread -----------------------------------------------------------------------
 
@@ -214,12 +257,14 @@ class Engine:
     def _take_in(self, wait: bool) -> None:
         while True:
             try:
-                job = self._inbox.get(block=wait)
+                given = self._inbox.get(block=wait)
             except queue.Empty:
                 return
             wait = False
-            if job is not None:
-                self._waiting.append(job)
+            if isinstance(given, Job):
+                self._waiting.append(given)
+            elif given is not None:
+                given()
 
     def _drop_cancelled(self) -> None:
         for job in [job for job in self._waiting if job.cancelled]:
@@ -318,6 +363,7 @@ class Engine:
 
     def _read(self, jobs: Sequence[Job]) -> None:
         reads = [self._part(job) for job in jobs]
+        self.watch.stepped(len(reads), sum(len(read.ids) for read in reads))
         packed = [number for number, read in enumerate(reads) if packs(read.cache)]
         results: dict[int, Tensor | Exception] = {}
         if packed:
@@ -327,12 +373,22 @@ class Engine:
             if number not in results:
                 results[number] = self._alone(read)
         for number, job in enumerate(jobs):
+            written = len(job.answer.tokens) if job.answer else 0
             try:
                 self._give(job, results[number])
             except KvkeepError as error:
                 self._fail(job, error)
             except Exception as error:
                 self._fail(job, KvkeepError(f"The answer failed ({type(error).__name__}: {error})."))
+            self._wrote(job, written)
+
+    def _wrote(self, job: Job, before: int) -> None:
+        """Tell the watch of the tokens that an answer has beside the first ``before``."""
+        fresh = len(job.answer.tokens) - before if job.answer else 0
+        if fresh:
+            now = time.monotonic()
+            self.watch.wrote(fresh, now - job.at, not before)
+            job.at = now
 
     @torch.no_grad()
     def _alone(self, read: Read) -> Tensor | Exception:

@@ -1,4 +1,4 @@
-"""The application: routes, and the way between the engine's thread and the server's loop."""
+"""The application: its routes."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ import asyncio
 import copy
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, StreamingResponse
-from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.middleware.cors import CORSMiddleware
 
+from kvkeep.decode.pieces import token_texts
 from kvkeep.decode.prompt import encode
 from kvkeep.errors import UsageError
 from kvkeep.models.loading import Loaded
-from kvkeep.serve.answer import Ask
-from kvkeep.serve.engine import Ended, Engine, Event, Job
+from kvkeep.serve.engine import Engine
+from kvkeep.serve.http.asked import Asked, Limits
+from kvkeep.serve.http.door import Door
 from kvkeep.serve.http.errors import HANDLERS, Refused
 from kvkeep.serve.http.keys import Keys
+from kvkeep.serve.http.looking import looking
+from kvkeep.serve.http.metrics import TYPE, Metrics
+from kvkeep.serve.http.page import page
 from kvkeep.serve.http.replies import Reply
 from kvkeep.serve.http.schema import DEFAULT_TOKENS, ChatRequest, Message, TextRequest, TokenizeRequest
 
-LARGEST_BODY = 8_000_000
-"""Bytes of a request."""
-OPEN = ("/health", "/ready", "/docs", "/openapi.json")
-"""What needs no key."""
 LATE_S = 120.0
 """Seconds without a step, while there is work, after which the engine counts as dead."""
 
@@ -35,8 +35,8 @@ LATE_S = 120.0
 class Server:
     """What routes share: the engine, its model's name, and a tokenizer of their own."""
 
-    def __init__(self, engine: Engine, loaded: Loaded) -> None:
-        self.engine, self.name = engine, loaded.name
+    def __init__(self, engine: Engine, loaded: Loaded, limits: Limits) -> None:
+        self.engine, self.name, self.metrics, self.limits = engine, loaded.name, Metrics(engine), limits
         self.created = int(time.time())
         self._tokenizer, self._lock = copy.deepcopy(loaded.tokenizer), threading.Lock()
 
@@ -65,6 +65,11 @@ class Server:
         with self._lock:
             return str(self._tokenizer.decode(ids))
 
+    def texts(self, ids: Sequence[int]) -> list[str]:
+        """Return the text of each id, which joined are the whole."""
+        with self._lock:
+            return token_texts(self._tokenizer, ids)
+
     def most(self, wanted: int | None, prompt: list[int]) -> int:
         """Return how many tokens an answer may have. Raises Refused for more than there are positions."""
         positions = self.engine.geometry.max_positions
@@ -82,9 +87,10 @@ class Server:
     async def answered(self, request: Request, asked: ChatRequest | TextRequest, prompt: list[int]) -> Any:
         """Return the answer to a request, whole or as a stream. A client that leaves cancels it."""
         ask = asked.ask(prompt, self.most(asked.most, prompt), asked.likeliest)
-        name = None if asked.kvkeep.session is None else (request.state.owner, asked.kvkeep.session)
+        owner = request.state.owner
+        name = None if asked.kvkeep.session is None else (owner, asked.kvkeep.session)
         reply = Reply(self.name, isinstance(asked, ChatRequest), asked.likeliest is not None, self.decoded)
-        answer = _Asked(self.engine, ask, name, asked.cache())
+        answer = Asked(self.engine, self.metrics, self.limits, owner, ask, name, asked.cache())
         if asked.stream:
             first = await answer.first()
             if isinstance(first, Exception):
@@ -105,40 +111,7 @@ class Server:
                 task.cancel()
 
 
-class _Asked:
-    """A job, its events handed from the engine's thread to this loop."""
-
-    def __init__(self, engine: Engine, ask: Ask, name: tuple[str, str] | None, cache: dict[str, Any]) -> None:
-        loop, self._queue = asyncio.get_running_loop(), asyncio.Queue[Event]()
-
-        def tell(event: Event) -> None:
-            loop.call_soon_threadsafe(self._queue.put_nowait, event)
-
-        self.job: Job = engine.submit(ask, tell, name=name, **cache)
-
-    async def first(self) -> Event:
-        """Wait for the first event, so that what fails at once has a status of its own."""
-        try:
-            return await self._queue.get()
-        except BaseException:
-            self.job.cancel()
-            raise
-
-    async def events(self, first: Event) -> AsyncIterator[Event]:
-        """Yield all events, after the first."""
-        event = first
-        while True:
-            yield event
-            if isinstance(event, Ended | Exception):
-                return
-            event = await self._queue.get()
-
-    async def all(self) -> list[Event]:
-        """Return all events."""
-        return [event async for event in self.events(await self.first())]
-
-
-async def _closing(text: AsyncIterator[str], answer: _Asked) -> AsyncIterator[str]:
+async def _closing(text: AsyncIterator[str], answer: Asked) -> AsyncIterator[str]:
     """Pass a stream on, and cancel its job when nobody reads it any more."""
     try:
         async for one in text:
@@ -153,47 +126,21 @@ async def _gone(request: Request) -> None:
         pass
 
 
-class Door:
-    """Who may come in, before a body is read: those with a key, and bodies up to :data:`LARGEST_BODY`, stated or not.
-    Whose a request is, routes find in ``request.state.owner``."""
+def application(
+    engine: Engine, loaded: Loaded, keys: Keys, limits: Limits | None = None, origins: Sequence[str] = ()
+) -> FastAPI:
+    """Return the application of a running engine. origins: of pages of other hosts that may speak to it."""
+    server = Server(engine, loaded, limits or Limits())
+    # Pages of documentation would load scripts from another host.
+    app = FastAPI(title="kvkeep", exception_handlers=HANDLERS, docs_url=None, redoc_url=None)
+    app.state.metrics = server.metrics
+    app.add_middleware(Door, keys=keys, metrics=server.metrics)
+    if origins:
+        methods, headers = ["GET", "POST", "DELETE"], ["Authorization", "Content-Type"]
+        app.add_middleware(CORSMiddleware, allow_origins=[*origins], allow_methods=methods, allow_headers=headers)
 
-    def __init__(self, app: ASGIApp, keys: Keys) -> None:
-        self.app, self.keys = app, keys
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on."""
-        if scope["type"] != "http" or scope["path"] in OPEN:
-            await self.app(scope, receive, send)
-            return
-        headers, read = Headers(scope=scope), 0
-
-        async def limited() -> Any:
-            nonlocal read
-            message = await receive()
-            read += len(message.get("body", b""))
-            if read > LARGEST_BODY:
-                raise _too_large()
-            return message
-
-        try:
-            scope.setdefault("state", {})["owner"] = self.keys.owner(headers.get("authorization"))
-            if int(headers.get("content-length", 0)) > LARGEST_BODY:
-                raise _too_large()
-        except Refused as error:
-            await error.response()(scope, receive, send)
-            return
-        await self.app(scope, limited, send)
-
-
-def _too_large() -> Refused:
-    return Refused(413, f"The body is larger than {LARGEST_BODY // 10**6} MB.", "too_large")
-
-
-def application(engine: Engine, loaded: Loaded, keys: Keys) -> FastAPI:
-    """Return the application of a running engine."""
-    server = Server(engine, loaded)
-    app = FastAPI(title="kvkeep", exception_handlers=HANDLERS)
-    app.add_middleware(Door, keys=keys)
+    app.include_router(page())
+    app.include_router(looking(server))
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request, asked: ChatRequest) -> Any:
@@ -237,5 +184,10 @@ def application(engine: Engine, loaded: Loaded, keys: Keys) -> FastAPI:
         if engine.stopping:
             raise Refused(503, "The server is ending.", "stopping")
         return {"status": "ready"}
+
+    @app.get("/metrics")
+    async def metrics() -> Any:
+        """Return figures for Prometheus."""
+        return Response(await server.metrics.scraped(), media_type=TYPE)
 
     return app

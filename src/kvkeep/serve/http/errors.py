@@ -23,11 +23,15 @@ class Refused(HTTPException):
         super().__init__(status, message)
         self.code, self.param = code, param
 
+    @property
+    def kind(self) -> str:
+        """The class of the error, as OpenAI names it."""
+        kind = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}.get(self.status_code)
+        return kind or ("server_error" if self.status_code >= 500 else "invalid_request_error")
+
     def body(self) -> dict[str, Any]:
         """Return the error object."""
-        kind = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}.get(self.status_code)
-        kind = kind or ("server_error" if self.status_code >= 500 else "invalid_request_error")
-        return {"error": {"message": self.detail, "type": kind, "param": self.param, "code": self.code}}
+        return {"error": {"message": self.detail, "type": self.kind, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
         """Return it as an answer."""
@@ -58,23 +62,29 @@ def refused(error: Exception) -> Refused:
 
 async def told(request: Request, error: Exception) -> JSONResponse:
     """Return what a handler raised as an error object."""
-    return refused(error).response()
+    found = refused(error)
+    request.app.state.metrics.rejected(found)
+    return found.response()
 
 
 async def misread(request: Request, error: Exception) -> JSONResponse:
     """Return the first thing that is wrong with a body, by the name of its field."""
     assert isinstance(error, RequestValidationError)
+    return await told(request, _misread(error))
+
+
+def _misread(error: RequestValidationError) -> Refused:
     first = error.errors()[0]
     place = [str(part) for part in first["loc"][1:] if not _internal(part)]
     if first["type"] == "json_invalid":
-        return Refused(400, "The body is no JSON.", "invalid_json").response()
+        return Refused(400, "The body is no JSON.", "invalid_json")
     field = ".".join(place) or None
     reason = {
         "extra_forbidden": "is not supported here",
         "missing": "is missing",
         "literal_error": f"is not supported but as {first.get('ctx', {}).get('expected', 'it is by default')}",
     }.get(first["type"], f"is wrong: {first['msg'][:1].lower()}{first['msg'][1:]}")
-    return Refused(400, f"'{field or 'the body'}' {reason}.", "invalid_value", field).response()
+    return Refused(400, f"'{field or 'the body'}' {reason}.", "invalid_value", field)
 
 
 def _internal(part: Any) -> bool:
@@ -86,5 +96,4 @@ HANDLERS: dict[Any, Any] = {
     RequestValidationError: misread,
     AnyHTTPException: told,
     KvkeepError: told,
-    Exception: told,
 }

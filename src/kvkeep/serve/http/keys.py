@@ -7,7 +7,10 @@ import hmac
 import os
 import secrets
 from collections.abc import Sequence
+from pathlib import Path
 
+from kvkeep.errors import UsageError
+from kvkeep.models.folders import data_folder
 from kvkeep.serve.http.errors import Refused
 
 VARIABLE = "KVKEEP_API_KEYS"
@@ -17,7 +20,10 @@ class Keys:
     """The keys of a server; without any, everybody is one owner."""
 
     def __init__(self, keys: Sequence[str]) -> None:
-        self._digests = [_digest(key) for key in keys]
+        self._digests = [_digest(key) for key in dict.fromkeys(keys)]
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
 
     def owner(self, header: str | None) -> str:
         """Return whose request has this Authorization ``header``. Raises Refused for a wrong key or none."""
@@ -33,14 +39,44 @@ class Keys:
         return owner
 
 
-def keys_given() -> list[str]:
-    """Return the keys of the environment, by commas."""
-    return [key.strip() for key in os.environ.get(VARIABLE, "").split(",") if key.strip()]
+def keys_given(path: str | None = None) -> list[str]:
+    """Return the keys of the environment, by commas, and those of a file, one a line, ``#`` before comments. Raises
+    UsageError for a file without keys."""
+    found = [key.strip() for key in os.environ.get(VARIABLE, "").split(",") if key.strip()]
+    if path is None:
+        return found
+    lines = _read(Path(path)).splitlines()
+    own = [line.strip() for line in lines if line.strip() and not line.strip().startswith("#")]
+    if not own:
+        raise UsageError(f"There is no key in '{path}': give one a line.")
+    return [*found, *own]
 
 
-def new_key() -> str:
-    """Return a key that nobody has."""
-    return f"kvkeep-{secrets.token_urlsafe(24)}"
+def kept_key() -> tuple[str, Path, bool]:
+    """Return this user's own key, the file that keeps it, which nobody else can read, and whether it is new."""
+    path = data_folder() / "server-key"
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    key = f"kvkeep-{secrets.token_urlsafe(24)}"
+    try:
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        path.chmod(0o600)
+        if not (key := _read(path).strip()):
+            raise UsageError(f"There is no key in '{path}'; delete the file, and another one is made.") from None
+        return key, path, False
+    except OSError as error:
+        raise UsageError(f"No key can be kept in '{path}': {(error.strerror or str(error)).lower()}.") from error
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        file.write(key + "\n")
+    return key, path, True
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = (getattr(error, "strerror", None) or "it is no text").lower()
+        raise UsageError(f"The keys in '{path}' cannot be read: {reason}.") from error
 
 
 def _digest(key: str) -> str:

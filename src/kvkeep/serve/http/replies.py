@@ -8,9 +8,9 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-from kvkeep.errors import KvkeepError
 from kvkeep.serve.answer import Piece, Told
-from kvkeep.serve.engine import Ended, Event
+from kvkeep.serve.engine import Ended
+from kvkeep.serve.http.asked import News
 from kvkeep.serve.http.errors import refused
 
 Decode = Callable[[Sequence[int]], str]
@@ -25,10 +25,10 @@ class Reply:
         self.head = {"id": f"{kind[0]}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self.kind = kind[1]
 
-    def whole(self, events: Sequence[Event]) -> dict[str, Any]:
+    def whole(self, events: Sequence[News]) -> dict[str, Any]:
         """Return the answer as one object. Raises the error that it ended by."""
         last = events[-1]
-        if isinstance(last, KvkeepError):
+        if isinstance(last, Exception):
             raise last
         assert isinstance(last, Ended)
         told = [one for event in events if isinstance(event, Piece) for one in event.told]
@@ -37,8 +37,8 @@ class Reply:
         body["logprobs"] = self._logprobs(told) if self.told else None
         return self.head | {"object": self.kind, "choices": [body], "usage": usage(last)}
 
-    async def stream(self, events: AsyncIterator[Event], with_usage: bool) -> AsyncIterator[str]:
-        """Yield the answer as server-sent events; an error is an object like any other."""
+    async def stream(self, events: AsyncIterator[News | None], with_usage: bool) -> AsyncIterator[str]:
+        """Yield the answer as server-sent events; an error is an object like any other, and None a comment."""
         if self.chat:
             yield self._chunk({"delta": {"role": "assistant", "content": ""}})
         async for event in events:
@@ -49,6 +49,8 @@ class Reply:
                 yield self._chunk({"delta": {}} if self.chat else {"text": ""}, _reason(event))
                 if with_usage:
                     yield _event(self.head | {"object": self._object, "choices": [], "usage": usage(event)})
+            elif event is None:
+                yield ": the prompt is being read\n\n"
             else:
                 yield _event(refused(event).body())
         yield "data: [DONE]\n\n"
@@ -89,7 +91,8 @@ def usage(ended: Ended) -> dict[str, Any]:
 
 
 def _reason(ended: Ended) -> str:
-    return "length" if ended.reason == "length" else "stop"
+    """Return how an answer ended; one that was cut off, by the time or by the server's end, did so by its length."""
+    return "stop" if ended.reason == "stop" else "length"
 
 
 def _event(body: dict[str, Any]) -> str:

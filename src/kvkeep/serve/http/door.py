@@ -1,0 +1,119 @@
+"""The door: who may come in, with how much, and how long it may take, before a route sees anything of it."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import traceback
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvkeep.serve.http.errors import Refused, refused
+from kvkeep.serve.http.keys import Keys
+from kvkeep.serve.http.metrics import Metrics
+
+LARGEST_BODY = 8_000_000
+"""Bytes of a request."""
+BODY_S = 60.0
+"""Seconds that a body may take to arrive."""
+OPEN = ("/health", "/ready", "/openapi.json", "/")
+PAGE = "/page/"
+"""What needs no key: all of :data:`OPEN`, and what lies within the page."""
+
+log = logging.getLogger(__name__)
+
+
+class Door:
+    """Lets those in who have a key, and bodies up to :data:`LARGEST_BODY` within :data:`BODY_S`. Whose a request is,
+    routes find in ``request.state.owner``. A fault is logged by its kind and place alone: messages may quote a prompt.
+
+    Where there are no keys, only requests to this machine by its own names are taken, so that no page of another host
+    whose name was turned to this machine's address can speak for its user.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Keys, metrics: Metrics) -> None:
+        self.app, self.keys, self.metrics = app, keys, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        begun = False
+
+        async def sending(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        try:
+            self._enter(scope)
+            await self.app(scope, _limited(receive), sending)
+        except Exception as error:
+            if not isinstance(error, Refused):
+                log.error("a request failed: %s", _place(error))
+            found = refused(error)
+            self.metrics.rejected(found)
+            if begun:  # nothing can be said any more
+                raise _Broken from None
+            await found.response()(scope, receive, send)
+
+    def _enter(self, scope: Scope) -> None:
+        headers = Headers(scope=scope)
+        if not self.keys and not _this_machine(headers.get("host", "")):
+            raise Refused(403, "Without keys this server answers to 'localhost' alone; give it a key.", "wrong_host")
+        if scope["path"] not in OPEN and not scope["path"].startswith(PAGE):
+            scope.setdefault("state", {})["owner"] = self.keys.owner(headers.get("authorization"))
+        length = headers.get("content-length", "")
+        if length.isdecimal() and int(length) > LARGEST_BODY:
+            raise _too_large()
+
+
+class _Broken(Exception):
+    """An answer broke off after its beginning was sent."""
+
+
+def _limited(receive: Receive) -> Receive:
+    """Return ``receive`` for one body that is neither too large nor too slow."""
+    deadline = asyncio.get_running_loop().time() + BODY_S
+    read, whole = 0, False
+
+    async def limited() -> Message:
+        nonlocal read, whole
+        if whole:  # what comes now is that the client leaves
+            return await receive()
+        try:
+            async with asyncio.timeout_at(deadline):
+                message = await receive()
+        except TimeoutError:
+            raise Refused(408, f"The body did not arrive within {BODY_S:.0f} s.", "too_slow") from None
+        read += len(message.get("body", b""))
+        whole = not message.get("more_body", False)
+        if read > LARGEST_BODY:
+            raise _too_large()
+        return message
+
+    return limited
+
+
+def _too_large() -> Refused:
+    return Refused(413, f"The body is larger than {LARGEST_BODY // 10**6} MB.", "too_large")
+
+
+def _this_machine(host: str) -> bool:
+    """Return whether a Host header names this machine as only itself can."""
+    name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
+    try:
+        return ipaddress.ip_address(name.strip("[]")).is_loopback
+    except ValueError:
+        return name.lower() == "localhost"
+
+
+def _place(error: BaseException) -> str:
+    """Return the kind of an error and the line that it comes from."""
+    frames: Any = traceback.extract_tb(error.__traceback__)
+    where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    return f"{type(error).__name__}{where}"

@@ -1,0 +1,46 @@
+"""The page at ``/``: a few files of this package, which load nothing from anywhere else."""
+
+from __future__ import annotations
+
+import hashlib
+from importlib import resources
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from kvkeep.serve.http.errors import Refused
+
+TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'"
+)
+"""What a browser lets the page do: its own files, its own server, and nothing else."""
+HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-cache",
+}
+
+
+def page() -> APIRouter:
+    """Return the routes of the page."""
+    routes = APIRouter(include_in_schema=False)
+    folder = resources.files("kvkeep.serve").joinpath("page")
+    files = {one.name: one.read_bytes() for one in folder.iterdir() if one.name.rpartition(".")[2] in TYPES}
+    tags = {name: f'"{hashlib.sha256(content).hexdigest()[:16]}"' for name, content in files.items()}
+
+    @routes.get("/")
+    @routes.get("/page/{name}")
+    async def file(request: Request, name: str = "index.html") -> Response:
+        """Return a file of the page."""
+        if name not in files:
+            raise Refused(404, f"The page has no file '{name}'.")
+        headers = {**HEADERS, "ETag": tags[name]}
+        if request.headers.get("if-none-match") == tags[name]:
+            return Response(status_code=304, headers=headers)
+        return Response(files[name], media_type=TYPES[name.rpartition(".")[2]], headers=headers)
+
+    return routes

@@ -1,0 +1,244 @@
+"""What nobody may do: come in without a key, ask for too much, take too long, or learn of another's text."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import socket
+import ssl
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from conftest import tokenizer
+from families import tiny
+from running import BODY, KEYS, bearer, held, post, serving, within
+
+from kvkeep.cli.serve import _tls
+from kvkeep.errors import UsageError
+from kvkeep.models.loading import Loaded
+from kvkeep.serve.answer import Piece, Told
+from kvkeep.serve.engine import Ended, Engine
+from kvkeep.serve.http import app as apps
+from kvkeep.serve.http import asked, connection, door
+from kvkeep.serve.http.app import application
+from kvkeep.serve.http.asked import UNREAD, Limits, Mailbox
+from kvkeep.serve.http.keys import Keys, kept_key, keys_given
+
+
+def streamed(address: str, body: dict[str, Any]) -> Any:
+    own = {"json": {**body, "stream": True}, "headers": bearer(), "timeout": 30}
+    return httpx.stream("POST", f"{address}/v1/chat/completions", **own)
+
+
+def reply(path: str = "/v1/models", host: str = "localhost", keys: list[str] = KEYS, **given: Any) -> httpx.Response:
+    """What an application answers of itself, without a server around."""
+    loaded = Loaded(tiny("llama"), tokenizer(), "tiny", "tiny")
+    origins = given.pop("origins", ())
+    app = application(Engine(loaded, 10**8), loaded, Keys(keys), origins=origins)
+
+    async def ask() -> httpx.Response:
+        transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url=f"http://{host}") as client:
+            return await client.request(given.pop("method", "GET"), path, **given)
+
+    return asyncio.run(ask())
+
+
+def test_keys_come_from_a_file_and_a_made_one_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Callable[..., tuple[int, str, str]]
+) -> None:
+    monkeypatch.setenv("KVKEEP_API_KEYS", "one, two")
+    file = tmp_path / "keys"
+    file.write_text("# of the kitchen\nthree\n\n  four  \n")
+    assert keys_given(str(file)) == ["one", "two", "three", "four"]
+    assert len({Keys(keys_given(str(file))).owner(f"Bearer {key}") for key in ("one", "two", "three", "four")}) == 4
+    key, path, new = kept_key()
+    assert new and path.stat().st_mode & 0o777 == 0o600
+    path.chmod(0o644)
+    assert kept_key() == (key, path, False) and path.stat().st_mode & 0o777 == 0o600
+    file.write_text("# none\n")
+    for wrong, sentence in (
+        (["--keys", str(file)], "no key in"),
+        (["--keys", str(tmp_path / "nowhere")], "cannot be read: no such file"),
+        (["--certificate", str(file)], "takes both"),
+        (["--certificate", str(file), "--private-key", str(file)], "cannot be used for HTTPS"),
+    ):
+        code, _, err = run("serve", *wrong)
+        assert code == 2 and sentence in err and "Traceback" not in err
+    monkeypatch.delenv("KVKEEP_API_KEYS")
+    assert "Without a key, pages of any origin" in run("serve", "--cors", "*")[2]
+
+
+def test_a_key_has_so_many_answers_at_once_and_no_other_key_notices() -> None:
+    with serving(limits=Limits(answers=2)) as (address, engine):
+        results: list[int] = []
+        with held(engine):
+            threads = [threading.Thread(target=lambda: results.append(post(address, BODY).status_code)) for _ in "ab"]
+            for thread in threads:
+                thread.start()
+            assert within(5, lambda: engine.waiting == 2)
+            refused = post(address, BODY)
+            assert refused.status_code == 429 and int(refused.headers["Retry-After"]) > 0
+            assert refused.json()["error"]["type"] == "rate_limit_error"
+            other = threading.Thread(target=lambda: results.append(post(address, BODY, KEYS[1]).status_code))
+            other.start()
+            assert within(5, lambda: engine.waiting == 3)
+        for thread in (*threads, other):
+            thread.join(10)
+        assert results == [200] * 3 and post(address, BODY).status_code == 200
+        assert post(address, {**BODY, "kvkeep": {"method": "magic"}}).status_code == 400  # whose place is free again
+        assert [post(address, BODY).status_code for _ in range(3)] == [200] * 3
+
+
+def test_time_cuts_an_answer_at_a_token_and_one_that_did_not_begin_is_an_error() -> None:
+    with serving(limits=Limits(seconds=0.5)) as (address, engine):
+        with streamed(address, {**BODY, "max_tokens": 450}) as found:
+            lines = found.iter_lines()
+            next(lines)
+            with held(engine):
+                time.sleep(0.6)
+            events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        assert events[-1]["choices"][0]["finish_reason"] == "length" and len(events) < 440
+        with held(engine):
+            late = threading.Thread(target=lambda: answers.append(post(address, BODY)))
+            answers: list[httpx.Response] = []
+            late.start()
+            time.sleep(0.7)
+        late.join(10)
+        assert answers[0].status_code == 503 and answers[0].json()["error"]["code"] == "timeout"
+
+
+def test_comments_keep_a_stream_open_and_what_fails_in_it_is_an_error_object(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asked, "FIRST_S", 0.05)
+    monkeypatch.setattr(asked, "BEAT_S", 0.05)
+    with serving() as (address, engine):
+        for own, last in (({}, '"finish_reason":"length"'), ({"kvkeep": {"budget": "1KB"}}, '"error":{"message"')):
+            with held(engine) as gate, streamed(address, {**BODY, **own}) as found:
+                lines = (line for line in found.iter_lines() if line)
+                assert found.status_code == 200 and '"role"' in next(lines)
+                assert next(lines).startswith(": ") and next(lines).startswith(": ")
+                gate.set()
+                rest = [*lines]
+            assert rest[-1] == "data: [DONE]" and last in rest[-2]
+
+
+def test_a_reader_that_is_slow_holds_the_text_and_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def unread() -> None:
+        mail = Mailbox()
+        for number in range(10_000):
+            mail.put(Piece(f"{number} ", (Told(number, 0.0, ()),)))
+            assert len(mail._pieces) <= UNREAD
+        mail.put(Ended("stop", "", (), 0, 0, 0))
+        whole = await mail.get()
+        assert isinstance(whole, Piece) and whole.text == "".join(f"{number} " for number in range(10_000))
+        assert [one.token for one in whole.told] == [*range(10_000)]
+        assert isinstance(await mail.get(), Ended)
+
+    asyncio.run(unread())
+    monkeypatch.setattr(connection, "UNREAD_S", 0.5)
+    with serving() as (address, engine):
+        body = {**BODY, "max_tokens": 480, "logprobs": True, "top_logprobs": 20, "stream": True}
+        with _raw(address, body) as stuck:
+            assert within(5, lambda: bool(engine.running))
+            assert post(address, BODY).status_code == 200
+            assert within(10, lambda: not engine.running)
+            time.sleep(0.7)
+            stuck.settimeout(10)
+            read = b""
+            with suppress(ConnectionError):
+                while part := stuck.recv(1 << 20):
+                    read += part
+            assert b'"role"' in read and b"[DONE]" not in read  # it was let go before it began to read
+
+
+@contextmanager
+def _raw(address: str, body: dict[str, Any]) -> Iterator[socket.socket]:
+    """A request by hand, of a client whose own buffer is small."""
+    host, _, port = address.removeprefix("http://").partition(":")
+    data = json.dumps(body).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {KEYS[0]}\r\n"
+    with socket.socket() as one:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        one.connect((host, int(port)))
+        one.sendall(f"{head}Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
+        yield one
+
+
+def test_headers_and_bodies_that_never_end_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "HEADER_S", 0.3)
+    monkeypatch.setattr(door, "BODY_S", 0.3)
+    with serving() as (address, _):
+        host, _, port = address.removeprefix("http://").partition(":")
+        with socket.create_connection((host, int(port)), timeout=5) as slow:
+            for byte in b"GET /health":
+                try:
+                    slow.sendall(bytes([byte]))
+                    time.sleep(0.05)
+                except ConnectionError:
+                    break
+            with pytest.raises(ConnectionError):
+                if not slow.recv(1):
+                    raise ConnectionError
+        with socket.create_connection((host, int(port)), timeout=5) as slow:
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEYS[0]}\r\n"
+            slow.sendall(f"{head}Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{{".encode())
+            assert slow.recv(100).startswith(b"HTTP/1.1 408")
+        with httpx.Client(headers=bearer()) as client:  # and a connection that is kept is used again
+            assert [client.get(f"{address}/v1/models").status_code for _ in range(3)] == [200] * 3
+            time.sleep(0.5)
+            assert client.get(f"{address}/v1/models").status_code == 200
+
+
+def test_other_origins_and_hosts_stay_out_unless_asked_for() -> None:
+    origin = {"Origin": "https://chat.example"}
+    assert "access-control-allow-origin" not in reply(headers=bearer() | origin).headers
+    own = reply(headers=bearer() | origin, origins=["https://chat.example"])
+    assert own.status_code == 200 and own.headers["access-control-allow-origin"] == "https://chat.example"
+    asks = origin | {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    assert reply(method="OPTIONS", headers=asks, origins=["https://chat.example"]).status_code == 200
+    assert reply(method="OPTIONS", headers=asks).status_code == 401
+    for host, status in (("localhost:8000", 200), ("127.0.0.1", 200), ("[::1]:80", 200), ("evil.example", 403)):
+        assert reply(host=host, keys=[]).status_code == status, host
+    assert reply(host="chat.example", headers=bearer()).status_code == 200
+    text = json.dumps(BODY)  # as a form of another page may send it without being asked
+    simple = {"method": "POST", "content": text, "keys": [], "headers": {"Content-Type": "text/plain"}}
+    assert reply("/v1/chat/completions", **simple).status_code == 400
+
+
+def test_deep_json_is_refused_and_a_fault_is_logged_without_its_words(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = {"method": "POST", "headers": bearer() | {"Content-Type": "application/json"}}
+    for deep in (b"[" * 100_000 + b"]" * 100_000, b'{"messages":' * 100_000 + b"1" + b"}" * 100_000):
+        found = reply("/v1/chat/completions", content=deep, **given)
+        assert found.status_code == 400 and found.json()["error"]["type"] == "invalid_request_error"
+
+    async def broken(self: Any, given: Any) -> None:
+        raise RuntimeError(f"cannot read '{given[0].content}'")
+
+    monkeypatch.setattr(apps.Server, "encoded", broken)
+    found = reply("/v1/chat/completions", json=BODY, method="POST", headers=bearer())
+    assert found.status_code == 500 and "river" not in found.text + caplog.text
+    assert "RuntimeError" in caplog.text and "test_limits.py" in caplog.text
+
+
+def test_https_by_a_certificate(tmp_path: Path) -> None:
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl here to make a certificate")
+    names = [str(tmp_path / name) for name in ("certificate.pem", "key.pem")]
+    make = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2"]
+    make += ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-out", names[0], "-keyout", names[1]]
+    subprocess.run(make, check=True, capture_output=True)
+    with pytest.raises(UsageError, match="takes both"):
+        _tls(names[0], None)
+    with serving(tls=_tls(names[0], names[1])) as (address, _):
+        context = ssl.create_default_context(cafile=names[0])
+        assert httpx.get(f"{address}/v1/models", headers=bearer(), verify=context).status_code == 200

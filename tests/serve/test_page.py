@@ -1,0 +1,208 @@
+"""The page as a person meets it, in a real browser."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import browser as browsers
+import httpx
+import pytest
+from browser import Browser
+from running import KEYS, held, serving, within
+
+from kvkeep.serve.engine import Engine
+from kvkeep.serve.http import app as apps
+
+SCRIPT = "<img src=x onerror='window.hacked = 1'> <script>window.hacked = 1</script> **<b>bold</b>**"
+IDLE = "!document.querySelector('#send').hidden"
+
+
+def test_it_loads_nothing_from_elsewhere_and_says_so() -> None:
+    folder = resources.files("kvkeep.serve").joinpath("page")
+    text = {one.name: one.read_text(encoding="utf-8") for one in folder.iterdir()}
+    for name, content in text.items():
+        assert set(re.findall(r"https?://[\w.]+", content)) <= {"http://www.w3.org"}, name
+        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b", content), name
+    assert not re.search(r"\bon\w+=|\bstyle=|<style|<script(?! type=\"module\" src=\"/page/)", text["index.html"])
+    with serving() as (address, _):
+        found = httpx.get(address + "/")  # without a key
+        assert "default-src 'none'" in found.headers["content-security-policy"]
+        assert "unsafe" not in found.headers["content-security-policy"]
+        for name in re.findall(r'"(/page/[\w.]+)"', found.text):
+            assert httpx.get(address + name).status_code == 200
+        tag = {"If-None-Match": found.headers["etag"]}
+        assert httpx.get(address + "/", headers=tag).status_code == 304
+        assert httpx.get(address + "/page/..%2f..%2fapp.py").status_code in (401, 404)
+        assert httpx.get(address + "/page/page.py").status_code == 404
+
+
+@pytest.fixture
+def tab(tmp_path: Path) -> Iterator[Browser]:
+    if browsers.found() is None:
+        pytest.skip("no browser here (chromium or chrome): the page is not tried")
+    made = Browser(tmp_path)
+    yield made
+    made.close()
+
+
+def texts(tab: Browser, who: str) -> list[str]:
+    found: list[str] = tab.run(f"[...document.querySelectorAll('.message.{who} .body')].map((e) => e.textContent)")
+    return found
+
+
+def send(tab: Browser, text: str) -> None:
+    tab.click("#prompt")
+    tab.type(text)
+    tab.press("Enter", 13)
+
+
+def choose(tab: Browser, method: str, budget: str) -> None:
+    change = "dispatchEvent(new Event('change'))"
+    tab.run(f"(() => {{ const e = document.querySelector('#method'); e.value = '{method}'; e.{change} }})()")
+    tab.run(f"document.querySelector('#budget').value = '{budget}'")
+
+
+def test_a_person_talks_stops_looks_and_comes_back(tab: Browser, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(apps, "DEFAULT_TOKENS", 60)  # for texts as long as a model without sense writes them
+    with serving() as (address, engine):
+        _comes_in(tab, address)
+        _talks(tab, engine)
+        _looks(tab, engine)
+        monkeypatch.setattr(apps, "DEFAULT_TOKENS", 300)
+        _stops(tab, engine)
+        _comes_back(tab, address)
+        _on_a_phone(tab)
+        _is_safe(tab, address)
+        assert not tab.errors, tab.errors
+
+
+def _comes_in(tab: Browser, address: str) -> None:
+    tab.open(address)
+    tab.until("document.querySelector('#door').open")
+    for key, then in (("wrong", "!document.querySelector('#door-wrong').hidden"), (KEYS[0], "true")):
+        tab.click("#key")
+        tab.type(key)
+        tab.press("Enter", 13, text="\r")
+        tab.until(then)
+    tab.until("!document.querySelector('#door').open && document.querySelector('#method').options.length > 20")
+    _everything_has_a_name(tab)
+
+
+def _everything_has_a_name(tab: Browser) -> None:
+    """For who hears the page and does not see it."""
+    roles = ("button", "textbox", "combobox", "spinbutton", "meter", "image", "navigation", "complementary", "article")
+    nodes = tab.call("Accessibility.getFullAXTree")["nodes"]
+    shown = [one for one in nodes if one.get("role", {}).get("value") in roles and not one["ignored"]]
+    assert len(shown) > 6 and all(one["name"]["value"] for one in shown), shown
+
+
+def _talks(tab: Browser, engine: Engine) -> None:
+    choose(tab, "h2o", "16")
+    tab.click("#prompt")
+    tab.type("the river")
+    tab.press("Enter", 13, modifiers=8, text="\r")  # with Shift: a new line
+    tab.type(SCRIPT)
+    tab.press("Enter", 13)
+    tab.until(f"{IDLE} && document.querySelector('.holds')")
+    assert texts(tab, "user") == [f"the river\n{SCRIPT}"]
+    (answer,) = texts(tab, "assistant")
+    assert len(answer.split()) > 20
+    ((owner, name),) = engine.sessions
+    kept = tab.run("JSON.parse(localStorage.getItem('kvkeep.talks'))[0]")
+    assert kept["id"] == name and kept["messages"][1]["content"].strip() and owner != "local"
+    send(tab, "and the stone")
+    tab.until(f"{IDLE} && document.querySelectorAll('.holds').length === 2")
+    beside = tab.run("[...document.querySelectorAll('.after')].map((e) => e.textContent)")
+    assert "departed" in beside[1] and "in memory" in beside[1], beside
+
+
+def _looks(tab: Browser, engine: Engine) -> None:
+    tab.click("#memory-open")
+    (session,) = engine.sessions.values()
+    tokens = len(session.past.ids)
+    tab.until(f"document.querySelectorAll('#words .t').length === {tokens}")
+    assert "budget is 16 entries" in tab.run("document.querySelector('#facts').textContent")
+    colours = tab.run(
+        "(() => { const c = document.querySelector('#strip'), d = c.getContext('2d').getImageData(0, 0, c.width, "
+        "c.height).data; return new Set(Array.from({length: d.length / 4}, (_, i) => d.slice(4 * i, 4 * i + 4)"
+        ".join())).size })()"
+    )
+    assert colours >= 2  # some of it is there, and some is not
+    departed = tab.run("document.querySelectorAll('#words .t.dropped.s0').length")
+    assert 0 < departed < tokens
+    assert "session" in tab.run("document.querySelector('#server').textContent")
+    _everything_has_a_name(tab)
+    tab.press("Escape", 27)
+    tab.until("document.querySelector('#memory').hidden && document.activeElement.id === 'memory-open'")
+
+
+def _stops(tab: Browser, engine: Engine) -> None:
+    tab.click("#new")
+    assert texts(tab, "user") == []
+    send(tab, "it was the time of his life")
+    tab.until("document.querySelector('.message.assistant .body')?.textContent.length > 20")
+    with held(engine):  # in the middle of an answer
+        before = tab.until(f"!({IDLE}) && document.querySelector('.message.assistant .body').textContent")
+        tab.click("#stop")
+        tab.until(IDLE)
+    assert within(5, lambda: not engine.running)
+    (answer,) = texts(tab, "assistant")
+    assert answer.startswith(before[:20])
+    tab.until("document.querySelector('.after').textContent.includes('stopped')")
+    send(tab, "and then")  # it goes on
+    drawn = "[...document.querySelectorAll('.after')].at(-1).textContent.includes('tokens')"  # with its last frame
+    tab.until(f"{IDLE} && document.querySelectorAll('.message.assistant').length === 2 && {drawn}")
+
+
+def _comes_back(tab: Browser, address: str) -> None:
+    there = tab.run("location.href")
+    before = (texts(tab, "user"), texts(tab, "assistant"))
+    tab.open(address + "/health")
+    tab.open(there)
+    tab.until("document.querySelectorAll('.message.assistant').length === 2")
+    assert (texts(tab, "user"), texts(tab, "assistant")) == before
+    assert tab.run("document.querySelectorAll('#talks li').length") == 2
+    tab.click("#talks li:nth-child(2) .open")
+    tab.until("document.querySelector('.message.user .body').textContent.startsWith('the river')")
+    assert tab.run("document.querySelector('#kind').textContent") == "h2o, budget 16"
+
+
+def _on_a_phone(tab: Browser) -> None:
+    tab.size(390, 844, mobile=True)
+    tab.until("innerWidth === 390")
+    assert tab.run("document.documentElement.scrollWidth") == 390
+    tab.click("#side-open")
+    tab.until("document.activeElement.id === 'side-close'")
+    tab.press("Escape", 27)
+    tab.until("getComputedStyle(document.querySelector('#side')).visibility === 'hidden'")
+    tab.size(1280, 860)
+
+
+def _is_safe(tab: Browser, address: str) -> None:
+    """What a model may write, and what a browser keeps, is text."""
+    wrong = (
+        f"{SCRIPT}\n\n```\n{SCRIPT}\n```\n- [a](javascript:window.hacked=1) [b](https://b.example/x?y)\n- `{SCRIPT}`\n"
+    )
+    wrong += f"\n| {SCRIPT} | b |\n|---|---|\n| c | d |\n\n> # {SCRIPT}"
+    message: dict[str, Any] = {"role": "assistant", "content": wrong}
+    tab.run(
+        "(() => { const talks = JSON.parse(localStorage.getItem('kvkeep.talks')); talks[0].messages.push("
+        f"{json.dumps(message)}); talks[0].title = {json.dumps(SCRIPT)}; "
+        "localStorage.setItem('kvkeep.talks', JSON.stringify(talks)); return talks[0].id })()"
+    )
+    tab.open(address + "/health")
+    tab.open(f"{address}/#{tab.run('JSON.parse(localStorage.getItem(`kvkeep.talks`))[0].id')}")
+    tab.until("document.querySelectorAll('.message.assistant').length === 3")
+    assert tab.run("document.querySelector('#title').textContent") == SCRIPT
+    last = "document.querySelector('.message:last-child .body')"
+    assert tab.run(f"{last}.querySelectorAll('img, script, b').length") == 0
+    assert tab.run(f"[...{last}.querySelectorAll('a')].map((e) => e.href)") == ["https://b.example/x?y"]
+    tags = tab.run(f"[...{last}.querySelectorAll('*')].map((e) => e.tagName.toLowerCase())")
+    assert {"p", "pre", "code", "strong", "ul", "li", "table", "th", "td", "blockquote"} <= set(tags)
+    assert tab.run(f"{last}.querySelector('pre').textContent") == SCRIPT
+    assert tab.run("window.hacked") is None
