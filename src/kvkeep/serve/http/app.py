@@ -18,11 +18,13 @@ from kvkeep.decode.prompt import encode
 from kvkeep.errors import UsageError
 from kvkeep.models.loading import Loaded
 from kvkeep.serve.answer import Ask
-from kvkeep.serve.engine import Ended, Engine, Event, Job
+from kvkeep.serve.engine import Engine
 from kvkeep.serve.http.errors import HANDLERS, Refused
 from kvkeep.serve.http.keys import Keys
 from kvkeep.serve.http.replies import Reply
 from kvkeep.serve.http.schema import DEFAULT_TOKENS, ChatRequest, Message, TextRequest, TokenizeRequest
+from kvkeep.serve.http.sessions import sessions_of
+from kvkeep.serve.job import Ended, Event, Job
 
 LARGEST_BODY = 8_000_000
 """Bytes of a request."""
@@ -194,6 +196,7 @@ def application(engine: Engine, loaded: Loaded, keys: Keys) -> FastAPI:
     server = Server(engine, loaded)
     app = FastAPI(title="kvkeep", exception_handlers=HANDLERS)
     app.add_middleware(Door, keys=keys)
+    app.include_router(sessions_of(engine))
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request, asked: ChatRequest) -> Any:

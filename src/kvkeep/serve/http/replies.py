@@ -10,8 +10,8 @@ from typing import Any
 
 from kvkeep.errors import KvkeepError
 from kvkeep.serve.answer import Piece, Told
-from kvkeep.serve.engine import Ended, Event
 from kvkeep.serve.http.errors import refused
+from kvkeep.serve.job import Ended, Event
 
 Decode = Callable[[Sequence[int]], str]
 
