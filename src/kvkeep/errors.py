@@ -42,6 +42,18 @@ class SessionError(KvkeepError):
     """A saved cache cannot be continued (another model, a truncated file)."""
 
 
+class SessionBusy(SessionError):
+    """Another program, or an answer that is being written, has the session."""
+
+
+class SessionDamaged(SessionError):
+    """The file of a session is not as it was written."""
+
+
+class SessionUnwritable(SessionError):
+    """The file of a session could not be written (full disk, read-only folder)."""
+
+
 def unknown(kind: str, name: str, known: Iterable[str]) -> UsageError:
     """Return the error for an unknown name, with near matches and all known names."""
     names = sorted(known)

@@ -90,4 +90,4 @@ def test_clients_speak_as_the_docs_say(package: str, capsys: pytest.CaptureFixtu
         )
         exec(compile(code, package, "exec", dont_inherit=True), {})
         assert len(capsys.readouterr().out.split()) > 10
-        assert [name for _, name in engine.sessions] == ["talk"]
+        assert [name for _, name in engine.sessions.memory] == ["talk"]

@@ -6,10 +6,10 @@ import random
 from typing import Any
 
 import pytest
+from answering import NEW, Client, run, text
 from cases import CASES, taken
 from conftest import tokenizer
 from families import FAMILIES, tiny
-from helpers import prompt
 
 import kvkeep
 from kvkeep import KeepCache
@@ -17,57 +17,26 @@ from kvkeep.decode.past import Past
 from kvkeep.errors import BudgetError, KvkeepError, UsageError
 from kvkeep.models.loading import Loaded
 from kvkeep.serve import engine as engines
-from kvkeep.serve.answer import Ask, Piece
+from kvkeep.serve.answer import Piece
 from kvkeep.serve.arbiter import held, most
-from kvkeep.serve.engine import Ended, Engine, Full, Job
+from kvkeep.serve.engine import Engine
+from kvkeep.serve.job import Full, Stopping
 from kvkeep.serve.sampling import Sampling
 
 PLENTY = 10**9
 ROUNDING = ("knorm", "miss", "kvreviver", "sketch")
 """What hangs on the last bit in float32, where products depend on rows: keys that are normed are alike in norm, a
 threshold is passed or not, a cell is the median or not. tests/serve/test_batch.py has all methods, by their logits."""
-NEW = 8
 
 
 def serving(family: str = "llama", memory: int = PLENTY, **options: Any) -> Engine:
     return Engine(Loaded(tiny(family), tokenizer(), "tiny", "tiny"), memory, **options)
 
 
-class Client:
-    """Asks, and keeps what it is told."""
-
-    def __init__(self, engine: Engine, ids: list[int], most: int = NEW, **options: Any) -> None:
-        ask = {name: options.pop(name) for name in ("sampling", "stops", "likeliest") if name in options}
-        self.events: list[Any] = []
-        self.job: Job = engine.submit(Ask(ids, most, **ask), self.events.append, **options)
-
-    @property
-    def ended(self) -> Ended:
-        assert isinstance(self.events[-1], Ended), self.events
-        return self.events[-1]
-
-    @property
-    def text(self) -> str:
-        return "".join(event.text for event in self.events if isinstance(event, Piece))
-
-
-def run(engine: Engine, steps: int = 1000) -> None:
-    engine._stopping = True
-    for _ in range(steps):
-        if not engine.step():
-            engine._stopping = False
-            return
-    raise AssertionError("it does not end")
-
-
 def alone(family: str, ids: list[int], new: int = NEW, sampling: Sampling | None = None, **cache: Any) -> list[int]:
     given: dict[str, Any] = {} if sampling is None else {"temperature": sampling.temperature, "seed": sampling.seed}
     own = KeepCache(tiny(family), **cache)
     return kvkeep.generate(tiny(family), tokenizer(), ids, own, max_new_tokens=new, **given).tokens
-
-
-def text(length: int, seed: int) -> list[int]:
-    return prompt(1, length, seed)[0].tolist()
 
 
 def given(name: str) -> dict[str, Any]:
@@ -205,7 +174,7 @@ def test_memory_is_granted_before_an_answer_begins_and_idle_sessions_make_way() 
     least = 0
     engine._stopping = True
     while engine.step():
-        now = sum(held(session.past.cache) for session in engine.sessions.values())
+        now = sum(held(session.past.cache) for session in engine.sessions.memory.values())
         least = max(least, now)
         assert now <= engine.arbiter.total and len(engine.running) <= 2
     assert least > one // 2  # it is a limit that is used
@@ -230,7 +199,7 @@ def test_too_many_and_too_long_are_refused_at_once(monkeypatch: pytest.MonkeyPat
     with pytest.raises(UsageError, match="empty"):
         Client(engine, [])
     engine.stop()
-    with pytest.raises(engines.Stopping):
+    with pytest.raises(Stopping):
         Client(engine, text(20, 3))
 
 
@@ -260,7 +229,7 @@ def test_an_engine_that_fails_tells_everybody_and_takes_no_more(monkeypatch: pyt
     with pytest.raises(MemoryError):
         engine._run()
     assert isinstance(one.events[-1], KvkeepError) and isinstance(engine.fault, MemoryError)
-    with pytest.raises(engines.Stopping):
+    with pytest.raises(Stopping):
         Client(engine, text(30, 2))
 
 
@@ -274,7 +243,7 @@ def test_its_thread_answers_and_ends(model_folder: Any) -> None:
 
 def test_its_thread_answers_questions_between_steps_and_none_after_its_end() -> None:
     engine = serving()
-    before = engine.call(lambda: len(engine.sessions))
+    before = engine.call(lambda: len(engine.sessions.memory))
     engine.start()
     assert before.result(10) == 0
     with pytest.raises(ZeroDivisionError):

@@ -219,7 +219,7 @@ def test_metrics_count_what_was_done_and_hold_no_text(address: str, engine: Engi
     assert change["kvkeep_time_between_tokens_seconds_count"] == 10
     assert change['kvkeep_requests_rejected_total{reason="invalid_value"}'] == 1
     assert change['kvkeep_requests_rejected_total{reason="invalid_api_key"}'] == 1
-    assert after['kvkeep_sessions{tier="memory"}'] == len(engine.sessions)
+    assert after["kvkeep_sessions"] == len(engine.sessions.memory)
     held = sum(value for name, value in after.items() if name.startswith("kvkeep_cache_bytes"))
     assert 0 < held <= after["kvkeep_cache_limit_bytes"] == engine.arbiter.total
     raw = httpx.get(f"{address}/metrics", headers={"Authorization": f"Bearer {KEYS[0]}"}).text

@@ -29,7 +29,7 @@ def test_a_picture_is_what_the_cache_says(method: str, budget: int | None) -> No
         post(address, {**BODY, "messages": messages, "max_tokens": 9, "kvkeep": own}).raise_for_status()
         found: dict[str, Any] = get(address, f"/v1/sessions/my.talk/cache?columns={COLUMNS}&texts=true").json()
         assert get(address, "/v1/sessions/my.talk/cache", KEYS[1]).status_code == 404
-        (session,) = engine.sessions.values()
+        (session,) = engine.sessions.memory.values()
         cache = session.past.cache
         states = torch.cat([layer[0] for layer in cache.entry_states()])  # (lanes, tokens)
         tokens, heads = states.shape[1], states.shape[0] // found["layers"]

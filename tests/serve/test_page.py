@@ -112,7 +112,7 @@ def _talks(tab: Browser, engine: Engine) -> None:
     assert texts(tab, "user") == [f"the river\n{SCRIPT}"]
     (answer,) = texts(tab, "assistant")
     assert len(answer.split()) > 20
-    ((owner, name),) = engine.sessions
+    ((owner, name),) = engine.sessions.memory
     kept = tab.run("JSON.parse(localStorage.getItem('kvkeep.talks'))[0]")
     assert kept["id"] == name and kept["messages"][1]["content"].strip() and owner != "local"
     send(tab, "and the stone")
@@ -123,7 +123,7 @@ def _talks(tab: Browser, engine: Engine) -> None:
 
 def _looks(tab: Browser, engine: Engine) -> None:
     tab.click("#memory-open")
-    (session,) = engine.sessions.values()
+    (session,) = engine.sessions.memory.values()
     tokens = len(session.past.ids)
     tab.until(f"document.querySelectorAll('#words .t').length === {tokens}")
     assert "budget is 16 entries" in tab.run("document.querySelector('#facts').textContent")

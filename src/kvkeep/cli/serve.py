@@ -6,7 +6,8 @@ import ipaddress
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -15,6 +16,8 @@ from kvkeep.cli import options as o
 from kvkeep.cli.output import note
 from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.extras import optional
+
+DAY_S = 86400.0
 
 
 def serve(
@@ -55,6 +58,21 @@ def serve(
     ] = None,
     certificate: Annotated[str | None, typer.Option(metavar="FILE", help="For HTTPS: the certificate (PEM).")] = None,
     private_key: Annotated[str | None, typer.Option(metavar="FILE", help="For HTTPS: its private key (PEM).")] = None,
+    sessions: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Where named sessions are kept, also over a restart.",
+            show_default="$KVKEEP_DATA/sessions, as 'kvkeep sessions' has it",
+        ),
+    ] = None,
+    quota: Annotated[
+        str | None,
+        typer.Option(help="Bytes of all sessions in the folder (10GB); the oldest go.", show_default="none"),
+    ] = None,
+    age: Annotated[
+        float | None, typer.Option(min=0, help="Days after which a session is removed.", show_default="none")
+    ] = None,
 ) -> None:
     """Serve many conversations over HTTP within one memory, as OpenAI's clients speak.
 
@@ -64,6 +82,8 @@ def serve(
     uvicorn = optional("uvicorn", "serve")
     optional("fastapi", "serve")
     optional("prometheus_client", "serve")
+    from kvkeep.decode.session_store import SessionStore
+    from kvkeep.models.folders import data_folder
     from kvkeep.models.loading import load
     from kvkeep.models.room import free_memory
     from kvkeep.plan.planner import parse_memory
@@ -86,15 +106,21 @@ def serve(
     if method == STOCK:
         raise UsageError("transformers' own cache has no budget and cannot be served; 'full' keeps everything, too.")
     Request.parse(**cache)
+    folder = data_folder() / "sessions" if sessions is None else Path(sessions)
+    limit = None if quota is None else parse_memory(quota)
+    store = SessionStore(folder, quota=limit, age=None if age is None else age * DAY_S)
     loaded = load(model, weights=weights, device=device, progress=note)
     total = free_memory(next(loaded.model.parameters()).device) // 2 if total is None else total
-    engine = Engine(loaded, total, waiting, **cache)
+    engine = Engine(loaded, total, waiting, store, **cache)
     app = application(engine, loaded, Keys(given), Limits(answers, time), cors or ())
     listening = _socket(host, port)
     where = f"http{'s' if tls else ''}://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
     server = _server(uvicorn, app, timeout_graceful_shutdown=int(grace) + 1, **tls)
+    _many_files()
     engine.start()
     note(f"{where}/v1  model '{loaded.name}', {total / 1e6:.0f} MB for all conversations; a page at {where}/")
+    refusal = engine.sessions.refusal
+    note(f"sessions: {folder}" if refusal is None else f"sessions end with the server. {refusal}")
     if kept is not None:
         note(f"key: {given[0] if new else 'as before'}  (kept in {kept})")
     elif not given:
@@ -104,6 +130,17 @@ def serve(
     if engine.fault is not None:
         raise KvkeepError(f"The engine has failed ({type(engine.fault).__name__}: {engine.fault}).")
     engine.stop(0.0)
+
+
+def _many_files() -> None:
+    """Let as many files be open as the system allows: one for each session in memory and each connection."""
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit
+        return
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _own(host: str) -> bool:

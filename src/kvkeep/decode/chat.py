@@ -38,7 +38,8 @@ class Conversation:
     def resume(cls, model: Any, tokenizer: Any, where: Where) -> Conversation:
         """Continue the conversation saved at a path, or in a session that is open for writing. Raises SessionError,
         also for other sessions."""
-        session, path = load_session(where, model), where.path if isinstance(where, SessionFile) else where
+        told = fingerprint_of_tokenizer(tokenizer)
+        session, path = load_session(where, model, told), where.path if isinstance(where, SessionFile) else where
         messages = session.notes.get("messages")
         if session.cache.rows > 1:
             raise SessionError(
@@ -47,11 +48,6 @@ class Conversation:
         if not isinstance(messages, list) or not all(_is_message(message) for message in messages):
             raise SessionError(f"The session '{path}' holds no conversation; name another.")
         talk = cls(model, tokenizer, session.cache)
-        if session.tokenizer not in (None, talk._tokenizer):
-            raise SessionError(
-                f"The session '{path}' was saved with another tokenizer, to which its ids mean something else; load "
-                "that one, or start a new session."
-            )
         talk.messages = list(messages)
         talk.past.ids = session.ids[0] if session.ids else []
         return talk

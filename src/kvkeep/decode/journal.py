@@ -25,7 +25,7 @@ from io import FileIO
 from pathlib import Path
 from typing import IO, Any, Self
 
-from kvkeep.errors import SessionError
+from kvkeep.errors import SessionBusy, SessionDamaged, SessionError, SessionUnwritable
 from kvkeep.files import write_whole
 
 try:
@@ -283,7 +283,7 @@ class Writer(Journal):
         own = length == self._place and self._read(self._own, len(self._proof)) == self._proof
         self._owns = own and _is_at(self._file, self.path)
         if not self._owns:
-            raise SessionError(
+            raise SessionBusy(
                 f"The session '{self.path}' was taken over by another program, so this turn is not saved; open it "
                 "again to continue from what it saved."
             )
@@ -315,7 +315,7 @@ def _locked(path: Path) -> FileIO:
         except BlockingIOError as error:
             if time.monotonic() > until:
                 file.close()
-                raise SessionError(
+                raise SessionBusy(
                     f"The session '{path}' is in use by another program; end that one, or name another session."
                 ) from error
             time.sleep(_PATIENCE_S / 5)
@@ -353,9 +353,9 @@ def _is_at(file: FileIO, path: Path) -> bool:
         return False
 
 
-def damaged(path: Path) -> SessionError:
+def damaged(path: Path) -> SessionDamaged:
     """Return the error for a file that is not as it was written."""
-    return SessionError(f"The session '{path}' cannot be read: it is damaged; start a new one.")
+    return SessionDamaged(f"The session '{path}' cannot be read: it is damaged; start a new one.")
 
 
 def _foreign(path: Path, start: bytes, more: bytes) -> SessionError:
@@ -368,6 +368,6 @@ def _unreadable(path: Path, error: OSError) -> SessionError:
     return SessionError(f"The session '{path}' cannot be read: {(error.strerror or str(error)).lower()}.")
 
 
-def unwritable(path: Path, error: OSError) -> SessionError:
+def unwritable(path: Path, error: OSError) -> SessionUnwritable:
     """Return the error for a file that could not be written."""
-    return SessionError(f"The session cannot be written to '{path}': {(error.strerror or str(error)).lower()}.")
+    return SessionUnwritable(f"The session cannot be written to '{path}': {(error.strerror or str(error)).lower()}.")

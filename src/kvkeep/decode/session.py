@@ -8,8 +8,8 @@ appends what changed since the one before.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,7 @@ from kvkeep import transfer
 from kvkeep.cache import KeepCache
 from kvkeep.decode.session_file import SessionFile, empty
 from kvkeep.decode.session_layout import NAME_OF_IDS, check_restored, check_shares, check_tensors
-from kvkeep.errors import KvkeepError, SessionError, UsageError
+from kvkeep.errors import KvkeepError, SessionDamaged, SessionError, UsageError
 from kvkeep.memory.extent import Misfit
 from kvkeep.memory.rows import Rows
 from kvkeep.models.fingerprint import fingerprint
@@ -106,30 +106,45 @@ def check_savable(cache: Cache) -> None:
         )
 
 
-def load_session(where: Where, model: Any) -> Session:
-    """Return the session that was saved, ready to be continued with ``model``.
+def load_session(where: Where, model: Any, tokenizer: str | None = None) -> Session:
+    """Return the session that was saved, ready to be continued with ``model``. tokenizer: the fingerprint of the one
+    that the ids have to be of; None: of any.
 
     Everything in the file is checked before it is used. Raises SessionError for a file that is not a session, is
-    damaged, or was saved with another model.
+    damaged (SessionDamaged), or was saved with another model or tokenizer.
     """
     if isinstance(where, SessionFile):
-        return _loaded(where, model)
+        return _loaded(where, model, tokenizer)
     with SessionFile(where) as file:
-        return _loaded(file, model)
+        return _loaded(file, model, tokenizer)
 
 
-def _loaded(file: SessionFile, model: Any) -> Session:
+def cache_of(file: SessionFile, model: Any, tokenizer: str | None = None) -> KeepCache:
+    """Return an empty cache of the kind that was saved, as long as no tensor of it is in memory. Raises as
+    :func:`load_session`."""
+    with _told(file):
+        return _kind(file, model, tokenizer)
+
+
+def _loaded(file: SessionFile, model: Any, tokenizer: str | None) -> Session:
+    with _told(file):
+        return _restored(file, model, tokenizer)
+
+
+@contextmanager
+def _told(file: SessionFile) -> Iterator[None]:
+    """Say of which session an error is."""
     if file.about is None:
         raise empty(file.path)
     try:
-        return _restored(file, model)
+        yield
     except SessionError as error:
-        raise SessionError(f"The session '{file.path}' cannot be continued: {error}") from error.__cause__
+        raise type(error)(f"The session '{file.path}' cannot be continued: {error}") from error.__cause__
     except KvkeepError as error:  # a method or folder that this machine does not have
         raise SessionError(f"The session '{file.path}' cannot be continued here: {error}") from error
 
 
-def _restored(file: SessionFile, model: Any) -> Session:
+def _kind(file: SessionFile, model: Any, tokenizer: str | None) -> KeepCache:
     about = file.about
     _check_types(about, _HEADER, "header")
     if about["fingerprint"] != fingerprint(model):
@@ -137,12 +152,21 @@ def _restored(file: SessionFile, model: Any) -> Session:
             f"it was saved with another model (a '{about['family']}' model with other weights, dtype or layers); load "
             "that one, or start a new session."
         )
+    if tokenizer is not None and about["tokenizer"] not in (None, tokenizer):
+        raise SessionError(
+            "it was saved with another tokenizer, to which its ids mean something else; load that one, or start a new "
+            "session."
+        )
+    return _empty(about, model)
+
+
+def _restored(file: SessionFile, model: Any, tokenizer: str | None) -> Session:
+    cache, about = _kind(file, model, tokenizer), file.about
     past = about["past"]
     _check_types(past, _PAST, "past")
     numbers = [past["length"], past["rows"], *past["first"].values()]
     if not all(type(number) is int and 0 <= number < _LONGEST for number in numbers):
         raise _odd("its past has numbers out of range")
-    cache = _empty(about, model)
     try:
         if past["shares"] is not None:
             check_shares(cache, past["shares"], past["rows"])
@@ -184,5 +208,5 @@ def _check_types(value: Any, schema: Mapping[str, tuple[type, ...]], what: str) 
             raise _odd(f"its {what} has a '{name}' of the wrong type")
 
 
-def _odd(reason: str) -> SessionError:
-    return SessionError(f"it is not as kvkeep writes it ({reason}); start a new one.")
+def _odd(reason: str) -> SessionDamaged:
+    return SessionDamaged(f"it is not as kvkeep writes it ({reason}); start a new one.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import time
@@ -13,7 +14,7 @@ from pathlib import Path
 from kvkeep.decode.journal import held
 from kvkeep.decode.session_file import SessionFile
 from kvkeep.decode.session_layout import NAME_OF_IDS
-from kvkeep.errors import SessionError, UsageError
+from kvkeep.errors import SessionBusy, SessionError, UsageError
 
 SUFFIX = ".session"
 _PART = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}"
@@ -86,7 +87,7 @@ class SessionStore:
     def remove(self, name: str) -> None:
         """Remove a session that nobody has open for writing, also one that cannot be read."""
         if not self._removed(self._existing(name)):
-            raise SessionError(f"The session '{name}' is in use by another program; end that one first.")
+            raise SessionBusy(f"The session '{name}' is in use by another program; end that one first.")
 
     def evict(self) -> list[str]:
         """Remove sessions older than the age, and then the least recently used ones until all are within the quota;
@@ -106,6 +107,24 @@ class SessionStore:
                         total -= size
                         gone.append(self._name(path))
         return gone
+
+    def total_bytes(self) -> int:
+        """Return the bytes of all sessions together."""
+        total = 0
+        for path in self._paths():
+            with suppress(OSError):  # another program removed it
+                total += path.stat().st_size
+        return total
+
+    def set_aside(self, name: str) -> str:
+        """Rename a session that cannot be read, so that a new one can have its name; return its own."""
+        path, (owner, slash, word) = self._existing(name), name.rpartition("/")
+        for number in itertools.count(1):
+            other = f"{owner}{slash}{word[:80]}.damaged-{number}"
+            if not self.path(other).exists():
+                path.rename(self.path(other))
+                return other
+        raise AssertionError
 
     def export(self, name: str, path: str | os.PathLike[str]) -> None:
         """Copy a session, as it was last saved, to a file of its own, every page checked."""

@@ -21,6 +21,9 @@ from kvkeep.cache import KeepCache
 from kvkeep.geometry import LayerGeometry
 from kvkeep.models.binding import bind
 
+CHUNK = 512
+"""Tokens of a prompt read in a pass where the method itself sets no limit and does not mind."""
+
 
 @dataclass(eq=False)
 class Read:
@@ -244,3 +247,28 @@ def forward(model: Any, reads: Sequence[Read]) -> list[Tensor | Exception]:
         return [span.error or RuntimeError("no attention") for span in batch.spans]
     parts = logits[: len(kept)].split([read.keep for read in reads])
     return [part if span.error is None else span.error for span, part in zip(batch.spans, parts, strict=True)]
+
+
+@torch.no_grad()
+def alone(model: Any, read: Read) -> Tensor | Exception:
+    """Run the model over one read by itself; the same as :func:`forward` of it."""
+    cache, ids = read.cache, torch.tensor([[*read.ids]], device=next(model.parameters()).device)
+    first = cache.get_seq_length() if read.first is None else read.first
+    positions = torch.arange(first, first + ids.shape[1], device=ids.device)[None]
+    cache.stream.cut = read.cut
+    try:
+        keep = max(1, read.keep)
+        given = {"position_ids": positions, "past_key_values": cache, "use_cache": True, "logits_to_keep": keep}
+        logits: Tensor = model(input_ids=ids, **given).logits[0]
+        return logits
+    except Exception as error:
+        return error
+    finally:
+        cache.stream.cut = False
+
+
+def chunk_of(cache: KeepCache) -> int:
+    """Return how many tokens of a prompt a cache is given in one pass."""
+    own: int = cache.stream.chunk
+    free = own > CHUNK and cache.method.exactness == "exact" and not cache.method.oneshot
+    return CHUNK if free else own

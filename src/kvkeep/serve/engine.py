@@ -2,7 +2,8 @@
 
 A step reads one token, or one verifying run, of every session that writes, and one chunk of one that reads its prompt,
 in turn. Chunks are cut as they are for a session alone, so an answer does not depend on what else runs: tokens are
-those of :func:`kvkeep.generate`. What cannot be packed (:func:`~kvkeep.serve.batch.packs`) is read by itself.
+those of :func:`kvkeep.generate`. What cannot be packed (:func:`~kvkeep.serve.batch.packs`) is read by itself. An
+answer of a named session has ended when its turn is in the session's file (:mod:`~kvkeep.serve.sessions`).
 """
 
 from __future__ import annotations
@@ -10,93 +11,30 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from kvkeep.cache import KeepCache
 from kvkeep.decode.past import Past
+from kvkeep.decode.session_store import SessionStore
 from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.models.loading import Loaded
 from kvkeep.policies.request import Request
-from kvkeep.serve.answer import Answer, Ask, Piece, Reads
-from kvkeep.serve.arbiter import Arbiter, held, most
-from kvkeep.serve.batch import Read, forward, packs
+from kvkeep.serve.answer import Answer, Ask
+from kvkeep.serve.arbiter import Arbiter
+from kvkeep.serve.batch import alone, forward, packs
+from kvkeep.serve.job import Ended, Event, Full, Job, Stopping
+from kvkeep.serve.sessions import EVERY_S, Name, Session, Sessions
 
 T = TypeVar("T")
-
-CHUNK = 512
-"""Tokens of a prompt read in a step where the method itself sets no limit and does not mind."""
 WAITING = 64
 """Answers that may wait for memory."""
-
-
-class Full(KvkeepError):
-    """So many answers wait that no more are taken; ask again later."""
-
-
-class Stopping(KvkeepError):
-    """The engine ends, and takes no more."""
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How an answer ended. reason: "stop", "length" or "cancelled". cached, read, written: tokens of the prompt that
-    were not read again, those that were, and those of the answer."""
-
-    reason: str
-    text: str
-    tokens: tuple[int, ...]
-    cached: int
-    read: int
-    written: int
-
-
-Event = Piece | Ended | KvkeepError
-"""What a job tells: pieces of text, and at last how it ended, or the error that it failed by."""
-
-
-@dataclass(eq=False)
-class Session:
-    """A conversation's cache, and what it has read. name: (owner, name), None for one that ends with its answer."""
-
-    name: tuple[str, str] | None
-    past: Past
-
-
-@dataclass(eq=False)
-class Job:
-    """One answer, from request to end. tell: is called by the engine's thread with each event, and must not wait."""
-
-    ask: Ask
-    tell: Callable[[Event], None]
-    name: tuple[str, str] | None
-    cache: Mapping[str, Any]  # what its session is, if it is new, as KeepCache takes it
-    own: bool = False  # whether the request named it
-    session: Session | None = None
-    granted: int = 0
-    answer: Answer | None = None
-    at: float = field(default_factory=time.monotonic)  # when it was asked for, and from its first token on the last's
-    _reads: Reads | None = None
-    _wanted: Read | None = None
-    _left: deque[int] = field(default_factory=deque)  # sizes of the chunks of what is wanted that are to come
-    _cancelled: threading.Event = field(default_factory=threading.Event)
-
-    def cancel(self) -> None:
-        """Let it end at the next token or chunk; from any thread."""
-        self._cancelled.set()
-
-    @property
-    def cancelled(self) -> bool:
-        """Whether it was cancelled."""
-        return self._cancelled.is_set()
 
 
 class Watch:
@@ -112,8 +50,9 @@ class Watch:
 class Engine:
     """Answers for many sessions within ``memory`` bytes.
 
-    cache: method, budget and options of sessions that name none. waiting: how many answers may wait for memory. Use
-    :meth:`start` for a thread of its own, or call :meth:`step` until it returns False.
+    store: where named sessions are kept; without one, those that have to make way are forgotten, and read again. cache:
+    method, budget and options of sessions that name none. waiting: how many answers may wait for memory. Use
+    :meth:`start` for a thread of its own, or call :meth:`step` until it returns False, and :meth:`close`.
     """
 
     def __init__(
@@ -121,16 +60,18 @@ class Engine:
         loaded: Loaded,
         memory: int,
         waiting: int = WAITING,
+        store: SessionStore | None = None,
         **cache: Any,
     ) -> None:
         self.model, self.tokenizer = loaded.model, loaded.tokenizer
         self.cache = cache
         self.arbiter, self.limit = Arbiter(memory), waiting
         self.geometry = ModelGeometry.from_config(self.model.config, next(self.model.parameters()).dtype.itemsize)
-        self.sessions: OrderedDict[tuple[str, str], Session] = OrderedDict()  # the least recently used first
+        self._inbox: queue.SimpleQueue[Job | Callable[[], None] | None] = queue.SimpleQueue()
+        self.sessions = Sessions(self.model, self.tokenizer, store, lambda: self._inbox.put(None))
         self.running: list[Job] = []
         self.watch = Watch()
-        self._inbox: queue.SimpleQueue[Job | Callable[[], None] | None] = queue.SimpleQueue()
+        self._saving: list[Job] = []
         self._waiting: deque[Job] = deque()
         self._count = 0  # of those in the inbox and waiting
         self._lock = threading.Lock()
@@ -148,7 +89,7 @@ class Engine:
         ask: Ask,
         tell: Callable[[Event], None],
         *,
-        name: tuple[str, str] | None = None,
+        name: Name | None = None,
         **cache: Any,
     ) -> Job:
         """Ask for an answer. name: owner and name of the session that goes on. cache: method, budget and options of a
@@ -162,6 +103,8 @@ class Engine:
                 f"The prompt has {len(ask.prompt)} tokens and the model has {positions} positions; shorten it to at "
                 f"most {positions - 1}."
             )
+        if name is not None:
+            Sessions.check_name(name)
         job = Job(ask, tell, name, cache or self.cache, bool(cache))
         with self._lock:
             if self._stopping:
@@ -169,7 +112,7 @@ class Engine:
             if self._count >= self.limit:
                 raise Full(f"{self._count} answers wait already; ask again later.")
             self._count += 1
-        self._inbox.put(job)
+            self._inbox.put(job)
         return job
 
     def call(self, work: Callable[[], T]) -> Future[T]:
@@ -223,6 +166,10 @@ class Engine:
         if self._thread is not None:
             self._thread.join()
 
+    def close(self) -> None:
+        """Close the files of all sessions, after the last step."""
+        self.sessions.close()
+
     def _run(self) -> None:
         try:
             while self.step(wait=True):
@@ -239,25 +186,34 @@ class Engine:
             with self._lock:
                 self._ended = True
             self._take_in(False)  # nobody waits for an answer that does not come
+            self.close()
+            self._tell_saved()
 
     # -- in the engine's thread -----------------------------------------------------------------------
 
     def step(self, wait: bool = False) -> bool:
         """Do one step: take what came in, and read for everybody once. ``wait``: for something to do, if there is
         nothing. Return False when it was stopped and nothing is left to do."""
-        self._take_in(wait and not self.running and not self._waiting)
+        nothing = not self.running and not self._waiting and not self._saving
+        self._take_in(wait and nothing)
+        self._tell_saved()
         self._drop_cancelled()
+        self.sessions.look()
         self._admit()
+        self._go_on()
         self.beat = time.monotonic()
         jobs = self._turn()
         if jobs:
             self._read(jobs)
-        return bool(self.running or self._waiting) or not self._stopping
+        elif self.sessions.under_way:  # what has to go on waits for a file
+            self._take_in(True)
+        left = self.running or self._waiting or self._saving or not self._inbox.empty()
+        return bool(left) or not self._stopping
 
     def _take_in(self, wait: bool) -> None:
         while True:
             try:
-                given = self._inbox.get(block=wait)
+                given = self._inbox.get(block=wait, timeout=EVERY_S)
             except queue.Empty:
                 return
             wait = False
@@ -267,11 +223,13 @@ class Engine:
                 given()
 
     def _drop_cancelled(self) -> None:
-        for job in [job for job in self._waiting if job.cancelled]:
+        for job in [job for job in self._waiting if job.cancelled and not job.at_files]:
+            with suppress(Exception):
+                self._adopt(job)
             self._waiting.remove(job)
             self._counted(-1)
-            job.tell(Ended("cancelled", "", (), 0, 0, 0))
-        for job in [job for job in self.running if job.cancelled]:
+            job.end(Ended("cancelled", "", (), 0, 0, 0))
+        for job in [job for job in self.running if job.cancelled and job.answer is not None]:
             self._end(job, "cancelled")
 
     def _counted(self, change: int) -> None:
@@ -280,89 +238,104 @@ class Engine:
 
     def _admit(self) -> None:
         """Begin waiting answers in order, as far as memory is granted: nobody overtakes one that waits for memory. One
-        whose session is busy waits for that alone."""
-        busy = {job.name for job in self.running} - {None}
+        whose session is busy, or whose file is being opened, waits for that alone."""
+        busy = {job.name for job in (*self.running, *self._saving)} - {None}
         for job in [*self._waiting]:
             if job.name in busy:
                 continue
             try:
-                if not self._begun(job):
+                session = self._session(job)
+                if session is not None and not self._begun(job, session):
                     return
-            except KvkeepError as error:
-                job.tell(error)
             except Exception as error:
-                job.tell(KvkeepError(f"The answer failed ({type(error).__name__}: {error})."))
-            self._waiting.remove(job)
-            self._counted(-1)
+                if job.name is not None and job.name in self.sessions.memory:
+                    self.sessions.leave(self.sessions.memory[job.name])
+                job.end(error if isinstance(error, KvkeepError) else _failed(error))
             if job.name is not None:
                 busy.add(job.name)
+            if job.file is None or job.session is not None:  # else its file is being opened
+                self._waiting.remove(job)
+                self._counted(-1)
 
-    def _begun(self, job: Job) -> bool:
-        """Grant memory to an answer and begin it; False: it has to wait. Raises what it fails by."""
-        session = self.sessions.get(job.name) if job.name is not None else None
+    def _session(self, job: Job) -> Session | None:
+        """Return the session that an answer goes on with, None as long as its file is being opened. Raises what that
+        fails by."""
+        if job.name is None:
+            return Session(None, Past(KeepCache(self.model, **job.cache)))
+        session = self.sessions.memory.get(job.name)
         if session is None:
-            session = Session(job.name, Past(KeepCache(self.model, **job.cache)))
-        elif job.own and Request.parse(**job.cache) != session.past.cache.request:
+            if job.file is None:
+                job.file = self.sessions.open(job.name, job.cache)
+            if not job.file.done():
+                return None
+            session = self._adopt(job)
+        if job.own and Request.parse(**job.cache) != session.past.cache.request:
             raise UsageError(
-                f"The session '{job.name[1] if job.name else ''}' goes on by the method and budget that it began with, "
-                "which are others; leave them out, or take another name."
+                f"The session '{job.name[1]}' goes on by the method and budget that it began with, which are others; "
+                "leave them out, or take another name."
             )
-        tokens = len(job.ask.prompt) + job.ask.most
-        wanted = most(session.past.cache, tokens)
+        return session
+
+    def _adopt(self, job: Job) -> Session:
+        """Return the session that was opened for an answer."""
+        assert job.file is not None and job.name is not None
+        opened, job.file = job.file, None
+        session: Session = opened.result()
+        self.sessions.memory[job.name] = session
+        return session
+
+    def _begun(self, job: Job, session: Session) -> bool:
+        """Grant memory to an answer and begin it, once its session is in memory; False: it has to wait. Raises what it
+        fails by."""
+        wanted = session.most(len(job.ask.prompt) + job.ask.most)
         self.arbiter.check(wanted)
-        others = [one for one in self.sessions.values() if one is not session]
-        busy = {id(running.session) for running in self.running}
-        idle = {one.name: held(one.past.cache) for one in others if id(one) not in busy}
-        missing = self.arbiter.short(wanted, (running.granted for running in self.running), idle.values())
-        if missing > sum(idle.values()):
+        answering = {id(one.session) for one in self.running} | {id(session)}
+        others = {id(one): one.held for one in self.sessions.memory.values() if id(one) not in answering}
+        idle = [one for one in self.sessions.idle() if id(one) in others]  # the least recently used first
+        missing = self.arbiter.short(wanted, (running.granted for running in self.running), others.values())
+        if missing > sum(others[id(one)] for one in idle):
             return False
-        for name in list(idle):  # the least recently used first
+        for one in idle:
             if missing <= 0:
                 break
-            missing -= idle[name]
-            self.forget(name)  # type: ignore[arg-type]
-        session.past.align(job.ask.prompt, crops=session.past.cache.exactness == "exact")
+            missing -= others[id(one)]
+            self.sessions.park(one)
         job.session, job.granted = session, wanted
-        job.answer = Answer(job.ask, session.past.cache, self.tokenizer, self.ends, job.tell)
-        job._reads = job.answer.reads()
-        self._want(job, next(job._reads))
-        if session.name is not None:
-            self.sessions[session.name] = session
-            self.sessions.move_to_end(session.name)
         self.running.append(job)
+        if session.name is not None:
+            self.sessions.touch(session)
+        if session.away:
+            job.file = self.sessions.restore(session)
         return True
 
-    def forget(self, name: tuple[str, str]) -> None:
-        """Let a session go; it is read again when it is asked for."""
-        self.sessions.pop(name, None)
-
-    def _want(self, job: Job, read: Read) -> None:
-        """Note what a job wants to read next, in chunks as they are cut for it alone: the first takes the remainder."""
-        chunk, count = self._chunk(read.cache), len(read.ids)
-        whole, rest = divmod(count, chunk)
-        job._wanted, job._left = read, deque(([rest] if rest else []) + [chunk] * whole)
-
-    @staticmethod
-    def _chunk(cache: KeepCache) -> int:
-        own: int = cache.stream.chunk
-        free = own > CHUNK and cache.method.exactness == "exact" and not cache.method.oneshot
-        return CHUNK if free else own
+    def _go_on(self) -> None:
+        """Begin the answers whose sessions are in memory."""
+        for job in [job for job in self.running if job.answer is None and not job.at_files]:
+            assert job.session is not None
+            try:
+                if job.file is not None:
+                    job.file.result()
+                job.file, past = None, job.session.past
+                assert isinstance(past.cache, KeepCache)
+                past.align(job.ask.prompt, crops=past.cache.exactness == "exact")
+                job.start(Answer(job.ask, past.cache, self.tokenizer, self.ends, job.tell))
+            except Exception as error:
+                self.running.remove(job)
+                self.sessions.leave(job.session, stay=False)
+                job.end(error if isinstance(error, KvkeepError) else _failed(error))
 
     def _turn(self) -> list[Job]:
         """Return whose turn it is: all that write, and one that reads a prompt, in turn."""
-        writing = [job for job in self.running if self._writes(job)]
-        reading = [job for job in self.running if not self._writes(job)]
+        here = [job for job in self.running if job.answer is not None]
+        writing = [job for job in here if job.writes]
+        reading = [job for job in here if not job.writes]
         if reading:
             self.running.remove(reading[0])
             self.running.append(reading[0])
         return writing + reading[:1]
 
-    @staticmethod
-    def _writes(job: Job) -> bool:
-        return job.answer is not None and bool(job.answer.tokens)
-
     def _read(self, jobs: Sequence[Job]) -> None:
-        reads = [self._part(job) for job in jobs]
+        reads = [job.part() for job in jobs]
         self.watch.stepped(len(reads), sum(len(read.ids) for read in reads))
         packed = [number for number, read in enumerate(reads) if packs(read.cache)]
         results: dict[int, Tensor | Exception] = {}
@@ -371,81 +344,61 @@ class Engine:
             results |= dict(zip(packed, done, strict=True))
         for number, read in enumerate(reads):
             if number not in results:
-                results[number] = self._alone(read)
+                results[number] = alone(self.model, read)
         for number, job in enumerate(jobs):
-            written = len(job.answer.tokens) if job.answer else 0
+            result, answer = results[number], job.answer
+            assert answer is not None
+            written = len(answer.tokens)
             try:
-                self._give(job, results[number])
+                if isinstance(result, Exception):
+                    raise result
+                if job.give(result):
+                    self._end(job, answer.reason)
             except KvkeepError as error:
                 self._fail(job, error)
             except Exception as error:
-                self._fail(job, KvkeepError(f"The answer failed ({type(error).__name__}: {error})."))
-            self._wrote(job, written)
+                self._fail(job, _failed(error))
+            self._wrote(job, len(answer.tokens) - written, not written)
 
-    def _wrote(self, job: Job, before: int) -> None:
-        """Tell the watch of the tokens that an answer has beside the first ``before``."""
-        fresh = len(job.answer.tokens) - before if job.answer else 0
-        if fresh:
+    def _wrote(self, job: Job, tokens: int, first: bool) -> None:
+        """Tell the watch of the tokens that an answer has more."""
+        if tokens:
             now = time.monotonic()
-            self.watch.wrote(fresh, now - job.at, not before)
+            self.watch.wrote(tokens, now - job.at, first)
             job.at = now
 
-    @torch.no_grad()
-    def _alone(self, read: Read) -> Tensor | Exception:
-        cache, ids = read.cache, torch.tensor([[*read.ids]], device=next(self.model.parameters()).device)
-        first = cache.get_seq_length() if read.first is None else read.first
-        positions = torch.arange(first, first + ids.shape[1], device=ids.device)[None]
-        cache.stream.cut = read.cut
-        try:
-            keep = max(1, read.keep)
-            given = {"position_ids": positions, "past_key_values": cache, "use_cache": True, "logits_to_keep": keep}
-            return self.model(input_ids=ids, **given).logits[0]
-        except Exception as error:
-            return error
-        finally:
-            cache.stream.cut = False
-
-    def _part(self, job: Job) -> Read:
-        """Return the next chunk of what a job wants to read."""
-        read, left = job._wanted, job._left
-        assert read is not None
-        if len(left) == 1 and left[0] == len(read.ids):
-            return read
-        start = len(read.ids) - sum(left)
-        last = len(left) == 1
-        return Read(read.cache, read.ids[start : start + left[0]], read.keep if last else 0, not last)
-
-    def _give(self, job: Job, result: Tensor | Exception) -> None:
-        """Hand a job what it has read, and note what it wants next."""
-        if isinstance(result, Exception):
-            raise result
-        assert job._reads is not None
-        job._left.popleft()
-        if job._left:
-            return
-        try:
-            self._want(job, job._reads.send(result))
-        except StopIteration:
-            assert job.answer is not None
-            self._end(job, job.answer.reason)
-
     def _end(self, job: Job, reason: str) -> None:
-        answer = self._closed(job)
+        answer = self._halted(job)
         fresh = len(job.ask.prompt) - answer.known
-        job.tell(Ended(reason, answer.text, tuple(answer.tokens), answer.known, fresh, len(answer.tokens)))
+        self._save(job, Ended(reason, answer.text, tuple(answer.tokens), answer.known, fresh, len(answer.tokens)))
 
     def _fail(self, job: Job, error: KvkeepError) -> None:
         """End a job that failed; its session goes on from where it can."""
-        self._closed(job)
-        job.tell(error)
+        self._halted(job)
+        self._save(job, error)
 
-    def _closed(self, job: Job) -> Answer:
-        """Take a job from those that run, its session as after the last whole step, and return its answer."""
-        assert job.session is not None and job.answer is not None and job._reads is not None
-        past, answer = job.session.past, job.answer
+    def _halted(self, job: Job) -> Answer:
+        """Take a job from those that run, its session as after the last whole step."""
         self.running.remove(job)
-        with suppress(KvkeepError):  # what cannot be undone is reset, below
-            job._reads.close()
-        past.recover(answer.known)
-        past.settle([*job.ask.prompt, *answer.tokens])
-        return answer
+        return job.halt()
+
+    def _save(self, job: Job, last: Event) -> None:
+        """Tell how a job ended, once the turn of its session is saved."""
+        assert job.session is not None
+        if job.session.name is None:
+            job.end(last)
+            return
+        job.last, job.file = last, self.sessions.save(job.session)
+        self._saving.append(job)
+        self._tell_saved()
+
+    def _tell_saved(self) -> None:
+        for job in [job for job in self._saving if not job.at_files]:
+            assert job.session is not None and job.last is not None
+            self._saving.remove(job)
+            self.sessions.leave(job.session, stay=not job.session.lost)
+            job.end(job.last)
+
+
+def _failed(error: Exception) -> KvkeepError:
+    return KvkeepError(f"The answer failed ({type(error).__name__}: {error}).")

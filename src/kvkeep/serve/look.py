@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +9,8 @@ from torch import Tensor
 
 from kvkeep.cache import KeepCache
 from kvkeep.contracts.entries import EntryState
-from kvkeep.serve.engine import Engine, Session
+from kvkeep.serve.engine import Engine
+from kvkeep.serve.sessions import Name, Session
 
 KINDS = ("resident", "compressed", "bookkeeping", "checkpoint_device", "checkpoint_host", "checkpoint_disk")
 """What bytes of a cache are for; those on disk are no memory."""
@@ -35,15 +35,10 @@ def memory(engine: Engine) -> Held:
     """Return what all caches of ``engine`` hold."""
     kinds = dict.fromkeys(KINDS, 0)
     running = (job.session for job in engine.running if job.session is not None)
-    for session in {id(one): one for one in (*_named(engine).values(), *running)}.values():
+    for session in {id(one): one for one in (*engine.sessions.memory.values(), *running)}.values():
         for kind, count in _kinds(session.past.cache).items():
             kinds[kind] += count
-    return Held(kinds, sum(job.granted for job in engine.running), len(_named(engine)))
-
-
-def _named(engine: Engine) -> Mapping[tuple[str, str], Session]:
-    """Return the sessions that go on by name and are in memory."""
-    return engine.sessions
+    return Held(kinds, sum(job.granted for job in engine.running), len(engine.sessions.memory))
 
 
 def _kinds(cache: KeepCache) -> dict[str, int]:
@@ -90,9 +85,9 @@ def _counted(layer: Tensor, column: Tensor, columns: int) -> Tensor:
     return found.view(columns, len(EntryState))
 
 
-def picture(engine: Engine, name: tuple[str, str]) -> Picture | None:
+def picture(engine: Engine, name: Name) -> Picture | None:
     """Return what the cache of the session ``name`` remembers; None where it is not in memory."""
-    session = _named(engine).get(name)
+    session = engine.sessions.memory.get(name)
     if session is None or not session.past.cache.get_seq_length():
         return None
     cache = session.past.cache

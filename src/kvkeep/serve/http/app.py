@@ -27,6 +27,7 @@ from kvkeep.serve.http.metrics import TYPE, Metrics
 from kvkeep.serve.http.page import page
 from kvkeep.serve.http.replies import Reply
 from kvkeep.serve.http.schema import DEFAULT_TOKENS, ChatRequest, Message, TextRequest, TokenizeRequest
+from kvkeep.serve.http.sessions import sessions_of
 
 LATE_S = 120.0
 """Seconds without a step, while there is work, after which the engine counts as dead."""
@@ -141,6 +142,7 @@ def application(
 
     app.include_router(page())
     app.include_router(looking(server))
+    app.include_router(sessions_of(engine))
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request, asked: ChatRequest) -> Any:

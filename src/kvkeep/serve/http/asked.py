@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvkeep.serve.answer import Ask, Piece
-from kvkeep.serve.engine import WAITING, Ended, Engine, Event, Job, Stopping
+from kvkeep.serve.engine import WAITING, Engine
 from kvkeep.serve.http.errors import Refused
 from kvkeep.serve.http.metrics import Metrics
+from kvkeep.serve.job import Ended, Event, Job, Stopping
 
 UNREAD = 64
 """Pieces that wait for a slow reader before they are joined."""

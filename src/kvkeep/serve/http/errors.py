@@ -9,8 +9,16 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException as AnyHTTPException
 
-from kvkeep.errors import BudgetError, KvkeepError, UsageError
-from kvkeep.serve.engine import Full, Stopping
+from kvkeep.errors import (
+    BudgetError,
+    KvkeepError,
+    SessionBusy,
+    SessionDamaged,
+    SessionError,
+    SessionUnwritable,
+    UsageError,
+)
+from kvkeep.serve.job import Full, Stopping
 
 AGAIN_S = 5
 """Seconds after which a client may ask again."""
@@ -55,6 +63,10 @@ def refused(error: Exception) -> Refused:
     if isinstance(error, UsageError):
         code = "context_length_exceeded" if "positions" in str(error) else None
         return Refused(400, str(error), code)
+    if isinstance(error, SessionBusy):
+        return Refused(409, str(error), "session_in_use")
+    if isinstance(error, SessionError) and not isinstance(error, SessionDamaged | SessionUnwritable):
+        return Refused(409, str(error), "session")  # of another model, tokenizer or version
     if isinstance(error, KvkeepError):
         return Refused(500, str(error), "failed")
     return Refused(500, f"The request failed ({type(error).__name__}).", "failed")

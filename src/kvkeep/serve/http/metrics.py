@@ -9,8 +9,9 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
 from kvkeep.errors import KvkeepError
-from kvkeep.serve.engine import Ended, Engine, Event, Watch
+from kvkeep.serve.engine import Engine, Watch
 from kvkeep.serve.http.errors import Refused, refused
+from kvkeep.serve.job import Ended, Event
 from kvkeep.serve.look import memory
 
 TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -32,7 +33,9 @@ class Metrics(Watch):
         self._waiting = Gauge("requests_waiting", "Answers that wait for memory or for their session.", **own)
         self._ended = Counter("requests_ended", "Answers that ended, by how.", ["reason"], **own)
         self._rejected = Counter("requests_rejected", "Requests that were refused or failed.", ["reason"], **own)
-        self._sessions = Gauge("sessions", "Sessions, by where they are.", ["tier"], **own)
+        self._sessions = Gauge("sessions", "Sessions in memory.", **own)
+        self._files = Counter("session_files", "Sessions parked in, restored from, saved to files.", ["how"], **own)
+        self._seen = dict.fromkeys(("parked", "restored", "saved"), 0)
         self._bytes = Gauge("cache_bytes", "Bytes that all caches hold, by kind.", ["kind"], **own)
         self._limit = Gauge("cache_limit_bytes", "Bytes of memory that all caches may hold together.", **own)
         self._granted = Gauge("cache_granted_bytes", "Bytes that running answers may come to hold.", **own)
@@ -85,7 +88,10 @@ class Metrics(Watch):
             for kind, count in held.kinds.items():
                 self._bytes.labels(kind).set(count)
             self._granted.set(held.granted)
-            self._sessions.labels("memory").set(held.sessions)
+            self._sessions.set(held.sessions)
+        for how, before in self._seen.items():
+            self._seen[how] = now = getattr(self.engine.sessions, how)
+            self._files.labels(how).inc(now - before)
         self._running.set(len(self.engine.running))
         self._waiting.set(self.engine.waiting)
         return generate_latest(self.registry)

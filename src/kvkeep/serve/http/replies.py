@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from kvkeep.serve.answer import Piece, Told
-from kvkeep.serve.engine import Ended
 from kvkeep.serve.http.asked import News
 from kvkeep.serve.http.errors import refused
+from kvkeep.serve.job import Ended
 
 Decode = Callable[[Sequence[int]], str]
 

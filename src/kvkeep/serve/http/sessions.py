@@ -1,0 +1,80 @@
+"""Routes of sessions: an owner's list of them, the facts of one, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from kvkeep.decode.session_store import SessionInfo
+from kvkeep.errors import UsageError
+from kvkeep.serve.engine import Engine
+from kvkeep.serve.http.errors import Refused
+from kvkeep.serve.sessions import Sessions
+
+
+def sessions_of(engine: Engine) -> APIRouter:
+    """Return the routes of an engine's sessions."""
+    routes, sessions = APIRouter(prefix="/v1/sessions"), engine.sessions
+
+    async def known(owner: str) -> dict[str, dict[str, Any]]:
+        """Return the facts of an owner's sessions by name, those in memory last used last."""
+        files = [] if sessions.store is None else await asyncio.to_thread(sessions.store.sessions, owner)
+        found = {info.name.rpartition("/")[2]: _facts(info) for info in files}
+        for name, own in (await asyncio.wrap_future(engine.call(lambda: sessions.facts(owner)))).items():
+            found[name] = found.get(name, {"name": name, "object": "session", "bytes": 0}) | own
+        return found
+
+    @routes.get("")
+    async def every(request: Request) -> Any:
+        """List the sessions of a key, last used first."""
+        found = [*(await known(request.state.owner)).values()]
+        return {"object": "list", "data": sorted(found, key=lambda facts: (-facts["used"], facts["name"]))}
+
+    @routes.get("/{name}")
+    async def one(request: Request, name: str) -> Any:
+        """Tell what is known of a session."""
+        found = (await known(request.state.owner)).get(name)
+        if found is None:
+            raise _unknown(name)
+        return found
+
+    @routes.delete("/{name}")
+    async def remove(request: Request, name: str) -> Any:
+        """Remove a session, from memory and disk; one that answers is refused."""
+        own = (request.state.owner, name)
+        try:
+            Sessions.check_name(own)
+        except UsageError:
+            raise _unknown(name) from None
+        there = await asyncio.wrap_future(engine.call(lambda: sessions.drop(own)))
+        if sessions.store is not None and sessions.store.path("/".join(own)).is_file():
+            await asyncio.to_thread(sessions.store.remove, "/".join(own))
+            there = True
+        if not there:
+            raise _unknown(name)
+        return {"name": name, "object": "session", "deleted": True}
+
+    return routes
+
+
+def _unknown(name: str) -> Refused:
+    return Refused(404, f"There is no session '{name}' of this key.", "session_not_found")
+
+
+def _facts(info: SessionInfo) -> dict[str, Any]:
+    """Return what a file tells, without its path."""
+    return {
+        "name": info.name.rpartition("/")[2],
+        "object": "session",
+        "state": "in use elsewhere" if info.held else "parked",
+        "tokens": info.tokens,
+        "turns": info.turns,
+        "method": info.method,
+        "budget": info.budget,
+        "bytes": info.bytes,
+        "memory_bytes": 0,
+        "used": info.used,
+        "note": info.problem and "The file cannot be read.",
+    }

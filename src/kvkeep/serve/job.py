@@ -1,0 +1,132 @@
+"""One request to the engine, and what it is told of it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from kvkeep.errors import KvkeepError
+from kvkeep.serve.answer import Answer, Ask, Piece, Reads
+from kvkeep.serve.batch import Read, chunk_of
+from kvkeep.serve.sessions import Name, Session
+
+
+class Full(KvkeepError):
+    """So many answers wait that no more are taken; ask again later."""
+
+
+class Stopping(KvkeepError):
+    """The engine ends, and takes no more."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How an answer ended. reason: "stop", "length" or "cancelled". cached, read, written: tokens of the prompt that
+    were not read again, those that were, and those of the answer."""
+
+    reason: str
+    text: str
+    tokens: tuple[int, ...]
+    cached: int
+    read: int
+    written: int
+
+
+Event = Piece | Ended | KvkeepError
+"""What a job tells: pieces of text, and at last how it ended, or the error that it failed by."""
+
+
+@dataclass(eq=False)
+class Job:
+    """One answer, from request to end. tell: is called by the engine's thread with each event, and must not wait."""
+
+    ask: Ask
+    tell: Callable[[Event], None]
+    name: Name | None
+    cache: Mapping[str, Any]  # what its session is, if it is new, as KeepCache takes it
+    own: bool = False  # whether the request named it
+    session: Session | None = None
+    granted: int = 0
+    answer: Answer | None = None
+    file: Future[Any] | None = None  # its session's, as long as it is read or written
+    last: Event | None = None  # what is told when the session is saved
+    at: float = field(default_factory=time.monotonic)  # when it was asked for, and from its first token on the last's
+    _reads: Reads | None = None
+    _wanted: Read | None = None
+    _left: deque[int] = field(default_factory=deque)  # sizes of the chunks of what is wanted that are to come
+    _cancelled: threading.Event = field(default_factory=threading.Event)
+
+    def cancel(self) -> None:
+        """Let it end at the next token or chunk; from any thread."""
+        self._cancelled.set()
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether it was cancelled."""
+        return self._cancelled.is_set()
+
+    @property
+    def at_files(self) -> bool:
+        """Whether its session is being read or written."""
+        return self.file is not None and not self.file.done()
+
+    @property
+    def writes(self) -> bool:
+        """Whether its prompt is read."""
+        return self.answer is not None and bool(self.answer.tokens)
+
+    def want(self, read: Read) -> None:
+        """Note what it wants to read next, in chunks as they are cut for it alone: the first takes the remainder."""
+        chunk, count = chunk_of(read.cache), len(read.ids)
+        whole, rest = divmod(count, chunk)
+        self._wanted, self._left = read, deque(([rest] if rest else []) + [chunk] * whole)
+
+    def part(self) -> Read:
+        """Return the next chunk of what it wants to read."""
+        read, left = self._wanted, self._left
+        assert read is not None
+        if len(left) == 1 and left[0] == len(read.ids):
+            return read
+        start = len(read.ids) - sum(left)
+        last = len(left) == 1
+        return Read(read.cache, read.ids[start : start + left[0]], read.keep if last else 0, not last)
+
+    def give(self, result: Tensor) -> bool:
+        """Take the logits of a chunk, and note what is wanted next; return whether the answer is whole."""
+        assert self._reads is not None
+        self._left.popleft()
+        if self._left:
+            return False
+        try:
+            self.want(self._reads.send(result))
+        except StopIteration:
+            return True
+        return False
+
+    def start(self, answer: Answer) -> None:
+        """Begin to write an answer."""
+        self.answer, self._reads = answer, answer.reads()
+        self.want(next(self._reads))
+
+    def halt(self) -> Answer:
+        """Undo what is unfinished of a step, and return the answer as it is."""
+        assert self.session is not None and self.answer is not None and self._reads is not None
+        past, answer = self.session.past, self.answer
+        with suppress(KvkeepError):  # what cannot be undone is reset, below
+            self._reads.close()
+        past.recover(answer.known)
+        past.settle([*self.ask.prompt, *answer.tokens])
+        return answer
+
+    def end(self, last: Event) -> None:
+        """Tell the last event, and let go of what it held."""
+        self.session = self.answer = self.file = self._reads = self._wanted = None
+        self.tell(last)

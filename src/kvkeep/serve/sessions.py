@@ -1,0 +1,299 @@
+"""Sessions of an engine: those in memory, those parked in their files, and the ways between.
+
+A named session has a file of a :class:`~kvkeep.decode.session_store.SessionStore`. It is open for writing while the
+session is in memory, and each turn is appended to it when its answer ends. So to make way is to close the file and to
+let the cache go; the next answer restores it, to the same entries. Files are read and written by a thread of their own,
+one after the other: a turn's save takes about as long as a step, which others do not wait for.
+
+All of it is called by the engine's thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from kvkeep.cache import KeepCache
+from kvkeep.decode.past import Past
+from kvkeep.decode.session import Session as Saved
+from kvkeep.decode.session import cache_of, check_savable, load_session, save_session
+from kvkeep.decode.session_file import SessionFile
+from kvkeep.decode.session_store import SessionStore
+from kvkeep.errors import KvkeepError, SessionBusy, SessionDamaged, SessionError, UsageError
+from kvkeep.models.fingerprint import fingerprint_of_tokenizer
+from kvkeep.serve.arbiter import held, most, restoring
+
+log = logging.getLogger(__name__)
+
+Name = tuple[str, str]
+"""Owner and name of a session."""
+EVERY_S = 60.0
+"""Seconds between two looks at quota and age."""
+
+T = TypeVar("T")
+
+
+@dataclass(eq=False)
+class Session:
+    """A conversation's cache, and what it has read. name: None for one that ends with its answer. file: where its turns
+    are kept; away: they are not in memory yet. busy: an answer is being written, or a file read or written. turns:
+    answers so far. note: what its owner should know."""
+
+    name: Name | None
+    past: Past
+    file: SessionFile | None = None
+    away: bool = False
+    busy: bool = False
+    turns: int = 0
+    note: str | None = None
+    unsaved: str | None = None  # why the last turn is not in its file
+    lost: bool = False  # another program goes on with it
+    used: float = field(default_factory=time.time)
+
+    def most(self, tokens: int) -> int:
+        """Return the bytes that it can come to hold until it has read ``tokens`` tokens, restoring it included."""
+        cache = self.past.cache
+        assert isinstance(cache, KeepCache)
+        back = restoring(self.file, cache) if self.away and self.file is not None else 0
+        return max(most(cache, tokens), back)
+
+    @property
+    def held(self) -> int:
+        """The bytes that it holds now."""
+        assert isinstance(self.past.cache, KeepCache)
+        return held(self.past.cache)
+
+
+class Sessions:
+    """Sessions by name. store: where they are kept; None: those that make way are forgotten. wake: is called, in
+    another thread, when a file was read or written.
+
+    memory: those in memory, the least recently used first. refusal: why none can be saved. parked, restored, saved:
+    how often.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, store: SessionStore | None, wake: Callable[[], None]) -> None:
+        self.model, self.wake = model, wake
+        self.memory: OrderedDict[Name, Session] = OrderedDict()
+        self.refusal: str | None = None
+        self.parked = self.restored = self.saved = 0
+        if store is not None:
+            try:
+                check_savable(KeepCache(model, "full"))
+            except SessionError as error:
+                store, self.refusal = None, str(error)
+        self.store = store
+        self._tokenizer = None if store is None else fingerprint_of_tokenizer(tokenizer)
+        self._files = None if store is None else ThreadPoolExecutor(1, "kvkeep-sessions")
+        self._futures: list[Future[Any]] = []
+        self._looked = 0.0
+
+    @staticmethod
+    def check_name(name: Name) -> None:
+        """Raise UsageError unless a session can be called so."""
+        try:
+            SessionStore("").path("/".join(name))
+        except UsageError as error:
+            raise UsageError(
+                f"'{name[1]}' cannot be the name of a session: up to 100 letters, digits, '.', '_' and '-' make one."
+            ) from error
+
+    # -- in memory ------------------------------------------------------------------------------------
+
+    def idle(self) -> list[Session]:
+        """Return those that can make way, the least recently used first."""
+        return [one for one in self.memory.values() if not one.busy]
+
+    def touch(self, session: Session) -> None:
+        """Let a session, which is answering now, be the last to make way."""
+        assert session.name is not None
+        session.busy, session.used = True, time.time()
+        self.memory[session.name] = session
+        self.memory.move_to_end(session.name)
+
+    def leave(self, session: Session, stay: bool = True) -> None:
+        """Let a session that does not answer any more be idle; one that has read nothing is none."""
+        session.busy = False
+        if session.name is not None and not (stay and (session.away or session.past.cache.get_seq_length())):
+            self.park(session)
+
+    def park(self, session: Session) -> None:
+        """Let go of a session's memory; its turns are in its file."""
+        assert session.name is not None
+        self.memory.pop(session.name, None)
+        if session.file is not None:
+            session.file.close()
+            self.parked += not session.away
+
+    def drop(self, name: Name) -> bool:
+        """Let a session go whose file is to be removed; return whether it was in memory. Raises SessionBusy."""
+        session = self.memory.get(name)
+        if session is None:
+            return False
+        if session.busy:
+            raise SessionBusy(f"The session '{name[1]}' is answering; ask again when it has.")
+        self.park(session)
+        return True
+
+    def facts(self, owner: str) -> dict[str, dict[str, Any]]:
+        """Return what is known of the owner's sessions in memory, by name."""
+        return {one.name[1]: _facts(one) for one in self.memory.values() if one.name and one.name[0] == owner}
+
+    # -- files ----------------------------------------------------------------------------------------
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a file is being read or written."""
+        return not all(future.done() for future in self._futures)
+
+    def open(self, name: Name, kind: Mapping[str, Any]) -> Future[Session]:
+        """Return the session of this name, its cache empty as long as its turns are away. kind: what it is if it is
+        new, as KeepCache takes it. Raises, by the future, SessionError and what KeepCache raises."""
+        return self._do(lambda: self._by_name(name, lambda: self._opened(name, kind)))
+
+    def restore(self, session: Session) -> Future[None]:
+        """Read a session's turns into memory, which was granted."""
+        assert session.name is not None
+        name = session.name
+        return self._do(lambda: self._by_name(name, lambda: self._restored(session)))
+
+    def save(self, session: Session) -> Future[None]:
+        """Append what is new of a session to its file; where that fails, the session has a note of why."""
+        return self._do(lambda: self._saved(session))
+
+    def look(self) -> None:
+        """Keep quota and age, now and then: what is over them and idle is parked, and removed from the folder."""
+        store = self.store
+        if store is None or (store.quota is None and store.age is None) or time.monotonic() - self._looked < EVERY_S:
+            return
+        self._looked = time.monotonic()
+        over = store.quota is not None and store.total_bytes() > store.quota
+        for session in self.idle():
+            if over or (store.age is not None and time.time() - session.used > store.age):
+                self.park(session)
+        self._do(store.evict)
+
+    def close(self) -> None:
+        """Finish what is under way, and close all files."""
+        if self._files is not None:
+            self._files.shutdown()
+        for session in [*self.memory.values()]:
+            self.park(session)
+
+    def _do(self, work: Callable[[], T]) -> Future[T]:
+        future: Future[T]
+        if self._files is not None:
+            future = self._files.submit(work)
+            self._futures = [*filter(lambda one: not one.done(), self._futures), future]
+            future.add_done_callback(lambda _: self.wake())  # after it is done: nobody waits for what has been
+            return future
+        future = Future()
+        try:
+            future.set_result(work())
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    # -- in the thread of files -----------------------------------------------------------------------
+
+    def _by_name(self, name: Name, work: Callable[[], T]) -> T:
+        """Do ``work``; an error says which session it is by its name, as its owner knows no folder here."""
+        try:
+            return work()
+        except SessionError as error:
+            raise type(error)(self._without_path(name, error)) from error
+
+    def _without_path(self, name: Name, error: Exception) -> str:
+        return str(error) if self.store is None else str(error).replace(str(self.store.path("/".join(name))), name[1])
+
+    def _opened(self, name: Name, kind: Mapping[str, Any]) -> Session:
+        if self.store is None:
+            return Session(name, Past(KeepCache(self.model, **kind)))
+        with ExitStack() as unless:
+            file, note = self._file(name)
+            unless.callback(file.close)
+            away = file.about is not None
+            try:
+                cache = cache_of(file, self.model, self._tokenizer) if away else KeepCache(self.model, **kind)
+            except SessionDamaged as error:
+                file.close()
+                note = self._set_aside(name, error)
+                file, _ = self._file(name)
+                unless.callback(file.close)
+                away, cache = False, KeepCache(self.model, **kind)
+            unless.pop_all()
+            return Session(name, Past(cache), file, away, turns=file.turns, note=note)
+
+    def _file(self, name: Name) -> tuple[SessionFile, str | None]:
+        """Return the file of a session, open for writing, and a note if it had to be made anew."""
+        assert self.store is not None
+        key = "/".join(name)
+        try:
+            return self.store.open(key), None
+        except SessionDamaged as error:
+            note = self._set_aside(name, error)
+            return self.store.open(key), note
+
+    def _set_aside(self, name: Name, error: SessionDamaged) -> str:
+        """Make room for a new file: an answer is right without the old one, if its messages are read again."""
+        assert self.store is not None
+        aside = self.store.set_aside("/".join(name))
+        log.warning("%s It is kept as '%s', and the session is read anew.", error, aside)
+        return f"The file was damaged and is kept as '{aside.rpartition('/')[2]}'; the session was read anew."
+
+    def _restored(self, session: Session) -> None:
+        assert session.name is not None and session.file is not None
+        try:
+            saved = load_session(session.file, self.model, self._tokenizer)
+        except SessionDamaged as error:
+            session.file.close()
+            session.note = self._set_aside(session.name, error)
+            session.file, _ = self._file(session.name)
+            session.away, session.turns = False, 0
+            return
+        if saved.cache.rows > 1:
+            raise SessionError(f"The session '{session.name[1]}' is of {saved.cache.rows} texts; name another.")
+        session.past, session.away = Past(saved.cache, saved.ids[0] if saved.ids else ()), False
+        self.restored += 1
+
+    def _saved(self, session: Session) -> None:
+        cache, file = session.past.cache, session.file
+        assert isinstance(cache, KeepCache)
+        if file is None:
+            session.turns += 1
+            return
+        if not cache.get_seq_length():  # undone as a whole: it goes on from the turn before
+            session.away = file.about is not None
+            return
+        try:
+            save_session(file, Saved(cache, [session.past.ids], tokenizer=self._tokenizer))
+        except Exception as error:
+            assert session.name is not None
+            session.lost = isinstance(error, SessionBusy)
+            known = self._without_path(session.name, error) if isinstance(error, KvkeepError) else type(error).__name__
+            session.unsaved = f"The last turn is not saved: {known}"
+            log.warning("The last turn is not saved: %s", error)
+        else:
+            session.unsaved, session.turns = None, file.turns
+            self.saved += 1
+
+
+def _facts(session: Session) -> dict[str, Any]:
+    cache = session.past.cache
+    assert isinstance(cache, KeepCache)
+    return {
+        "state": "answering" if session.busy else "parked" if session.away else "idle",
+        "tokens": len(session.past.ids),
+        "turns": session.turns,
+        "method": cache.method.name,
+        "budget": None if cache.request.budget is None else str(cache.request.budget),
+        "memory_bytes": session.held,
+        "used": session.used,
+        "note": session.unsaved or session.note,
+    }

@@ -1,0 +1,243 @@
+"""Named sessions make way to their files and come back to the same entries, whatever ends the server."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from answering import Client, run, text
+from conftest import tokenizer
+from families import tiny
+
+import kvkeep
+from kvkeep import KeepCache, SessionError, UsageError
+from kvkeep.decode import session_file
+from kvkeep.decode.past import Past
+from kvkeep.decode.session_store import SessionStore
+from kvkeep.errors import SessionBusy
+from kvkeep.models.loading import Loaded
+from kvkeep.serve import sessions as places
+from kvkeep.serve.batch import Batch
+from kvkeep.serve.engine import Engine
+from kvkeep.serve.sessions import Session
+
+PLENTY = 10**9
+NEW = 6
+METHODS: list[dict[str, Any]] = [
+    {"method": "full"},
+    {"method": "kv-direct", "budget": 24, "chunk": 16},
+    *({"method": name, "budget": 24, "chunk": 16} for name in ("h2o", "snapkv", "window+merge", "snapkv+verified")),
+    *({"method": name, "budget": 60, "chunk": 16} for name in ("revive", "kvzip", "kvreviver")),
+]
+
+
+def serving(folder: Path, memory: int = PLENTY, family: str = "llama", **limits: Any) -> Engine:
+    store = SessionStore(folder, **limits)
+    return Engine(Loaded(tiny(family), tokenizer(), "tiny", "tiny"), memory, store=store)
+
+
+def turns(number: int, count: int = 3) -> list[list[int]]:
+    """What is new of each prompt of a conversation."""
+    return [text(40 if turn == 0 else 14, 100 * number + turn) for turn in range(count)]
+
+
+def alone(parts: list[list[int]], cache: dict[str, Any]) -> list[list[int]]:
+    """The answers of a conversation that has a cache to itself."""
+    past, ids, answers = Past(KeepCache(tiny("llama"), **cache)), list[int](), []
+    for part in parts:
+        ids = [*ids, *part]
+        past.align(ids)
+        result = kvkeep.generate(tiny("llama"), tokenizer(), ids, past.cache, max_new_tokens=NEW)
+        past.settle(result.sequence)
+        ids, _ = result.sequence, answers.append(result.tokens)
+    return answers
+
+
+def told(engine: Engine, ids: list[int], name: str, new: int = NEW, **cache: Any) -> Client:
+    client = Client(engine, ids, new, name=("me", name), **cache)
+    run(engine)
+    return client
+
+
+def test_many_sessions_in_memory_for_few_answer_as_alone_and_are_never_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes are measured in the middle of every pass, at every layer, with the keys and values in hand; and logits."""
+    count, kinds = 12, itertools.cycle(METHODS)
+    cache = [next(kinds) for _ in range(count)]
+    largest = max(Session(None, Past(KeepCache(tiny("llama"), **kind))).most(40 + 2 * 14 + 3 * NEW) for kind in METHODS)
+    engine = serving(tmp_path / "s", int(1.5 * largest))
+    measured: list[int] = []
+    real = Batch.update
+
+    def update(batch: Batch, keys: Any, values: Any, *given: Any, **named: Any) -> Any:
+        waiting = sum(one.held for one in engine.sessions.memory.values())
+        logits = sum(span.read.keep for span in batch.spans) * engine.geometry.vocab_size * 4
+        measured.append(waiting + keys.nbytes + values.nbytes + logits)
+        return real(batch, keys, values, *given, **named)
+
+    monkeypatch.setattr(Batch, "update", update)
+    parts, ids = [turns(number) for number in range(count)], [list[int]() for _ in range(count)]
+    found: list[list[list[int]]] = [[] for _ in range(count)]
+    for turn in range(3):
+        clients = []
+        for number in range(count):
+            ids[number] += parts[number][turn]
+            kind = {} if turn else cache[number]
+            clients.append(Client(engine, ids[number], NEW, name=("me", str(number)), **kind))
+        engine._stopping = True
+        while engine.step():
+            assert sum(one.held for one in engine.sessions.memory.values()) <= engine.arbiter.total
+        engine._stopping = False
+        for number, client in enumerate(clients):
+            assert turn == 0 or client.ended.cached >= len(ids[number]) - len(parts[number][turn]) - 1, cache[number]
+            ids[number] += client.ended.tokens
+            found[number].append([*client.ended.tokens])
+    print(max(measured), engine.arbiter.total)
+    assert engine.arbiter.total // 2 < max(measured) <= engine.arbiter.total  # a limit that is used
+    assert engine.sessions.parked > count and engine.sessions.restored > count
+    for number in range(count):
+        assert found[number] == alone(parts[number], cache[number]), cache[number]
+    engine.close()
+    assert not any(info.held or info.problem for info in engine.sessions.store.sessions("me"))  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("kind", [METHODS[0], METHODS[2]])
+def test_another_server_goes_on_with_a_folder_but_not_while_the_first_has_the_session(
+    kind: dict[str, Any], tmp_path: Path
+) -> None:
+    parts = turns(1)
+    first, second = serving(tmp_path), serving(tmp_path)
+    one = told(first, parts[0], "talk", **kind)
+    ids = [*parts[0], *one.ended.tokens, *parts[1]]
+    busy = told(second, ids, "talk")
+    assert isinstance(busy.events[-1], SessionBusy) and "in use by another program" in str(busy.events[-1])
+    cut = Client(first, ids, 50, name=("me", "talk"))
+    while len(cut.job.answer.tokens if cut.job.answer else ()) < 3:
+        first.step()
+    cut.job.cancel()  # as SIGTERM does
+    run(first)
+    assert cut.ended.reason == "cancelled" and cut.ended.cached > 0
+    first.close()
+    other = told(second, ids, "talk", method="tova", budget=99)
+    assert isinstance(other.events[-1], UsageError) and "began with" in str(other.events[-1])
+    ids += [*cut.ended.tokens, *parts[2]]
+    last = told(second, ids, "talk", **kind)
+    assert last.ended.cached >= len(ids) - len(parts[2]) - 1
+    second.close()
+    unbroken = serving(tmp_path / "unbroken")
+    for prompt, new in ((parts[0], NEW), ([*parts[0], *one.ended.tokens, *parts[1]], cut.ended.written), (ids, NEW)):
+        same = told(unbroken, prompt, "talk", new, **kind)
+    assert same.ended.tokens == last.ended.tokens
+    unbroken.close()
+
+
+@pytest.mark.parametrize("spoilt", ["journal", "page", "content"])
+def test_a_damaged_session_is_read_anew_and_its_file_kept(
+    spoilt: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    parts, kind = turns(2), METHODS[2]
+    engine = serving(tmp_path)
+    one = told(engine, parts[0], "talk", **kind)
+    engine.close()
+    path = tmp_path / "me" / "talk.session"
+    data = bytearray(path.read_bytes())
+    if spoilt == "content":
+        with session_file.SessionFile(path, writing=True) as file:
+            tensors = {name: file.tensor(name) for name in file.stored}
+            file.save(tensors | {"session.ids": torch.zeros(1, 3, dtype=torch.int32)}, file.about)
+    else:
+        data[len(data) // 2 if spoilt == "page" else 9] ^= 1
+        path.write_bytes(data)
+    engine = serving(tmp_path)
+    ids = [*parts[0], *one.ended.tokens, *parts[1]]
+    two = told(engine, ids, "talk", **kind)
+    assert two.ended.cached == 0 and [*two.ended.tokens] == alone([ids], kind)[0]
+    assert "read anew" in engine.sessions.facts("me")["talk"]["note"] and "damaged" in caplog.text
+    three = told(engine, [*ids, *two.ended.tokens, *parts[2]], "talk")
+    assert three.ended.cached > 0
+    engine.close()
+    assert {info.name for info in SessionStore(tmp_path).sessions()} == {"me/talk", "me/talk.damaged-1"}
+
+
+def test_a_turn_that_cannot_be_saved_is_answered_and_the_next_save_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, parts = serving(tmp_path), turns(3)
+    one = told(engine, parts[0], "talk", method="h2o", budget=24, chunk=16)
+    ids = [*parts[0], *one.ended.tokens, *parts[1]]
+
+    def full(*given: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(session_file.Writer, "commit", full)
+        two = told(engine, ids, "talk")
+    assert "no space left" in engine.sessions.facts("me")["talk"]["note"]
+    ids = [*ids, *two.ended.tokens, *parts[2]]
+    three = told(engine, ids, "talk")
+    assert three.ended.cached > 0 and engine.sessions.facts("me")["talk"]["note"] is None
+    engine.close()
+    again = told(later := serving(tmp_path), [*ids, *three.ended.tokens, 5], "talk")
+    assert again.ended.read <= 2
+    later.close()
+
+
+def test_an_answer_that_fails_leaves_the_session_as_it_was_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, parts = serving(tmp_path), turns(4)
+    one = told(engine, parts[0], "talk", method="h2o", budget=24, chunk=16)
+    ids = [*parts[0], *one.ended.tokens, *parts[1]]
+    with monkeypatch.context() as patch:
+        patch.setattr(Past, "recover", lambda past, known: past.cache.reset())  # the worst that may be
+        patch.setattr("kvkeep.serve.engine.forward", lambda model, reads: [RuntimeError("out of luck")] * len(reads))
+        bad = told(engine, ids, "talk")
+    assert "out of luck" in str(bad.events[-1])
+    two = told(engine, ids, "talk")
+    assert two.ended.cached > 0 and [[*one.ended.tokens], [*two.ended.tokens]] == alone(
+        parts[:2], {"method": "h2o", "budget": 24, "chunk": 16}
+    )
+    engine.close()
+
+
+def test_what_cannot_be_a_session_is_refused_and_leaves_no_file(tmp_path: Path) -> None:
+    engine = serving(tmp_path, memory=200_000)
+    for name in ("../talk", "a/b", "", "x.session", "x" * 101):
+        with pytest.raises(UsageError, match="cannot be the name"):
+            Client(engine, text(20, 1), name=("me", name))
+    wrong = told(engine, text(20, 1), "talk", method="magic")
+    large = told(engine, text(400, 1), "talk", method="full")
+    assert all(isinstance(client.events[-1], UsageError) for client in (wrong, large))
+    assert not engine.sessions.memory and not [*tmp_path.rglob("*.session")]
+    told(engine, text(20, 1), "talk", method="full")
+    engine.close()
+    other = serving(tmp_path, family="gpt2")
+    refused = told(other, text(20, 1), "talk")
+    assert isinstance(refused.events[-1], SessionError) and "another model" in str(refused.events[-1])
+    other.close()
+    assert len([*tmp_path.rglob("*.session")]) == 1
+
+
+def test_quota_and_age_are_kept_but_never_against_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(places, "EVERY_S", 0.0)
+    engine = serving(tmp_path, quota=150_000)
+    for number in range(5):
+        told(engine, text(60, number), str(number), method="full")
+        time.sleep(0.02)
+    run(engine)
+    left = {info.name for info in SessionStore(tmp_path).sessions()}
+    assert "me/4" in left and "me/0" not in left and SessionStore(tmp_path).total_bytes() <= 150_000
+    monkeypatch.setattr(places, "EVERY_S", 10**9)
+    engine.close()
+    old = serving(tmp_path, age=0.0)
+    monkeypatch.setattr(places, "EVERY_S", 0.0)
+    client = told(old, text(60, 9), "9", method="full")
+    assert client.ended.written == NEW
+    run(old)
+    assert not [*tmp_path.rglob("*.session")]
+    old.close()

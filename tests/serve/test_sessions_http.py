@@ -1,0 +1,162 @@
+"""Sessions over HTTP: the routes, and a server that is killed, restarted and told to end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from answering import Client, run
+from conftest import tokenizer
+from families import tiny
+from fastapi.testclient import TestClient
+
+import kvkeep
+from kvkeep import KeepCache
+from kvkeep.decode.session_store import SessionStore
+from kvkeep.models.loading import Loaded
+from kvkeep.serve.engine import Engine
+from kvkeep.serve.http.app import application
+from kvkeep.serve.http.keys import Keys
+
+KEYS = ["first-key", "second-key"]
+KIND = {"method": "h2o", "budget": 24}
+
+
+def as_key(number: int) -> dict[str, str]:
+    return {"Authorization": f"Bearer {KEYS[number]}"}
+
+
+def body(prompt: Any, new: int, session: str = "talk", **own: Any) -> dict[str, Any]:
+    asked = {"model": "tiny", "prompt": prompt, "max_tokens": new, "temperature": 0}
+    return {**asked, "kvkeep": {"session": session}, **own}
+
+
+def test_a_key_sees_and_ends_its_own_sessions_and_no_others(tmp_path: Path) -> None:
+    loaded = Loaded(tiny("llama"), tokenizer(), "tiny", "tiny")
+    engine = Engine(loaded, 10**8, store=SessionStore(tmp_path))
+    engine.start()
+    client = TestClient(application(engine, loaded, Keys(KEYS)), raise_server_exceptions=False)
+
+    def call(verb: str, path: str, key: int = 0, **given: Any) -> httpx.Response:
+        return client.request(verb, path, headers=as_key(key), **given)
+
+    for name in ("one", "two"):
+        asked = body("the river", 4, name, kvkeep={"session": name, **KIND})
+        assert call("POST", "/v1/completions", json=asked).status_code == 200
+    listed = call("GET", "/v1/sessions").json()["data"]
+    assert [one["name"] for one in listed] == ["two", "one"]
+    facts = call("GET", "/v1/sessions/one").json()
+    assert (facts["state"], facts["turns"], facts["method"], facts["budget"]) == ("idle", 1, "h2o", "24")
+    assert facts["tokens"] > 3 and facts["bytes"] > 0 and facts["memory_bytes"] > 0
+    assert call("GET", "/v1/sessions", 1).json()["data"] == []
+    for verb, name, key in (("GET", "one", 1), ("DELETE", "one", 1), ("GET", "none", 0), ("DELETE", "..x", 0)):
+        found = call(verb, f"/v1/sessions/{name}", key)
+        assert found.status_code == 404 and found.json()["error"]["code"] == "session_not_found"
+    assert client.get("/v1/sessions").status_code == 401
+    assert call("DELETE", "/v1/sessions/one").json()["deleted"] is True
+    assert call("GET", "/v1/sessions/one").status_code == 404 and len([*tmp_path.rglob("*.session")]) == 1
+    owner = next(iter(engine.sessions.memory))[0]
+    assert KEYS[0] not in owner and (tmp_path / owner / "two.session").is_file()
+    other = SessionStore(tmp_path).open(f"{owner}/three")  # by another server
+    for refused in (
+        call("POST", "/v1/completions", json=body("the river", 4, "three")),
+        call("POST", "/v1/completions", json=body("the river", 4, "three", stream=True)),
+    ):
+        error = refused.json()["error"]
+        assert (
+            refused.status_code == 409 and error["code"] == "session_in_use" and str(tmp_path) not in error["message"]
+        )
+    other.close()
+    assert call("POST", "/v1/completions", json=body("the river", 4, "a b")).status_code == 400
+    engine.stop(0)
+    assert call("GET", "/v1/sessions/two").status_code == 503
+
+
+@contextmanager
+def server(model: Path, folder: Path, home: Path) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
+    """A running server: its process, address, and the name of its model."""
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        port = one.getsockname()[1]
+    command = [sys.executable, "-m", "kvkeep", "serve", "--model", str(model), "--memory", "50MB", "--grace", "0"]
+    command += ["-x", "h2o", "-b", "24", "--sessions", str(folder), "--port", str(port)]
+    environment = {**os.environ, "KVKEEP_API_KEYS": ",".join(KEYS), "HOME": str(home)}
+    running = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    address, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 90
+    try:
+        while True:
+            try:
+                if httpx.get(f"{address}/ready").status_code == 200:
+                    break
+            except httpx.TransportError:
+                assert running.poll() is None and time.monotonic() < deadline, running.stderr and running.stderr.read()
+                time.sleep(0.1)
+        models = httpx.get(f"{address}/v1/models", headers=as_key(0)).json()
+        yield running, address, models["data"][0]["id"]
+    finally:
+        running.kill()
+        running.wait()
+
+
+def test_what_was_answered_outlives_a_kill_and_sigterm_saves_the_rest(model_folder: Path, tmp_path: Path) -> None:
+    """A lossy method, whose answers would differ if its session were read anew."""
+    folder, loaded = tmp_path / "s", kvkeep.load(str(model_folder))
+    alone = KeepCache(loaded.model, **KIND)
+
+    def wanted(ids: list[int], new: int) -> list[int]:
+        return kvkeep.generate(loaded.model, loaded.tokenizer, ids, alone, max_new_tokens=new).tokens
+
+    def asked(address: str, ids: list[int], new: int, **own: Any) -> Any:
+        given = {"json": body(ids, new, model=model, **own), "headers": as_key(0), "timeout": 60}
+        return f"{address}/v1/completions", given
+
+    first = [5 + 7 * number % 90 for number in range(40)]
+    with server(model_folder, folder, tmp_path) as (running, address, model):
+        url, given = asked(address, first, 5, logprobs=0)
+        one = httpx.post(url, **given).json()
+        ids = [*first, *wanted(first, 5), 9, 11, 13]
+        assert one["choices"][0]["text"] == loaded.tokenizer.decode(ids[len(first) : -3])
+        url, given = asked(address, ids, 400, stream=True)
+        with pytest.raises(httpx.TransportError), httpx.stream("POST", url, **given) as found:
+            for number, _ in enumerate(found.iter_lines()):
+                if number == 6:
+                    running.kill()
+    with server(model_folder, folder, tmp_path) as (running, address, model):
+        facts = httpx.get(f"{address}/v1/sessions/talk", headers=as_key(0)).json()
+        assert (facts["state"], facts["turns"], facts["tokens"]) == ("parked", 1, len(first) + 4)
+        url, given = asked(address, ids, 5)
+        two = httpx.post(url, **given).json()
+        tokens = wanted(ids, 5)
+        assert two["usage"]["prompt_tokens_details"]["cached_tokens"] == len(first) + 4
+        assert two["choices"][0]["text"] == loaded.tokenizer.decode(tokens)
+        ids = [*ids, *tokens, 15, 17]
+        url, given = asked(address, ids, 400, stream=True)
+        with httpx.stream("POST", url, **given) as found:
+            lines = (line for line in found.iter_lines() if line)
+            heard = [next(lines) for _ in range(3)]
+            running.send_signal(signal.SIGTERM)
+            heard += lines
+        assert heard[-1] == "data: [DONE]" and json.loads(heard[-2][6:])["choices"][0]["finish_reason"] == "stop"
+        assert running.wait(10) == 0
+        assert running.stderr is not None and f"sessions: {folder}" in running.stderr.read()
+    (info,) = SessionStore(folder).sessions()
+    assert info.turns == 3 and not info.held and info.problem is None and info.tokens >= len(ids) + 2
+    engine = Engine(loaded, 10**8, store=SessionStore(folder))
+    with engine.sessions.store.read(info.name) as file:  # type: ignore[union-attr]
+        known = file.tensor("session.ids")[0].tolist()
+    owner, _, name = info.name.partition("/")
+    last = Client(engine, [*known, 19], 3, name=(owner, name))
+    run(engine)
+    engine.close()
+    assert last.ended.cached == len(known) and last.ended.read == 1
+    assert not [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".session"]
