@@ -213,6 +213,8 @@ class _BatchStream:
         stream, mask = span.stream, None
         if not stream.streamed(layer.index):  # all its entries, where a stream is given the new ones
             keys, values = span.entries[layer.source]
+            if (expand := getattr(module, "expand_kv", None)) is not None:  # latent attention caches less than it reads
+                keys, values = expand(keys, values)
         if self._readers[layer.source] == layer.index:
             del span.entries[layer.source]
         if not (stream.masks_itself and layer.kind != "sliding") and query.shape[2] > 1:
@@ -224,8 +226,6 @@ class _BatchStream:
         if stream.attends(layer.index):
             output = stream.attend(module, query, keys, values, mask, scaling)
         if output is None:
-            if (expand := getattr(module, "expand_kv", None)) is not None:  # latent attention caches less than it reads
-                keys, values = expand(keys, values)
             output = sdpa_attention_forward(module, query, keys, values, mask, scaling=scaling)[0].transpose(1, 2)
         return output
 
