@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvkeep.attention import Segment, attend
 from kvkeep.attention.kernel import whole
+from kvkeep.attention.together import Arrival
 from kvkeep.errors import KvkeepError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.policies.assembly import Assembly
@@ -32,6 +33,8 @@ class Passes:
         self.geometry, self.layers, self.decoder = geometry, made.layers, made.decoder
         self.chunk = made.chunk or sys.maxsize
         self.bounded: list[Any] = [made.layers[layer.index] for layer in geometry.full_layers]
+        sources = [layer.source for layer in geometry.layers]
+        self._single = [layer.index for layer in geometry.full_layers if sources.count(layer.index) == 1]
         self.moving = any(layer.kind not in ("full", "shared") for layer in geometry.layers)
         self.earlier_outputs: list[Tensor] = []
         self.on_progress: Callable[[int], None] | None = None
@@ -80,6 +83,24 @@ class Passes:
             host = mask.bool()
             self.first = None if bool(host.all()) else host.int().argmax(1)
             self.masks_itself = self.first is None or bool((host.cummax(1).values == host).all())
+
+    @property
+    def wants_residuals(self) -> bool:
+        """Whether :meth:`enter_layer` does anything."""
+        return False
+
+    def arrivals(self) -> dict[int, Arrival]:
+        """Return how the kernel keeps and attends the one token of a pass that has begun, by layer, of those layers
+        where it does both, and nothing else remains to be done."""
+        if not self.exact or self.first is not None:
+            return {}
+        found = {index: self.layers[index].arrival() for index in self._single}
+        return {index: arrival for index, arrival in found.items() if arrival is not None}
+
+    def took(self, layers: Iterable[int], completed: bool) -> None:
+        """Note in which ``layers`` the kernel did as :meth:`arrivals` said; ``completed``: in all of them."""
+        for index in layers:
+            self.layers[index].took()
 
     def enter_layer(self, layer_idx: int, hidden: Tensor) -> None:
         """Receive the residual entering a layer, (batch, new, hidden_size)."""

@@ -7,18 +7,21 @@ layers whose past is streamed.
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvkeep.attention.step import Step
+from kvkeep.attention.together import Arrival
 from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.memory.lasting import lasting
 from kvkeep.passes import Passes
 from kvkeep.policies.assembly import Assembly
 from kvkeep.policies.methods import Method
+from kvkeep.stores.alike import Alike
 from kvkeep.stores.dynamic import held_by
 from kvkeep.stores.layer import Layer
 from kvkeep.stores.lookahead import Lookahead
@@ -44,6 +47,7 @@ class Stream(Passes):
         # Positions are limited if evicted entries are dropped; recalled ones keep those of the text.
         self.ends = made.budgets is not None and made.positions is None and not method.store_fate.keeps
         self._readers = {layer.source: layer.index for layer in geometry.layers}
+        self._alike: list[Alike] = []  # layers that are ranked at once
         self._pending_bytes = 0
         self._masked = False  # whether the caller's mask is not of padding alone
 
@@ -110,6 +114,40 @@ class Stream(Passes):
         if positions is None:
             positions = torch.arange(self._known, self.ledger.length, device=self.device).unsqueeze(0)
         return self.positions.begin(positions, self._known)
+
+    @property
+    def wants_residuals(self) -> bool:
+        """Whether the checkpoint keeps residuals."""
+        return self.checkpoint is not None and self.checkpoint.by_token
+
+    @lasting
+    def arrivals(self) -> dict[int, Arrival]:
+        """Return what the kernel does; nothing where more than a layer has a part in it."""
+        apart = self.positions or self.round or self.lookahead or self.redecoder or self._masked
+        if apart or self.ledger.batch > 1 or self.ledger.visible is not None:
+            return {}
+        found, groups = super().arrivals(), dict[Hashable, list[int]]()
+        for index in found:
+            if (key := self.layers[index].resident.alike) is not None:
+                groups.setdefault(key, []).append(index)
+        before, self._alike = self._alike, []
+        for group in groups.values():
+            residents = [self.layers[index].resident for index in group]
+            alike = next((one for one in before if one.holds(residents)), None) or Alike(residents)
+            alike.prepare([found[index] for index in group])
+            self._alike.append(alike)
+        return found
+
+    @lasting
+    def took(self, layers: Iterable[int], completed: bool) -> None:
+        """Note what the kernel did, and let selectors learn of it."""
+        for index in layers:
+            own = self.geometry.layers[index]
+            size = own.kv_heads * (own.key_dim + own.value_dim) * self.geometry.dtype_bytes
+            self._pending_bytes = max(self._pending_bytes, size)
+        super().took(layers, completed)
+        for alike in self._alike if completed else ():
+            alike.learn()
 
     @lasting
     def enter_layer(self, layer_idx: int, hidden: Tensor) -> None:

@@ -20,7 +20,9 @@ BLOCK = 512
 """Entries of a block, as kernels/attention.cpp has it."""
 
 
-class _Attention(ctypes.Structure):
+class AttentionStruct(ctypes.Structure):
+    """``Attention`` of kernels/attention.cpp."""
+
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("query", "pieces", "first", "stop", "shift", "mask")),
         *((name, ctypes.c_int64) for name in ("lanes", "groups", "queries", "dim", "value_dim", "count", "entries")),
@@ -116,7 +118,7 @@ class Call:
             ctypes.memmove(at, table.rows, ctypes.sizeof(table.rows))
             at, self.entries = at + ctypes.sizeof(table.rows), self.entries + table.entries
         self._rows = rows
-        self.struct = _Attention(
+        self.struct = AttentionStruct(
             self.query.data_ptr(),
             ctypes.addressof(rows),
             *map(address, self.bounds),

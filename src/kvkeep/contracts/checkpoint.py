@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvkeep.attention.described import Described
 from kvkeep.contracts.entries import Piece
+from kvkeep.kernels.entering import Entering
 from kvkeep.memory.rows import Rows
 
 
@@ -52,6 +53,13 @@ class Checkpoint(ABC):
     def described(self, layer: int, stop: int) -> Described | None:
         """Return the first ``stop`` entries as the kernel reads them where they lie; None where it cannot."""
         return None
+
+    def receives(self, layer: int, entering: Entering) -> bool:
+        """Tell the kernel where the next entry of a layer's lanes is to be copied; False where that cannot be told."""
+        return False
+
+    def received(self, layer: int) -> None:
+        """Note that the kernel copied it."""
 
     @abstractmethod
     def pick(self, layer: int, lane: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:

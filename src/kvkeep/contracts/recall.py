@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.attention.step import Step
+from kvkeep.attention.together import Arrival
 from kvkeep.contracts.entries import Piece
 from kvkeep.contracts.exactness import Exactness
 from kvkeep.contracts.part import Part
@@ -35,6 +36,10 @@ class Reader(Part):
     def arrive(self, layer: Any, keys: Tensor, values: Tensor) -> None:
         """New entries (lanes, n, dim) are in hand."""
         layer.resident.arrive(keys, values)
+
+    def arrival(self, layer: Any) -> Arrival | None:
+        """Return how the kernel keeps and attends the layer's next entries; None where :meth:`attend` has to."""
+        return None
 
     def settling(self, layer: Any, keys: Tensor, values: Tensor) -> None:
         """New entries are about to be kept."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from kvkeep.attention.attend import Segment
 from kvkeep.attention.described import Described
 from kvkeep.attention.step import Step
+from kvkeep.attention.together import Arrival
 from kvkeep.contracts.entries import Evicted, Piece
 from kvkeep.contracts.part import Part
 from kvkeep.contracts.selector import Selector
@@ -41,6 +42,20 @@ class Resident(Part):
         does not see all of it."""
         held = self.in_one_piece(tail)
         return None if held is None else Described([held])
+
+    def arrival(self) -> Arrival | None:
+        """Return how the kernel keeps and attends the next entry of each lane, without padding; None where it is kept
+        by :meth:`admit`."""
+        return None
+
+    def took(self) -> None:
+        """Note that the kernel did as :meth:`arrival` said."""
+
+    @property
+    def alike(self) -> Hashable | None:
+        """With whose entries of other layers those here are ranked and scored at once, for an :meth:`arrival`: with
+        those that give the same; None: nothing is to be ranked."""
+        return None
 
     @property
     def observes(self) -> bool:

@@ -66,12 +66,12 @@ class Selector(ABC):
     :meth:`arrive` and :meth:`observe`. It holds no entries and no state: scores, one number for each entry, are kept
     beside the entries and travel with them.
 
-    leaves: who leaves, in a few words; source: the paper. keeps_all: none does. in_order: the oldest does, in all
-    heads alike, so that entries lie in a ring. by_age: age alone decides who does. scores_arrivals: new entries get a
-    first score from :meth:`arrive`; otherwise it is 0. needs_kv: :meth:`rank` and :meth:`observe` need the keys and
-    values themselves. may_tie: several entries may well rank the same; the oldest of them leaves first. reduce: how the
-    attention of several queries and heads becomes one number: "sum" over queries of the mean over heads, or "max" over
-    both.
+    leaves: who leaves, in a few words; source: the paper. keeps_all: none does. in_order: the oldest does, in all heads
+    alike, so that entries lie in a ring. by_age: age alone decides who does. scores_arrivals: new entries get a first
+    score from :meth:`arrive`; otherwise it is 0. needs_kv: :meth:`rank` and :meth:`observe` need the keys and values
+    themselves. of_any_layer: lanes of several layers may be shown to it as rows of one. may_tie: several entries may
+    well rank the same; the oldest of them leaves first. reduce: how the attention of several queries and heads becomes
+    one number: "sum" over queries of the mean over heads, or "max" over both.
     """
 
     leaves: ClassVar[str]
@@ -81,6 +81,7 @@ class Selector(ABC):
     by_age: ClassVar[bool] = False
     scores_arrivals: ClassVar[bool] = False
     needs_kv: ClassVar[bool] = False
+    of_any_layer: ClassVar[bool] = False
     may_tie: ClassVar[bool] = False
     reduce: ClassVar[str] = "sum"
 

@@ -14,6 +14,7 @@ from kvkeep.attention.step import Step
 from kvkeep.contracts.entries import EntryState, Evicted, Piece
 from kvkeep.contracts.part import Part
 from kvkeep.contracts.resident import Resident, WorkingSet
+from kvkeep.kernels.entering import Entering
 
 
 class EvictedStore(Part):
@@ -39,6 +40,16 @@ class EvictedStore(Part):
 
     def take(self, left: Evicted, resident: WorkingSet) -> None:
         """Take entries that leave; ``resident`` is what stays."""
+
+    def receives(self, entering: Entering, leaves: bool) -> Sequence[Described] | None:
+        """Tell the kernel where to copy what will leave for the next entry of each lane, if something ``leaves``:
+        there, where :meth:`take` puts it. Return what will be here then, as :meth:`described` does; None where more
+        than that is to be done."""
+        more = self.keeps or self.listens or self.watches or self.merges or self.makes_room
+        return None if more else ()
+
+    def received(self) -> None:
+        """Note that the kernel copied an entry of each lane there."""
 
     def pieces(self, query: Tensor, resident: Resident, length: int) -> Iterator[Piece]:
         """Yield what comes back for ``query`` (lanes, heads, queries, dim), of ``length`` slots so far."""

@@ -6,6 +6,7 @@
 // however entries are split into pieces, and however long the padding before a row is.
 
 #include "common.h"
+#include "eviction.h"
 
 #include <limits>
 
@@ -595,42 +596,44 @@ static void finish(const Part& part, const float* mix, int64_t dim, void* out, i
 
 constexpr int64_t TOGETHER = 16 * ROWS;  // rows that share a written block
 
-extern "C" {
+struct Job {  // an attention, and where its result goes, as kk_attend has it
+  const Attention* given; void* out; int floats; float *lse, *state; int resumes;
+  int64_t rows() const { return given->groups * given->queries; }
+  int64_t parts() const { return (rows() + TOGETHER - 1) / TOGETHER; }
+  Part* before() const { return (Part*)state; }
+  float* mixed() const { return state ? state + given->lanes * rows() * 2 : nullptr; }
+  void blocks(int64_t* least, int64_t* greatest) const {
+    const Attention& a = *given;
+    *least = 1 << 30; *greatest = 0;
+    for (int64_t lane = 0; lane < a.lanes; lane++) {
+      *least = std::min(*least, (first_of(a, lane) + shift_of(a, lane)) / BLOCK);
+      *greatest = std::max(*greatest, (a.entries - 1 + shift_of(a, lane)) / BLOCK);
+    }
+  }
+};
 
-// out: (lanes, groups, queries, value_dim), bfloat16 or float32; lse: (lanes, groups, queries) float32. state: null, or
-// room for what is combined so far, a Part and value_dim floats a row, from which a later call goes on (`resumes`) with
-// the next whole blocks. A call that is not the last (`out` is null) leaves the state only.
-void kk_attend(const Attention* given, void* out, int floats, float* lse, float* state, int resumes) {
-  const Attention& a = *given;
-  int64_t rows = a.groups * a.queries, dim = a.value_dim;
-  int64_t parts = (rows + TOGETHER - 1) / TOGETHER, least = 1 << 30, greatest = 0;
-  for (int64_t lane = 0; lane < a.lanes; lane++) {
-    least = std::min(least, (first_of(a, lane) + shift_of(a, lane)) / BLOCK);
-    greatest = std::max(greatest, (a.entries - 1 + shift_of(a, lane)) / BLOCK);
-  }
-  int64_t blocks = greatest - least + 1;
-  Part* before = (Part*)state;
-  float* mixed = state ? state + a.lanes * rows * 2 : nullptr;
-  if (state && !resumes) for (int64_t r = 0; r < a.lanes * rows; r++) before[r] = {NOTHING, 0.f};
-  if (a.lanes * parts >= 4 * threads() || blocks == 1) {  // each task goes through its rows' blocks in order
-#pragma omp parallel for schedule(dynamic) collapse(2)
-    for (int64_t lane = 0; lane < a.lanes; lane++)
-      for (int64_t part = 0; part < parts; part++) {
-        int64_t row = part * TOGETHER, count = std::min(TOGETHER, rows - row), at = lane * rows + row;
-        Room room(a);
-        float* own_mixes = (float*)own.at(3, count * (dim * 4 + sizeof(Part)));
-        float* mixes = state ? mixed + at * dim : own_mixes;
-        Part* have = state ? before + at : (Part*)(own_mixes + count * dim);
-        if (!state) for (int64_t i = 0; i < count; i++) have[i] = {NOTHING, 0.f};
-        for (int64_t block = least; block <= greatest; block++)
-          block_of(a, lane, row, count, block, room, [&](int64_t r, const Part& more, const float* mix) {
-            combine(have[r - row], mixes + (r - row) * dim, more, mix, dim);
-          });
-        if (out) for (int64_t i = 0; i < count; i++) finish(have[i], mixes + i * dim, dim, out, (at + i) * dim, floats, lse + at + i);
-      }
-    return;
-  }
-  // few rows: blocks are tasks, and are combined in the same order after
+// A part of a lane's rows, all blocks in order.
+static void attend_part(const Job& job, int64_t least, int64_t greatest, int64_t lane, int64_t part) {
+  const Attention& a = *job.given;
+  int64_t dim = a.value_dim, row = part * TOGETHER, count = std::min(TOGETHER, job.rows() - row), at = lane * job.rows() + row;
+  Room room(a);
+  float* own_mixes = (float*)own.at(3, count * (dim * 4 + sizeof(Part)));
+  float* mixes = job.state ? job.mixed() + at * dim : own_mixes;
+  Part* have = job.state ? job.before() + at : (Part*)(own_mixes + count * dim);
+  if (!job.state) for (int64_t i = 0; i < count; i++) have[i] = {NOTHING, 0.f};
+  for (int64_t block = least; block <= greatest; block++)
+    block_of(a, lane, row, count, block, room, [&](int64_t r, const Part& more, const float* mix) {
+      combine(have[r - row], mixes + (r - row) * dim, more, mix, dim);
+    });
+  if (job.out) for (int64_t i = 0; i < count; i++) finish(have[i], mixes + i * dim, dim, job.out, (at + i) * dim, job.floats, job.lse + at + i);
+}
+
+// Few rows: blocks are tasks, and are combined in the same order after.
+static void attend_blocks(const Job& job, int64_t least, int64_t greatest) {
+  const Attention& a = *job.given;
+  int64_t rows = job.rows(), dim = a.value_dim, blocks = greatest - least + 1;
+  Part* before = job.before();
+  float *state = job.state, *mixed = job.mixed();
   float* mixes = (float*)own.at(3, a.lanes * rows * blocks * (dim * 4 + sizeof(Part)));
   Part* have = (Part*)(mixes + a.lanes * rows * blocks * dim);
   for (int64_t i = 0; i < a.lanes * rows * blocks; i++) have[i] = {NOTHING, 0.f};
@@ -652,43 +655,113 @@ void kk_attend(const Attention* given, void* out, int floats, float* lse, float*
     if (!state) whole = have[r * blocks];
     for (int64_t block = state ? 0 : 1; block < blocks; block++)
       combine(into, mix, have[r * blocks + block], mixes + (r * blocks + block) * dim, dim);
-    if (out) finish(into, mix, dim, out, r * dim, floats, lse + r);
+    if (job.out) finish(into, mix, dim, job.out, r * dim, job.floats, job.lse + r);
   }
+}
+
+// As many attentions as there are, by lanes and parts of rows where these are enough to keep all threads busy.
+static void attend_jobs(const Job* jobs, int64_t count) {
+  struct Task { const Job* job; int64_t least, greatest, lane, part; };
+  int64_t total = 0, most = 1;
+  for (int64_t j = 0; j < count; j++) total += jobs[j].given->lanes * jobs[j].parts();
+  Task* tasks = (Task*)own.at(5, total * sizeof(Task));
+  Task* task = tasks;
+  for (int64_t j = 0; j < count; j++) {
+    int64_t least, greatest;
+    jobs[j].blocks(&least, &greatest);
+    most = std::max(most, greatest - least + 1);
+    if (jobs[j].state && !jobs[j].resumes)
+      for (int64_t r = 0; r < jobs[j].given->lanes * jobs[j].rows(); r++) jobs[j].before()[r] = {NOTHING, 0.f};
+    for (int64_t lane = 0; lane < jobs[j].given->lanes; lane++)
+      for (int64_t part = 0; part < jobs[j].parts(); part++) *task++ = {jobs + j, least, greatest, lane, part};
+  }
+  if (total < 4 * threads() && most > 1) {
+    for (int64_t t = 0; t < total; t++) if (!tasks[t].lane && !tasks[t].part) attend_blocks(*tasks[t].job, tasks[t].least, tasks[t].greatest);
+    return;
+  }
+#pragma omp parallel for schedule(dynamic)
+  for (int64_t t = 0; t < total; t++) attend_part(*tasks[t].job, tasks[t].least, tasks[t].greatest, tasks[t].lane, tasks[t].part);
+}
+
+// What the entries of one block of a lane received, as kk_received has it.
+static void received_of(const Attention& a, const float* lse, int64_t last, int greatest, float* out, int64_t lane, int64_t block) {
+  int64_t rows = a.groups * a.queries;
+  Room room(a);
+  Walk walk{a, lane};
+  int64_t base = block * BLOCK, high = std::min(BLOCK, a.entries - base), tiles = (high + TILE - 1) / TILE;
+  for (int64_t t = 0; t < tiles; t++) write_tile(a, walk, base, t, 0, a.entries, room.keys + t * a.dim * 64, nullptr);
+  float* into = out + lane * a.entries + base;
+  for (int64_t i = 0; i < high; i++) into[i] = 0.f;
+  for (int64_t r = 0; r < rows; r += ROWS) {
+    int tile = int(std::min<int64_t>(ROWS, rows - r));
+    bool wanted = false;
+    for (int i = 0; i < tile; i++) wanted |= (r + i) % a.queries >= a.queries - last;
+    if (!wanted) continue;
+    const bf16* query = a.query + (lane * rows + r) * a.dim;
+    BY_ROWS(tile, score_rows<R>(a, query, room.keys, tiles, room.scores))
+    hide(a, lane, r, tile, base, 0, tiles, room.scores);
+    for (int i = 0; i < tile; i++) {
+      float own_lse = lse[lane * rows + r + i];
+      if ((r + i) % a.queries < a.queries - last || std::isinf(own_lse)) continue;
+      vf minus = splat(own_lse);
+      float* scores = room.scores + i * BLOCK;
+      for (int64_t j = 0; j < tiles * TILE; j += 16) store(scores + j, exp16(load<vf>(scores + j) - minus));
+      for (int64_t j = 0; j < high; j++) into[j] = greatest ? std::max(into[j], scores[j]) : into[j] + scores[j];
+    }
+  }
+  if (!greatest) for (int64_t i = 0; i < high; i++) into[i] /= float(a.groups);
+}
+
+struct Arrival {  // one new entry of each lane of a session's layer, and what its query attends to once it is there
+  Attention attention;  // of one query that sees everything; its numbers come with the row
+  Entering entering;
+  float* received;  // (lanes, entries), null: nobody asks
+  int64_t greatest, token;  // token: its place in the row
+};
+
+extern "C" {
+
+// out: (lanes, groups, queries, value_dim), bfloat16 or float32; lse: (lanes, groups, queries) float32. state: null, or
+// room for what is combined so far, a Part and value_dim floats a row, from which a later call goes on (`resumes`) with
+// the next whole blocks. A call that is not the last (`out` is null) leaves the state only.
+void kk_attend(const Attention* given, void* out, int floats, float* lse, float* state, int resumes) {
+  Job job{given, out, floats, lse, state, resumes};
+  attend_jobs(&job, 1);
 }
 
 // The attention that entries received of the last `last` queries: the mean over groups of the sum (or, with `greatest`,
 // the maximum over all) of exp(score - lse). out: (lanes, entries) float32.
 void kk_received(const Attention* given, const float* lse, int64_t last, int greatest, float* out) {
-  const Attention& a = *given;
-  int64_t rows = a.groups * a.queries, blocks = (a.entries + BLOCK - 1) / BLOCK;
+  int64_t blocks = (given->entries + BLOCK - 1) / BLOCK;
 #pragma omp parallel for schedule(dynamic) collapse(2)
-  for (int64_t lane = 0; lane < a.lanes; lane++)
-    for (int64_t block = 0; block < blocks; block++) {
-      Room room(a);
-      Walk walk{a, lane};
-      int64_t base = block * BLOCK, high = std::min(BLOCK, a.entries - base), tiles = (high + TILE - 1) / TILE;
-      for (int64_t t = 0; t < tiles; t++) write_tile(a, walk, base, t, 0, a.entries, room.keys + t * a.dim * 64, nullptr);
-      float* into = out + lane * a.entries + base;
-      for (int64_t i = 0; i < high; i++) into[i] = 0.f;
-      for (int64_t r = 0; r < rows; r += ROWS) {
-        int tile = int(std::min<int64_t>(ROWS, rows - r));
-        bool wanted = false;
-        for (int i = 0; i < tile; i++) wanted |= (r + i) % a.queries >= a.queries - last;
-        if (!wanted) continue;
-        const bf16* query = a.query + (lane * rows + r) * a.dim;
-        BY_ROWS(tile, score_rows<R>(a, query, room.keys, tiles, room.scores))
-        hide(a, lane, r, tile, base, 0, tiles, room.scores);
-        for (int i = 0; i < tile; i++) {
-          float own_lse = lse[lane * rows + r + i];
-          if ((r + i) % a.queries < a.queries - last || std::isinf(own_lse)) continue;
-          vf minus = splat(own_lse);
-          float* scores = room.scores + i * BLOCK;
-          for (int64_t j = 0; j < tiles * TILE; j += 16) store(scores + j, exp16(load<vf>(scores + j) - minus));
-          for (int64_t j = 0; j < high; j++) into[j] = greatest ? std::max(into[j], scores[j]) : into[j] + scores[j];
-        }
-      }
-      if (!greatest) for (int64_t i = 0; i < high; i++) into[i] /= float(a.groups);
+  for (int64_t lane = 0; lane < given->lanes; lane++)
+    for (int64_t block = 0; block < blocks; block++) received_of(*given, lse, last, greatest, out, lane, block);
+}
+
+// A token of each of `count` sessions in one layer: its entry is kept, and then it attends. query: (tokens, heads, dim);
+// key, value: (kv heads, tokens, dim); out: (tokens, heads, value_dim) and lse: (tokens, heads), of these tokens only.
+void kk_together(Arrival* const* arrivals, int64_t count, const bf16* query, const bf16* key, const bf16* value,
+                 int64_t tokens, float scaling, bf16* out, float* lse) {
+  Job* job = (Job*)own.at(6, count * sizeof(Job));
+  int64_t lanes = count ? arrivals[0]->attention.lanes : 0;
+  for (int64_t i = 0; i < count; i++) {
+    Attention& a = arrivals[i]->attention;
+    int64_t row = arrivals[i]->token * a.lanes * a.groups;
+    a.query = query + row * a.dim;
+    a.scaling = scaling;
+    job[i] = {&a, out + row * a.value_dim, 0, lse + row, nullptr, 0};
+    for (int64_t lane = 0; lane < a.lanes; lane++) {
+      int64_t at = lane * tokens + arrivals[i]->token;
+      enter(arrivals[i]->entering, lane, (const char*)(key + at * a.dim), (const char*)(value + at * a.value_dim));
     }
+  }
+  attend_jobs(job, count);
+#pragma omp parallel for schedule(dynamic) collapse(2)
+  for (int64_t i = 0; i < count; i++)
+    for (int64_t lane = 0; lane < lanes; lane++)
+      if (const Arrival& own_one = *arrivals[i]; own_one.received)
+        for (int64_t block = 0; block < (own_one.attention.entries + BLOCK - 1) / BLOCK; block++)
+          received_of(own_one.attention, job[i].lse, 1, int(own_one.greatest), own_one.received, lane, block);
 }
 
 // Attention over all entries of lanes whose rows lie behind each other, in one piece, without a mask: what a step does.

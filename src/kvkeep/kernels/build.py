@@ -39,7 +39,8 @@ SIGNATURES = {
     "kk_attend": "ppippi",
     "kk_attend_alone": "pppllllllllfpppi",
     "kk_received": "pplip",
-    "kk_replace": "piillpllpllppppppippppppp",
+    "kk_replace": "plpp",
+    "kk_together": "plppplfpp",
 }
 """The kernels' arguments: pointers, integers of 64 bits and of 32, floats."""
 

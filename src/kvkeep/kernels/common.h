@@ -98,7 +98,7 @@ static inline vf exp16(vf x) {  // exp for x <= 0; 0 below -87
 
 
 struct Own {  // scratch of one thread, kept between calls
-  void* data[5] = {}; size_t size[5] = {};
+  void* data[7] = {}; size_t size[7] = {};
   ~Own() { for (void* p : data) free(p); }
   void* at(int which, size_t bytes) {
     if (size[which] < bytes) {

@@ -14,7 +14,7 @@ struct Weights {
 };
 
 constexpr int AHEAD = 1024;
-constexpr int ROWS = 6, MOST = 8;  // of a tile: rows, and panels
+constexpr int ROWS = 8, WIDE = 6, MOST = 8;  // of a tile: rows, those where panels are written out, and panels
 
 struct Table { bf16 codes[32]; };
 static constexpr Table table() {  // the integers 0..15 in bfloat16, twice
@@ -70,7 +70,7 @@ static inline __attribute__((always_inline)) void panel_rows(const Weights& w, i
     vf part[2 * P][R];
 #pragma GCC unroll 16
     for (int c = 0; c < 2 * P; c++)
-#pragma GCC unroll 6
+#pragma GCC unroll 8
       for (int r = 0; r < R; r++) part[c][r] = vf{};
     constexpr int STEP = BITS == 4 ? 4 : 1, LINES = BITS == 16 ? 2 : BITS == 8 ? 1 : 2;  // pairs in a dword
     for (int64_t p = start; p < start + each; p += STEP) {
@@ -83,12 +83,12 @@ static inline __attribute__((always_inline)) void panel_rows(const Weights& w, i
 #pragma GCC unroll 4
       for (int j = 0; j < STEP; j++) {
         vi row[R];
-#pragma GCC unroll 6
+#pragma GCC unroll 8
         for (int r = 0; r < R; r++) row[r] = splati(load<int32_t>(x + r * stride + 2 * (p + j)));
 #pragma GCC unroll 16
         for (int c = 0; c < 2 * P; c++) {
           vi weights = pair_of<BITS>(codes + c / 2 * size, p, j, c & 1);
-#pragma GCC unroll 6
+#pragma GCC unroll 8
           for (int r = 0; r < R; r++) part[c][r] = dot(part[c][r], row[r], weights);
         }
       }
@@ -102,13 +102,13 @@ static inline __attribute__((always_inline)) void panel_rows(const Weights& w, i
       }
       float* total = out + (c / 2 * R) * 32 + (c & 1) * 16;
       if (!w.scales) {
-#pragma GCC unroll 6
+#pragma GCC unroll 8
         for (int r = 0; r < R; r++) store(total + r * 32, part[c][r]);
         continue;
       }
       int64_t at = ((panel + c / 2) * groups + g) * 32 + (c & 1) * 16;
       vf scale = scale_of(w.scales, at, w.half), offset = w.offsets ? scale_of(w.offsets, at, w.half) : vf{};
-#pragma GCC unroll 6
+#pragma GCC unroll 8
       for (int r = 0; r < R; r++) {
         vf sum_so_far = g ? load<vf>(total + r * 32) : vf{};
         sum_so_far = fma16(scale, part[c][r], sum_so_far);
@@ -119,7 +119,7 @@ static inline __attribute__((always_inline)) void panel_rows(const Weights& w, i
   }
 }
 
-// Rows of a tile and panels at once: 24 sums, beside as many registers for rows.
+// Rows of a tile and panels at once: 14 to 24 sums, beside registers for rows and codes.
 template <int BITS>
 static int panels_of(int rows, int64_t left, const Weights& w, int64_t panel, const char* codes, int64_t size, const bf16* x,
                      int64_t stride, const float* sums, int64_t groups, float* out) {
@@ -130,7 +130,9 @@ static int panels_of(int rows, int64_t left, const Weights& w, int64_t panel, co
     case 3: TAKE(3, 4) TAKE(3, 3) TAKE(3, 2) TAKE(3, 1)
     case 4: TAKE(4, 3) TAKE(4, 2) TAKE(4, 1)
     case 5: TAKE(5, 2) TAKE(5, 1)
-    default: TAKE(6, 2) TAKE(6, 1)
+    case 6: TAKE(6, 2) TAKE(6, 1)
+    case 7: TAKE(7, 1)
+    default: TAKE(8, 1)
   }
 #undef TAKE
 }
@@ -178,8 +180,9 @@ static void panels(const Weights& w, const bf16* x, int64_t rows, int64_t stride
                             : pair_of<BITS>(codes + (panel - first) * size, p, 0, side));
       codes = out;
     }
-    for (int64_t r = 0; r < rows; r += ROWS) {
-      int tile = int(std::min<int64_t>(ROWS, rows - r));
+    int64_t tiles = (rows + ROWS - 1) / ROWS, each = written ? WIDE : (rows + tiles - 1) / tiles;  // as many rows in each
+    for (int64_t r = 0; r < rows; r += each) {
+      int tile = int(std::min<int64_t>(each, rows - r));
       alignas(64) float out[MOST * ROWS * 32];
       const float* own_sums = sums ? sums + r * groups : nullptr;
       for (int64_t panel = first; panel < last;) {

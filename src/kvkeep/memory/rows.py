@@ -41,6 +41,9 @@ class Rows(Protocol):
     def pick(self, lane: Tensor, slot: Tensor) -> Tensor:
         """Return copies of single rows, (n, width): ``lane`` (n,) counts all axes before the rows', ``slot`` (n,)."""
 
+    def took(self) -> None:
+        """Note that somebody wrote the next row where :meth:`append` would have."""
+
     def truncate(self, length: int) -> None:
         """Forget the rows from slot ``length`` on."""
 
@@ -116,6 +119,9 @@ class Buffer(_OneTensor):
             grown[..., : self.length, :] = self.data[..., : self.length, :]
         self.data = grown
 
+    def took(self) -> None:
+        self.length += 1
+
     def view(self, start: int = 0, stop: int | None = None) -> Tensor:
         """Return the rows ``start``..``stop`` without copying."""
         assert self.data is not None
@@ -159,6 +165,10 @@ class Ring(_OneTensor):
             for slot, target in self._pieces(start, stop):
                 target.copy_(fresh[..., slot - start : slot - start + target.shape[-2], :])
         self.first, self.length = first, stop
+
+    def took(self) -> None:
+        self.length += 1
+        self.first = max(self.first, self.length - self.capacity)
 
     def _reserve(self, rows: Tensor, needed: int) -> None:
         held = 0 if self.data is None else self.data.shape[-2]
@@ -233,6 +243,17 @@ class Pages:
         start, self.length = self.length, stop
         for slot, target in self.read(start, stop):
             target.copy_(rows[..., slot - start : slot - start + target.shape[-2], :])
+
+    def next_row(self) -> tuple[int, int] | None:
+        """Return where the next row of the first lane goes, and how many bytes further that of the next lane; None
+        where a page has to be allocated first."""
+        if not self.pages or not self.starts[-1] <= self.length < self._allocated:
+            return None
+        page, row = self.pages[-1], self.length - self.starts[-1]
+        return page.data_ptr() + row * page.stride(-2) * page.itemsize, page.stride(-3) * page.itemsize
+
+    def took(self) -> None:
+        self.length += 1
 
     @property
     def _allocated(self) -> int:

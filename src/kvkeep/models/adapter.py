@@ -42,7 +42,8 @@ class _Take:
 
 
 class Adapter:
-    """Runs parts of one model: ``embed``, ``project``, ``advance``. Has no state of a sequence."""
+    """Runs parts of one model: ``embed``, ``project``, ``advance``. Has no state of a sequence. latent: its attention
+    caches less than it multiplies."""
 
     def __init__(self, model: Any) -> None:
         self.decoder = decoder_of(model)
@@ -53,6 +54,7 @@ class Adapter:
         self._rotary_by_type = (
             self._rotary is not None and "layer_type" in inspect.signature(self._rotary.forward).parameters
         )
+        self.latent = any(hasattr(module, "expand_kv") for module in self.decoder.modules())
         self._checked: dict[str, str | None] = {}
         self._direct = False
         self._direct = all(self._has_plain_projections(index) for index in range(len(self.layers)))

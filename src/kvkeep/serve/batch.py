@@ -1,8 +1,10 @@
 """One forward pass for many sessions: their new tokens packed into one row, attention by each session's own cache.
 
-Weights are read once for all of them. Everything but attention treats tokens one by one, and attention goes by spans:
-the queries, keys and values of a session are handed to its cache as if the model ran for it alone. Where products do
-not depend on the number of rows, as with the CPU kernels in bfloat16, logits are those of each alone to the last bit.
+Weights are read once for all of them. Everything but attention treats tokens one by one, and attention goes by spans.
+Where the CPU kernel keeps and attends a session's single token (:class:`~kvkeep.attention.together.Arrival`), it does
+so for all such sessions in one call a layer, which caches prepare before the pass and note after it. The queries, keys
+and values of any other session are handed to its cache as if the model ran for it alone. Where products do not depend
+on the number of rows, as with the CPU kernels in bfloat16, logits are those of each alone to the last bit.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 from transformers import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from kvkeep.attention.together import Arrival, Together
 from kvkeep.cache import KeepCache
 from kvkeep.geometry import LayerGeometry
 from kvkeep.models.binding import bind
@@ -49,6 +52,7 @@ class _Span:
     stop: int
     error: Exception | None = None
     entries: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # keys and values by layer
+    arrivals: dict[int, Arrival] = field(default_factory=dict)  # what the kernel does, by layer
 
     @property
     def stream(self) -> Any:
@@ -65,16 +69,17 @@ class _NobodyLeft(Exception):
 
 
 class Batch(Cache):
-    """The caches of some reads as the one cache of a row in which their tokens follow one another."""
+    """The caches of some reads as the one cache of a row in which their tokens follow one another. latent: the model
+    caches less than its attention multiplies."""
 
-    def __init__(self, reads: Sequence[Read]) -> None:
+    def __init__(self, reads: Sequence[Read], latent: bool) -> None:
         super().__init__(layers=[])
         self.spans, start = [], 0
         for read in reads:
             self.spans.append(_Span(read, start, start + len(read.ids)))
             start += len(read.ids)
         self.geometry = reads[0].cache.geometry
-        self.stream = _BatchStream(self)
+        self.stream = _BatchStream(self, latent)
 
     @property
     def is_sliding(self) -> list[bool]:
@@ -94,7 +99,7 @@ class Batch(Cache):
     ) -> tuple[Tensor, Tensor]:
         """Give each session its keys and values, (1, kv_heads, row, dim) of all."""
         for span in self.spans:
-            if span.error is None:
+            if span.error is None and layer_idx not in span.arrivals:
                 keys, values = (part[:, :, span.start : span.stop] for part in (key_states, value_states))
                 try:
                     span.entries[layer_idx] = span.read.cache.update(keys, values, layer_idx)
@@ -113,8 +118,13 @@ class _BatchStream:
     packed = True
     length = 0
 
-    def __init__(self, batch: Batch) -> None:
+    def __init__(self, batch: Batch, latent: bool) -> None:
         self.batch, self.earlier_outputs = batch, list[Tensor]()
+        self._latent = latent
+        self._residuals: list[_Span] = []
+        self._shared: dict[int, Together] = {}  # by layer
+        self._kept: list[int] = []  # the layers of these that have run
+        self._masks: dict[tuple[int, int, int | None], Tensor] = {}  # of this pass
         self._readers = {layer.source: layer.index for layer in batch.geometry.layers}
 
     def admit(self, tokens: int) -> None:
@@ -140,11 +150,27 @@ class _BatchStream:
             except Exception as error:
                 span.error = error
             every.append(own)
+        self._prepare()
         return torch.cat(every, 1)
 
+    def _prepare(self) -> None:
+        """Ask caches what the kernel is to do for their single tokens."""
+        spans = [span for span in self.batch.spans if span.error is None]
+        self._residuals = [span for span in spans if span.stream.wants_residuals]
+        for span in spans:
+            if span.stop - span.start == 1 and not self._latent:
+                try:
+                    span.arrivals = span.stream.arrivals()
+                except Exception as error:
+                    span.error = error
+        for index in range(len(self.batch.geometry.layers)):
+            own = [span for span in spans if span.error is None and index in span.arrivals]
+            if own:
+                self._shared[index] = Together([one.arrivals[index] for one in own], [one.start for one in own])
+
     def enter_layer(self, layer_idx: int, hidden: Tensor) -> None:
-        """Hand each session the residuals of its tokens."""
-        for span in self.batch.spans:
+        """Hand each session that asks for them the residuals of its tokens."""
+        for span in self._residuals:
             if span.error is None:
                 span.stream.enter_layer(layer_idx, hidden[:, span.start : span.stop])
 
@@ -155,25 +181,27 @@ class _BatchStream:
         """Return attention (1, heads, row, value_dim), each span's by its own cache. A session that fails gets zeros,
         which no other token sees."""
         layer = self.batch.geometry.layers[int(module.layer_idx)]  # type: ignore[arg-type]
-        every: list[Tensor | None] = []
+        shared, row = self._shared.get(layer.index), None
+        if shared is not None:
+            row = shared.attend(query, key, value, scaling)
+            self._kept.append(layer.index)
         for span in self.batch.spans:
+            if layer.index in span.arrivals:
+                continue
             own = None
             if span.error is None:
                 parts = [part[:, :, span.start : span.stop] for part in (query, key, value)]
                 try:
-                    own = self._attend(module, span, layer, scaling, *parts)
+                    own = self._attend(module, span, layer, scaling, *parts).transpose(1, 2)
                 except Exception as error:
                     span.error = error
-            every.append(own)
-        one = next((own for own in every if own is not None), None)
-        if one is None:
+            if row is None and own is not None:
+                row = own.new_zeros(1, query.shape[2], *own.shape[2:])
+            if row is not None:
+                row[:, span.start : span.stop] = 0 if own is None else own
+        if row is None:
             raise _NobodyLeft
-        lengths = [span.stop - span.start for span in self.batch.spans]
-        whole = [
-            own if own is not None else one.new_zeros(*one.shape[:2], count, one.shape[3])
-            for own, count in zip(every, lengths, strict=True)
-        ]
-        return torch.cat(whole, 2)
+        return row.transpose(1, 2)
 
     def _attend(
         self,
@@ -188,16 +216,19 @@ class _BatchStream:
         stream, mask = span.stream, None
         if not stream.streamed(layer.index):  # all its entries, where a stream is given the new ones
             keys, values = span.entries[layer.source]
+            if (expand := getattr(module, "expand_kv", None)) is not None:  # latent attention caches less than it reads
+                keys, values = expand(keys, values)
         if self._readers[layer.source] == layer.index:
             del span.entries[layer.source]
         if not (stream.masks_itself and layer.kind != "sliding") and query.shape[2] > 1:
-            mask = _causal(query.shape[2], keys.shape[2], layer.window, query.device)
+            shape = query.shape[2], keys.shape[2], layer.window
+            if shape not in self._masks:
+                self._masks[shape] = _causal(*shape, query.device)
+            mask = self._masks[shape]
         output: Tensor | None = None
         if stream.attends(layer.index):
             output = stream.attend(module, query, keys, values, mask, scaling)
         if output is None:
-            if (expand := getattr(module, "expand_kv", None)) is not None:  # latent attention caches less than it reads
-                keys, values = expand(keys, values)
             output = sdpa_attention_forward(module, query, keys, values, mask, scaling=scaling)[0].transpose(1, 2)
         return output
 
@@ -205,8 +236,11 @@ class _BatchStream:
         """End the pass of each session, and undo that of one that failed."""
         for span in self.batch.spans:
             try:
-                span.stream.end_forward(completed and span.error is None)
-                if completed and span.error is None and span.stream.due:
+                whole = completed and span.error is None
+                if span.arrivals:
+                    span.stream.took([index for index in self._kept if index in span.arrivals], whole)
+                span.stream.end_forward(whole)
+                if whole and span.stream.due:
                     span.read.cache.compress()
             except Exception as error:
                 span.error = span.error or error
@@ -236,8 +270,7 @@ def packs(cache: KeepCache) -> bool:
 def forward(model: Any, reads: Sequence[Read]) -> list[Tensor | Exception]:
     """Run the model once over all ``reads``, and return of each the logits (keep, vocabulary) of its last tokens, or
     what it failed by: then its cache is as it was before. Raises what the model raises by itself."""
-    bind(model)
-    batch = Batch(reads)
+    batch = Batch(reads, bind(model).latent)
     ids = torch.tensor([[one for read in reads for one in read.ids]], device=next(model.parameters()).device)
     kept = [number for span in batch.spans for number in range(span.stop - span.read.keep, span.stop)]
     rows = torch.tensor(kept or [0], device=ids.device)

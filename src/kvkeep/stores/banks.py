@@ -17,6 +17,8 @@ from torch import Tensor
 
 from kvkeep.attention.described import Described
 from kvkeep.contracts.entries import Evicted
+from kvkeep.kernels.build import address
+from kvkeep.kernels.entering import Entering
 from kvkeep.memory.extent import Extent, Misfit, fits, within
 from kvkeep.memory.ledger import Ledger
 from kvkeep.memory.meter import Meter, nbytes
@@ -94,6 +96,14 @@ class Bank:
         if self.table is None:
             self.table = Described([(self.keys, self.values)])
         return self.table.end(stop)
+
+    def entering(self, slot: int) -> Entering:
+        """Return where the kernels may put the entry of ``slot``: in which column, they have to be told."""
+        entering = Entering.into(self.keys, self.values)
+        entering.columns, entering.slot = self.columns, slot
+        for name in ("slots", "scores", "extra", "newest"):
+            setattr(entering, name, address(getattr(self, name)))
+        return entering
 
     def counts(self) -> Tensor:
         """Return for how many tokens each column in use stands, (lanes, used) float32, 0 for an empty one."""

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 
+from kvkeep.attention.described import Described
+from kvkeep.attention.together import Arrival, plain
 from kvkeep.contracts.entries import EntryState
 from kvkeep.errors import UsageError
 from kvkeep.memory.meter import nbytes, storage_bytes
@@ -72,6 +74,7 @@ class DynamicLayer(CacheLayerMixin):
         super().__init__()
         self.limit = limit
         self._keys, self._values = Buffer(block, limit), Buffer(block, limit)
+        self._next: tuple[Arrival, Described] | None = None  # of the next entry, and of all entries
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Note that entries have come; the buffers take shape from the first of them."""
@@ -89,6 +92,24 @@ class DynamicLayer(CacheLayerMixin):
         self._values.append(value_states)
         self.keys, self.values = self._keys.view(), self._values.view()
         return self.keys, self.values
+
+    def arrival(self) -> Arrival | None:
+        """Return how the kernel keeps and attends the next entry of each head of one row; None where memory has to
+        grow first, or there is more than one row."""
+        row, data, others = self._keys.length, self._keys.data, self._values.data
+        if data is None or others is None or not plain(data, others) or len(data) > 1 or row == data.shape[2]:
+            return None
+        if self._next is None or not self._next[0].into(data, others):
+            self._next = Arrival(data, others), Described([(data[0], others[0])])
+        arrival, table = self._next
+        arrival.entering.at = row
+        return arrival.sees([table.end(row + 1)])
+
+    def took(self) -> None:
+        """Note that the kernel did as :meth:`arrival` said."""
+        self._keys.took()
+        self._values.took()
+        self._view()
 
     def get_seq_length(self) -> int:
         return self._keys.length

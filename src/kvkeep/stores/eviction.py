@@ -6,6 +6,7 @@ budget's entries, itself included. The entries of a chunk are attended first, an
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -164,26 +165,16 @@ def _replaced(bank: Bank, new: Arriving, ranking: Ranking, rank: Tensor, oldest:
     scores = None if scores is None else scores.float().contiguous()
     bank.slots = bank.slots.contiguous()
     bank.scores = None if bank.scores is None else bank.scores.contiguous()
-    widths = [part.shape[2] * part.itemsize for part in (keys, values)]
-    rows = bank.keys.shape[1]
-    kernels().kk_replace(
-        rank.data_ptr(),
-        rank.dtype == torch.int32,
-        oldest,
-        *rank.shape,
-        bank.keys.data_ptr(),
-        rows * widths[0],
-        widths[0],
-        bank.values.data_ptr(),
-        rows * widths[1],
-        widths[1],
-        *map(address, (bank.slots, bank.scores, bank.extra, bank.newest)),
-        keys.data_ptr(),
-        values.data_ptr(),
-        new.first,
-        address(scores),
-        *(map(address, left[:6]) if left else 6 * [None]),
-    )
+    entering = bank.entering(new.first)
+    entering.ranks, entering.whole, entering.oldest = rank.data_ptr(), rank.dtype == torch.int32, oldest
+    entering.new_scores = address(scores)
+    if left is not None:
+        entering.left_keys, entering.left_values = left.keys.data_ptr(), left.values.data_ptr()
+        entering.left_key_lane, entering.left_value_lane = entering.key_bytes, entering.value_bytes
+        parts = (left.slots, left.scores, left.extra, left.newest)
+        for name, part in zip(("slots", "scores", "extra", "newest"), parts, strict=True):
+            setattr(entering, f"left_{name}", address(part))
+    kernels().kk_replace(ctypes.addressof(entering), len(rank), keys.data_ptr(), values.data_ptr())
 
 
 def compete(bank: Bank, new: Arriving, ranking: Ranking, wanted: bool) -> Evicted | None:

@@ -16,6 +16,7 @@ from transformers.cache_utils import CacheLayerMixin
 from kvkeep.attention import Segment
 from kvkeep.attention.kernel import alone, at_once, runs
 from kvkeep.attention.step import Step
+from kvkeep.attention.together import Arrival
 from kvkeep.contracts.entries import EntryState, Piece
 from kvkeep.contracts.recall import Reader
 from kvkeep.contracts.resident import Resident
@@ -69,6 +70,16 @@ class Layer(CacheLayerMixin):
     def attend(self, step: Step) -> Tensor:
         """Return attention over the past and what is new, (lanes, heads, queries, value_dim)."""
         return self.reader.attend(self, step)
+
+    def arrival(self) -> Arrival | None:
+        """Return how the kernel keeps and attends the entries of the next token of each lane, of one row without
+        padding; None where that is for :meth:`take` and :meth:`attend`."""
+        return self.reader.arrival(self) if self.heads and self.pending is None else None
+
+    def took(self) -> None:
+        """Note that the kernel did as :meth:`arrival` said."""
+        self.resident.took()
+        self.length += 1
 
     def settle(self) -> None:
         """Keep the entries in hand; what leaves for them goes into the store."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.attention.described import Described, Turning
+from kvkeep.attention.together import Arrival, plain
 from kvkeep.contracts.entries import Evicted, Piece
 from kvkeep.contracts.resident import Resident
 from kvkeep.contracts.site import Site
@@ -26,6 +27,7 @@ class Newest(Resident):
         self.store = store
         self._keys, self._values = Ring(site.entries, home), Ring(site.entries, home)
         self._turning: Turning | None = None
+        self._next: Arrival | None = None
 
     @property
     def length(self) -> int:
@@ -46,12 +48,37 @@ class Newest(Resident):
             yield Piece(key[:, None], value[:, None], first=first)
 
     def described(self, tail: int = 0) -> Described | None:
+        return None if tail else self._between(self.evicted, self.length)
+
+    def _between(self, first: int, stop: int) -> Described | None:
+        """Return the entries of slots ``first`` .. ``stop`` as the kernel reads them."""
         keys, values = self._keys.data, self._values.data
-        if keys is None or values is None or tail:
+        if keys is None or values is None:
             return None
         if self._turning is None or self._turning.keys is not keys or self._turning.values is not values:
             self._turning = Turning(keys, values, self._keys.capacity)
-        return self._turning.between(self.evicted, self.length)
+        return self._turning.between(first, stop)
+
+    def arrival(self) -> Arrival | None:
+        keys, values, capacity = self._keys.data, self._values.data, self._keys.capacity
+        if keys is None or values is None or not plain(keys, values):
+            return None
+        if (row := self.length % capacity) >= keys.shape[1]:  # there is no memory for it yet
+            return None
+        if self._next is None or not self._next.into(keys, values):
+            self._next = Arrival(keys, values)
+        entering, leaves = self._next.entering, self.length - self.evicted == capacity
+        entering.at, entering.left_keys = row, None  # that of the oldest, if the ring is full
+        others = self.store.receives(entering, leaves)
+        own = None if others is None else self._between(self.evicted + leaves, self.length + 1)
+        return None if others is None or own is None else self._next.sees([*others, own])
+
+    def took(self) -> None:
+        evicted = self.evicted
+        self._keys.took()
+        self._values.took()
+        if self.evicted > evicted:
+            self.store.received()
 
     def admit(self, keys: Tensor, values: Tensor, first: int) -> Evicted | None:
         """Keep new entries (lanes, n, dim); the oldest beyond the budget are given to the store before they are

@@ -10,6 +10,7 @@ from torch import Tensor
 from kvkeep.attention import Segment, attend, received, weighed
 from kvkeep.attention.kernel import runs
 from kvkeep.attention.step import Step
+from kvkeep.attention.together import Arrival
 from kvkeep.contracts.recall import Reader
 from kvkeep.stores.layer import Layer
 
@@ -38,6 +39,9 @@ class ReadEvicted(Reader):
         if step.last:
             layer.finish()
         return output
+
+    def arrival(self, layer: Layer) -> Arrival | None:
+        return layer.resident.arrival()
 
     def _attended(self, layer: Layer, step: Step, settled: bool) -> Tensor:
         """Attend by segments, whatever there is of them."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from kvkeep.attention import Segment, received
 from kvkeep.attention.described import Described
 from kvkeep.attention.step import Step
+from kvkeep.attention.together import Arrival, plain
 from kvkeep.contracts.entries import Evicted, Piece
 from kvkeep.contracts.resident import WorkingSet
 from kvkeep.contracts.selector import Asking, Selector
@@ -46,6 +47,7 @@ class Selected(WorkingSet):
         self.ranking = Ranking(selector, self.banks, site.ledger, site.layer.index, scored)
         self.window = selector.observation_window if selector.observation_window != 0 else int(store.watches)
         self.length = 0
+        self._next: Arrival | None = None
         self._hand = 0  # entries in hand: they arrived, and are not kept yet
         self._scores: dict[int, Tensor] = {}  # theirs, by bank
 
@@ -152,6 +154,36 @@ class Selected(WorkingSet):
     def arrive(self, keys: Tensor, values: Tensor) -> None:
         self._scores, self._hand = {}, keys.shape[1]
         self.banks.reserve(keys, values, self.length)
+
+    def arrival(self) -> Arrival | None:
+        bank = self.banks.banks[0] if len(self.banks) == 1 else None
+        if bank is None or not bank.columns or bank.vacant or bank.extra is not None or not plain(bank.keys):
+            return None
+        leaves = bank.used == bank.columns
+        if leaves and (bank.columns < bank.budget or not self._seen_by_all(0)):
+            return None
+        if self.selector.scores_arrivals or self.selector.needs_kv or not self.selector.of_any_layer:
+            return None
+        if self._next is None or not self._next.into(bank.keys, bank.values):
+            self._next = Arrival(bank.keys, bank.values)
+        entering, arrival = self._next.entering, self._next
+        entering.columns, entering.slot, entering.slots = bank.columns, self.length, bank.slots.data_ptr()
+        entering.at, entering.ranks = bank.used, None  # where something leaves, all are ranked
+        others = self.store.receives(entering, leaves)
+        return None if others is None else arrival.sees([*others, bank.described(bank.used + (not leaves))])
+
+    def took(self) -> None:
+        bank = self.banks.banks[0]
+        if bank.used == bank.columns:
+            self.store.received()
+        bank.used = min(bank.columns, bank.used + 1)
+        self.length += 1
+
+    @property
+    def alike(self) -> Hashable | None:
+        bank = self.banks.banks[0]
+        ranked = bank.used == bank.columns or self.window != 0
+        return (bank.columns, bank.used, self.length, bank.scores is None) if ranked else None
 
     def _arriving(self, keys: Tensor, values: Tensor, first: int) -> Arriving:
         """Return new entries of all lanes, (lanes, n, dim), whose slots begin at ``first``; padding has none."""

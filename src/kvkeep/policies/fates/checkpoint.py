@@ -16,6 +16,7 @@ from kvkeep.contracts.fate import Fate
 from kvkeep.contracts.resident import Resident, WorkingSet
 from kvkeep.contracts.site import Site
 from kvkeep.contracts.store import EvictedStore
+from kvkeep.kernels.entering import Entering
 from kvkeep.memory.extent import Extent, Misfit, within
 from kvkeep.memory.places import Device
 from kvkeep.memory.rows import Buffer, Ring, concatenated
@@ -73,6 +74,18 @@ class InOrder(_OnCheckpoint):
         self.checkpoint.truncate(self.layer, self.taken)  # a write that failed may have left something behind
         self.checkpoint.append(self.layer, left.keys, left.values)
         self.taken += left.slots.shape[1]
+
+    def receives(self, entering: Entering, leaves: bool) -> Sequence[Described] | None:
+        self.checkpoint.truncate(self.layer, self.taken)
+        if leaves and not self.checkpoint.receives(self.layer, entering):
+            return None
+        stop = self.taken + leaves
+        table = self.checkpoint.described(self.layer, stop) if stop else None
+        return () if not stop else None if table is None else (table,)
+
+    def received(self) -> None:
+        self.checkpoint.received(self.layer)
+        self.taken += 1
 
     def pieces(self, query: Tensor, resident: Resident, length: int) -> Iterator[Piece]:
         if self.taken:

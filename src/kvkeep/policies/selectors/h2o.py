@@ -20,6 +20,8 @@ class H2O(Selector):
     leaves: ClassVar[str] = "all but heavy hitters and newest"
     source: ClassVar[str] = "arXiv:2306.14048, Algorithm 1"
 
+    of_any_layer: ClassVar[bool] = True
+
     recent: float = 0.5
     halflife: int = 0
 

@@ -17,6 +17,8 @@ class Tova(Selector):
     leaves: ClassVar[str] = "least attended by the last query"
     source: ClassVar[str] = "arXiv:2401.06104"
 
+    of_any_layer: ClassVar[bool] = True
+
     @property
     def observation_window(self) -> int:
         return 1

@@ -12,6 +12,7 @@ from kvkeep.attention.kernel import takes
 from kvkeep.contracts.checkpoint import Checkpoint
 from kvkeep.contracts.entries import Piece
 from kvkeep.kernels.build import library
+from kvkeep.kernels.entering import Entering
 from kvkeep.memory.meter import Meter
 from kvkeep.memory.places import Place
 from kvkeep.memory.rows import Pages, Ring, Rows
@@ -74,6 +75,17 @@ class Entries(Checkpoint):
             known = self._stretches[layer] = (keys.changes, values.changes), Stretch(pairs)
         known[1].end(stop)
         return known[1]
+
+    def receives(self, layer: int, entering: Entering) -> bool:
+        keys, values = (rows.next_row() if isinstance(rows, Pages) else None for rows in self._rows[layer])
+        if keys is None or values is None:
+            return False
+        (entering.left_keys, entering.left_key_lane), (entering.left_values, entering.left_value_lane) = keys, values
+        return True
+
+    def received(self, layer: int) -> None:
+        for rows in self._rows[layer]:
+            rows.took()
 
     def pick(self, layer: int, lane: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
         keys, values = (rows.pick(lane, slot).to(self.device) for rows in self._rows[layer])

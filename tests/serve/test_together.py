@@ -1,0 +1,133 @@
+"""Sessions that decode share one kernel call a layer: every bit, byte and entry is that of each alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import tokenizer
+from families import tiny
+from helpers import prompt
+from torch import Tensor
+
+from kvkeep import KeepCache
+from kvkeep.attention.together import Together
+from kvkeep.models.bits import row_independent
+from kvkeep.models.loading import load
+from kvkeep.serve.batch import Read, forward
+
+pytestmark = pytest.mark.usefixtures("kernels")
+METHODS: list[tuple[str, int | None, dict[str, str]]] = [
+    ("full", None, {}), ("kv-direct", 20, {"checkpoint": "kv"}), ("kv-direct", 150, {"checkpoint": "kv"}),
+    ("h2o", 20, {}), ("h2o", 170, {}), ("window", 20, {}), ("tova", 260, {}),
+]  # fmt: skip
+
+
+def loaded(family: str, folder: Path, bits: bool = True) -> Any:
+    """A model whose products have the same bits for any number of rows, where ``bits`` are compared."""
+    tiny(family).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    model = load(folder, weights="bfloat16", device="cpu").model
+    if bits and not row_independent(model):
+        pytest.skip("products of this machine depend on the number of rows")
+    return model
+
+
+@torch.no_grad()
+def alone(model: Any, cache: KeepCache, ids: list[int]) -> Tensor:
+    return model(input_ids=torch.tensor([ids]), past_key_values=cache, use_cache=True).logits[0, -1]
+
+
+def read(model: Any, caches: list[KeepCache], ids: list[list[int]]) -> list[Tensor]:
+    found = forward(model, [Read(cache, one) for cache, one in zip(caches, ids, strict=True)])
+    for one in found:
+        if isinstance(one, Exception):
+            raise one
+    return [one[-1] for one in found]  # type: ignore[index]
+
+
+@pytest.fixture
+def shared(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many sessions each call was for."""
+    calls: list[int] = []
+    own = Together.attend
+
+    def counted(self: Together, *given: Any) -> Tensor:
+        calls.append(len(self._arrivals))
+        return own(self, *given)
+
+    monkeypatch.setattr(Together, "attend", counted)
+    return calls
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_sessions_together_are_as_each_alone(family: str, tmp_path: Path, shared: list[int]) -> None:
+    model = loaded(family, tmp_path)
+    pairs = [[KeepCache(model, name, budget, **options) for name, budget, options in METHODS] for _ in range(2)]
+    # Rings, pages and banks grow, fill up and turn while they decode.
+    texts = [prompt(1, 120 + 20 * number + 45, number)[0].tolist() for number in range(len(METHODS))]
+    for together, own, text in zip(*pairs, texts, strict=True):
+        alone(model, together, text[:-45])
+        alone(model, own, text[:-45])
+    for step in range(45, 0, -1):
+        found = read(model, pairs[0], [[text[-step]] for text in texts])
+        for (name, budget, _), logits, own, text in zip(METHODS, found, pairs[1], texts, strict=True):
+            assert torch.equal(logits, alone(model, own, [text[-step]])), (name, budget, step)
+    assert max(shared) == len(METHODS) and sum(shared) > 0.8 * len(METHODS) * len(shared)
+    for together, own in zip(*pairs, strict=True):
+        assert together.get_seq_length() == own.get_seq_length()
+        assert all(map(torch.equal, together.entry_states(), own.entry_states()))
+        assert together.memory() == own.memory()
+
+
+def test_latent_attention_goes_by_each_cache(tmp_path: Path, shared: list[int]) -> None:
+    model = loaded("deepseek_v3", tmp_path, bits=False)
+    texts = [prompt(1, 30 + number, number)[0].tolist() for number in range(2)]
+    caches = [[KeepCache(model, "kv-direct", 20, checkpoint="kv"), KeepCache(model)] for _ in range(2)]
+    for pair, text in zip(zip(*caches, strict=True), texts, strict=True):
+        for cache in pair:
+            alone(model, cache, text[:-1])
+    found = read(model, caches[0], [[text[-1]] for text in texts])
+    for logits, own, text in zip(found, caches[1], texts, strict=True):
+        assert (logits - alone(model, own, [text[-1]])).abs().max() < 0.05
+    latent = any(hasattr(module, "expand_kv") for module in model.modules())
+    assert bool(shared) is not latent
+
+
+def test_a_pass_that_breaks_off_is_undone(tmp_path: Path, shared: list[int]) -> None:
+    model = loaded("llama", tmp_path)
+    methods = [METHODS[0], METHODS[1], METHODS[3]]
+    pairs = [[KeepCache(model, name, budget, **options) for name, budget, options in methods] for _ in "ab"]
+    texts = [prompt(1, 40, number)[0].tolist() for number in range(3)]
+    for together, own, text in zip(*pairs, texts, strict=True):
+        alone(model, together, text[:-2])
+        alone(model, own, text[:-2])
+    read(model, pairs[0], [[text[-2]] for text in texts])
+
+    def broken(*_: Any) -> None:
+        raise MemoryError
+
+    handle = model.model.layers[1].register_forward_pre_hook(broken)
+    with pytest.raises(MemoryError):
+        read(model, pairs[0], [[7]] * 3)
+    handle.remove()
+    assert [cache.get_seq_length() for cache in pairs[0]] == [39] * 3
+    found = read(model, pairs[0], [[text[-1]] for text in texts])
+    for logits, own, text in list(zip(found, pairs[1], texts, strict=True))[:2]:  # the exact ones
+        alone(model, own, [text[-2]])
+        assert torch.equal(logits, alone(model, own, [text[-1]]))
+    assert torch.isfinite(found[2]).all() and pairs[0][2].get_seq_length() == 40
+
+
+def test_a_prompt_goes_beside_tokens(tmp_path: Path, shared: list[int]) -> None:
+    model = loaded("llama", tmp_path)
+    text, long = prompt(1, 30, 1)[0].tolist(), prompt(1, 50, 2)[0].tolist()
+    one, other = KeepCache(model, "kv-direct", 20, checkpoint="kv"), KeepCache(model, "h2o", 20)
+    alone(model, one, text[:-1])
+    found = read(model, [other, one], [long[:16], text[-1:]])
+    own, again = KeepCache(model, "h2o", 20), KeepCache(model, "kv-direct", 20, checkpoint="kv")
+    alone(model, again, text[:-1])
+    assert torch.equal(found[0], alone(model, own, long[:16])) and shared
+    assert torch.equal(found[1], alone(model, again, text[-1:]))
