@@ -102,6 +102,13 @@ def _everything_has_a_name(tab: Browser) -> None:
 
 
 def _talks(tab: Browser, engine: Engine) -> None:
+    choose(tab, "h2o", "lots")
+    send(tab, "hello")
+    tab.until("document.querySelector('#notice').textContent.includes('lots')")
+    assert tab.run("document.querySelector('#method').offsetWidth") > 0  # to choose again
+    assert tab.run("document.querySelector('#prompt').value") == "hello"
+    assert tab.run("JSON.parse(localStorage.getItem('kvkeep.talks')).length") == 0
+    tab.run("document.querySelector('#prompt').value = ''")
     choose(tab, "h2o", "16")
     tab.click("#prompt")
     tab.type("the river")

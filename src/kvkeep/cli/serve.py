@@ -112,7 +112,7 @@ def serve(
     loaded = load(model, weights=weights, device=device, progress=note)
     total = free_memory(next(loaded.model.parameters()).device) // 2 if total is None else total
     engine = Engine(loaded, total, waiting, store, **cache)
-    app = application(engine, loaded, Keys(given), Limits(answers, time), cors or ())
+    app = application(engine, loaded, Keys(given), Limits(answers if given else None, time), cors or ())
     listening = _socket(host, port)
     where = f"http{'s' if tls else ''}://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
     server = _server(uvicorn, app, timeout_graceful_shutdown=int(grace) + 1, **tls)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvkeep.serve.answer import Ask, Piece
-from kvkeep.serve.engine import WAITING, Engine
+from kvkeep.serve.engine import Engine
 from kvkeep.serve.http.errors import Refused
 from kvkeep.serve.http.metrics import Metrics
 from kvkeep.serve.job import Ended, Event, Job, Stopping
@@ -27,15 +27,16 @@ News = Piece | Ended | Exception
 
 @dataclass
 class Limits:
-    """What one key may ask. answers: at once, waiting ones included. seconds: of one answer, from its request on."""
+    """What one key may ask. answers: at once, waiting ones included. seconds: of one answer, from its request on. None:
+    no limit."""
 
-    answers: int = WAITING
+    answers: int | None = None
     seconds: float | None = None
     running: Counter[str] = field(default_factory=Counter)
 
     def take(self, owner: str) -> None:
         """Take a place. Raises Refused where there is none left."""
-        if self.running[owner] >= self.answers:
+        if self.answers is not None and self.running[owner] >= self.answers:
             raise Refused(429, f"{self.answers} answers of this key are under way; wait for one.", "too_many_answers")
         self.running[owner] += 1
 

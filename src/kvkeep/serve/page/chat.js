@@ -220,6 +220,12 @@ async function answer(talk) {
   else if (wrong) message.ended = "broke off";
   if (!talks.includes(talk)) return;  // it was deleted meanwhile
   if (!keep()) notice("This browser has no room left for texts: delete a conversation.");
+  if (wrong?.status === 400 && talk.messages.length === 1) {  // as by a budget that is none: it has not begun
+    remove(talk);
+    if (talk === here) again(talk.messages[0].content, wrong.message);
+    list();
+    return;
+  }
   if (wrong && talk === here) {
     if (!message.content) by("messages").lastElementChild?.remove();
     notice(wrong.message, message.content ? null : () => answer(talk));
@@ -233,6 +239,15 @@ async function answer(talk) {
   run.draw();
   keep();
   server();
+}
+
+/** Back to where a conversation begins, with what was written. */
+function again(text, why) {
+  open(null);
+  by("prompt").value = text;
+  grow();
+  buttons();
+  notice(why);
 }
 
 // -- what it remembers ------------------------------------------------------------------------------------
