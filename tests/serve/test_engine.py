@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 from answering import NEW, Client, run, text
-from cases import CASES, taken
+from cases import CASES, new_cache, taken
 from conftest import tokenizer
 from families import FAMILIES, tiny
+from helpers import prompt, step
 
 import kvkeep
 from kvkeep import KeepCache
@@ -216,6 +217,16 @@ def test_what_a_session_can_hold_is_known_before_it_begins(name: str) -> None:
     while engine.running:
         assert held(own) <= client.job.granted
         engine.step()
+
+
+def test_no_method_holds_more_than_what_it_may() -> None:
+    """Every case, bookkeeping included, after a prompt and a step."""
+    for name in [name for name in CASES if taken(name, "llama")]:
+        length, cache = CASES[name].length, new_cache(name, "llama")
+        ids, granted = prompt(1, length + 1, 3), most(cache, length + 1)
+        for part in ids.split(length, 1):
+            step("llama", cache, part)
+            assert held(cache) <= granted, name
 
 
 def test_an_engine_that_fails_tells_everybody_and_takes_no_more(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -187,6 +187,32 @@ def test_a_turn_that_cannot_be_saved_is_answered_and_the_next_save_has_it(
     later.close()
 
 
+def test_a_slow_disk_holds_up_nobody_else_and_turns_keep_their_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, real = serving(tmp_path), session_file.Writer.commit
+
+    def slow(*given: Any) -> None:
+        time.sleep(0.3)
+        real(*given)
+
+    monkeypatch.setattr(session_file.Writer, "commit", slow)
+    other = Client(engine, text(30, 1), 400)
+    one = Client(engine, text(40, 2), 2, name=("me", "talk"))
+    two = Client(engine, text(50, 2), 2, name=("me", "talk"))  # of the same session
+    written = []
+    while not (two.events and one.events):
+        engine.step()
+        if engine._saving:
+            written.append(len(other.job.answer.tokens) if other.job.answer else 0)
+    assert written[-1] - written[0] > 1  # while turns were written
+    assert engine.sessions.memory[("me", "talk")].turns >= 1
+    run(engine)
+    assert one.ended.cached == 0 and two.ended.written == 2
+    assert engine.sessions.memory[("me", "talk")].turns == 2
+    engine.close()
+
+
 def test_an_answer_that_fails_leaves_the_session_as_it_was_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

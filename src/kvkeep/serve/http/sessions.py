@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import Any
 
 from fastapi import APIRouter, Request
 
-from kvkeep.decode.session_store import SessionInfo
-from kvkeep.errors import UsageError
+from kvkeep.decode.session_store import SessionInfo, SessionStore
+from kvkeep.errors import SessionError, UsageError
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.http.errors import Refused
 from kvkeep.serve.sessions import Sessions
@@ -18,12 +19,12 @@ def sessions_of(engine: Engine) -> APIRouter:
     """Return the routes of an engine's sessions."""
     routes, sessions = APIRouter(prefix="/v1/sessions"), engine.sessions
 
-    async def known(owner: str) -> dict[str, dict[str, Any]]:
-        """Return the facts of an owner's sessions by name, those in memory last used last."""
-        files = [] if sessions.store is None else await asyncio.to_thread(sessions.store.sessions, owner)
+    async def known(owner: str, name: str | None = None) -> dict[str, dict[str, Any]]:
+        """Return the facts of an owner's sessions by name, or of one of them at least."""
+        files = await asyncio.to_thread(_files, sessions.store, owner, name)
         found = {info.name.rpartition("/")[2]: _facts(info) for info in files}
-        for name, own in (await asyncio.wrap_future(engine.call(lambda: sessions.facts(owner)))).items():
-            found[name] = found.get(name, {"name": name, "object": "session", "bytes": 0}) | own
+        for one, own in (await asyncio.wrap_future(engine.call(lambda: sessions.facts(owner)))).items():
+            found[one] = found.get(one, {"name": one, "object": "session", "bytes": 0}) | own
         return found
 
     @routes.get("")
@@ -35,7 +36,7 @@ def sessions_of(engine: Engine) -> APIRouter:
     @routes.get("/{name}")
     async def one(request: Request, name: str) -> Any:
         """Tell what is known of a session."""
-        found = (await known(request.state.owner)).get(name)
+        found = (await known(request.state.owner, name)).get(name)
         if found is None:
             raise _unknown(name)
         return found
@@ -61,6 +62,17 @@ def sessions_of(engine: Engine) -> APIRouter:
 
 def _unknown(name: str) -> Refused:
     return Refused(404, f"There is no session '{name}' of this key.", "session_not_found")
+
+
+def _files(store: SessionStore | None, owner: str, name: str | None) -> list[SessionInfo]:
+    """Return what is known of an owner's files, or of one."""
+    if store is None:
+        return []
+    if name is None:
+        return store.sessions(owner)
+    with suppress(SessionError, UsageError, FileNotFoundError):  # there is none
+        return [store.info(f"{owner}/{name}")]
+    return []
 
 
 def _facts(info: SessionInfo) -> dict[str, Any]:
