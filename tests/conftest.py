@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import TURN
 from families import tiny
 
 from kvkeep.models.folders import cache_folder
@@ -25,6 +26,26 @@ WORDS = (  # noqa: SIM905
 
 
 _FOLDERS = itertools.count()
+SHARE = 12
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--quick", action="store_true", help="a twelfth of the cases of each test, and no slow or real ones"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of each test function the first case, and every twelfth after it; from another one on for each KVKEEP_TURN."""
+    if not config.getoption("--quick"):
+        return
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if not {"slow", "real"} & {mark.name for mark in item.iter_markers()}:
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    kept = {item for own in cases.values() for item in own[TURN % min(len(own), SHARE) :: SHARE]}
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
 
 
 @pytest.fixture(autouse=True, scope="session")

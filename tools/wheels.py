@@ -3,6 +3,7 @@ nothing but the wheel has the name. Standard library only."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -18,7 +19,20 @@ TRIES = {
     "kvkeep-lab": (["lab", "list"], ["bench", "--contexts", "256", "--rounds", "1", "--only", "full", "--no-slow"]),
 }
 """Commands of each package that are run; all of its commands are asked for their help before."""
-LISTED = {"kvkeep[cli,gguf]": "from kvkeep.cli import COMMANDS", "kvkeep-lab": "from kvkeep_lab.cli import COMMANDS"}
+MODULES = {"kvkeep[cli,gguf]": "kvkeep.cli", "kvkeep-lab": "kvkeep_lab.cli"}
+HELP = """
+import sys
+from importlib import import_module
+from kvkeep.cli import main
+for name in import_module(sys.argv[1]).COMMANDS:
+    sys.argv = ["kvkeep", name, "--help"]
+    try:
+        main()
+    except SystemExit as left:
+        if left.code:
+            sys.exit(f"kvkeep {name} --help left with {left.code}")
+"""
+"""All help in one process: a module that is missing is missing there, too."""
 
 
 def main() -> None:
@@ -29,14 +43,12 @@ def main() -> None:
         pip(Path(sys.executable), "wheel", "--no-deps", "--wheel-dir", str(wheels), *projects)
         venv.create(home / ".venv", with_pip=True)
         python = home / ".venv" / "bin" / "python"
-        pip(python, "install", *torch_arguments(python))
+        pip(python, "install", "--no-compile", *torch_arguments(python))  # most modules are never imported
         for package, commands in TRIES.items():
             print(f"Trying {package} ...", flush=True)
-            pip(python, "install", "--find-links", str(wheels), package)
-            listed = run(home, str(python), "-c", f"{LISTED[package]}; print(*COMMANDS)").split()
-            for command in ([], *([name] for name in listed)):
-                run(home, str(python.with_name("kvkeep")), *command, "--help")
-            for command in commands:
+            pip(python, "install", "--no-compile", "--find-links", str(wheels), package)
+            run(home, str(python), "-c", HELP, MODULES[package])
+            for command in (["--help"], *commands):
                 run(home, str(python.with_name("kvkeep")), *command)
 
 
@@ -50,8 +62,9 @@ def copied(project: Path, folder: Path) -> str:
 
 
 def run(folder: Path, *command: str) -> str:
-    """Return what a command prints; one that fails ends the program."""
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    """Return what a command prints; one that fails ends the program. What it imports is compiled once for all."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment)
     if done.returncode:
         sys.exit(f"{' '.join(command)} left with {done.returncode}:\n{done.stdout}{done.stderr}")
     return done.stdout

@@ -40,6 +40,7 @@ kernel_test = pytest.mark.skipif(
 
 
 @with_triton
+@pytest.mark.slow
 @pytest.mark.skipif(DEVICE == "cuda" or INTERPRETED, reason="the kernel's tests run by themselves here")
 def test_in_the_interpreter() -> None:
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", "the_kernel", __file__]

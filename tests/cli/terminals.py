@@ -14,21 +14,33 @@ import time
 from pathlib import Path
 from typing import Any
 
-_MAIN = "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); from kvkeep.cli import main; main()"
+from forked import kvkeep, started
+
+MAIN = "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); from kvkeep.cli import main; main()"
+"""A program for an interpreter of its own."""
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 
 
 class Terminal:
-    """``kvkeep`` with ``arguments`` on a pseudo-terminal so many ``columns`` wide; ``stdout``: to a file instead."""
+    """``kvkeep`` with ``arguments`` on a pseudo-terminal so many ``columns`` wide; ``stdout``: to a file instead;
+    ``program``: what an interpreter of its own runs."""
 
-    def __init__(self, *arguments: str, columns: int = 80, stdout: Path | None = None, program: str = _MAIN) -> None:
+    def __init__(self, *arguments: str, columns: int = 80, stdout: Path | None = None, program: str = "") -> None:
         self.master, slave = os.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
         environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR", "CI")}
         output: Any = slave if stdout is None else stdout.open("wb")
         environment |= {"OMP_NUM_THREADS": "1", "TERM": "xterm"}
-        command, given = [sys.executable, "-c", program, *arguments], {"env": environment, "start_new_session": True}
-        self.process = subprocess.Popen(command, stdin=slave, stdout=output, stderr=slave, **given)
+        given: dict[str, Any] = {"stdin": slave, "stdout": output, "stderr": slave, "start_new_session": True}
+
+        def controlled() -> None:
+            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+            kvkeep(*arguments)()
+
+        if program:
+            self.process = subprocess.Popen([sys.executable, "-c", program, *arguments], env=environment, **given)
+        else:
+            self.process = started(controlled, environment, **given)
         os.close(slave)
         if stdout is not None:
             output.close()

@@ -10,11 +10,13 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from conftest import tokenizer
 from families import tiny
+from forked import kvkeep, started
 
 from kvkeep import Conversation, KeepCache, Session, save_session
 
@@ -30,11 +32,12 @@ def questions(session: Path) -> list[str]:
     ("number", "when"), [("SIGHUP", "answering"), ("SIGTERM", "waiting"), ("SIGKILL", "answering")]
 )
 def test_a_signal_loses_nothing_that_was_said(model_folder: Path, tmp_path: Path, number: str, when: str) -> None:
-    """A real process, whose questions come by a pipe."""
+    """A process of its own, whose questions come by a pipe; one of them with an interpreter of its own, and its end."""
     session, own = tmp_path / "session", getattr(signal, number)
-    given = ["-m", str(model_folder), "-b", "16", "-n", "100", "--session", str(session)]
-    command, pipe = [sys.executable, "-u", "-m", "kvkeep", "chat", *given], subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+    given = ["chat", "-m", str(model_folder), "-b", "16", "-n", "100", "--session", str(session)]
+    pipes: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE) | {"text": True}
+    command = [sys.executable, "-u", "-m", "kvkeep", *given]
+    with subprocess.Popen(command, **pipes) if number == "SIGTERM" else started(kvkeep(*given), **pipes) as process:
         assert process.stdout is not None and process.stderr is not None
         print("the of and", file=process.stdin, flush=True)
         next(line for line in process.stderr if "entries resident" in line)

@@ -41,6 +41,10 @@ def test_the_list_names_experiments_and_tasks(run: Run) -> None:
     assert "kvpress" in found["peers"]["peer-kvpress"]["needs"]
 
 
+AGAIN = ("needle-25", "bounded", "peers", "patching")
+"""One of a task, of searched parameters, of other libraries, of a study: run again, and reported for programs."""
+
+
 # Of the studies one here: tests/lab/studies/test_studies.py runs the smoke version of each.
 @pytest.mark.parametrize("name", [*(name for name in packaged() if name not in STUDIES), "patching"])
 def test_the_smoke_version_of_every_experiment(
@@ -58,11 +62,13 @@ def test_the_smoke_version_of_every_experiment(
     cells = experiment.smoked().with_(models=["m"]).cells("")
     assert tally["done"] + len(tally["failed"]) == len(cells) and tally["store"] == f"kvkeep-lab/{name}-smoke.jsonl"
     assert all(cell["method"].startswith("peer-") for cell in tally["failed"])  # what is not installed here
-    code, out, err = run(*command)
-    assert (json.loads(out)["done"], json.loads(out)["found"]) == (0, tally["done"])
     code, out, err = run("lab", "report", tally["store"])
     study = isinstance(experiment, StudyExperiment)
     assert code == 0 and out.startswith("# Results of the lab") and (study or "| `full` | - | all |" in out)
+    if name not in AGAIN:
+        return
+    code, out, err = run(*command)
+    assert (json.loads(out)["done"], json.loads(out)["found"]) == (0, tally["done"])
     code, out, err = run("lab", "report", tally["store"], "--json")
     found = json.loads(out)
     tuned = getattr(experiment, "tune", None) is not None

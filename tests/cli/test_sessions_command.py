@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from forked import kvkeep, started
 
 from kvkeep.decode.journal import Journal
 
@@ -65,16 +65,15 @@ def test_the_folder_is_the_users_unless_one_is_named(
 
 def test_two_chats_cannot_write_one_session(run: Run, model_folder: Path, tmp_path: Path) -> None:
     """Two processes: the second is refused before a model is loaded, the first goes on."""
-    given = ["-m", str(model_folder), "-n", "3", "--session", str(tmp_path / "s")]
-    command, pipe = [sys.executable, "-u", "-m", "kvkeep", "chat", *given], subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+    given, pipe = ["chat", "-m", str(model_folder), "-n", "3", "--session", str(tmp_path / "s")], subprocess.PIPE
+    with started(kvkeep(*given), stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
         assert process.stdin is not None and process.stderr is not None
         print("the of", file=process.stdin, flush=True)
         next(line for line in process.stderr if "entries" in line)
-        code, out, err = run("chat", *given, stdin="was it\n")
+        code, out, err = run(*given, stdin="was it\n")
         assert (code, out, len(err.splitlines())) == (1, "", 1) and "in use by another program" in err
         process.communicate("and her\n", timeout=60)
         assert process.returncode == 0
     with Journal(tmp_path / "s") as journal:
         assert len(journal.turns) == 2
-    assert run("chat", *given, stdin="was it\n")[0] == 0
+    assert run(*given, stdin="was it\n")[0] == 0

@@ -13,7 +13,7 @@ pytest.importorskip("termios")
 
 from conftest import tokenizer
 from families import tiny
-from terminals import Terminal
+from terminals import MAIN, Terminal
 
 from kvkeep import Conversation
 
@@ -76,8 +76,9 @@ finally:
 
 
 def test_a_closed_window_loses_nothing_that_was_said(model_folder: Path, tmp_path: Path) -> None:
+    """With an interpreter of its own, whose end is part of it."""
     arguments = ("chat", "-m", str(model_folder), "-n", "300", "--session", str(tmp_path / "session"))
-    with Terminal(*arguments) as terminal:
+    with Terminal(*arguments, program=MAIN) as terminal:
         terminal.asked()
         terminal.type("the man was here\r")
         terminal.until("no budget")

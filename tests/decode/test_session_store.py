@@ -7,7 +7,7 @@ import os
 import random
 import signal
 import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from cases import CASES, new_cache
 from conftest import tokenizer
 from families import tiny
+from forked import started
 from helpers import assert_near, prompt, step
 
 from kvkeep import Conversation, KeepCache, Session, SessionError, UsageError, load_session, save_session
@@ -144,29 +145,20 @@ def test_cut_anywhere_the_last_turn_goes_on(tmp_path: Path) -> None:
             assert session.ids == original.ids and session.notes == original.notes
 
 
-KILLED = """
-import sys, torch
-sys.path[:0] = sys.argv[2:]
-from families import tiny
-from helpers import prompt, step
-from kvkeep import KeepCache, Session, save_session
-from kvkeep.decode.session_file import SessionFile
-
-torch.set_num_threads(1)
-cache, ids = KeepCache(tiny("llama"), "kv-direct", 16, checkpoint="kv", where="disk"), prompt(1, 500)
-with SessionFile(sys.argv[1], writing=True) as file:
-    for turn in range(100):
-        step("llama", cache, ids[:, turn * 5 : turn * 5 + 5])
-        save_session(file, Session(cache, ids[:, : turn * 5 + 5].tolist(), {"turn": turn}))
-        print(turn, flush=True)
-"""
+def turns_without_end(path: Path) -> None:
+    """A program: a turn after the other, each told when it is saved."""
+    cache, ids = KeepCache(tiny("llama"), "kv-direct", 16, checkpoint="kv", where="disk"), prompt(1, 500)
+    with SessionFile(path, writing=True) as file:
+        for turn in range(100):
+            step("llama", cache, ids[:, turn * 5 : turn * 5 + 5])
+            save_session(file, Session(cache, ids[:, : turn * 5 + 5].tolist(), {"turn": turn}))
+            print(turn, flush=True)
 
 
 @pytest.mark.parametrize("turns", [3, 17])
 def test_a_killed_process_loses_the_turn_in_hand_and_nothing_else(tmp_path: Path, turns: int) -> None:
-    path, paths = tmp_path / "s", [str(Path(__file__).parents[1])]
-    command = [sys.executable, "-c", KILLED, str(path), *paths]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    path = tmp_path / "s"
+    with started(partial(turns_without_end, path), stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         said = [int(process.stdout.readline()) for _ in range(turns)]
         process.kill()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,11 @@ def test_each_case_has_a_process_of_its_own(model_folder: Path, monkeypatch: pyt
 def test_a_case_that_cannot_be_or_dies_is_a_sentence(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = load(str(model_folder), device="cpu")
     small = process_cases([80], "2")[2]
+
+    def forked(workers: int, mp_context: object) -> ProcessPoolExecutor:  # which imports nothing anew
+        return ProcessPoolExecutor(workers, mp_context=get_context("fork"))
+
+    monkeypatch.setattr(process_memory, "ProcessPoolExecutor", forked)
     (row,) = measure_each(loaded, [small], 2, lambda what, done, total: None)
     assert "below one chunk" in row.error
 

@@ -7,13 +7,13 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import kvkeep, started
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -93,17 +93,12 @@ def test_what_is_write_protected_stays(
 
 
 def test_interrupting_the_answer_leaves_a_whole_page(tmp_path: Path, model_folder: Path, words: str) -> None:
-    """A real process, a real SIGINT, while it writes."""
+    """A process of its own, a real SIGINT, while it writes."""
     (tmp_path / "t").write_text(words)
     page = tmp_path / "out" / "page.html"
     page.parent.mkdir()
-    command = [
-        sys.executable, "-u", "-m", "kvkeep", "inspect", "-m", str(model_folder), "-f", str(tmp_path / "t"),
-        "-b", "16", "-x", "h2o", "-n", "300", "-o", str(page),
-    ]  # fmt: skip
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
-    ) as process:
+    given = ["-m", str(model_folder), "-f", str(tmp_path / "t"), "-b", "16", "-x", "h2o", "-n", "300", "-o", str(page)]
+    with started(kvkeep("inspect", *given), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stderr is not None
         assert process.stdout.read(1)  # the answer has begun
         time.sleep(0.05)

@@ -48,6 +48,7 @@ PUBLISHED = {
 }
 
 
+@cache
 def study_experiments() -> list[StudyExperiment]:
     return [one for one in map(load_experiment, packaged()) if isinstance(one, StudyExperiment)]
 

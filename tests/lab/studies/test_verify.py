@@ -198,8 +198,6 @@ def test_the_text_is_long_enough() -> None:
 
 @pytest.mark.real
 @pytest.mark.slow
-def test_smollm2() -> None:
-    import kvkeep
-
-    report = Verify(quick=True).measure(Trial(kvkeep.load("smollm2", weights="float32")))
+def test_smollm2(smollm2: Any) -> None:
+    report = Verify(quick=True).measure(Trial(smollm2))
     assert not report.failures
