@@ -9,11 +9,17 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
 
 import kvkeep
+from kvkeep.attention.together import Together
+from kvkeep.models.fused import FusedLayer
 from kvkeep.serve.batch import Read, forward
 
 METHODS: tuple[tuple[str, int | None], ...] = (("kv-direct", 512), ("full", None), ("h2o", 512))
@@ -43,6 +49,34 @@ def step(model: nn.Module, caches: list[kvkeep.KeepCache]) -> float:
     return time.process_time() - began
 
 
+def divided(model: nn.Module, caches: list[kvkeep.KeepCache], rounds: int) -> str:
+    """Return the milliseconds of the quickest step by what they went to: products (with norms and rotations) and
+    attention are calls of the kernels, the rest is Python."""
+    spent: dict[str, float] = {}
+
+    def timed(part: str, own: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*given: Any, **named: Any) -> Any:
+            began = time.process_time()
+            try:
+                return own(*given, **named)
+            finally:
+                spent[part] = spent.get(part, 0.0) + time.process_time() - began
+
+        return run
+
+    calls = ((FusedLayer, "_enter", "products"), (FusedLayer, "_leave", "products"), (Together, "attend", "attention"))
+    steps = []
+    with ExitStack() as stack:
+        for owner, name, part in (*calls, (type(model.lm_head), "forward", "products")):
+            stack.enter_context(patch.object(owner, name, timed(part, getattr(owner, name))))
+        for _ in range(rounds):
+            spent.clear()
+            whole = step(model, caches)
+            steps.append((whole, {**spent, "rest": whole - sum(spent.values())}))
+    whole, parts = min(steps, key=lambda one: one[0])
+    return f"{whole * 1e3:.1f} ms: " + ", ".join(f"{part} {seconds * 1e3:.1f}" for part, seconds in parts.items())
+
+
 def measure(model: nn.Module, method: str, budget: int | None, rounds: int) -> None:
     """Print the tokens a second of each number of sessions, the least seconds of interleaved rounds."""
     caches = sessions(model, method, budget, max(COUNTS))
@@ -62,6 +96,8 @@ def measure(model: nn.Module, method: str, budget: int | None, rounds: int) -> N
             f" {one_by_one / together[count]:.2f} x",
             flush=True,
         )
+    for count in (1, 8):
+        print(f"{method}, a step of {count}: {divided(model, chosen[count], 2 * rounds)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvkeep.attention.together import Arrival
 from kvkeep.contracts.selector import Candidates
+from kvkeep.kernels.build import address
 from kvkeep.stores.selected import Selected
 
 
@@ -53,21 +54,17 @@ class Alike:
             self._ranks = rank
         if one.window != 0:
             self._received = torch.empty(len(self.slots), width)
-        size = lanes * bank.columns * 4  # bytes of a layer's slots, scores or ranks
+        size, room = lanes * bank.columns * 4, lanes * width * 4  # bytes of a layer's slots, scores or ranks
+        slots, scores, ranks, received = map(address, (self.slots, self.scores, self._ranks, self._received))
+        whole = self._ranks is not None and self._ranks.dtype == torch.int32
+        oldest, greatest = self.selector.may_tie or one.ranking.scored, self.selector.reduce == "max"
         for number, arrival in enumerate(arrivals):
-            entering = arrival.entering
-            entering.slots = self.slots.data_ptr() + number * size
-            if self.scores is not None:
-                entering.scores = self.scores.data_ptr() + number * size
-            if self._ranks is not None:
-                entering.at, entering.whole = 0, self._ranks.dtype == torch.int32
-                entering.ranks = self._ranks.data_ptr() + number * size
-                entering.oldest = self.selector.may_tie or one.ranking.scored
-            if self._received is None:
-                arrival.report(None)
-            else:
-                at = self._received.data_ptr() + number * lanes * width * 4
-                arrival.report(at, self.selector.reduce == "max")
+            entering, first = arrival.entering, number * size
+            assert slots is not None
+            entering.slots, entering.scores = slots + first, None if scores is None else scores + first
+            if ranks is not None:
+                entering.at, entering.ranks, entering.whole, entering.oldest = 0, ranks + first, whole, oldest
+            arrival.report(None if received is None else received + number * room, greatest)
 
     def learn(self) -> None:
         """Score the entries by what they received, when the kernel has kept and attended one more of each."""

@@ -87,7 +87,7 @@ class DynamicLayer(CacheLayerMixin):
                 f"The static cache holds {self.limit} entries and {stop} are needed; give it a larger budget, or use "
                 "method 'full', which grows."
             )
-        self.is_initialized = True
+        self.is_initialized, self._next = True, None  # which would keep buffers that are outgrown
         self._keys.append(key_states)
         self._values.append(value_states)
         self.keys, self.values = self._keys.view(), self._values.view()
@@ -97,9 +97,11 @@ class DynamicLayer(CacheLayerMixin):
         """Return how the kernel keeps and attends the next entry of each head of one row; None where memory has to
         grow first, or there is more than one row."""
         row, data, others = self._keys.length, self._keys.data, self._values.data
-        if data is None or others is None or not plain(data, others) or len(data) > 1 or row == data.shape[2]:
+        if data is None or others is None or len(data) > 1 or row == data.shape[2]:
             return None
         if self._next is None or not self._next[0].into(data, others):
+            if not plain(data, others):
+                return None
             self._next = Arrival(data, others), Described([(data[0], others[0])])
         arrival, table = self._next
         arrival.entering.at = row
@@ -129,6 +131,7 @@ class DynamicLayer(CacheLayerMixin):
         self._view()
 
     def select(self, index: Tensor) -> None:
+        self._next = None
         for rows in (self._keys, self._values):
             rows.select(index)
         self._view()

@@ -61,11 +61,13 @@ class Newest(Resident):
 
     def arrival(self) -> Arrival | None:
         keys, values, capacity = self._keys.data, self._values.data, self._keys.capacity
-        if keys is None or values is None or not plain(keys, values):
+        if keys is None or values is None:
             return None
         if (row := self.length % capacity) >= keys.shape[1]:  # there is no memory for it yet
             return None
         if self._next is None or not self._next.into(keys, values):
+            if not plain(keys, values):
+                return None
             self._next = Arrival(keys, values)
         entering, leaves = self._next.entering, self.length - self.evicted == capacity
         entering.at, entering.left_keys = row, None  # that of the oldest, if the ring is full
@@ -83,6 +85,7 @@ class Newest(Resident):
     def admit(self, keys: Tensor, values: Tensor, first: int) -> Evicted | None:
         """Keep new entries (lanes, n, dim); the oldest beyond the budget are given to the store before they are
         overwritten."""
+        self._next = None  # which would keep rings that are outgrown
         stop = first + keys.shape[1]
         kept = max(self.evicted, stop - self._keys.capacity)
         span = (self.evicted, min(kept, first))
@@ -108,6 +111,7 @@ class Newest(Resident):
         self._values.truncate(length)
 
     def select(self, lanes: Tensor) -> None:
+        self._next = None
         self._keys.select(lanes)
         self._values.select(lanes)
 

@@ -152,12 +152,12 @@ class Selected(WorkingSet):
     # -- entries come and go ------------------------------------------------------------------------
 
     def arrive(self, keys: Tensor, values: Tensor) -> None:
-        self._scores, self._hand = {}, keys.shape[1]
+        self._scores, self._hand, self._next = {}, keys.shape[1], None  # a bank that is outgrown is not kept
         self.banks.reserve(keys, values, self.length)
 
     def arrival(self) -> Arrival | None:
         bank = self.banks.banks[0] if len(self.banks) == 1 else None
-        if bank is None or not bank.columns or bank.vacant or bank.extra is not None or not plain(bank.keys):
+        if bank is None or not bank.columns or bank.vacant or bank.extra is not None:
             return None
         leaves = bank.used == bank.columns
         if leaves and (bank.columns < bank.budget or not self._seen_by_all(0)):
@@ -165,6 +165,8 @@ class Selected(WorkingSet):
         if self.selector.scores_arrivals or self.selector.needs_kv or not self.selector.of_any_layer:
             return None
         if self._next is None or not self._next.into(bank.keys, bank.values):
+            if not plain(bank.keys, bank.values):
+                return None
             self._next = Arrival(bank.keys, bank.values)
         entering, arrival = self._next.entering, self._next
         entering.columns, entering.slot, entering.slots = bank.columns, self.length, bank.slots.data_ptr()
@@ -388,6 +390,7 @@ class Selected(WorkingSet):
             self.banks.truncate(length)
 
     def select(self, lanes: Tensor) -> None:
+        self._next = None
         self.banks.select(lanes)
 
     @property

@@ -65,12 +65,12 @@ class Entries(Checkpoint):
         keys, values = self._rows[layer]
         if not (isinstance(keys, Pages) and isinstance(values, Pages) and keys.pages and stop > keys.starts[-1]):
             return None
-        if keys.pages[0].dtype != torch.bfloat16 or keys.pages[0].device.type != "cpu" or self.device.type != "cpu":
-            return None
-        if library() is None or not takes(keys.pages[0].shape[2], values.pages[0].shape[2]):
-            return None
         known = self._stretches.get(layer)
         if known is None or known[0] != (keys.changes, values.changes):
+            if keys.pages[0].dtype != torch.bfloat16 or keys.pages[0].device.type != "cpu" or self.device.type != "cpu":
+                return None
+            if library() is None or not takes(keys.pages[0].shape[2], values.pages[0].shape[2]):
+                return None
             pairs = list(zip(keys.pages, values.pages, strict=True))
             known = self._stretches[layer] = (keys.changes, values.changes), Stretch(pairs)
         known[1].end(stop)
