@@ -146,7 +146,7 @@ def test_what_was_answered_outlives_a_kill_and_sigterm_saves_the_rest(model_fold
             heard = [next(lines) for _ in range(3)]
             running.send_signal(signal.SIGTERM)
             heard += lines
-        assert heard[-1] == "data: [DONE]" and json.loads(heard[-2][6:])["choices"][0]["finish_reason"] == "stop"
+        assert heard[-1] == "data: [DONE]" and json.loads(heard[-2][6:])["choices"][0]["finish_reason"] == "length"
         assert running.wait(10) == 0
         assert running.stderr is not None and f"sessions: {folder}" in running.stderr.read()
     (info,) = SessionStore(folder).sessions()
