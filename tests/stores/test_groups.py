@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import pytest
 import torch
+from families import tiny
+from helpers import assert_near
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kvkeep import KeepCache
+from kvkeep.attention import kernel
 from kvkeep.contracts.entries import EntryState, Evicted, Piece
 from kvkeep.memory.meter import Meter
 from kvkeep.policies.fates.segments import Promising
@@ -87,3 +92,23 @@ def test_the_most_promising_segments_are_those_with_the_highest_bound() -> None:
         assert chosen == set(bound.topk(4).indices.tolist())
         assert torch.equal(piece.keys[lane, 0], keys[lane, piece.slots[lane].long()])
         assert torch.equal(piece.values[lane, 0], values[lane, piece.slots[lane].long()])
+
+
+@pytest.mark.parametrize("method", ["lowrank:8", "quest", "quantized:4"])
+def test_steps_with_kernels_are_those_without(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers that attention makes of groups for a moment, or chooses by the query, are nothing to point at."""
+    model = tiny("llama").to(torch.bfloat16)
+    ids = torch.arange(240)[None] % model.config.vocab_size
+
+    def steps() -> Tensor:
+        cache, rows = KeepCache(model, method, 100), []
+        with torch.no_grad():
+            model(ids[:, :-4], past_key_values=cache)
+            for at in range(236, 240):
+                rows.append(model(ids[:, at : at + 1], past_key_values=cache).logits[0, -1].float())
+        assert cache.layers[0].evicted.held  # groups are there
+        return torch.stack(rows)
+
+    found = steps()
+    monkeypatch.setattr(kernel, "library", lambda: None)
+    assert_near(found, steps(), 0.05)

@@ -26,9 +26,11 @@ GROUP = 32
 
 
 class Codec(ABC):
-    """What a group is kept as, and how attention reads it. kept: what becomes of an entry in a group."""
+    """What a group is kept as, and how attention reads it. kept: what becomes of an entry in a group. as_kept: whether
+    attention reads all the parts themselves, whatever the query, and no numbers made of them for a moment."""
 
     kept: ClassVar[EntryState]
+    as_kept: ClassVar[bool] = False
 
     @property
     def nbytes(self) -> int:
@@ -108,7 +110,7 @@ class Groups(EvictedStore):
             yield Piece(keys[:, None], values[:, None], slots, holes=self.gaps)
 
     def described(self, query: Tensor) -> Sequence[Described] | None:
-        if self.holes or self.gaps:
+        if self.holes or self.gaps or not self.codec.as_kept:
             return None
         if not self.waiting:
             return ()
