@@ -48,20 +48,28 @@ class Engine(ABC):
 
         Raises UsageError where it is not installed or has no file to read, KvkeepError where it does not get so far.
         """
-        interpreter = interpreter or os.environ.get(self.python)
-        if not interpreter:
-            raise UsageError(
-                f"{self.name} lives in an environment of its own: make one, pip install {self.needs} there, and give "
-                f"its interpreter ({self.option} PYTHON, or {self.python})."
-            )
-        about = self.loading(loaded, tokens + SPARE, rows)
-        self._process = PeerProcess(self.name, interpreter, self.worker)
+        interpreter = self.interpreter(interpreter)
+        self._kept = ExitStack()
         try:
+            about = self.loading(loaded, tokens + SPARE, rows)
+            self._process = PeerProcess(self.name, interpreter, self.worker)
+            self._kept.callback(self._process.close)
             answer = self._process.ask(do="load", tokens=tokens + SPARE, threads=torch.get_num_threads(), **about)
         except BaseException:
             self.close()
             raise
         self.versions: dict[str, str] = answer["versions"]
+
+    @classmethod
+    def interpreter(cls, given: str | None) -> str:
+        """Return the interpreter that has it: ``given``, or the environment variable's. Raises UsageError for none."""
+        found = given or os.environ.get(cls.python)
+        if not found:
+            raise UsageError(
+                f"{cls.name} lives in an environment of its own: make one, pip install {cls.needs} there, and give "
+                f"its interpreter ({cls.option} PYTHON, or {cls.python})."
+            )
+        return found
 
     @abstractmethod
     def loading(self, loaded: Loaded, tokens: int, rows: int) -> dict[str, Any]:
@@ -72,8 +80,8 @@ class Engine(ABC):
         return [Case(label, length, self.name, batch=batch, by=self._timer(label)) for label in self.variants]
 
     def close(self) -> None:
-        """End the process."""
-        self._process.close()
+        """End the process, and remove what was written for it."""
+        self._kept.close()
 
     def _timer(self, label: str) -> Timer:
         def time(ids: Tensor, steps: int) -> tuple[float, list[float]]:
@@ -101,10 +109,7 @@ class LlamaCpp(Engine):
     """Variants whose cache is not quantised."""
 
     def loading(self, loaded: Loaded, tokens: int, rows: int) -> dict[str, Any]:
-        file = gguf_path(EMBEDDED[loaded.name]) if loaded.name in EMBEDDED else Path(loaded.name).expanduser()
-        if not file.is_file():
-            raise UsageError(f"llama.cpp reads a GGUF file, and '{loaded.name}' has none.")
-        return {"source": str(file.resolve()), "rows": rows}
+        return {"source": file_of(loaded), "rows": rows}
 
 
 class Vllm(Engine):
@@ -117,25 +122,12 @@ class Vllm(Engine):
     worker = "vllm_worker.py"
     variants: ClassVar[Mapping[str, Mapping[str, Any]]] = {"vllm": {}}
     compiled: ClassVar[bool] = False
-    _written: tempfile.TemporaryDirectory[str] | None = None
 
     def loading(self, loaded: Loaded, tokens: int, rows: int) -> dict[str, Any]:
         geometry = ModelGeometry.from_config(loaded.model.config, torch.bfloat16.itemsize)
         room = 2 * rows * tokens * geometry.kv_bytes_per_token  # blocks are not filled to the last token
-        source, self._written = loaded.source, None
-        if Path(source).is_dir() and not list(Path(source).glob("*.safetensors")):  # a GGUF file's
-            self._written = tempfile.TemporaryDirectory()
-            source = self._written.name
-            written = load(loaded.name, weights="float32", device="cpu").model.to(torch.bfloat16)
-            written.save_pretrained(source)
-            loaded.tokenizer.save_pretrained(source)
+        source = self._kept.enter_context(written(loaded))
         return {"source": source, "rows": rows, "cache_bytes": room, "compiled": self.compiled}
-
-    def close(self) -> None:
-        """End the process, and remove what was written for it."""
-        super().close()
-        if self._written is not None:
-            self._written.cleanup()
 
 
 class CompiledVllm(Vllm):
@@ -148,6 +140,29 @@ class CompiledVllm(Vllm):
 
 ENGINES: dict[str, type[Engine]] = {engine.name: engine for engine in (LlamaCpp, Vllm, CompiledVllm)}
 """The engines by name."""
+
+
+def file_of(loaded: Loaded) -> str:
+    """Return the path of the GGUF file that a model was made of; raises UsageError where there is none."""
+    file = gguf_path(EMBEDDED[loaded.name]) if loaded.name in EMBEDDED else Path(loaded.name).expanduser()
+    if not file.is_file():
+        raise UsageError(f"llama.cpp reads a GGUF file, and '{loaded.name}' has none.")
+    return str(file.resolve())
+
+
+@contextmanager
+def written(loaded: Loaded) -> Iterator[str]:
+    """Yield a folder or hub id that others can load: what comes out of a GGUF file is written for the block, as
+    bfloat16."""
+    source = loaded.source
+    if not Path(source).is_dir() or list(Path(source).glob("*.safetensors")):
+        yield source
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        model = load(loaded.name, weights="float32", device="cpu").model.to(torch.bfloat16)
+        model.save_pretrained(folder)
+        loaded.tokenizer.save_pretrained(folder)
+        yield folder
 
 
 def engine_of(name: str) -> type[Engine]:

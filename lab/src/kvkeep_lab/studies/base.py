@@ -22,6 +22,7 @@ from kvkeep.models.loading import Loaded
 from kvkeep.policies.methods import resolve
 from kvkeep.stock import STOCK, requested
 from kvkeep_lab.peers.engines import engine_of
+from kvkeep_lab.peers.servers import server_of
 from kvkeep_lab.reading import takes
 from kvkeep_lab.tables import Table
 from kvkeep_lab.tasks.base import Metric
@@ -94,6 +95,9 @@ OwnMethod = Annotated[str, _checked(lambda method: None if method == STOCK else 
 
 EngineName = Annotated[str, _checked(engine_of)]
 """An engine by others."""
+
+ServerName = Annotated[str, _checked(server_of)]
+"""A server by others; every engine has one."""
 
 BudgetText = Annotated[str, _checked(lambda budget: requested(None, budget))]
 """A budget in the user's words."""

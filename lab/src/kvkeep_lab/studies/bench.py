@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,13 +16,15 @@ from kvkeep.contracts.exactness import Exactness
 from kvkeep.errors import BudgetError, UsageError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.plan.candidates import specs
+from kvkeep.plan.planner import parse_memory
 from kvkeep.policies.methods import resolve
 from kvkeep.stock import STOCK
 from kvkeep_lab.limits import memory_rate, step_limit_ms, weight_bytes
 from kvkeep_lab.partial import Interruption
-from kvkeep_lab.peers.engines import LlamaCpp
+from kvkeep_lab.peers.engines import LlamaCpp, engine_of
 from kvkeep_lab.process_memory import InProcess, measure_each, process_table
-from kvkeep_lab.studies.base import BudgetText, Count, Flag, Trial
+from kvkeep_lab.serving import Served, measure_servers, served_table
+from kvkeep_lab.studies.base import BudgetText, Count, Flag, ServerName, Trial
 from kvkeep_lab.studies.engines import EngineStudy
 from kvkeep_lab.tables import Table, fixed, megabytes, number, refusals
 from kvkeep_lab.timing import HELD, NAIVE, Case, Timed, run
@@ -34,13 +37,14 @@ COMBINED = ("h2o+checkpoint", "h2o+quantize:4", "h2o+merge", "kvreviver", "kvrev
 class Benched:
     """All cases, by context. bytes_per_s: the rate of the machine's memory; weight_bytes: of the model's weights, those
     that a step reads (:mod:`~kvkeep_lab.limits`). notes: what is to be said of other engines. processes: cases
-    in processes of their own, in place of rows."""
+    in processes of their own, servers: under load; both in place of rows."""
 
     rows: list[Timed]
     bytes_per_s: float | None = None
     weight_bytes: int | None = None
     notes: list[str] = field(default_factory=list)
     processes: list[InProcess] = field(default_factory=list)
+    servers: list[Served] = field(default_factory=list)
 
     def limit_ms(self, row: Timed) -> float | None:
         """Return how long a step takes at least; None where it is not known."""
@@ -71,6 +75,11 @@ class Bench(EngineStudy):
     found = Benched
     weights = "auto"
 
+    peers: list[ServerName] | None = Field(
+        None,
+        description="engines timed in the same rounds: llama.cpp, vllm, vllm:compiled; with --serve their servers, and "
+        "transformers, transformers:batching",
+    )
     contexts: list[Count] = Field([512, 2048, 4096], min_length=1, description="tokens of prompts")
     budget: Annotated[BudgetText, Flag("--budget", "-b")] = Field("12.5%", description="of whatever has one")
     rounds: int = Field(3, ge=1, description="how often everything is measured")
@@ -85,7 +94,22 @@ class Bench(EngineStudy):
         False, description="in place of it all, what a process holds with a cache, and its steps without the page cache"
     )
 
+    serve: bool = Field(False, description="in place of it all, servers under load: ours, and those named by --peers")
+    sessions: list[Count] = Field([1, 4, 8, 16], min_length=1, description="with --serve, sessions at once")
+    memory: str = Field("2GB", description="with --serve, bytes of all sessions of our own server")
+
     def check(self, files: Sequence[Path]) -> None:
+        if self.serve:
+            if self.process or self.clock != "wall":
+                raise UsageError("With --serve there is no other clock and no --process; leave those out.")
+            parse_memory(self.memory)
+            if find_spec("openai") is None:
+                raise UsageError(
+                    "Servers are asked by the package 'openai', which is missing: pip install 'kvkeep-lab[serve]'."
+                )
+            return
+        for name in self.peers or ():
+            engine_of(name)
         if self.process and (self.peers or self.clock != "wall"):
             raise UsageError("With --process there are no other engines and no other clock; leave those out.")
         if self.peers and self.clock != "wall":
@@ -95,6 +119,8 @@ class Bench(EngineStudy):
             )
 
     def measure(self, trial: Trial) -> Benched:
+        if self.serve:
+            return Benched([], servers=self._served(trial))
         listed = (
             process_cases(self.contexts, self.budget)
             if self.process
@@ -113,10 +139,17 @@ class Bench(EngineStudy):
             except Interruption as stop:
                 raise Interruption(Benched(stop.found, *beside)) from None
 
+    def _served(self, trial: Trial) -> list[Served]:
+        of = {"contexts": self.contexts, "sessions": self.sessions, "steps": self.steps, "only": self.only}
+        own = {"budget": self.budget, "memory": self.memory, "progress": trial.progress}
+        return measure_servers(trial.loaded, self.peers or (), self.interpreters, **of, **own)  # type: ignore[arg-type]
+
     def conditions(self) -> dict[str, Any]:
         return {"clock": self.clock}
 
     def tables(self, found: Benched) -> list[Table]:
+        if found.servers:
+            return [served_table(found.servers, self.memory, self.steps)]
         if found.processes:
             return [process_table(found.processes, f"Budget {self.budget}, a process each")]
         columns = self._columns(found)

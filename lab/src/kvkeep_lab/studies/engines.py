@@ -20,11 +20,15 @@ class EngineStudy(Study):
     llama_cpp: str | None = Field(None, description=f"interpreter that has llama.cpp; by default ${LlamaCpp.python}")
     vllm: str | None = Field(None, description=f"interpreter that has vLLM; by default ${Vllm.python}")
 
+    @property
+    def interpreters(self) -> dict[str, str | None]:
+        """The interpreters given, by the name of the environment variable that says one in their place."""
+        return {LlamaCpp.python: self.llama_cpp, Vllm.python: self.vllm}
+
     @contextmanager
     def engines(self, trial: Trial, tokens: int, rows: int = 1) -> Iterator[tuple[Sequence[Engine], list[str]]]:
         """Open the engines for the block, for prompts and steps of ``tokens`` tokens, and ``rows`` rows. Yields those
         that there are, and a sentence for each: its version, or why it is not there."""
-        interpreters = {LlamaCpp.python: self.llama_cpp, Vllm.python: self.vllm}
-        with opened(self.peers or (), trial.loaded, interpreters, tokens, rows) as (engines, absent):
+        with opened(self.peers or (), trial.loaded, self.interpreters, tokens, rows) as (engines, absent):
             versions = {name: version for engine in engines for name, version in engine.versions.items()}
             yield engines, [*(f"{name} {version}." for name, version in versions.items()), *absent]

@@ -1,0 +1,244 @@
+"""Servers that speak as OpenAI's does: ours, and others', each as a process that ends with its block."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+
+from kvkeep.errors import KvkeepError, UsageError, unknown
+from kvkeep.models.loading import Loaded
+from kvkeep_lab.peers.engines import LlamaCpp, Vllm, file_of, written
+
+START_S = 300.0
+"""Seconds that a server has to be there in."""
+END_S = 15.0
+"""Seconds that it has to end in."""
+
+
+class Server(ABC):
+    """A server with one model. interpreter: that has it, None for the environment variable's; tokens, sessions: the
+    most of one, and of them at a time.
+
+    name: what ``--peers`` calls it. usage: whether a stream ends with the number of tokens, where it is asked to;
+    else every piece of text counts as one.
+    """
+
+    name: ClassVar[str]
+    usage: ClassVar[bool] = False
+
+    def __init__(self, loaded: Loaded, tokens: int, sessions: int, interpreter: str | None = None) -> None:
+        self.loaded, self.tokens, self.sessions, self.interpreter = loaded, tokens, sessions, interpreter
+        self.threads = torch.get_num_threads()
+
+    @property
+    def label(self) -> str:
+        """What its rows are called."""
+        return self.name
+
+    @property
+    def model(self) -> str:
+        """What requests call its model."""
+        return self.loaded.name
+
+    @contextmanager
+    @abstractmethod
+    def command(self, port: int) -> Iterator[tuple[list[str], Mapping[str, str]]]:
+        """Yield the command line that serves at a port, and variables of its environment. Raises UsageError where
+        there is nothing that it can run or read."""
+
+    @contextmanager
+    def running(self) -> Iterator[Running]:
+        """Start it for the block. Raises UsageError as :meth:`command` does, KvkeepError where it does not start."""
+        port = _free_port()
+        with self.command(port) as (line, variables), tempfile.TemporaryFile() as said:
+            quiet = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": f"{self.threads}"}
+            try:
+                process = subprocess.Popen(
+                    line,
+                    stdout=said,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, **quiet, **variables},
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise UsageError(f"'{line[0]}' cannot be run: {(error.strerror or str(error)).lower()}.") from error
+            try:
+                _wait(self.name, process, f"http://127.0.0.1:{port}/v1/models", said)
+                yield Running(process.pid, f"http://127.0.0.1:{port}/v1")
+            finally:
+                process.terminate()
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(END_S)
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, 9)
+                process.wait()
+
+
+class Running:
+    """A server's process, and its address."""
+
+    def __init__(self, pid: int, url: str) -> None:
+        self.pid, self.url = pid, url
+
+    def memory(self) -> int:
+        """Return the bytes that it and its children hold, each with its share of what others map, too (Pss)."""
+        return sum(_pss(pid) for pid in _family(self.pid))
+
+
+class Ours(Server):
+    """``kvkeep serve`` with sessions of one method and budget. memory: of all of them, as the command takes it."""
+
+    name = "kvkeep"
+    usage = True
+
+    def __init__(self, loaded: Loaded, tokens: int, sessions: int, method: str, budget: str, memory: str) -> None:
+        super().__init__(loaded, tokens, sessions)
+        self.method, self.budget, self.memory = method, budget, memory
+
+    @property
+    def label(self) -> str:
+        return f"kvkeep {self.method}"
+
+    @contextmanager
+    def command(self, port: int) -> Iterator[tuple[list[str], Mapping[str, str]]]:
+        method = ["--method", self.method] + ([] if self.method == "full" else ["--budget", self.budget])
+        where = ["--port", f"{port}", "--model", self.loaded.name, "--memory", self.memory]
+        yield [sys.executable, "-m", "kvkeep", "serve", *where, *method], {"KVKEEP_API_KEYS": ""}
+
+
+class LlamaCppServer(Server):
+    """llama-cpp-python's server with the model's GGUF file."""
+
+    name = LlamaCpp.name
+
+    @contextmanager
+    def command(self, port: int) -> Iterator[tuple[list[str], Mapping[str, str]]]:
+        threads = ["--n_threads", f"{self.threads}", "--n_threads_batch", f"{self.threads}"]
+        # one request interrupts another by default
+        options = ["--n_ctx", f"{self.tokens}", "--interrupt_requests", "false", "--flash_attn", "true", *threads]
+        where = ["--model", file_of(self.loaded), "--model_alias", self.model, "--port", f"{port}"]
+        yield [LlamaCpp.interpreter(self.interpreter), "-m", "llama_cpp.server", *where, *options], {}
+
+
+class VllmServer(Server):
+    """vLLM's server with the model's folder, as bfloat16, operation by operation."""
+
+    name = Vllm.name
+    usage = True
+    compiled: ClassVar[bool] = False
+
+    @contextmanager
+    def command(self, port: int) -> Iterator[tuple[list[str], Mapping[str, str]]]:
+        interpreter = Vllm.interpreter(self.interpreter)
+        with written(self.loaded) as folder:
+            sizes = ["--max-model-len", f"{self.tokens}", "--max-num-seqs", f"{self.sessions}"]
+            line = ["--model", folder, "--served-model-name", self.model, "--port", f"{port}", "--dtype", "bfloat16"]
+            eager = [] if self.compiled else ["--enforce-eager"]
+            line += ["--host", "127.0.0.1", "--no-enable-prefix-caching", *sizes, *eager]
+            room = {"VLLM_CPU_KVCACHE_SPACE": "4", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+            yield [interpreter, "-m", "vllm.entrypoints.openai.api_server", *line], room
+
+
+class CompiledVllmServer(VllmServer):
+    """vLLM's server, compiled for the model first, which takes a minute."""
+
+    name = "vllm:compiled"
+    compiled = True
+
+
+class TransformersServer(Server):
+    """``transformers serve`` of the installed transformers, as bfloat16: requests one after the other."""
+
+    name = "transformers"
+    batching: ClassVar[bool] = False
+    _folder = ""
+
+    @property
+    def model(self) -> str:
+        return self._folder
+
+    @contextmanager
+    def command(self, port: int) -> Iterator[tuple[list[str], Mapping[str, str]]]:
+        program = Path(sys.executable).with_name("transformers")
+        if not program.exists() and shutil.which("transformers") is None:
+            raise UsageError("'transformers serve' is not installed here: pip install 'transformers[serving]'.")
+        with written(self.loaded) as self._folder:
+            line = [f"{program}", "serve", self._folder, "--host", "127.0.0.1", "--port", f"{port}"]
+            yield [*line, "--dtype", "bfloat16", *(["--continuous-batching"] if self.batching else [])], {}
+
+
+class BatchingTransformersServer(TransformersServer):
+    """The same with its continuous batching."""
+
+    name = "transformers:batching"
+    batching = True
+
+
+SERVERS: dict[str, type[Server]] = {
+    kind.name: kind
+    for kind in (LlamaCppServer, VllmServer, CompiledVllmServer, TransformersServer, BatchingTransformersServer)
+}
+"""The servers of others by name."""
+
+
+def server_of(name: str) -> type[Server]:
+    """Return the server called ``name``; raises UsageError for an unknown one."""
+    if name not in SERVERS:
+        raise unknown("peer", name, SERVERS)
+    return SERVERS[name]
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port: int = one.getsockname()[1]
+        return port
+
+
+def _wait(name: str, process: subprocess.Popen[bytes], url: str, said: object) -> None:
+    """Wait until a server answers. Raises KvkeepError where it does not."""
+    end = time.monotonic() + START_S
+    while time.monotonic() < end and process.poll() is None:
+        with suppress(OSError):
+            try:
+                urllib.request.urlopen(url, timeout=5).close()
+            except urllib.error.HTTPError as error:
+                error.close()  # it is there
+            return
+        time.sleep(0.2)
+    said.seek(0)  # type: ignore[attr-defined]
+    lines = said.read().decode(errors="replace").strip().splitlines() or ["it gave no reason"]  # type: ignore[attr-defined]
+    how = "did not answer" if process.poll() is None else "ended"
+    raise KvkeepError(f"The server {name} {how}: {lines[-1].rstrip('.')}.")
+
+
+def _family(pid: int) -> Sequence[int]:
+    """Return a process and its descendants."""
+    every = [pid]
+    with suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            for child in (task / "children").read_text().split():
+                every += _family(int(child))
+    return every
+
+
+def _pss(pid: int) -> int:
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return 1024 * int(line.split()[1])
+    return 0

@@ -1,0 +1,218 @@
+"""Servers under load: as many conversations at once as are asked for, each with a prompt of its own, as clients of
+OpenAI's see them."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median, quantiles
+from typing import Any
+
+from kvkeep.cache import KeepCache
+from kvkeep.errors import KvkeepError
+from kvkeep.models.loading import Loaded
+from kvkeep.plan.planner import parse_memory
+from kvkeep.serve.arbiter import most
+from kvkeep_lab.peers.engines import LlamaCpp, Vllm
+from kvkeep_lab.peers.servers import Ours, Running, Server, server_of
+from kvkeep_lab.tables import Table, fixed, megabytes, number, refusals
+
+WORDS = ("river", "stone", "winter", "morning", "letter", "garden", "paper", "window", "market", "island", "summer")
+"""What prompts are made of."""
+METHODS = ("full", "kv-direct", "h2o")
+"""Of the sessions of our own server."""
+SAMPLED_S = 0.25
+"""Seconds between two looks at a server's memory."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """One server with so many sessions at once. context: tokens of a prompt, about. tokens_s: of all answers, by the
+    time of prompts and answers; writing_s: those of the time in which all of them write, None where there is none.
+    first_s: from a request to its first token, the median; between_s: from a piece to the next, the 95th percentile.
+    peak_bytes: of its processes. fit: sessions that the memory asked for has room for, None where that is not known.
+    error: why there is nothing else."""
+
+    label: str
+    context: int
+    sessions: int
+    tokens_s: float | None = None
+    writing_s: float | None = None
+    first_s: float | None = None
+    between_s: float | None = None
+    peak_bytes: int | None = None
+    fit: int | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Stream:
+    """One answer: when it was asked for, when its pieces came, and its tokens."""
+
+    asked: float
+    times: list[float]
+    tokens: int
+
+
+def measure_servers(
+    loaded: Loaded,
+    peers: Sequence[str],
+    interpreters: Mapping[str, str | None],
+    *,
+    contexts: Sequence[int],
+    sessions: Sequence[int],
+    steps: int,
+    budget: str,
+    memory: str,
+    only: Sequence[str] | None,
+    progress: Callable[[str, float, float], None],
+) -> list[Served]:
+    """Start one server after the other, and ask each for ``steps`` tokens of as many sessions as are given, in turn."""
+    most_tokens, most_sessions = max(contexts) + steps + 64, max(sessions)
+    servers: list[Server] = [
+        Ours(loaded, most_tokens, most_sessions, method, budget, memory)
+        for method in METHODS
+        if only is None or any(part in method for part in only)
+    ]
+    for name in peers:
+        kind = server_of(name)
+        engine = LlamaCpp if kind.name == LlamaCpp.name else Vllm
+        servers.append(kind(loaded, most_tokens, most_sessions, interpreters.get(engine.python)))
+    rows: list[Served] = []
+    for place, server in enumerate(servers):
+        progress(server.label, place, len(servers))
+        cases = [(context, count) for context in contexts for count in sessions]
+        try:
+            with server.running() as running:
+                _asked(server, running, 16, 1, 2)  # what it does at first only
+                for context, count in cases:
+                    rows.append(_measured(server, running, context, count, steps, memory))
+        except KvkeepError as error:
+            rows += [Served(server.label, *case, error=str(error)) for case in cases]
+    return rows
+
+
+def _measured(server: Server, running: Running, context: int, count: int, steps: int, memory: str) -> Served:
+    try:
+        streams, peak = _asked(server, running, context, count, steps)
+    except KvkeepError as error:
+        return Served(server.label, context, count, error=str(error))
+    gaps = [after - before for one in streams for before, after in zip(one.times, one.times[1:], strict=False)]
+    begin, end = min(one.asked for one in streams), max(one.times[-1] for one in streams)
+    return Served(
+        server.label,
+        context,
+        count,
+        sum(one.tokens for one in streams) / (end - begin),
+        writing_rate(streams),
+        median(one.times[0] - one.asked for one in streams),
+        quantiles(gaps, n=20)[-1] if len(gaps) > 1 else None,
+        peak,
+        _fit(server, context + steps, memory),
+    )
+
+
+def writing_rate(streams: Sequence[Stream]) -> float | None:
+    """Return the tokens a second between the last first token and the first last one; None where an answer had ended
+    before another began."""
+    begin, end = max(one.times[0] for one in streams), min(one.times[-1] for one in streams)
+    if end <= begin:
+        return None
+    pieces = sum(begin < at <= end for one in streams for at in one.times)
+    of_a_piece = sum(one.tokens for one in streams) / sum(len(one.times) for one in streams)
+    return pieces * of_a_piece / (end - begin)
+
+
+def _fit(server: Server, tokens: int, memory: str) -> int | None:
+    if not isinstance(server, Ours):
+        return None
+    asked: dict[str, Any] = {} if server.method == "full" else {"budget": server.budget, "context": tokens}
+    return parse_memory(memory) // most(KeepCache(server.loaded.model, server.method, **asked), tokens)
+
+
+def _asked(server: Server, running: Running, context: int, count: int, steps: int) -> tuple[list[Stream], int]:
+    """Ask for ``count`` answers at once. Return them, and the most bytes that the server held. Raises KvkeepError."""
+    from openai import OpenAIError
+
+    try:
+        return asyncio.run(_burst(server, running, context, count, steps))
+    except OpenAIError as error:
+        raise KvkeepError(f"The server did not answer: {error}") from error
+
+
+async def _burst(server: Server, running: Running, context: int, count: int, steps: int) -> tuple[list[Stream], int]:
+    from openai import AsyncOpenAI
+
+    draw = random.Random(f"{context} {count}")
+    prompts = [" ".join(draw.choices(WORDS, k=context)) for _ in range(count)]
+    peak, done = running.memory(), asyncio.Event()
+
+    async def watch() -> None:
+        nonlocal peak
+        while not done.is_set():
+            peak = max(peak, await asyncio.to_thread(running.memory))
+            await asyncio.sleep(SAMPLED_S)
+
+    async with AsyncOpenAI(base_url=running.url, api_key="none", timeout=900, max_retries=0) as client:
+        watching = asyncio.ensure_future(watch())
+        try:
+            streams = await asyncio.gather(*(_stream(client, server, prompt, steps) for prompt in prompts))
+        finally:
+            done.set()
+            await watching
+    return streams, peak
+
+
+async def _stream(client: Any, server: Server, prompt: str, steps: int) -> Stream:
+    usage = {"stream_options": {"include_usage": True}} if server.usage else {}
+    asked, times, tokens = time.perf_counter(), [], 0
+    options = {"max_tokens": steps, "temperature": 0.0, "stream": True, **usage}
+    async for piece in await client.completions.create(model=server.model, prompt=prompt, **options):
+        if piece.choices and piece.choices[0].text:
+            times.append(time.perf_counter())
+        if piece.usage is not None:
+            tokens = piece.usage.completion_tokens
+    if not times:
+        raise KvkeepError("An answer has no text.")
+    return Stream(asked, times, tokens or len(times))
+
+
+def served_table(rows: Sequence[Served], memory: str, steps: int) -> Table:
+    """Return a table of all servers."""
+    alone = {(row.label, row.context): row.tokens_s for row in rows if row.sessions == 1}
+    table = Table(
+        f"Servers, answers of {steps} tokens",
+        [
+            *("context", "server", "sessions", "tokens/s", "× one", "writing, tokens/s"),
+            *("first token s", "between p95 ms", "peak", f"fit in {memory}"),
+        ],
+        notes=[
+            "Every server is a process with the same threads, asked by the openai package from this one; all sessions "
+            "ask at once, with prompts of their own. Tokens/s: of all answers by the time from the first request to "
+            "the last token, prompts included; × one: to one session; writing: while all of them write. First token: "
+            "median. Peak: Pss of the server's processes. Fit: sessions that the promise of memory admits.",
+            *refusals((row.label, f"{row.sessions} of {row.context:,}", row.error) for row in rows),
+        ],
+        named=2,
+    )
+    for row in rows:
+        if not row.error and row.tokens_s is not None:
+            one = alone.get((row.label, row.context))
+            table.rows.append(
+                [
+                    f"{row.context:,}",
+                    f"`{row.label}`",
+                    f"{row.sessions}",
+                    fixed(row.tokens_s, 1),
+                    fixed(row.tokens_s / one if one else None),
+                    fixed(row.writing_s, 1),
+                    fixed(row.first_s),
+                    number(None if row.between_s is None else 1e3 * row.between_s),
+                    megabytes(row.peak_bytes),
+                    "-" if row.fit is None else f"{row.fit}",
+                ]
+            )
+    return table

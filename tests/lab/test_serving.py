@@ -1,0 +1,51 @@
+"""Servers under load, as the bench sees them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from kvkeep_lab.peers.servers import SERVERS, server_of
+from kvkeep_lab.serving import Stream, writing_rate
+
+from kvkeep.errors import UsageError
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+def test_the_rate_of_writing_counts_the_time_when_all_write() -> None:
+    early = Stream(0.0, [1.0, 2.0, 3.0, 4.0, 5.0], 5)
+    late = Stream(0.0, [3.0, 3.5, 4.0, 4.5], 8)  # two tokens a piece
+    assert writing_rate([early, late]) == pytest.approx((1 + 3) * 13 / 9 / 1.5)
+    assert writing_rate([early]) == 1.0
+    assert writing_rate([early, Stream(0.0, [5.0, 6.0], 2)]) is None
+
+
+def test_a_server_is_measured_as_its_clients_see_it(run: Run, model_folder: Path) -> None:
+    options = ("--contexts", "40", "--sessions", "1,2", "--steps", "3", "--memory", "50MB", "-b", "20", "--json")
+    code, out, err = run("bench", "--serve", "-m", str(model_folder), "--only", "h2o", *options)
+    assert not code, err
+    rows = json.loads(out)["servers"]
+    assert [(row["label"], row["sessions"], row["error"]) for row in rows] == [("kvkeep h2o", n, "") for n in (1, 2)]
+    for row in rows:
+        assert row["tokens_s"] > 0 and row["first_s"] > 0 and row["peak_bytes"] > 10**7 and row["fit"] > 2
+
+
+def test_what_cannot_be_measured_is_said(run: Run, model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVKEEP_VLLM_PYTHON", raising=False)
+    common = ("bench", "--serve", "-m", str(model_folder), "--contexts", "16", "--sessions", "1", "--steps", "3")
+    code, out, _ = run(*common, "--only", "none", "--peers", "vllm,llama.cpp", "--json")
+    assert not code
+    assert [row["error"].split(" ")[0] for row in json.loads(out)["servers"]] == ["vllm", "llama.cpp"]
+    for wrong, says in (
+        (("--peers", "vlm"), "did you mean vllm"),
+        (("--clock", "processor"), "no other clock"),
+        (("--memory", "much"), "much"),
+    ):
+        code, out, err = run(*common, *wrong)
+        assert code and not out and says in err and "Traceback" not in err
+    with pytest.raises(UsageError, match=r"did you mean llama\.cpp"):
+        server_of("llama")
+    assert all(name == kind.name for name, kind in SERVERS.items())
