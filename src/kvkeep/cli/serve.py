@@ -8,14 +8,21 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvkeep.cli import options as o
 from kvkeep.cli.output import note
-from kvkeep.errors import KvkeepError, UsageError
+from kvkeep.errors import BudgetError, KvkeepError, UsageError
 from kvkeep.extras import optional
+
+if TYPE_CHECKING:
+    from kvkeep.models.loading import Loaded
+    from kvkeep.serve.engine import Engine
+
+UNBOUNDED = 8192
+"""Tokens of a conversation that is planned for, where a model has no number of positions."""
 
 DAY_S = 86400.0
 
@@ -36,7 +43,7 @@ def serve(
             "--method",
             "-x",
             help="Of sessions that name none; see 'kvkeep methods'.",
-            show_default="kv-direct with a budget, full without",
+            show_default="kv-direct with a budget, the planner's choice without",
         ),
     ] = None,
     budget: Annotated[
@@ -45,6 +52,9 @@ def serve(
             "--budget", "-b", help="Of sessions that name none: entries per layer (512), bytes (64MB), a share (25%)."
         ),
     ] = None,
+    conversations: Annotated[
+        int, typer.Option(min=1, help="Without method and budget: as many at full length share the memory.")
+    ] = 8,
     weights: o.Weights = "auto",
     device: o.Device = None,
     grace: Annotated[float, typer.Option(min=0, help="Seconds that answers have to end in after SIGTERM.")] = 10.0,
@@ -111,6 +121,7 @@ def serve(
     store = SessionStore(folder, quota=limit, age=None if age is None else age * DAY_S)
     loaded = load(model, weights=weights, device=device, progress=note)
     total = free_memory(next(loaded.model.parameters()).device) // 2 if total is None else total
+    cache = cache or _planned(loaded, total, conversations)
     engine = Engine(loaded, total, waiting, store, **cache)
     app = application(engine, loaded, Keys(given), Limits(answers if given else None, time), cors or ())
     listening = _socket(host, port)
@@ -119,6 +130,7 @@ def serve(
     _many_files()
     engine.start()
     note(f"{where}/v1  model '{loaded.name}', {total / 1e6:.0f} MB for all conversations; a page at {where}/")
+    note(_fitting(engine))
     refusal = engine.sessions.refusal
     note(f"sessions: {folder}" if refusal is None else f"sessions end with the server. {refusal}")
     if kept is not None:
@@ -130,6 +142,32 @@ def serve(
     if engine.fault is not None:
         raise KvkeepError(f"The engine has failed ({type(engine.fault).__name__}: {engine.fault}).")
     engine.stop(0.0)
+
+
+def _planned(loaded: Loaded, total: int, conversations: int) -> dict[str, Any]:
+    """Return what sessions are that name nothing: the planner's choice of exact caches for so many conversations of as
+    many tokens as there are positions. Raises UsageError where nothing fits."""
+    from kvkeep.geometry import ModelGeometry
+    from kvkeep.plan.planner import ANSWER, recommend
+
+    positions = ModelGeometry.from_config(loaded.model.config, 2).max_positions or UNBOUNDED
+    answer = min(ANSWER, positions // 2)
+    try:
+        choice = recommend(loaded.model, positions - answer, total // conversations, answer=answer, tell=note)
+    except BudgetError as error:
+        raise UsageError(f"{error} Give more --memory, fewer --conversations, or a --method.") from error
+    return {name: value for name, value in choice.options().items() if value is not None}
+
+
+def _fitting(engine: Engine) -> str:
+    """Return, in a sentence, what sessions are that name nothing, and how many of them fit."""
+    from kvkeep.cache import KeepCache
+    from kvkeep.serve.arbiter import most
+
+    cache, tokens = KeepCache(engine.model, **engine.cache), engine.geometry.max_positions or UNBOUNDED
+    kind = f"'{cache.method.name}'" + ("" if cache.entries is None else f" with {cache.entries} entries a layer")
+    fit = engine.arbiter.total // most(cache, tokens)
+    return f"by default {kind} ({cache.exactness}): {fit} conversations of {tokens:,} tokens at once, and more in turns"
 
 
 def _many_files() -> None:
@@ -194,7 +232,7 @@ def _server(uvicorn: Any, app: Any, **given: Any) -> Any:
     return Server(configured(app, **given))
 
 
-def _drain(server: Any, engine: Any, grace: float) -> None:
+def _drain(server: Any, engine: Engine, grace: float) -> None:
     """On SIGTERM and Ctrl-C take no more, let answers end within ``grace`` seconds, and leave; leave also when the
     engine ends by itself."""
 

@@ -1,0 +1,52 @@
+"""``kvkeep serve``: what it refuses, and what sessions are that name nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import tokenizer
+from families import tiny
+
+from kvkeep.cli.serve import _fitting, _planned
+from kvkeep.errors import UsageError
+from kvkeep.models.loading import Loaded
+from kvkeep.plan import planner
+from kvkeep.plan.machine import Machine
+from kvkeep.serve.engine import Engine
+
+PLAIN = Machine.from_sheet(
+    name="a plain one", device="cpu", flops=2e11, memory=2e10, link=None, disk=1e9, memory_bytes=16e9, host_bytes=16e9,
+    layer_step=3e-4, dtype_bytes=4,
+)  # fmt: skip
+
+
+def test_what_cannot_be_served_is_one_sentence(run: Any, model_folder: Path) -> None:
+    common = ("serve", "--model", str(model_folder), "--memory", "50MB")
+    for wrong, sentence in (
+        (("-x", "full", "--host", "256.0.0.1"), "Nothing can listen"),
+        (("-x", "stock"), "cannot be served"),
+        (("-x", "h2o"), "budget"),
+    ):
+        code, _, err = run(*common, *wrong)
+        assert code == 2 and sentence in err and "Traceback" not in err
+
+
+def test_without_a_method_the_planner_chooses_for_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "machine_here", lambda *given: PLAIN)
+    loaded = Loaded(tiny("llama"), tokenizer(), "tiny", "tiny")
+    engine = Engine(loaded, 1)
+    positions = engine.geometry.max_positions
+    assert positions is not None
+    whole = engine.geometry.kv_bytes_per_token * positions
+    roomy, tight = (
+        _planned(loaded, 2 * conversations * whole // share, conversations) for conversations, share in ((3, 1), (3, 4))
+    )
+    assert roomy == {"method": "full"} and "budget" in tight
+    for given in (roomy, tight):
+        told = _fitting(Engine(loaded, 6 * whole, **given))
+        assert given["method"] in told and f"conversations of {positions:,} tokens" in told
+    assert "(exact): " in told and int(told.split("(exact): ")[1].split(" ")[0]) >= 3
+    with pytest.raises(UsageError, match="fewer --conversations"):
+        _planned(loaded, 6 * whole, 10**6)
