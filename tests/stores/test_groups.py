@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, ClassVar
 
 import pytest
@@ -97,7 +98,7 @@ def test_the_most_promising_segments_are_those_with_the_highest_bound() -> None:
 @pytest.mark.parametrize("method", ["lowrank:8", "quest", "quantized:4"])
 def test_steps_with_kernels_are_those_without(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers that attention makes of groups for a moment, or chooses by the query, are nothing to point at."""
-    model = tiny("llama").to(torch.bfloat16)
+    model = copy.deepcopy(tiny("llama")).to(torch.bfloat16)
     ids = torch.arange(240)[None] % model.config.vocab_size
 
     def steps() -> Tensor:
