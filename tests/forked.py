@@ -26,6 +26,7 @@ def started(run: Callable[[], object], env: Mapping[str, str] | None = None, **g
             _others_closed()
             _streams()
             signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # as an interpreter begins
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup may have started the tests
             if env is not None:
                 os.environ.clear()
                 os.environ.update(env)

@@ -33,8 +33,8 @@ def write(text: str) -> None:
 
 
 def note(text: str) -> None:
-    """Print a message on standard error."""
-    err.print(text, style="dim", markup=False)
+    """Print a message on standard error; unless on a terminal, in one line: addresses and paths stay whole."""
+    err.print(text, style="dim", markup=False, soft_wrap=not err.is_terminal)
 
 
 def show(table: Table) -> None:
