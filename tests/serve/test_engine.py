@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from kvkeep.serve.arbiter import held, most
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.job import Full, Stopping
 from kvkeep.serve.sampling import Sampling
+from kvkeep.serve.sessions import Session
 
 PLENTY = 10**9
 ROUNDING = ("knorm", "miss", "kvreviver", "sketch")
@@ -186,6 +188,27 @@ def test_memory_is_granted_before_an_answer_begins_and_idle_sessions_make_way() 
     run(small)
     (error,) = client.events
     assert isinstance(error, BudgetError) and "more memory" in str(error)
+
+
+def counted(function: Callable[..., Any], calls: list[int]) -> Callable[..., Any]:
+    def called(*given: Any, **own: Any) -> Any:
+        calls.append(1)
+        return function(*given, **own)
+
+    return called
+
+
+def test_who_waits_for_memory_costs_no_step_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither its cache nor what others hold is looked at again, until somebody leaves."""
+    cache: dict[str, Any] = {"method": "h2o", "budget": 16, "chunk": 16}
+    engine, made, asked = serving(memory=int(1.5 * most(KeepCache(tiny("llama"), **cache), 60))), [], []
+    clients = [Client(engine, text(40, seed), 20, **cache) for seed in range(3)]
+    for kind, name, calls in ((KeepCache, "__init__", made), (Session, "most", asked)):
+        monkeypatch.setattr(kind, name, counted(getattr(kind, name), calls))
+    run(engine)
+    assert len(made) == 3 and len(asked) <= 6  # each at its arrival, and when it begins
+    for seed, client in enumerate(clients):
+        assert [*client.ended.tokens] == alone("llama", text(40, seed), 20, **cache)
 
 
 def test_too_many_and_too_long_are_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

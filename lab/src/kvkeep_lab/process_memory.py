@@ -75,9 +75,14 @@ def held_now(rollup: Path = Path("/proc/self/smaps_rollup")) -> Held:
     with suppress(OSError, AttributeError, TypeError):  # not glibc
         ctypes.CDLL(None).malloc_trim(0)
     try:
-        lines = rollup.read_text().splitlines()[1:]
+        return held_by(rollup)
     except OSError as error:
         raise KvkeepError("What a process holds is known on Linux only; measure there.") from error
+
+
+def held_by(rollup: Path) -> Held:
+    """Return what a process holds by its ``smaps_rollup``. Raises OSError where there is none."""
+    lines = rollup.read_text().splitlines()[1:]
     size = {name: 1024 * int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
     return Held(size["Pss"], size["Anonymous"], size["Rss"] - size["Anonymous"])
 

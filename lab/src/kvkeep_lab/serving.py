@@ -15,8 +15,7 @@ from kvkeep.cache import KeepCache
 from kvkeep.errors import KvkeepError
 from kvkeep.models.loading import Loaded
 from kvkeep.plan.planner import parse_memory
-from kvkeep.serve.arbiter import most
-from kvkeep_lab.peers.engines import LlamaCpp, Vllm
+from kvkeep.serve.arbiter import Arbiter
 from kvkeep_lab.peers.servers import Ours, Running, Server, server_of
 from kvkeep_lab.tables import Table, fixed, megabytes, number, refusals
 
@@ -79,8 +78,8 @@ def measure_servers(
     ]
     for name in peers:
         kind = server_of(name)
-        engine = LlamaCpp if kind.name == LlamaCpp.name else Vllm
-        servers.append(kind(loaded, most_tokens, most_sessions, interpreters.get(engine.python)))
+        python = None if kind.engine is None else interpreters.get(kind.engine.python)
+        servers.append(kind(loaded, most_tokens, most_sessions, python))
     rows: list[Served] = []
     for place, server in enumerate(servers):
         progress(server.label, place, len(servers))
@@ -130,7 +129,7 @@ def _fit(server: Server, tokens: int, memory: str) -> int | None:
     if not isinstance(server, Ours):
         return None
     asked: dict[str, Any] = {} if server.method == "full" else {"budget": server.budget, "context": tokens}
-    return parse_memory(memory) // most(KeepCache(server.loaded.model, server.method, **asked), tokens)
+    return Arbiter(parse_memory(memory)).fitting(KeepCache(server.loaded.model, server.method, **asked), tokens)
 
 
 def _asked(server: Server, running: Running, context: int, count: int, steps: int) -> tuple[list[Stream], int]:

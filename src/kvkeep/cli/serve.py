@@ -7,7 +7,6 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -68,14 +67,7 @@ def serve(
     ] = None,
     certificate: Annotated[str | None, typer.Option(metavar="FILE", help="For HTTPS: the certificate (PEM).")] = None,
     private_key: Annotated[str | None, typer.Option(metavar="FILE", help="For HTTPS: its private key (PEM).")] = None,
-    sessions: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="Where named sessions are kept, also over a restart.",
-            show_default="$KVKEEP_DATA/sessions, as 'kvkeep sessions' has it",
-        ),
-    ] = None,
+    sessions: o.Sessions = None,
     quota: Annotated[
         str | None,
         typer.Option(help="Bytes of all sessions in the folder (10GB); the oldest go.", show_default="none"),
@@ -92,8 +84,7 @@ def serve(
     uvicorn = optional("uvicorn", "serve")
     optional("fastapi", "serve")
     optional("prometheus_client", "serve")
-    from kvkeep.decode.session_store import SessionStore
-    from kvkeep.models.folders import data_folder
+    from kvkeep.decode.session_store import SessionStore, sessions_folder
     from kvkeep.models.loading import load
     from kvkeep.models.room import free_memory
     from kvkeep.plan.planner import parse_memory
@@ -116,8 +107,7 @@ def serve(
     if method == STOCK:
         raise UsageError("transformers' own cache has no budget and cannot be served; 'full' keeps everything, too.")
     Request.parse(**cache)
-    folder = data_folder() / "sessions" if sessions is None else Path(sessions)
-    limit = None if quota is None else parse_memory(quota)
+    folder, limit = sessions_folder(sessions), None if quota is None else parse_memory(quota)
     store = SessionStore(folder, quota=limit, age=None if age is None else age * DAY_S)
     loaded = load(model, weights=weights, device=device, progress=note)
     total = free_memory(next(loaded.model.parameters()).device) // 2 if total is None else total
@@ -162,11 +152,10 @@ def _planned(loaded: Loaded, total: int, conversations: int) -> dict[str, Any]:
 def _fitting(engine: Engine) -> str:
     """Return, in a sentence, what sessions are that name nothing, and how many of them fit."""
     from kvkeep.cache import KeepCache
-    from kvkeep.serve.arbiter import most
 
     cache, tokens = KeepCache(engine.model, **engine.cache), engine.geometry.max_positions or UNBOUNDED
     kind = f"'{cache.method.name}'" + ("" if cache.entries is None else f" with {cache.entries} entries a layer")
-    fit = engine.arbiter.total // most(cache, tokens)
+    fit = engine.arbiter.fitting(cache, tokens)
     return f"by default {kind} ({cache.exactness}): {fit} conversations of {tokens:,} tokens at once, and more in turns"
 
 

@@ -96,10 +96,9 @@ def import_(file: File, name: Name, sessions: options.Sessions = None, json: opt
 
 
 def _store(folder: str | None) -> SessionStore:
-    from kvkeep.decode.session_store import SessionStore
-    from kvkeep.models.folders import data_folder
+    from kvkeep.decode.session_store import SessionStore, sessions_folder
 
-    return SessionStore(data_folder() / "sessions" if folder is None else Path(folder))
+    return SessionStore(sessions_folder(folder))
 
 
 def _done(sentence: str, facts: dict[str, Any], json: bool) -> None:

@@ -15,6 +15,7 @@ from kvkeep.decode.journal import held
 from kvkeep.decode.session_file import SessionFile
 from kvkeep.decode.session_layout import NAME_OF_IDS
 from kvkeep.errors import SessionBusy, SessionError, UsageError
+from kvkeep.models.folders import data_folder
 
 SUFFIX = ".session"
 _PART = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}"
@@ -42,6 +43,11 @@ class SessionInfo:
     family: str | None = None
     method: str | None = None
     budget: str | None = None
+
+
+def sessions_folder(named: str | os.PathLike[str] | None = None) -> Path:
+    """Return the folder of sessions that was named, or this user's."""
+    return data_folder() / "sessions" if named is None else Path(named)
 
 
 class SessionStore:

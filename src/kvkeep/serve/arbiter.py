@@ -100,6 +100,10 @@ class Arbiter:
                 f"{self.total / MEGA:.1f} MB; give it a smaller budget or fewer tokens, or the server more memory."
             )
 
+    def fitting(self, cache: KeepCache, tokens: int) -> int:
+        """Return how many sessions like ``cache``, of ``tokens`` tokens, can be answered at once."""
+        return self.total // most(cache, tokens)
+
     def short(self, wanted: int, granted: Iterable[int], idle: Iterable[int]) -> int:
         """Return how many bytes are missing for ``wanted`` more; 0 or less: it can be granted."""
         return wanted + sum(granted) + sum(idle) - self.total

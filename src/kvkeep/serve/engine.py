@@ -73,6 +73,7 @@ class Engine:
         self.watch = Watch()
         self._saving: list[Job] = []
         self._waiting: deque[Job] = deque()
+        self._refused: tuple[Job, object] | None = None  # who waits for memory, and the house that has none
         self._count = 0  # of those in the inbox and waiting
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -261,7 +262,8 @@ class Engine:
         """Return the session that an answer goes on with, None as long as its file is being opened. Raises what that
         fails by."""
         if job.name is None:
-            return Session(None, Past(KeepCache(self.model, **job.cache)))
+            job.session = job.session or Session(None, Past(KeepCache(self.model, **job.cache)))
+            return job.session
         session = self.sessions.memory.get(job.name)
         if session is None:
             if job.file is None:
@@ -287,6 +289,9 @@ class Engine:
     def _begun(self, job: Job, session: Session) -> bool:
         """Grant memory to an answer and begin it, once its session is in memory; False: it has to wait. Raises what it
         fails by."""
+        house = [*map(id, self.running)], [*map(id, self._saving)], [*self.sessions.memory]
+        if self._refused == (job, house):  # nobody has left since: what they hold is not counted at every step
+            return False
         wanted = session.most(len(job.ask.prompt) + job.ask.most)
         self.arbiter.check(wanted)
         answering = {id(one.session) for one in self.running} | {id(session)}
@@ -294,13 +299,14 @@ class Engine:
         idle = [one for one in self.sessions.idle() if id(one) in others]  # the least recently used first
         missing = self.arbiter.short(wanted, (running.granted for running in self.running), others.values())
         if missing > sum(others[id(one)] for one in idle):
+            self._refused = job, house
             return False
         for one in idle:
             if missing <= 0:
                 break
             missing -= others[id(one)]
             self.sessions.park(one)
-        job.session, job.granted = session, wanted
+        job.session, job.granted, self._refused = session, wanted, None
         self.running.append(job)
         if session.name is not None:
             self.sessions.touch(session)

@@ -15,13 +15,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import ClassVar
+from typing import IO, ClassVar
 
 import torch
 
 from kvkeep.errors import KvkeepError, UsageError, unknown
 from kvkeep.models.loading import Loaded
-from kvkeep_lab.peers.engines import LlamaCpp, Vllm, file_of, written
+from kvkeep_lab.peers.engines import Engine, LlamaCpp, Vllm, file_of, written
+from kvkeep_lab.process_memory import held_by
 
 START_S = 300.0
 """Seconds that a server has to be there in."""
@@ -33,11 +34,12 @@ class Server(ABC):
     """A server with one model. interpreter: that has it, None for the environment variable's; tokens, sessions: the
     most of one, and of them at a time.
 
-    name: what ``--peers`` calls it. usage: whether a stream ends with the number of tokens, where it is asked to;
-    else every piece of text counts as one.
+    name: what ``--peers`` calls it. engine: whose interpreter runs it; None: this one. usage: whether a stream ends
+    with the number of tokens, where it is asked to; else every piece of text counts as one.
     """
 
     name: ClassVar[str]
+    engine: ClassVar[type[Engine] | None] = None
     usage: ClassVar[bool] = False
 
     def __init__(self, loaded: Loaded, tokens: int, sessions: int, interpreter: str | None = None) -> None:
@@ -124,6 +126,7 @@ class LlamaCppServer(Server):
     """llama-cpp-python's server with the model's GGUF file."""
 
     name = LlamaCpp.name
+    engine = LlamaCpp
 
     @contextmanager
     def command(self, port: int) -> Iterator[tuple[list[str], Mapping[str, str]]]:
@@ -138,6 +141,7 @@ class VllmServer(Server):
     """vLLM's server with the model's folder, as bfloat16, operation by operation."""
 
     name = Vllm.name
+    engine = Vllm
     usage = True
     compiled: ClassVar[bool] = False
 
@@ -209,7 +213,7 @@ def _free_port() -> int:
         return port
 
 
-def _wait(name: str, process: subprocess.Popen[bytes], url: str, said: object) -> None:
+def _wait(name: str, process: subprocess.Popen[bytes], url: str, said: IO[bytes]) -> None:
     """Wait until a server answers. Raises KvkeepError where it does not."""
     end = time.monotonic() + START_S
     while time.monotonic() < end and process.poll() is None:
@@ -220,8 +224,8 @@ def _wait(name: str, process: subprocess.Popen[bytes], url: str, said: object) -
                 error.close()  # it is there
             return
         time.sleep(0.2)
-    said.seek(0)  # type: ignore[attr-defined]
-    lines = said.read().decode(errors="replace").strip().splitlines() or ["it gave no reason"]  # type: ignore[attr-defined]
+    said.seek(0)
+    lines = said.read().decode(errors="replace").strip().splitlines() or ["it gave no reason"]
     how = "did not answer" if process.poll() is None else "ended"
     raise KvkeepError(f"The server {name} {how}: {lines[-1].rstrip('.')}.")
 
@@ -237,8 +241,6 @@ def _family(pid: int) -> Sequence[int]:
 
 
 def _pss(pid: int) -> int:
-    with suppress(OSError):
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                return 1024 * int(line.split()[1])
+    with suppress(OSError):  # it has ended
+        return held_by(Path(f"/proc/{pid}/smaps_rollup")).pss
     return 0

@@ -1,15 +1,9 @@
 import { get, remove as removed, Refused, setKey, stream } from "./api.js";
+import { by, make } from "./dom.js";
 import { render } from "./markdown.js";
 import { bar, bytes, number, said, show } from "./memory.js";
 import { begin, keep, remove, reread, talks, title } from "./talks.js";
 
-const by = (id) => document.getElementById(id);
-const make = (tag, name, text) => {
-  const element = document.createElement(tag);
-  if (name) element.className = name;
-  if (text !== undefined) element.textContent = text;
-  return element;
-};
 const BUDGETS = "A budget is entries of each layer (512), bytes (64MB) or a share of the text (25%).";
 const LOOK_MS = 1000, SERVER_MS = 5000, COLUMNS = 320;
 

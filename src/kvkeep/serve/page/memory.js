@@ -1,12 +1,6 @@
 // The picture of a cache: what became of each token in every layer, as `kvkeep inspect` shows it.
 
-const by = (id) => document.getElementById(id);
-const make = (tag, name, text) => {
-  const element = document.createElement(tag);
-  if (name) element.className = name;
-  if (text !== undefined) element.textContent = text;
-  return element;
-};
+import { by, make } from "./dom.js";
 
 export const number = (count) => count.toLocaleString("en-GB");
 export const bytes = (count) => {
