@@ -15,6 +15,7 @@ from torch import Tensor
 from kvkeep import KeepCache
 from kvkeep.attention.together import Together
 from kvkeep.models.bits import row_independent
+from kvkeep.models.fused import FusedLayers
 from kvkeep.models.loading import load
 from kvkeep.serve.batch import Read, forward
 
@@ -50,20 +51,34 @@ def read(model: Any, caches: list[KeepCache], ids: list[list[int]]) -> list[Tens
 
 @pytest.fixture
 def shared(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many sessions each call was for."""
+    """How many sessions each layer's call was for."""
     calls: list[int] = []
-    own = Together.attend
+    own = Together.__init__
 
-    def counted(self: Together, *given: Any) -> Tensor:
-        calls.append(len(self._arrivals))
+    def counted(self: Together, arrivals: Any, tokens: Any) -> None:
+        calls.append(len(arrivals))
+        own(self, arrivals, tokens)
+
+    monkeypatch.setattr(Together, "__init__", counted)
+    return calls
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The layers of each call that went through all of them."""
+    calls: list[int] = []
+    own = FusedLayers.__call__
+
+    def counted(self: FusedLayers, *given: Any) -> Tensor:
+        calls.append(len(self.layers))
         return own(self, *given)
 
-    monkeypatch.setattr(Together, "attend", counted)
+    monkeypatch.setattr(FusedLayers, "__call__", counted)
     return calls
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_sessions_together_are_as_each_alone(family: str, tmp_path: Path, shared: list[int]) -> None:
+def test_sessions_together_are_as_each_alone(family: str, tmp_path: Path, shared: list[int], passes: list[int]) -> None:
     model = loaded(family, tmp_path)
     pairs = [[KeepCache(model, name, budget, **options) for name, budget, options in METHODS] for _ in range(2)]
     # Rings, pages and banks grow, fill up and turn while they decode.
@@ -75,6 +90,7 @@ def test_sessions_together_are_as_each_alone(family: str, tmp_path: Path, shared
         found = read(model, pairs[0], [[text[-step]] for text in texts])
         for (name, budget, _), logits, own, text in zip(METHODS, found, pairs[1], texts, strict=True):
             assert torch.equal(logits, alone(model, own, [text[-step]])), (name, budget, step)
+    assert bool(passes) is (family == "llama")  # where layers slide, more than the kernel has a part in them
     assert max(shared) == len(METHODS) and sum(shared) > 0.8 * len(METHODS) * len(shared)
     for together, own in zip(*pairs, strict=True):
         assert together.get_seq_length() == own.get_seq_length()
@@ -96,7 +112,8 @@ def test_latent_attention_goes_by_each_cache(tmp_path: Path, shared: list[int]) 
     assert bool(shared) is not latent
 
 
-def test_a_pass_that_breaks_off_is_undone(tmp_path: Path, shared: list[int]) -> None:
+@pytest.mark.parametrize("where", ["layers.1", "norm"])  # between layers, and after all of them at once
+def test_a_pass_that_breaks_off_is_undone(where: str, tmp_path: Path, passes: list[int]) -> None:
     model = loaded("llama", tmp_path)
     methods = [METHODS[0], METHODS[1], METHODS[3]]
     pairs = [[KeepCache(model, name, budget, **options) for name, budget, options in methods] for _ in "ab"]
@@ -105,14 +122,16 @@ def test_a_pass_that_breaks_off_is_undone(tmp_path: Path, shared: list[int]) -> 
         alone(model, together, text[:-2])
         alone(model, own, text[:-2])
     read(model, pairs[0], [[text[-2]] for text in texts])
+    before = len(passes)
 
     def broken(*_: Any) -> None:
         raise MemoryError
 
-    handle = model.model.layers[1].register_forward_pre_hook(broken)
+    handle = model.model.get_submodule(where).register_forward_pre_hook(broken)
     with pytest.raises(MemoryError):
         read(model, pairs[0], [[7]] * 3)
     handle.remove()
+    assert len(passes) - before == (where == "norm")
     assert [cache.get_seq_length() for cache in pairs[0]] == [39] * 3
     found = read(model, pairs[0], [[text[-1]] for text in texts])
     for logits, own, text in list(zip(found, pairs[1], texts, strict=True))[:2]:  # the exact ones

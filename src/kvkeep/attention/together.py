@@ -92,6 +92,11 @@ class Together:
             arrival.struct.token = token
         self._table = (ctypes.c_void_p * len(arrivals))(*(ctypes.addressof(one.struct) for one in arrivals))
 
+    @property
+    def address(self) -> int:
+        """Where the kernel finds the arrivals."""
+        return ctypes.addressof(self._table)
+
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """Keep each token's entry and return attention, (1, tokens, heads, value_dim); that of tokens that are not here
         is not set.
@@ -100,17 +105,17 @@ class Together:
         """
         heads, tokens = query.shape[1:3]
         query, key, value = query.transpose(1, 2).contiguous(), key.contiguous(), value.contiguous()
-        for arrival in self._arrivals:
-            arrival.struct.attention.groups = heads // key.shape[1]
         out = torch.empty(1, tokens, heads, value.shape[3], dtype=torch.bfloat16)
         lse = torch.empty(tokens, heads)
         kernels().kk_together(
-            ctypes.addressof(self._table),
+            self.address,
             len(self._arrivals),
             query.data_ptr(),
             key.data_ptr(),
             value.data_ptr(),
             tokens,
+            heads,
+            False,
             scaling,
             out.data_ptr(),
             lse.data_ptr(),

@@ -637,17 +637,16 @@ static void attend_blocks(const Job& job, int64_t least, int64_t greatest) {
   float* mixes = (float*)own.at(3, a.lanes * rows * blocks * (dim * 4 + sizeof(Part)));
   Part* have = (Part*)(mixes + a.lanes * rows * blocks * dim);
   for (int64_t i = 0; i < a.lanes * rows * blocks; i++) have[i] = {NOTHING, 0.f};
-#pragma omp parallel for schedule(static) collapse(2)
-  for (int64_t lane = 0; lane < a.lanes; lane++)
-    for (int64_t block = 0; block < blocks; block++) {
-      Room room(a);
-      for (int64_t row = 0; row < rows; row += TOGETHER)
-        block_of(a, lane, row, std::min(TOGETHER, rows - row), least + block, room, [&](int64_t r, const Part& more, const float* mix) {
-          int64_t at = (lane * rows + r) * blocks + block;
-          have[at] = more;
-          memcpy(mixes + at * dim, mix, dim * 4);
-        });
-    }
+  each(a.lanes * blocks, [&](int64_t task) {
+    int64_t lane = task / blocks, block = task % blocks;
+    Room room(a);
+    for (int64_t row = 0; row < rows; row += TOGETHER)
+      block_of(a, lane, row, std::min(TOGETHER, rows - row), least + block, room, [&](int64_t r, const Part& more, const float* mix) {
+        int64_t at = (lane * rows + r) * blocks + block;
+        have[at] = more;
+        memcpy(mixes + at * dim, mix, dim * 4);
+      });
+  });
   for (int64_t r = 0; r < a.lanes * rows; r++) {
     Part whole = {NOTHING, 0.f};
     Part& into = state ? before[r] : whole;
@@ -679,8 +678,7 @@ static void attend_jobs(const Job* jobs, int64_t count) {
     for (int64_t t = 0; t < total; t++) if (!tasks[t].lane && !tasks[t].part) attend_blocks(*tasks[t].job, tasks[t].least, tasks[t].greatest);
     return;
   }
-#pragma omp parallel for schedule(dynamic)
-  for (int64_t t = 0; t < total; t++) attend_part(*tasks[t].job, tasks[t].least, tasks[t].greatest, tasks[t].lane, tasks[t].part);
+  each(total, [&](int64_t t) { attend_part(*tasks[t].job, tasks[t].least, tasks[t].greatest, tasks[t].lane, tasks[t].part); });
 }
 
 // What the entries of one block of a lane received, as kk_received has it.
@@ -733,35 +731,37 @@ void kk_attend(const Attention* given, void* out, int floats, float* lse, float*
 // the maximum over all) of exp(score - lse). out: (lanes, entries) float32.
 void kk_received(const Attention* given, const float* lse, int64_t last, int greatest, float* out) {
   int64_t blocks = (given->entries + BLOCK - 1) / BLOCK;
-#pragma omp parallel for schedule(dynamic) collapse(2)
-  for (int64_t lane = 0; lane < given->lanes; lane++)
-    for (int64_t block = 0; block < blocks; block++) received_of(*given, lse, last, greatest, out, lane, block);
+  each(given->lanes * blocks, [&](int64_t task) { received_of(*given, lse, last, greatest, out, task / blocks, task % blocks); });
 }
 
 // A token of each of `count` sessions in one layer: its entry is kept, and then it attends. query: (tokens, heads, dim);
-// key, value: (kv heads, tokens, dim); out: (tokens, heads, value_dim) and lse: (tokens, heads), of these tokens only.
+// key, value: (kv heads, tokens, dim), or (tokens, kv heads, dim) `by_token`; out: (tokens, heads, value_dim) and lse:
+// (tokens, heads), of these tokens only.
 void kk_together(Arrival* const* arrivals, int64_t count, const bf16* query, const bf16* key, const bf16* value,
-                 int64_t tokens, float scaling, bf16* out, float* lse) {
+                 int64_t tokens, int64_t heads, int by_token, float scaling, bf16* out, float* lse) {
   Job* job = (Job*)own.at(6, count * sizeof(Job));
-  int64_t lanes = count ? arrivals[0]->attention.lanes : 0;
+  bool asked = false;
   for (int64_t i = 0; i < count; i++) {
     Attention& a = arrivals[i]->attention;
-    int64_t row = arrivals[i]->token * a.lanes * a.groups;
+    int64_t token = arrivals[i]->token, row = token * heads;
+    a.groups = heads / a.lanes;
     a.query = query + row * a.dim;
     a.scaling = scaling;
     job[i] = {&a, out + row * a.value_dim, 0, lse + row, nullptr, 0};
+    asked |= arrivals[i]->received != nullptr;
     for (int64_t lane = 0; lane < a.lanes; lane++) {
-      int64_t at = lane * tokens + arrivals[i]->token;
+      int64_t at = by_token ? token * a.lanes + lane : lane * tokens + token;
       enter(arrivals[i]->entering, lane, (const char*)(key + at * a.dim), (const char*)(value + at * a.value_dim));
     }
   }
   attend_jobs(job, count);
-#pragma omp parallel for schedule(dynamic) collapse(2)
-  for (int64_t i = 0; i < count; i++)
-    for (int64_t lane = 0; lane < lanes; lane++)
-      if (const Arrival& own_one = *arrivals[i]; own_one.received)
-        for (int64_t block = 0; block < (own_one.attention.entries + BLOCK - 1) / BLOCK; block++)
-          received_of(own_one.attention, job[i].lse, 1, int(own_one.greatest), own_one.received, lane, block);
+  int64_t lanes = count ? arrivals[0]->attention.lanes : 0;
+  if (asked) each(count * lanes, [&](int64_t task) {
+    const Arrival& mine = *arrivals[task / lanes];
+    if (!mine.received) return;
+    for (int64_t block = 0; block < (mine.attention.entries + BLOCK - 1) / BLOCK; block++)
+      received_of(mine.attention, job[task / lanes].lse, 1, int(mine.greatest), mine.received, task % lanes, block);
+  });
 }
 
 // Attention over all entries of lanes whose rows lie behind each other, in one piece, without a mask: what a step does.

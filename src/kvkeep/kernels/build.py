@@ -40,7 +40,8 @@ SIGNATURES = {
     "kk_attend_alone": "pppllllllllfpppi",
     "kk_received": "pplip",
     "kk_replace": "plpp",
-    "kk_together": "plppplfpp",
+    "kk_together": "plpppllifpp",
+    "kk_layers": "ppplllppp",
 }
 """The kernels' arguments: pointers, integers of 64 bits and of 32, floats."""
 

@@ -7,6 +7,7 @@
 
 #pragma once
 
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
@@ -16,6 +17,7 @@
 #ifdef _OPENMP
 #include <omp.h>
 #endif
+#include <sched.h>
 #if defined(__AVX512F__)
 #include <immintrin.h>
 #endif
@@ -98,7 +100,7 @@ static inline vf exp16(vf x) {  // exp for x <= 0; 0 below -87
 
 
 struct Own {  // scratch of one thread, kept between calls
-  void* data[7] = {}; size_t size[7] = {};
+  void* data[8] = {}; size_t size[8] = {};
   ~Own() { for (void* p : data) free(p); }
   void* at(int which, size_t bytes) {
     if (size[which] < bytes) {
@@ -118,4 +120,79 @@ static inline int threads() {
 #else
   return 1;
 #endif
+}
+
+// ---- loops over tasks ---------------------------------------------------------------------------------------------
+//
+// A decoded token is some two hundred loops of a few microseconds each. To begin and end a parallel region for every one
+// costs as much as the loop itself, and far more where the runtime puts its threads to sleep in between, as it does once
+// there are more of them in a process than processors. So a call opens one region for all of its loops, in which the
+// thread that called runs the program, and the others help with the tasks of whatever loop it is in. Whoever is free
+// takes the next task: a helper that the system has put aside holds nobody up unless it has begun one.
+
+class Team {
+  static constexpr int BITS = 20;
+  static constexpr uint64_t MOST = (1 << BITS) - 1, END = ~uint64_t(0);
+  std::atomic<uint64_t> state{0};  // from the top: the loop's number, how many tasks it has, and how many were taken
+  std::atomic<int64_t> undone{0};
+  void (*run)(const void*, int64_t) = nullptr;
+  const void* body = nullptr;
+
+  bool take() {  // a task of the loop under way, if one is left; until it is done, no other loop begins
+    uint64_t now = state.load(std::memory_order_acquire);
+    if (now == END || (now & MOST) >= (now >> BITS & MOST)) return false;
+    if (state.compare_exchange_weak(now, now + 1, std::memory_order_acq_rel)) {
+      run(body, int64_t(now & MOST));
+      undone.fetch_sub(1, std::memory_order_release);
+    }
+    return true;
+  }
+  static void wait(int& turns) {  // some 20 microseconds, then whoever else wants the processor goes first
+    if (++turns > 500) { sched_yield(); return; }
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+  }
+
+ public:
+  template <class F> void loop(int64_t count, const F& f) {
+    run = [](const void* own, int64_t task) { (*(const F*)own)(task); };
+    body = &f;
+    undone.store(count, std::memory_order_relaxed);
+    uint64_t number = (state.load(std::memory_order_relaxed) >> 2 * BITS) + 1;
+    state.store(number << 2 * BITS | uint64_t(count) << BITS, std::memory_order_release);
+    while (take()) {}
+    for (int turns = 0; undone.load(std::memory_order_acquire);) wait(turns);
+  }
+  void help() {
+    for (int turns = 0; state.load(std::memory_order_acquire) != END;) if (take()) turns = 0; else wait(turns);
+  }
+  void end() { state.store(END, std::memory_order_release); }
+};
+inline thread_local Team* team = nullptr;  // of the call that this thread runs
+
+// Run a call of few rows with all threads at hand for its loops.
+template <class F> static void with_team(bool few, const F& call) {
+#ifdef _OPENMP
+  if (few && !team && threads() > 1) {
+    Team own_team;
+#pragma omp parallel
+    if (omp_get_thread_num()) own_team.help();
+    else {
+      team = &own_team;
+      call();
+      team = nullptr;
+      own_team.end();
+    }
+    return;
+  }
+#endif
+  call();
+}
+
+// body(task) of all tasks, in any order and by any thread.
+template <class F> static void each(int64_t count, const F& body) {
+  if (team) { team->loop(count, body); return; }
+#pragma omp parallel for schedule(dynamic)
+  for (int64_t task = 0; task < count; task++) body(task);
 }

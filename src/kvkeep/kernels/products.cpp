@@ -155,7 +155,8 @@ static void sum_groups(const bf16* x, int64_t rows, int64_t stride, int64_t inpu
     }
 }
 
-constexpr int64_t WRITTEN = 2 * ROWS;  // rows from which a panel is written out once instead of read anew by each tile
+constexpr int64_t FEW = 2 * ROWS;  // rows up to which a product is microseconds
+constexpr int64_t WRITTEN = FEW;  // rows beyond which a panel is written out once instead of read anew by each tile
 
 template <int BITS>
 static void panels(const Weights& w, const bf16* x, int64_t rows, int64_t stride, const float* sums, const bf16* bias,
@@ -165,8 +166,7 @@ static void panels(const Weights& w, const bf16* x, int64_t rows, int64_t stride
   int64_t together = written || rows >= 4 ? 2 : MOST;  // panels of a task
   int64_t workers = threads(), tasks = (count + together - 1) / together;
   if (tasks < 4 * workers) tasks = std::min(count, (tasks + workers - 1) / workers * workers);  // as many for each
-#pragma omp parallel for schedule(static)
-  for (int64_t task = 0; task < tasks; task++) {
+  each(tasks, [&](int64_t task) {
     int64_t first = count * task / tasks, last = count * (task + 1) / tasks, step = size;
     const char* codes = (const char*)w.codes + first * size;
     if (written) {
@@ -202,7 +202,7 @@ static void panels(const Weights& w, const bf16* x, int64_t rows, int64_t stride
         panel += done;
       }
     }
-  }
+  });
 }
 
 static void product(const Weights& w, const bf16* x, int64_t rows, int64_t stride, const bf16* bias, bf16* y, int64_t across) {
@@ -277,30 +277,10 @@ struct Layer {  // the weights of a decoder layer laid out like Llama's; null: t
   float eps;
 };
 
-extern "C" {
-
-int kk_native() {
-#if defined(__AVX512BF16__)
-  return 2;
-#elif defined(__AVX2__)
-  return 1;
-#else
-  return 0;
-#endif
-}
-
-void kk_product(const Weights* w, const bf16* x, int64_t rows, const bf16* bias, bf16* y, int64_t across) {
-  product(*w, x, rows, w->inputs, bias, y, across);
-}
-
-void kk_norm(const bf16* x, const float* weight, float eps, int64_t rows, int64_t width, bf16* y) {
-  norms(x, nullptr, nullptr, weight, eps, rows, width, y);
-}
-
 // What enters attention: x (batch * n, hidden) is normalised, projected and turned; query, key, value: (batch, heads, n,
 // dim). cos, sin: (batch or 1, n, dim), `shared` where 1.
-void kk_enter(const Layer* l, const bf16* x, int64_t batch, int64_t n, const bf16* cos, const bf16* sin, int shared,
-              bf16* query, bf16* key, bf16* value, bf16* normed, bf16* wide_rows) {
+static void enter_layer(const Layer* l, const bf16* x, int64_t batch, int64_t n, const bf16* cos, const bf16* sin, int shared,
+                        bf16* query, bf16* key, bf16* value, bf16* normed, bf16* wide_rows) {
   int64_t rows = batch * n, dim = l->dim, across = (l->heads + 2 * l->kv_heads) * dim;
   norms(x, nullptr, nullptr, l->before, l->eps, rows, l->hidden, normed);
   for (int64_t i = 0, at = 0; i < 3 && l->qkv[i].outputs; at += l->qkv[i++].outputs)
@@ -323,9 +303,9 @@ void kk_enter(const Layer* l, const bf16* x, int64_t batch, int64_t n, const bf1
   }
 }
 
-// What leaves the layer: attention (batch * n, heads * dim), residual and y (batch * n, hidden).
-void kk_leave(const Layer* l, const bf16* attention, const bf16* residual, int64_t rows, bf16* y, bf16* normed, bf16* gates,
-              bf16* inner) {
+// What leaves the layer: attention (rows, heads * dim), residual and y (rows, hidden), which may be one.
+static void leave_layer(const Layer* l, const bf16* attention, const bf16* residual, int64_t rows, bf16* y, bf16* normed,
+                        bf16* gates, bf16* inner) {
   int64_t across = l->heads * l->dim, hidden = l->hidden;
   product(l->out, attention, rows, across, l->out_bias, normed, hidden);
   if (l->after_attention) norms(normed, nullptr, nullptr, l->after_attention, l->eps, rows, hidden, normed);
@@ -338,6 +318,61 @@ void kk_leave(const Layer* l, const bf16* attention, const bf16* residual, int64
 #pragma omp parallel for schedule(static) if (rows > 16)
   for (int64_t r = 0; r < rows; r++)
     for (int64_t i = 0; i < hidden; i++) y[r * hidden + i] = narrow(wide(y[r * hidden + i]) + wide(normed[r * hidden + i]));
+}
+
+struct Arrival;  // of attention.cpp
+
+extern "C" {
+
+int kk_native() {
+#if defined(__AVX512BF16__)
+  return 2;
+#elif defined(__AVX2__)
+  return 1;
+#else
+  return 0;
+#endif
+}
+
+void kk_product(const Weights* w, const bf16* x, int64_t rows, const bf16* bias, bf16* y, int64_t across) {
+  product(*w, x, rows, w->inputs, bias, y, across);
+}
+
+void kk_norm(const bf16* x, const float* weight, float eps, int64_t rows, int64_t width, bf16* y) {
+  norms(x, nullptr, nullptr, weight, eps, rows, width, y);
+}
+
+void kk_enter(const Layer* l, const bf16* x, int64_t batch, int64_t n, const bf16* cos, const bf16* sin, int shared,
+              bf16* query, bf16* key, bf16* value, bf16* normed, bf16* wide_rows) {
+  with_team(batch * n <= FEW, [&] { enter_layer(l, x, batch, n, cos, sin, shared, query, key, value, normed, wide_rows); });
+}
+
+void kk_leave(const Layer* l, const bf16* attention, const bf16* residual, int64_t rows, bf16* y, bf16* normed, bf16* gates,
+              bf16* inner) {
+  with_team(rows <= FEW, [&] { leave_layer(l, attention, residual, rows, y, normed, gates, inner); });
+}
+
+void kk_together(Arrival* const* arrivals, int64_t count, const bf16* query, const bf16* key, const bf16* value,
+                 int64_t tokens, int64_t heads, int by_token, float scaling, bf16* out, float* lse);  // attention.cpp
+
+// `count` layers laid out alike, one after the other, for tokens of sessions whose entries the kernel keeps and attends in
+// all of them: arrivals and scaling by layer. cos, sin: (tokens, dim). x: (tokens, hidden), in place.
+void kk_layers(const Layer* const* layers, Arrival* const* const* arrivals, const float* scaling, int64_t count,
+               int64_t sessions, int64_t tokens, const bf16* cos, const bf16* sin, bf16* x) {
+  const Layer& l = *layers[0];
+  int64_t queries = l.heads * l.dim, keys = l.kv_heads * l.dim, each_token = l.hidden + 3 * queries + 4 * keys + 3 * l.inner;
+  bf16* room = (bf16*)own.at(7, tokens * (each_token * 2 + l.heads * 4));
+  auto take = [&](int64_t width) { bf16* at = room; room += tokens * width; return at; };
+  float* lse = (float*)take(2 * l.heads);
+  bf16 *normed = take(l.hidden), *wide_rows = take(queries + 2 * keys), *query = take(queries), *key = take(keys), *value = take(keys);
+  bf16 *attended = take(queries), *gates = take(2 * l.inner), *inner = take(l.inner);
+  with_team(tokens <= FEW, [&] {
+    for (int64_t i = 0; i < count; i++) {
+      enter_layer(layers[i], x, tokens, 1, cos, sin, 0, query, key, value, normed, wide_rows);
+      kk_together(arrivals[i], sessions, query, key, value, tokens, l.heads, 1, scaling[i], attended, lse);
+      leave_layer(layers[i], attended, x, tokens, x, normed, gates, inner);
+    }
+  });
 }
 
 }  // extern "C"

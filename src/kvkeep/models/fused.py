@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -96,6 +97,7 @@ class FusedLayer:
         self.dim = attention.head_dim
         self.heads, self.kv_heads = (part.out_features // self.dim for part in projections[:2])
         self.hidden, self.inner = attention.q_proj.in_features, mlp.gate_proj.out_features
+        self.all: FusedLayers | None = None  # the first layer's: what runs all of them
         if self.inner % 16 or self.dim % 2 or any(type(part) is not PackedLinear for part in projections):
             raise TypeError("its widths are not multiples of 16")
         if any(part.bias is not None for part in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)):
@@ -150,6 +152,8 @@ class FusedLayer:
         **kwargs: Any,
     ) -> Any:
         """Return what the layer's own forward returns."""
+        if getattr(past_key_values, "passed", False):
+            return hidden_states
         interface = ALL_ATTENTION_FUNCTIONS.get(self.attention.config._attn_implementation)
         if (
             args
@@ -163,6 +167,10 @@ class FusedLayer:
             given: dict[str, Any] = {"attention_mask": attention_mask, "past_key_values": past_key_values}
             given |= {"position_embeddings": position_embeddings} | kwargs
             return self.plain(hidden_states, *args, **given)
+        arrivals = () if self.all is None else getattr(past_key_values, "arrivals", ())
+        if self.all is not None and arrivals and self.all.runs(len(arrivals)):
+            past_key_values.passed = True
+            return self.all(hidden_states, position_embeddings, arrivals, past_key_values.sessions)
         query, key, value, residual = self._enter(hidden_states, position_embeddings)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.attention.layer_idx)
@@ -176,9 +184,7 @@ class FusedLayer:
     def _enter(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         x = x.contiguous()
         batch, count, _ = x.shape
-        cos, sin = angles
-        if cos.dtype != torch.bfloat16 or not (cos.is_contiguous() and sin.is_contiguous()):
-            cos, sin = (part.to(torch.bfloat16).contiguous() for part in angles)
+        cos, sin = _turns(angles)
         query = torch.empty(batch, self.heads, count, self.dim, dtype=torch.bfloat16)
         key = torch.empty(batch, self.kv_heads, count, self.dim, dtype=torch.bfloat16)
         value = torch.empty_like(key)
@@ -220,6 +226,68 @@ class FusedLayer:
         return result
 
 
+class FusedLayers:
+    """All layers of a decoder in one call, for tokens that the kernel keeps and attends in every one of them."""
+
+    def __init__(self, layers: Sequence[FusedLayer]) -> None:
+        self.layers = layers
+
+    @classmethod
+    def of(cls, layers: Sequence[FusedLayer]) -> FusedLayers | None:
+        """Return them as one; None where they are laid out differently."""
+        shapes = {(one.hidden, one.heads, one.kv_heads, one.dim, one.inner) for one in layers}
+        ordered = [one.attention.layer_idx for one in layers] == [*range(len(layers))]
+        return cls(layers) if len(shapes) == 1 and ordered else None
+
+    def runs(self, count: int) -> bool:
+        """Return whether these are all layers, ``count``, and nobody has hooked or replaced any of them; the one hook
+        by which a cache sees what enters a layer is none."""
+        return count == len(self.layers) and all(
+            one.layer.forward is one
+            and not one.layer._forward_hooks
+            and len(one.layer._forward_pre_hooks) < 2
+            and not any(one._hooks)
+            for one in self.layers
+        )
+
+    @functools.cached_property
+    def tables(self) -> tuple[Any, Any]:
+        """The layers' addresses, and the scaling of each one's attention."""
+        count = len(self.layers)
+        addresses = (ctypes.c_void_p * count)(*(one.address for one in self.layers))
+        return addresses, (ctypes.c_float * count)(*(one.attention.scaling for one in self.layers))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is copied or saved: without pointers."""
+        return {"layers": self.layers}
+
+    def __call__(self, x: Tensor, angles: tuple[Tensor, Tensor], arrivals: Sequence[int], sessions: int) -> Tensor:
+        """Return what leaves the last layer. x: (1, tokens, hidden). arrivals: for each layer the address of what the
+        kernel does for so many sessions."""
+        x = x.clone(memory_format=torch.contiguous_format)
+        (addresses, scaling), (cos, sin) = self.tables, _turns(angles)
+        kernels().kk_layers(
+            ctypes.addressof(addresses),
+            ctypes.addressof(table := (ctypes.c_void_p * len(arrivals))(*arrivals)),
+            ctypes.addressof(scaling),
+            len(table),
+            sessions,
+            x.shape[1],
+            cos.data_ptr(),
+            sin.data_ptr(),
+            x.data_ptr(),
+        )
+        return x
+
+
+def _turns(angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines as the kernels read them."""
+    cos, sin = angles
+    if cos.dtype != torch.bfloat16 or not (cos.is_contiguous() and sin.is_contiguous()):
+        cos, sin = (part.to(torch.bfloat16).contiguous() for part in angles)
+    return cos, sin
+
+
 def fuse(model: Any, layers: Any) -> int:
     """Let norms and those ``layers`` of ``model`` run by kernels that agree with their own modules; return how many
     layers do. Without kernels nothing changes."""
@@ -229,7 +297,7 @@ def fuse(model: Any, layers: Any) -> int:
         if isinstance(getattr(module, "weight", None), nn.Parameter) and "RMSNorm" in type(module).__name__:
             _fuse_norm(module)
     found: int | None = None
-    count = 0
+    done: list[FusedLayer] = []
     for index, layer in enumerate(layers):
         kinds = range(len(_GATES)) if found is None else (found,)
         for kind in kinds:
@@ -240,10 +308,12 @@ def fuse(model: Any, layers: Any) -> int:
                 break
             if _agrees(fused, layer):
                 layer.forward, found = fused, kind
-                count += 1
+                done.append(fused)
                 break
+    if done and len(done) == len(layers):
+        done[0].all = FusedLayers.of(done)
     give_back()  # the matrices that were joined
-    return count
+    return len(done)
 
 
 @torch.no_grad()

@@ -2,9 +2,10 @@
 
 Weights are read once for all of them. Everything but attention treats tokens one by one, and attention goes by spans.
 Where the CPU kernel keeps and attends a session's single token (:class:`~kvkeep.attention.together.Arrival`), it does
-so for all such sessions in one call a layer, which caches prepare before the pass and note after it. The queries, keys
-and values of any other session are handed to its cache as if the model ran for it alone. Where products do not depend
-on the number of rows, as with the CPU kernels in bfloat16, logits are those of each alone to the last bit.
+so for all such sessions in one call a layer, which caches prepare before the pass and note after it; a row of nothing
+but such tokens goes through all layers in one call. The queries, keys and values of any other session are handed to its
+cache as if the model ran for it alone. Where products do not depend on the number of rows, as with the CPU kernels in
+bfloat16, logits are those of each alone to the last bit.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from kvkeep.attention.together import Arrival, Together
 from kvkeep.cache import KeepCache
 from kvkeep.geometry import LayerGeometry
 from kvkeep.models.binding import bind
+from kvkeep.models.forward import current_probe
 
 CHUNK = 512
 """Tokens of a prompt read in a pass where the method itself sets no limit and does not mind."""
@@ -70,7 +72,12 @@ class _NobodyLeft(Exception):
 
 class Batch(Cache):
     """The caches of some reads as the one cache of a row in which their tokens follow one another. latent: the model
-    caches less than its attention multiplies."""
+    caches less than its attention multiplies. arrivals: by layer, where the kernel finds what it does for all
+    ``sessions``; empty where that is not all there is to do in every layer. passed: so all layers ran at once
+    (:class:`~kvkeep.models.fused.FusedLayers`)."""
+
+    arrivals: Sequence[int] = ()
+    passed = False
 
     def __init__(self, reads: Sequence[Read], latent: bool) -> None:
         super().__init__(layers=[])
@@ -80,6 +87,11 @@ class Batch(Cache):
             start += len(read.ids)
         self.geometry = reads[0].cache.geometry
         self.stream = _BatchStream(self, latent)
+
+    @property
+    def sessions(self) -> int:
+        """How many there are."""
+        return len(self.spans)
 
     @property
     def is_sliding(self) -> list[bool]:
@@ -167,6 +179,9 @@ class _BatchStream:
             own = [span for span in spans if span.error is None and index in span.arrivals]
             if own:
                 self._shared[index] = Together([one.arrivals[index] for one in own], [one.start for one in own])
+        every = all(len(span.arrivals) == len(self.batch.geometry.layers) for span in self.batch.spans)
+        if every and not self._residuals and current_probe() is None:
+            self.batch.arrivals = [one.address for one in self._shared.values()]
 
     def enter_layer(self, layer_idx: int, hidden: Tensor) -> None:
         """Hand each session that asks for them the residuals of its tokens."""
@@ -234,6 +249,8 @@ class _BatchStream:
 
     def end_forward(self, completed: bool) -> None:
         """End the pass of each session, and undo that of one that failed."""
+        if self.batch.passed:
+            self._kept = [*self._shared]
         for span in self.batch.spans:
             try:
                 whole = completed and span.error is None
