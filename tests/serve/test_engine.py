@@ -18,7 +18,9 @@ from kvkeep import KeepCache
 from kvkeep.decode.past import Past
 from kvkeep.errors import BudgetError, KvkeepError, UsageError
 from kvkeep.models.loading import Loaded
+from kvkeep.serve import batch as batches
 from kvkeep.serve import engine as engines
+from kvkeep.serve import job as jobs
 from kvkeep.serve.answer import Piece
 from kvkeep.serve.arbiter import held, most
 from kvkeep.serve.engine import Engine
@@ -128,6 +130,36 @@ def test_probabilities_are_told_once_for_each_token(spec: str) -> None:
     told = [one for event in client.events if isinstance(event, Piece) for one in event.told]
     assert [one.token for one in told] == [*client.ended.tokens]
     assert all(one.likeliest[0] == (one.token, pytest.approx(one.logprob)) and len(one.likeliest) == 2 for one in told)
+
+
+def test_prompts_are_read_in_turn_and_hold_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exact method's by few tokens a step, another's as it is cut alone; and each has its turn."""
+    monkeypatch.setattr(batches, "PART", 16)
+    for module in (batches, jobs):
+        monkeypatch.setattr(module, "CHUNK", 48)
+    engine, steps = serving(), list[int]()
+    monkeypatch.setattr(engine.watch, "stepped", lambda sessions, tokens: steps.append(tokens - sessions + 1))
+    kinds: list[dict[str, Any]] = [{"method": "full"}, {"method": "h2o", "budget": 40, "chunk": 32}]
+    asked = [(text(20, 0), 60, kinds[0]), *((text(length, length), 4, kinds[0]) for length in (90, 70))]
+    clients = [Client(engine, ids, new, **cache) for ids, new, cache in asked[:1]]
+    engine.step()
+    engine.step()
+    clients += [Client(engine, ids, new, **cache) for ids, new, cache in asked[1:]]
+    turns, read = list[int](), [0, 0]
+    while any(count < len(ids) for count, (ids, *_) in zip(read, asked[1:], strict=True)):
+        engine.step()
+        for number, client in enumerate(clients[1:]):
+            now = 0 if client.job.session is None else client.job.session.past.cache.get_seq_length()
+            if read[number] < now <= len(asked[1 + number][0]):  # of its prompt
+                turns += [number] if turns[-1:] != [number] else []
+                read[number] = now
+    assert turns == [0, 1, 0, 1] and max(steps[2:]) == 16
+    asked.append((text(100, 3), 4, kinds[1]))
+    clients.append(Client(engine, *asked[-1][:2], **kinds[1]))
+    run(engine)
+    assert max(steps[2:]) == 32
+    for client, (ids, new, cache) in zip(clients, asked, strict=True):
+        assert [*client.ended.tokens] == alone("llama", ids, new, **cache)
 
 
 def test_a_cancelled_answer_ends_at_the_next_token_and_its_session_stays() -> None:

@@ -28,6 +28,8 @@ from kvkeep.models.forward import current_probe
 
 CHUNK = 512
 """Tokens of a prompt read in a pass where the method itself sets no limit and does not mind."""
+PART = 128
+"""Those beside sessions that write, which wait for them: in fewer, a token of a prompt costs more."""
 
 
 @dataclass(eq=False)
@@ -322,3 +324,12 @@ def chunk_of(cache: KeepCache) -> int:
     own: int = cache.stream.chunk
     free = own > CHUNK and cache.method.exactness == "exact" and not cache.method.oneshot
     return CHUNK if free else own
+
+
+def part_of(cache: KeepCache) -> int:
+    """Return how many it is given beside sessions that write: fewer, where neither its answer depends on how a text is
+    cut, nor every pass rebuilds what left."""
+    stored = cache.checkpoint
+    cut = cache.method.exactness == "exact" and not cache.method.oneshot and cache.round is None
+    kept = stored is None or not (stored.capacity or stored.by_token or stored.replays)
+    return min(PART, chunk_of(cache)) if cut and kept else chunk_of(cache)

@@ -1,9 +1,10 @@
 """The engine: one thread owns the model, every session its own cache, one forward pass a step for all of them.
 
 A step reads one token, or one verifying run, of every session that writes, and one chunk of one that reads its prompt,
-in turn. Chunks are cut as they are for a session alone, so an answer does not depend on what else runs: tokens are
-those of :func:`kvkeep.generate`. What cannot be packed (:func:`~kvkeep.serve.batch.packs`) is read by itself. An
-answer of a named session has ended when its turn is in the session's file (:mod:`~kvkeep.serve.sessions`).
+in turn. Chunks are cut as they are for a session alone, or shorter where the answer cannot depend on it, so an answer
+does not depend on what else runs: tokens are those of :func:`kvkeep.generate`. What cannot be packed
+(:func:`~kvkeep.serve.batch.packs`) is read by itself. An answer of a named session has ended when its turn is in the
+session's file (:mod:`~kvkeep.serve.sessions`).
 """
 
 from __future__ import annotations
@@ -335,7 +336,9 @@ class Engine:
         here = [job for job in self.running if job.answer is not None]
         writing = [job for job in here if job.writes]
         reading = [job for job in here if not job.writes]
-        if reading:
+        if reading and writing:
+            reading[0].shorten()
+        if reading and reading[0].ends_turn:
             self.running.remove(reading[0])
             self.running.append(reading[0])
         return writing + reading[:1]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvkeep.errors import KvkeepError
 from kvkeep.serve.answer import Answer, Ask, Piece, Reads
-from kvkeep.serve.batch import Read, chunk_of
+from kvkeep.serve.batch import CHUNK, Read, chunk_of, part_of
 from kvkeep.serve.sessions import Name, Session
 
 
@@ -88,6 +88,20 @@ class Job:
         chunk, count = chunk_of(read.cache), len(read.ids)
         whole, rest = divmod(count, chunk)
         self._wanted, self._left = read, deque(([rest] if rest else []) + [chunk] * whole)
+
+    def shorten(self) -> None:
+        """Let the next chunk be a short one where it may: others write, and wait for it."""
+        assert self._wanted is not None
+        left, part = self._left, part_of(self._wanted.cache)
+        if left[0] > part:
+            left[0] -= part
+            left.appendleft(part)
+
+    @property
+    def ends_turn(self) -> bool:
+        """Whether with the next chunk as many tokens of a prompt were read as one may before it is another's turn."""
+        left = sum(self._left)
+        return -(-(left - self._left[0]) // CHUNK) < -(-left // CHUNK)
 
     def part(self) -> Read:
         """Return the next chunk of what it wants to read."""
