@@ -68,7 +68,7 @@ finally:
     with Terminal("chat", "-m", str(model_folder), "-n", "3", program=program) as terminal:
         terminal.asked()
         terminal.type("the man\r")
-        terminal.until("no budget")
+        terminal.until("kept all")
         terminal.process.send_signal(signal.SIGTERM)
         assert terminal.ended() == 128 + signal.SIGTERM
         assert "the same" in terminal.text
@@ -81,7 +81,7 @@ def test_a_closed_window_loses_nothing_that_was_said(model_folder: Path, tmp_pat
     with Terminal(*arguments, program=MAIN) as terminal:
         terminal.asked()
         terminal.type("the man was here\r")
-        terminal.until("no budget")
+        terminal.until("kept all")
         terminal.type("and the\r")
         terminal.until("reading", 2)
         terminal.close()
