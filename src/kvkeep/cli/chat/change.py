@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from transformers import Cache
 
 from kvkeep.cache import KeepCache
@@ -60,12 +62,16 @@ def wanted(cache: Cache, method: str | None, budget: str | None) -> Request | No
 
 
 def _moved(cache: Cache, model: object, request: Request | None) -> tuple[Cache, str | None]:
-    """Return a cache of another kind with the past of ``cache``; where that cannot be, an empty one, and the reason."""
+    """Return a cache of another kind with the past of ``cache``; where that cannot be, an empty one, and the reason.
+    Where nobody asked for a kind of checkpoint, entries are one that takes a past over."""
     if request is None or not isinstance(cache, KeepCache):
         made = new_cache(model, STOCK) if request is None else KeepCache(model, request=request)
         return made, "transformers' own cache neither takes a past over nor hands it on"
-    try:
-        budget, options = request.budget, request.options()
-        return cache.fork(request.method.name, budget, **options), None
-    except NotCarried as error:
-        return KeepCache(model, request=request), error.reason
+    kinds = [None, "kv"] if request.method.checkpoints and request.checkpoint is None else [request.checkpoint]
+    for kind in kinds:
+        options = replace(request, checkpoint=kind).options()
+        try:
+            return cache.fork(request.method.name, request.budget, **options), None
+        except NotCarried as error:
+            reason = error.reason
+    return KeepCache(model, request=request), reason

@@ -70,6 +70,7 @@ def chat(
     from kvkeep.decode.chat import Conversation
     from kvkeep.decode.prompt import check_text
     from kvkeep.models.loading import load
+    from kvkeep.models.quiet import without_warnings
 
     limits: dict[str, Any] = {"kv_budget_tokens": kv_budget_tokens, "kv_budget_mb": kv_budget_mb}
     store: dict[str, Any] = {"checkpoint": checkpoint, "where": where, "capacity": capacity, "folder": folder}
@@ -97,7 +98,8 @@ def chat(
             if kept is None and (lost := rescued()):
                 note(f"A conversation was cut off by a hang-up; 'kvkeep chat --session {lost}' goes on with it.")
         chat = Chat(talk, screen, keeper, endings, max_tokens, temperature, seed, at_end.value)
-        loop.run(chat)
+        with without_warnings():
+            loop.run(chat)
         if json:
             print_json({"turns": chat.turns})
         endings.leave()
