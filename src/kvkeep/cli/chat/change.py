@@ -41,7 +41,8 @@ def described(cache: Cache) -> str:
         return f"{STOCK}, transformers' own cache"
     if cache.request.budget is None:
         return f"{cache.method.name}, without a budget"
-    return f"{cache.method.name} within {cache.entries} entries a layer ({cache.request.budget})"
+    own = "" if str(cache.request.budget) == str(cache.entries) else f" ({cache.request.budget})"
+    return f"{cache.method.name} within {cache.entries} entries a layer{own}"
 
 
 def wanted(cache: Cache, method: str | None, budget: str | None) -> Request | None:

@@ -11,13 +11,14 @@ from kvkeep.errors import KvkeepError
 def run(chat: Chat) -> None:
     """Take lines until there are no more. An error is a sentence, and the chat goes on. Raises SystemExit after a
     hang-up, OSError where standard output is gone, and the error of the last save where it failed."""
-    keeper = chat.keeper
+    keeper, left = chat.keeper, False
     try:
         while not chat.endings.asked and _line(chat):
             if chat.screen.unwritable is not None and not chat.endings.asked:
                 raise chat.screen.unwritable
+        left = not chat.endings.asked
     finally:
-        if keeper.session is None and chat.screen.typed and chat.endings.asked:
+        if not left and keeper.session is None and chat.screen.typed:
             _rescue(chat)
         if keeper.saved and keeper.session is not None:
             chat.screen.note(f"Saved to {keeper.session.path}.")
@@ -48,7 +49,7 @@ def _line(chat: Chat) -> bool:
 
 
 def _rescue(chat: Chat) -> None:
-    """Save a conversation without a session, whose terminal was closed or whose process is asked to end."""
+    """Save a conversation without a session, which ends without having been left."""
     if chat.talk.turns:
         try:
             chat.screen.note(f"Saved to {chat.keeper.rescue(chat.talk)}.")
