@@ -55,17 +55,16 @@ def test_what_is_pasted_is_one_question_and_a_long_line_is_whole(model_folder: P
 
 
 def test_a_terminal_is_left_as_it_was(model_folder: Path) -> None:
-    program = """
-import fcntl, sys, termios
-fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-from kvkeep.cli import main
-before = termios.tcgetattr(0)
-try:
-    main()
-finally:
-    print("the same" if termios.tcgetattr(0) == before else "another")
-"""
-    with Terminal("chat", "-m", str(model_folder), "-n", "3", program=program) as terminal:
+    import termios
+
+    def compared(run: Callable[[], None]) -> None:
+        before = termios.tcgetattr(0)
+        try:
+            run()
+        finally:
+            print("the same" if termios.tcgetattr(0) == before else "another")
+
+    with Terminal("chat", "-m", str(model_folder), "-n", "3", within=compared) as terminal:
         terminal.asked()
         terminal.type("the man\r")
         terminal.until("kept all")

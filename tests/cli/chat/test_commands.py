@@ -14,10 +14,11 @@ from families import tiny
 
 from kvkeep import Conversation, KeepCache, UsageError, generate
 from kvkeep.cli.chat import commands, loop
+from kvkeep.cli.chat.command import AtEnd
 from kvkeep.cli.chat.endings import Endings
 from kvkeep.cli.chat.keeper import Keeper
 from kvkeep.cli.chat.state import Chat
-from kvkeep.cli.chat.window import ENDS
+from kvkeep.cli.chat.window import ASK, ENDS
 from kvkeep.decode.chat import SUMMARISED
 from kvkeep.stock import STOCK, new_cache
 
@@ -93,8 +94,7 @@ def test_a_cut_answer_goes_on_as_if_it_had_not_been(method: str) -> None:
 def test_what_is_undone_never_was(method: str) -> None:
     """Of a dropping method, too: what it keeps depends on all that it has read."""
     whole = chat("the of and to in", "was it", method=method)
-    made = chat("the of and to in", "by from her she that", "/undo", "/retry 0", "/undo", "the of and to in", "was it",
-                method=method)  # fmt: skip
+    made = chat("the of and to in", "by from her", "/undo", "/retry 0", "was it", method=method)
     assert said(made) == said(whole)
     made = chat("the of and", "/retry 2.5", seed=3)
     assert len(said(made)) == 2 and said(made) != said(chat("the of and"))
@@ -189,6 +189,7 @@ def test_completions_and_the_page() -> None:
     assert [word for word, _ in commands.completions("/me")] == ["/method", "/memory"]
     assert {"h2o", "h2o-fisher"} <= dict(commands.completions("/method h2")).keys()
     assert dict(commands.completions("/window d")) == {"drop": ""} and not list(commands.completions("what /me"))
+    assert {end.value for end in AtEnd} == {ASK, *ENDS}
     rows = [f"| `{command.usage}` | {command.help} |" for command in commands.COMMANDS.values()]
     table = re.search(r"\| command \| .*?\n\n", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     assert table is not None and table[0].split("\n")[2:-2] == rows

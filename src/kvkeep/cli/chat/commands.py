@@ -46,11 +46,11 @@ def is_command(line: str) -> bool:
 
 def run(chat: Chat, line: str) -> None:
     """Run the command of a line. Raises UsageError for one that there is not."""
-    name, _, rest = line.partition(" ")
-    command = COMMANDS.get(name.strip().removeprefix("/"))
+    name, *rest = line.split(maxsplit=1)
+    command = COMMANDS.get(name.removeprefix("/"))
     if command is None:
         raise unknown("command", name, [f"/{known}" for known in COMMANDS])
-    command.run(chat, rest.strip())
+    command.run(chat, rest[0].strip() if rest else "")
 
 
 def completions(line: str) -> Iterable[tuple[str, str]]:
@@ -113,8 +113,8 @@ def _method(chat: Chat, rest: str) -> None:
     if not rest:
         chat.screen.note(f"{described(chat.talk.cache)}; 'kvkeep methods' lists all.")
         return
-    name, _, budget = rest.partition(" ")
-    change(chat, name, budget.strip() or None)
+    name, *budget = rest.split(maxsplit=1)
+    change(chat, name, budget[0] if budget else None)
     answering.save(chat)
 
 
@@ -187,10 +187,10 @@ def _path_and_rest(rest: str) -> tuple[str, str]:
         return whole, ""
     if rest[0] in "\"'" and (end := rest.find(rest[0], 1)) > 0:
         return os.path.expanduser(rest[1:end]), rest[end + 1 :].strip()
-    path, _, question = rest.partition(" ")
+    path, *question = rest.split(maxsplit=1)
     if path == "-":
         raise UsageError("Standard input is where questions come from; name a file.")
-    return os.path.expanduser(path), question.strip()
+    return os.path.expanduser(path), question[0].strip() if question else ""
 
 
 def _written(path: str, text: str) -> str:
