@@ -84,8 +84,8 @@ class Keeper:
 
 def rescued() -> str | None:
     """Return the path of the last conversation that was saved on a hang-up, within a day; None without one."""
-    paths = sorted(sessions_folder().glob(f"{RESCUED}*.session"))
-    with suppress(OSError):
+    with suppress(OSError, UsageError):  # a user without a home has none
+        paths = sorted(sessions_folder().glob(f"{RESCUED}*.session"))
         if paths and time.time() - paths[-1].stat().st_mtime < 86400:
             return str(paths[-1])
     return None

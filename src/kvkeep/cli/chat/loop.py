@@ -53,5 +53,5 @@ def _rescue(chat: Chat) -> None:
     if chat.talk.turns:
         try:
             chat.screen.note(f"Saved to {chat.keeper.rescue(chat.talk)}.")
-        except KvkeepError as error:
+        except (KvkeepError, OSError) as error:
             chat.screen.note(str(error))
