@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from kvkeep.contracts.exactness import Exactness
-from kvkeep.errors import UsageError
+from kvkeep.errors import NotCarried
 from kvkeep.memory.ledger import Ledger
 from kvkeep.memory.rows import Rows, concatenated
 from kvkeep.policies.request import Request
@@ -169,7 +169,7 @@ def _adopted(cache: Any, request: Request) -> Any:
     elif twin.ledger.records and not cache.ledger.records:
         reason = f"'{method.name}' needs the ids of the text, which '{cache.method.name}' does not keep"
     if reason is not None:
-        raise UsageError(f"The past of one cache cannot be put into another of method '{method.name}': {reason}.")
+        raise NotCarried(method.name, reason)
     if not length:
         return twin
     _copy_windows(cache, twin)
