@@ -34,6 +34,14 @@ class BudgetError(UsageError):
     """A cache budget is too small; the message names the smallest possible one."""
 
 
+class NotCarried(UsageError):
+    """The past of one cache cannot be put into another of method ``name``; ``reason`` is why."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"The past of one cache cannot be put into another of method '{name}': {reason}.")
+        self.reason = reason
+
+
 class StoreError(KvkeepError):
     """Entries could not be stored in the place requested (full disk, read-only folder)."""
 

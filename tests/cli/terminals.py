@@ -11,6 +11,7 @@ import subprocess
 import sys
 import termios
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,16 @@ _CONTROL = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 
 class Terminal:
     """``kvkeep`` with ``arguments`` on a pseudo-terminal so many ``columns`` wide; ``stdout``: to a file instead;
-    ``program``: what an interpreter of its own runs."""
+    ``program``: what an interpreter of its own runs; ``within``: what calls it, in the same process."""
 
-    def __init__(self, *arguments: str, columns: int = 80, stdout: Path | None = None, program: str = "") -> None:
+    def __init__(
+        self,
+        *arguments: str,
+        columns: int = 80,
+        stdout: Path | None = None,
+        program: str = "",
+        within: Callable[[Callable[[], None]], None] = lambda run: run(),
+    ) -> None:
         self.master, slave = os.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
         environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR", "CI")}
@@ -35,7 +43,7 @@ class Terminal:
 
         def controlled() -> None:
             fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-            kvkeep(*arguments)()
+            within(kvkeep(*arguments))
 
         if program:
             self.process = subprocess.Popen([sys.executable, "-c", program, *arguments], env=environment, **given)

@@ -55,20 +55,19 @@ def test_what_is_pasted_is_one_question_and_a_long_line_is_whole(model_folder: P
 
 
 def test_a_terminal_is_left_as_it_was(model_folder: Path) -> None:
-    program = """
-import fcntl, sys, termios
-fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-from kvkeep.cli import main
-before = termios.tcgetattr(0)
-try:
-    main()
-finally:
-    print("the same" if termios.tcgetattr(0) == before else "another")
-"""
-    with Terminal("chat", "-m", str(model_folder), "-n", "3", program=program) as terminal:
+    import termios
+
+    def compared(run: Callable[[], None]) -> None:
+        before = termios.tcgetattr(0)
+        try:
+            run()
+        finally:
+            print("the same" if termios.tcgetattr(0) == before else "another")
+
+    with Terminal("chat", "-m", str(model_folder), "-n", "3", within=compared) as terminal:
         terminal.asked()
         terminal.type("the man\r")
-        terminal.until("no budget")
+        terminal.until("kept all")
         terminal.process.send_signal(signal.SIGTERM)
         assert terminal.ended() == 128 + signal.SIGTERM
         assert "the same" in terminal.text
@@ -81,7 +80,7 @@ def test_a_closed_window_loses_nothing_that_was_said(model_folder: Path, tmp_pat
     with Terminal(*arguments, program=MAIN) as terminal:
         terminal.asked()
         terminal.type("the man was here\r")
-        terminal.until("no budget")
+        terminal.until("kept all")
         terminal.type("and the\r")
         terminal.until("reading", 2)
         terminal.close()

@@ -66,6 +66,18 @@ def test_one_call_gives_what_segments_give(spec: str, budget: int, monkeypatch: 
     assert states.keys() == others.keys()
 
 
+@pytest.mark.parametrize("spec", CHECKPOINTED)
+def test_a_past_that_is_described_to_the_kernel_is_handed_on(spec: str) -> None:
+    """In bfloat16, where a checkpoint's pages are one segment and no tensor."""
+    model = AutoModelForCausalLM.from_config(FAMILIES["llama"]()).bfloat16().eval()
+    caches = KeepCache(model, spec, 16, chunk=32, checkpoint="kv"), KeepCache(model)
+    for cache in caches:
+        step(model, cache, prompt(1, 200, seed=4))
+    for own, other in zip(caches[0].fork("full").layers, caches[1].layers, strict=True):
+        assert_near(own.keys.float(), other.keys.float(), 0.05)
+        assert_near(own.values.float(), other.values.float(), 0.05)
+
+
 def test_a_bank_that_was_not_full_gives_no_empty_places() -> None:
     """What leaves are entries, so a store of few groups has room for as many of them."""
     cache = KeepCache(tiny("llama"), "h2o+quantize:8", 120, chunk=32)

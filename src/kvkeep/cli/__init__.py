@@ -14,7 +14,7 @@ from kvkeep.errors import KvkeepError
 
 COMMANDS = {
     "generate": ("kvkeep.cli.generate:generate", "Answer a prompt, or a question about a file, inside a cache budget."),
-    "chat": ("kvkeep.cli.chat:chat", "Talk with a model; Ctrl-C stops an answer, not the program."),
+    "chat": ("kvkeep.cli.chat.command:chat", "Talk with a model; Ctrl-C stops an answer, not the program."),
     "serve": ("kvkeep.cli.serve:serve", "Serve many conversations over HTTP within one memory, to OpenAI's clients."),
     "sessions": ("kvkeep.cli.sessions:app", "List, show, remove, export and import saved sessions."),
     "plan": ("kvkeep.cli.plan:plan", "Predict bytes and times of every cache that fits in a memory."),
@@ -50,7 +50,7 @@ def main() -> None:
     except (OSError, MemoryError, RuntimeError) as error:
         if (refusal := streams.undelivered()) is not None:
             _leave(f"Standard output cannot be written to: {(refusal.strerror or str(refusal)).lower()}.", 1)
-        if not _out_of_memory(error):
+        if not out_of_memory(error):
             raise
         first = str(error).strip().partition("\n")[0] or "MemoryError"
         _leave(f"There is not enough memory for this ({first}); give a smaller budget, text or model.", 1)
@@ -73,7 +73,7 @@ def _leave(sentence: str, code: int) -> NoReturn:
     sys.exit(code)
 
 
-def _out_of_memory(error: BaseException) -> bool:
+def out_of_memory(error: BaseException) -> bool:
     """Return whether host or device memory is exhausted; torch has no common error class."""
     stated = "can't allocate memory" in str(error) or "not enough memory" in str(error)
     return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or stated

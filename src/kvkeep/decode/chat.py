@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
 
 from transformers import Cache
 
 from kvkeep.cache import KeepCache
-from kvkeep.decode.generate import Generation, generate
+from kvkeep.contracts.exactness import Exactness
+from kvkeep.decode.generate import Generation, generate, positions_of
 from kvkeep.decode.past import Past
 from kvkeep.decode.prompt import Messages, encode
 from kvkeep.decode.session import Session, Where, check_savable, load_session, save_session
 from kvkeep.decode.session_file import SessionFile
-from kvkeep.errors import SessionError
+from kvkeep.errors import SessionError, UsageError
 from kvkeep.models.fingerprint import fingerprint_of_tokenizer
+
+SUMMARISE = "Summarise our conversation so far in a few sentences: names, facts, and what was decided."
+"""What the model is asked for where a summary takes the place of turns."""
+SUMMARISED = "What have we talked about so far?"
+"""The question that the summary then answers: a template may want questions and answers to take turns."""
+
+
+@dataclass(frozen=True)
+class Last:
+    """The last answer. sequence: ids of its prompt and itself; written: how many of them are its own; stopped: why it
+    ended, as of a :class:`Generation`."""
+
+    sequence: list[int]
+    written: int
+    stopped: str
 
 
 class Conversation:
@@ -23,6 +41,7 @@ class Conversation:
     def __init__(self, model: Any, tokenizer: Any, cache: Cache, *, system: str | None = None) -> None:
         self.model, self.tokenizer, self.past = model, tokenizer, Past(cache)
         self.messages: Messages = [] if system is None else [{"role": "system", "content": system}]
+        self.last: Last | None = None  # None too where messages were changed since
 
     @property
     def cache(self) -> Cache:
@@ -33,6 +52,23 @@ class Conversation:
     def ids(self) -> list[int]:
         """The token ids that the cache has processed."""
         return self.past.ids
+
+    @property
+    def system(self) -> str | None:
+        """The system prompt."""
+        return self.messages[0]["content"] if self._head else None
+
+    @property
+    def turns(self) -> int:
+        """How many questions were answered."""
+        return (len(self.messages) - len(self._head)) // 2
+
+    @property
+    def positions(self) -> int | None:
+        """How many tokens the model can read and write with this cache; None where its positions do not run out."""
+        return positions_of(self.model, self.cache)
+
+    # -- sessions -----------------------------------------------------------------------------------
 
     @classmethod
     def resume(cls, model: Any, tokenizer: Any, where: Where) -> Conversation:
@@ -50,13 +86,21 @@ class Conversation:
         talk = cls(model, tokenizer, session.cache)
         talk.messages = list(messages)
         talk.past.ids = session.ids[0] if session.ids else []
+        talk.last = _last(session.notes.get("last"), talk.ids)
         return talk
 
     def save(self, where: Where) -> None:
         """Save to a path, or to a session that is open for writing, at once or not at all; raises SessionError."""
         self.check_savable()
-        ids = [self.ids] if self.ids else []
-        save_session(where, Session(cast(KeepCache, self.cache), ids, {"messages": self.messages}, self._tokenizer))
+        ids, notes = [self.ids] if self.ids else [], {"messages": self.messages, "last": self._told()}
+        save_session(where, Session(cast(KeepCache, self.cache), ids, notes, self._tokenizer))
+
+    def _told(self) -> dict[str, Any] | None:
+        """Return what a session has of the last answer beside the ids that the cache has read."""
+        last, known = self.last, len(self.ids)
+        if last is None or last.sequence[:known] != self.ids:
+            return None
+        return {"ahead": last.sequence[known:], "written": last.written, "stopped": last.stopped}
 
     @cached_property
     def _tokenizer(self) -> str:
@@ -66,9 +110,11 @@ class Conversation:
         """Raise SessionError if a cache of this kind cannot be saved."""
         check_savable(self.cache)
 
+    # -- turns --------------------------------------------------------------------------------------
+
     def prompt(self, question: str) -> list[int]:
         """Return all token ids up to the place where the answer to ``question`` starts."""
-        return encode(self.tokenizer, [*self.messages, {"role": "user", "content": question}])
+        return self._encoded(self.messages, question)
 
     def answer(self, question: str, prompt: list[int] | None = None, **options: Any) -> Generation:
         """Answer ``question`` (options as in :func:`kvkeep.decode.generate.generate`) and remember both.
@@ -76,6 +122,63 @@ class Conversation:
         After an error or interrupt the conversation is as before the question.
         """
         prompt = self.prompt(question) if prompt is None else prompt
+        result = self._generate(prompt, options)
+        self.messages += [{"role": "user", "content": question}, {"role": "assistant", "content": result.text}]
+        self.last = Last(result.sequence, len(result.tokens), result.stopped)
+        return result
+
+    def retry(self, **options: Any) -> Generation:
+        """Answer the last question again, in place of its answer, which remains after an error or interrupt. Raises
+        UsageError where there is none."""
+        messages, last = self.messages, self.last
+        question = self.undo()
+        try:
+            return self.answer(question, **options)
+        except BaseException:
+            self.messages, self.last = messages, last
+            raise
+
+    def go_on(self, **options: Any) -> Generation:
+        """Go on with the last answer, which was cut. Returns what is new. Raises UsageError where there is none, or the
+        model ended it."""
+        last = self.unfinished()
+        result = self._generate(last.sequence, options | {"written": last.written})
+        own = result.sequence[len(last.sequence) - last.written :]
+        text = self.tokenizer.decode(own, skip_special_tokens=True)
+        self.messages = [*self.messages[:-1], {"role": "assistant", "content": text}]
+        self.last = Last(result.sequence, len(own), result.stopped)
+        return result
+
+    def unfinished(self) -> Last:
+        """Return the last answer, to go on with. Raises UsageError where there is none, or the model ended it."""
+        self._check_turns()
+        if self.last is None:
+            *before, own = self.messages
+            prompt = encode(self.tokenizer, before)
+            written = list(self.tokenizer(own["content"], add_special_tokens=False).input_ids)
+            return Last([*prompt, *written], len(written), "length")
+        if self.last.stopped == "eos":
+            raise UsageError("The last answer was not cut: the model ended it.")
+        return self.last
+
+    def last_prompt(self) -> list[int]:
+        """Return all token ids up to the place where the last answer starts. Raises UsageError where there is none."""
+        self._check_turns()
+        return encode(self.tokenizer, self.messages[:-1])
+
+    def undo(self) -> str:
+        """Forget the last question and its answer; return the question. Raises UsageError where there is none."""
+        self._check_turns()
+        question = self.messages[-2]["content"]
+        self._changed(self.messages[:-2])
+        return question
+
+    def reset(self) -> None:
+        """Forget the conversation, but not the system prompt."""
+        self._changed(self._head)
+        self._read_again()
+
+    def _generate(self, prompt: list[int], options: dict[str, Any]) -> Generation:
         self.past.align(prompt)
         known = self.cache.get_seq_length()
         try:
@@ -85,15 +188,104 @@ class Conversation:
             self.past.settle(prompt)
             raise
         self.past.settle(result.sequence)
-        self.messages += [{"role": "user", "content": question}, {"role": "assistant", "content": result.text}]
         return result
 
-    def reset(self) -> None:
-        """Forget the conversation, but not the system prompt."""
+    # -- what was said and in what it is kept ---------------------------------------------------------
+
+    def set_system(self, text: str | None) -> None:
+        """Have another system prompt, or none, from the next answer on: it is the beginning of what the model reads, so
+        all of it is read again. Raises UsageError where the model's template takes none."""
+        head: Messages = [] if text is None else [{"role": "system", "content": text}]
+        self._encoded(head, "?")
+        self._changed([*head, *self.messages[len(self._head) :]])
+
+    def use(self, cache: Cache) -> None:
+        """Keep the conversation in ``cache``, which has processed what the one before has, or nothing yet."""
+        self.past = Past(cache, self.ids[: cache.get_seq_length()])
+
+    def excess(self, question: str | None, limit: int) -> tuple[int, int]:
+        """Return how many of the oldest turns have to go so that the prompt for ``question`` (None: that in which the
+        last answer goes on) has at most ``limit`` tokens, all where that is not enough; and how many it has then."""
+
+        def tokens(turns: int) -> int:
+            rest = self._without(turns)
+            return len(encode(self.tokenizer, rest) if question is None else self._encoded(rest, question))
+
+        low, high = 0, max(0, self.turns - (question is None))
+        while low < high:  # by halves: each look encodes the conversation
+            middle = (low + high) // 2
+            low, high = (low, middle) if tokens(middle) <= limit else (middle + 1, high)
+        return low, tokens(low)
+
+    def forget(self, turns: int) -> None:
+        """Forget the oldest ``turns``."""
+        self._changed(self._without(turns))
+
+    def summary_prompt(self, turns: int) -> list[int]:
+        """Return all token ids up to the place where a summary of the oldest ``turns`` starts."""
+        head = self._head
+        return self._encoded(self.messages[: len(head) + 2 * turns], SUMMARISE)
+
+    def summarise(self, turns: int, **options: Any) -> Generation:
+        """Put a summary of the oldest ``turns``, which the model writes, in their place. After an error or interrupt
+        the conversation is as before. Raises UsageError where the model writes none."""
+        try:
+            result = self._generate(self.summary_prompt(turns), options)
+            if result.stopped == "interrupted":
+                raise KeyboardInterrupt
+            if not result.text.strip():
+                raise UsageError("The model wrote no summary, so nothing was changed.")
+        except BaseException:
+            if self._lossy:
+                self._read_again()
+            raise
+        summary = [{"role": "user", "content": SUMMARISED}, {"role": "assistant", "content": result.text}]
+        self._changed([*self._head, *summary, *self._without(turns)[len(self._head) :]])
+        return result
+
+    @property
+    def _head(self) -> Messages:
+        return [message for message in self.messages[:1] if message["role"] == "system"]
+
+    def _without(self, turns: int) -> Messages:
+        head = self._head
+        return [*head, *self.messages[len(head) + 2 * turns :]]
+
+    def _encoded(self, messages: Messages, question: str) -> list[int]:
+        return encode(self.tokenizer, [*messages, {"role": "user", "content": question}])
+
+    def _check_turns(self) -> None:
+        if not self.turns:
+            raise UsageError("There is no answer yet.")
+
+    def _changed(self, messages: Messages) -> None:
+        """Have other ``messages``. An exact cache is cropped to what they share with those before; what a lossy one
+        keeps depends on all that it has read, so it reads again."""
+        self.messages, self.last = list(messages), None
+        if self._lossy:
+            self._read_again()
+
+    @property
+    def _lossy(self) -> bool:
+        return isinstance(self.cache, KeepCache) and self.cache.exactness is not Exactness.EXACT
+
+    def _read_again(self) -> None:
         self.cache.reset()
         self.past.settle([])
-        self.messages = [message for message in self.messages if message["role"] == "system"]
 
 
 def _is_message(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(value.get(name), str) for name in ("role", "content"))
+
+
+def _last(told: Any, ids: Sequence[int]) -> Last | None:
+    """Return the last answer as a session has it; None where it has none."""
+    if not isinstance(told, dict):
+        return None
+    ahead, written, stopped = (told.get(name) for name in ("ahead", "written", "stopped"))
+    if not isinstance(ahead, list) or not all(type(one) is int and one >= 0 for one in ahead):
+        return None
+    sequence = [*ids, *ahead]
+    if type(written) is not int or not 0 <= written <= len(sequence) or not isinstance(stopped, str):
+        return None
+    return Last(sequence, written, stopped)

@@ -69,6 +69,7 @@ class _Run(BaseStreamer, StoppingCriteria):
     on_progress: Callable[[int], None] | None
     interrupted: Callable[[], bool]
     ended: Callable[[str], bool] | None
+    written: int
 
     def __post_init__(self) -> None:
         self.bounded = self.cache if isinstance(self.cache, KeepCache) else None
@@ -78,14 +79,16 @@ class _Run(BaseStreamer, StoppingCriteria):
         self.met = False  # ``ended`` returned True
         self._started, self._read = False, 0  # prompt received; prompt tokens reported
         self._pieces = Pieces(self.tokenizer)
+        if self.written and self.tokenizer is not None:
+            self._pieces.add(self.prompt[-self.written :])
 
     def room(self) -> int:
         """Return how many tokens fit after the prompt. Raises UsageError if it is empty or too long."""
-        positions, count = ModelGeometry.from_config(self.model.config).max_positions, len(self.prompt)
+        positions, count = positions_of(self.model, self.cache), len(self.prompt)
         if count == 0:
             raise UsageError("There is nothing to answer: the prompt is empty.")
-        if positions is None or (self.bounded is not None and self.bounded.positions is not None):
-            return 2**31  # positions within the cache do not run out
+        if positions is None:
+            return 2**31
         if count >= positions:
             raise UsageError(
                 f"The prompt has {count} tokens and the model has {positions} positions; shorten the text to "
@@ -179,6 +182,13 @@ class _Run(BaseStreamer, StoppingCriteria):
         return "" if self.tokenizer is None else self.tokenizer.decode(tokens, skip_special_tokens=True)
 
 
+def positions_of(model: Any, cache: Cache) -> int | None:
+    """Return how many tokens the model can read and write with this cache; None where its positions do not run out."""
+    if isinstance(cache, KeepCache) and cache.positions is not None:
+        return None  # positions are within the cache
+    return ModelGeometry.from_config(model.config).max_positions
+
+
 def generate(
     model: Any,
     tokenizer: Any,
@@ -194,6 +204,7 @@ def generate(
     temperature: float = 0.0,
     seed: int | None = None,
     copies: int | None = None,
+    written: int = 0,
 ) -> Generation:
     """Continue ``prompt`` (all token ids, those already in ``cache`` included) by up to ``max_new_tokens``.
 
@@ -206,6 +217,7 @@ def generate(
         temperature: 0 is greedy; above, tokens are sampled.
         seed: makes samples repeatable.
         copies: draft tokens copied from the text per step; None: the cache's default, 0: none.
+        written: so many of the prompt's last tokens are of an answer that goes on: ``on_text`` receives what follows.
 
     Raises:
         UsageError: the prompt is empty or exceeds the model's positions, or seed or temperature is out of range.
@@ -215,7 +227,8 @@ def generate(
         raise UsageError(f"A seed is a whole number from {SEEDS.start} to {SEEDS.stop - 1}, not {seed}.")
     if not 0 <= temperature < float("inf"):
         raise UsageError(f"A temperature is a number from 0 on, not {temperature}.")
-    run = _Run(model, tokenizer, cache, list(prompt), on_text, on_progress, interrupted or (lambda: False), ended)
+    told = on_text, on_progress, interrupted or (lambda: False), ended
+    run = _Run(model, tokenizer, cache, list(prompt), *told, written)
     limit = min(max_new_tokens, run.room())
     options: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     if ignore_eos:

@@ -1,4 +1,4 @@
-"""Silences transformers' progress bars and warnings while a model loads."""
+"""Silences transformers' progress bars and warnings: while a model loads, and where a person reads along."""
 
 from __future__ import annotations
 
@@ -11,19 +11,27 @@ from transformers.utils import logging
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """Silence transformers within the block."""
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    hub = standard.getLogger("huggingface_hub")
-    level = hub.level
-    hub.setLevel(standard.ERROR + 1)
+def without_warnings() -> Iterator[None]:
+    """Silence transformers' warnings within the block."""
+    verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
-    logging.disable_progress_bar()
     try:
-        with redirect_stderr(io.StringIO()):  # gguf's bars have no switch
-            yield
+        yield
     finally:
         logging.set_verbosity(verbosity)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence transformers within the block."""
+    bars, hub = logging.is_progress_bar_enabled(), standard.getLogger("huggingface_hub")
+    level = hub.level
+    hub.setLevel(standard.ERROR + 1)
+    logging.disable_progress_bar()
+    try:
+        with without_warnings(), redirect_stderr(io.StringIO()):  # gguf's bars have no switch
+            yield
+    finally:
         hub.setLevel(level)
         if bars:
             logging.enable_progress_bar()

@@ -37,7 +37,7 @@ class Layer(CacheLayerMixin):
     def __init__(self, site: Site, resident: Resident, evicted: EvictedStore, reader: Reader) -> None:
         super().__init__()
         self.index, self.ledger, self.device = site.layer.index, site.ledger, site.device
-        self.geometry = site.layer
+        self.geometry, self.dtype = site.layer, next(site.model.parameters()).dtype
         self.resident: Any = resident  # a WorkingSet, where parts ask for one
         self.evicted, self.reader = evicted, reader
         self.heads = 0  # KV heads of a row
@@ -171,7 +171,8 @@ class Layer(CacheLayerMixin):
         """Return keys and values of all slots in order, (lanes, slots, dim) each; exact where the method is."""
         whole: list[Tensor] = []
         for piece in self.reader.past(self):
-            parts = [part[:, 0] for part in (piece.keys, piece.values)]
+            held = piece.keys, piece.values
+            parts = [part[:, 0] if isinstance(part, Tensor) else part.dense(self.dtype) for part in held]
             if not whole:
                 lanes = self.ledger.batch * self.heads
                 whole = [part.new_zeros(lanes, self.length + 1, part.shape[2]) for part in parts]

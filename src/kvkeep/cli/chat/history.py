@@ -1,0 +1,40 @@
+"""What was typed before, for the arrow keys: a file in the user's folder that nobody else can read."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+
+from kvkeep.errors import UsageError
+from kvkeep.models.folders import data_folder
+
+LONGEST = 4000
+"""Characters of a question that is kept; a pasted text is not."""
+
+
+class Typed(FileHistory):
+    """Questions in a file; one that cannot be written is only forgotten when the chat ends."""
+
+    def store_string(self, string: str) -> None:
+        """Append one question."""
+        with suppress(OSError, UnicodeEncodeError):
+            if len(string) <= LONGEST:
+                super().store_string(string)
+
+
+def history(kept: bool) -> History:
+    """Return the questions of this and of earlier chats; those of this one alone where they are not ``kept``, or there
+    is no place for them."""
+    with suppress(OSError, UsageError):
+        if kept:
+            return Typed(str(_made(data_folder() / "chat-history")))
+    return InMemoryHistory()
+
+
+def _made(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+    return path

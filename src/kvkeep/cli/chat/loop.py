@@ -1,0 +1,57 @@
+"""The loop of a chat: a line, and what comes of it, until the last one."""
+
+from __future__ import annotations
+
+from kvkeep.cli import out_of_memory
+from kvkeep.cli.chat import answering, commands
+from kvkeep.cli.chat.state import Chat, Leave
+from kvkeep.errors import KvkeepError
+
+
+def run(chat: Chat) -> None:
+    """Take lines until there are no more. An error is a sentence, and the chat goes on. Raises SystemExit after a
+    hang-up, OSError where standard output is gone, and the error of the last save where it failed."""
+    keeper, left = chat.keeper, False
+    try:
+        while not chat.endings.asked and _line(chat):
+            if chat.screen.unwritable is not None and not chat.endings.asked:
+                raise chat.screen.unwritable
+        left = not chat.endings.asked
+    finally:
+        if not left and keeper.session is None and chat.screen.typed:
+            _rescue(chat)
+        if keeper.saved and keeper.session is not None:
+            chat.screen.note(f"Saved to {keeper.session.path}.")
+
+
+def _line(chat: Chat) -> bool:
+    """Do what the next line says; return whether another may follow."""
+    try:
+        with chat.endings.waiting():
+            line = chat.screen.ask()
+        if commands.is_command(line):
+            commands.run(chat, line)
+        elif line:
+            answering.ask(chat, line)
+    except (EOFError, Leave):
+        return False
+    except KeyboardInterrupt:
+        chat.screen.note("Ctrl-D or /exit leaves.")
+    except KvkeepError as error:
+        chat.screen.note(str(error))
+    except (MemoryError, RuntimeError) as error:
+        if not out_of_memory(error):
+            raise
+        chat.screen.note(
+            "There is not enough memory for this; /budget takes a smaller one, /undo and /reset free some."
+        )
+    return True
+
+
+def _rescue(chat: Chat) -> None:
+    """Save a conversation without a session, which ends without having been left."""
+    if chat.talk.turns:
+        try:
+            chat.screen.note(f"Saved to {chat.keeper.rescue(chat.talk)}.")
+        except (KvkeepError, OSError) as error:
+            chat.screen.note(str(error))

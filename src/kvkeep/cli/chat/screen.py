@@ -1,0 +1,110 @@
+"""The screen: where a chat's questions come from and its answers go to, a terminal or pipes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+
+from rich.table import Table
+
+from kvkeep.cli import output
+from kvkeep.cli.chat.painter import Painter, printable
+from kvkeep.cli.chat.questions import Ask
+
+Say = Callable[[str], None]
+
+
+class Screen:
+    """ask: returns the next question. typed: it is a person's. quiet: answers are not shown. plain: they are shown as
+    they are written, without Markdown."""
+
+    def __init__(self, ask: Ask, *, typed: bool = False, quiet: bool = False, plain: bool = False) -> None:
+        self.ask, self.typed, self.quiet = ask, typed, quiet
+        self._terminal = output.out.is_terminal
+        self._paints = self._terminal and not plain and not output.out.is_dumb_terminal
+        self.unwritable: OSError | None = None  # why standard output is gone
+
+    def note(self, text: str) -> None:
+        """Show a message."""
+        output.note(text)
+
+    def table(self, rows: Sequence[tuple[str, str]]) -> None:
+        """Show rows of two columns as a message."""
+        if not output.err.is_terminal:
+            for row in rows:
+                output.note("  ".join(row))
+            return
+        table = Table.grid(padding=(0, 2), pad_edge=False)
+        table.add_column(overflow="fold", ratio=2, max_width=28)
+        table.add_column(overflow="fold", ratio=3)
+        for row in rows:
+            table.add_row(*(one.replace("[", r"\[") for one in row))
+        output.err.print(table, style="dim")
+
+    def reading(self, tokens: int) -> AbstractContextManager[Callable[[int], None]]:
+        """Show how much of a prompt was read, within the block."""
+        return output.reading(tokens)
+
+    @contextmanager
+    def answer(self) -> Iterator[Say]:
+        """Yield what shows the pieces of an answer, whose last line is ended with the block. A terminal or pipe that
+        was closed takes none, which ``unwritable`` tells."""
+        if self.quiet:
+            yield lambda text: None
+            return
+        writer = Painter(output.out, output.write) if self._paints else _Plain(self._terminal)
+
+        def safely(write: Callable[[], None]) -> None:
+            try:
+                write()
+            except OSError as error:
+                self.unwritable = error
+
+        with _silent(self.typed):
+            try:
+                yield lambda text: safely(lambda: writer.add(text))
+            finally:
+                safely(writer.close)
+
+
+class _Plain:
+    """Writes an answer as it is; to a terminal without what would command it."""
+
+    def __init__(self, terminal: bool) -> None:
+        self._terminal = terminal
+        self._written = False
+
+    def add(self, text: str) -> None:
+        """Write a piece."""
+        self._written = True
+        output.write(printable(text) if self._terminal else text)
+
+    def close(self) -> None:
+        """End the last line; a program gets one for each answer."""
+        if self._written or not self._terminal:
+            output.write("\n")
+
+
+@contextmanager
+def _silent(typed: bool) -> Iterator[None]:
+    """Within the block what is typed is not shown, where an answer is being written; the next question has it."""
+    try:
+        import termios
+    except ImportError:  # Windows shows nothing that nobody reads
+        typed = False
+    if not typed:
+        yield
+        return
+    handle = sys.stdin.fileno()
+    try:
+        before = termios.tcgetattr(handle)
+        termios.tcsetattr(handle, termios.TCSANOW, [*before[:3], before[3] & ~termios.ECHO, *before[4:]])
+    except termios.error:  # the terminal is gone
+        yield
+        return
+    try:
+        yield
+    finally:
+        with suppress(termios.error):
+            termios.tcsetattr(handle, termios.TCSANOW, before)

@@ -1,0 +1,197 @@
+"""A chat without a terminal: what is typed, and what comes of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import tokenizer
+from families import tiny
+
+from kvkeep import Conversation, KeepCache, UsageError, generate
+from kvkeep.cli.chat import commands, loop
+from kvkeep.cli.chat.command import AtEnd
+from kvkeep.cli.chat.endings import Endings
+from kvkeep.cli.chat.keeper import Keeper
+from kvkeep.cli.chat.state import Chat
+from kvkeep.cli.chat.window import ASK, ENDS
+from kvkeep.decode.chat import SUMMARISED
+from kvkeep.stock import STOCK, new_cache
+
+PAGE = Path(__file__).parents[3] / "docs" / "chat.md"
+
+
+class Lines:
+    """A screen of lists: lines to type, answers, and notes."""
+
+    typed = quiet = False
+    unwritable = None
+
+    def __init__(self, *typed: str) -> None:
+        self.rest, self.answers, self.notes = list(typed), [""], []  # type: list[str], list[str], list[str]
+
+    def ask(self) -> str:
+        if not self.rest:
+            raise EOFError
+        return self.rest.pop(0)
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def table(self, rows: Any) -> None:
+        self.notes += ["  ".join(row) for row in rows]
+
+    @contextmanager
+    def reading(self, tokens: int) -> Iterator[Callable[[int], None]]:
+        told: list[int] = []
+        yield told.append
+        assert not told or told[-1] == tokens, "the bar ends with the prompt"
+
+    @contextmanager
+    def answer(self) -> Iterator[Callable[[str], None]]:
+        def say(text: str) -> None:
+            self.answers[-1] += text
+
+        yield say
+        self.answers.append("")
+
+
+def chat(*typed: str, method: str = "kv-direct", budget: Any = 16, positions: int | None = None, **own: Any) -> Chat:
+    """A chat in which this was typed."""
+    model = tiny("llama", positions=positions)
+    talk = Conversation(model, tokenizer(), new_cache(model, method, budget))
+    made = Chat(talk, Lines(*typed), own.pop("keeper", Keeper()), Endings(), **{"max_tokens": 6} | own)  # type: ignore
+    loop.run(made)
+    return made
+
+
+def said(made: Chat) -> list[str]:
+    return [message["content"] for message in made.talk.messages]
+
+
+def alone(messages: list[str], tokens: int) -> str:
+    """The answer of the unbounded cache to the last of questions and answers."""
+    model, talk = tiny("llama"), Conversation(tiny("llama"), tokenizer(), KeepCache(tiny("llama")))
+    roles = ("user", "assistant")
+    talk.messages = [{"role": roles[at % 2], "content": text} for at, text in enumerate(messages[:-1])]
+    return generate(model, tokenizer(), talk.prompt(messages[-1]), KeepCache(model), max_new_tokens=tokens).text
+
+
+@pytest.mark.parametrize("method", ["kv-direct", "snapkv:window=4,kernel=3+verified:5", STOCK])
+def test_a_cut_answer_goes_on_as_if_it_had_not_been(method: str) -> None:
+    made = chat("the of and", "/continue", "/continue", "was it", method=method, budget=None if method == STOCK else 16)
+    first, _, second = said(made)[1:]
+    assert first == alone(["the of and"], 18) and second == alone(["the of and", first, "was it"], 6)
+    assert [turn["question"] for turn in made.turns] == ["the of and", "/continue", "/continue", "was it"]
+    assert "".join(made.screen.answers[:3]) == first  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("method", ["kv-direct", "h2o"])
+def test_what_is_undone_never_was(method: str) -> None:
+    """Of a dropping method, too: what it keeps depends on all that it has read."""
+    whole = chat("the of and to in", "was it", method=method)
+    made = chat("the of and to in", "by from her", "/undo", "/retry 0", "was it", method=method)
+    assert said(made) == said(whole)
+    made = chat("the of and", "/retry 2.5", seed=3)
+    assert len(said(made)) == 2 and said(made) != said(chat("the of and"))
+
+
+def test_another_method_in_mid_conversation(tmp_path: Path) -> None:
+    """A past that can be carried over is: no token of it is read twice; else a sentence says that it is."""
+    session = tmp_path / "s"
+    with Keeper(str(session)) as keeper:
+        typed = ("the of and to", "/method full", "was it", "/budget 24", "by", "/method h2o", "and her",
+                 "/method nope", "/method stock", "/budget none", "for")  # fmt: skip
+        made = chat(*typed, keeper=keeper)
+    notes = [note for note in made.screen.notes if "goes on with" in note]  # type: ignore[attr-defined]
+    assert ["nothing is read again" in note for note in notes] == [True, True, False, False]
+    assert notes[2].endswith("read again before the next answer: 'h2o' ranks by attention scores, which only reading "
+                             "the text gives.")  # fmt: skip
+    read = [turn["timing"]["prefill_tokens"] for turn in made.turns]
+    assert max(read[:3]) < 10 and read[4] > read[3] > 20
+    assert said(made)[:6:2] == ["the of and to", "was it", "by"]
+    assert said(made)[5] == alone(said(made)[:5], 6)
+    errors = [note for note in made.screen.notes if "nope" in note or "cannot be saved" in note]  # type: ignore
+    assert len(errors) == 2
+    again = Conversation.resume(tiny("llama"), tokenizer(), session)
+    assert again.messages == made.talk.messages and isinstance(again.cache, KeepCache)
+    assert again.cache.method.name == "full" and again.ids == made.talk.ids
+    assert again.go_on(max_new_tokens=3).tokens == made.talk.go_on(max_new_tokens=3).tokens
+
+
+def test_the_end_of_the_positions_is_an_offer() -> None:
+    common: dict[str, Any] = {"method": "full", "budget": None, "positions": 72}
+    long = [f"the of and to in was {word}" for word in ("it", "for", "on", "as", "with", "his")]
+    made = chat(*long, **common)
+    assert len(said(made)) == 2 * len(long) - 2 and made.waiting == long[-1]
+    offered = "\n".join(made.screen.notes)  # type: ignore[attr-defined]
+    assert "72 positions" in offered and all(f"/window {name}" in offered for name in ENDS)
+    for name in ENDS:
+        one = chat(*long, f"/window {name}", "/continue", **common)
+        assert one.waiting is None and one.turns[-2]["question"] == long[-1], name
+        assert (said(one)[0] == SUMMARISED) == (name == "summary")
+        assert (said(one)[0] == long[0]) == (name == "endless")
+        assert one.talk.positions == (None if name == "endless" else 72)
+        told = chat(*long, at_end=name, **common)
+        assert said(told)[-2:] == [long[-1], told.turns[-1]["text"]], "nobody has to be asked"
+    alone = chat("the " * 100, "/window drop", **common).screen.notes[-1]  # type: ignore[attr-defined]
+    assert "Without any earlier turn" in alone
+
+
+def test_a_cut_at_the_last_position_goes_on() -> None:
+    common: dict[str, Any] = {"method": "full", "budget": None, "positions": 64}
+    made = chat("the of and", "/continue", "/window drop", max_tokens=200, **common)
+    assert made.turns[0]["stopped"] == "positions"
+    notes = made.screen.notes  # type: ignore[attr-defined]
+    assert "/window says how" in "\n".join(notes) and "Without any earlier turn" in notes[-1]
+    made = chat("the of and", "/window endless", "/continue", max_tokens=70, **common)
+    assert len(made.turns[1]["tokens"]) == 70 and made.talk.turns == 1
+
+
+def test_files_prompts_and_what_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a b.md").write_text("was it for")
+    (tmp_path / "c.txt").write_text("on as with")
+    made = chat(f"/file {tmp_path}/a b.md", f"/file {tmp_path}/c.txt the of", "/system by from", "and",
+                f"/save {tmp_path}/talk.md", f"/save {tmp_path}/talk.md", "/system none", "/system", "/file",
+                "/file nowhere", "/retry hot", "/contniue", "/etc/hosts is", "/save", "/window left", "/reset",
+                "/undo", "/exit", "never")  # fmt: skip
+    first, second, third = (turn["question"] for turn in made.turns)
+    assert (first, second, third) == ("the of", "and", "/etc/hosts is")
+    written = (tmp_path / "talk.md").read_text()
+    assert "was it for\n\non as with\n\nthe of" in written and written.startswith("**System**\n\nby from\n")
+    notes = "\n".join(made.screen.notes)  # type: ignore[attr-defined]
+    for sentence in ("already; name another", "no system prompt.", "Name a file", "'nowhere' cannot be read", "'hot'",
+                     "did you mean /continue", "/save talk.session", "'left'", "no answer yet"):  # fmt: skip
+        assert sentence in notes, sentence
+    assert not said(made) and made.screen.rest == ["never"]  # type: ignore[attr-defined]
+
+
+def test_an_empty_answer_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = chat("the of").turns[0]["tokens"][0]
+    monkeypatch.setattr(tiny("llama", positions=None).generation_config, "eos_token_id", first)
+    monkeypatch.setattr(Conversation, "_generate", _without_text(Conversation._generate))
+    notes = chat("the of", "/continue").screen.notes  # type: ignore[attr-defined]
+    assert "answer is empty" in notes[1] and "the model ended it" in notes[2]
+
+
+def _without_text(generated: Any) -> Any:
+    """As where the last token is a special one, of which a text has nothing; the tiny tokenizer has none."""
+    from dataclasses import replace
+
+    return lambda *arguments: replace(generated(*arguments), text="")
+
+
+def test_completions_and_the_page() -> None:
+    assert [word for word, _ in commands.completions("/me")] == ["/method", "/memory"]
+    assert {"h2o", "h2o-fisher"} <= dict(commands.completions("/method h2")).keys()
+    assert dict(commands.completions("/window d")) == {"drop": ""} and not list(commands.completions("what /me"))
+    assert {end.value for end in AtEnd} == {ASK, *ENDS}
+    rows = [f"| `{command.usage}` | {command.help} |" for command in commands.COMMANDS.values()]
+    table = re.search(r"\| command \| .*?\n\n", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    assert table is not None and table[0].split("\n")[2:-2] == rows
+    with pytest.raises(UsageError, match="did you mean /undo"):
+        commands.run(chat(), "/undoo")
