@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -54,6 +56,19 @@ def test_unbinding_leaves_a_stock_model(own: Any) -> None:
     assert own.config._attn_implementation == "sdpa" and not hasattr(own, "_kvkeep_binding") and hooks() == plain
     with pytest.raises(UsageError, match="outside a forward pass of the model that this cache was made for"):
         forward(own, cache, TEXT)
+
+
+def test_threads_that_make_its_first_caches_bind_a_model_once(own: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = own.set_attn_implementation
+
+    def slowly(name: str) -> None:
+        time.sleep(0.02)
+        slow(name)
+
+    monkeypatch.setattr(own, "set_attn_implementation", slowly)
+    with ThreadPoolExecutor(4) as threads:
+        assert len({*threads.map(bind, [own] * 4)}) == 1
+    assert [len(layer._forward_pre_hooks) for layer in own.model.layers] == [1] * 4
 
 
 def test_eager_attention_is_refused(own: Any) -> None:

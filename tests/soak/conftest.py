@@ -81,8 +81,9 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     mark = item.get_closest_marker("soak")
     if mark is not None and report.failed:
         lines = item.config.stash.setdefault(LINES, Lines(item.config))
-        lines.rows.append((mark.args[0], f"FAILED: {str(call.excinfo.value if call.excinfo else '').splitlines()[:1]}"))
-        lines.write(f"{mark.args[0]}: FAILED")
+        reason = str(call.excinfo.value).partition("\n")[0] if call.excinfo else ""
+        lines.rows.append((mark.args[0], f"FAILED: {reason}"))
+        lines.write(f"{mark.args[0]}: FAILED: {reason}")
     return report
 
 

@@ -32,6 +32,9 @@ KINDS: list[dict[str, Any]] = [
 POSITIONS = 440
 """Tokens after which a conversation of the tiny model ends, and another begins."""
 
+LOCK = threading.RLock()
+"""Of the model by which clients know what they should hear."""
+
 
 @dataclass
 class Talk:
@@ -68,7 +71,8 @@ class Talk:
         if not self.name or len(self.ids) > POSITIONS:
             self.begun += 1
             self.name, self.ids, self.held = f"talk-{self.number}-{self.begun}", [], 0
-            self.alone = Alone(self.loaded, **self.kind)
+            with LOCK:
+                self.alone = Alone(self.loaded, **self.kind)
         dice = random.Random(f"{self.name} {len(self.ids)}")
         return [*self.ids, *dice.choices(range(5, 97), k=dice.randint(3, 30))], dice.randint(4, 24)
 
@@ -76,7 +80,8 @@ class Talk:
         """A turn has ended, with this text where it was heard."""
         prompt, new = self.next()
         assert self.alone is not None
-        self.ids = [*prompt, *self.alone.answer(prompt, new)]
+        with LOCK:
+            self.ids = [*prompt, *self.alone.answer(prompt, new)]
         self.held, self.turns = len(self.ids) - 1, self.turns + 1
         assert text in (None, self.alone.text), self.name
 

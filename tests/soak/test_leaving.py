@@ -39,10 +39,10 @@ SESSIONS = 5
 
 
 class Leaving:
-    """Where answers were when their clients left, and how many steps they went on for."""
+    """Where answers were when their clients left, how many steps they kept their rows for, and how they ended."""
 
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.places, self.steps = Counter[str](), list[int]()
+        self.places, self.reasons, self.steps = Counter[str](), Counter[str](), list[int]()
         self._count, self._left, self._over = 0, dict[Job, int](), WeakSet[Job]()
         step, cancel, halt, end = engine.step, Job.cancel, Job.halt, Job.end
 
@@ -63,7 +63,8 @@ class Leaving:
             return halt(job)
 
         def ended(job: Job, last: Any) -> None:
-            self._left.pop(job, None)
+            if self._left.pop(job, None) is not None:
+                self.reasons[getattr(last, "reason", f"{last}")] += 1
             self._over.add(job)
             end(job, last)
 
@@ -124,7 +125,8 @@ def test_clients_that_leave_in_queue_prompt_and_answer_leave_nothing(
         grown = (standing()[2] - warm[2]) / 1e6
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
     cancelled = int(counted['kvkeep_requests_ended_total{reason="cancelled"}'])
-    assert cancelled == left.places.total() >= cycles and len(left.places) == 3, left.places
+    assert left.reasons.total() == left.places.total() >= cycles and len(left.places) == 3, left.places
+    assert left.reasons["cancelled"] == cancelled and {*left.reasons} <= {"cancelled", "length"}, left.reasons
     assert max(left.steps) <= 2 and grown < 8, (Counter(left.steps), grown)
     places = ", ".join(f"{count} in {place}" for place, count in sorted(left.places.items()))
     say(
@@ -155,16 +157,16 @@ MEASURED, TOKENS, SLOW, ENDLESS, ROUNDS = 4, 48, 2, 20, 7
 def test_clients_that_never_read_or_never_end_a_header_slow_nobody(say: Any, tmp_path: Path) -> None:
     """In both halves of a round as many answers are written; in one, some of their readers are slow."""
     options = ["--memory", "500MB", "-x", "h2o", "-b", "128", "--sessions", str(tmp_path)]
-    ratios, ends = [], []
+    ratios, read = list[float](), list[int]()
     with program(*options) as running:
         asyncio.run(gaps(running, MEASURED + SLOW))
         for number in range(ROUNDS):
             p95 = {}
             for slow in (number % 2 == 0, number % 2 == 1):
-                with slow_clients(running) if slow else ExitStack() as told:
+                with ExitStack() as stack:
+                    if slow:
+                        stack.enter_context(slow_clients(running, read))
                     found = asyncio.run(gaps(running, MEASURED + (0 if slow else SLOW)))
-                    if told:
-                        ends.append(told())
                 p95[slow] = quantiles([gap for own in found[:MEASURED] for gap in own], n=20)[-1]
                 assert within(60, lambda: not figures(running.address)["kvkeep_requests_running"])
             ratios.append(p95[True] / p95[False])
@@ -173,7 +175,7 @@ def test_clients_that_never_read_or_never_end_a_header_slow_nobody(say: Any, tmp
     say(
         f"{SLOW} readers of a byte a second and {ENDLESS} headers that never end beside {MEASURED} answers: their 95th "
         f"percentile between tokens is {median(ratios):.2f} × that beside {SLOW} readers that keep up, the median of "
-        f"{ROUNDS} rounds ({min(ratios):.2f} to {max(ratios):.2f}); the slow ones had read {max(ends)} bytes at most"
+        f"{ROUNDS} rounds ({min(ratios):.2f} to {max(ratios):.2f}); the slow ones had read {max(read)} bytes at most"
     )
 
 
@@ -199,9 +201,9 @@ def body(running: Program, number: int) -> dict[str, Any]:
 
 
 @contextmanager
-def slow_clients(running: Program) -> Iterator[Any]:
-    """Readers of a byte a second, and headers of a byte a second, for the block."""
-    over, threads, read = threading.Event(), list[threading.Thread](), list[int]()
+def slow_clients(running: Program, read: list[int]) -> Iterator[None]:
+    """Readers of a byte a second, and headers of a byte a second, for the block; ``read`` gets what each has read."""
+    over, threads = threading.Event(), list[threading.Thread]()
     host, _, port = running.address.removeprefix("http://").partition(":")
 
     def reads(one: socket.socket) -> None:
@@ -225,7 +227,7 @@ def slow_clients(running: Program) -> Iterator[Any]:
         for thread in threads:
             thread.start()
         try:
-            yield lambda: max(read, default=0) or 1
+            yield
         finally:
             over.set()
             for thread in threads:

@@ -127,7 +127,7 @@ def errors(folder: Path) -> list[str]:
         other.close()
         with held(engine):
             threads = [
-                threading.Thread(target=lambda key=key: client(key).create(**BODY))  # type: ignore[misc]
+                threading.Thread(target=lambda key=key: client(key).create(**BODY))
                 for key in (KEYS[0], KEYS[0], KEYS[1])
             ]
             for thread in threads:
@@ -204,8 +204,7 @@ def crowd(address: str, engine: Engine) -> list[int]:
     """Let 16 clients of each key ask at once, while nothing is answered; return what they are told."""
     found: list[int] = []
     threads = [
-        threading.Thread(target=lambda key=key: found.append(post(address, BODY, key).status_code))  # type: ignore[misc]
-        for key in KEYS * 16
+        threading.Thread(target=lambda key=key: found.append(post(address, BODY, key).status_code)) for key in KEYS * 16
     ]
     with held(engine):
         for thread in threads:
