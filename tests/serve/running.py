@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, Any
 
 import forked
@@ -78,6 +79,11 @@ class Program:
     address: str
     model: str
     _errors: IO[str]
+
+    def processor_s(self) -> float:
+        """Seconds of processor time that it has taken, as Linux counts them."""
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def said(self) -> str:
         """What it has written on standard error."""
@@ -149,6 +155,12 @@ def raw(address: str, body: dict[str, Any], path: str = CHAT) -> Iterator[socket
         one.connect((host, int(port)))
         one.sendall(f"{head}Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
         yield one
+
+
+def counting(model: str, number: int, new: int) -> dict[str, Any]:
+    """A request that the real model answers with so many tokens, and does not end before."""
+    first = ", ".join(str(100 * number + place) for place in range(1, 6))
+    return {"model": model, "prompt": f"Numbers: {first},", "max_tokens": new, "temperature": 0}
 
 
 def figures(address: str, key: str = KEYS[0]) -> dict[str, float]:

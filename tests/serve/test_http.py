@@ -103,6 +103,7 @@ def test_seeds_make_samples_repeatable(client: openai.OpenAI) -> None:
     [
         ({"tools": []}, "tools"),
         ({"n": 2}, "n"),
+        ({"n": True}, "n"),
         ({"temperature": "hot"}, "temperature"),
         ({"temperature": 3}, "temperature"),
         ({"max_tokens": 0}, "max_tokens"),

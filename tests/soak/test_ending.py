@@ -116,7 +116,7 @@ def test_kills_in_the_middle_of_answers_lose_nothing_that_was_told(
     model_folder: Path, tmp_path: Path, say: Any
 ) -> None:
     folder, loaded, kills = tmp_path / "s", kvkeep.load(str(model_folder)), 20
-    options = ["--model", str(model_folder), "--memory", "3MB", "-x", "full", "--sessions", str(folder)]
+    options = ["--model", str(model_folder), "--memory", "8MB", "-x", "full", "--sessions", str(folder)]
     talks, dice, answering = [Talk(number, loaded) for number in range(8)], random.Random(3), 0
     for kill in range(kills):
         with program(*options, fork=True) as running:

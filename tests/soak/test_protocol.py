@@ -150,7 +150,7 @@ def errors(folder: Path) -> list[str]:
 def test_what_is_wrong_is_refused_by_its_status_and_name(say: Any) -> None:
     engine = Engine(small(), 10**8, waiting=8)
     seen = Counter[int]()
-    with serving(engine=engine, limits=Limits(answers=12)) as (address, _):
+    with serving(engine=engine, limits=Limits(answers=5)) as (address, _):
 
         def refused(status: int, found: httpx.Response, code: str | None = None, field: str | None = None) -> None:
             error = found.json()["error"]
@@ -184,7 +184,7 @@ def test_what_is_wrong_is_refused_by_its_status_and_name(say: Any) -> None:
         say.progress(f"{fields} fields of wrong types refused")
         busy = Counter(status for _ in range(3) for status in crowd(address, engine))
         seen += Counter({status: count for status, count in busy.items() if status != 200})
-        assert busy[200] == 24 and busy[429] and busy[503] and busy.total() == 96
+        assert busy == {200: 24, 429: 57, 503: 15}, busy
         assert post(address, BODY).status_code == 200 and not engine.waiting and engine.fault is None
     counts = ", ".join(f"{count} × {status}" for status, count in sorted(seen.items()))
     say(
@@ -201,17 +201,21 @@ def huge(address: str, pieces: Iterator[bytes], length: dict[str, str]) -> httpx
 
 
 def crowd(address: str, engine: Engine) -> list[int]:
-    """Let 16 clients of each key ask at once, while nothing is answered; return what they are told."""
+    """Let 24 clients of one key and then 8 of another ask, while nothing is answered; return what they are told."""
     found: list[int] = []
-    threads = [
-        threading.Thread(target=lambda key=key: found.append(post(address, BODY, key).status_code)) for key in KEYS * 16
-    ]
+    threads = list[threading.Thread]()
     with held(engine):
-        for thread in threads:
-            thread.start()
-        assert within(30, lambda: len(found) == len(threads) - 8)
+        for key, count, refusals in ((KEYS[0], 24, 19), (KEYS[1], 8, 24)):
+            own = [
+                threading.Thread(target=lambda key=key: found.append(post(address, BODY, key).status_code))
+                for _ in range(count)
+            ]
+            for thread in own:
+                thread.start()
+            assert within(60, lambda refusals=refusals: len(found) == refusals)
+            threads += own
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
     return found
 
 
@@ -242,8 +246,6 @@ def of_wrong_types() -> Iterator[tuple[str, dict[str, Any], str]]:
     for path, schema, place, body in places:
         for name, about in schema.model_json_schema()["properties"].items():
             allowed = {one.get("type", "object") for one in about.get("anyOf", [about])}
-            if "const" in about or "enum" in about:
-                allowed = {"string"} if isinstance((about.get("enum") or [""])[0], str) and "enum" in about else set()
             allowed |= {"integer"} if "number" in allowed else set()
             for kind, value in SAMPLES:
                 if kind not in allowed:
