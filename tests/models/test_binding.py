@@ -71,6 +71,14 @@ def test_threads_that_make_its_first_caches_bind_a_model_once(own: Any, monkeypa
     assert [len(layer._forward_pre_hooks) for layer in own.model.layers] == [1] * 4
 
 
+def test_what_observes_is_given_every_query_whatever_logits_are_wanted() -> None:
+    """Layers that share keys are given the last queries alone by transformers, where only their logits are wanted."""
+    caches = [KeepCache(tiny("gemma4"), "h2o", 16, chunk=16) for _ in "ab"]
+    for cache, keep in zip(caches, (0, 1), strict=True):
+        forward("gemma4", cache, TEXT[:, :48], logits_to_keep=keep)
+    assert all(map(torch.equal, *(cache.entry_states() for cache in caches)))
+
+
 def test_eager_attention_is_refused(own: Any) -> None:
     own.set_attn_implementation("eager")
     with pytest.raises(UnsupportedModelError, match="eager.*sdpa"):

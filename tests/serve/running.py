@@ -63,7 +63,7 @@ def serving(
 def held(engine: Engine) -> Iterator[threading.Event]:
     """An engine that does not take a step until the event is set, or to the end."""
     gate, there = threading.Event(), threading.Event()
-    engine.call(lambda: (there.set(), gate.wait(30)))
+    engine.call(lambda: (there.set(), gate.wait(60)))
     assert there.wait(10)
     try:
         yield gate

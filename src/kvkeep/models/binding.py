@@ -225,6 +225,8 @@ def _open(decoder: nn.Module, given: dict[str, Any], cache: Taking | None) -> tu
     if total > cache.chunk:
         given = _all_but_last_chunk(decoder, given, cache, total, keep)
         ids, embeddings = given.get("input_ids"), given.get("inputs_embeds")
+    if cache.observes and given.get("logits_to_keep"):
+        given["logits_to_keep"] = 0  # layers that share keys would be given the last queries alone
     new: Tensor = ids if ids is not None else given["inputs_embeds"]
     if cache.looks_ahead(new.shape[1]):
         cache.look_ahead(decoder, given)
