@@ -18,10 +18,11 @@ Kind = tuple[str | None, Any, dict[str, Any]]  # method, budget, other options o
 
 def state(cache: Any) -> dict[str, Tensor]:
     """Return the tensors of a cache's past by name, as views where they are in one piece. Raises as :func:`parts`."""
-    return {
-        name: part if isinstance(part, Tensor) else concatenated(part, part.first, part.length)
-        for name, part in parts(cache).items()
-    }
+    return {name: _tensor(part) for name, part in parts(cache).items()}
+
+
+def _tensor(part: Tensor | Rows) -> Tensor:
+    return part if isinstance(part, Tensor) else concatenated(part, part.first, part.length)
 
 
 def parts(cache: Any) -> dict[str, Tensor | Rows]:
@@ -86,21 +87,35 @@ def fork(cache: Any, kind: Kind | None) -> Any:
     if kind is not None:
         method, budget, options = kind
         return _adopted(cache, Request.parse(method or cache.method.name, budget, **options))
-    if cache.made.table is not None:
-        return _sharing(cache)
-    twin = cache.__class__(cache.model, request=cache.request)
+    return copied(cache) if cache.made.table is None else sharing(cache, cache.get_seq_length())
+
+
+def copied(cache: Any) -> Any:
+    """Return a second cache with the same past, in memory of its own; one tensor is copied at a time."""
+    twin, given = cache.__class__(cache.model, request=cache.request), parts(cache)
     if (shares := cache.shares) is not None:
         twin.go_on(shares)
-    tensors = {name: tensor.clone() for name, tensor in state(cache).items()}
-    restore(twin, set(tensors), tensors.__getitem__, header(cache))
+    restore(twin, set(given), lambda name: _tensor(given[name]).clone(), header(cache))
     return twin
 
 
-def _sharing(cache: Any) -> Any:
-    """Return a second cache over the same blocks."""
-    twin = cache.__class__(cache.model, request=cache.request)
-    assert cache.made.table is not None and twin.made.table is not None
-    if not cache.get_seq_length():
+def sharing(cache: Any, length: int) -> Any:
+    """Return a second cache over the same blocks, of "paged" or "full", that has read the first ``length`` tokens.
+
+    Blocks of "full" only the CPU kernel reads where they lie, in :mod:`kvkeep.serve`; any other step copies all
+    entries. Raises RuntimeError where a sliding window has forgotten what would be needed.
+    """
+    cache.stream.roll_back()
+    twin, surplus = cache.__class__(cache.model, request=cache.request), cache.get_seq_length() - length
+    if not length:
+        return twin
+    if cache.made.table is None:
+        copy_ledger(cache.ledger, twin.ledger, length, cache.rows)
+        for layer in cache.geometry.full_layers:
+            twin.layers[layer.index].share(cache.layers[layer.index], length)
+        for other in _copy_windows(cache, twin):
+            if surplus:
+                other.crop(-surplus)
         return twin
     copy_ledger(cache.ledger, twin.ledger, cache.get_seq_length(), cache.rows)
     twin.made.table.share(cache.made.table)
@@ -108,22 +123,27 @@ def _sharing(cache: Any) -> Any:
         other.resident.share(own.resident)
         other.length, other.heads, other.is_initialized = own.length, own.heads, own.is_initialized
     _copy_windows(cache, twin)
+    if surplus:
+        twin.crop(-surplus)
     return twin
 
 
 def copy_ledger(own: Ledger, twin: Ledger, length: int, rows: int) -> None:
     """Let the empty ledger ``twin`` have what ``own`` knows of ``length`` slots of ``rows`` rows, as far as it records
     that."""
-    ids, positions = (rows.view().clone() if own.records else None for rows in (own.ids, own.positions))
-    visible = None if own.visible is None else own.visible.clone()
+    ids, positions = (rows.view(0, length).clone() if own.records else None for rows in (own.ids, own.positions))
+    visible = None if own.visible is None else own.visible[:, :length].clone()
     twin.restore(length, rows, ids, positions, visible)
 
 
-def _copy_windows(cache: Any, twin: Any) -> None:
-    length = cache.get_seq_length()
+def _copy_windows(cache: Any, twin: Any) -> list[Any]:
+    """Copy what layers hold that are not full ones, and return these."""
+    length, copied = cache.get_seq_length(), []
     for layer, own, other in zip(cache.geometry.layers, cache.held, twin.held, strict=True):
         if layer.kind != "full":
             other.restore({name: tensor.clone() for name, tensor in own.state().items()}, length)
+            copied.append(other)
+    return copied
 
 
 def _adopted(cache: Any, request: Request) -> Any:

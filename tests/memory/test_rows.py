@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from kvkeep.memory.places import Device, Disk, Host, Place
 from kvkeep.memory.rows import Buffer, Pages, Ring, Rows, concatenated
+from kvkeep.memory.shared_rows import SharedRows
 
 CPU = torch.device("cpu")
 OPERATIONS = st.lists(
@@ -27,6 +28,7 @@ def stores(home: Place) -> dict[str, Rows]:
         "pages": Pages(home, smallest=4, largest=9),
         "ring": Ring(11, home, block=4),
         "ring of none": Ring(0, home),
+        "shared": SharedRows(block=5),
     }
 
 
@@ -86,3 +88,36 @@ def test_a_static_buffer_is_allocated_once() -> None:
     buffer = Buffer(limit=100)
     buffer.append(torch.zeros(1, 1, 1, 2))
     assert buffer.nbytes == 100 * 2 * 4
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    operations=st.lists(
+        st.tuples(st.integers(0, 2), st.sampled_from(["append", "truncate", "share"]), st.integers(0, 23))
+    )
+)
+def test_what_is_shared_is_held_once_and_nobody_changes_it_for_another(operations: list[tuple[int, str, int]]) -> None:
+    """Three owners, who append, truncate, and begin anew with the rows of the one before them."""
+    owners, twins = [SharedRows(block=4) for _ in range(3)], [torch.zeros(1, 2, 0, 3) for _ in range(3)]
+    counter = 0.0
+    for who, kind, value in operations:
+        if kind == "append":
+            new = torch.arange(6.0 * value).reshape(1, 2, value, 3) + counter
+            counter += 1000
+            owners[who].append(new)
+            twins[who] = torch.cat([twins[who], new], 2)
+        elif kind == "truncate":
+            owners[who].truncate(value)
+            twins[who] = twins[who][:, :, :value]
+        elif twins[who - 1].shape[2]:
+            owners[who] = SharedRows(block=4)
+            owners[who].share(owners[who - 1])
+            twins[who] = twins[who - 1]
+            whole = [part.data_ptr() for part in owners[who].head]
+            assert whole == [part.data_ptr() for part in owners[who - 1].head]
+            assert owners[who].settled == twins[who].shape[2] // 4 * 4
+        for own, twin in zip(owners, twins, strict=True):
+            assert own.length == twin.shape[2] and own.settled % 4 == 0
+            if own.length:
+                assert torch.equal(own.view(), twin)
+                assert torch.equal(concatenated(own, own.length // 2, own.length), twin[:, :, own.length // 2 :])

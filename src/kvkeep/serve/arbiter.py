@@ -6,17 +6,19 @@ only once that much is granted, and keeps it until it ends; what is idle counts 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from kvkeep.cache import KeepCache
 from kvkeep.decode.session_file import SessionFile
 from kvkeep.errors import BudgetError
+from kvkeep.geometry import ModelGeometry
 from kvkeep.memory.rows import up
 from kvkeep.plan.candidates import Candidate
 from kvkeep.plan.sizes import sizes
 from kvkeep.serve.batch import chunk_of
 from kvkeep.stores.draft import VOTERS
+from kvkeep.stores.dynamic import DynamicLayer
 
 MEGA = 1e6
 BOOKKEEPING = 16
@@ -62,8 +64,16 @@ def _step(cache: KeepCache, tokens: int) -> int:
     logits = runs * geometry.vocab_size * (geometry.dtype_bytes + 2 * FLOAT)  # as they come, and as they are sampled
     if not cache.method.selector.keeps_all:
         return logits  # its chunk is among the sizes
-    widest = max(layer.kv_heads * (layer.key_dim + layer.value_dim) for layer in geometry.full_layers)
-    return logits + min(chunk_of(cache), tokens) * widest * geometry.dtype_bytes
+    chunk, widest = min(chunk_of(cache), tokens), widest_bytes(geometry)
+    if cache.method.selector.layout != "static":  # and all in one piece, where the first ones are held with others
+        chunk += tokens
+    return logits + chunk * widest
+
+
+def widest_bytes(geometry: ModelGeometry) -> int:
+    """Return the bytes of a token's keys and values in one layer, of that which has the largest."""
+    elements = max(layer.kv_heads * (layer.key_dim + layer.value_dim) for layer in geometry.full_layers)
+    return elements * geometry.dtype_bytes
 
 
 def restoring(file: SessionFile, cache: KeepCache) -> int:
@@ -86,9 +96,16 @@ def held(cache: KeepCache) -> int:
     return memory.resident_bytes + memory.compressed_bytes + memory.bookkeeping_bytes + checkpoints
 
 
+def shared(cache: KeepCache) -> dict[int, int]:
+    """Return the bytes of what other caches may hold, too, by where it is."""
+    layers = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
+    parts = [tensor.untyped_storage() for layer in layers for tensor in layer.shared]
+    return {part.data_ptr(): part.nbytes() for part in parts}
+
+
 @dataclass
 class Arbiter:
-    """Grants memory within ``total`` bytes. granted: what running answers may hold; idle: what other sessions hold."""
+    """Grants memory within ``total`` bytes."""
 
     total: int
 
@@ -104,6 +121,11 @@ class Arbiter:
         """Return how many sessions like ``cache``, of ``tokens`` tokens, can be answered at once."""
         return self.total // most(cache, tokens)
 
-    def short(self, wanted: int, granted: Iterable[int], idle: Iterable[int]) -> int:
-        """Return how many bytes are missing for ``wanted`` more; 0 or less: it can be granted."""
-        return wanted + sum(granted) + sum(idle) - self.total
+    def grants(self, wanted: int, others: Iterable[tuple[int, Mapping[int, int]]]) -> bool:
+        """Return whether there are ``wanted`` bytes more beside ``others``: of each, what it holds or may come to hold,
+        and the parts of that which several may hold, by where they are."""
+        held, parts = wanted, dict[int, int]()
+        for total, own in others:
+            held += total - sum(own.values())
+            parts |= own
+        return held + sum(parts.values()) <= self.total

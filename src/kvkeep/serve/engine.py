@@ -27,9 +27,10 @@ from kvkeep.geometry import ModelGeometry
 from kvkeep.models.loading import Loaded
 from kvkeep.policies.request import Request
 from kvkeep.serve.answer import Answer, Ask
-from kvkeep.serve.arbiter import Arbiter
+from kvkeep.serve.arbiter import Arbiter, shared, widest_bytes
 from kvkeep.serve.batch import alone, forward, packs
-from kvkeep.serve.job import Ended, Event, Full, Job, Stopping
+from kvkeep.serve.job import Ended, Event, Full, Job, Reading, Stopping
+from kvkeep.serve.prefixes import Prefix, find, worth_keeping
 from kvkeep.serve.sessions import EVERY_S, Name, Session, Sessions
 
 T = TypeVar("T")
@@ -91,9 +92,11 @@ class Engine:
         tell: Callable[[Event], None],
         *,
         name: Name | None = None,
+        owner: str = "",
         **cache: Any,
     ) -> Job:
-        """Ask for an answer. name: owner and name of the session that goes on. cache: method, budget and options of a
+        """Ask for an answer. name: owner and name of the session that goes on; owner: whose prompts are no secret to
+        it, where it has no name. cache: method, budget and options of a
         :class:`~kvkeep.cache.KeepCache`, of a session that is new; by default the engine's. Raises Full, Stopping, or
         UsageError for what can never be answered."""
         positions = self.geometry.max_positions
@@ -106,7 +109,7 @@ class Engine:
             )
         if name is not None:
             Sessions.check_name(name)
-        job = Job(ask, tell, name, cache or self.cache, bool(cache))
+        job = Job(ask, tell, name, cache or self.cache, bool(cache), owner if name is None else name[0])
         with self._lock:
             if self._stopping:
                 raise Stopping("The server is ending and takes no more; ask again when it is back.")
@@ -239,14 +242,21 @@ class Engine:
 
     def _admit(self) -> None:
         """Begin waiting answers in order, as far as memory is granted: nobody overtakes one that waits for memory. One
-        whose session is busy, or whose file is being opened, waits for that alone."""
+        whose session is busy, whose file is being opened, or whose prompt begins with what another one is reading,
+        waits for that alone."""
         busy = {job.name for job in (*self.running, *self._saving)} - {None}
         for job in [*self._waiting]:
-            if job.name in busy:
+            if job.name in busy or self._is_behind(job):
                 continue
+            if self._refused == (job, self._house):  # nobody has left since: what they hold is not counted every time
+                return
             try:
                 session = self._session(job)
-                if session is not None and not self._begun(job, session):
+                found = None if session is None else find(job, session, self.running, self.sessions.idle())
+                if isinstance(found, Reading):
+                    job.behind = found
+                    continue
+                if session is not None and not self._begun(job, session, found):
                     return
             except Exception as error:
                 if job.name is not None and job.name in self.sessions.memory:
@@ -262,7 +272,7 @@ class Engine:
         """Return the session that an answer goes on with, None as long as its file is being opened. Raises what that
         fails by."""
         if job.name is None:
-            job.session = job.session or Session(None, Past(KeepCache(self.model, **job.cache)))
+            job.session = job.session or Session(None, Past(KeepCache(self.model, **job.cache)), job.owner)
             return job.session
         session = self.sessions.memory.get(job.name)
         if session is None:
@@ -271,7 +281,7 @@ class Engine:
             if not job.file.done():
                 return None
             session = self._adopt(job)
-        if job.own and Request.parse(**job.cache) != session.past.cache.request:
+        if job.own and Request.parse(**job.cache) != session.cache.request:
             raise UsageError(
                 f"The session '{job.name[1]}' goes on by the method and budget that it began with, which are others; "
                 "leave them out, or take another name."
@@ -286,33 +296,63 @@ class Engine:
         self.sessions.memory[job.name] = session
         return session
 
-    def _begun(self, job: Job, session: Session) -> bool:
-        """Grant memory to an answer and begin it, once its session is in memory; False: it has to wait. Raises what it
-        fails by."""
-        house = [*map(id, self.running)], [*map(id, self._saving)], [*self.sessions.memory]
-        if self._refused == (job, house):  # nobody has left since: what they hold is not counted at every step
+    def _is_behind(self, job: Job) -> bool:
+        """Return whether another answer is still reading what the prompt of a job begins with, which then need not
+        be."""
+        if job.behind is not None and (job.behind.done or job.behind.job not in self.running):
+            job.behind = None
+        return job.behind is not None
+
+    @property
+    def _house(self) -> tuple[list[int], list[int], list[Name]]:
+        """Who is in memory."""
+        return [*map(id, self.running)], [*map(id, self._saving)], [*self.sessions.memory]
+
+    def _begun(self, job: Job, session: Session, prefix: Prefix | None) -> bool:
+        """Grant memory to an answer and begin it, with what another session has read of its prompt, once its own is in
+        memory; False: it has to wait. Raises what it fails by."""
+        most = session.most(len(job.ask.prompt) + job.ask.most)
+        self.arbiter.check(most)
+        giver = None if prefix is None else prefix.session
+        way = None
+        if prefix is not None and not prefix.whole:
+            copy = len(prefix.ids) * widest_bytes(self.geometry)  # of a layer, for a moment
+            way = self._way(session, most + copy - prefix.nbytes, staying=giver)
+        if way is None:
+            way = self._way(session, most, going=None if giver is None or giver.busy else giver)
+        if way is None:
+            self._refused = job, self._house
             return False
-        wanted = session.most(len(job.ask.prompt) + job.ask.most)
-        self.arbiter.check(wanted)
-        answering = {id(one.session) for one in self.running} | {id(session)}
-        others = {id(one): one.held for one in self.sessions.memory.values() if id(one) not in answering}
-        idle = [one for one in self.sessions.idle() if id(one) in others]  # the least recently used first
-        missing = self.arbiter.short(wanted, (running.granted for running in self.running), others.values())
-        if missing > sum(others[id(one)] for one in idle):
-            self._refused = job, house
-            return False
-        for one in idle:
-            if missing <= 0:
-                break
-            missing -= others[id(one)]
+        for one in way:
             self.sessions.park(one)
-        job.session, job.granted, self._refused = session, wanted, None
+        if prefix is not None:
+            session.past = prefix.session.past if prefix.session in way else prefix.past()
+            self.sessions.use(prefix.session)
+        job.session, job.granted, self._refused = session, most, None
         self.running.append(job)
-        if session.name is not None:
-            self.sessions.touch(session)
+        self.sessions.touch(session)
         if session.away:
             job.file = self.sessions.restore(session)
         return True
+
+    def _way(
+        self, session: Session, wanted: int, going: Session | None = None, staying: Session | None = None
+    ) -> list[Session] | None:
+        """Return which idle sessions have to make way, so that ``session`` can have ``wanted`` bytes: ``going`` in any
+        case, ``staying`` in none, and of the others those first that were not used for longest. None: it is too much
+        without all of them, too."""
+        answering = {job.session: job.granted for job in self.running if job.session is not None}
+        held = {one: one.held for one in self.sessions.memory.values() if one not in answering and one is not going}
+        held.pop(session, None)
+        others = {one: (count, shared(one.cache)) for one, count in (answering | held).items()}
+        gone = [] if going is None else [going]
+        idle = [one for one in self.sessions.idle() if one in held and one is not staying]
+        while not self.arbiter.grants(wanted, others.values()):
+            if not idle:
+                return None
+            gone.append(idle.pop(0))
+            del others[gone[-1]]
+        return gone
 
     def _go_on(self) -> None:
         """Begin the answers whose sessions are in memory."""
@@ -321,10 +361,9 @@ class Engine:
             try:
                 if job.file is not None:
                     job.file.result()
-                job.file, past = None, job.session.past
-                assert isinstance(past.cache, KeepCache)
-                past.align(job.ask.prompt, crops=past.cache.exactness == "exact")
-                job.start(Answer(job.ask, past.cache, self.tokenizer, self.ends, job.tell))
+                job.file, cache = None, job.session.cache
+                job.session.past.align(job.ask.prompt, crops=cache.exactness == "exact")
+                job.start(Answer(job.ask, cache, self.tokenizer, self.ends, job.tell))
             except Exception as error:
                 self.running.remove(job)
                 self.sessions.leave(job.session, stay=False)
@@ -392,6 +431,7 @@ class Engine:
         """Tell how a job ended, once the turn of its session is saved."""
         assert job.session is not None
         if job.session.name is None:
+            self.sessions.leave(job.session, stay=isinstance(last, Ended) and worth_keeping(job.session))
             job.end(last)
             return
         job.last, job.file = last, self.sessions.save(job.session)

@@ -44,6 +44,20 @@ Event = Piece | Ended | KvkeepError
 """What a job tells: pieces of text, and at last how it ended, or the error that it failed by."""
 
 
+@dataclass(frozen=True)
+class Reading:
+    """The first ``tokens`` tokens of the prompt of ``job``, which is reading them."""
+
+    job: Job
+    tokens: int
+
+    @property
+    def done(self) -> bool:
+        """Whether they are read; False also where they never will be."""
+        session = self.job.session
+        return session is not None and session.cache.get_seq_length() >= self.tokens
+
+
 @dataclass(eq=False)
 class Job:
     """One answer, from request to end. tell: is called by the engine's thread with each event, and must not wait."""
@@ -53,10 +67,12 @@ class Job:
     name: Name | None
     cache: Mapping[str, Any]  # what its session is, if it is new, as KeepCache takes it
     own: bool = False  # whether the request named it
+    owner: str = ""
     session: Session | None = None
     granted: int = 0
     answer: Answer | None = None
     file: Future[Any] | None = None  # its session's, as long as it is read or written
+    behind: Reading | None = None  # who is reading what its prompt begins with
     last: Event | None = None  # what is told when the session is saved
     at: float = field(default_factory=time.monotonic)  # when it was asked for, and from its first token on the last's
     _reads: Reads | None = None
@@ -82,6 +98,14 @@ class Job:
     def writes(self) -> bool:
         """Whether its prompt is read."""
         return self.answer is not None and bool(self.answer.tokens)
+
+    @property
+    def known(self) -> list[int]:
+        """The ids that its session's cache has read."""
+        assert self.session is not None
+        if self.answer is None:
+            return [*self.session.past.ids]
+        return [*self.ask.prompt, *self.answer.tokens][: self.session.cache.get_seq_length()]
 
     def want(self, read: Read) -> None:
         """Note what it wants to read next, in chunks as they are cut for it alone: the first takes the remainder."""
@@ -128,5 +152,5 @@ class Job:
 
     def end(self, last: Event) -> None:
         """Tell the last event, and let go of what it held."""
-        self.session = self.answer = self.file = self._reads = self._wanted = None
+        self.session = self.answer = self.file = self.behind = self._reads = self._wanted = None
         self.tell(last)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvkeep.cache import KeepCache
 from kvkeep.contracts.entries import EntryState
+from kvkeep.serve.arbiter import shared
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.sessions import Name, Session
 
@@ -18,8 +19,8 @@ KINDS = ("resident", "compressed", "bookkeeping", "checkpoint_device", "checkpoi
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes of all caches. kinds: by kind, also those on disk. granted: what running answers may come to hold.
-    sessions: how many go on by name."""
+    """Bytes of all caches, what several hold counted once. kinds: by kind, also those on disk. granted: what running
+    answers may come to hold. sessions: how many are in memory, answering or not."""
 
     kinds: dict[str, int]
     granted: int
@@ -33,11 +34,14 @@ class Held:
 
 def memory(engine: Engine) -> Held:
     """Return what all caches of ``engine`` hold."""
-    kinds = dict.fromkeys(KINDS, 0)
-    running = (job.session for job in engine.running if job.session is not None)
-    for session in {id(one): one for one in (*engine.sessions.memory.values(), *running)}.values():
+    kinds, parts = dict.fromkeys(KINDS, 0), dict[int, int]()
+    for session in engine.sessions.memory.values():
         for kind, count in _kinds(session.past.cache).items():
             kinds[kind] += count
+        own = shared(session.past.cache)
+        kinds["resident"] -= sum(own.values())
+        parts |= own
+    kinds["resident"] += sum(parts.values())
     return Held(kinds, sum(job.granted for job in engine.running), len(engine.sessions.memory))
 
 
@@ -105,7 +109,4 @@ def picture(engine: Engine, name: Name) -> Picture | None:
 
 def _read(engine: Engine, session: Session) -> list[int]:
     """Return the ids that a session's cache has read, of a running answer those of its prompt and its own."""
-    for job in engine.running:
-        if job.session is session and job.answer is not None:
-            return [*job.ask.prompt, *job.answer.tokens][: session.past.cache.get_seq_length()]
-    return [*session.past.ids]
+    return next((job.known for job in engine.running if job.session is session), [*session.past.ids])

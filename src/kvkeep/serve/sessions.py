@@ -41,12 +41,13 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class Session:
-    """A conversation's cache, and what it has read. name: None for one that ends with its answer. file: where its turns
-    are kept; away: they are not in memory yet. busy: an answer is being written, or a file read or written. turns:
-    answers so far. note: what its owner should know."""
+    """A conversation's cache, and what it has read. name: None for one whose owner does not name it. file: where its
+    turns are kept; away: they are not in memory yet. busy: an answer is being written, or a file read or written.
+    turns: answers so far. note: what its owner should know."""
 
     name: Name | None
     past: Past
+    owner: str = ""
     file: SessionFile | None = None
     away: bool = False
     busy: bool = False
@@ -56,18 +57,26 @@ class Session:
     lost: bool = False  # another program goes on with it
     used: float = field(default_factory=time.time)
 
+    @property
+    def cache(self) -> KeepCache:
+        """Its cache."""
+        assert isinstance(self.past.cache, KeepCache)
+        return self.past.cache
+
+    @property
+    def key(self) -> Name:
+        """What it is known by as long as it is in memory; nobody can ask for it without a name."""
+        return self.name or ("", f"#{id(self)}")
+
     def most(self, tokens: int) -> int:
         """Return the bytes that it can come to hold until it has read ``tokens`` tokens, restoring it included."""
-        cache = self.past.cache
-        assert isinstance(cache, KeepCache)
-        back = restoring(self.file, cache) if self.away and self.file is not None else 0
-        return max(most(cache, tokens), back)
+        back = restoring(self.file, self.cache) if self.away and self.file is not None else 0
+        return max(most(self.cache, tokens), back)
 
     @property
     def held(self) -> int:
         """The bytes that it holds now."""
-        assert isinstance(self.past.cache, KeepCache)
-        return held(self.past.cache)
+        return held(self.cache)
 
 
 class Sessions:
@@ -112,21 +121,25 @@ class Sessions:
 
     def touch(self, session: Session) -> None:
         """Let a session, which is answering now, be the last to make way."""
-        assert session.name is not None
-        session.busy, session.used = True, time.time()
-        self.memory[session.name] = session
-        self.memory.move_to_end(session.name)
+        session.busy = True
+        self.memory[session.key] = session
+        self.use(session)
+
+    def use(self, session: Session) -> None:
+        """Let a session be the last to make way of those in memory."""
+        session.used = time.time()
+        if session.key in self.memory:
+            self.memory.move_to_end(session.key)
 
     def leave(self, session: Session, stay: bool = True) -> None:
         """Let a session that does not answer any more be idle; one that has read nothing is none."""
         session.busy = False
-        if session.name is not None and not (stay and (session.away or session.past.cache.get_seq_length())):
+        if not (stay and (session.away or session.past.cache.get_seq_length())):
             self.park(session)
 
     def park(self, session: Session) -> None:
-        """Let go of a session's memory; its turns are in its file."""
-        assert session.name is not None
-        self.memory.pop(session.name, None)
+        """Let go of a session's memory; its turns are in its file, if it has one."""
+        self.memory.pop(session.key, None)
         if session.file is not None:
             session.file.close()
             self.parked += not session.away
@@ -214,7 +227,7 @@ class Sessions:
 
     def _opened(self, name: Name, kind: Mapping[str, Any]) -> Session:
         if self.store is None:
-            return Session(name, Past(KeepCache(self.model, **kind)))
+            return Session(name, Past(KeepCache(self.model, **kind)), name[0])
         with ExitStack() as unless:
             file, note = self._file(name)
             unless.callback(file.close)
@@ -228,7 +241,7 @@ class Sessions:
                 unless.callback(file.close)
                 away, cache = False, KeepCache(self.model, **kind)
             unless.pop_all()
-            return Session(name, Past(cache), file, away, turns=file.turns, note=note)
+            return Session(name, Past(cache), name[0], file, away, turns=file.turns, note=note)
 
     def _file(self, name: Name) -> tuple[SessionFile, str | None]:
         """Return the file of a session, open for writing, and a note if it had to be made anew."""
@@ -263,8 +276,7 @@ class Sessions:
         self.restored += 1
 
     def _saved(self, session: Session) -> None:
-        cache, file = session.past.cache, session.file
-        assert isinstance(cache, KeepCache)
+        cache, file = session.cache, session.file
         if file is None:
             session.turns += 1
             return
@@ -285,8 +297,7 @@ class Sessions:
 
 
 def _facts(session: Session) -> dict[str, Any]:
-    cache = session.past.cache
-    assert isinstance(cache, KeepCache)
+    cache = session.cache
     return {
         "state": "answering" if session.busy else "parked" if session.away else "idle",
         "tokens": len(session.past.ids),

@@ -13,7 +13,8 @@ from kvkeep.attention.together import Arrival, plain
 from kvkeep.contracts.entries import EntryState
 from kvkeep.errors import UsageError
 from kvkeep.memory.meter import nbytes, storage_bytes
-from kvkeep.memory.rows import BLOCK, Buffer
+from kvkeep.memory.rows import BLOCK, Rows
+from kvkeep.memory.shared_rows import SharedRows
 
 
 def held_by(layer: Any) -> Any:
@@ -61,7 +62,8 @@ class StockState:
 
 class DynamicLayer(CacheLayerMixin):
     """Exact: all keys and values, (batch, kv_heads, length, dim), in buffers that grow by blocks (``full``) or were
-    allocated whole for ``limit`` entries (``static``). Attention reads views: a step copies one entry."""
+    allocated whole for ``limit`` entries (``static``). Attention reads views: a step copies one entry. Blocks that
+    another layer holds too (:meth:`share`) the CPU kernel reads where they lie; for anybody else they are copied."""
 
     is_croppable = True
     is_sliding = False
@@ -71,10 +73,37 @@ class DynamicLayer(CacheLayerMixin):
     compressed_bytes = bookkeeping_bytes = 0
 
     def __init__(self, limit: int | None = None, block: int = BLOCK) -> None:
-        super().__init__()
+        self.is_initialized = False  # transformers' constructor would set keys and values, too
         self.limit = limit
-        self._keys, self._values = Buffer(block, limit), Buffer(block, limit)
+        self._keys, self._values = SharedRows(block, limit), SharedRows(block, limit)
         self._next: tuple[Arrival, Described] | None = None  # of the next entry, and of all entries
+
+    @property
+    def keys(self) -> Tensor | None:
+        """All keys, (batch, kv_heads, length, dim); None before the first."""
+        return self._keys.view() if self._keys.batch else None
+
+    @property
+    def values(self) -> Tensor | None:
+        """All values, (batch, kv_heads, length, value_dim); None before the first."""
+        return self._values.view() if self._values.batch else None
+
+    @property
+    def shares(self) -> bool:
+        """Whether another layer can :meth:`share` its entries: the kernel reads them in pieces."""
+        data = (*self._keys.head, *self._values.head, self._keys.tail.data, self._values.tail.data)
+        return self.limit is None and plain(*(one for one in data if one is not None))
+
+    def share(self, other: DynamicLayer, length: int) -> None:
+        """Hold the first ``length`` entries of ``other`` in this layer, which is empty: whole blocks once for both."""
+        self.is_initialized = other.is_initialized
+        self._keys.share(other._keys, length)
+        self._values.share(other._values, length)
+
+    @property
+    def shared(self) -> list[Tensor]:
+        """The tensors that other layers may hold, too."""
+        return [*self._keys.head, *self._values.head]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Note that entries have come; the buffers take shape from the first of them."""
@@ -90,28 +119,27 @@ class DynamicLayer(CacheLayerMixin):
         self.is_initialized, self._next = True, None  # which would keep buffers that are outgrown
         self._keys.append(key_states)
         self._values.append(value_states)
-        self.keys, self.values = self._keys.view(), self._values.view()
-        return self.keys, self.values
+        return self._keys.view(), self._values.view()
 
     def arrival(self) -> Arrival | None:
         """Return how the kernel keeps and attends the next entry of each head of one row; None where memory has to
         grow first, or there is more than one row."""
-        row, data, others = self._keys.length, self._keys.data, self._values.data
+        row, data, others = self._keys.tail.length, self._keys.tail.data, self._values.tail.data
         if data is None or others is None or len(data) > 1 or row == data.shape[2]:
             return None
         if self._next is None or not self._next[0].into(data, others):
             if not plain(data, others):
                 return None
-            self._next = Arrival(data, others), Described([(data[0], others[0])])
+            pairs = zip((*self._keys.head, data), (*self._values.head, others), strict=True)
+            self._next = Arrival(data, others), Described([(keys[0], values[0]) for keys, values in pairs])
         arrival, table = self._next
         arrival.entering.at = row
-        return arrival.sees([table.end(row + 1)])
+        return arrival.sees([table.end(self._keys.length + 1)])
 
     def took(self) -> None:
         """Note that the kernel did as :meth:`arrival` said."""
         self._keys.took()
         self._values.took()
-        self._view()
 
     def get_seq_length(self) -> int:
         return self._keys.length
@@ -128,32 +156,26 @@ class DynamicLayer(CacheLayerMixin):
     def truncate(self, length: int) -> None:
         for rows in (self._keys, self._values):
             rows.truncate(max(0, length))
-        self._view()
 
     def select(self, index: Tensor) -> None:
         self._next = None
         for rows in (self._keys, self._values):
             rows.select(index)
-        self._view()
-
-    def _view(self) -> None:
-        if self.is_initialized and self._values.data is not None:  # None: there was no memory for them
-            self.keys, self.values = self._keys.view(), self._values.view()
 
     @property
     def rows(self) -> int:
-        return 0 if self._keys.data is None else len(self._keys.data)
+        return self._keys.batch
 
     @property
     def resident_bytes(self) -> int:
         return self._keys.nbytes + self._values.nbytes
 
     def entry_states(self, length: int, batch: int) -> Tensor:
-        heads = self.keys.shape[1] if self.is_initialized else 1
+        heads = next((rows.shape[1] for _, rows in self._keys.read(0, 1)), 1)
         return torch.full((batch, heads, length), EntryState.RESIDENT, dtype=torch.int8)
 
-    def state(self) -> dict[str, Tensor]:
-        return {"keys": self.keys, "values": self.values} if self.is_initialized and self._keys.length else {}
+    def state(self) -> dict[str, Rows]:
+        return {"keys": self._keys, "values": self._values} if self._keys.length else {}
 
     def restore(self, state: dict[str, Tensor], length: int) -> None:
         if state:

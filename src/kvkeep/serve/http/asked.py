@@ -107,7 +107,7 @@ class Asked:
 
         limits.take(owner)
         try:
-            self.job: Job = engine.submit(ask, tell, name=name, **cache)
+            self.job: Job = engine.submit(ask, tell, name=name, owner=owner, **cache)
         except BaseException:
             limits.leave(owner)
             raise

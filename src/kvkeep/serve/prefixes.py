@@ -1,0 +1,109 @@
+"""Prefixes: what a prompt begins with is not read again where another session of the same owner has read it.
+
+Only between exact caches of one kind: what they give depends on the tokens alone, however they came to hold them.
+Blocks of ``full`` are then held once for all of them, where the CPU kernel attends to them; other caches are copied. So
+that clients without sessions find their conversations again, a session without a name stays when its answer has ended,
+as long as nobody needs its memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from kvkeep import transfer
+from kvkeep.cache import KeepCache
+from kvkeep.decode.past import Past, common
+from kvkeep.memory.rows import BLOCK
+from kvkeep.serve.batch import packs
+from kvkeep.serve.job import Job, Reading
+from kvkeep.serve.sessions import Session
+from kvkeep.stores.dynamic import DynamicLayer
+
+LEAST = 32
+"""Tokens of a prefix that is worth it."""
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """The first tokens of a prompt, ``ids``, which the cache of ``session`` begins with."""
+
+    session: Session
+    ids: Sequence[int]
+
+    @property
+    def whole(self) -> bool:
+        """Whether its session has read nothing else, and nobody would miss it."""
+        one = self.session
+        return one.name is None and not one.busy and len(self.ids) == len(one.past.ids)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that both hold once."""
+        cache = self.session.cache
+        return len(self.ids) // BLOCK * BLOCK * cache.geometry.full_bytes_per_token if _shares(cache) else 0
+
+    def past(self) -> Past:
+        """Return a past of these tokens, in a cache of its own."""
+        cache = self.session.cache
+        if _shares(cache):
+            twin = transfer.sharing(cache, len(self.ids))
+        else:
+            twin = transfer.copied(cache)
+            twin.crop(len(self.ids) - cache.get_seq_length())
+        return Past(twin, self.ids)
+
+
+def find(job: Job, session: Session, running: Iterable[Job], idle: Iterable[Session]) -> Prefix | Reading | None:
+    """Return the longest prefix of a job's prompt that is there for its session, which has read nothing; or who is
+    reading a longer one; None where there is neither, or the session's kind cannot have any."""
+    if session.away or session.past.ids or not _gives(session.cache):
+        return None
+    prompt, best = [*job.ask.prompt[:-1]], Prefix(session, ())
+    reader: Reading | None = None
+    known = [(one, one.past.ids) for one in idle if _alike(one, session)]
+    for one in running:
+        if one.session is not None and _alike(one.session, session) and _steady(one.session):
+            known.append((one.session, one.known))
+            longest = _prefix(one.ask.prompt, prompt, session.cache)
+            if not one.writes and len(longest) > len(best.ids):
+                best, reader = Prefix(one.session, longest), Reading(one, len(longest))
+    for other, ids in known:
+        found = _prefix(ids, prompt, session.cache)
+        if len(found) >= max(1, len(best.ids)):
+            best, reader = Prefix(other, found), None
+    return reader or (best if best.ids else None)
+
+
+def worth_keeping(session: Session) -> bool:
+    """Return whether others may begin with what a session has read."""
+    return _gives(session.cache) and len(session.past.ids) >= LEAST
+
+
+def _gives(cache: KeepCache) -> bool:
+    return cache.exactness == "exact" and not cache.geometry.other_layers
+
+
+def _alike(one: Session, other: Session) -> bool:
+    same = one.owner == other.owner and one.cache.request == other.cache.request
+    return one is not other and not one.away and same and _gives(one.cache)
+
+
+def _steady(session: Session) -> bool:
+    """Return whether nothing of a cache is unfinished between two steps of an answer."""
+    return session.cache.round is None and packs(session.cache)
+
+
+def _shares(cache: KeepCache) -> bool:
+    """Return whether others can hold the entries of ``cache`` where they are."""
+    layers = [cache.layers[layer.index] for layer in cache.geometry.full_layers]
+    return cache.stream.exact and all(isinstance(layer, DynamicLayer) and layer.shares for layer in layers)
+
+
+def _prefix(ids: Sequence[int], prompt: Sequence[int], cache: KeepCache) -> Sequence[int]:
+    """Return what both begin with, as far as a cache that has read ``ids`` can be cut there."""
+    if len(prompt) < LEAST or [*ids[:LEAST]] != prompt[:LEAST]:
+        return ()
+    count = common(ids, prompt)
+    windows = [layer.window for layer in cache.geometry.layers if layer.window is not None]
+    return ids[:count] if count == len(ids) or len(ids) < min(windows, default=len(ids) + 1) else ()

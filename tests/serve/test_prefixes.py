@@ -1,0 +1,113 @@
+"""What prompts begin with is read once and held once, by sessions of one owner, and no answer knows of it."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from answering import Client, run, text
+from conftest import tokenizer
+from families import tiny
+
+import kvkeep
+from kvkeep import KeepCache
+from kvkeep.models.bits import row_independent
+from kvkeep.models.loading import Loaded, load
+from kvkeep.serve.arbiter import most
+from kvkeep.serve.engine import Engine
+from kvkeep.serve.look import memory
+
+PLENTY, NEW = 10**9, 6
+KINDS: list[dict[str, Any]] = [
+    {"method": "full"},
+    {"method": "paged"},
+    *({"method": name, "budget": 24, "chunk": 16} for name in ("kv-direct", "snapkv+verified")),
+]
+
+
+def serving(family: str = "llama", folder: Path | None = None) -> Engine:
+    """An engine; with a folder, one whose products and attention are the kernels'."""
+    if folder is None:
+        return Engine(Loaded(tiny(family), tokenizer(), "tiny", "tiny"), PLENTY)
+    tiny(family).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    loaded = load(folder, weights="bfloat16", device="cpu")
+    if not row_independent(loaded.model):
+        pytest.skip("products of this machine depend on the number of rows")
+    return Engine(loaded, PLENTY)
+
+
+def alone(engine: Engine, ids: list[int], new: int = NEW, **cache: Any) -> list[int]:
+    own = KeepCache(engine.model, **cache)
+    return kvkeep.generate(engine.model, tokenizer(), ids, own, max_new_tokens=new).tokens
+
+
+@pytest.mark.usefixtures("kernels")
+def test_one_system_prompt_is_read_once_and_held_once(tmp_path: Path) -> None:
+    engine, system = serving(folder=tmp_path), text(300, 0)
+    prompts = [[*system, *text(8, 1 + number)] for number in range(6)]
+    clients = [Client(engine, ids, NEW, owner="me") for ids in prompts]
+    run(engine)
+    assert [client.ended.read for client in clients] == [308, *[8] * 5]
+    assert [client.ended.cached for client in clients] == [0, *[300] * 5]
+    entries = 256 * (6 + 1) * engine.geometry.full_bytes_per_token  # a block of all, and one of each
+    assert memory(engine).kinds["resident"] == entries
+    for ids, client in zip(prompts, clients, strict=True):
+        assert [*client.ended.tokens] == alone(engine, ids, method="full")
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind["method"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_clients_without_sessions_find_their_conversations_again(family: str, kind: dict[str, Any]) -> None:
+    """Each turn comes as a whole; what others said with the same beginning is no matter, nor is another owner's."""
+    engine, first = serving(family), text(60, 0)
+    one = Client(engine, first, NEW, owner="me", **kind)
+    run(engine)
+    second = [*first, *one.ended.tokens, *text(9, 1)]
+    again, branch, stranger, other = (
+        Client(engine, second, NEW, owner="me", **kind),
+        Client(engine, [*first, *text(5, 2)], NEW, owner="me", **kind),
+        Client(engine, second, NEW, owner="you", **kind),
+        Client(engine, second, NEW, owner="me", method="h2o", budget=24, chunk=16),
+    )
+    run(engine)
+    assert again.ended.cached == 60 + NEW - 1 and stranger.ended.cached == other.ended.cached == 0
+    cut = family == "llama" and "verified" not in kind["method"]  # windows cannot go back, nor can rounds be cut into
+    assert branch.ended.cached == (60 if cut else 0)
+    for client, ids in ((again, second), (branch, [*first, *text(5, 2)]), (stranger, second)):
+        assert [*client.ended.tokens] == alone(engine, ids, **kind)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("seed", range(2))
+def test_answers_and_bytes_are_right_whatever_begins_alike(seed: int, tmp_path: Path) -> None:
+    """Owners, kinds, prefixes of any length, cancelled answers, and little memory."""
+    dice = random.Random(seed)
+    engine = serving(folder=tmp_path)
+    engine.arbiter.total = int(3.5 * most(KeepCache(engine.model, "full"), 512))
+    stems, asked = [text(400, number) for number in range(2)], list[tuple[Client, list[int], dict[str, Any]]]()
+    for number in range(24):
+        ids = [*dice.choice(stems)[: dice.randint(20, 400)], *text(dice.randint(1, 40), 10 + number)]
+        if asked and dice.random() < 0.4:
+            before, known, _ = dice.choice(asked)
+            ids = [*known, *(t for e in before.events for t in getattr(e, "tokens", ())), *text(7, 10 + number)]
+        kind = dice.choice([KINDS[0], KINDS[0], KINDS[2]])
+        name: dict[str, Any] = (
+            {"name": ("me", f"s{dice.randint(0, 2)}-{kind['method']}")} if dice.random() < 0.3 else {}
+        )
+        client = Client(engine, ids[:480], dice.randint(1, 12), owner=dice.choice(["me", "you"]), **kind, **name)
+        asked.append((client, ids[:480], kind))
+        for _ in range(dice.randint(0, 12)):
+            engine.step()
+            assert memory(engine).memory <= engine.arbiter.total
+        if dice.random() < 0.2:
+            client.job.cancel()
+    engine._stopping = True
+    while engine.step():
+        assert memory(engine).memory <= engine.arbiter.total
+    assert sum(client.ended.cached for client, _, _ in asked) > 1000
+    for client, ids, kind in asked:
+        if client.ended.reason != "cancelled":
+            assert [*client.ended.tokens] == alone(engine, ids, len(client.ended.tokens), **kind)
