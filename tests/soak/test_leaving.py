@@ -44,6 +44,7 @@ class Leaving:
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.places, self.reasons, self.steps = Counter[str](), Counter[str](), list[int]()
         self._count, self._left, self._over = 0, dict[Job, int](), WeakSet[Job]()
+        self._rows = WeakSet[Job]()
         step, cancel, halt, end = engine.step, Job.cancel, Job.halt, Job.end
 
         def counted(wait: bool = False) -> bool:
@@ -53,12 +54,14 @@ class Leaving:
         def cancelled(job: Job) -> None:
             if not job.cancelled and job not in self._over:
                 self._left[job] = self._count
+                if job.answer is not None:  # else its session's file is read first
+                    self._rows.add(job)
                 place = "queue" if job.answer is None else "answer" if job.writes else "prompt"
                 self.places[place] += 1
             cancel(job)
 
         def halted(job: Job) -> Answer:  # its row is free; its turn is saved before it ends
-            if job in self._left:
+            if job in self._rows:
                 self.steps.append(self._count - self._left[job])
             return halt(job)
 

@@ -71,7 +71,8 @@ class Watch:
 def test_a_hundred_sessions_in_memory_for_ten(real: Loaded, say: Any, tmp_path: Path) -> None:
     kinds = [kind for kind, _ in zip(itertools.cycle(METHODS), range(SESSIONS), strict=False)]
     tokens = PROMPT + (TURNS - 1) * MORE + TURNS * NEW
-    memory = FIT * max(most(KeepCache(real.model, **kind), tokens) for kind in METHODS) // 10**6 + 1  # MB
+    each = [most(KeepCache(real.model, **kind), tokens) for kind in METHODS]
+    memory = FIT * sum(each) // len(each) // 10**6 + 1  # MB
     prompts, wanted = [], []
     for number, kind in enumerate(kinds):
         own, ids = Alone(real, **kind), list[int]()
@@ -96,7 +97,7 @@ def test_a_hundred_sessions_in_memory_for_ten(real: Loaded, say: Any, tmp_path: 
         counts = figures(running.address)
     peaks = [max(watch.process) for watch in turns]
     limit, most_held = turns[0].limit, max(max(watch.cache) for watch in turns)
-    assert limit == memory * 10**6 and limit / 2 < most_held <= limit
+    assert limit == memory * 10**6 and limit / 4 < most_held <= limit
     grown = (peaks[-1] - peaks[0]) / 1e6
     assert grown < 16, peaks
     parked, restored = (int(counts[f'kvkeep_session_files_total{{how="{how}"}}']) for how in ("parked", "restored"))
