@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 
-.PHONY: venv model demo test test-quick lint bench clean
+.PHONY: venv model demo test test-quick soak lint bench clean
 .DEFAULT_GOAL := test
 
 $(STAMP): pyproject.toml lab/pyproject.toml tools/install.py
@@ -36,6 +36,10 @@ test: lint model
 test-quick: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal --quick \
 	  tests/attention tests/memory tests/policies tests/stores tests/decode tests/test_*.py
+
+# The long forms of what the server promises, in about a quarter of an hour; SOAK=2,6 for some of them.
+soak: model
+	OMP_NUM_THREADS=1 SOAK=$(or $(SOAK),all) $(BIN)/pytest tests/soak
 
 bench: model
 	$(BIN)/kvkeep bench

@@ -26,7 +26,7 @@ class Passes:
     read now is a part of a text, and not its last.
     """
 
-    streams = False
+    streams = observes = False
     cut = False
 
     def __init__(self, geometry: ModelGeometry, made: Assembly) -> None:

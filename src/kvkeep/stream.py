@@ -47,6 +47,7 @@ class Stream(Passes):
         # Positions are limited if evicted entries are dropped; recalled ones keep those of the text.
         self.ends = made.budgets is not None and made.positions is None and not method.store_fate.keeps
         self._readers = {layer.source: layer.index for layer in geometry.layers}
+        self.observes = method.exactness != "exact"
         self._alike: list[Alike] = []  # layers that are ranked at once
         self._pending_bytes = 0
         self._masked = False  # whether the caller's mask is not of padding alone

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -54,6 +56,27 @@ def test_unbinding_leaves_a_stock_model(own: Any) -> None:
     assert own.config._attn_implementation == "sdpa" and not hasattr(own, "_kvkeep_binding") and hooks() == plain
     with pytest.raises(UsageError, match="outside a forward pass of the model that this cache was made for"):
         forward(own, cache, TEXT)
+
+
+def test_threads_that_make_its_first_caches_bind_a_model_once(own: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = own.set_attn_implementation
+
+    def slowly(name: str) -> None:
+        time.sleep(0.02)
+        slow(name)
+
+    monkeypatch.setattr(own, "set_attn_implementation", slowly)
+    with ThreadPoolExecutor(4) as threads:
+        assert len({*threads.map(bind, [own] * 4)}) == 1
+    assert [len(layer._forward_pre_hooks) for layer in own.model.layers] == [1] * 4
+
+
+def test_what_observes_is_given_every_query_whatever_logits_are_wanted() -> None:
+    """Layers that share keys are given the last queries alone by transformers, where only their logits are wanted."""
+    caches = [KeepCache(tiny("gemma4"), "h2o", 16, chunk=16) for _ in "ab"]
+    for cache, keep in zip(caches, (0, 1), strict=True):
+        forward("gemma4", cache, TEXT[:, :48], logits_to_keep=keep)
+    assert all(map(torch.equal, *(cache.entry_states() for cache in caches)))
 
 
 def test_eager_attention_is_refused(own: Any) -> None:

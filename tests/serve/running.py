@@ -1,18 +1,25 @@
-"""A server that runs, for tests."""
+"""A server that runs, for tests: in a thread of this process, or as a program of its own."""
 
 from __future__ import annotations
 
+import json
+import os
 import socket
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
 
+import forked
 import httpx
 import uvicorn
-from conftest import tokenizer
-from families import tiny
+from answering import small
 
 from kvkeep.models.loading import Loaded
 from kvkeep.serve.engine import Engine
@@ -23,14 +30,20 @@ from kvkeep.serve.http.keys import Keys
 ASK = [{"role": "user", "content": "the river and the stone"}]
 BODY: dict[str, Any] = {"model": "tiny", "messages": ASK, "max_tokens": 4, "temperature": 0}
 KEYS = ["first-key", "second-key"]
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+
+
+# -- servers ----------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def serving(keys: list[str] = KEYS, tls: dict[str, Any] | None = None, **options: Any) -> Iterator[tuple[str, Engine]]:
-    """A running server's address and engine."""
-    loaded = Loaded(tiny("llama"), tokenizer(), "tiny", "tiny")
-    engine = Engine(loaded, 10**8)
-    listening = socket.create_server(("127.0.0.1", 0))
+def serving(
+    keys: list[str] = KEYS, tls: dict[str, Any] | None = None, engine: Engine | None = None, **options: Any
+) -> Iterator[tuple[str, Engine]]:
+    """The address and the engine of a server in this process, by default of a tiny model; the engine ends with it."""
+    engine = engine or Engine(small(), 10**8)
+    loaded = Loaded(engine.model, engine.tokenizer, "tiny", "tiny")
+    listening = socket.create_server(("127.0.0.1", 0), backlog=512)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # so that slow readers are noticed early
     server = uvicorn.Server(configured(application(engine, loaded, Keys(keys), **options), **(tls or {})))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
@@ -50,7 +63,7 @@ def serving(keys: list[str] = KEYS, tls: dict[str, Any] | None = None, **options
 def held(engine: Engine) -> Iterator[threading.Event]:
     """An engine that does not take a step until the event is set, or to the end."""
     gate, there = threading.Event(), threading.Event()
-    engine.call(lambda: (there.set(), gate.wait(30)))
+    engine.call(lambda: (there.set(), gate.wait(60)))
     assert there.wait(10)
     try:
         yield gate
@@ -58,12 +71,103 @@ def held(engine: Engine) -> Iterator[threading.Event]:
         gate.set()
 
 
+@dataclass
+class Program:
+    """``kvkeep serve`` as a process, and what it calls its model."""
+
+    process: subprocess.Popen[Any]
+    address: str
+    model: str
+    _errors: IO[str]
+
+    def processor_s(self) -> float:
+        """Seconds of processor time that it has taken, as Linux counts them."""
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def said(self) -> str:
+        """What it has written on standard error."""
+        self._errors.seek(0)
+        return self._errors.read()
+
+
+@contextmanager
+def program(*options: str, keys: list[str] = KEYS, fork: bool = False) -> Iterator[Program]:
+    """``kvkeep serve`` with these options, once it is ready; it is killed at the end. fork: it begins in an interpreter
+    that has imported what it needs, in a second instead of ten."""
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        port = one.getsockname()[1]
+    arguments = ["serve", *options, "--port", str(port)]
+    environment = {**os.environ, "KVKEEP_API_KEYS": ",".join(keys)}
+    address, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 120
+    with tempfile.TemporaryFile("w+") as errors:
+        if fork:
+            process = forked.started(forked.kvkeep(*arguments), env=environment, stderr=errors)
+        else:
+            command = [sys.executable, "-m", "kvkeep", *arguments]
+            process = subprocess.Popen(command, env=environment, stderr=errors)
+        running = Program(process, address, "", errors)
+        try:
+            while not _ready(address):
+                assert process.poll() is None and time.monotonic() < deadline, running.said()
+                time.sleep(0.05)
+            running.model = httpx.get(f"{address}/v1/models", headers=bearer(*keys[:1])).json()["data"][0]["id"]
+            yield running
+        finally:
+            process.kill()
+            process.wait()
+
+
+def _ready(address: str) -> bool:
+    try:
+        return httpx.get(f"{address}/ready").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+# -- clients ----------------------------------------------------------------------------------------------
+
+
 def bearer(key: str = KEYS[0]) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
-def post(address: str, body: Any, key: str = KEYS[0]) -> httpx.Response:
-    return httpx.post(f"{address}/v1/chat/completions", json=body, headers=bearer(key), timeout=30)
+def post(address: str, body: Any, key: str = KEYS[0], path: str = CHAT) -> httpx.Response:
+    """Send an object, or the bytes of one."""
+    given = {"content": body} if isinstance(body, bytes) else {"json": body}
+    headers = bearer(key) | {"Content-Type": "application/json"}
+    return httpx.post(address + path, headers=headers, timeout=60, **given)
+
+
+def streamed(address: str, body: dict[str, Any], path: str = CHAT, timeout: float = 30) -> Any:
+    given = {"json": {**body, "stream": True}, "headers": bearer(), "timeout": timeout}
+    return httpx.stream("POST", address + path, **given)
+
+
+@contextmanager
+def raw(address: str, body: dict[str, Any], path: str = CHAT) -> Iterator[socket.socket]:
+    """A request by hand, of a client whose own buffer is small."""
+    host, _, port = address.removeprefix("http://").partition(":")
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {KEYS[0]}\r\n"
+    with socket.socket() as one:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        one.connect((host, int(port)))
+        one.sendall(f"{head}Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
+        yield one
+
+
+def counting(model: str, number: int, new: int) -> dict[str, Any]:
+    """A request that the real model answers with so many tokens, and does not end before."""
+    first = ", ".join(str(100 * number + place) for place in range(1, 6))
+    return {"model": model, "prompt": f"Numbers: {first},", "max_tokens": new, "temperature": 0}
+
+
+def figures(address: str, key: str = KEYS[0]) -> dict[str, float]:
+    """What /metrics says, by name and labels."""
+    text = httpx.get(f"{address}/metrics", headers=bearer(key), timeout=30).text
+    lines = (line.rsplit(" ", 1) for line in text.splitlines() if line and not line.startswith("#"))
+    return {name: float(value) for name, value in lines}
 
 
 def within(seconds: float, holds: Callable[[], bool]) -> bool:

@@ -7,18 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from answering import NEW, Client, run, text
+from answering import NEW, Alone, Client, alone, mixed, run, small, text
 from cases import CASES, new_cache, taken
-from conftest import tokenizer
 from families import FAMILIES, tiny
 from helpers import prompt, step
 
-import kvkeep
 from kvkeep import KeepCache
-from kvkeep.decode.past import Past
 from kvkeep.errors import BudgetError, KvkeepError, UsageError
-from kvkeep.models.loading import Loaded
-from kvkeep.serve import batch as batches
 from kvkeep.serve import engine as engines
 from kvkeep.serve import job as jobs
 from kvkeep.serve.answer import Piece
@@ -29,45 +24,25 @@ from kvkeep.serve.sampling import Sampling
 from kvkeep.serve.sessions import Session
 
 PLENTY = 10**9
-ROUNDING = ("knorm", "miss", "kvreviver", "sketch")
-"""What hangs on the last bit in float32, where products depend on rows: keys that are normed are alike in norm, a
-threshold is passed or not, a cell is the median or not. tests/serve/test_batch.py has all methods, by their logits."""
 
 
 def serving(family: str = "llama", memory: int = PLENTY, **options: Any) -> Engine:
-    return Engine(Loaded(tiny(family), tokenizer(), "tiny", "tiny"), memory, **options)
-
-
-def alone(family: str, ids: list[int], new: int = NEW, sampling: Sampling | None = None, **cache: Any) -> list[int]:
-    given: dict[str, Any] = {} if sampling is None else {"temperature": sampling.temperature, "seed": sampling.seed}
-    own = KeepCache(tiny(family), **cache)
-    return kvkeep.generate(tiny(family), tokenizer(), ids, own, max_new_tokens=new, **given).tokens
-
-
-def given(name: str) -> dict[str, Any]:
-    case = CASES[name]
-    own = {"method": case.spec, "budget": case.budget, **case.options}
-    return own if case.chunk is None else {"chunk": case.chunk, **own}
+    return Engine(small(family), memory, **options)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sessions_of_any_method_answer_as_alone(family: str) -> None:
     """They join one after the other, so that prompts are read beside answers."""
     dice = random.Random(family)
-    names = [name for name in CASES if taken(name, family) and not any(part in name for part in ROUNDING)]
-    names = dice.sample(names, 10)
-    asked = [
-        (text(CASES[name].length - number, number), dice.randint(2, 12), given(name))
-        for number, name in enumerate(names)
-    ]
+    asked = mixed(family, dice, 10)
     engine = serving(family)
     clients = []
-    for ids, new, cache in asked:
+    for _, ids, new, cache in asked:
         clients.append(Client(engine, ids, new, **cache))
         for _ in range(dice.randint(0, 2)):
             engine.step()
     run(engine)
-    for name, client, (ids, new, cache) in zip(names, clients, asked, strict=True):
+    for client, (name, ids, new, cache) in zip(clients, asked, strict=True):
         assert [*client.ended.tokens] == alone(family, ids, new, **cache), name
 
 
@@ -100,12 +75,9 @@ def test_a_session_goes_on_and_reads_only_what_is_new(spec: str) -> None:
     assert isinstance(three.events[-1], UsageError) and "began with" in str(three.events[-1])
     assert two.ended.cached == len(first) + NEW - 1 and two.ended.read == len(second) - two.ended.cached
     assert other.ended.cached == 0  # another's name
-    past = Past(KeepCache(tiny("llama"), **cache))
-    for ids in (first, second):
-        past.align(ids)
-        result = kvkeep.generate(tiny("llama"), tokenizer(), ids, past.cache, max_new_tokens=NEW)
-        past.settle(result.sequence)
-    assert [*two.ended.tokens] == result.tokens
+    own = Alone(small(), **cache)
+    own.answer(first, NEW)
+    assert [*two.ended.tokens] == own.answer(second, NEW)
 
 
 def test_stops_are_no_part_of_an_answer_and_nothing_is_told_twice() -> None:

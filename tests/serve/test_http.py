@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import socket
-import subprocess
-import sys
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,58 +11,36 @@ from typing import Any
 import httpx
 import openai
 import pytest
-import uvicorn
 from conftest import tokenizer
 from families import tiny
+from running import ASK, BODY, KEYS, bearer, figures, post, program, serving, streamed
 
 import kvkeep
 from kvkeep import KeepCache
 from kvkeep.decode.prompt import encode
-from kvkeep.models.loading import Loaded
 from kvkeep.serve.engine import Engine
-from kvkeep.serve.http.app import application
-from kvkeep.serve.http.connection import configured
 from kvkeep.serve.http.door import LARGEST_BODY
-from kvkeep.serve.http.keys import Keys
-
-ASK = [{"role": "user", "content": "the river and the stone"}]
-KEYS = ["first-key", "second-key"]
 
 
 @pytest.fixture(scope="module")
-def engine() -> Engine:
-    return Engine(Loaded(tiny("llama"), tokenizer(), "tiny", "tiny"), 10**8)
+def server() -> Iterator[tuple[str, Engine]]:
+    with serving() as running:
+        yield running
 
 
-@pytest.fixture(scope="module")
-def address(engine: Engine) -> Iterator[str]:
-    """A running server's."""
-    loaded = Loaded(engine.model, engine.tokenizer, "tiny", "tiny")
-    listening = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(configured(application(engine, loaded, Keys(KEYS))))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
-    engine.start()
-    thread.start()
-    where = f"http://127.0.0.1:{listening.getsockname()[1]}"
-    while not server.started:
-        time.sleep(0.01)
-    yield where
-    server.should_exit = True
-    thread.join(10)
-    engine.stop(0)
+@pytest.fixture
+def address(server: tuple[str, Engine]) -> str:
+    return server[0]
+
+
+@pytest.fixture
+def engine(server: tuple[str, Engine]) -> Engine:
+    return server[1]
 
 
 @pytest.fixture
 def client(address: str) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{address}/v1", api_key=KEYS[0], max_retries=0)
-
-
-def post(
-    address: str, body: Any, path: str = "/v1/chat/completions", key: str = KEYS[0], **given: Any
-) -> httpx.Response:
-    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
-    own = {"content": body} if isinstance(body, bytes) else {"json": body}
-    return httpx.post(address + path, headers=headers, timeout=30, **own)
 
 
 def wanted(new: int) -> kvkeep.Generation:
@@ -104,7 +76,7 @@ def test_texts_probabilities_models_and_tokens(client: openai.OpenAI, address: s
     chat = client.chat.completions.create(model="tiny", messages=ASK, max_tokens=3, logprobs=True, top_logprobs=1)  # type: ignore[arg-type]
     assert chat.choices[0].logprobs is not None and len(chat.choices[0].logprobs.content or []) == 3
     assert [one.id for one in client.models.list()] == ["tiny"]
-    assert post(address, {"messages": ASK}, "/tokenize").json()["tokens"] == encode(tokenizer(), ASK)
+    assert post(address, {"messages": ASK}, path="/tokenize").json()["tokens"] == encode(tokenizer(), ASK)
 
 
 def test_a_session_is_its_keys_own(address: str) -> None:
@@ -131,6 +103,7 @@ def test_seeds_make_samples_repeatable(client: openai.OpenAI) -> None:
     [
         ({"tools": []}, "tools"),
         ({"n": 2}, "n"),
+        ({"n": True}, "n"),
         ({"temperature": "hot"}, "temperature"),
         ({"temperature": 3}, "temperature"),
         ({"max_tokens": 0}, "max_tokens"),
@@ -168,7 +141,7 @@ def test_other_refusals_have_their_status(address: str, client: openai.OpenAI) -
     assert post(address, b"[" * 100_000).status_code == 400
     assert post(address, b"x" * (LARGEST_BODY + 1)).status_code == 413
     parts = (b" " * 10**6 for _ in range(LARGEST_BODY // 10**6 + 1))  # of no stated length
-    headers = {"Authorization": f"Bearer {KEYS[0]}", "Content-Type": "application/json"}
+    headers = bearer() | {"Content-Type": "application/json"}
     assert httpx.post(f"{address}/v1/completions", content=parts, headers=headers, timeout=30).status_code == 413
     unread = httpx.post(f"{address}/v1/completions", content=b"{nope")
     assert unread.status_code == 401  # before the body is looked at
@@ -179,28 +152,6 @@ def test_other_refusals_have_their_status(address: str, client: openai.OpenAI) -
     with pytest.raises(openai.BadRequestError):
         client.chat.completions.create(model="tiny", messages=ASK, n=2)  # type: ignore[arg-type]
     assert httpx.get(f"{address}/health").status_code == httpx.get(f"{address}/ready").status_code == 200
-
-
-def test_a_client_that_leaves_frees_its_place(address: str, engine: Engine) -> None:
-    body = {"model": "tiny", "messages": ASK, "max_tokens": 400, "temperature": 0}
-    headers = {"Authorization": f"Bearer {KEYS[0]}"}
-    with httpx.stream(
-        "POST", f"{address}/v1/chat/completions", json={**body, "stream": True}, headers=headers
-    ) as found:
-        next(found.iter_lines())
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{address}/v1/chat/completions", json=body, headers=headers, timeout=0.05)
-    deadline = time.monotonic() + 5
-    while engine.running and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not engine.running
-
-
-def figures(address: str, key: str = KEYS[0]) -> dict[str, float]:
-    """What /metrics says, by name and labels."""
-    text = httpx.get(f"{address}/metrics", headers={"Authorization": f"Bearer {key}"}, timeout=30).text
-    lines = (line.rsplit(" ", 1) for line in text.splitlines() if line and not line.startswith("#"))
-    return {name: float(value) for name, value in lines}
 
 
 def test_metrics_count_what_was_done_and_hold_no_text(address: str, engine: Engine) -> None:
@@ -222,33 +173,16 @@ def test_metrics_count_what_was_done_and_hold_no_text(address: str, engine: Engi
     assert after["kvkeep_sessions"] == len(engine.sessions.memory)
     held = sum(value for name, value in after.items() if name.startswith("kvkeep_cache_bytes"))
     assert 0 < held <= after["kvkeep_cache_limit_bytes"] == engine.arbiter.total
-    raw = httpx.get(f"{address}/metrics", headers={"Authorization": f"Bearer {KEYS[0]}"}).text
+    raw = httpx.get(f"{address}/metrics", headers=bearer()).text
     assert not any(word in raw for word in ("river", "secret", *KEYS))
 
 
-def test_the_command_serves_drains_and_ends(model_folder: Path, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as one:
-        port = one.getsockname()[1]
-    command = [sys.executable, "-m", "kvkeep", "serve", "--model", str(model_folder), "--memory", "50MB"]
-    command += ["-x", "full"]
-    environment = {**os.environ, "KVKEEP_API_KEYS": "", "HOME": str(tmp_path)}
-    running = subprocess.Popen([*command, "--port", str(port)], env=environment, stderr=subprocess.PIPE, text=True)
-    try:
-        address, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 90
-        while time.monotonic() < deadline:
-            try:
-                if httpx.get(f"{address}/ready").status_code == 200:
-                    break
-            except httpx.TransportError:
-                assert running.poll() is None, running.stderr and running.stderr.read()
-                time.sleep(0.2)
-        name = httpx.get(f"{address}/v1/models").json()["data"][0]["id"]
-        body = {"model": name, "messages": ASK, "max_tokens": 200, "stream": True, "temperature": 0}
-        with httpx.stream("POST", f"{address}/v1/chat/completions", json=body, timeout=60) as found:
+def test_the_command_serves_drains_and_ends(model_folder: Path) -> None:
+    with program("--model", str(model_folder), "--memory", "50MB", "-x", "full", keys=[]) as running:
+        body = {**BODY, "model": running.model, "max_tokens": 200}
+        with streamed(running.address, body) as found:
             lines = found.iter_lines()
             next(lines)
-            running.send_signal(signal.SIGTERM)
+            running.process.send_signal(signal.SIGTERM)
             assert [line for line in lines if line][-1] == "data: [DONE]"  # what ran has ended
-        assert running.wait(30) == 0
-    finally:
-        running.kill()
+        assert running.process.wait(30) == 0

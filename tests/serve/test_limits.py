@@ -10,20 +10,18 @@ import ssl
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from conftest import tokenizer
-from families import tiny
-from running import BODY, KEYS, bearer, held, post, serving, within
+from answering import small
+from running import BODY, KEYS, bearer, held, post, raw, serving, streamed, within
 
 from kvkeep.cli.serve import _tls
 from kvkeep.errors import UsageError
-from kvkeep.models.loading import Loaded
 from kvkeep.serve.answer import Piece, Told
 from kvkeep.serve.engine import Ended, Engine
 from kvkeep.serve.http import app as apps
@@ -33,14 +31,9 @@ from kvkeep.serve.http.asked import UNREAD, Limits, Mailbox
 from kvkeep.serve.http.keys import Keys, kept_key, keys_given
 
 
-def streamed(address: str, body: dict[str, Any]) -> Any:
-    own = {"json": {**body, "stream": True}, "headers": bearer(), "timeout": 30}
-    return httpx.stream("POST", f"{address}/v1/chat/completions", **own)
-
-
 def reply(path: str = "/v1/models", host: str = "localhost", keys: list[str] = KEYS, **given: Any) -> httpx.Response:
     """What an application answers of itself, without a server around."""
-    loaded = Loaded(tiny("llama"), tokenizer(), "tiny", "tiny")
+    loaded = small()
     origins = given.pop("origins", ())
     app = application(Engine(loaded, 10**8), loaded, Keys(keys), origins=origins)
 
@@ -146,7 +139,7 @@ def test_a_reader_that_is_slow_holds_the_text_and_nobody_up(monkeypatch: pytest.
     monkeypatch.setattr(connection, "UNREAD_S", 0.5)
     with serving() as (address, engine):
         body = {**BODY, "max_tokens": 480, "logprobs": True, "top_logprobs": 20, "stream": True}
-        with _raw(address, body) as stuck:
+        with raw(address, body) as stuck:
             assert within(5, lambda: bool(engine.running))
             assert post(address, BODY).status_code == 200
             assert within(10, lambda: not engine.running)
@@ -157,19 +150,6 @@ def test_a_reader_that_is_slow_holds_the_text_and_nobody_up(monkeypatch: pytest.
                 while part := stuck.recv(1 << 20):
                     read += part
             assert b'"role"' in read and b"[DONE]" not in read  # it was let go before it began to read
-
-
-@contextmanager
-def _raw(address: str, body: dict[str, Any]) -> Iterator[socket.socket]:
-    """A request by hand, of a client whose own buffer is small."""
-    host, _, port = address.removeprefix("http://").partition(":")
-    data = json.dumps(body).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {KEYS[0]}\r\n"
-    with socket.socket() as one:
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        one.connect((host, int(port)))
-        one.sendall(f"{head}Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
-        yield one
 
 
 def test_headers_and_bodies_that_never_end_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,17 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from answering import Client, run, text
-from conftest import tokenizer
+from answering import Alone, Client, run, small, text
 from families import tiny
 
-import kvkeep
 from kvkeep import KeepCache, SessionError, UsageError
 from kvkeep.decode import session_file
 from kvkeep.decode.past import Past
 from kvkeep.decode.session_store import SessionStore
 from kvkeep.errors import SessionBusy
-from kvkeep.models.loading import Loaded
 from kvkeep.serve import sessions as places
 from kvkeep.serve.batch import Batch
 from kvkeep.serve.engine import Engine
@@ -37,7 +34,7 @@ METHODS: list[dict[str, Any]] = [
 
 def serving(folder: Path, memory: int = PLENTY, family: str = "llama", **limits: Any) -> Engine:
     store = SessionStore(folder, **limits)
-    return Engine(Loaded(tiny(family), tokenizer(), "tiny", "tiny"), memory, store=store)
+    return Engine(small(family), memory, store=store)
 
 
 def turns(number: int, count: int = 3) -> list[list[int]]:
@@ -47,13 +44,11 @@ def turns(number: int, count: int = 3) -> list[list[int]]:
 
 def alone(parts: list[list[int]], cache: dict[str, Any]) -> list[list[int]]:
     """The answers of a conversation that has a cache to itself."""
-    past, ids, answers = Past(KeepCache(tiny("llama"), **cache)), list[int](), []
+    own, ids, answers = Alone(small(), **cache), list[int](), []
     for part in parts:
         ids = [*ids, *part]
-        past.align(ids)
-        result = kvkeep.generate(tiny("llama"), tokenizer(), ids, past.cache, max_new_tokens=NEW)
-        past.settle(result.sequence)
-        ids, _ = result.sequence, answers.append(result.tokens)
+        answers.append(own.answer(ids, NEW))
+        ids += answers[-1]
     return answers
 
 

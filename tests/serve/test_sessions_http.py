@@ -3,38 +3,23 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import socket
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from answering import Client, run
-from conftest import tokenizer
-from families import tiny
+from answering import Alone, Client, run, small
 from fastapi.testclient import TestClient
+from running import KEYS, TEXT, bearer, post, program, streamed
 
 import kvkeep
-from kvkeep import KeepCache
 from kvkeep.decode.session_store import SessionStore
-from kvkeep.models.loading import Loaded
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.http.app import application
 from kvkeep.serve.http.keys import Keys
 
-KEYS = ["first-key", "second-key"]
 KIND = {"method": "h2o", "budget": 24}
-
-
-def as_key(number: int) -> dict[str, str]:
-    return {"Authorization": f"Bearer {KEYS[number]}"}
 
 
 def body(prompt: Any, new: int, session: str = "talk", **own: Any) -> dict[str, Any]:
@@ -43,13 +28,13 @@ def body(prompt: Any, new: int, session: str = "talk", **own: Any) -> dict[str, 
 
 
 def test_a_key_sees_and_ends_its_own_sessions_and_no_others(tmp_path: Path) -> None:
-    loaded = Loaded(tiny("llama"), tokenizer(), "tiny", "tiny")
+    loaded = small()
     engine = Engine(loaded, 10**8, store=SessionStore(tmp_path))
     engine.start()
     client = TestClient(application(engine, loaded, Keys(KEYS)), raise_server_exceptions=False)
 
     def call(verb: str, path: str, key: int = 0, **given: Any) -> httpx.Response:
-        return client.request(verb, path, headers=as_key(key), **given)
+        return client.request(verb, path, headers=bearer(KEYS[key]), **given)
 
     for name in ("one", "two"):
         asked = body("the river", 4, name, kvkeep={"session": name, **KIND})
@@ -83,72 +68,40 @@ def test_a_key_sees_and_ends_its_own_sessions_and_no_others(tmp_path: Path) -> N
     assert call("GET", "/v1/sessions/two").status_code == 503
 
 
-@contextmanager
-def server(model: Path, folder: Path, home: Path) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
-    """A running server: its process, address, and the name of its model."""
-    with socket.create_server(("127.0.0.1", 0)) as one:
-        port = one.getsockname()[1]
-    command = [sys.executable, "-m", "kvkeep", "serve", "--model", str(model), "--memory", "50MB", "--grace", "0"]
-    command += ["-x", "h2o", "-b", "24", "--sessions", str(folder), "--port", str(port)]
-    environment = {**os.environ, "KVKEEP_API_KEYS": ",".join(KEYS), "HOME": str(home)}
-    running = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-    address, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 90
-    try:
-        while True:
-            try:
-                if httpx.get(f"{address}/ready").status_code == 200:
-                    break
-            except httpx.TransportError:
-                assert running.poll() is None and time.monotonic() < deadline, running.stderr and running.stderr.read()
-                time.sleep(0.1)
-        models = httpx.get(f"{address}/v1/models", headers=as_key(0)).json()
-        yield running, address, models["data"][0]["id"]
-    finally:
-        running.kill()
-        running.wait()
-
-
 def test_what_was_answered_outlives_a_kill_and_sigterm_saves_the_rest(model_folder: Path, tmp_path: Path) -> None:
     """A lossy method, whose answers would differ if its session were read anew."""
     folder, loaded = tmp_path / "s", kvkeep.load(str(model_folder))
-    alone = KeepCache(loaded.model, **KIND)
-
-    def wanted(ids: list[int], new: int) -> list[int]:
-        return kvkeep.generate(loaded.model, loaded.tokenizer, ids, alone, max_new_tokens=new).tokens
-
-    def asked(address: str, ids: list[int], new: int, **own: Any) -> Any:
-        given = {"json": body(ids, new, model=model, **own), "headers": as_key(0), "timeout": 60}
-        return f"{address}/v1/completions", given
-
+    alone = Alone(loaded, **KIND)
+    options = ["--model", str(model_folder), "--memory", "50MB", "--grace", "0", "-x", "h2o", "-b", "24"]
+    options += ["--sessions", str(folder)]
     first = [5 + 7 * number % 90 for number in range(40)]
-    with server(model_folder, folder, tmp_path) as (running, address, model):
-        url, given = asked(address, first, 5, logprobs=0)
-        one = httpx.post(url, **given).json()
-        ids = [*first, *wanted(first, 5), 9, 11, 13]
+    with program(*options, fork=True) as running:
+        given = body(first, 5, model=running.model, logprobs=0)
+        one = post(running.address, given, path=TEXT).json()
+        ids = [*first, *alone.answer(first, 5), 9, 11, 13]
         assert one["choices"][0]["text"] == loaded.tokenizer.decode(ids[len(first) : -3])
-        url, given = asked(address, ids, 400, stream=True)
-        with pytest.raises(httpx.TransportError), httpx.stream("POST", url, **given) as found:
+        with (
+            pytest.raises(httpx.TransportError),
+            streamed(running.address, body(ids, 400, model=running.model), TEXT) as found,
+        ):
             for number, _ in enumerate(found.iter_lines()):
                 if number == 6:
-                    running.kill()
-    with server(model_folder, folder, tmp_path) as (running, address, model):
-        facts = httpx.get(f"{address}/v1/sessions/talk", headers=as_key(0)).json()
+                    running.process.kill()
+    with program(*options) as running:
+        facts = httpx.get(f"{running.address}/v1/sessions/talk", headers=bearer()).json()
         assert (facts["state"], facts["turns"], facts["tokens"]) == ("parked", 1, len(first) + 4)
-        url, given = asked(address, ids, 5)
-        two = httpx.post(url, **given).json()
-        tokens = wanted(ids, 5)
+        two = post(running.address, body(ids, 5, model=running.model), path=TEXT).json()
+        tokens = alone.answer(ids, 5)
         assert two["usage"]["prompt_tokens_details"]["cached_tokens"] == len(first) + 4
         assert two["choices"][0]["text"] == loaded.tokenizer.decode(tokens)
         ids = [*ids, *tokens, 15, 17]
-        url, given = asked(address, ids, 400, stream=True)
-        with httpx.stream("POST", url, **given) as found:
+        with streamed(running.address, body(ids, 400, model=running.model), TEXT) as found:
             lines = (line for line in found.iter_lines() if line)
             heard = [next(lines) for _ in range(3)]
-            running.send_signal(signal.SIGTERM)
+            running.process.send_signal(signal.SIGTERM)
             heard += lines
         assert heard[-1] == "data: [DONE]" and json.loads(heard[-2][6:])["choices"][0]["finish_reason"] == "length"
-        assert running.wait(10) == 0
-        assert running.stderr is not None and f"sessions: {folder}" in running.stderr.read()
+        assert running.process.wait(10) == 0 and f"sessions: {folder}" in running.said()
     (info,) = SessionStore(folder).sessions()
     assert info.turns == 3 and not info.held and info.problem is None and info.tokens >= len(ids) + 2
     engine = Engine(loaded, 10**8, store=SessionStore(folder))

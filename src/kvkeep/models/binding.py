@@ -10,6 +10,7 @@ Hooks are named functions, so a bound model can be saved and pickled; ``torch.co
 from __future__ import annotations
 
 import inspect
+import threading
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -34,6 +35,8 @@ _ALONG_SEQUENCE = (
     "cache_position",
     "per_layer_inputs",
 )
+_LOCK = threading.RLock()
+"""Of binding: threads may make a model's first caches at once."""
 _BY_LAYER = ("output_hidden_states", "output_attentions", "output_router_logits")  # outputs of each layer
 # Last positions whose outputs the caller uses (0: all), set by the outermost forward.
 _keep_last: ContextVar[int] = ContextVar("kvkeep_keep_last", default=0)
@@ -152,16 +155,18 @@ class Binding:
 
 def watch(model: Any) -> Binding:
     """Hook begin and end of forward passes of ``model``; a second call changes nothing."""
-    binding = getattr(model, "_kvkeep_binding", None)
-    if binding is None:
-        binding = model._kvkeep_binding = Binding(model)
-    return binding
+    with _LOCK:
+        binding = getattr(model, "_kvkeep_binding", None)
+        if binding is None:
+            binding = model._kvkeep_binding = Binding(model)
+        return binding
 
 
 def bind(model: Any) -> Adapter:
     """Bind ``model`` (a second call changes nothing) and return its adapter. Raises UnsupportedModelError if its
     attention cannot be streamed."""
-    return watch(model).stream()
+    with _LOCK:
+        return watch(model).stream()
 
 
 def unbind(model: Any) -> None:
@@ -220,6 +225,8 @@ def _open(decoder: nn.Module, given: dict[str, Any], cache: Taking | None) -> tu
     if total > cache.chunk:
         given = _all_but_last_chunk(decoder, given, cache, total, keep)
         ids, embeddings = given.get("input_ids"), given.get("inputs_embeds")
+    if cache.observes and given.get("logits_to_keep"):
+        given["logits_to_keep"] = 0  # layers that share keys would be given the last queries alone
     new: Tensor = ids if ids is not None else given["inputs_embeds"]
     if cache.looks_ahead(new.shape[1]):
         cache.look_ahead(decoder, given)

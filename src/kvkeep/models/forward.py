@@ -33,10 +33,12 @@ class Attender(Protocol):
 
 class Taking(Attender, Protocol):
     """A cache's part in the forward pass: prompts in chunks, residuals, streamed attention. Hooks read it as the
-    cache's ``stream`` and ignore other caches. streams: whether any layer attends through it. decoder:
-    the only decoder whose passes it takes part in, None: any. cut: a part of a text is read that is not its last."""
+    cache's ``stream`` and ignore other caches. streams: whether any layer attends through it. observes: what it keeps
+    may depend on every query. decoder: the only decoder whose passes it takes part in, None: any. cut: a part of a text
+    is read that is not its last."""
 
     streams: bool
+    observes: bool
     decoder: Any
     chunk: int
     cut: bool

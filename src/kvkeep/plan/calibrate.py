@@ -1,4 +1,4 @@
-"""Calibration: the rates of this machine, measured with kvkeep's own parts, in under a minute."""
+"""Calibration: the rates of this machine, measured with kvkeep's own parts, in about a minute."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def machine_here(device: str = "cpu", dtype: torch.dtype = torch.float32, tell: 
     if path.is_file():
         with suppress(UsageError):
             return Machine.load(path)
-    tell("Measuring this machine, once (about half a minute) ...")
+    tell("Measuring this machine, once (about a minute) ...")
     machine = calibrate(device, dtype)
     with suppress(OSError):  # a folder that cannot be written only means measuring again
         path.parent.mkdir(parents=True, exist_ok=True)

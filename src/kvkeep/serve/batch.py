@@ -126,6 +126,7 @@ class _BatchStream:
     """How the caches of a batch take part in a forward pass; see :class:`~kvkeep.models.forward.Taking`."""
 
     streams = True
+    observes = False  # no part of a row is left out anyway
     decoder = None
     chunk = sys.maxsize
     cut = due = False

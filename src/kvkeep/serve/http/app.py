@@ -6,8 +6,8 @@ import asyncio
 import copy
 import threading
 import time
-from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -29,6 +29,7 @@ from kvkeep.serve.http.replies import Reply
 from kvkeep.serve.http.schema import DEFAULT_TOKENS, ChatRequest, Message, TextRequest, TokenizeRequest
 from kvkeep.serve.http.sessions import sessions_of
 
+T = TypeVar("T")
 LATE_S = 120.0
 """Seconds without a step, while there is work, after which the engine counts as dead."""
 
@@ -93,23 +94,16 @@ class Server:
         reply = Reply(self.name, isinstance(asked, ChatRequest), asked.likeliest is not None, self.decoded)
         answer = Asked(self.engine, self.metrics, self.limits, owner, ask, name, asked.cache())
         if asked.stream:
-            first = await answer.first()
+            first = await _unless_gone(request, answer.first())
             if isinstance(first, Exception):
                 raise first
             events = answer.events(first)
             kind = "text/event-stream"
             return StreamingResponse(_closing(reply.stream(events, asked.usage_in_stream), answer), media_type=kind)
-        gone = asyncio.ensure_future(_gone(request))
-        every = asyncio.ensure_future(answer.all())
         try:
-            await asyncio.wait({gone, every}, return_when=asyncio.FIRST_COMPLETED)
-            if not every.done():
-                raise Refused(499, "The client has left.")
-            return JSONResponse(reply.whole(every.result()))
+            return JSONResponse(reply.whole(await _unless_gone(request, answer.all())))
         finally:
             answer.job.cancel()
-            for task in (gone, every):
-                task.cancel()
 
 
 async def _closing(text: AsyncIterator[str], answer: Asked) -> AsyncIterator[str]:
@@ -119,6 +113,19 @@ async def _closing(text: AsyncIterator[str], answer: Asked) -> AsyncIterator[str
             yield one
     finally:
         answer.job.cancel()
+
+
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Return what ``work`` gives. Raises Refused where the client leaves before, and what ``work`` raises."""
+    gone, done = asyncio.ensure_future(_gone(request)), asyncio.ensure_future(work)
+    try:
+        await asyncio.wait({gone, done}, return_when=asyncio.FIRST_COMPLETED)
+        if not done.done():
+            raise Refused(499, "The client has left.")
+        return done.result()
+    finally:
+        gone.cancel()
+        done.cancel()
 
 
 async def _gone(request: Request) -> None:

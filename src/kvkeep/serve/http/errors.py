@@ -53,7 +53,9 @@ def refused(error: Exception) -> Refused:
     if isinstance(error, Refused):
         return error
     if isinstance(error, AnyHTTPException):
-        return Refused(error.status_code, str(error.detail))
+        if error.status_code == 400:  # the body is no text, or nests deeper than it can be read
+            return _unreadable()
+        return Refused(error.status_code, f"{error.detail}.")
     if isinstance(error, Full):
         return Refused(503, str(error), "overloaded")
     if isinstance(error, Stopping):
@@ -89,7 +91,7 @@ def _misread(error: RequestValidationError) -> Refused:
     first = error.errors()[0]
     place = [str(part) for part in first["loc"][1:] if not _internal(part)]
     if first["type"] == "json_invalid":
-        return Refused(400, "The body is no JSON.", "invalid_json")
+        return _unreadable()
     field = ".".join(place) or None
     reason = {
         "extra_forbidden": "is not supported here",
@@ -97,6 +99,10 @@ def _misread(error: RequestValidationError) -> Refused:
         "literal_error": f"is not supported but as {first.get('ctx', {}).get('expected', 'it is by default')}",
     }.get(first["type"], f"is wrong: {first['msg'][:1].lower()}{first['msg'][1:]}")
     return Refused(400, f"'{field or 'the body'}' {reason}.", "invalid_value", field)
+
+
+def _unreadable() -> Refused:
+    return Refused(400, "The body cannot be read as JSON.", "invalid_json")
 
 
 def _internal(part: Any) -> bool:

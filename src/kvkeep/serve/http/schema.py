@@ -67,7 +67,7 @@ class _Common(_Strict):
     seed: Annotated[int, Field(ge=-_SEED, lt=_SEED)] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
-    n: Literal[1] = 1
+    n: Annotated[int, Field(ge=1, le=1)] = 1
     user: str | None = None
     kvkeep: Extension = Extension()
 

@@ -1,0 +1,240 @@
+"""Clients that leave, and clients that never read: nobody else notices, and nothing stays of them."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import pairwise
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+from weakref import WeakSet
+
+import httpx
+import pytest
+from answering import small
+from kvkeep_lab.process_memory import held_now
+from running import BODY, TEXT, Program, bearer, counting, figures, post, program, raw, serving, within
+
+from kvkeep import KeepCache
+from kvkeep.decode.session_store import SessionStore
+from kvkeep.serve import batch
+from kvkeep.serve.answer import Answer
+from kvkeep.serve.arbiter import most
+from kvkeep.serve.engine import Engine
+from kvkeep.serve.http import asked
+from kvkeep.serve.http.asked import Asked, Limits
+from kvkeep.serve.job import Job
+
+LONG = {**BODY, "messages": [{"role": "user", "content": "the river " * 120}], "max_tokens": 200}
+SHORT = {**BODY, "max_tokens": 400}
+SESSIONS = 5
+
+
+class Leaving:
+    """Where answers were when their clients left, how many steps they kept their rows for, and how they ended."""
+
+    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.places, self.reasons, self.steps = Counter[str](), Counter[str](), list[int]()
+        self._count, self._left, self._over = 0, dict[Job, int](), WeakSet[Job]()
+        self._rows = WeakSet[Job]()
+        step, cancel, halt, end = engine.step, Job.cancel, Job.halt, Job.end
+
+        def counted(wait: bool = False) -> bool:
+            self._count += 1
+            return step(wait)
+
+        def cancelled(job: Job) -> None:
+            if not job.cancelled and job not in self._over:
+                self._left[job] = self._count
+                if job.answer is not None:  # else its session's file is read first
+                    self._rows.add(job)
+                place = "queue" if job.answer is None else "answer" if job.writes else "prompt"
+                self.places[place] += 1
+            cancel(job)
+
+        def halted(job: Job) -> Answer:  # its row is free; its turn is saved before it ends
+            if job in self._rows:
+                self.steps.append(self._count - self._left[job])
+            return halt(job)
+
+        def ended(job: Job, last: Any) -> None:
+            if self._left.pop(job, None) is not None:
+                self.reasons[getattr(last, "reason", f"{last}")] += 1
+            self._over.add(job)
+            end(job, last)
+
+        monkeypatch.setattr(engine, "step", counted)
+        monkeypatch.setattr(Job, "cancel", cancelled)
+        monkeypatch.setattr(Job, "halt", halted)
+        monkeypatch.setattr(Job, "end", ended)
+
+
+@pytest.mark.parametrize("cycles", [12, pytest.param(1000, marks=pytest.mark.soak(5))])
+def test_clients_that_leave_in_queue_prompt_and_answer_leave_nothing(
+    cycles: int, say: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Two at a time: the memory is one answer's, so that the second waits behind the first."""
+    monkeypatch.setattr(batch, "CHUNK", 4)  # a prompt of sixty steps
+    monkeypatch.setattr(asked, "FIRST_S", 60.0)  # a stream that waits for its first token is left, too
+    engine = Engine(small(), int(1.5 * most(KeepCache(small().model, "full"), 512)), store=SessionStore(tmp_path))
+    limits = Limits(answers=64)
+    left = Leaving(engine, monkeypatch)
+    with serving(engine=engine, limits=limits) as (address, _):
+        wanted = post(address, BODY).json()["choices"]
+        warm = None
+
+        def reading() -> bool:
+            return any(job.answer is not None for job in engine.running)
+
+        def writing() -> bool:
+            return any(job.writes for job in engine.running)
+
+        def waiting() -> bool:  # unless the first had its whole answer meanwhile
+            return engine.waiting == 1 or not writing()
+
+        for number in range(cycles):  # an answer may end before its client leaves
+            if left.places.total() >= cycles:
+                break
+            first = {**(LONG if number % 2 else SHORT), "stream": number % 4 < 2}
+            second = {**SHORT, "stream": number % 3 == 0}
+            first["kvkeep"] = {"session": f"talk-{number % SESSIONS}"} if number % 5 < 3 else {}
+            second["kvkeep"] = {"session": f"wait-{number % SESSIONS}"} if number % 7 < 3 else {}
+            with raw(address, first) as one:
+                assert within(20, writing if number % 2 == 0 else reading)
+                with raw(address, second):
+                    assert within(20, waiting)
+                if first["stream"] and not number % 2:
+                    assert one.recv(16)
+            assert within(20, lambda: not engine.running and not engine.waiting), number
+            if number == min(cycles // 6, 50):
+                warm = standing()
+            if number % 50 == 49:
+                say.progress(f"{left.places.total()} of {cycles} left")
+        assert warm is not None and within(10, lambda: not limits.running)
+        for name in httpx.get(f"{address}/v1/sessions", headers=bearer()).json()["data"]:
+            assert httpx.delete(f"{address}/v1/sessions/{name['name']}", headers=bearer()).status_code == 200
+        assert post(address, BODY).json()["choices"] == wanted
+        assert within(10, lambda: not engine.running and not limits.running)
+        counted = figures(address)
+        pool = warm[0] + (os.cpu_count() or 1) + 4  # asyncio's own threads, which it makes one by one
+        assert within(5, lambda: standing()[1] <= warm[1]) and standing()[0] <= pool, (standing(), warm)
+        assert not objects(), objects()
+        grown = (standing()[2] - warm[2]) / 1e6
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    cancelled = int(counted['kvkeep_requests_ended_total{reason="cancelled"}'])
+    assert left.reasons.total() == left.places.total() >= cycles and len(left.places) == 3, left.places
+    assert left.reasons["cancelled"] == cancelled and {*left.reasons} <= {"cancelled", "length"}, left.reasons
+    assert max(left.steps) <= 2 and grown < 8, (Counter(left.steps), grown)
+    places = ", ".join(f"{count} in {place}" for place, count in sorted(left.places.items()))
+    say(
+        f"{cancelled} clients left ({places}), their rows free after {max(left.steps)} steps at most; no answer, "
+        f"cache, file, thread or handle of theirs is left, process {grown:+.1f} MB since the first hundred"
+    )
+
+
+def standing() -> tuple[int, int, int]:
+    """Threads, handles and bytes of this process."""
+    return threading.active_count(), len(os.listdir("/proc/self/fd")), held_now().anonymous
+
+
+def objects() -> Counter[str]:
+    """What answers are made of, as far as it is still there."""
+    gc.collect()
+    kinds = {Job, Answer, Asked, KeepCache}
+    return Counter(type(one).__name__ for one in gc.get_objects() if type(one) in kinds)
+
+
+# -- slow clients -----------------------------------------------------------------------------------------
+
+MEASURED, TOKENS, SLOW, ENDLESS, ROUNDS = 4, 48, 2, 20, 7
+
+
+@pytest.mark.real
+@pytest.mark.soak(6)
+def test_clients_that_never_read_or_never_end_a_header_slow_nobody(say: Any, tmp_path: Path) -> None:
+    """In both halves of a round as many answers are written; in one, some of their readers are slow."""
+    options = ["--memory", "500MB", "-x", "h2o", "-b", "128", "--sessions", str(tmp_path)]
+    ratios, read = list[float](), list[int]()
+    with program(*options) as running:
+        asyncio.run(gaps(running, MEASURED, SLOW))
+        for number in range(ROUNDS):
+            p95 = {}
+            for slow in (number % 2 == 0, number % 2 == 1):
+                with ExitStack() as stack:
+                    if slow:
+                        stack.enter_context(slow_clients(running, read))
+                    found = asyncio.run(gaps(running, MEASURED, 0 if slow else SLOW))
+                p95[slow] = quantiles(found, n=20)[-1]
+                assert within(60, lambda: not figures(running.address)["kvkeep_requests_running"])
+            ratios.append(p95[True] / p95[False])
+            say.progress(f"round {number + 1} of {ROUNDS}: {ratios[-1]:.2f} ×")
+    assert median(ratios) <= 1.2, ratios
+    say(
+        f"{SLOW} readers of a byte a second and {ENDLESS} headers that never end beside {MEASURED} answers: their 95th "
+        f"percentile between tokens is {median(ratios):.2f} × that beside {SLOW} readers that keep up, the median of "
+        f"{ROUNDS} rounds ({min(ratios):.2f} to {max(ratios):.2f}); the slow ones had read {max(read)} bytes at most"
+    )
+
+
+async def gaps(running: Program, count: int, more: int) -> list[float]:
+    """Seconds between the tokens of ``count`` answers at once, with ``more`` beside them, from when all are written."""
+
+    async def one(client: httpx.AsyncClient, number: int) -> list[float]:
+        times = []
+        async with client.stream("POST", running.address + TEXT, json=body(running, number)) as found:
+            async for line in found.aiter_lines():
+                if line.startswith("data: {") and '"text":""' not in line:
+                    times.append(time.perf_counter())
+        return times
+
+    async with httpx.AsyncClient(headers=bearer(), timeout=120) as client:
+        every = await asyncio.gather(*(one(client, number) for number in range(count + more)))
+    begun = max(times[0] for times in every)
+    return [after - before for own in every[:count] for before, after in pairwise(own) if before >= begun]
+
+
+def body(running: Program, number: int) -> dict[str, Any]:
+    """What is asked for; who is beside those that are measured is so until they end."""
+    return {**counting(running.model, number, TOKENS if number < MEASURED else 2 * TOKENS), "stream": True}
+
+
+@contextmanager
+def slow_clients(running: Program, read: list[int]) -> Iterator[None]:
+    """Readers of a byte a second, and headers of a byte a second, for the block; ``read`` gets what each has read."""
+    over, threads = threading.Event(), list[threading.Thread]()
+    host, _, port = running.address.removeprefix("http://").partition(":")
+
+    def reads(one: socket.socket) -> None:
+        count = 0
+        with suppress(OSError):
+            while not over.wait(1):
+                count += len(one.recv(1))
+        read.append(count)
+
+    def asks() -> None:
+        with suppress(OSError), socket.create_connection((host, int(port))) as one:
+            one.sendall(b"GET /v1/models HTTP/1.1\r\nX-")
+            while not over.wait(1):
+                one.sendall(b"a")
+
+    with ExitStack() as stack:
+        for number in range(SLOW):
+            own = stack.enter_context(raw(running.address, body(running, MEASURED + number), TEXT))
+            threads.append(threading.Thread(target=reads, args=(own,)))
+        threads += [threading.Thread(target=asks) for _ in range(ENDLESS)]
+        for thread in threads:
+            thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            for thread in threads:
+                thread.join()
