@@ -50,6 +50,6 @@ def test_lines_fit(run: Run, command: tuple[str, ...], columns: int, monkeypatch
     marked = [line for line in lines if re.match("[✗x] ", line)]
     assert [line.split()[1] for line in marked] == ["full", "kv-direct", *LOSSY]
     heading = next(line for line in lines if "process" in line)
-    assert ("on disk" in heading) == (columns == 80)
+    assert ("elsewhere" in heading) == (columns == 80)
     assert {len(line.rstrip()) for line in marked} == {len(heading)}
     assert "8 of the 8 tokens" in " ".join(out.split())

@@ -33,7 +33,7 @@ PLACE = 0.15
 LONGEST = 3200
 """Tokens of a text that are read: four methods drop and keep nothing that a longer one would show."""
 WIDE = 64
-"""Columns from which there is room for what is stored outside of the memory."""
+"""Columns from which there is room for the bytes of evicted entries."""
 NEXT = (
     ("your own text", "kvkeep demo --doc FILE --question TEXT --budget 64MB"),
     ("a bounded chat", "kvkeep chat --budget 512"),
@@ -158,7 +158,7 @@ def _head(count: int, planted: bool, question: str, conditions: str) -> None:
     text = f"{count:,} tokens" + (f"; planted at {PLACE:.0%} of them: {PLANTED}" if planted else "")
     _pairs([("Text", text), ("Question", question), ("Model", conditions)])
     out.print()
-    out.print(Text(_line("", "cache", "on disk", "process", "tokens/s"), "bold"))
+    out.print(Text(_line("", "cache", "elsewhere", "process", "tokens/s"), "bold"))
 
 
 def _pairs(rows: Iterable[tuple[str, str]], style: str = "") -> None:
@@ -168,11 +168,11 @@ def _pairs(rows: Iterable[tuple[str, str]], style: str = "") -> None:
     out.print(table)
 
 
-def _line(name: str, cache: str, disk: str, process: str, speed: str) -> str:
-    """Return a line of the table; where there is little room, without the disk."""
+def _line(name: str, cache: str, away: str, process: str, speed: str) -> str:
+    """Return a line of the table; where there is little room, without evicted entries."""
     if out.width < WIDE:
         return f"{name:15}{cache:>8}{process:>8}{speed:>9}"
-    return f"{name:17}{cache:>10}{disk:>10}{process:>10}{speed:>10}"
+    return f"{name:17}{cache:>10}{away:>10}{process:>10}{speed:>10}"
 
 
 def _row(answer: Answer, right: bool) -> None:
