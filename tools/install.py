@@ -2,7 +2,7 @@
 
 python tools/install.py FOLDER [--tests]
 
-With --tests it also has the lab and what the tests, ruff and mypy need. Without a GPU it takes a CPU build of torch, for
+With --tests it also has the lab, and what the tests, ruff and mypy need. Without a GPU it takes a CPU build of torch:
 the default one from PyPI brings gigabytes of CUDA. Standard library only.
 """
 
