@@ -15,7 +15,8 @@ Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def command(tmp_path: Path, words: str, model_folder: Path) -> tuple[str, ...]:
+def command(tmp_path: Path, words: str, model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")  # which the command sets for its process otherwise
     (tmp_path / "text.txt").write_text(words)
     return ("demo", "-m", str(model_folder), "--doc", str(tmp_path / "text.txt"), "--max-tokens", "8")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -63,6 +64,8 @@ def demo(
 
     Without --doc a sentence is planted in the text and asked for, so that it can be seen who forgot it.
     """
+    # OpenMP reads it when torch is imported. Threads that spin while they wait slow a busy machine down a lot.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from kvkeep.decode.generate import generate
     from kvkeep.decode.prompt import encode, read_text, shortened
     from kvkeep.decode.prompt import question as ask
