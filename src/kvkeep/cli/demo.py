@@ -36,7 +36,7 @@ LONGEST = 3200
 WIDE = 64
 """Columns from which there is room for the bytes of evicted entries."""
 NEXT = (
-    ("your own text", "kvkeep demo --doc FILE --question TEXT --budget 64MB"),
+    ("your own text", "kvkeep demo --doc FILE --question TEXT"),
     ("a bounded chat", "kvkeep chat --budget 512"),
     ("a server", "kvkeep serve --memory 512MB"),
     ("all methods", "kvkeep methods"),
@@ -81,7 +81,12 @@ def demo(
     text, _ = shortened(loaded.tokenizer, text, LONGEST)
     ids = encode(loaded.tokenizer, ask(text, question))
     if not json:
-        _head(len(ids), planted, question, f"{model}, budget {budget}, greedy")
+        _head(
+            len(ids),
+            text.index(PLANTED) / len(text) if planted else None,
+            question,
+            f"{model}, budget {budget}, greedy",
+        )
 
     def answer(method: str) -> Answer:
         own = wanted.get(method) or asked(method, budget)
@@ -157,17 +162,20 @@ def _held() -> Held | None:
         return None
 
 
-def _head(count: int, planted: bool, question: str, conditions: str) -> None:
-    text = f"{count:,} tokens" + (f"; planted at {PLACE:.0%} of them: {PLANTED}" if planted else "")
+def _head(count: int, place: float | None, question: str, conditions: str) -> None:
+    text = f"{count:,} tokens" + (f"; planted {place:.0%} into it: {PLANTED}" if place is not None else "")
     _pairs([("Text", text), ("Question", question), ("Model", conditions)])
     out.print()
     out.print(Text(_line("", "cache", "elsewhere", "process", "tokens/s"), "bold"))
 
 
 def _pairs(rows: Iterable[tuple[str, str]], style: str = "") -> None:
+    """Print words beside their names, or below them where there is little room."""
     table = Table.grid(padding=(0, 2))
     for name, words in rows:
-        table.add_row(Text(name, "dim"), Text(words, style))
+        cells = [Text(name, "dim"), Text(words, style)]
+        for row in [cells] if out.width >= WIDE else [[cell] for cell in cells]:
+            table.add_row(*row)
     out.print(table)
 
 
