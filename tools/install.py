@@ -1,6 +1,9 @@
 """Set up a virtual environment with kvkeep in it, and a build of torch that fits the machine.
 
-Standard library only. Without a GPU a CPU build is taken: the default one from PyPI brings gigabytes of CUDA.
+python tools/install.py FOLDER [--tests]
+
+With --tests it also has the lab, and what the tests, ruff and mypy need. Without a GPU it takes a CPU build of torch:
+the default one from PyPI brings gigabytes of CUDA. Standard library only.
 """
 
 from __future__ import annotations
@@ -13,6 +16,8 @@ import venv
 from pathlib import Path
 
 TORCH = "torch==2.13.0"
+USED = ("--editable", ".[cli,gguf]")
+TESTED = ("--editable", ".[dev]", "--editable", "lab[harness,ray]")
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
@@ -32,7 +37,8 @@ def main() -> None:
         print("Installing torch ...", flush=True)
         pip(python, "install", *torch_arguments(python))
     print("Installing kvkeep ...", flush=True)
-    pip(python, "install", "--editable", ".[dev]", "--editable", "lab[harness,ray]")
+    tests = sys.argv[2:] == ["--tests"]
+    pip(python, "install", *(TESTED if tests else USED))
 
 
 def answers(python: Path, *arguments: str) -> bool:

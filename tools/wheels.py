@@ -1,5 +1,10 @@
-"""Build the wheels of both packages, and try each alone: in a fresh environment, in a folder called ``kvkeep``, where
-nothing but the wheel has the name. Standard library only."""
+"""Build source distributions of both packages and wheels from these, and try each wheel alone: in a fresh environment,
+in a folder called ``kvkeep``, where nothing but the wheel has the name. Needs the package ``build``.
+
+python tools/wheels.py [FOLDER]
+
+FOLDER: where the files go that are to be released, once all of it has worked.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +20,7 @@ from install import pip, torch_arguments
 
 ROOT = Path(__file__).parents[1]
 TRIES = {
-    "kvkeep[cli,gguf]": (["methods"], ["models"], ["generate", "-p", "Hello", "-n", "3", "-b", "32"]),
+    "kvkeep[cli,gguf]": (["--version"], ["methods"], ["models"], ["demo"]),
     "kvkeep-lab": (["lab", "list"], ["bench", "--contexts", "256", "--rounds", "1", "--only", "full", "--no-slow"]),
 }
 """Commands of each package that are run; all of its commands are asked for their help before."""
@@ -38,18 +43,21 @@ for name in import_module(sys.argv[1]).COMMANDS:
 def main() -> None:
     """Build, install and run; whatever fails ends the program."""
     with tempfile.TemporaryDirectory() as temporary:
-        wheels, home = Path(temporary, "wheels"), Path(temporary, "kvkeep")
-        projects = [copied(ROOT / name, Path(temporary, "sources", name)) for name in ("lab", "")]
-        pip(Path(sys.executable), "wheel", "--no-deps", "--wheel-dir", str(wheels), *projects)
+        built, home = Path(temporary, "dist"), Path(temporary, "kvkeep")
+        for name in ("lab", ""):
+            project = copied(ROOT / name, Path(temporary, "sources", name))
+            run(ROOT, sys.executable, "-m", "build", "--outdir", str(built), project)
         venv.create(home / ".venv", with_pip=True)
         python = home / ".venv" / "bin" / "python"
         pip(python, "install", "--no-compile", *torch_arguments(python))  # most modules are never imported
         for package, commands in TRIES.items():
             print(f"Trying {package} ...", flush=True)
-            pip(python, "install", "--no-compile", "--find-links", str(wheels), package)
+            pip(python, "install", "--no-compile", "--find-links", str(built), package)
             run(home, str(python), "-c", HELP, MODULES[package])
             for command in (["--help"], *commands):
                 run(home, str(python.with_name("kvkeep")), *command)
+        if sys.argv[1:]:
+            shutil.copytree(built, sys.argv[1], dirs_exist_ok=True)
 
 
 def copied(project: Path, folder: Path) -> str:

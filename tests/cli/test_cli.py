@@ -105,13 +105,6 @@ def test_methods_and_models_as_json(run: Run) -> None:
     assert "kv-direct" in run("methods")[1] and "smollm2" in run("models")[1]
 
 
-def test_demo_compares_token_by_token(run: Run, model_folder: Path, text: str) -> None:
-    command = ("demo", "-m", str(model_folder), "--doc", text, "--max-tokens", "8")
-    code, out, err = run(*command)
-    assert code == 0 and "8/8" in out, err
-    assert json.loads(run(*command, "--json")[1])["identical"] == 8
-
-
 def test_chat_remembers_and_goes_on_another_day(run: Run, model_folder: Path, tmp_path: Path) -> None:
     session = str(tmp_path / "chat")
     common = ("chat", "-m", str(model_folder), "-n", "6", "--json", "--session", session)

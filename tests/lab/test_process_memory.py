@@ -11,13 +11,14 @@ import pytest
 import torch
 from kvkeep_lab import process_memory
 from kvkeep_lab.page_cache import Mapped, mapped_below
-from kvkeep_lab.process_memory import Held, held_now, measure, measure_each, process_table
+from kvkeep_lab.process_memory import measure, measure_each, process_table
 from kvkeep_lab.studies.base import Trial
 from kvkeep_lab.studies.bench import Bench, process_cases
 from kvkeep_lab.timing import Case
 
 from kvkeep.errors import KvkeepError
 from kvkeep.memory.places import Disk
+from kvkeep.memory.process import held_now
 from kvkeep.models.loading import load
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux")
@@ -44,14 +45,6 @@ def test_memory_is_counted_by_what_it_is(on_disk: torch.Tensor, tmp_path: Path) 
     assert more.anonymous - mapped.anonymous == pytest.approx(SIZE, rel=0.1)
     now = held_now()
     assert SIZE < now.pss <= now.anonymous + now.mapped and anonymous.sum() > 0  # how much less, others decide
-
-
-def test_what_the_system_writes_is_read(tmp_path: Path) -> None:
-    lines = ["55-7f ---p 00000000 00:00 0  [rollup]", "Rss: 100 kB", "Pss:   70 kB", "Anonymous: 60 kB"]
-    (tmp_path / "rollup").write_text("\n".join(lines))
-    assert held_now(tmp_path / "rollup") == Held(70 << 10, 60 << 10, 40 << 10)
-    with pytest.raises(KvkeepError, match="known on Linux only"):
-        held_now(tmp_path / "nowhere")
 
 
 def test_dropped_files_leave_memory_and_come_back_the_same(on_disk: torch.Tensor, tmp_path: Path) -> None:

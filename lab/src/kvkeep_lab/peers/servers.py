@@ -20,9 +20,9 @@ from typing import IO, ClassVar
 import torch
 
 from kvkeep.errors import KvkeepError, UsageError, unknown
+from kvkeep.memory.process import held_by
 from kvkeep.models.loading import Loaded
 from kvkeep_lab.peers.engines import Engine, LlamaCpp, Vllm, file_of, written
-from kvkeep_lab.process_memory import held_by
 
 START_S = 300.0
 """Seconds that a server has to be there in."""

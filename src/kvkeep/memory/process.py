@@ -1,0 +1,44 @@
+"""What a process holds in memory, by the system's own account."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvkeep.errors import KvkeepError
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes of a process in memory. pss: its own, and its share of what others have mapped, too. anonymous: without a
+    file. mapped: of files, the model's and checkpoints'."""
+
+    pss: int
+    anonymous: int
+    mapped: int
+
+    def __sub__(self, other: Held) -> Held:
+        """Return what is held above ``other``."""
+        return Held(self.pss - other.pss, self.anonymous - other.anonymous, self.mapped - other.mapped)
+
+
+def held_now(rollup: Path = Path("/proc/self/smaps_rollup")) -> Held:
+    """Return what this process holds, freed memory given back first. Raises KvkeepError where the system does not
+    say."""
+    gc.collect()
+    with suppress(OSError, AttributeError, TypeError):  # not glibc
+        ctypes.CDLL(None).malloc_trim(0)
+    try:
+        return held_by(rollup)
+    except OSError as error:
+        raise KvkeepError("What a process holds is known on Linux only; measure there.") from error
+
+
+def held_by(rollup: Path) -> Held:
+    """Return what a process holds by its ``smaps_rollup``. Raises OSError where there is none."""
+    lines = rollup.read_text().splitlines()[1:]
+    size = {name: 1024 * int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
+    return Held(size["Pss"], size["Anonymous"], size["Rss"] - size["Anonymous"])

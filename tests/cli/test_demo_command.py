@@ -1,0 +1,56 @@
+"""``kvkeep demo`` on a tiny model: what it compares, and how it looks."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvkeep.cli.demo import LOSSY, OWN_TEXT, PASSWORD, PLANTED, plant
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def command(tmp_path: Path, words: str, model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")  # which the command sets for its process otherwise
+    (tmp_path / "text.txt").write_text(words)
+    return ("demo", "-m", str(model_folder), "--doc", str(tmp_path / "text.txt"), "--max-tokens", "8")
+
+
+def test_own_text_is_the_licence_with_one_paragraph_more() -> None:
+    text = OWN_TEXT.read_text("utf-8")
+    assert text == (Path(__file__).parents[2] / "LICENSE").read_text("utf-8") and PASSWORD not in text
+    before, after = plant(text).split(f"{PLANTED}\n\n")
+    assert before + after == text and before.endswith("\n\n") and 0.15 < len(before) / len(text) < 0.2
+
+
+def test_marks_are_measured(run: Run, command: tuple[str, ...]) -> None:
+    """Without an expected word a right answer has the tokens of the full cache: the exact method's does."""
+    found = json.loads(run(*command, "--json")[1])
+    full, exact, *lossy = found["answers"]
+    assert (found["identical"], found["tokens"], found["planted"], found["expect"]) == (8, 8, None, None)
+    assert full["right"] and exact["right"] and exact["tokens"] == full["tokens"]
+    assert exact["memory"]["resident_bytes"] < 0.2 * full["memory"]["resident_bytes"]
+    assert [one["method"] for one in lossy] == list(LOSSY)
+    assert all(one["right"] == (one["tokens"] == full["tokens"]) for one in lossy)
+    assert not all(one["right"] for one in lossy), "an eighth of the cache should cost a lossy method something"
+
+
+@pytest.mark.parametrize("columns", [40, 80])
+def test_lines_fit(run: Run, command: tuple[str, ...], columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five lines, those of methods that refuse the budget among them; an exact answer can be wrong."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    code, out, err = run(*command, "--budget", "0", "--expect", "nobody says this")
+    assert code == 0 and "Traceback" not in err, err
+    lines = out.splitlines()
+    assert max(map(len, lines)) <= columns
+    marked = [line for line in lines if re.match("[✗x] ", line)]
+    assert [line.split()[1] for line in marked] == ["full", "kv-direct", *LOSSY]
+    heading = next(line for line in lines if "process" in line)
+    assert ("elsewhere" in heading) == (columns == 80)
+    assert {len(line.rstrip()) for line in marked} == {len(heading)}
+    assert "8 of the 8 tokens" in " ".join(out.split())

@@ -1,0 +1,18 @@
+"""What a process holds, as the system writes it; beside bytes that are known: tests/lab/test_process_memory.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvkeep.errors import KvkeepError
+from kvkeep.memory.process import Held, held_now
+
+
+def test_what_the_system_writes_is_read(tmp_path: Path) -> None:
+    lines = ["55-7f ---p 00000000 00:00 0  [rollup]", "Rss: 100 kB", "Pss:   70 kB", "Anonymous: 60 kB"]
+    (tmp_path / "rollup").write_text("\n".join(lines))
+    assert held_now(tmp_path / "rollup") == Held(70 << 10, 60 << 10, 40 << 10)
+    with pytest.raises(KvkeepError, match="known on Linux only"):
+        held_now(tmp_path / "nowhere")

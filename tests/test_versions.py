@@ -1,0 +1,29 @@
+"""One version in all places, and lowest versions that are known."""
+
+from __future__ import annotations
+
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+import kvkeep
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tools"))
+
+from versions import lowest  # noqa: E402
+
+
+def test_both_distributions_and_the_citation_have_one_version() -> None:
+    own, lab = (tomllib.loads((ROOT / name / "pyproject.toml").read_text())["project"] for name in ("", "lab"))
+    assert own["version"] == lab["version"] == kvkeep.__version__
+    assert f"kvkeep-lab=={kvkeep.__version__}" in own["optional-dependencies"]["lab"]
+    assert f"kvkeep[cli,gguf]=={kvkeep.__version__}" in lab["dependencies"]
+    assert re.search(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)[1] == kvkeep.__version__
+
+
+def test_every_need_has_a_lowest_version_and_the_page_names_them() -> None:
+    wanted = dict(one.split("==") for one in lowest())
+    rows = re.findall(r"^\| (\w+) \| ([\d.]+) \|", (ROOT / "docs" / "install.md").read_text(), re.MULTILINE)
+    assert {name: wanted.get(name, "3.11") for name, _ in rows} == dict(rows) and len(rows) == 3
