@@ -7,10 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from kvkeep_lab.peers.servers import SERVERS, server_of
-from kvkeep_lab.serving import Stream, writing_rate
+from conftest import tokenizer
+from families import tiny
+from kvkeep_lab.peers.servers import SERVERS, Ours, server_of
+from kvkeep_lab.serving import Stream, fitting, writing_rate
 
+from kvkeep import KeepCache
 from kvkeep.errors import UsageError
+from kvkeep.models.loading import Loaded
+from kvkeep.serve.arbiter import Arbiter
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -21,6 +26,16 @@ def test_the_rate_of_writing_counts_the_time_when_all_write() -> None:
     assert writing_rate([early, late]) == pytest.approx((1 + 3) * 13 / 9 / 1.5)
     assert writing_rate([early]) == 1.0
     assert writing_rate([early, Stream(0.0, [5.0, 6.0], 2)]) is None
+
+
+def test_a_share_is_of_the_models_positions_as_in_the_server_that_is_started() -> None:
+    loaded = Loaded(tiny("llama"), tokenizer(), "tiny", "tiny")
+    server = Ours(loaded, 100, 1, "h2o", "25%", "20MB")
+    with server.command(1) as (line, _):
+        assert line[-4:] == ["--method", "h2o", "--budget", "25%"]
+    started = KeepCache(loaded.model, "h2o", "25%")  # a quarter of 512 positions, and not of 100 tokens
+    assert started.entries == 128
+    assert fitting(server, 100, "20MB") == Arbiter(20 * 10**6).fitting(started, 100)
 
 
 def test_a_server_is_measured_as_its_clients_see_it(run: Run, model_folder: Path) -> None:

@@ -110,7 +110,7 @@ def _measured(server: Server, running: Running, context: int, count: int, steps:
         median(one.times[0] - one.asked for one in streams),
         quantiles(gaps, n=20)[-1] if len(gaps) > 1 else None,
         peak,
-        _fit(server, context + steps, memory),
+        fitting(server, context + steps, memory),
     )
 
 
@@ -125,10 +125,11 @@ def writing_rate(streams: Sequence[Stream]) -> float | None:
     return pieces * of_a_piece / (end - begin)
 
 
-def _fit(server: Server, tokens: int, memory: str) -> int | None:
+def fitting(server: Server, tokens: int, memory: str) -> int | None:
+    """Return how many sessions of so many tokens our own server has room for; None: not known, it is another's."""
     if not isinstance(server, Ours):
         return None
-    asked: dict[str, Any] = {} if server.method == "full" else {"budget": server.budget, "context": tokens}
+    asked: dict[str, Any] = {} if server.method == "full" else {"budget": server.budget}  # as it is started
     return Arbiter(parse_memory(memory)).fitting(KeepCache(server.loaded.model, server.method, **asked), tokens)
 
 
@@ -192,7 +193,8 @@ def served_table(rows: Sequence[Served], memory: str, steps: int) -> Table:
             "Every server is a process with the same threads, asked by the openai package from this one; all sessions "
             "ask at once, with prompts of their own. Tokens/s: of all answers by the time from the first request to "
             "the last token, prompts included; × one: to one session; writing: while all of them write. First token: "
-            "median. Peak: Pss of the server's processes. Fit: sessions that the promise of memory admits.",
+            "median. Peak: Pss of the server's processes. Fit: sessions that the promise of memory admits. A budget "
+            "given as a share is of the model's positions.",
             *refusals((row.label, f"{row.sessions} of {row.context:,}", row.error) for row in rows),
         ],
         named=2,
