@@ -250,7 +250,8 @@ def test_quota_and_age_are_kept_but_never_against_an_answer(tmp_path: Path, monk
     for number in range(5):
         told(engine, text(60, number), str(number), method="full")
         time.sleep(0.02)
-    run(engine)
+    for _ in range(3):  # one to look, one to remove what is over
+        run(engine)
     left = {info.name for info in SessionStore(tmp_path).sessions()}
     assert "me/4" in left and "me/0" not in left and SessionStore(tmp_path).total_bytes() <= 150_000
     monkeypatch.setattr(places, "EVERY_S", 10**9)
@@ -259,6 +260,7 @@ def test_quota_and_age_are_kept_but_never_against_an_answer(tmp_path: Path, monk
     monkeypatch.setattr(places, "EVERY_S", 0.0)
     client = told(old, text(60, 9), "9", method="full")
     assert client.ended.written == NEW
-    run(old)
+    for _ in range(3):
+        run(old)
     assert not [*tmp_path.rglob("*.session")]
     old.close()

@@ -118,9 +118,10 @@ def serve(
     where = f"http{'s' if tls else ''}://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
     server = _server(uvicorn, app, timeout_graceful_shutdown=int(grace) + 1, **tls)
     _many_files()
+    fitting = _fitting(engine)  # makes a cache, for which a method may measure the model: before it is the engine's
     engine.start()
     note(f"{where}/v1  model '{loaded.name}', {total / 1e6:.0f} MB for all conversations; a page at {where}/")
-    note(_fitting(engine))
+    note(fitting)
     refusal = engine.sessions.refusal
     note(f"sessions: {folder}" if refusal is None else f"sessions end with the server. {refusal}")
     if kept is not None:

@@ -25,6 +25,7 @@ from kvkeep.errors import KvkeepError, SessionDamaged, SessionError, UsageError
 from kvkeep.memory.extent import Misfit
 from kvkeep.memory.rows import Rows
 from kvkeep.models.fingerprint import fingerprint
+from kvkeep.policies.request import Request
 
 _LONGEST = 2**31  # slots are int32
 _HEADER: dict[str, tuple[type, ...]] = {
@@ -106,33 +107,34 @@ def check_savable(cache: Cache) -> None:
         )
 
 
-def load_session(where: Where, model: Any, tokenizer: str | None = None) -> Session:
+def load_session(where: Where, model: Any, tokenizer: str | None = None, cache: KeepCache | None = None) -> Session:
     """Return the session that was saved, ready to be continued with ``model``. tokenizer: the fingerprint of the one
-    that the ids have to be of; None: of any.
+    that the ids have to be of; None: of any. cache: an empty one of its kind (:func:`request_of`), which is filled;
+    None: one is made.
 
     Everything in the file is checked before it is used. Raises SessionError for a file that is not a session, is
     damaged (SessionDamaged), or was saved with another model or tokenizer.
     """
     if isinstance(where, SessionFile):
-        return _loaded(where, model, tokenizer)
+        return _loaded(where, model, tokenizer, cache)
     with SessionFile(where) as file:
-        return _loaded(file, model, tokenizer)
+        return _loaded(file, model, tokenizer, cache)
 
 
-def cache_of(file: SessionFile, model: Any, tokenizer: str | None = None) -> KeepCache:
-    """Return an empty cache of the kind that was saved, as long as no tensor of it is in memory. Raises as
-    :func:`load_session`."""
-    with _told(file):
-        return _kind(file, model, tokenizer)
+def request_of(file: SessionFile, model: Any, tokenizer: str | None = None) -> Request:
+    """Return what a cache has to be for what was saved to be continued with ``model``, which is read and not run, and
+    no tensor of the file is. Raises as :func:`load_session`."""
+    with naming(file):
+        return _request(file, model, tokenizer)
 
 
-def _loaded(file: SessionFile, model: Any, tokenizer: str | None) -> Session:
-    with _told(file):
-        return _restored(file, model, tokenizer)
+def _loaded(file: SessionFile, model: Any, tokenizer: str | None, cache: KeepCache | None) -> Session:
+    with naming(file):
+        return _restored(file, model, tokenizer, cache)
 
 
 @contextmanager
-def _told(file: SessionFile) -> Iterator[None]:
+def naming(file: SessionFile) -> Iterator[None]:
     """Say of which session an error is."""
     if file.about is None:
         raise empty(file.path)
@@ -144,7 +146,7 @@ def _told(file: SessionFile) -> Iterator[None]:
         raise SessionError(f"The session '{file.path}' cannot be continued here: {error}") from error
 
 
-def _kind(file: SessionFile, model: Any, tokenizer: str | None) -> KeepCache:
+def _request(file: SessionFile, model: Any, tokenizer: str | None) -> Request:
     about = file.about
     _check_types(about, _HEADER, "header")
     if about["fingerprint"] != fingerprint(model):
@@ -157,11 +159,18 @@ def _kind(file: SessionFile, model: Any, tokenizer: str | None) -> KeepCache:
             "it was saved with another tokenizer, to which its ids mean something else; load that one, or start a new "
             "session."
         )
-    return _empty(about, model)
+    try:
+        request = Request.parse(about["method"], about["budget"], **about["options"])
+    except TypeError as error:
+        raise _odd("its options are not those of a cache") from error
+    if request.options() != about["options"]:
+        raise _odd("its options are not those of a cache")
+    return request
 
 
-def _restored(file: SessionFile, model: Any, tokenizer: str | None) -> Session:
-    cache, about = _kind(file, model, tokenizer), file.about
+def _restored(file: SessionFile, model: Any, tokenizer: str | None, cache: KeepCache | None) -> Session:
+    request, about = _request(file, model, tokenizer), file.about
+    cache = KeepCache(model, request=request) if cache is None else cache
     past = about["past"]
     _check_types(past, _PAST, "past")
     numbers = [past["length"], past["rows"], *past["first"].values()]
@@ -187,17 +196,6 @@ def _restored(file: SessionFile, model: Any, tokenizer: str | None) -> Session:
     except Exception as error:  # restoring malformed tensors may raise anything
         raise _odd(f"its tensors are not those of a cache of method '{cache.method.name}'") from error
     return Session(cache, file.tensor(NAME_OF_IDS).tolist(), about["notes"], about["tokenizer"])
-
-
-def _empty(about: dict[str, Any], model: Any) -> KeepCache:
-    """Return an empty cache of the kind that was saved. Raises as :class:`KeepCache`."""
-    try:
-        cache = KeepCache(model, about["method"], about["budget"], **about["options"])
-    except TypeError as error:
-        raise _odd("its options are not those of a cache") from error
-    if cache.request.options() != about["options"]:
-        raise _odd("its options are not those of a cache")
-    return cache
 
 
 def _check_types(value: Any, schema: Mapping[str, tuple[type, ...]], what: str) -> None:

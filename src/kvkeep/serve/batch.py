@@ -22,6 +22,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kvkeep.attention.together import Arrival, Together
 from kvkeep.cache import KeepCache
+from kvkeep.errors import KvkeepError
 from kvkeep.geometry import LayerGeometry
 from kvkeep.models.binding import bind
 from kvkeep.models.forward import current_probe
@@ -135,7 +136,7 @@ class _BatchStream:
 
     def __init__(self, batch: Batch, latent: bool) -> None:
         self.batch, self.earlier_outputs = batch, list[Tensor]()
-        self._latent = latent
+        self._latent, self._open = latent, False
         self._residuals: list[_Span] = []
         self._shared: dict[int, Together] = {}  # by layer
         self._kept: list[int] = []  # the layers of these that have run
@@ -154,6 +155,7 @@ class _BatchStream:
     def begin_forward(self, ids: Tensor | None, embeddings: Any, positions: Tensor | None, mask: Any) -> Tensor:
         """Begin the pass of each session; return the positions of all tokens, (1, row)."""
         assert ids is not None
+        self._open = True
         every = []
         for span in self.batch.spans:
             own = span.positions(ids.device)
@@ -252,6 +254,7 @@ class _BatchStream:
 
     def end_forward(self, completed: bool) -> None:
         """End the pass of each session, and undo that of one that failed."""
+        self._open = False
         if self.batch.passed:
             self._kept = [*self._shared]
         for span in self.batch.spans:
@@ -266,6 +269,11 @@ class _BatchStream:
                 span.error = span.error or error
             finally:
                 span.stream.cut = False
+
+    def abandon(self) -> None:
+        """Undo a pass that failed before the hooks of the model could know of it."""
+        if self._open:
+            self.end_forward(completed=False)
 
 
 def _causal(queries: int, entries: int, window: int | None, device: torch.device) -> Tensor:
@@ -289,7 +297,8 @@ def packs(cache: KeepCache) -> bool:
 @torch.no_grad()
 def forward(model: Any, reads: Sequence[Read]) -> list[Tensor | Exception]:
     """Run the model once over all ``reads``, and return of each the logits (keep, vocabulary) of its last tokens, or
-    what it failed by: then its cache is as it was before. Raises what the model raises by itself."""
+    what it failed by: then its cache is as it was before. Where the model itself fails for want of memory, or by some
+    other RuntimeError, so does each. Raises what else it raises, and torch.AcceleratorError: a device is lost."""
     batch = Batch(reads, bind(model).latent)
     ids = torch.tensor([[one for read in reads for one in read.ids]], device=next(model.parameters()).device)
     kept = [number for span in batch.spans for number in range(span.stop - span.read.keep, span.stop)]
@@ -298,13 +307,26 @@ def forward(model: Any, reads: Sequence[Read]) -> list[Tensor | Exception]:
         logits = model(input_ids=ids, past_key_values=batch, use_cache=True, logits_to_keep=rows).logits[0]
     except _NobodyLeft:
         return [span.error or RuntimeError("no attention") for span in batch.spans]
+    except torch.AcceleratorError:
+        raise
+    except (MemoryError, RuntimeError) as error:
+        batch.stream.abandon()
+        return [span.error or _of_all(error, len(reads)) for span in batch.spans]
     parts = logits[: len(kept)].split([read.keep for read in reads])
     return [part if span.error is None else span.error for span, part in zip(batch.spans, parts, strict=True)]
 
 
+def _of_all(error: Exception, sessions: int) -> KvkeepError:
+    """Return what each of so many sessions is told of an error that ended their pass."""
+    short = isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate" in str(error)
+    why = "there was not enough memory" if short else f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    return KvkeepError(f"The answer failed with the step that read for {sessions} sessions ({why}); ask again.")
+
+
 @torch.no_grad()
 def alone(model: Any, read: Read) -> Tensor | Exception:
-    """Run the model over one read by itself; the same as :func:`forward` of it."""
+    """Run the model over one read by itself; the same as :func:`forward` of it, whatever it fails by. Raises
+    torch.AcceleratorError alone."""
     cache, ids = read.cache, torch.tensor([[*read.ids]], device=next(model.parameters()).device)
     first = cache.get_seq_length() if read.first is None else read.first
     positions = torch.arange(first, first + ids.shape[1], device=ids.device)[None]
@@ -314,6 +336,8 @@ def alone(model: Any, read: Read) -> Tensor | Exception:
         given = {"position_ids": positions, "past_key_values": cache, "use_cache": True, "logits_to_keep": keep}
         logits: Tensor = model(input_ids=ids, **given).logits[0]
         return logits
+    except torch.AcceleratorError:
+        raise
     except Exception as error:
         return error
     finally:

@@ -5,6 +5,12 @@ in turn. Chunks are cut as they are for a session alone, or shorter where the an
 does not depend on what else runs: tokens are those of :func:`kvkeep.generate`. What cannot be packed
 (:func:`~kvkeep.serve.batch.packs`) is read by itself. An answer of a named session has ended when its turn is in the
 session's file (:mod:`~kvkeep.serve.sessions`).
+
+**Faults.** A fault of a session ends its answer with an error, and the session goes on from its last whole step: what
+its cache, its file or its sampling raises; a listener that raises, which is not told anything more. What a packed pass
+raises as a whole for want of memory, or as any RuntimeError of torch, ends the answers that were in it. A fault of the
+engine ends its thread, and so the process of a server, as nothing more can be relied upon: a device that is lost
+(``torch.AcceleratorError``), any other error that the model raises in a packed pass, and an error of the engine itself.
 """
 
 from __future__ import annotations
@@ -23,8 +29,9 @@ from torch import Tensor
 from kvkeep.cache import KeepCache
 from kvkeep.decode.past import Past
 from kvkeep.decode.session_store import SessionStore
-from kvkeep.errors import KvkeepError, UsageError
+from kvkeep.errors import KvkeepError, UnsupportedModelError, UsageError
 from kvkeep.geometry import ModelGeometry
+from kvkeep.models.binding import bind
 from kvkeep.models.loading import Loaded
 from kvkeep.policies.request import Request
 from kvkeep.serve.answer import Answer, Ask
@@ -54,7 +61,8 @@ class Engine:
 
     store: where named sessions are kept; without one, those that have to make way are forgotten, and read again. cache:
     method, budget and options of sessions that name none. waiting: how many answers may wait for memory. Use
-    :meth:`start` for a thread of its own, or call :meth:`step` until it returns False, and :meth:`close`.
+    :meth:`start` for a thread of its own, or call :meth:`step` until it returns False, and :meth:`close`. Raises
+    UnsupportedModelError for a model whose attention cannot be streamed, which packing takes.
     """
 
     def __init__(
@@ -69,6 +77,11 @@ class Engine:
         self.cache = cache
         self.arbiter, self.limit = Arbiter(memory), waiting
         self.geometry = ModelGeometry.from_config(self.model.config, next(self.model.parameters()).dtype.itemsize)
+        try:
+            bind(self.model)  # here: it is not for two threads
+        except UnsupportedModelError:
+            if not self.geometry.other_layers:  # else every session reads by itself
+                raise
         self._inbox: queue.SimpleQueue[Job | Callable[[], None] | None] = queue.SimpleQueue()
         self.sessions = Sessions(self.model, self.tokenizer, store, lambda: self._inbox.put(None))
         self.running: list[Job] = []
@@ -212,8 +225,9 @@ class Engine:
             self._read(jobs)
         elif self.sessions.under_way:  # what has to go on waits for a file
             self._take_in(True)
+        stopping = self._stopping  # first: from then on nobody is let in
         left = self.running or self._waiting or self._saving or not self._inbox.empty()
-        return bool(left) or not self._stopping
+        return bool(left) or not stopping
 
     def _take_in(self, wait: bool) -> None:
         while True:
@@ -290,10 +304,10 @@ class Engine:
         return session
 
     def _adopt(self, job: Job) -> Session:
-        """Return the session that was opened for an answer."""
+        """Make the session that was opened for an answer, and return it."""
         assert job.file is not None and job.name is not None
         opened, job.file = job.file, None
-        session: Session = opened.result()
+        session: Session = opened.result()()
         self.sessions.memory[job.name] = session
         return session
 
@@ -400,12 +414,14 @@ class Engine:
             try:
                 if isinstance(result, Exception):
                     raise result
-                if job.give(result):
-                    self._end(job, answer.reason)
+                whole = job.give(result)
             except KvkeepError as error:
                 self._fail(job, error)
             except Exception as error:
                 self._fail(job, _failed(error))
+            else:
+                if whole:
+                    self._end(job, answer.reason)
             self._wrote(job, len(answer.tokens) - written, not written)
 
     def _wrote(self, job: Job, tokens: int, first: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -17,6 +18,8 @@ from kvkeep.errors import KvkeepError
 from kvkeep.serve.answer import Answer, Ask, Piece, Reads
 from kvkeep.serve.batch import CHUNK, Read, chunk_of, part_of
 from kvkeep.serve.sessions import Name, Session
+
+log = logging.getLogger(__name__)
 
 
 class Full(KvkeepError):
@@ -60,10 +63,11 @@ class Reading:
 
 @dataclass(eq=False)
 class Job:
-    """One answer, from request to end. tell: is called by the engine's thread with each event, and must not wait."""
+    """One answer, from request to end. listener: is called by the engine's thread with each event, and must not
+    wait."""
 
     ask: Ask
-    tell: Callable[[Event], None]
+    listener: Callable[[Event], None]
     name: Name | None
     cache: Mapping[str, Any]  # what its session is, if it is new, as KeepCache takes it
     own: bool = False  # whether the request named it
@@ -79,6 +83,7 @@ class Job:
     _wanted: Read | None = None
     _left: deque[int] = field(default_factory=deque)  # sizes of the chunks of what is wanted that are to come
     _cancelled: threading.Event = field(default_factory=threading.Event)
+    _deaf: bool = False  # its listener has failed
 
     def cancel(self) -> None:
         """Let it end at the next token or chunk; from any thread."""
@@ -158,11 +163,26 @@ class Job:
         """Undo what is unfinished of a step, and return the answer as it is."""
         assert self.session is not None and self.answer is not None and self._reads is not None
         past, answer = self.session.past, self.answer
-        with suppress(KvkeepError):  # what cannot be undone is reset, below
-            self._reads.close()
-        past.recover(answer.known)
+        try:
+            with suppress(KvkeepError):  # what cannot be undone is reset, below
+                self._reads.close()
+            past.recover(answer.known)
+        except Exception as error:  # the session reads its text again
+            log.warning("A step could not be undone (%s); its session is empty.", type(error).__name__)
+            past.cache.reset()
         past.settle([*self.ask.prompt, *answer.tokens])
         return answer
+
+    def tell(self, event: Event) -> None:
+        """Tell its listener; one that fails is told nothing more, and its answer is cancelled."""
+        if self._deaf:
+            return
+        try:
+            self.listener(event)
+        except Exception as error:
+            self._deaf = True
+            self.cancel()
+            log.warning("An answer is not listened to any more (%s) and ends.", type(error).__name__)
 
     def end(self, last: Event) -> None:
         """Tell the last event, and let go of what it held."""

@@ -3,9 +3,10 @@
 A named session has a file of a :class:`~kvkeep.decode.session_store.SessionStore`. It is open for writing while the
 session is in memory, and each turn is appended to it when its answer ends. So to make way is to close the file and to
 let the cache go; the next answer restores it, to the same entries. Files are read and written by a thread of their own,
-one after the other: a turn's save takes about as long as a step, which others do not wait for.
+one after the other: a turn's save takes about as long as a step, which others do not wait for. Caches are made by the
+engine's thread, as a method may run the model for it (``h2o-fisher`` and ``duo-attention`` measure it, once).
 
-All of it is called by the engine's thread.
+All of it is called by the engine's thread. What a file fails by is its session's, and never the engine's.
 """
 
 from __future__ import annotations
@@ -15,18 +16,19 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from kvkeep.cache import KeepCache
 from kvkeep.decode.past import Past
 from kvkeep.decode.session import Session as Saved
-from kvkeep.decode.session import cache_of, check_savable, load_session, save_session
+from kvkeep.decode.session import check_savable, load_session, naming, request_of, save_session
 from kvkeep.decode.session_file import SessionFile
 from kvkeep.decode.session_store import SessionStore
 from kvkeep.errors import KvkeepError, SessionBusy, SessionDamaged, SessionError, UsageError
 from kvkeep.models.fingerprint import fingerprint_of_tokenizer
+from kvkeep.policies.request import Request
 from kvkeep.serve.arbiter import held, most, restoring
 
 log = logging.getLogger(__name__)
@@ -79,6 +81,28 @@ class Session:
         return held(self.cache)
 
 
+@dataclass(frozen=True)
+class Opened:
+    """A session whose cache is to be made. file: open for writing; None: it has none. away: there are turns in it."""
+
+    name: Name
+    request: Request
+    file: SessionFile | None = None
+    away: bool = False
+    note: str | None = None
+
+    def session(self, model: Any) -> Session:
+        """Return it with an empty cache. Raises what KeepCache raises, and then lets its file go."""
+        with ExitStack() as unless:
+            if self.file is not None:
+                unless.callback(self.file.close)
+            with naming(self.file) if self.away and self.file is not None else nullcontext():
+                cache = KeepCache(model, request=self.request)
+            unless.pop_all()
+        turns = 0 if self.file is None else self.file.turns
+        return Session(self.name, Past(cache), self.name[0], self.file, self.away, turns=turns, note=self.note)
+
+
 class Sessions:
     """Sessions by name. store: where they are kept; None: those that make way are forgotten. wake: is called, in
     another thread, when a file was read or written.
@@ -102,6 +126,7 @@ class Sessions:
         self._files = None if store is None else ThreadPoolExecutor(1, "kvkeep-sessions")
         self._futures: list[Future[Any]] = []
         self._looked = 0.0
+        self._over: Future[bool] | None = None  # whether the folder is over its quota, as long as it is looked at
 
     @staticmethod
     def check_name(name: Name) -> None:
@@ -141,8 +166,11 @@ class Sessions:
         """Let go of a session's memory; its turns are in its file, if it has one."""
         self.memory.pop(session.key, None)
         if session.file is not None:
-            session.file.close()
             self.parked += not session.away
+            try:
+                session.file.close()
+            except OSError as error:
+                log.warning("A session's file cannot be closed: %s", error)
 
     def drop(self, name: Name) -> bool:
         """Let a session go whose file is to be removed; return whether it was in memory. Raises SessionBusy."""
@@ -165,32 +193,43 @@ class Sessions:
         """Whether a file is being read or written."""
         return not all(future.done() for future in self._futures)
 
-    def open(self, name: Name, kind: Mapping[str, Any]) -> Future[Session]:
-        """Return the session of this name, its cache empty as long as its turns are away. kind: what it is if it is
-        new, as KeepCache takes it. Raises, by the future, SessionError and what KeepCache raises."""
-        return self._do(lambda: self._by_name(name, lambda: self._opened(name, kind)))
+    def open(self, name: Name, kind: Mapping[str, Any]) -> Future[Callable[[], Session]]:
+        """Open the file of the session of this name; what the future returns makes the session, in the engine's thread,
+        its cache empty as long as its turns are away. kind: what it is if it is new, as KeepCache takes it. Both raise
+        SessionError, and what KeepCache raises."""
+
+        def opened() -> Callable[[], Session]:
+            found = self._by_name(name, lambda: self._opened(name, kind))
+            return lambda: self._by_name(name, lambda: found.session(self.model))
+
+        return self._do(opened)
 
     def restore(self, session: Session) -> Future[None]:
         """Read a session's turns into memory, which was granted."""
         assert session.name is not None
         name = session.name
-        return self._do(lambda: self._by_name(name, lambda: self._restored(session)))
+        made = _now(lambda: KeepCache(self.model, request=session.cache.request))  # the session's own may be looked at
+        return self._do(lambda: self._by_name(name, lambda: self._restored(session, made.result())))
 
     def save(self, session: Session) -> Future[None]:
         """Append what is new of a session to its file; where that fails, the session has a note of why."""
         return self._do(lambda: self._saved(session))
 
     def look(self) -> None:
-        """Keep quota and age, now and then: what is over them and idle is parked, and removed from the folder."""
+        """Keep quota and age, now and then: what is over them and idle is parked, and removed from the folder, which is
+        looked through in the thread of files."""
         store = self.store
-        if store is None or (store.quota is None and store.age is None) or time.monotonic() - self._looked < EVERY_S:
+        if store is None or (store.quota is None and store.age is None):
             return
-        self._looked = time.monotonic()
-        over = store.quota is not None and store.total_bytes() > store.quota
+        if self._over is None and time.monotonic() - self._looked >= EVERY_S:
+            self._over = self._do(self._is_over)
+        if self._over is None or not self._over.done():
+            return
+        over, self._over, self._looked = self._over.result(), None, time.monotonic()
         for session in self.idle():
             if over or (store.age is not None and time.time() - session.used > store.age):
                 self.park(session)
-        self._do(store.evict)
+        self._do(self._evicted)
 
     def close(self) -> None:
         """Finish what is under way, and close all files."""
@@ -200,17 +239,11 @@ class Sessions:
             self.park(session)
 
     def _do(self, work: Callable[[], T]) -> Future[T]:
-        future: Future[T]
-        if self._files is not None:
-            future = self._files.submit(work)
-            self._futures = [*filter(lambda one: not one.done(), self._futures), future]
-            future.add_done_callback(lambda _: self.wake())  # after it is done: nobody waits for what has been
-            return future
-        future = Future()
-        try:
-            future.set_result(work())
-        except Exception as error:
-            future.set_exception(error)
+        if self._files is None:
+            return _now(work)
+        future = self._files.submit(work)
+        self._futures = [*filter(lambda one: not one.done(), self._futures), future]
+        future.add_done_callback(lambda _: self.wake())  # after it is done: nobody waits for what has been
         return future
 
     # -- in the thread of files -----------------------------------------------------------------------
@@ -225,23 +258,22 @@ class Sessions:
     def _without_path(self, name: Name, error: Exception) -> str:
         return str(error) if self.store is None else str(error).replace(str(self.store.path("/".join(name))), name[1])
 
-    def _opened(self, name: Name, kind: Mapping[str, Any]) -> Session:
+    def _opened(self, name: Name, kind: Mapping[str, Any]) -> Opened:
+        request = Request.parse(**kind)
         if self.store is None:
-            return Session(name, Past(KeepCache(self.model, **kind)), name[0])
+            return Opened(name, request)
         with ExitStack() as unless:
             file, note = self._file(name)
             unless.callback(file.close)
             away = file.about is not None
             try:
-                cache = cache_of(file, self.model, self._tokenizer) if away else KeepCache(self.model, **kind)
+                request = request_of(file, self.model, self._tokenizer) if away else request
             except SessionDamaged as error:
                 file.close()
-                note = self._set_aside(name, error)
+                note, away = self._set_aside(name, error), False
                 file, _ = self._file(name)
-                unless.callback(file.close)
-                away, cache = False, KeepCache(self.model, **kind)
             unless.pop_all()
-            return Session(name, Past(cache), name[0], file, away, turns=file.turns, note=note)
+            return Opened(name, request, file, away, note)
 
     def _file(self, name: Name) -> tuple[SessionFile, str | None]:
         """Return the file of a session, open for writing, and a note if it had to be made anew."""
@@ -260,10 +292,10 @@ class Sessions:
         log.warning("%s It is kept as '%s', and the session is read anew.", error, aside)
         return f"The file was damaged and is kept as '{aside.rpartition('/')[2]}'; the session was read anew."
 
-    def _restored(self, session: Session) -> None:
+    def _restored(self, session: Session, cache: KeepCache) -> None:
         assert session.name is not None and session.file is not None
         try:
-            saved = load_session(session.file, self.model, self._tokenizer)
+            saved = load_session(session.file, self.model, self._tokenizer, cache)
         except SessionDamaged as error:
             session.file.close()
             session.note = self._set_aside(session.name, error)
@@ -274,6 +306,21 @@ class Sessions:
             raise SessionError(f"The session '{session.name[1]}' is of {saved.cache.rows} texts; name another.")
         session.past, session.away = Past(saved.cache, saved.ids[0] if saved.ids else ()), False
         self.restored += 1
+
+    def _is_over(self) -> bool:
+        assert self.store is not None
+        try:
+            return self.store.quota is not None and self.store.total_bytes() > self.store.quota
+        except OSError as error:
+            log.warning("The folder of sessions cannot be looked through: %s", error)
+            return False
+
+    def _evicted(self) -> None:
+        assert self.store is not None
+        try:
+            self.store.evict()
+        except (OSError, KvkeepError) as error:
+            log.warning("Sessions over quota or age are not removed: %s", error)
 
     def _saved(self, session: Session) -> None:
         cache, file = session.cache, session.file
@@ -294,6 +341,15 @@ class Sessions:
         else:
             session.unsaved, session.turns = None, file.turns
             self.saved += 1
+
+
+def _now(work: Callable[[], T]) -> Future[T]:
+    future: Future[T] = Future()
+    try:
+        future.set_result(work())
+    except Exception as error:
+        future.set_exception(error)
+    return future
 
 
 def _facts(session: Session) -> dict[str, Any]:

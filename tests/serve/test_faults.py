@@ -1,0 +1,206 @@
+"""A fault of one session is its own, and the model is one thread's."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from answering import NEW, Client, run, text
+from conftest import tokenizer
+from families import tiny
+
+import kvkeep
+from kvkeep import KeepCache
+from kvkeep.decode.session_file import SessionFile
+from kvkeep.decode.session_store import SessionStore
+from kvkeep.errors import KvkeepError
+from kvkeep.models.adapter import decoder_of, layers_of
+from kvkeep.models.loading import Loaded
+from kvkeep.policies import fisher
+from kvkeep.serve import batch as batches
+from kvkeep.serve import sessions as places
+from kvkeep.serve.answer import Ask, Piece
+from kvkeep.serve.engine import Engine
+from kvkeep.serve.job import Event
+
+H2O: dict[str, Any] = {"method": "h2o", "budget": 24, "chunk": 16}
+
+
+def fresh() -> Any:
+    """A model that no cache was made for."""
+    return tiny.__wrapped__("llama")
+
+
+def serving(model: Any = None, folder: Path | None = None, **limits: Any) -> Engine:
+    store = None if folder is None else SessionStore(folder, **limits)
+    return Engine(Loaded(model or tiny("llama"), tokenizer(), "tiny", "tiny"), 10**9, store=store)
+
+
+def alone(ids: list[int], new: int = NEW, **cache: Any) -> list[int]:
+    return kvkeep.generate(
+        tiny("llama"), tokenizer(), ids, KeepCache(tiny("llama"), **cache), max_new_tokens=new
+    ).tokens
+
+
+def noting(function: Callable[..., Any], threads: set[int]) -> Callable[..., Any]:
+    def noted(*given: Any, **own: Any) -> Any:
+        threads.add(threading.get_ident())
+        return function(*given, **own)
+
+    return noted
+
+
+def test_the_engines_thread_alone_runs_the_model_and_makes_caches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also for a method that measures the model when a cache is made, for a session that is new, and for one that comes
+    back; files are read elsewhere."""
+    monkeypatch.setattr(fisher, "TOKENS", 8)
+    ran, made, read = set[int](), set[int](), set[int]()
+    monkeypatch.setattr(KeepCache, "__init__", noting(KeepCache.__init__, made))
+    monkeypatch.setattr(SessionFile, "tensor", noting(SessionFile.tensor, read))
+    ids, kind = text(40, 1), {"method": "h2o-fisher", "budget": 24, "chunk": 16}
+    for turn in range(2):
+        model = fresh()  # nothing is measured of it
+        model.register_forward_pre_hook(lambda *_: ran.add(threading.get_ident()))
+        engine = serving(model, tmp_path)
+        client = Client(engine, ids, name=("me", "talk"), **kind)
+        run(engine)
+        assert (client.ended.cached > 0) == (turn > 0)
+        ids = [*ids, *client.ended.tokens, *text(10, 2)]
+        engine.close()
+    assert ran == made == {threading.get_ident()} and read and not read & made
+
+
+def test_a_model_is_bound_before_there_are_threads() -> None:
+    model = fresh()
+    serving(model)
+    assert model._kvkeep_binding.adapter is not None
+
+
+@pytest.mark.parametrize("heard", [0, 1, 99])
+def test_a_listener_that_fails_ends_its_own_answer_alone(heard: int, tmp_path: Path) -> None:
+    """At the first piece, at a later one, and at the end, with a session's turn saved."""
+    engine, events = serving(folder=tmp_path), list[Event]()
+
+    def listener(event: Event) -> None:
+        if len(events) == heard or not isinstance(event, Piece):
+            raise RuntimeError("Event loop is closed")
+        events.append(event)
+
+    good = Client(engine, text(40, 1), 12, **H2O)
+    job = engine.submit(Ask(text(40, 2), 12), listener, name=("me", "bad"), **H2O)
+    run(engine)
+    assert [*good.ended.tokens] == alone(text(40, 1), 12, **H2O)
+    assert all(isinstance(event, Piece) for event in events) and job.cancelled and not engine.running
+    session = engine.sessions.memory[("me", "bad")]
+    assert not session.busy and (len(session.past.ids) < 51) == (heard < 99)  # it ended at once
+    again = Client(engine, text(40, 2), 12, name=("me", "bad"))
+    run(engine)
+    assert [*again.ended.tokens] == alone(text(40, 2), 12, **H2O)
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "place"),
+    [
+        (MemoryError(), "begin"),
+        (torch.OutOfMemoryError("x"), "layer"),
+        (RuntimeError("can't allocate memory"), "head"),
+    ],
+)
+def test_a_pass_that_finds_no_memory_fails_its_own_answers_alone(
+    error: Exception, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, tokens = serving(), {"method": "kv-direct", "budget": 24, "checkpoint": "tokens"}
+    kinds: list[dict[str, Any]] = [{"method": "full"}, H2O, {"method": "snapkv+verified", "budget": 24, "chunk": 16}]
+    clients = [Client(engine, text(40, seed), 12, name=("me", str(seed)), **kind) for seed, kind in enumerate(kinds)]
+    apart = Client(engine, text(40, 9), 12, **tokens)  # reads by itself
+    while not all(client.job.writes for client in clients):
+        engine.step()
+
+    def failing(*_: Any) -> None:
+        raise error
+
+    assert len(engine.running) == 4
+    with monkeypatch.context() as patch:
+        if place == "begin":
+            patch.setattr(batches._BatchStream, "_prepare", failing)
+        else:
+            model = engine.model
+            module = layers_of(decoder_of(model))[2].mlp if place == "layer" else model.get_output_embeddings()
+            once = module.register_forward_pre_hook(lambda *_: (once.remove(), failing()))
+        engine.step()
+    for client in clients:
+        assert isinstance(client.events[-1], KvkeepError)
+        assert "3 sessions (there was not enough memory)" in str(client.events[-1])
+    run(engine)
+    assert [*apart.ended.tokens] == alone(text(40, 9), 12, **tokens)
+    again = [Client(engine, text(40, seed), 12, name=("me", str(seed))) for seed in range(3)]
+    run(engine)
+    for seed, (client, kind) in enumerate(zip(again, kinds, strict=True)):
+        assert [*client.ended.tokens] == alone(text(40, seed), 12, **kind)
+
+
+@pytest.mark.parametrize("error", [torch.AcceleratorError("lost"), TypeError("a mistake")])
+def test_what_is_no_sessions_fault_ends_the_engine(error: Exception) -> None:
+    engine = serving(fresh())
+    Client(engine, text(40, 1))
+
+    def failing(*_: Any) -> None:
+        raise error
+
+    engine.model.get_output_embeddings().register_forward_pre_hook(failing)
+    with pytest.raises(type(error)):
+        run(engine)
+
+
+def test_who_comes_as_the_engine_ends_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request and a stop come while a step looks whether anything is left."""
+    engine, late = serving(), list[Client]()
+
+    class Inbox(queue.SimpleQueue[Any]):
+        def empty(self) -> bool:
+            found = super().empty()
+            if not late:
+                late.append(Client(engine, text(20, 1), 2))
+                engine._stopping = True
+            return found
+
+    engine._inbox = Inbox()
+    for _ in range(20):
+        if not engine.step():
+            break
+    assert late[0].ended.written == 2
+
+
+def test_a_folder_that_cannot_be_looked_through_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nor a file that cannot be closed; and the engine's thread does not look."""
+    looked = set[int]()
+
+    def broken(*given: Any) -> Any:
+        looked.add(threading.get_ident())
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(places, "EVERY_S", 0.0)
+    for name in ("total_bytes", "evict"):
+        monkeypatch.setattr(SessionStore, name, broken)
+    engine = serving(folder=tmp_path, quota=10**6, age=10**6)
+    client = Client(engine, text(40, 1), name=("me", "talk"), **H2O)
+    run(engine)
+    assert client.ended.written == NEW and looked and threading.get_ident() not in looked
+    assert "looked through" in caplog.text and "not removed" in caplog.text
+    session = engine.sessions.memory[("me", "talk")]
+    assert session.file is not None
+    real = session.file.close
+    monkeypatch.setattr(session.file, "close", lambda: (real(), broken()))
+    engine.sessions.park(session)
+    assert "cannot be closed" in caplog.text and not engine.sessions.memory
+    engine.close()
