@@ -87,7 +87,7 @@ def fork(cache: Any, kind: Kind | None) -> Any:
     if kind is not None:
         method, budget, options = kind
         return _adopted(cache, Request.parse(method or cache.method.name, budget, **options))
-    return copied(cache) if cache.made.table is None else sharing(cache, cache.get_seq_length())
+    return copied(cache) if cache.made.table is None else _sharing_blocks(cache)
 
 
 def copied(cache: Any) -> Any:
@@ -99,23 +99,28 @@ def copied(cache: Any) -> Any:
     return twin
 
 
-def sharing(cache: Any, length: int) -> Any:
-    """Return a second cache over the same blocks, of "paged" or "full", that has read the first ``length`` tokens.
+def begun(cache: Any, length: int) -> Any:
+    """Return a second cache of the kind of ``cache``, which is of method "full" and has read more, that has read the
+    first ``length`` tokens.
 
-    Blocks of "full" only the CPU kernel reads where they lie, in :mod:`kvkeep.serve`; any other step copies all
-    entries. Raises RuntimeError where a sliding window has forgotten what would be needed.
+    Whole blocks are held once where the CPU kernel attends, in :mod:`kvkeep.serve`; any other step of the second cache
+    copies all its entries. Raises RuntimeError where a sliding window has forgotten what would be needed.
     """
     cache.stream.roll_back()
     twin, surplus = cache.__class__(cache.model, request=cache.request), cache.get_seq_length() - length
-    if not length:
-        return twin
-    if cache.made.table is None:
-        copy_ledger(cache.ledger, twin.ledger, length, cache.rows)
-        for layer in cache.geometry.full_layers:
-            twin.layers[layer.index].share(cache.layers[layer.index], length)
-        for other in _copy_windows(cache, twin):
-            if surplus:
-                other.crop(-surplus)
+    copy_ledger(cache.ledger, twin.ledger, length, cache.rows)
+    for layer in cache.geometry.full_layers:
+        twin.layers[layer.index].share(cache.layers[layer.index], length)
+    for other in _copy_windows(cache, twin):
+        if surplus:
+            other.crop(-surplus)
+    return twin
+
+
+def _sharing_blocks(cache: Any) -> Any:
+    """Return a second cache over the same blocks, of method "paged"."""
+    twin = cache.__class__(cache.model, request=cache.request)
+    if not cache.get_seq_length():
         return twin
     copy_ledger(cache.ledger, twin.ledger, cache.get_seq_length(), cache.rows)
     twin.made.table.share(cache.made.table)
@@ -123,8 +128,6 @@ def sharing(cache: Any, length: int) -> Any:
         other.resident.share(own.resident)
         other.length, other.heads, other.is_initialized = own.length, own.heads, own.is_initialized
     _copy_windows(cache, twin)
-    if surplus:
-        twin.crop(-surplus)
     return twin
 
 

@@ -31,7 +31,7 @@ def serving(family: str = "llama", folder: Path | None = None) -> Engine:
     """An engine; with a folder, one whose products and attention are the kernels'."""
     if folder is None:
         return Engine(Loaded(tiny(family), tokenizer(), "tiny", "tiny"), PLENTY)
-    tiny(family).save_pretrained(folder)
+    tiny(family, positions=2048).save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     loaded = load(folder, weights="bfloat16", device="cpu")
     if not row_independent(loaded.model):
@@ -81,15 +81,14 @@ def test_clients_without_sessions_find_their_conversations_again(family: str, ki
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("seed", range(2))
-def test_answers_and_bytes_are_right_whatever_begins_alike(seed: int, tmp_path: Path) -> None:
-    """Owners, kinds, prefixes of any length, cancelled answers, and little memory."""
-    dice = random.Random(seed)
+def test_answers_and_bytes_are_right_whatever_begins_alike(tmp_path: Path) -> None:
+    """Owners, kinds, prefixes of any length, shorter prompts, cancelled answers, and little memory."""
+    dice = random.Random(0)
     engine = serving(folder=tmp_path)
-    engine.arbiter.total = int(3.5 * most(KeepCache(engine.model, "full"), 512))
-    stems, asked = [text(400, number) for number in range(2)], list[tuple[Client, list[int], dict[str, Any]]]()
+    engine.arbiter.total = int(3.5 * most(KeepCache(engine.model, "full"), 1400))
+    stems, asked = [text(1300, number) for number in range(2)], list[tuple[Client, list[int], dict[str, Any]]]()
     for number in range(24):
-        ids = [*dice.choice(stems)[: dice.randint(20, 400)], *text(dice.randint(1, 40), 10 + number)]
+        ids = [*dice.choice(stems)[: dice.choice([40, 300, 1300])], *text(dice.randint(1, 40), 10 + number)]
         if asked and dice.random() < 0.4:
             before, known, _ = dice.choice(asked)
             ids = [*known, *(t for e in before.events for t in getattr(e, "tokens", ())), *text(7, 10 + number)]
@@ -97,8 +96,8 @@ def test_answers_and_bytes_are_right_whatever_begins_alike(seed: int, tmp_path: 
         name: dict[str, Any] = (
             {"name": ("me", f"s{dice.randint(0, 2)}-{kind['method']}")} if dice.random() < 0.3 else {}
         )
-        client = Client(engine, ids[:480], dice.randint(1, 12), owner=dice.choice(["me", "you"]), **kind, **name)
-        asked.append((client, ids[:480], kind))
+        client = Client(engine, ids[:1400], dice.randint(1, 12), owner=dice.choice(["me", "you"]), **kind, **name)
+        asked.append((client, ids[:1400], kind))
         for _ in range(dice.randint(0, 12)):
             engine.step()
             assert memory(engine).memory <= engine.arbiter.total
@@ -111,3 +110,21 @@ def test_answers_and_bytes_are_right_whatever_begins_alike(seed: int, tmp_path: 
     for client, ids, kind in asked:
         if client.ended.reason != "cancelled":
             assert [*client.ended.tokens] == alone(engine, ids, len(client.ended.tokens), **kind)
+
+
+def test_what_is_cut_off_counts_as_long_as_it_is_held(tmp_path: Path) -> None:
+    """A session that goes on with a shorter prompt keeps its buffers; a copy is of nothing that was cut off."""
+    engine = serving(folder=tmp_path)
+    Client(engine, text(1500, 0), NEW, name=("me", "a"), method="full")
+    run(engine)
+    session = engine.sessions.memory["me", "a"]
+    client = Client(engine, text(40, 0), 40, name=("me", "a"))
+    engine.step()
+    assert client.job.granted >= session.held == memory(engine).memory
+    for kind in KINDS[1:]:
+        Client(engine, text(1500, 0), NEW, owner="me", **kind)
+        run(engine)
+        short = Client(engine, [*text(1500, 0)[:40], 5], NEW, owner="me", **kind)
+        engine.step()
+        assert short.job.session is not None and short.job.granted >= short.job.session.held
+        run(engine)

@@ -14,10 +14,10 @@ from typing import Any
 import httpx
 import pytest
 from answering import Alone
-from kvkeep_lab.process_memory import held_by
 from running import TEXT, Program, bearer, figures, program
 
 from kvkeep import KeepCache
+from kvkeep.memory.process import held_by
 from kvkeep.models.loading import Loaded
 from kvkeep.serve.arbiter import most
 

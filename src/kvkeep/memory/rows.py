@@ -1,4 +1,4 @@
-"""Rows of a tensor that arrive in order: three stores of them.
+"""Rows of a tensor that arrive in order: stores of them.
 
 A *row* belongs to one token: keys (batch, heads, **rows**, dim), residuals
 (batch, **rows**, dim), ids (batch, **rows**, 1). The row axis is the last but one throughout, the batch

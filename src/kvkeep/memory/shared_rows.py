@@ -15,7 +15,7 @@ class SharedRows:
     """Rows (..., **rows**, dim) that begin with whole blocks which nobody changes, so that others may hold them too;
     behind them a :class:`~kvkeep.memory.rows.Buffer` of its own. As long as nothing is shared it is that buffer.
 
-    head: the blocks that do not change, in order. tail: the rows behind them.
+    head: the blocks that do not change, in order, a tensor each. tail: the rows behind them.
     """
 
     first = 0
@@ -30,20 +30,19 @@ class SharedRows:
         """Hold the first ``length`` rows of ``other`` in this one, which is empty: whole blocks once for both, the rest
         copied."""
         other.freeze(length)
-        whole = length // self.block * self.block
-        self.head = [part for _, part in other.read(0, whole)]
-        self.length = whole
-        for _, rows in other.read(whole, length):
+        self.head = other.head[: length // self.block]
+        self.length = self.settled
+        for _, rows in other.read(self.settled, length):
             self.append(rows)
 
     def freeze(self, length: int) -> None:
         """Let the whole blocks of the first ``length`` rows be ones that do not change."""
-        whole = (length - self.settled) // self.block * self.block
-        if whole <= 0:
+        count = length // self.block - len(self.head)
+        if count <= 0:
             return
-        frozen, rest = self.tail.view(0, whole), self.tail.view(whole)
+        rest = self.tail.view(count * self.block)
         with torch.inference_mode(False):
-            self.head.append(frozen.clone())
+            self.head += [part.clone() for part in self.tail.view(0, count * self.block).split(self.block, -2)]
         self.tail = Buffer(self.block)
         if rest.shape[-2]:
             self.tail.append(rest)
@@ -51,7 +50,7 @@ class SharedRows:
     @property
     def settled(self) -> int:
         """How many rows do not change."""
-        return sum(part.shape[-2] for part in self.head)
+        return len(self.head) * self.block
 
     @property
     def batch(self) -> int:
@@ -84,16 +83,12 @@ class SharedRows:
         return data.flatten(0, -3)[lane.to(data.device), slot.to(data.device)]
 
     def truncate(self, length: int) -> None:
-        """Forget the rows from slot ``length`` on; of a block that is cut, what is left is copied."""
-        while self.head and length < self.settled:
-            part = self.head.pop()
-            left = max(0, length - self.settled)
-            whole = left // self.block * self.block
-            self.tail = Buffer(self.block)
-            if whole:
-                self.head.append(part[..., :whole, :])
-            if left > whole:
-                self.tail.append(part[..., whole:left, :])
+        """Forget the rows from slot ``length`` on; what is left of a block is copied."""
+        if length < self.settled:
+            whole, rest = divmod(length, self.block)
+            cut, self.head, self.tail = self.head[whole], self.head[:whole], Buffer(self.block)
+            if rest:
+                self.tail.append(cut[..., :rest, :])
         self.tail.truncate(length - self.settled)
         self.length = min(self.length, length)
 

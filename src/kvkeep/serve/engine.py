@@ -35,7 +35,7 @@ from kvkeep.models.binding import bind
 from kvkeep.models.loading import Loaded
 from kvkeep.policies.request import Request
 from kvkeep.serve.answer import Answer, Ask
-from kvkeep.serve.arbiter import Arbiter, shared, widest_bytes
+from kvkeep.serve.arbiter import Arbiter, widest_bytes
 from kvkeep.serve.batch import alone, forward, packs
 from kvkeep.serve.job import Ended, Event, Full, Job, Reading, Stopping
 from kvkeep.serve.prefixes import Prefix, find, worth_keeping
@@ -245,6 +245,9 @@ class Engine:
         for job in [job for job in self._waiting if job.cancelled and not job.at_files]:
             with suppress(Exception):
                 self._adopt(job)
+            session = None if job.name is None else self.sessions.memory.get(job.name)
+            if session is not None and not session.busy:
+                self.sessions.leave(session)
             self._waiting.remove(job)
             self._counted(-1)
             job.end(Ended("cancelled", "", (), 0, 0, 0))
@@ -262,6 +265,7 @@ class Engine:
         busy = {job.name for job in (*self.running, *self._saving)} - {None}
         for job in [*self._waiting]:
             if job.name in busy or self._is_behind(job):
+                busy |= {job.name} - {None}  # its session's turns stay in order
                 continue
             if self._refused == (job, self._house):  # nobody has left since: what they hold is not counted every time
                 return
@@ -270,6 +274,7 @@ class Engine:
                 found = None if session is None else find(job, session, self.running, self.sessions.idle())
                 if isinstance(found, Reading):
                     job.behind = found
+                    busy |= {job.name} - {None}
                     continue
                 if session is not None and not self._begun(job, session, found):
                     return
@@ -319,31 +324,36 @@ class Engine:
         return job.behind is not None
 
     @property
-    def _house(self) -> tuple[list[int], list[int], list[Name]]:
+    def _house(self) -> frozenset[int | Name]:
         """Who is in memory."""
-        return [*map(id, self.running)], [*map(id, self._saving)], [*self.sessions.memory]
+        return frozenset([*map(id, self.running), *map(id, self._saving), *self.sessions.memory])
 
     def _begun(self, job: Job, session: Session, prefix: Prefix | None) -> bool:
         """Grant memory to an answer and begin it, with what another session has read of its prompt, once its own is in
         memory; False: it has to wait. Raises what it fails by."""
         most = session.most(len(job.ask.prompt) + job.ask.most)
         self.arbiter.check(most)
+        most = max(most, session.held)  # what it has and is not going to read is not given back
         giver = None if prefix is None else prefix.session
         way = None
         if prefix is not None and not prefix.whole:
-            copy = len(prefix.ids) * widest_bytes(self.geometry)  # of a layer, for a moment
-            way = self._way(session, most + copy - prefix.nbytes, staying=giver)
+            granted = max(most, prefix.copied) + len(prefix.ids) * widest_bytes(self.geometry)  # of a layer in hand
+            way = self._way(session, granted - prefix.once, staying=giver)
         if way is None:
-            way = self._way(session, most, going=None if giver is None or giver.busy else giver)
+            giver = None if giver is None or giver.busy else giver
+            granted = most if giver is None else max(most, giver.held)
+            way = self._way(session, granted, going=giver)
         if way is None:
             self._refused = job, self._house
             return False
         for one in way:
             self.sessions.park(one)
-        if prefix is not None:
-            session.past = prefix.session.past if prefix.session in way else prefix.past()
-            self.sessions.use(prefix.session)
-        job.session, job.granted, self._refused = session, most, None
+        if giver is not None and prefix is not None:
+            session.past = giver.past if giver in way else prefix.past()
+            self.sessions.use(giver)
+        if not session.away:
+            session.past.align(job.ask.prompt, crops=session.cache.exactness == "exact")
+        job.session, job.granted, self._refused = session, granted, None
         self.running.append(job)
         self.sessions.touch(session)
         if session.away:
@@ -356,12 +366,12 @@ class Engine:
         """Return which idle sessions have to make way, so that ``session`` can have ``wanted`` bytes: ``going`` in any
         case, ``staying`` in none, and of the others those first that were not used for longest. None: it is too much
         without all of them, too."""
-        answering = {job.session: job.granted for job in self.running if job.session is not None}
-        held = {one: one.held for one in self.sessions.memory.values() if one not in answering and one is not going}
-        held.pop(session, None)
-        others = {one: (count, shared(one.cache)) for one, count in (answering | held).items()}
+        others = {one: one.counted for one in self.sessions.memory.values() if one not in (session, going)}
+        others |= {
+            job.session: (job.granted, job.session.counted[1]) for job in self.running if job.session is not None
+        }
         gone = [] if going is None else [going]
-        idle = [one for one in self.sessions.idle() if one in held and one is not staying]
+        idle = [one for one in self.sessions.idle() if one in others and one is not staying]
         while not self.arbiter.grants(wanted, others.values()):
             if not idle:
                 return None
@@ -376,8 +386,8 @@ class Engine:
             try:
                 if job.file is not None:
                     job.file.result()
+                    job.session.past.align(job.ask.prompt, crops=job.session.cache.exactness == "exact")
                 job.file, cache = None, job.session.cache
-                job.session.past.align(job.ask.prompt, crops=cache.exactness == "exact")
                 job.start(Answer(job.ask, cache, self.tokenizer, self.ends, job.tell))
             except Exception as error:
                 self.running.remove(job)

@@ -1,9 +1,9 @@
 """Prefixes: what a prompt begins with is not read again where another session of the same owner has read it.
 
 Only between exact caches of one kind: what they give depends on the tokens alone, however they came to hold them.
-Blocks of ``full`` are then held once for all of them, where the CPU kernel attends to them; other caches are copied. So
-that clients without sessions find their conversations again, a session without a name stays when its answer has ended,
-as long as nobody needs its memory.
+Blocks of ``full`` are then held once for all of them, where the CPU kernel attends to them; other caches are copied, if
+that is half of what the other session has read, or more. So that clients without sessions find their conversations
+again, a session without a name stays when its answer has ended, as long as nobody needs its memory.
 """
 
 from __future__ import annotations
@@ -38,19 +38,25 @@ class Prefix:
         return one.name is None and not one.busy and len(self.ids) == len(one.past.ids)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes that both hold once."""
-        cache = self.session.cache
-        return len(self.ids) // BLOCK * BLOCK * cache.geometry.full_bytes_per_token if _shares(cache) else 0
+    def once(self) -> int:
+        """Bytes that both would hold once."""
+        layers, cache = _plain_layers(self.session.cache), self.session.cache
+        if not layers or not cache.stream.exact or not all(layer.can_share for layer in layers):
+            return 0
+        return len(self.ids) // BLOCK * BLOCK * cache.geometry.full_bytes_per_token
+
+    @property
+    def copied(self) -> int:
+        """Bytes that its copy takes, where all of the session's has to be copied before it is cut."""
+        return 0 if _plain_layers(self.session.cache) else self.session.held
 
     def past(self) -> Past:
         """Return a past of these tokens, in a cache of its own."""
         cache = self.session.cache
-        if _shares(cache):
-            twin = transfer.sharing(cache, len(self.ids))
-        else:
-            twin = transfer.copied(cache)
-            twin.crop(len(self.ids) - cache.get_seq_length())
+        if _plain_layers(cache):
+            return Past(transfer.begun(cache, len(self.ids)), self.ids)
+        twin = transfer.copied(cache)
+        twin.crop(len(self.ids) - cache.get_seq_length())
         return Past(twin, self.ids)
 
 
@@ -65,11 +71,11 @@ def find(job: Job, session: Session, running: Iterable[Job], idle: Iterable[Sess
     for one in running:
         if one.session is not None and _alike(one.session, session) and _steady(one.session):
             known.append((one.session, one.known))
-            longest = _prefix(one.ask.prompt, prompt, session.cache)
+            longest = _prefix(one.ask.prompt, prompt, one.session.cache)
             if not one.writes and len(longest) > len(best.ids):
                 best, reader = Prefix(one.session, longest), Reading(one, len(longest))
     for other, ids in known:
-        found = _prefix(ids, prompt, session.cache)
+        found = _prefix(ids, prompt, other.cache)
         if len(found) >= max(1, len(best.ids)):
             best, reader = Prefix(other, found), None
     return reader or (best if best.ids else None)
@@ -94,16 +100,18 @@ def _steady(session: Session) -> bool:
     return session.cache.round is None and packs(session.cache)
 
 
-def _shares(cache: KeepCache) -> bool:
-    """Return whether others can hold the entries of ``cache`` where they are."""
+def _plain_layers(cache: KeepCache) -> list[DynamicLayer]:
+    """Return the layers of a cache whose first entries can be had without the others, if they all are such."""
     layers = [cache.layers[layer.index] for layer in cache.geometry.full_layers]
-    return cache.stream.exact and all(isinstance(layer, DynamicLayer) and layer.shares for layer in layers)
+    found = [layer for layer in layers if isinstance(layer, DynamicLayer) and layer.limit is None]
+    return found if len(found) == len(layers) else []
 
 
 def _prefix(ids: Sequence[int], prompt: Sequence[int], cache: KeepCache) -> Sequence[int]:
-    """Return what both begin with, as far as a cache that has read ``ids`` can be cut there."""
+    """Return what both begin with, as far as a cache that has read ``ids`` can be cut there for less than reading."""
     if len(prompt) < LEAST or [*ids[:LEAST]] != prompt[:LEAST]:
         return ()
     count = common(ids, prompt)
     windows = [layer.window for layer in cache.geometry.layers if layer.window is not None]
-    return ids[:count] if count == len(ids) or len(ids) < min(windows, default=len(ids) + 1) else ()
+    cuts = count == len(ids) or len(ids) < min(windows, default=len(ids) + 1)
+    return ids[:count] if cuts and (2 * count >= len(ids) or _plain_layers(cache)) else ()

@@ -29,7 +29,7 @@ from kvkeep.decode.session_store import SessionStore
 from kvkeep.errors import KvkeepError, SessionBusy, SessionDamaged, SessionError, UsageError
 from kvkeep.models.fingerprint import fingerprint_of_tokenizer
 from kvkeep.policies.request import Request
-from kvkeep.serve.arbiter import held, most, restoring
+from kvkeep.serve.arbiter import held, most, restoring, shared
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +58,7 @@ class Session:
     unsaved: str | None = None  # why the last turn is not in its file
     lost: bool = False  # another program goes on with it
     used: float = field(default_factory=time.time)
+    _counted: tuple[int, Mapping[int, int]] | None = None
 
     @property
     def cache(self) -> KeepCache:
@@ -74,6 +75,14 @@ class Session:
         """Return the bytes that it can come to hold until it has read ``tokens`` tokens, restoring it included."""
         back = restoring(self.file, self.cache) if self.away and self.file is not None else 0
         return max(most(self.cache, tokens), back)
+
+    @property
+    def counted(self) -> tuple[int, Mapping[int, int]]:
+        """The bytes that it holds, and the parts of that which others may hold too, by where they are; counted once
+        as long as it is idle."""
+        if self._counted is None or self.busy:
+            self._counted = self.held, shared(self.cache)
+        return self._counted
 
     @property
     def held(self) -> int:
@@ -141,8 +150,9 @@ class Sessions:
     # -- in memory ------------------------------------------------------------------------------------
 
     def idle(self) -> list[Session]:
-        """Return those that can make way, the least recently used first."""
-        return [one for one in self.memory.values() if not one.busy]
+        """Return those that can make way: such without a name, which nobody may ask for again, and then the least
+        recently used first."""
+        return sorted((one for one in self.memory.values() if not one.busy), key=lambda one: one.name is not None)
 
     def touch(self, session: Session) -> None:
         """Let a session, which is answering now, be the last to make way."""
@@ -152,13 +162,13 @@ class Sessions:
 
     def use(self, session: Session) -> None:
         """Let a session be the last to make way of those in memory."""
-        session.used = time.time()
+        session.used, session._counted = time.time(), None
         if session.key in self.memory:
             self.memory.move_to_end(session.key)
 
     def leave(self, session: Session, stay: bool = True) -> None:
         """Let a session that does not answer any more be idle; one that has read nothing is none."""
-        session.busy = False
+        session.busy, session._counted = False, None
         if not (stay and (session.away or session.past.cache.get_seq_length())):
             self.park(session)
 

@@ -89,16 +89,21 @@ class DynamicLayer(CacheLayerMixin):
         return self._values.view() if self._values.batch else None
 
     @property
-    def shares(self) -> bool:
-        """Whether another layer can :meth:`share` its entries: the kernel reads them in pieces."""
+    def can_share(self) -> bool:
+        """Whether the kernel reads its entries in pieces, so that another layer may hold them too."""
         data = (*self._keys.head, *self._values.head, self._keys.tail.data, self._values.tail.data)
         return self.limit is None and plain(*(one for one in data if one is not None))
 
     def share(self, other: DynamicLayer, length: int) -> None:
-        """Hold the first ``length`` entries of ``other`` in this layer, which is empty: whole blocks once for both."""
-        self.is_initialized = other.is_initialized
-        self._keys.share(other._keys, length)
-        self._values.share(other._values, length)
+        """Hold the first ``length`` entries of ``other`` in this layer, which is empty: blocks once for both, where the
+        kernel reads them, and else copies."""
+        self.is_initialized, once = other.is_initialized, other.can_share
+        for own, rows in ((self._keys, other._keys), (self._values, other._values)):
+            if once:
+                own.share(rows, length)
+            else:
+                own.append(rows.view()[..., :length, :])
+        other._next = None  # which would keep what is outgrown
 
     @property
     def shared(self) -> list[Tensor]:
@@ -154,6 +159,7 @@ class DynamicLayer(CacheLayerMixin):
         self.truncate(self._keys.length - abs(tokens_to_remove))
 
     def truncate(self, length: int) -> None:
+        self._next = None
         for rows in (self._keys, self._values):
             rows.truncate(max(0, length))
 
