@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,13 +14,16 @@ import openai
 import pytest
 from conftest import tokenizer
 from families import tiny
+from prometheus_client import Counter, Gauge, Histogram
 from running import ASK, BODY, KEYS, bearer, figures, post, program, serving, streamed
 
 import kvkeep
 from kvkeep import KeepCache
 from kvkeep.decode.prompt import encode
+from kvkeep.models.loading import Loaded
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.http.door import LARGEST_BODY
+from kvkeep.serve.http.metrics import Metrics
 
 
 @pytest.fixture(scope="module")
@@ -175,6 +179,18 @@ def test_metrics_count_what_was_done_and_hold_no_text(address: str, engine: Engi
     assert 0 < held <= after["kvkeep_cache_limit_bytes"] == engine.arbiter.total
     raw = httpx.get(f"{address}/metrics", headers=bearer()).text
     assert not any(word in raw for word in ("river", "secret", *KEYS))
+
+
+def test_the_documentation_has_every_figure_with_its_labels() -> None:
+    section = (Path(__file__).parents[2] / "docs" / "serving.md").read_text().partition("## Metrics")[2]
+    rows = [line.split("|")[1] for line in section.partition("```")[0].splitlines() if line.startswith("| `")]
+    found = {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
+    own, made = set(), Metrics(Engine(Loaded(tiny("llama"), tokenizer(), "tiny", "tiny"), 10**8))
+    for one in vars(made).values():
+        if isinstance(one, Counter | Gauge | Histogram):
+            labels = "{" + ",".join(one._labelnames) + "}" if one._labelnames else ""
+            own.add(one._name.removeprefix("kvkeep_") + ("_total" if isinstance(one, Counter) else "") + labels)
+    assert found == own
 
 
 def test_the_command_serves_drains_and_ends(model_folder: Path) -> None:

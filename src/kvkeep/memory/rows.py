@@ -8,7 +8,8 @@ axis the first. Rows are numbered by *slot*: their place in the sequence, paddin
 * :class:`Ring`: the last ``capacity`` rows; row s lies at index s mod capacity. Nothing ever moves.
 * :class:`Pages`: all rows, in pages that are allocated once and never moved.
 
-All three share one protocol, and one test holds them against a plain tensor.
+These and :class:`~kvkeep.memory.shared_rows.SharedRows`, whose first blocks several owners hold once, share one
+protocol, and one test holds them against a plain tensor.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class Metrics(Watch):
         self.engine, self.registry = engine, CollectorRegistry()
         own: dict[str, Any] = {"namespace": "kvkeep", "registry": self.registry}
         self._running = Gauge("requests_running", "Answers that are written, or whose prompt is read.", **own)
-        self._waiting = Gauge("requests_waiting", "Answers that wait for memory or for their session.", **own)
+        self._waiting = Gauge("requests_waiting", "Answers that have not begun.", **own)
         self._ended = Counter("requests_ended", "Answers that ended, by how.", ["reason"], **own)
         self._rejected = Counter("requests_rejected", "Requests that were refused or failed.", ["reason"], **own)
         self._sessions = Gauge("sessions", "Sessions in memory.", **own)
