@@ -217,6 +217,7 @@ class Engine:
         self._tell_saved()
         self._drop_cancelled()
         self.sessions.look()
+        self.sessions.tidy()
         self._admit()
         self._go_on()
         self.beat = time.monotonic()

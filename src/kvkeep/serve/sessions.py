@@ -28,6 +28,7 @@ from kvkeep.decode.session_file import SessionFile
 from kvkeep.decode.session_store import SessionStore
 from kvkeep.errors import KvkeepError, SessionBusy, SessionDamaged, SessionError, UsageError
 from kvkeep.models.fingerprint import fingerprint_of_tokenizer
+from kvkeep.models.freed import give_back
 from kvkeep.policies.request import Request
 from kvkeep.serve.arbiter import held, most, restoring, shared
 
@@ -35,6 +36,8 @@ log = logging.getLogger(__name__)
 
 Name = tuple[str, str]
 """Owner and name of a session."""
+TIDY = 2**24
+"""Bytes that were freed since memory was given back to the system."""
 EVERY_S = 60.0
 """Seconds between two looks at quota and age."""
 
@@ -135,6 +138,7 @@ class Sessions:
         self._files = None if store is None else ThreadPoolExecutor(1, "kvkeep-sessions")
         self._futures: list[Future[Any]] = []
         self._looked = 0.0
+        self._freed = 0
         self._over: Future[bool] | None = None  # whether the folder is over its quota, as long as it is looked at
 
     @staticmethod
@@ -175,6 +179,7 @@ class Sessions:
     def park(self, session: Session) -> None:
         """Let go of a session's memory; its turns are in its file, if it has one."""
         self.memory.pop(session.key, None)
+        self._freed += session.counted[0]
         if session.file is not None:
             self.parked += not session.away
             try:
@@ -240,6 +245,13 @@ class Sessions:
             if over or (store.age is not None and time.time() - session.used > store.age):
                 self.park(session)
         self._do(self._evicted)
+
+    def tidy(self) -> None:
+        """Give memory of parked sessions back to the system, now and then: what others have taken since lies between
+        it, so that by itself the process would grow."""
+        if self._freed > TIDY:
+            self._freed = 0
+            give_back()
 
     def close(self) -> None:
         """Finish what is under way, and close all files."""

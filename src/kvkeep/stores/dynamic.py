@@ -1,4 +1,4 @@
-"""Layers that keep everything and leave attention to transformers: ``full``, ``static``, and sliding windows."""
+"""Layers that keep everything, attended by transformers or the CPU kernel: ``full``, ``static``, sliding windows."""
 
 from __future__ import annotations
 
