@@ -27,6 +27,7 @@ class Passes:
     """
 
     streams = observes = False
+    last_outputs = 0
     cut = False
 
     def __init__(self, geometry: ModelGeometry, made: Assembly) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kvkeep.cli import output
 from kvkeep.cli.demo import LOSSY, OWN_TEXT, PASSWORD, PLANTED, plant
 
 Run = Callable[..., tuple[int, str, str]]
@@ -43,7 +44,7 @@ def test_marks_are_measured(run: Run, command: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("columns", [40, 80])
 def test_lines_fit(run: Run, command: tuple[str, ...], columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Five lines, those of methods that refuse the budget among them; an exact answer can be wrong."""
-    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr(output.out, "width", columns)
     code, out, err = run(*command, "--budget", "0", "--expect", "nobody says this")
     assert code == 0 and "Traceback" not in err, err
     lines = out.splitlines()

@@ -225,8 +225,9 @@ def _open(decoder: nn.Module, given: dict[str, Any], cache: Taking | None) -> tu
     if total > cache.chunk:
         given = _all_but_last_chunk(decoder, given, cache, total, keep)
         ids, embeddings = given.get("input_ids"), given.get("inputs_embeds")
-    if cache.observes and given.get("logits_to_keep"):
-        given["logits_to_keep"] = 0  # layers that share keys would be given the last queries alone
+    cache.last_outputs = 0
+    if cache.observes and isinstance(last := given.get("logits_to_keep"), int):
+        given["logits_to_keep"], cache.last_outputs = 0, last  # layers that share keys would see the last queries alone
     new: Tensor = ids if ids is not None else given["inputs_embeds"]
     if cache.looks_ahead(new.shape[1]):
         cache.look_ahead(decoder, given)
@@ -303,9 +304,9 @@ def _close(past: Any, cache: Taking, output: Any) -> Any:
     earlier, cache.earlier_outputs = cache.earlier_outputs, []
     if output is not None and cache.due:
         past.compress()
-    if output is None or not earlier:
+    if output is None or not (earlier or cache.last_outputs):
         return None
-    rows = torch.cat([*earlier, output[0]], dim=1)
+    rows = torch.cat([*earlier, output[0][:, -cache.last_outputs :]], dim=1)
     if isinstance(output, tuple):
         return (rows, *output[1:])
     output.last_hidden_state = rows

@@ -34,11 +34,13 @@ class Attender(Protocol):
 class Taking(Attender, Protocol):
     """A cache's part in the forward pass: prompts in chunks, residuals, streamed attention. Hooks read it as the
     cache's ``stream`` and ignore other caches. streams: whether any layer attends through it. observes: what it keeps
-    may depend on every query. decoder: the only decoder whose passes it takes part in, None: any. cut: a part of a text
-    is read that is not its last."""
+    may depend on every query. last_outputs: how many of a decoder's last outputs are wanted, where it was made to give
+    all, 0: all. decoder: the only decoder whose passes it takes part in, None: any. cut: a part of a text is read that
+    is not its last."""
 
     streams: bool
     observes: bool
+    last_outputs: int
     decoder: Any
     chunk: int
     cut: bool

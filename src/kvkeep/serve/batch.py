@@ -128,6 +128,7 @@ class _BatchStream:
 
     streams = True
     observes = False  # no part of a row is left out anyway
+    last_outputs = 0
     decoder = None
     chunk = sys.maxsize
     cut = due = False
