@@ -121,6 +121,18 @@ def test_seeds_make_samples_repeatable(client: openai.OpenAI) -> None:
         ({"top_logprobs": 21}, "top_logprobs"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"kvkeep": {"color": "red"}}, "kvkeep.color"),
+        ({"model": "\ud800"}, "model"),
+        ({"stop": ["x", "\ud800"]}, "stop.1"),
+        ({"user": "\udfff"}, "user"),
+        ({"kvkeep": {"session": "\ud800"}}, "kvkeep.session"),
+        ({"messages": [{"role": "user", "content": "\ud83d"}]}, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "\ud800"}]}]}, "messages.0.content.0"),
+        ({"\ud800": 1}, None),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"max_completion_tokens": 3}, "max_completion_tokens"),
+        ({"repetition_penalty": 1e-5}, "repetition_penalty"),
+        ({"top_p": 1e-12}, "top_p"),
         ({"kvkeep": {"method": "magic"}}, None),
         ({"kvkeep": {"method": "h2o", "budget": "-3"}}, None),
     ],
@@ -128,12 +140,37 @@ def test_seeds_make_samples_repeatable(client: openai.OpenAI) -> None:
 def test_what_is_wrong_is_named_and_nothing_else_changes(
     address: str, change: dict[str, Any], field: str | None
 ) -> None:
-    found = post(address, {"model": "tiny", "messages": ASK, "max_tokens": 2} | change)
+    asked = {"model": "tiny", "messages": ASK, "max_tokens": 2} | change
+    found = post(address, json.dumps(asked).encode())  # escaped, as httpx sends no half of a character
     error = found.json()["error"]
     assert found.status_code == 400 and error["type"] == "invalid_request_error", error
     assert field is None or (error["param"] or "").startswith(field), error
     assert error["message"].endswith((".", "?")) and "Traceback" not in error["message"]
     assert post(address, {"model": "tiny", "messages": ASK, "max_tokens": 2}).status_code == 200
+
+
+def test_texts_are_refused_by_their_fields_too(address: str) -> None:
+    body = {"model": "tiny", "prompt": "the river", "max_tokens": 2}
+    for path, asked, field in (
+        ("/v1/completions", {**body, "prompt": "\ud800"}, "prompt"),
+        ("/v1/completions", {**body, "echo": 0}, "echo"),
+        ("/v1/completions", {**body, "echo": True}, "echo"),
+        ("/tokenize", {"prompt": "\ud800"}, "prompt"),
+        ("/tokenize", {"prompt": "the river", "messages": ASK}, "messages"),
+    ):
+        found = post(address, json.dumps(asked).encode(), path=path)
+        assert found.status_code == 400 and found.json()["error"]["param"] == field, found.text
+    assert post(address, {**body, "echo": False}, path="/v1/completions").status_code == 200
+    assert post(address, {"prompt": "the river", "messages": None}, path="/tokenize").status_code == 200
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-45])
+def test_the_smallest_temperatures_take_the_likeliest_token(address: str, temperature: float) -> None:
+    """Also with a draft, and with what looks at all scores after it."""
+    for own in ({}, {"top_p": 0.5, "top_k": 9, "min_p": 0.1}, {"kvkeep": {"method": "snapkv+verified", "budget": 24}}):
+        body = {**BODY, "max_tokens": 9, **own}
+        greedy, tiny = (post(address, {**body, "temperature": one}).json() for one in (0, temperature))
+        assert greedy["choices"][0] == tiny["choices"][0] and len(tiny["choices"][0]["message"]["content"]) > 9
 
 
 def test_other_refusals_have_their_status(address: str, client: openai.OpenAI) -> None:

@@ -21,6 +21,7 @@ from answering import small
 from running import BODY, KEYS, bearer, held, post, raw, serving, streamed, within
 
 from kvkeep.cli.serve import _tls
+from kvkeep.decode.session_store import SessionStore
 from kvkeep.errors import UsageError
 from kvkeep.serve.answer import Piece, Told
 from kvkeep.serve.engine import Ended, Engine
@@ -57,6 +58,16 @@ def test_keys_come_from_a_file_and_a_made_one_is_kept(
     assert new and path.stat().st_mode & 0o777 == 0o600
     path.chmod(0o644)
     assert kept_key() == (key, path, False) and path.stat().st_mode & 0o777 == 0o600
+    for where, sentence in (("environ", "Key 2 of KVKEEP_API_KEYS"), ("file", f"Key 1 of '{file}'")):
+        monkeypatch.setenv("KVKEEP_API_KEYS", "one,ключ" if where == "environ" else "one")
+        file.write_text("кухня\n", encoding="utf-8")
+        with pytest.raises(UsageError, match="not ASCII") as found:
+            keys_given(str(file))
+        assert sentence in str(found.value) and "ключ" not in str(found.value)
+    monkeypatch.setenv("KVKEEP_API_KEYS", "one, two")
+    with pytest.raises(UsageError, match="No session can be kept in .* is no folder"):
+        SessionStore(file / "chats").check_folder()
+    SessionStore(tmp_path / "not" / "yet").check_folder()
     file.write_text("# none\n")
     for wrong, sentence in (
         (["--keys", str(file)], "no key in"),

@@ -182,6 +182,44 @@ def test_a_turn_that_cannot_be_saved_is_answered_and_the_next_save_has_it(
     later.close()
 
 
+def test_a_session_with_an_unsaved_turn_makes_way_last_and_once_it_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, parts, kind = serving(tmp_path), turns(3), METHODS[2]
+
+    def full(*given: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    def note() -> Any:
+        return engine.sessions.facts("me")["talk"]["note"]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(session_file.Writer, "_begin", full)  # no file can be made
+        one = told(engine, parts[0], "talk", **kind)
+        assert one.ended.written == NEW and "'talk': no space left" in note()
+        ids = [*parts[0], *one.ended.tokens, *parts[1]]
+        two = told(engine, ids, "talk")
+        assert two.ended.cached > 0 and not [*tmp_path.rglob("*.session")]
+    ids += [*two.ended.tokens, *parts[2]]
+    told(engine, text(20, 9), "other")
+    first, last = engine.sessions.idle()
+    assert (first.key[1], last.key[1]) == ("other", "talk")
+    engine.sessions.park(last)
+    assert SessionStore(tmp_path).info("me/talk").turns == 1
+    three = told(engine, ids, "talk")
+    answers = [[*client.ended.tokens] for client in (one, two, three)]
+    assert three.ended.cached > len(parts[0]) and answers == alone(parts, kind) and note() is None
+    with monkeypatch.context() as patch:
+        patch.setattr(session_file.Writer, "commit", full)
+        four = told(engine, [*ids, *three.ended.tokens, 5], "talk")
+        engine.sessions.park(last := engine.sessions.memory[("me", "talk")])
+    assert four.ended.written == NEW and last.unsaved and "without its last turn" in caplog.text
+    assert "lost when the session made way" in note()
+    told(engine, [*ids, *three.ended.tokens, 5], "talk")
+    assert "lost when the session made way" in note()  # as long as it is in memory
+    engine.close()
+
+
 def test_a_slow_disk_holds_up_nobody_else_and_turns_keep_their_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

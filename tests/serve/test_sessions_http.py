@@ -27,9 +27,10 @@ def body(prompt: Any, new: int, session: str = "talk", **own: Any) -> dict[str, 
     return {**asked, "kvkeep": {"session": session}, **own}
 
 
-def test_a_key_sees_and_ends_its_own_sessions_and_no_others(tmp_path: Path) -> None:
+def test_a_key_sees_and_ends_its_own_sessions_and_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = small()
-    engine = Engine(loaded, 10**8, store=SessionStore(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    engine = Engine(loaded, 10**8, store=SessionStore("."))
     engine.start()
     client = TestClient(application(engine, loaded, Keys(KEYS)), raise_server_exceptions=False)
 
@@ -57,11 +58,11 @@ def test_a_key_sees_and_ends_its_own_sessions_and_no_others(tmp_path: Path) -> N
     for refused in (
         call("POST", "/v1/completions", json=body("the river", 4, "three")),
         call("POST", "/v1/completions", json=body("the river", 4, "three", stream=True)),
+        call("DELETE", "/v1/sessions/three"),
     ):
         error = refused.json()["error"]
-        assert (
-            refused.status_code == 409 and error["code"] == "session_in_use" and str(tmp_path) not in error["message"]
-        )
+        assert refused.status_code == 409 and error["code"] == "session_in_use" and "'three'" in error["message"]
+        assert str(tmp_path) not in error["message"] and owner not in error["message"]
     other.close()
     assert call("POST", "/v1/completions", json=body("the river", 4, "a b")).status_code == 400
     engine.stop(0)

@@ -109,6 +109,7 @@ def serve(
     Request.parse(**cache)
     folder, limit = sessions_folder(sessions), None if quota is None else parse_memory(quota)
     store = SessionStore(folder, quota=limit, age=None if age is None else age * DAY_S)
+    store.check_folder()
     loaded = load(model, weights=weights, device=device, progress=note)
     total = free_memory(next(loaded.model.parameters()).device) // 2 if total is None else total
     cache = cache or _planned(loaded, total, conversations)

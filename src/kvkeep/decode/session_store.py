@@ -11,10 +11,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvkeep.decode.journal import held
+from kvkeep.decode.journal import held, unwritable
 from kvkeep.decode.session_file import SessionFile
 from kvkeep.decode.session_layout import NAME_OF_IDS
-from kvkeep.errors import SessionBusy, SessionError, UsageError
+from kvkeep.errors import SessionBusy, SessionError, SessionUnwritable, UsageError
 from kvkeep.models.folders import data_folder
 
 SUFFIX = ".session"
@@ -69,6 +69,14 @@ class SessionStore:
                 "as owner/name."
             )
         return self.folder / f"{name}{SUFFIX}"
+
+    def check_folder(self) -> None:
+        """Raise UsageError where no session can be made in the folder, which need not be there yet."""
+        folder = self.folder.absolute()
+        there = next(path for path in (folder, *folder.parents) if os.path.exists(path))
+        if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+            reason = "cannot be written" if there.is_dir() else "is no folder"
+            raise UsageError(f"No session can be kept in '{self.folder}': '{there}' {reason}; name another folder.")
 
     def open(self, name: str) -> SessionFile:
         """Return the session, which is made where there is none, open for writing: nobody else can write to it."""
@@ -128,7 +136,10 @@ class SessionStore:
         for number in itertools.count(1):
             other = f"{owner}{slash}{word[:80]}.damaged-{number}"
             if not self.path(other).exists():
-                path.rename(self.path(other))
+                try:
+                    path.rename(self.path(other))
+                except OSError as error:
+                    raise unwritable(path, error) from error
                 return other
         raise AssertionError
 
@@ -154,9 +165,7 @@ class SessionStore:
         try:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:
-            raise SessionError(
-                f"The folder of sessions '{path.parent}' cannot be made: {(error.strerror or str(error)).lower()}."
-            ) from error
+            raise unwritable(path, error) from error
         return path
 
     def _paths(self, owner: str | None = None) -> Iterator[Path]:
@@ -198,7 +207,7 @@ class SessionStore:
                     return False
                 path.unlink(missing_ok=True)  # damaged, or no session
         except OSError as error:
-            raise SessionError(
+            raise SessionUnwritable(
                 f"The session '{self._name(path)}' cannot be removed: {(error.strerror or str(error)).lower()}."
             ) from error
         if path.parent != self.folder:

@@ -19,6 +19,9 @@ from transformers import (
 
 from kvkeep.errors import UsageError
 
+SMALLEST = 1e-30
+"""The temperature below which logits divided by it may be more than float32 holds."""
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -63,7 +66,8 @@ class Sampling:
             found.append(_Written(prompt, self.presence, self.frequency))
         if self.sampled:
             if self.temperature != 1.0:
-                found.append(TemperatureLogitsWarper(self.temperature))
+                tiny = self.temperature < SMALLEST
+                found.append((_Tiny if tiny else TemperatureLogitsWarper)(self.temperature))
             if self.top_k:
                 found.append(TopKLogitsWarper(self.top_k))
             if self.top_p < 1.0:
@@ -88,6 +92,18 @@ class _Written(LogitsProcessor):
         written = input_ids[:, self._prompt :]
         counts = torch.zeros_like(scores).scatter_add_(1, written, torch.ones_like(written, dtype=scores.dtype))
         return scores - self._frequency * counts - self._presence * (counts > 0)
+
+
+class _Tiny(LogitsProcessor):
+    """Divides by a temperature of any smallness: the likeliest tokens get 0, in float64, and no other one overflows but
+    to minus infinity."""
+
+    def __init__(self, temperature: float) -> None:
+        self._temperature = temperature
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        below = scores.double() - scores.amax(-1, keepdim=True)
+        return (below / self._temperature).to(scores.dtype)
 
 
 def draw(scores: Tensor, generator: torch.Generator) -> Tensor:

@@ -12,12 +12,13 @@ All of it is called by the engine's thread. What a file fails by is its session'
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from kvkeep.cache import KeepCache
@@ -26,7 +27,7 @@ from kvkeep.decode.session import Session as Saved
 from kvkeep.decode.session import check_savable, load_session, naming, request_of, save_session
 from kvkeep.decode.session_file import SessionFile
 from kvkeep.decode.session_store import SessionStore
-from kvkeep.errors import KvkeepError, SessionBusy, SessionDamaged, SessionError, UsageError
+from kvkeep.errors import KvkeepError, SessionBusy, SessionDamaged, SessionError, SessionUnwritable, UsageError
 from kvkeep.models.fingerprint import fingerprint_of_tokenizer
 from kvkeep.models.freed import give_back
 from kvkeep.policies.request import Request
@@ -58,7 +59,7 @@ class Session:
     busy: bool = False
     turns: int = 0
     note: str | None = None
-    unsaved: str | None = None  # why the last turn is not in its file
+    unsaved: str | None = None  # why the last turn is not in its file; it is tried again with each turn
     lost: bool = False  # another program goes on with it
     used: float = field(default_factory=time.time)
     _counted: tuple[int, Mapping[int, int]] | None = None
@@ -137,6 +138,7 @@ class Sessions:
         self._tokenizer = None if store is None else fingerprint_of_tokenizer(tokenizer)
         self._files = None if store is None else ThreadPoolExecutor(1, "kvkeep-sessions")
         self._futures: list[Future[Any]] = []
+        self._gone: dict[Name, str] = {}  # what those in files should know that made way without their last turn
         self._looked = 0.0
         self._freed = 0
         self._over: Future[bool] | None = None  # whether the folder is over its quota, as long as it is looked at
@@ -155,8 +157,9 @@ class Sessions:
 
     def idle(self) -> list[Session]:
         """Return those that can make way: such without a name, which nobody may ask for again, and then the least
-        recently used first."""
-        return sorted((one for one in self.memory.values() if not one.busy), key=lambda one: one.name is not None)
+        recently used first; last those with a turn that is nowhere else."""
+        idle = [one for one in self.memory.values() if not one.busy]
+        return sorted(idle, key=lambda one: (one.unsaved is not None, one.name is not None))
 
     def touch(self, session: Session) -> None:
         """Let a session, which is answering now, be the last to make way."""
@@ -177,7 +180,14 @@ class Sessions:
             self.park(session)
 
     def park(self, session: Session) -> None:
-        """Let go of a session's memory; its turns are in its file, if it has one."""
+        """Let go of a session's memory; its turns are in its file, if it has one. A save that failed is tried again,
+        and waited for."""
+        if session.unsaved is not None and not session.lost:
+            self._saved(session)
+            if session.unsaved is not None:
+                log.warning("A session lets go of its memory without its last turn.")
+                if session.file is not None and session.file.about is not None:  # else all of it is forgotten
+                    self._gone[session.key] = f"{session.unsaved} It was lost when the session made way."
         self.memory.pop(session.key, None)
         self._freed += session.counted[0]
         if session.file is not None:
@@ -190,16 +200,19 @@ class Sessions:
     def drop(self, name: Name) -> bool:
         """Let a session go whose file is to be removed; return whether it was in memory. Raises SessionBusy."""
         session = self.memory.get(name)
+        self._gone.pop(name, None)
         if session is None:
             return False
         if session.busy:
             raise SessionBusy(f"The session '{name[1]}' is answering; ask again when it has.")
+        session.unsaved = None  # its last turn goes, too
         self.park(session)
         return True
 
     def facts(self, owner: str) -> dict[str, dict[str, Any]]:
-        """Return what is known of the owner's sessions in memory, by name."""
-        return {one.name[1]: _facts(one) for one in self.memory.values() if one.name and one.name[0] == owner}
+        """Return what is known of the owner's sessions in memory, by name, and notes of those that made way."""
+        gone = {name[1]: {"note": note} for name, note in [*self._gone.items()] if name[0] == owner}
+        return gone | {one.name[1]: _facts(one) for one in self.memory.values() if one.name and one.name[0] == owner}
 
     # -- files ----------------------------------------------------------------------------------------
 
@@ -214,8 +227,8 @@ class Sessions:
         SessionError, and what KeepCache raises."""
 
         def opened() -> Callable[[], Session]:
-            found = self._by_name(name, lambda: self._opened(name, kind))
-            return lambda: self._by_name(name, lambda: found.session(self.model))
+            found = self.by_name(name, lambda: self._begun(name, kind))
+            return lambda: self.by_name(name, lambda: found.session(self.model))
 
         return self._do(opened)
 
@@ -224,7 +237,7 @@ class Sessions:
         assert session.name is not None
         name = session.name
         made = _now(lambda: KeepCache(self.model, request=session.cache.request))  # the session's own may be looked at
-        return self._do(lambda: self._by_name(name, lambda: self._restored(session, made.result())))
+        return self._do(lambda: self.by_name(name, lambda: self._restored(session, made.result())))
 
     def save(self, session: Session) -> Future[None]:
         """Append what is new of a session to its file; where that fails, the session has a note of why."""
@@ -270,7 +283,7 @@ class Sessions:
 
     # -- in the thread of files -----------------------------------------------------------------------
 
-    def _by_name(self, name: Name, work: Callable[[], T]) -> T:
+    def by_name(self, name: Name, work: Callable[[], T]) -> T:
         """Do ``work``; an error says which session it is by its name, as its owner knows no folder here."""
         try:
             return work()
@@ -278,7 +291,22 @@ class Sessions:
             raise type(error)(self._without_path(name, error)) from error
 
     def _without_path(self, name: Name, error: Exception) -> str:
-        return str(error) if self.store is None else str(error).replace(str(self.store.path("/".join(name))), name[1])
+        if self.store is None:
+            return str(error)
+        key, said = "/".join(name), str(error)
+        for path in (os.path.realpath(self.store.path(key)), str(self.store.path(key)), key):
+            said = said.replace(path, name[1])
+        return said
+
+    def _begun(self, name: Name, kind: Mapping[str, Any]) -> Opened:
+        """Return the session of this name; a new one also where no file can be made for it now."""
+        try:
+            opened = self._opened(name, kind)
+        except SessionUnwritable:
+            if self.store is None or self.store.path("/".join(name)).exists():
+                raise
+            opened = Opened(name, Request.parse(**kind))
+        return replace(opened, note=opened.note or self._gone.pop(name, None))
 
     def _opened(self, name: Name, kind: Mapping[str, Any]) -> Opened:
         request = Request.parse(**kind)
@@ -344,15 +372,25 @@ class Sessions:
         except (OSError, KvkeepError) as error:
             log.warning("Sessions over quota or age are not removed: %s", error)
 
+    def _made(self, session: Session) -> SessionFile:
+        """Return a file for a session that began without one."""
+        assert self.store is not None and session.name is not None
+        file = self.store.open("/".join(session.name))
+        if file.about is None:
+            return file
+        file.close()
+        raise SessionBusy(f"Another program has begun the session '{session.name[1]}' meanwhile.")
+
     def _saved(self, session: Session) -> None:
         cache, file = session.cache, session.file
-        if file is None:
+        if self.store is None:
             session.turns += 1
             return
         if not cache.get_seq_length():  # undone as a whole: it goes on from the turn before
-            session.away = file.about is not None
+            session.away = file is not None and file.about is not None
             return
         try:
+            file = session.file = self._made(session) if file is None else file
             save_session(file, Saved(cache, [session.past.ids], tokenizer=self._tokenizer))
         except Exception as error:
             assert session.name is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import HTTPException, Request
@@ -22,6 +23,9 @@ from kvkeep.serve.job import Full, Stopping
 
 AGAIN_S = 5
 """Seconds after which a client may ask again."""
+
+
+_TYPES = ("str", "int")
 
 
 class Refused(HTTPException):
@@ -82,14 +86,14 @@ async def told(request: Request, error: Exception) -> JSONResponse:
 
 
 async def misread(request: Request, error: Exception) -> JSONResponse:
-    """Return the first thing that is wrong with a body, by the name of its field."""
+    """Return what is wrong with a body, by the name of the field."""
     assert isinstance(error, RequestValidationError)
     return await told(request, _misread(error))
 
 
 def _misread(error: RequestValidationError) -> Refused:
-    first = error.errors()[0]
-    place = [str(part) for part in first["loc"][1:] if not _internal(part)]
+    # Of a field of several types there is an error of each; the deepest is of the one that was meant.
+    place, first = max(((_place(one["loc"]), one) for one in error.errors()), key=lambda found: len(found[0]))
     if first["type"] == "json_invalid":
         return _unreadable()
     field = ".".join(place) or None
@@ -105,9 +109,11 @@ def _unreadable() -> Refused:
     return Refused(400, "The body cannot be read as JSON.", "invalid_json")
 
 
-def _internal(part: Any) -> bool:
-    """Return whether a part of a place is the name of one of several types."""
-    return isinstance(part, str) and (part in ("str", "int") or "[" in part or "-" in part)
+def _place(where: Sequence[Any]) -> list[str]:
+    """Return the names and numbers that lead to a field, without those of types."""
+    return [
+        str(one) for one in where[1:] if not isinstance(one, str) or not (one in _TYPES or "[" in one or "-" in one)
+    ]
 
 
 HANDLERS: dict[Any, Any] = {

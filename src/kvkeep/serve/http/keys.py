@@ -41,14 +41,16 @@ class Keys:
 
 def keys_given(path: str | None = None) -> list[str]:
     """Return the keys of the environment, by commas, and those of a file, one a line, ``#`` before comments. Raises
-    UsageError for a file without keys."""
+    UsageError for a file without keys, and for a key that no client could send."""
     found = [key.strip() for key in os.environ.get(VARIABLE, "").split(",") if key.strip()]
+    _check(found, VARIABLE)
     if path is None:
         return found
     lines = _read(Path(path)).splitlines()
     own = [line.strip() for line in lines if line.strip() and not line.strip().startswith("#")]
     if not own:
         raise UsageError(f"There is no key in '{path}': give one a line.")
+    _check(own, f"'{path}'")
     return [*found, *own]
 
 
@@ -69,6 +71,15 @@ def kept_key() -> tuple[str, Path, bool]:
     with os.fdopen(handle, "w", encoding="utf-8") as file:
         file.write(key + "\n")
     return key, path, True
+
+
+def _check(keys: Sequence[str], where: str) -> None:
+    for number, key in enumerate(keys, 1):  # a key itself is never shown
+        if not (key.isascii() and key.isprintable()):
+            raise UsageError(
+                f"Key {number} of {where} has characters that are not ASCII, which clients cannot send in a header; "
+                "take letters, digits and signs."
+            )
 
 
 def _read(path: Path) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from kvkeep.serve.answer import Ask
 from kvkeep.serve.sampling import Sampling
@@ -12,6 +13,20 @@ from kvkeep.serve.sampling import Sampling
 _SEED = 2**63
 DEFAULT_TOKENS = 1024
 """Tokens of an answer where a request names no number; fewer where the model has no positions left."""
+
+
+def _whole(text: str) -> str:
+    """Return a text that can be sent and read. JSON's escapes can write half a character."""
+    if any("\ud800" <= one <= "\udfff" for one in text):
+        raise _wrong("it has half a character (a lone surrogate)")
+    return text
+
+
+def _wrong(reason: str) -> PydanticCustomError:
+    return PydanticCustomError("wrong", "{reason}", {"reason": reason})
+
+
+Text = Annotated[str, AfterValidator(_whole)]
 
 
 class _Strict(BaseModel):
@@ -22,15 +37,15 @@ class TextPart(_Strict):
     """A part of a message: text; nothing else is understood."""
 
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 class Message(_Strict):
     """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
-    name: str | None = None
+    content: Text | list[TextPart]
+    name: Text | None = None
 
     def plain(self) -> dict[str, str]:
         """Return it as chat templates take it."""
@@ -48,27 +63,27 @@ class Extension(_Strict):
     """What is kvkeep's own. session: the name of a conversation that goes on. method, budget: of its cache, if it is
     new."""
 
-    session: Annotated[str, Field(min_length=1, max_length=200)] | None = None
-    method: Annotated[str, Field(min_length=1, max_length=200)] | None = None
-    budget: str | int | None = None
+    session: Annotated[Text, Field(min_length=1, max_length=200)] | None = None
+    method: Annotated[Text, Field(min_length=1, max_length=200)] | None = None
+    budget: Text | int | None = None
 
 
 class _Common(_Strict):
-    model: str
+    model: Text
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_p: Annotated[float, Field(ge=1e-9, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=0)] = 0
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
-    repetition_penalty: Annotated[float, Field(gt=0, le=100)] = 1.0
-    stop: str | Annotated[list[str], Field(max_length=16)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=1e-3, le=100)] = 1.0
+    stop: Text | Annotated[list[Text], Field(max_length=16)] | None = None
     seed: Annotated[int, Field(ge=-_SEED, lt=_SEED)] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=1)] = 1
-    user: str | None = None
+    user: Text | None = None
     kvkeep: Extension = Extension()
 
     @model_validator(mode="before")
@@ -76,6 +91,13 @@ class _Common(_Strict):
     def _without_nulls(cls, given: Any) -> Any:
         """Take a field that is null as one that is not there, as clients send them."""
         return {name: one for name, one in given.items() if one is not None} if isinstance(given, dict) else given
+
+    @field_validator("stream_options")
+    @classmethod
+    def _of_a_stream(cls, given: StreamOptions, known: ValidationInfo) -> StreamOptions:
+        if known.data.get("stream") is False:
+            raise _wrong("there is no stream; add 'stream', or leave it out")
+        return given
 
     @property
     def usage_in_stream(self) -> bool:
@@ -105,6 +127,20 @@ class ChatRequest(_Common):
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
 
+    @field_validator("max_completion_tokens")
+    @classmethod
+    def _one_number(cls, given: int, known: ValidationInfo) -> int:
+        if known.data.get("max_tokens") is not None:
+            raise _wrong("there is 'max_tokens' for the same; leave one out")
+        return given
+
+    @field_validator("top_logprobs")
+    @classmethod
+    def _of_probabilities(cls, given: int, known: ValidationInfo) -> int:
+        if given and known.data.get("logprobs") is False:
+            raise _wrong("no probabilities are told; add 'logprobs', or leave it out")
+        return given
+
     @property
     def likeliest(self) -> int | None:
         """How many of the likeliest tokens are told; None: no probabilities."""
@@ -119,9 +155,16 @@ class ChatRequest(_Common):
 class TextRequest(_Common):
     """``POST /v1/completions``."""
 
-    prompt: str | Annotated[list[int], Field(min_length=1)]
+    prompt: Text | Annotated[list[int], Field(min_length=1)]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    echo: Literal[False] = False
+    echo: bool = False
+
+    @field_validator("echo")
+    @classmethod
+    def _without_prompt(cls, given: bool) -> bool:
+        if given:
+            raise _wrong("the prompt is never sent back")
+        return given
 
     @property
     def likeliest(self) -> int | None:
@@ -137,6 +180,13 @@ class TextRequest(_Common):
 class TokenizeRequest(_Strict):
     """``POST /tokenize``: of a text, or of a conversation up to its answer."""
 
-    model: str | None = None
-    prompt: str | None = None
+    model: Text | None = None
+    prompt: Text | None = None
     messages: list[Message] | None = None
+
+    @field_validator("messages")
+    @classmethod
+    def _alone(cls, given: list[Message] | None, known: ValidationInfo) -> list[Message] | None:
+        if given is not None and known.data.get("prompt") is not None:
+            raise _wrong("there is a 'prompt', too; leave one out")
+        return given

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -24,7 +25,8 @@ def sessions_of(engine: Engine) -> APIRouter:
         files = await asyncio.to_thread(_files, sessions.store, owner, name)
         found = {info.name.rpartition("/")[2]: _facts(info) for info in files}
         for one, own in (await asyncio.wrap_future(engine.call(lambda: sessions.facts(owner)))).items():
-            found[one] = found.get(one, {"name": one, "object": "session", "bytes": 0}) | own
+            if one in found or "state" in own:
+                found[one] = found.get(one, {"name": one, "object": "session", "bytes": 0}) | own
         return found
 
     @routes.get("")
@@ -51,7 +53,11 @@ def sessions_of(engine: Engine) -> APIRouter:
             raise _unknown(name) from None
         there = await asyncio.wrap_future(engine.call(lambda: sessions.drop(own)))
         if sessions.store is not None and sessions.store.path("/".join(own)).is_file():
-            await asyncio.to_thread(sessions.store.remove, "/".join(own))
+            try:
+                await asyncio.to_thread(sessions.by_name, own, partial(sessions.store.remove, "/".join(own)))
+            except SessionError:
+                if sessions.store.path("/".join(own)).is_file():  # else another program was first
+                    raise
             there = True
         if not there:
             raise _unknown(name)
