@@ -82,6 +82,7 @@ def test_clients_that_leave_in_queue_prompt_and_answer_leave_nothing(
     cycles: int, say: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Two at a time: the memory is one answer's, so that the second waits behind the first."""
+    before = objects()  # other tests'
     monkeypatch.setattr(batch, "CHUNK", 4)  # a prompt of sixty steps
     monkeypatch.setattr(asked, "FIRST_S", 60.0)  # a stream that waits for its first token is left, too
     engine = Engine(small(), int(1.5 * most(KeepCache(small().model, "full"), 512)), store=SessionStore(tmp_path))
@@ -126,7 +127,8 @@ def test_clients_that_leave_in_queue_prompt_and_answer_leave_nothing(
         counted = figures(address)
         pool = warm[0] + (os.cpu_count() or 1) + 4  # asyncio's own threads, which it makes one by one
         assert within(5, lambda: standing()[1] <= warm[1]) and standing()[0] <= pool, (standing(), warm)
-        assert not objects(), objects()
+        engine.call(engine.sessions.close).result()
+        assert not objects() - before, (objects(), before)
         grown = (standing()[2] - warm[2]) / 1e6
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
     cancelled = int(counted['kvkeep_requests_ended_total{reason="cancelled"}'])
