@@ -103,18 +103,26 @@ def begun(cache: Any, length: int) -> Any:
     """Return a second cache of the kind of ``cache``, which is of method "full" and has read more, that has read the
     first ``length`` tokens.
 
-    Whole blocks are held once where the CPU kernel attends, in :mod:`kvkeep.serve`; any other step of the second cache
-    copies all its entries. Raises RuntimeError where a sliding window has forgotten what would be needed.
+    Whole blocks are held once where :func:`shares` says so. Only :mod:`kvkeep.serve` has the kernel attend to them in
+    pieces; any other step of the second cache copies all its entries. Raises RuntimeError where a sliding window has
+    forgotten what would be needed.
     """
     cache.stream.roll_back()
     twin, surplus = cache.__class__(cache.model, request=cache.request), cache.get_seq_length() - length
     copy_ledger(cache.ledger, twin.ledger, length, cache.rows)
+    once = shares(cache)
     for layer in cache.geometry.full_layers:
-        twin.layers[layer.index].share(cache.layers[layer.index], length)
+        twin.layers[layer.index].share(cache.layers[layer.index], length, once)
     for other in _copy_windows(cache, twin):
         if surplus:
             other.crop(-surplus)
     return twin
+
+
+def shares(cache: Any) -> bool:
+    """Return whether the CPU kernel attends to the entries of ``cache``, of method "full", in pieces, so that another
+    cache can hold blocks of them, too."""
+    return cache.stream.exact and all(cache.layers[layer.index].can_share for layer in cache.geometry.full_layers)
 
 
 def _sharing_blocks(cache: Any) -> Any:

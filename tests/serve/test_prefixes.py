@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import kvkeep
 from kvkeep import KeepCache
 from kvkeep.models.bits import row_independent
 from kvkeep.models.loading import Loaded, load
-from kvkeep.serve.arbiter import most
+from kvkeep.serve.arbiter import most, shared
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.look import memory
 
@@ -128,3 +129,15 @@ def test_what_is_cut_off_counts_as_long_as_it_is_held(tmp_path: Path) -> None:
         engine.step()
         assert short.job.session is not None and short.job.granted >= short.job.session.held
         run(engine)
+
+
+def test_blocks_are_copied_where_no_kernel_attends_to_them_in_pieces() -> None:
+    """Else each step of a session would copy all that it holds."""
+    engine = Engine(Loaded(copy.deepcopy(tiny("llama")).bfloat16(), tokenizer(), "tiny", "tiny"), PLENTY)
+    for number in range(2):
+        client = Client(engine, [*text(300, 0), number], NEW, owner="me", method="full")
+        run(engine)
+        for session in engine.sessions.memory.values():
+            session.cache.stream.exact = False  # as without kernels
+    assert client.ended.cached == 300
+    assert not any(shared(session.cache) for session in engine.sessions.memory.values())

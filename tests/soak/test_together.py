@@ -55,7 +55,7 @@ def test_sessions_of_every_method_and_family_come_and_go(say: Any) -> None:
 
 ROUNDS, SESSIONS, NEW = 5, 8, 64
 LEAST = 2.0
-"""What docs/serving.md says of longer texts. The aim of 3 was met while a session alone took half as long again."""
+"""What docs/serving.md says; 3 would take products that cost less for eight rows."""
 
 
 @pytest.mark.parametrize("arrivals", [[1, 28], pytest.param(range(1, 29), marks=pytest.mark.soak(11))])

@@ -158,6 +158,8 @@ def _fitting(engine: Engine) -> str:
     cache, tokens = KeepCache(engine.model, **engine.cache), engine.geometry.max_positions or UNBOUNDED
     kind = f"'{cache.method.name}'" + ("" if cache.entries is None else f" with {cache.entries} entries a layer")
     fit = engine.arbiter.fitting(cache, tokens)
+    if not fit:
+        return f"by default {kind} ({cache.exactness}): none of {tokens:,} tokens fits, only shorter conversations"
     return f"by default {kind} ({cache.exactness}): {fit} conversations of {tokens:,} tokens at once, and more in turns"
 
 

@@ -353,7 +353,7 @@ class Engine:
             session.past = giver.past if giver in way else prefix.past()
             self.sessions.use(giver)
         if not session.away:
-            session.past.align(job.ask.prompt, crops=session.cache.exactness == "exact")
+            session.align(job.ask.prompt)
         job.session, job.granted, self._refused = session, granted, None
         self.running.append(job)
         self.sessions.touch(session)
@@ -387,9 +387,9 @@ class Engine:
             try:
                 if job.file is not None:
                     job.file.result()
-                    job.session.past.align(job.ask.prompt, crops=job.session.cache.exactness == "exact")
-                job.file, cache = None, job.session.cache
-                job.start(Answer(job.ask, cache, self.tokenizer, self.ends, job.tell))
+                    job.session.align(job.ask.prompt)
+                job.file = None
+                job.start(Answer(job.ask, job.session.cache, self.tokenizer, self.ends, job.tell))
             except Exception as error:
                 self.running.remove(job)
                 self.sessions.leave(job.session, stay=False)

@@ -40,20 +40,20 @@ class Prefix:
     @property
     def once(self) -> int:
         """Bytes that both would hold once."""
-        layers, cache = _plain_layers(self.session.cache), self.session.cache
-        if not layers or not cache.stream.exact or not all(layer.can_share for layer in layers):
+        cache = self.session.cache
+        if not _plain(cache) or not transfer.shares(cache):
             return 0
         return len(self.ids) // BLOCK * BLOCK * cache.geometry.full_bytes_per_token
 
     @property
     def copied(self) -> int:
         """Bytes that its copy takes, where all of the session's has to be copied before it is cut."""
-        return 0 if _plain_layers(self.session.cache) else self.session.held
+        return 0 if _plain(self.session.cache) else self.session.held
 
     def past(self) -> Past:
         """Return a past of these tokens, in a cache of its own."""
         cache = self.session.cache
-        if _plain_layers(cache):
+        if _plain(cache):
             return Past(transfer.begun(cache, len(self.ids)), self.ids)
         twin = transfer.copied(cache)
         twin.crop(len(self.ids) - cache.get_seq_length())
@@ -100,11 +100,10 @@ def _steady(session: Session) -> bool:
     return session.cache.round is None and packs(session.cache)
 
 
-def _plain_layers(cache: KeepCache) -> list[DynamicLayer]:
-    """Return the layers of a cache whose first entries can be had without the others, if they all are such."""
+def _plain(cache: KeepCache) -> bool:
+    """Return whether the first entries of a cache can be had without the others: it is of method ``full``."""
     layers = [cache.layers[layer.index] for layer in cache.geometry.full_layers]
-    found = [layer for layer in layers if isinstance(layer, DynamicLayer) and layer.limit is None]
-    return found if len(found) == len(layers) else []
+    return all(isinstance(layer, DynamicLayer) and layer.limit is None for layer in layers)
 
 
 def _prefix(ids: Sequence[int], prompt: Sequence[int], cache: KeepCache) -> Sequence[int]:
@@ -114,4 +113,4 @@ def _prefix(ids: Sequence[int], prompt: Sequence[int], cache: KeepCache) -> Sequ
     count = common(ids, prompt)
     windows = [layer.window for layer in cache.geometry.layers if layer.window is not None]
     cuts = count == len(ids) or len(ids) < min(windows, default=len(ids) + 1)
-    return ids[:count] if cuts and (2 * count >= len(ids) or _plain_layers(cache)) else ()
+    return ids[:count] if cuts and (2 * count >= len(ids) or _plain(cache)) else ()

@@ -15,7 +15,7 @@ import logging
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
@@ -74,6 +74,10 @@ class Session:
     def key(self) -> Name:
         """What it is known by as long as it is in memory; nobody can ask for it without a name."""
         return self.name or ("", f"#{id(self)}")
+
+    def align(self, prompt: Sequence[int]) -> None:
+        """Let its cache hold no more than what ``prompt`` begins with; a lossy one that holds more, nothing."""
+        self.past.align(prompt, crops=self.cache.exactness == "exact")
 
     def most(self, tokens: int) -> int:
         """Return the bytes that it can come to hold until it has read ``tokens`` tokens, restoring it included."""

@@ -94,10 +94,10 @@ class DynamicLayer(CacheLayerMixin):
         data = (*self._keys.head, *self._values.head, self._keys.tail.data, self._values.tail.data)
         return self.limit is None and plain(*(one for one in data if one is not None))
 
-    def share(self, other: DynamicLayer, length: int) -> None:
-        """Hold the first ``length`` entries of ``other`` in this layer, which is empty: blocks once for both, where the
-        kernel reads them, and else copies."""
-        self.is_initialized, once = other.is_initialized, other.can_share
+    def share(self, other: DynamicLayer, length: int, once: bool) -> None:
+        """Hold the first ``length`` entries of ``other`` in this layer, which is empty: whole blocks ``once`` for both,
+        or copies."""
+        self.is_initialized = other.is_initialized
         for own, rows in ((self._keys, other._keys), (self._values, other._values)):
             if once:
                 own.share(rows, length)
