@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from answering import NEW, Alone, Client, alone, mixed, run, small, text
 from cases import CASES, new_cache, taken
-from families import FAMILIES, tiny
+from families import FAMILIES
 from helpers import prompt, step
 
-from kvkeep import KeepCache
-from kvkeep.errors import BudgetError, KvkeepError, UsageError
+from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.serve import batch as batches
 from kvkeep.serve import engine as engines
 from kvkeep.serve import job as jobs
@@ -22,7 +20,6 @@ from kvkeep.serve.arbiter import held, most
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.job import Full, Stopping
 from kvkeep.serve.sampling import Sampling
-from kvkeep.serve.sessions import Session
 
 PLENTY = 10**9
 
@@ -166,54 +163,14 @@ def test_a_session_that_fails_fails_alone(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(stream, "attend", broken)
     run(engine)
-    assert isinstance(bad.events[-1], KvkeepError) and "out of luck" in str(bad.events[-1])
+    error = bad.events[-1]
+    assert isinstance(error, KvkeepError) and "(RuntimeError)" in str(error)
+    assert "luck" in str(error.__cause__) and "luck" not in str(error)  # words may be those of a prompt
     assert [*good.ended.tokens] == alone("llama", ids, 10, method="full")
     monkeypatch.undo()
     again = Client(engine, text(40, 2), 10, name=("me", "bad"))
     run(engine)
     assert [*again.ended.tokens] == alone("llama", text(40, 2), 10, method="h2o", budget=16, chunk=16)
-
-
-def test_memory_is_granted_before_an_answer_begins_and_idle_sessions_make_way() -> None:
-    cache: dict[str, Any] = {"method": "h2o", "budget": 16, "chunk": 16}
-    one = most(KeepCache(tiny("llama"), **cache), 48)
-    engine = serving(memory=int(2.5 * one))
-    clients = [Client(engine, text(40, seed), name=("me", str(seed)), **cache) for seed in range(6)]
-    least = 0
-    engine._stopping = True
-    while engine.step():
-        now = sum(held(session.past.cache) for session in engine.sessions.memory.values())
-        least = max(least, now)
-        assert now <= engine.arbiter.total and len(engine.running) <= 2
-    assert least > one // 2  # it is a limit that is used
-    for seed, client in enumerate(clients):
-        assert [*client.ended.tokens] == alone("llama", text(40, seed), **cache)
-    small = serving(memory=one // 2)
-    client = Client(small, text(40, 1), **cache)
-    run(small)
-    (error,) = client.events
-    assert isinstance(error, BudgetError) and "more memory" in str(error)
-
-
-def counted(function: Callable[..., Any], calls: list[int]) -> Callable[..., Any]:
-    def called(*given: Any, **own: Any) -> Any:
-        calls.append(1)
-        return function(*given, **own)
-
-    return called
-
-
-def test_who_waits_for_memory_costs_no_step_anything(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither its cache nor what others hold is looked at again, until somebody leaves."""
-    cache: dict[str, Any] = {"method": "h2o", "budget": 16, "chunk": 16}
-    engine, made, asked = serving(memory=int(1.5 * most(KeepCache(tiny("llama"), **cache), 60))), [], []
-    clients = [Client(engine, text(40, seed), 20, **cache) for seed in range(3)]
-    for kind, name, calls in ((KeepCache, "__init__", made), (Session, "most", asked)):
-        monkeypatch.setattr(kind, name, counted(getattr(kind, name), calls))
-    run(engine)
-    assert len(made) == 3 and len(asked) <= 6  # each at its arrival, and when it begins
-    for seed, client in enumerate(clients):
-        assert [*client.ended.tokens] == alone("llama", text(40, seed), 20, **cache)
 
 
 def test_too_many_and_too_long_are_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,28 +18,24 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from typing import Any, TypeVar
 
 from torch import Tensor
 
-from kvkeep.cache import KeepCache
-from kvkeep.decode.past import Past
 from kvkeep.decode.session_store import SessionStore
 from kvkeep.errors import KvkeepError, UnsupportedModelError, UsageError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.models.binding import bind
 from kvkeep.models.loading import Loaded
-from kvkeep.policies.request import Request
+from kvkeep.serve.admission import Admission, failed
 from kvkeep.serve.answer import Answer, Ask
-from kvkeep.serve.arbiter import Arbiter, widest_bytes
+from kvkeep.serve.arbiter import Arbiter
 from kvkeep.serve.batch import alone, forward, packs
-from kvkeep.serve.job import Ended, Event, Full, Job, Reading, Stopping
-from kvkeep.serve.prefixes import Prefix, find, worth_keeping
-from kvkeep.serve.sessions import EVERY_S, Name, Session, Sessions
+from kvkeep.serve.job import Ended, Event, Full, Job, Stopping
+from kvkeep.serve.prefixes import worth_keeping
+from kvkeep.serve.sessions import EVERY_S, Name, Sessions
 
 T = TypeVar("T")
 WAITING = 64
@@ -87,8 +83,9 @@ class Engine:
         self.running: list[Job] = []
         self.watch = Watch()
         self._saving: list[Job] = []
-        self._waiting: deque[Job] = deque()
-        self._refused: tuple[Job, object] | None = None  # who waits for memory, and the house that has none
+        self._admission = Admission(
+            self.model, self.geometry, self.arbiter, self.sessions, self.running, self._saving, self._begun
+        )
         self._count = 0  # of those in the inbox and waiting
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -176,7 +173,7 @@ class Engine:
         while self._thread is not None and self._thread.is_alive():
             self._thread.join(0.05)
             if time.monotonic() > deadline:
-                for job in [*self.running, *self._waiting]:
+                for job in [*self.running, *self._admission.waiting]:
                     job.cancel()
 
     def join(self) -> None:
@@ -197,7 +194,7 @@ class Engine:
             with self._lock:
                 self._stopping = True
             self._take_in(False)
-            for job in [*self.running, *self._waiting]:
+            for job in [*self.running, *self._admission.waiting]:
                 job.tell(KvkeepError(f"The engine has failed ({type(error).__name__}); the answer is lost."))
             raise
         finally:
@@ -212,13 +209,13 @@ class Engine:
     def step(self, wait: bool = False) -> bool:
         """Do one step: take what came in, and read for everybody once. ``wait``: for something to do, if there is
         nothing. Return False when it was stopped and nothing is left to do."""
-        nothing = not self.running and not self._waiting and not self._saving
+        nothing = not self.running and not self._admission.waiting and not self._saving
         self._take_in(wait and nothing)
         self._tell_saved()
         self._drop_cancelled()
         self.sessions.look()
         self.sessions.tidy()
-        self._admit()
+        self._admission.admit()
         self._go_on()
         self.beat = time.monotonic()
         jobs = self._turn()
@@ -227,7 +224,7 @@ class Engine:
         elif self.sessions.under_way:  # what has to go on waits for a file
             self._take_in(True)
         stopping = self._stopping  # first: from then on nobody is let in
-        left = self.running or self._waiting or self._saving or not self._inbox.empty()
+        left = self.running or self._admission.waiting or self._saving or not self._inbox.empty()
         return bool(left) or not stopping
 
     def _take_in(self, wait: bool) -> None:
@@ -238,147 +235,19 @@ class Engine:
                 return
             wait = False
             if isinstance(given, Job):
-                self._waiting.append(given)
+                self._admission.waiting.append(given)
             elif given is not None:
                 given()
 
+    def _begun(self) -> None:
+        """Count one less of those that wait."""
+        with self._lock:
+            self._count -= 1
+
     def _drop_cancelled(self) -> None:
-        for job in [job for job in self._waiting if job.cancelled and not job.at_files]:
-            with suppress(Exception):
-                self._adopt(job)
-            session = None if job.name is None else self.sessions.memory.get(job.name)
-            if session is not None and not session.busy:
-                self.sessions.leave(session)
-            self._waiting.remove(job)
-            self._counted(-1)
-            job.end(Ended("cancelled", "", (), 0, 0, 0))
+        self._admission.drop_cancelled()
         for job in [job for job in self.running if job.cancelled and job.answer is not None]:
             self._end(job, "cancelled")
-
-    def _counted(self, change: int) -> None:
-        with self._lock:
-            self._count += change
-
-    def _admit(self) -> None:
-        """Begin waiting answers in order, as far as memory is granted: nobody overtakes one that waits for memory. One
-        whose session is busy, whose file is being opened, or whose prompt begins with what another one is reading,
-        waits for that alone."""
-        busy = {job.name for job in (*self.running, *self._saving)} - {None}
-        for job in [*self._waiting]:
-            if job.name in busy or self._is_behind(job):
-                busy |= {job.name} - {None}  # its session's turns stay in order
-                continue
-            if self._refused == (job, self._house):  # nobody has left since: what they hold is not counted every time
-                return
-            try:
-                session = self._session(job)
-                found = None if session is None else find(job, session, self.running, self.sessions.idle())
-                if isinstance(found, Reading):
-                    job.behind = found
-                    busy |= {job.name} - {None}
-                    continue
-                if session is not None and not self._begun(job, session, found):
-                    return
-            except Exception as error:
-                if job.name is not None and job.name in self.sessions.memory:
-                    self.sessions.leave(self.sessions.memory[job.name])
-                job.end(error if isinstance(error, KvkeepError) else _failed(error))
-            if job.name is not None:
-                busy.add(job.name)
-            if job.file is None or job.session is not None:  # else its file is being opened
-                self._waiting.remove(job)
-                self._counted(-1)
-
-    def _session(self, job: Job) -> Session | None:
-        """Return the session that an answer goes on with, None as long as its file is being opened. Raises what that
-        fails by."""
-        if job.name is None:
-            job.session = job.session or Session(None, Past(KeepCache(self.model, **job.cache)), job.owner)
-            return job.session
-        session = self.sessions.memory.get(job.name)
-        if session is None:
-            if job.file is None:
-                job.file = self.sessions.open(job.name, job.cache)
-            if not job.file.done():
-                return None
-            session = self._adopt(job)
-        if job.own and Request.parse(**job.cache) != session.cache.request:
-            raise UsageError(
-                f"The session '{job.name[1]}' goes on by the method and budget that it began with, which are others; "
-                "leave them out, or take another name."
-            )
-        return session
-
-    def _adopt(self, job: Job) -> Session:
-        """Make the session that was opened for an answer, and return it."""
-        assert job.file is not None and job.name is not None
-        opened, job.file = job.file, None
-        session: Session = opened.result()()
-        self.sessions.memory[job.name] = session
-        return session
-
-    def _is_behind(self, job: Job) -> bool:
-        """Return whether another answer is still reading what the prompt of a job begins with, which then need not
-        be."""
-        if job.behind is not None and (job.behind.done or job.behind.job not in self.running):
-            job.behind = None
-        return job.behind is not None
-
-    @property
-    def _house(self) -> frozenset[int | Name]:
-        """Who is in memory."""
-        return frozenset([*map(id, self.running), *map(id, self._saving), *self.sessions.memory])
-
-    def _begun(self, job: Job, session: Session, prefix: Prefix | None) -> bool:
-        """Grant memory to an answer and begin it, with what another session has read of its prompt, once its own is in
-        memory; False: it has to wait. Raises what it fails by."""
-        most = session.most(len(job.ask.prompt) + job.ask.most)
-        self.arbiter.check(most)
-        most = max(most, session.held)  # what it has and is not going to read is not given back
-        giver = None if prefix is None else prefix.session
-        way = None
-        if prefix is not None and not prefix.whole:
-            granted = max(most, prefix.copied) + len(prefix.ids) * widest_bytes(self.geometry)  # of a layer in hand
-            way = self._way(session, granted - prefix.once, staying=giver)
-        if way is None:
-            giver = None if giver is None or giver.busy else giver
-            granted = most if giver is None else max(most, giver.held)
-            way = self._way(session, granted, going=giver)
-        if way is None:
-            self._refused = job, self._house
-            return False
-        for one in way:
-            self.sessions.park(one)
-        if giver is not None and prefix is not None:
-            session.past = giver.past if giver in way else prefix.past()
-            self.sessions.use(giver)
-        if not session.away:
-            session.align(job.ask.prompt)
-        job.session, job.granted, self._refused = session, granted, None
-        self.running.append(job)
-        self.sessions.touch(session)
-        if session.away:
-            job.file = self.sessions.restore(session)
-        return True
-
-    def _way(
-        self, session: Session, wanted: int, going: Session | None = None, staying: Session | None = None
-    ) -> list[Session] | None:
-        """Return which idle sessions have to make way, so that ``session`` can have ``wanted`` bytes: ``going`` in any
-        case, ``staying`` in none, and of the others those first that were not used for longest. None: it is too much
-        without all of them, too."""
-        others = {one: one.counted for one in self.sessions.memory.values() if one not in (session, going)}
-        others |= {
-            job.session: (job.granted, job.session.counted[1]) for job in self.running if job.session is not None
-        }
-        gone = [] if going is None else [going]
-        idle = [one for one in self.sessions.idle() if one in others and one is not staying]
-        while not self.arbiter.grants(wanted, others.values()):
-            if not idle:
-                return None
-            gone.append(idle.pop(0))
-            del others[gone[-1]]
-        return gone
 
     def _go_on(self) -> None:
         """Begin the answers whose sessions are in memory."""
@@ -393,7 +262,7 @@ class Engine:
             except Exception as error:
                 self.running.remove(job)
                 self.sessions.leave(job.session, stay=False)
-                job.end(error if isinstance(error, KvkeepError) else _failed(error))
+                job.end(error if isinstance(error, KvkeepError) else failed(error))
 
     def _turn(self) -> list[Job]:
         """Return whose turn it is: all that write, and one that reads a prompt, in turn."""
@@ -429,7 +298,7 @@ class Engine:
             except KvkeepError as error:
                 self._fail(job, error)
             except Exception as error:
-                self._fail(job, _failed(error))
+                self._fail(job, failed(error))
             else:
                 if whole:
                     self._end(job, answer.reason)
@@ -474,7 +343,3 @@ class Engine:
             self._saving.remove(job)
             self.sessions.leave(job.session, stay=not job.session.lost)
             job.end(job.last)
-
-
-def _failed(error: Exception) -> KvkeepError:
-    return KvkeepError(f"The answer failed ({type(error).__name__}: {error}).")

@@ -1,0 +1,193 @@
+"""Admission: whose answers wait, and who is let in, in order, as far as memory is granted."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from kvkeep.cache import KeepCache
+from kvkeep.decode.past import Past
+from kvkeep.errors import KvkeepError, UsageError
+from kvkeep.geometry import ModelGeometry
+from kvkeep.policies.request import Request
+from kvkeep.serve.arbiter import Arbiter, widest_bytes
+from kvkeep.serve.job import Ended, Job, Reading
+from kvkeep.serve.prefixes import Prefix, find
+from kvkeep.serve.sessions import Name, Session, Sessions
+
+log = logging.getLogger(__name__)
+
+
+class Admission:
+    """The queue of an engine, of its thread alone.
+
+    running, saving: the engine's own lists, of answers that were let in and of those whose turn is being saved. left:
+    is told of every answer that does not wait any more.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        geometry: ModelGeometry,
+        arbiter: Arbiter,
+        sessions: Sessions,
+        running: list[Job],
+        saving: list[Job],
+        left: Callable[[], None],
+    ) -> None:
+        self.model, self.geometry, self.arbiter, self.sessions = model, geometry, arbiter, sessions
+        self.waiting: deque[Job] = deque()
+        self._running, self._saving, self._left = running, saving, left
+        self._refused: tuple[Job, object] | None = None  # who waits for memory, and the house that has none
+
+    def drop_cancelled(self) -> None:
+        """End the answers that wait and are wanted no more."""
+        for job in [job for job in self.waiting if job.cancelled and not job.at_files]:
+            with suppress(Exception):
+                self._adopt(job)
+            session = None if job.name is None else self.sessions.memory.get(job.name)
+            if session is not None and not session.busy:
+                self.sessions.leave(session)
+            self.waiting.remove(job)
+            self._left()
+            job.end(Ended("cancelled", "", (), 0, 0, 0))
+
+    def admit(self) -> None:
+        """Begin waiting answers in order, as far as memory is granted: nobody overtakes one that waits for memory. One
+        whose session is busy, whose file is being opened, or whose prompt begins with what another one is reading,
+        waits for that alone."""
+        busy = {job.name for job in (*self._running, *self._saving)} - {None}
+        for job in [*self.waiting]:
+            if job.name in busy or self._is_behind(job):
+                busy |= {job.name} - {None}  # its session's turns stay in order
+                continue
+            if self._refused == (job, self._house):  # nobody has left since: what they hold is not counted every time
+                return
+            try:
+                session = self._session(job)
+                found = None if session is None else find(job, session, self._running, self.sessions.idle())
+                if isinstance(found, Reading):
+                    job.behind = found
+                    busy |= {job.name} - {None}
+                    continue
+                if session is not None and not self._begun(job, session, found):
+                    return
+            except Exception as error:
+                if job.name is not None and job.name in self.sessions.memory:
+                    self.sessions.leave(self.sessions.memory[job.name])
+                job.end(error if isinstance(error, KvkeepError) else failed(error))
+            if job.name is not None:
+                busy.add(job.name)
+            if job.file is None or job.session is not None:  # else its file is being opened
+                self.waiting.remove(job)
+                self._left()
+
+    def _session(self, job: Job) -> Session | None:
+        """Return the session that an answer goes on with, None as long as its file is being opened. Raises what that
+        fails by."""
+        if job.name is None:
+            job.session = job.session or Session(None, Past(KeepCache(self.model, **job.cache)), job.owner)
+            return job.session
+        session = self.sessions.memory.get(job.name)
+        if session is None:
+            if job.file is None:
+                job.file = self.sessions.open(job.name, job.cache)
+            if not job.file.done():
+                return None
+            session = self._adopt(job)
+        if job.own and Request.parse(**job.cache) != session.cache.request:
+            raise UsageError(
+                f"The session '{job.name[1]}' goes on by the method and budget that it began with, which are others; "
+                "leave them out, or take another name."
+            )
+        return session
+
+    def _adopt(self, job: Job) -> Session:
+        """Make the session that was opened for an answer, and return it."""
+        assert job.file is not None and job.name is not None
+        opened, job.file = job.file, None
+        session: Session = opened.result()()
+        self.sessions.memory[job.name] = session
+        return session
+
+    def _is_behind(self, job: Job) -> bool:
+        """Return whether another answer is still reading what the prompt of a job begins with, which then need not
+        be."""
+        if job.behind is not None and (job.behind.done or job.behind.job not in self._running):
+            job.behind = None
+        return job.behind is not None
+
+    @property
+    def _house(self) -> frozenset[int | Name]:
+        """Who is in memory."""
+        return frozenset([*map(id, self._running), *map(id, self._saving), *self.sessions.memory])
+
+    def _begun(self, job: Job, session: Session, prefix: Prefix | None) -> bool:
+        """Grant memory to an answer and begin it, with what another session has read of its prompt, once its own is in
+        memory; False: it has to wait. Raises what it fails by."""
+        most = session.most(len(job.ask.prompt) + job.ask.most)
+        self.arbiter.check(most)
+        most = max(most, session.held)  # what it has and is not going to read is not given back
+        giver = None if prefix is None else prefix.session
+        way = None
+        if prefix is not None and not prefix.whole:
+            granted = max(most, prefix.copied) + len(prefix.ids) * widest_bytes(self.geometry)  # of a layer in hand
+            way = self._way(session, granted - prefix.once, staying=giver)
+        if way is None:
+            giver = None if giver is None or giver.busy else giver
+            granted = most if giver is None else max(most, giver.held)
+            way = self._way(session, granted, going=giver)
+        if way is None:
+            self._refused = job, self._house
+            return False
+        for one in way:
+            self.sessions.park(one)
+        if giver is not None and prefix is not None:
+            session.past = giver.past if giver in way else prefix.past()
+            self.sessions.use(giver)
+        if not session.away:
+            session.align(job.ask.prompt)
+        job.session, job.granted, self._refused = session, granted, None
+        self._running.append(job)
+        self.sessions.touch(session)
+        if session.away:
+            job.file = self.sessions.restore(session)
+        return True
+
+    def _way(
+        self, session: Session, wanted: int, going: Session | None = None, staying: Session | None = None
+    ) -> list[Session] | None:
+        """Return which idle sessions have to make way, so that ``session`` can have ``wanted`` bytes: ``going`` in any
+        case, ``staying`` in none, and of the others those first that were not used for longest. None: it is too much
+        without all of them, too."""
+        others = {one: one.counted for one in self.sessions.memory.values() if one not in (session, going)}
+        others |= {
+            job.session: (job.granted, job.session.counted[1]) for job in self._running if job.session is not None
+        }
+        gone = [] if going is None else [going]
+        idle = [one for one in self.sessions.idle() if one in others and one is not staying]
+        while not self.arbiter.grants(wanted, others.values()):
+            if not idle:
+                return None
+            gone.append(idle.pop(0))
+            del others[gone[-1]]
+        return gone
+
+
+def failed(error: Exception) -> KvkeepError:
+    """Return what is told of an error that nobody foresaw: its kind, and not its words, which may be those of a prompt
+    or a path. It is the cause of what is returned; where it was raised is in the log."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    kind = type(error).__name__
+    if trace is not None:
+        log.error("%s in %s, line %d.", kind, Path(trace.tb_frame.f_code.co_filename).name, trace.tb_lineno)
+    told = KvkeepError(f"The answer failed ({kind}).")
+    told.__cause__ = error
+    return told
