@@ -264,8 +264,8 @@ class Sessions:
         self._do(self._evicted)
 
     def tidy(self) -> None:
-        """Give freed memory back to the system, now and then: parts in use lie between it, so that by itself the process
-        would grow (16 prompts of 2,048 tokens in `full`: 400 to 550 MB more)."""
+        """Give freed memory back to the system, now and then: parts in use lie between it, so that by itself the
+        process would grow (16 prompts of 2,048 tokens in ``full``: 400 to 550 MB more)."""
         if self.freed > TIDY:
             self.freed = 0
             give_back()
