@@ -278,7 +278,9 @@ class Engine:
 
     def _read(self, jobs: Sequence[Job]) -> None:
         reads = [job.part() for job in jobs]
-        self.watch.stepped(len(reads), sum(len(read.ids) for read in reads))
+        tokens = sum(len(read.ids) for read in reads)
+        self.watch.stepped(len(reads), tokens)
+        self.sessions.freed += tokens * self.geometry.kv_bytes_per_token  # a buffer that grows is copied
         packed = [number for number, read in enumerate(reads) if packs(read.cache)]
         results: dict[int, Tensor | Exception] = {}
         if packed:
