@@ -40,6 +40,8 @@ EXPORTED = {
 """The sections of the page of the Python interface, in the order in which one needs them."""
 LINK = re.compile(r"\]\(([^)#:\s]+)(#[^)]*)?\)")
 TABLE = re.compile(r"^<!-- kvkeep (.*) -->$", re.MULTILINE)
+HELP = re.compile(r"^(\* `[^`\n]*`: )(.*)$", re.MULTILINE)
+"""A line of Typer's Markdown: the option, and its help, which is plain text."""
 ROLE = re.compile(r":(?:attr|class|data|func|meth|mod):`~?([^`]+)`")
 
 
@@ -86,7 +88,7 @@ def options() -> str:
         command = loaded(name, where)
         context = typer.Context(command, info_name=name)
         made.append(get_docs_for_click(obj=command, ctx=context, indent=2, name=name, call_prefix="kvkeep"))
-    return "\n".join(made)
+    return HELP.sub(lambda found: found[1] + re.sub(r"([*_<])", r"\\\1", found[2]), "\n".join(made))
 
 
 def interface() -> str:
