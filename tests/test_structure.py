@@ -66,6 +66,7 @@ def combinations() -> Iterator[Method]:
             yield replace(resolve(preset), name=preset + tail, **({"recall": recall()} if name else {}))
 
 
+@pytest.mark.slow
 def test_every_combination_works_or_says_why_not() -> None:
     """Of about 1,200; some read a text."""
     refused, taken = 0, []
