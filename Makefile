@@ -50,7 +50,7 @@ soak: $(STAMP) model
 
 # The documentation as a site, in site/; `python -m http.server -d site` shows it.
 docs: $(STAMP)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 bench: $(STAMP) model
 	$(BIN)/kvkeep bench
