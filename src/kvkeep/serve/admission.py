@@ -6,13 +6,12 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 
 from transformers import PreTrainedModel
 
 from kvkeep.cache import KeepCache
 from kvkeep.decode.past import Past
-from kvkeep.errors import KvkeepError, UsageError
+from kvkeep.errors import KvkeepError, UsageError, place_of
 from kvkeep.geometry import ModelGeometry
 from kvkeep.policies.request import Request
 from kvkeep.serve.arbiter import Arbiter, widest_bytes
@@ -199,12 +198,7 @@ class Admission:
 def failed(error: Exception) -> KvkeepError:
     """Return what is told of an error that nobody foresaw: its kind, and not its words, which may be those of a prompt
     or a path. It is the cause of what is returned; where it was raised is in the log."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    kind = type(error).__name__
-    if trace is not None:
-        log.error("%s in %s, line %d.", kind, Path(trace.tb_frame.f_code.co_filename).name, trace.tb_lineno)
-    told = KvkeepError(f"The answer failed ({kind}).")
+    log.error("An answer failed: %s", place_of(error))
+    told = KvkeepError(f"The answer failed ({type(error).__name__}).")
     told.__cause__ = error
     return told
