@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from kvkeep.cli import options
+from kvkeep.cli import completion, options
 from kvkeep.cli.output import err, machine, note, print_json
 from kvkeep.errors import Interrupted, KvkeepError, UsageError
 from kvkeep.models.loading import load
@@ -69,11 +69,13 @@ def _field(field: FieldInfo) -> tuple[Any, Any]:
     default = field.get_default(call_default_factory=True) if flag.default is ... else flag.default
     kind, text = _plain(field.annotation), field.description or ""
     text = f"{text[:1].upper()}{text[1:]}."
+    completes = completion.methods if "-x" in flag.names else None
     if kind is list:
         shown = ",".join(map(str, default)) if default else False
-        option = typer.Option(*flag.names, help=f"{text} By commas, or repeated.", show_default=shown)
+        help = f"{text} By commas, or repeated."
+        option = typer.Option(*flag.names, help=help, show_default=shown, autocompletion=completes)
         return Annotated[list[str] | None, option], None
-    option = typer.Option(*flag.names, help=text)
+    option = typer.Option(*flag.names, help=text, autocompletion=completes)
     return Annotated[kind if default is not None else kind | None, option], default
 
 
