@@ -100,8 +100,9 @@ def test_passages_of_several_texts_are_compared_one_by_one(
     run: Run, model_folder: Path, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("a_b.txt", "c.txt"):
-        Path(name).write_text(". ".join([words] * 2))
+    for name, order in (("a_b.txt", 1), ("c.txt", -1)):
+        parts = words.split()[::order]
+        Path(name).write_text(". ".join(" ".join(parts[place : place + 10]) for place in range(0, 200, 10)))
     common = ("compare", "-m", str(model_folder), "-f", "*.txt", "-x", "full,h2o", "-b", "25%", "-n", "4")
     drawn = (*common, "--limit", "64", "--seeds", "2")
     code, out, err = run(*drawn, "--json", "--csv", "c.csv", "--latex", "c.tex")

@@ -61,7 +61,8 @@ def joined(sources: Sequence[Path]) -> str:
 def passage(tokenizer: Any, text: str, tokens: int, draw: random.Random) -> list[int]:
     """Return ``tokens`` token ids of ``text``, from the first sentence after a place that ``draw`` chooses; a text that
     ends begins again. Raises UsageError where the text is shorter than that."""
-    start = _sentence(text, draw)
+    place = draw.randrange(len(text))
+    start = max(text.find(". ", place) + 2, text.find(".\n", place) + 2, 0)
     ids = list(
         tokenizer((text + "\n\n" + text)[start : start + _CHARACTERS * tokens], add_special_tokens=False).input_ids
     )
@@ -72,13 +73,16 @@ def passage(tokenizer: Any, text: str, tokens: int, draw: random.Random) -> list
 
 def pieces(tokenizer: Any, text: str, tokens: int, count: int) -> list[str]:
     """Return ``count`` pieces of ``text``, each of ``tokens`` tokens from the first sentence after a place that its
-    seed (0, 1, ...) chooses. No two overlap: a seed chooses again until its piece lies apart from those before it, so
-    that a seed's piece does not depend on ``count``. Raises UsageError where the text has no room for them."""
+    seed (0, 1, ...) chooses; from the first word where there is no sentence. No two overlap: a seed chooses again until
+    its piece lies apart from those before it, so that a seed's piece does not depend on ``count``. Raises UsageError
+    where the text has no room for them."""
     found: list[tuple[int, int]] = []
     for seed in range(count):
         draw = random.Random(seed)
         for _ in range(_TRIES):
-            start = _sentence(text, draw)
+            place = draw.randrange(len(text))
+            ends = [end for mark in (". ", ".\n") if (end := text.find(mark, place)) >= 0]
+            start = min(ends) + 2 if ends else text.find(" ", place) + 1
             if any(low <= start < high for low, high in found):
                 continue
             piece, there = shortened(tokenizer, text[start : start + _CHARACTERS * tokens], tokens)
@@ -92,9 +96,3 @@ def pieces(tokenizer: Any, text: str, tokens: int, count: int) -> list[str]:
                 f"{seed}; give a longer one, shorter passages, or fewer."
             )
     return [text[start:stop] for start, stop in found]
-
-
-def _sentence(text: str, draw: random.Random) -> int:
-    """Return where the first sentence begins after a place that ``draw`` chooses."""
-    place = draw.randrange(len(text))
-    return max(text.find(". ", place) + 2, text.find(".\n", place) + 2, 0)
