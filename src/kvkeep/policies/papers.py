@@ -32,7 +32,8 @@ class Paper:
         if self.eprint:
             fields |= {"eprint": self.eprint, "archivePrefix": "arXiv", "url": f"https://arxiv.org/abs/{self.eprint}"}
         lines = [f"  {name} = {{{value}}}," for name, value in fields.items() if value]
-        return "\n".join([f"@{'inproceedings' if self.where else 'misc'}{{{self.key},", *lines, "}"])
+        bare = [] if self.title else [f"% arXiv:{self.eprint}: its title and authors are not known here"]
+        return "\n".join([*bare, f"@{'inproceedings' if self.where else 'misc'}{{{self.key},", *lines, "}"])
 
 
 PAPERS = (
