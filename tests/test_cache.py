@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from helpers import allocated, assert_near, counted, expected, generate, padded,
 
 from kvkeep import BudgetError, KeepCache, ModelGeometry, StoreError, UsageError, verified
 from kvkeep.memory.places import Disk
+from kvkeep.policies.request import Options
 from kvkeep.stock import requested
 
 KINDS = ["kv", "residual", "residual:3", "tokens"]
@@ -27,6 +30,11 @@ def test_what_is_left_out_has_a_default() -> None:
     assert KeepCache(model, budget=f"{64 * per_token}B").entries == 64
     assert KeepCache(model, budget=f"{64 * per_token}B", batch=2).entries == 32
     assert KeepCache(model, budget="25%", context=200).entries == 50
+
+
+def test_its_signature_names_every_option() -> None:
+    given = set(inspect.signature(KeepCache).parameters) - {"model", "method", "budget", "request"}
+    assert given == set(Options.__annotations__)
 
 
 @pytest.mark.parametrize(
@@ -71,6 +79,30 @@ def test_a_static_cache_that_is_full_says_so() -> None:
     step("llama", cache, prompt(1, 20))
     with pytest.raises(UsageError, match="holds 20 entries and 21 are needed"):
         step("llama", cache, prompt(1, 1))
+
+
+def test_one_line_says_what_it_is_and_a_block_ends_with_nothing_held(tmp_path: Path) -> None:
+    mapped = Path("/proc/self/maps")
+    with KeepCache(tiny("llama"), "kv-direct", 16, where="disk", folder=tmp_path) as cache:
+        step("llama", cache, prompt(1, 40))
+        held = cache.resident_bytes()
+        assert held and str(tmp_path) in mapped.read_text()
+        assert repr(cache) == f"KeepCache(method='kv-direct', budget='16', tokens=40, bytes={held}, exactness='exact')"
+        assert (cache.memory().process_bytes or 0) > held
+    assert str(tmp_path) not in mapped.read_text() and cache.resident_bytes() == 0
+    assert repr(cache).startswith("KeepCache(method='kv-direct', budget='16', tokens=0, bytes=0")
+    assert repr(KeepCache(tiny("llama"))) == "KeepCache(method='full', tokens=0, bytes=0, exactness='exact')"
+
+
+@pytest.mark.parametrize("method", ["full", "static", "kv-direct", "h2o", "snapkv+verified"])
+def test_another_text_without_a_reset_is_refused(method: str) -> None:
+    """As a pipeline would give it: transformers cuts what the cache has read, and is left with nothing."""
+    cache = KeepCache(tiny("llama"), method, None if method == "full" else 64)
+    wanted = generate("llama", cache, prompt(1, 20)).sequences
+    with pytest.raises(UsageError, match=r"has read \d+, and the text has no more.*reset\(\)"):
+        generate("llama", cache, prompt(1, 10))
+    cache.reset()
+    assert torch.equal(generate("llama", cache, prompt(1, 20)).sequences, wanted)
 
 
 def test_a_crop_of_what_is_not_there_is_refused() -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
-from typing import Any, Unpack
+from typing import Any, Literal, Self, Unpack
 
 import torch
 from torch import Tensor
-from transformers import Cache
+from transformers import Cache, PreTrainedModel
 
 from kvkeep import report
 from kvkeep.budget import Budget
@@ -20,7 +21,7 @@ from kvkeep.memory.rows import Rows
 from kvkeep.passes import Passes
 from kvkeep.policies.assembly import Assembly, Before, assemble
 from kvkeep.policies.methods import Method
-from kvkeep.policies.request import Options, Request
+from kvkeep.policies.request import PAGE, Options, Request
 from kvkeep.reconstruction import compress
 from kvkeep.stores.dynamic import held_by
 from kvkeep.stores.layer import Layer
@@ -41,20 +42,43 @@ class KeepCache(Cache):
     share a budget given in bytes. recall: how evicted entries are read, as the last part of the method's name would say
     ("verified", "pages:8"); without a method, that of "snapkv". request: all of it, read before.
 
+    A cache goes on with the text that it has read; :meth:`reset` empties it for another one, and so does the end of a
+    ``with`` block, which frees its memory and its files.
+
     Raises UsageError, BudgetError, UnsupportedModelError or StoreError, each with one sentence.
     """
 
     def __init__(
         self,
-        model: Any,
+        model: PreTrainedModel,
         method: str | None = None,
         budget: int | str | Budget | None = None,
         *,
+        checkpoint: str | None = None,
+        where: Literal["device", "host", "disk"] | None = None,
+        capacity: int | None = None,
+        folder: str | os.PathLike[str] | None = None,
+        chunk: int | None = None,
+        page: int = PAGE,
+        context: int | None = None,
+        batch: int = 1,
+        recall: str | None = None,
         request: Request | None = None,
-        **options: Unpack[Options],
     ) -> None:
         self.model = model
-        self.request = request or Request.parse(method, budget, **options)
+        self.request = request or Request.parse(
+            method,
+            budget,
+            checkpoint=checkpoint,
+            where=where,
+            capacity=capacity,
+            folder=folder,
+            chunk=chunk,
+            page=page,
+            context=context,
+            batch=batch,
+            recall=recall,
+        )
         self.method: Method = self.request.method
         self.geometry = ModelGeometry.from_config(model.config, next(model.parameters()).dtype.itemsize)
         self._start()
@@ -175,7 +199,9 @@ class KeepCache(Cache):
             self.positions.select(index)
 
     @lasting
-    def fork(self, method: str | None = None, budget: int | str | Budget | None = None, **options: Any) -> KeepCache:
+    def fork(
+        self, method: str | None = None, budget: int | str | Budget | None = None, **options: Unpack[Options]
+    ) -> KeepCache:
         """Return a second cache with the same past; what either of them takes in afterwards the other does not see.
 
         Without arguments it is of the same kind: "paged" shares its blocks until one of them is written, any other
@@ -183,6 +209,20 @@ class KeepCache(Cache):
         cache of that kind, as if it had read the text itself. Raises UsageError where that cannot be.
         """
         return fork(self, None if method is None and budget is None and not options else (method, budget, options))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.reset()
+
+    def __repr__(self) -> str:
+        held = self.resident_bytes() + self.compressed_bytes()
+        budget = "" if self.request.budget is None else f"budget='{self.request.budget}', "
+        return (
+            f"KeepCache(method='{self.method.name}', {budget}tokens={self.get_seq_length()}, bytes={held}, "
+            f"exactness='{self.exactness}')"
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KeepCache:
         return fork(self, None)  # the model is not the cache's to copy
@@ -250,7 +290,7 @@ class KeepCache(Cache):
         return sum(held.compressed_bytes for held in self.held)
 
     def memory(self) -> Memory:
-        """Return measured bytes, by what they are for."""
+        """Return measured bytes, by what they are for, and beside them those of the process."""
         return report.memory(self.made, self.held)
 
     def entry_states(self) -> list[Tensor]:

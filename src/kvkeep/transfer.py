@@ -11,9 +11,9 @@ from kvkeep.contracts.exactness import Exactness
 from kvkeep.errors import NotCarried
 from kvkeep.memory.ledger import Ledger
 from kvkeep.memory.rows import Rows, concatenated
-from kvkeep.policies.request import Request
+from kvkeep.policies.request import Options, Request
 
-Kind = tuple[str | None, Any, dict[str, Any]]  # method, budget, other options of a cache
+Kind = tuple[str | None, Any, Options]  # method, budget, other options of a cache
 
 
 def state(cache: Any) -> dict[str, Tensor]:

@@ -256,7 +256,7 @@ def test_an_answer_that_fails_leaves_the_session_as_it_was_saved(
         patch.setattr(Past, "recover", lambda past, known: past.cache.reset())  # the worst that may be
         patch.setattr("kvkeep.serve.engine.forward", lambda model, reads: [RuntimeError("out of luck")] * len(reads))
         bad = told(engine, ids, "talk")
-    assert "out of luck" in str(bad.events[-1])
+    assert "(RuntimeError)" in str(bad.events[-1])
     two = told(engine, ids, "talk")
     assert two.ended.cached > 0 and [[*one.ended.tokens], [*two.ended.tokens]] == alone(
         parts[:2], {"method": "h2o", "budget": 24, "chunk": 16}

@@ -40,7 +40,7 @@ class Fate(ABC):
     all tokens are needed. work: whose overhead a step has (:data:`kvkeep.plan.machine.LAYERS`), the selector's where it
     is none of those. leaves: who leaves, where that is the fate's to say. readings: how often a chunk of a prompt is
     read, passes back through the model included; gradients: there are such. keeps, merges, makes_room: as of the store
-    it makes.
+    it makes. across_heads: what becomes of an entry of one KV head depends on others.
     """
 
     label: ClassVar[str]
@@ -56,6 +56,7 @@ class Fate(ABC):
     keeps: ClassVar[bool] = True
     merges: ClassVar[bool] = False
     makes_room: ClassVar[bool] = False
+    across_heads: ClassVar[bool] = False
 
     @property
     def kind(self) -> str | None:

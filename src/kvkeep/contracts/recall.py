@@ -83,6 +83,7 @@ class Recall(ABC):
     fate's. backed: it needs every entry in a checkpoint. reads_single: it brings back single entries, so none may be
     merged into others. place: where its checkpoints are by default, None: as for every method. loses: it goes on where
     a checkpoint of limited capacity has lost entries. drafts: it decodes in rounds of draft and verify.
+    across_heads: what comes back in one KV head depends on others.
     """
 
     label: ClassVar[str]
@@ -93,6 +94,7 @@ class Recall(ABC):
     place: ClassVar[str | None] = None
     loses: ClassVar[bool] = False
     drafts: ClassVar[bool] = False
+    across_heads: ClassVar[bool] = False
 
     def tail(self, entries: int) -> int:
         """Return how many of a budget's ``entries`` are for tokens that wait for a decision, 0 where none does."""

@@ -70,8 +70,9 @@ class Selector(ABC):
     alike, so that entries lie in a ring. by_age: age alone decides who does. scores_arrivals: new entries get a first
     score from :meth:`arrive`; otherwise it is 0. needs_kv: :meth:`rank` and :meth:`observe` need the keys and values
     themselves. of_any_layer: lanes of several layers may be shown to it as rows of one. may_tie: several entries may
-    well rank the same; the oldest of them leaves first. reduce: how the attention of several queries and heads becomes
-    one number: "sum" over queries of the mean over heads, or "max" over both.
+    well rank the same; the oldest of them leaves first. across_heads: what leaves in one KV head depends on others.
+    reduce: how the attention of several queries and heads becomes one number: "sum" over queries of the mean over
+    heads, or "max" over both.
     """
 
     leaves: ClassVar[str]
@@ -83,6 +84,7 @@ class Selector(ABC):
     needs_kv: ClassVar[bool] = False
     of_any_layer: ClassVar[bool] = False
     may_tie: ClassVar[bool] = False
+    across_heads: ClassVar[bool] = False
     reduce: ClassVar[str] = "sum"
 
     @property

@@ -25,6 +25,7 @@ from kvkeep.errors import KvkeepError, SessionDamaged, SessionError, UsageError
 from kvkeep.memory.extent import Misfit
 from kvkeep.memory.rows import Rows
 from kvkeep.models.fingerprint import fingerprint
+from kvkeep.models.sharded import processes
 from kvkeep.policies.request import Request
 
 _LONGEST = 2**31  # slots are int32
@@ -100,6 +101,8 @@ def check_savable(cache: Cache) -> None:
     """Raise SessionError if a cache of this kind cannot be saved."""
     if not isinstance(cache, KeepCache):
         raise SessionError("A session on transformers' own cache cannot be saved; method 'full' can.")
+    if (parts := processes(cache.model)) > 1:
+        raise SessionError(f"The session cannot be saved: its heads are split over {parts} processes.")
     if others := cache.geometry.other_layers:
         raise SessionError(
             f"The session cannot be saved: '{cache.geometry.model_type}' has a '{others[0].kind}' layer, whose state "

@@ -73,6 +73,7 @@ class Memory:
     resident_bytes: entries attention reads directly. compressed_bytes: entries in a smaller form. checkpoint_bytes:
     data from which evicted entries are rebuilt, by place. bookkeeping_bytes: positions, tables. peak_cache_bytes: the
     peak of resident, compressed and pending entries. peak_workspace_bytes: the peak of temporary tensors of recall.
+    process_bytes: what the whole process has in memory, the model included; None where the system does not say.
     """
 
     resident_bytes: int = 0
@@ -81,6 +82,7 @@ class Memory:
     bookkeeping_bytes: int = 0
     peak_cache_bytes: int = 0
     peak_workspace_bytes: int = 0
+    process_bytes: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return the figures as plain types."""

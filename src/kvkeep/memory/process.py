@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import mmap
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,15 @@ def held_now(rollup: Path = Path("/proc/self/smaps_rollup")) -> Held:
         return held_by(rollup)
     except OSError as error:
         raise KvkeepError("What a process holds is known on Linux only; measure there.") from error
+
+
+def resident_now(statm: Path = Path("/proc/self/statm")) -> int | None:
+    """Return the bytes of this process that are in memory (its resident set, mapped files included), None where the
+    system does not say. It costs microseconds, and :func:`held_now` milliseconds."""
+    try:
+        return int(statm.read_text().split()[1]) * mmap.PAGESIZE
+    except OSError:
+        return None
 
 
 def held_by(rollup: Path) -> Held:

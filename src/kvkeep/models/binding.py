@@ -220,7 +220,13 @@ def _open(decoder: nn.Module, given: dict[str, Any], cache: Taking | None) -> tu
         return None
     if cache.decoder not in (None, decoder):
         raise UsageError("This cache was made for another model; make one for this model.")
-    cache.admit(total := tokens.shape[1])
+    total = tokens.shape[1]
+    if not total:  # as generate and pipelines cut a prompt that is no longer than what the cache has read
+        raise UsageError(
+            f"There is no new token to read: the cache has read {cache.length}, and the text has no more. A cache goes "
+            "on with the text that it has read; call reset() before another one, or make a cache for each."
+        )
+    cache.admit(total)
     cache.earlier_outputs = []
     if total > cache.chunk:
         given = _all_but_last_chunk(decoder, given, cache, total, keep)

@@ -20,6 +20,8 @@ from kvkeep.memory.ledger import Ledger
 from kvkeep.memory.meter import Meter
 from kvkeep.memory.places import place
 from kvkeep.models.binding import bind, watch
+from kvkeep.models.sharded import devices, processes
+from kvkeep.policies.methods import Method
 from kvkeep.policies.request import Request
 from kvkeep.stores.cache_positions import CachePositions
 from kvkeep.stores.checkpoints.entries import Entries
@@ -76,6 +78,7 @@ class Before:
 def assemble(request: Request, model: Any, geometry: ModelGeometry, before: Before | None = None) -> Assembly:
     """Return what a cache of ``model`` is made of; ``before``: what it was made of so far. Raises BudgetError,
     UnsupportedModelError, StoreError or UsageError where it cannot be made."""
+    _check_places(request.method, model)
     build, method = _Builder(request, model, geometry, before), request.method
     if not method.selector.keeps_all:
         return _bounded(build)
@@ -92,6 +95,34 @@ def assemble(request: Request, model: Any, geometry: ModelGeometry, before: Befo
     return Assembly(
         layers, ledger, meter, device, chunk=sys.maxsize, streams=True, table=table, decoder=decoder, exact=exact
     )
+
+
+def _check_places(method: Method, model: Any) -> None:
+    """Raise UnsupportedModelError where a model's weights lie in several places and the method takes them for one."""
+    paged = method.selector.layout == "paged"
+    if (parts := processes(model)) > 1:
+        why = None
+        if method.across_heads or paged:
+            why = f"'{method.name}' decides for KV heads together"
+        elif method.recall.drafts:
+            why = f"'{method.name}' chooses the length of its drafts by the time that they take"
+        if why is not None:
+            raise UnsupportedModelError(
+                f"The heads of this model are split over {parts} processes (tensor parallel), and {why}; 'full', "
+                "'kv-direct', 'h2o' and 'snapkv' go head by head."
+            )
+    if method.selector.keeps_all and not paged:
+        return
+    if next(model.parameters()).device.type == "meta":
+        raise UnsupportedModelError(
+            "The first weights of this model are offloaded, so its device is not known; keep the embedding on a device "
+            "in 'device_map', or use 'full' or 'static'."
+        )
+    if len(found := devices(model)) > 1:
+        raise UnsupportedModelError(
+            f"The layers of this model are on several devices ({', '.join(found)}), and '{method.name}' "
+            "keeps what layers share on one; put the model on one device, or use 'full' or 'static'."
+        )
 
 
 def _bounded(build: _Builder) -> Assembly:
@@ -182,7 +213,8 @@ class _Builder:
         self.request, self.model, self.geometry, self.before = request, model, geometry, before
         self.method, self.device = request.method, next(model.parameters()).device
         fate = self.method.store_fate
-        self.spec = request.spec(geometry, self.device.type) if self.method.checkpoints else None
+        self.whole = processes(model) == 1
+        self.spec = request.spec(geometry, self.device.type, self.whole) if self.method.checkpoints else None
         # Ids and positions are kept where something is rebuilt from them.
         again = self.method.recall.redecoded > 0
         self.ledger = Ledger(fate.records or again or (self.spec is not None and self.spec.kind != "kv"))
@@ -199,7 +231,8 @@ class _Builder:
             self.checkpoint = self._checkpoint(self.spec)
             if self.method.recall.reads_single and not self.checkpoint.picks:
                 raise UsageError(
-                    "Recalling single entries needs checkpoint kind 'kv' or 'residual': the others rebuild all."
+                    "Recalling single entries needs checkpoint kind 'kv' or 'residual' (where one process has all "
+                    "heads): the others rebuild all."
                 )
 
     def _checkpoint(self, spec: CheckpointSpec) -> Checkpoint:
@@ -211,7 +244,8 @@ class _Builder:
         adapter.require("project", full, f"checkpoint kind '{spec}'")
         if spec.kind == "tokens" or spec.stride > 1:
             adapter.require("advance", full, f"checkpoint kind '{spec}'")
-        return Residuals(adapter, self.ledger, home, self.geometry, spec, self.meter, self.request.page)
+        meter, page = self.meter, self.request.page
+        return Residuals(adapter, self.ledger, home, self.geometry, spec, meter, page, self.whole)
 
     def layer(self, own: LayerGeometry, budgets: Sequence[int], resident: Callable[..., Any]) -> Layer:
         """Return a layer of parts; ``resident``: what makes the resident entries, of a site and a store."""

@@ -102,6 +102,11 @@ class Method:
         return replace(self, selector=InOrder(), fate=Recorded("kv"), recall=Evicted())
 
     @property
+    def across_heads(self) -> bool:
+        """Whether what one KV head keeps depends on others."""
+        return any(part.across_heads for part in (self.selector, self.fate, self.recall))
+
+    @property
     def kind(self) -> str | None:
         """The kind of checkpoint that the method's name says, None where the cache's options do."""
         return self.fate.kind or None

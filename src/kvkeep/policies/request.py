@@ -116,10 +116,12 @@ class Request:
         entries = self.budget.entries(geometry, context=self.context, batch=self.batch, chunk=least)
         return entries, self.method.chunk(geometry, self.budget, entries, self.chunk)
 
-    def spec(self, geometry: ModelGeometry, device: str) -> CheckpointSpec:
+    def spec(self, geometry: ModelGeometry, device: str, whole: bool = True) -> CheckpointSpec:
         """Return the checkpoint that is meant: by default the smaller of kv and residual, outside the memory the model
-        runs in."""
-        kind = self.checkpoint or ("kv" if self.method.reading is not None else None)
+        runs in. whole: one process has all heads, so that single entries can be picked from residuals."""
+        kind = self.checkpoint
+        if self.method.reading is not None or (self.method.recall.reads_single and not whole):
+            kind = kind or "kv"
         if kind is None:
             vectors, entries = (geometry.checkpoint_bytes_per_token(name) for name in ("residual", "kv"))
             kind = "residual" if vectors < entries else "kv"

@@ -29,6 +29,7 @@ from kvkeep.errors import KvkeepError, UnsupportedModelError, UsageError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.models.binding import bind
 from kvkeep.models.loading import Loaded
+from kvkeep.models.sharded import processes
 from kvkeep.serve.admission import Admission, failed
 from kvkeep.serve.answer import Answer, Ask
 from kvkeep.serve.arbiter import Arbiter
@@ -73,6 +74,11 @@ class Engine:
         self.cache = cache
         self.arbiter, self.limit = Arbiter(memory), waiting
         self.geometry = ModelGeometry.from_config(self.model.config, next(self.model.parameters()).dtype.itemsize)
+        if processes(self.model) > 1:
+            raise UnsupportedModelError(
+                "The heads of this model are split over processes (tensor parallel), and each would answer requests of "
+                "its own; serve a model that one process holds."
+            )
         try:
             bind(self.model)  # here: it is not for two threads
         except UnsupportedModelError:
@@ -278,7 +284,9 @@ class Engine:
 
     def _read(self, jobs: Sequence[Job]) -> None:
         reads = [job.part() for job in jobs]
-        self.watch.stepped(len(reads), sum(len(read.ids) for read in reads))
+        tokens = sum(len(read.ids) for read in reads)
+        self.watch.stepped(len(reads), tokens)
+        self.sessions.freed += tokens * self.geometry.kv_bytes_per_token  # a buffer that grows is copied
         packed = [number for number, read in enumerate(reads) if packs(read.cache)]
         results: dict[int, Tensor | Exception] = {}
         if packed:

@@ -25,6 +25,7 @@ class NeighboursAhead(MergesPairs, AheadMerging):
 
     leaves: ClassVar[str] = "neighbours that the next chunk attends to least"
     readings: ClassVar[int] = 2
+    across_heads: ClassVar[bool] = True
 
     def refuses(self, selector: Selector) -> str | None:
         reason = "The next chunk's queries choose pairs, and no selector has a say, so only 'window' goes with it."

@@ -22,6 +22,7 @@ class Redecode(Recall):
 
     limit: int = 64
 
+    across_heads: ClassVar[bool] = True  # a token runs again where one head lacks it, through all heads
     label: ClassVar[str] = "decoded again, over what is resident"
     source: ClassVar[str] = "llama.cpp pull request 21097"
     backed: ClassVar[bool] = False

@@ -24,6 +24,7 @@ class H2OFisher(H2O):
 
     leaves: ClassVar[str] = "as h2o; layers that matter less keep fewer"
     source: ClassVar[str] = "KVReviver, appendix D"
+    across_heads: ClassVar[bool] = True
 
     least: float = 0.25
     scores: str = ""

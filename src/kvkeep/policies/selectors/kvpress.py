@@ -50,6 +50,7 @@ class KVPress(Scored):
 
     leaves: ClassVar[str] = "least scored by a press"
     source: ClassVar[str] = "github.com/NVIDIA/kvpress"
+    across_heads: ClassVar[bool] = True
 
     needs_kv: ClassVar[bool] = True
 

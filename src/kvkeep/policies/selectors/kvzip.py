@@ -28,6 +28,7 @@ class KVzip(Scored):
 
     leaves: ClassVar[str] = "least attended when the text is repeated"
     source: ClassVar[str] = "arXiv:2505.23416"
+    across_heads: ClassVar[bool] = True
 
     least: float = 0.25
     piece: int = 2000

@@ -20,6 +20,7 @@ class Random(Selector):
 
     leaves: ClassVar[str] = "anyone"
     source: ClassVar[str] = "a baseline"
+    across_heads: ClassVar[bool] = True
     scores_arrivals: ClassVar[bool] = True
 
     seed: int = 0

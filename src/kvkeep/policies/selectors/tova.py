@@ -16,6 +16,7 @@ class Tova(Selector):
 
     leaves: ClassVar[str] = "least attended by the last query"
     source: ClassVar[str] = "arXiv:2401.06104"
+    across_heads: ClassVar[bool] = True
 
     of_any_layer: ClassVar[bool] = True
 

@@ -27,7 +27,8 @@ from kvkeep.stores.checkpoints.spec import CheckpointSpec
 
 
 class Residuals(Checkpoint):
-    """A checkpoint of residuals (batch, n, hidden_size), one for every ``stride`` layers."""
+    """A checkpoint of residuals (batch, n, hidden_size), one for every ``stride`` layers. whole: this process has all
+    heads of the model."""
 
     by_token = True
     copies = False
@@ -41,13 +42,15 @@ class Residuals(Checkpoint):
         spec: CheckpointSpec,
         meter: Meter,
         page: int,
+        whole: bool,
     ) -> None:
         self.where, self.capacity = spec.where, spec.capacity
         self.adapter, self.ledger, self.meter, self.page = adapter, ledger, meter, page
         self.layers = [layer.index for layer in geometry.full_layers]
         self.stride = len(geometry.layers) if spec.kind == "tokens" else spec.stride
         # Single entries where every layer has residuals; otherwise layers are run again from an anchor to the next.
-        self.picks, self.replays = self.stride == 1, self.stride > 1
+        # Where heads are split over processes, all of them look up the same ids together, and each would pick its own.
+        self.picks, self.replays = self.stride == 1 and whole, self.stride > 1
         self.anchors = geometry.residual_anchors(self.stride)
         self._home, self.spec = home, spec
         self._windows = [layer.window for layer in geometry.layers]

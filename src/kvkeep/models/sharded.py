@@ -1,0 +1,19 @@
+"""Models whose weights lie in several places: split by heads over processes (tensor parallel), or by layers over
+devices (``device_map``)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def processes(model: Any) -> int:
+    """Return how many processes have a part of each layer's heads; 1: this one has all of them."""
+    return getattr(model, "tp_size", None) or 1
+
+
+def devices(model: Any) -> list[str]:
+    """Return the devices that run layers by ``device_map``, in order; empty where there is no map. What is offloaded to
+    the processor or to disk runs on the first accelerator, and on the processor if there is none."""
+    places = (getattr(model, "hf_device_map", None) or {}).values()
+    found = {str(place): None for place in places if str(place) not in ("cpu", "disk")}
+    return list(found) or ["cpu"] * bool(places)
