@@ -51,6 +51,11 @@ SELECTOR = """
         def rank(self, entries):
             return entries.slots[:, : self.size]  # a fault that shows when it runs
 
+    @dataclass(frozen=True)
+    class Faulty(LargeValues):
+        def budgets(self, model, geometry, entries):
+            raise RuntimeError("no budgets")
+
     VALUES_CHECKED = kvkeep.Preset(LargeValues(), Checkpointed, "Checked.", "here")
     COMMANDS = {"norms": ("acme_kv:norms", "Print a norm."), "torn": ("acme_kv:torn", "Fails.")}
 
@@ -83,6 +88,7 @@ ENTRIES = """
     large-values = acme_kv:LargeValues
     sized = acme_kv:Sized
     values-checked = acme_kv:VALUES_CHECKED
+    faulty = acme_kv:Faulty
     [kvkeep.commands]
     acme = acme_kv:COMMANDS
     """
@@ -148,8 +154,9 @@ LAB = {
 
 
 def test_a_method_of_a_package_reaches_every_command(
-    packages: Path, run: Run, model_folder: Path, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    packages: Path, run: Run, model_folder: Path, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text(words)
     model = ("-m", str(model_folder))
@@ -177,7 +184,8 @@ def test_a_method_of_a_package_reaches_every_command(
     )  # fmt: skip
     monkeypatch.setattr("kvkeep.plan.calibrate.calibrate", lambda device, dtype: machine)
     plan = json.loads(answered("plan", *model, "-n", "300", "--memory", "60KB", "--json"))
-    assert {"large-values", "values-checked"} <= {row["method"] for row in plan["rows"]}
+    assert {"large-values", "values-checked"} <= (planned := {row["method"] for row in plan["rows"]})
+    assert "faulty" not in planned and "'faulty' is left out of the plan: RuntimeError: no budgets" in caplog.text
     for command, options in LAB.items():
         assert "large-values" in answered(*command.split(), *model, *options.split(), "--json"), command
     (tmp_path / "mine.toml").write_text(
