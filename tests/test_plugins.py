@@ -17,6 +17,7 @@ import pytest
 from forked import kvkeep, started
 from running import bearer, post, program
 
+from kvkeep.models.folders import cache_folder
 from kvkeep.plan.machine import Machine
 from kvkeep.policies.methods import load_plugins
 
@@ -237,6 +238,8 @@ def test_a_broken_package_takes_nothing_with_it(packages: Path) -> None:
 
 
 def test_a_shell_completes_methods_of_packages(packages: Path) -> None:
+    kept = cache_folder() / "completion.json"
+    kept.write_text('{"of": ["what was installed before"], "methods": [], "parts": []}')
     for words, listed in (
         ("kvkeep generate --method large", ["large-values"]),
         ("kvkeep compare -x h2o,large", ["h2o,large-values"]),
@@ -247,3 +250,4 @@ def test_a_shell_completes_methods_of_packages(packages: Path) -> None:
         asked = {"_KVKEEP_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(count)}
         code, out, err = forked_kvkeep(**asked)
         assert (code, out.split(), err) == (0, listed, ""), (words, out, err)
+    assert "large-values" in json.loads(kept.read_text())["methods"]

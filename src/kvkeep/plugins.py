@@ -10,6 +10,9 @@ from typing import Any
 
 from kvkeep.errors import KvkeepError
 
+PARTS = "kvkeep.parts"
+"""The group of entry points that name selectors, fates, recalls and presets."""
+
 log = logging.getLogger(__name__)
 
 

@@ -14,14 +14,13 @@ from kvkeep.contracts.recall import Recall
 from kvkeep.contracts.selector import Selector
 from kvkeep.errors import BudgetError, UsageError, unknown
 from kvkeep.geometry import ModelGeometry
-from kvkeep.plugins import each_plugin
+from kvkeep.plugins import PARTS, each_plugin
 from kvkeep.policies.fates.checkpoint import Recorded
 from kvkeep.policies.fates.drop import Drop
 from kvkeep.policies.recalls.evicted import Evicted
 from kvkeep.policies.registry import (
     FATES,
     FORMER,
-    GROUP,
     LISTED,
     ONESHOT,
     PRESETS,
@@ -235,7 +234,7 @@ def _of_preset(spec: str, first: str, preset: Preset, rest: list[str], recall: R
 def load_plugins() -> None:
     """Register the parts of installed packages. All that names, lists or reads a method comes by here first, in every
     process; a part that could not be listed or made by its name is left out."""
-    each_plugin(GROUP, _plugged)
+    each_plugin(PARTS, _plugged)
 
 
 def _plugged(name: str, part: Any) -> None:

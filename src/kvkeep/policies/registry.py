@@ -1,7 +1,8 @@
 """The registry: selectors, fates, recalls, and the methods that are known by a name of their own.
 
-:func:`register` adds to it; so does any installed package by an entry point of the group :data:`GROUP` that names a
-selector, a fate, a recall or a preset, under the entry point's name (:func:`kvkeep.policies.methods.load_plugins`).
+:func:`register` adds to it; so does any installed package by an entry point of the group
+:data:`~kvkeep.plugins.PARTS` that names a selector, a fate, a recall or a preset, under the entry point's name
+(:func:`kvkeep.policies.methods.load_plugins`).
 """
 
 from __future__ import annotations
@@ -50,8 +51,6 @@ from kvkeep.policies.selectors.snapkv import SnapKV
 from kvkeep.policies.selectors.streaming_llm import StreamingLLM
 from kvkeep.policies.selectors.tova import Tova
 from kvkeep.policies.selectors.window import InOrder, Window
-
-GROUP = "kvkeep.parts"
 
 SELECTORS: dict[str, type[Selector]] = {
     "window": Window,
