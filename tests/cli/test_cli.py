@@ -31,7 +31,7 @@ def test_generate_json_has_all_its_fields_and_nothing_else(run: Run, model_folde
     assert set(answer) >= {"text", "tokens", "prompt_tokens", "method", "class", "memory", "timing"}
     assert set(answer["memory"]) == {
         "resident_bytes", "compressed_bytes", "checkpoint_bytes", "bookkeeping_bytes", "peak_cache_bytes",
-        "peak_workspace_bytes",
+        "peak_workspace_bytes", "process_bytes",
     }  # fmt: skip
     assert set(answer["memory"]["checkpoint_bytes"]) == {"device", "host", "disk"}
     assert set(answer["timing"]) >= {"prefill_s", "decode_s", "prefill_tokens_per_s", "decode_tokens_per_s"}

@@ -156,6 +156,8 @@ class PackedLinear(Packed):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``x`` (..., inputs) times the weights: (..., outputs)."""
+        if torch.is_grad_enabled() and x.requires_grad:
+            return _Product.apply(x, self, self.bias)
         return multiplied(self, x, self.bias)
 
     def extra_repr(self) -> str:
@@ -205,6 +207,19 @@ def multiplied(matrix: Packed, x: Tensor, bias: Tensor | None = None) -> Tensor:
         matrix.out_features,
     )
     return out.view(*x.shape[:-1], -1).to(x.dtype)
+
+
+class _Product(torch.autograd.Function):
+    """:func:`multiplied`, with a gradient for ``x`` and none for the weights, which are written out for it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, matrix: Packed, bias: Tensor | None) -> Tensor:
+        ctx.matrix = matrix
+        return multiplied(matrix, x, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gradient @ ctx.matrix.coded().dense(gradient.dtype), None, None
 
 
 def _by_panel(part: Tensor | None) -> Tensor | None:

@@ -6,6 +6,7 @@ model itself would write. So, unless there is a text of the caller's, the model 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,6 @@ from transformers import DynamicCache
 from kvkeep.errors import UnsupportedModelError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.models.adapter import decoder_of, layers_of
-from kvkeep.models.packed import PackedLinear
 
 TOKENS, SAMPLES = 128, 4
 """Tokens of a sample, and how many there are."""
@@ -37,35 +37,45 @@ def information(model: Any, geometry: ModelGeometry, ids: Tensor | None = None) 
 
 @torch.inference_mode(False)
 def _measured(model: Any, geometry: ModelGeometry, ids: Tensor) -> Tensor:
-    weights: list[Tensor] = []
-    for layer in geometry.full_layers:
-        attention = getattr(layers_of(decoder_of(model))[layer.index], "self_attn", None)
-        projections = [getattr(attention, name, None) for name in ("k_proj", "v_proj")]
-        if None in projections:
-            raise UnsupportedModelError(
-                f"'{geometry.model_type}' has no projections of keys and values of their own, whose information could "
-                "be measured; give a file of scores, or use h2o, whose layers have equal budgets."
-            )
-        if any(isinstance(projection, PackedLinear) for projection in projections):
-            raise UnsupportedModelError(
-                "Packed weights have no gradient, by which information is measured; load the model with weights "
-                "float32, give a file of scores, or use h2o, whose layers have equal budgets."
-            )
-        weights += [projection.weight for projection in projections]  # type: ignore[union-attr]
-    before = [weight.requires_grad for weight in weights]
-    total = torch.zeros(len(weights), dtype=torch.float64)
+    found = torch.zeros(len(geometry.full_layers), dtype=torch.float64)
+    leaves = list[Tensor]()
+
+    def leaf(module: Any, given: Any, output: Tensor) -> Tensor:
+        leaves[:] = [output.detach().requires_grad_()]
+        return leaves[0]
+
+    handles = [model.get_input_embeddings().register_forward_hook(leaf)]
     try:
-        for weight in weights:
-            weight.requires_grad_(True)
+        for number, layer in enumerate(geometry.full_layers):
+            attention = getattr(layers_of(decoder_of(model))[layer.index], "self_attn", None)
+            for projection in (getattr(attention, name, None) for name in ("k_proj", "v_proj")):
+                if projection is None:
+                    raise UnsupportedModelError(
+                        f"'{geometry.model_type}' has no projections of keys and values of their own, whose "
+                        "information could be measured; give a file of scores, or use h2o, whose layers have equal "
+                        "budgets."
+                    )
+                handles.append(projection.register_forward_hook(partial(_listen, found, number)))
         with torch.enable_grad():
-            for row in ids.to(weights[0].device).clone().split(1):  # a clone, should it come from inference mode
+            for row in ids.to(next(model.parameters()).device).clone().split(1):  # it may come from inference mode
                 loss = model(input_ids=row, labels=row, use_cache=False).loss * (row.shape[1] - 1)
-                gradients = torch.autograd.grad(loss, weights)
-                total += torch.stack([gradient.double().square().sum() for gradient in gradients]).cpu()
+                torch.autograd.grad(loss, leaves)
     finally:
-        for weight, own in zip(weights, before, strict=True):
-            weight.requires_grad_(own)
-    return total.view(-1, 2).sum(1)
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+def _listen(found: Tensor, number: int, module: Any, given: tuple[Tensor], output: Tensor) -> None:
+    """Add the squares of a projection's gradient, which is made of what enters it and the gradient of what leaves it:
+    small weights have none themselves."""
+    entering = given[0].detach()
+
+    def add(gradient: Tensor) -> None:
+        of_weight = gradient.flatten(0, 1).float().T @ entering.flatten(0, 1).float()
+        found[number] += of_weight.double().square().sum().cpu()
+
+    output.register_hook(add)
 
 
 @torch.no_grad()

@@ -33,6 +33,7 @@ _PACE = 3600.0  # seconds that the time left is estimated from: a cell may take 
 app = typer.Typer(
     help="Experiments that stand beside the papers': list, run and report.",
     no_args_is_help=True,
+    add_completion=False,
 )
 
 

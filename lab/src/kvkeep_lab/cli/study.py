@@ -216,7 +216,9 @@ def _bar() -> Iterator[Report]:
         yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
 
 
-analyse = typer.Typer(help="Every study on one model: data, table and figure.", no_args_is_help=True)
+analyse = typer.Typer(
+    add_completion=False, help="Every study on one model: data, table and figure.", no_args_is_help=True
+)
 for each in STUDIES.values():
     analyse.command(name=each.command or each.name)(command(each))
 

@@ -32,7 +32,7 @@ class AsymKVPublished(NeighboursAhead):
             raise UnsupportedModelError(f"'{geometry.model_type}' has no head, and without one there is no loss.")
         if any(isinstance(module, Packed) for module in model.modules()):
             raise UnsupportedModelError(
-                f"'{geometry.model_type}' has packed weights, through which no gradient goes back; load it with "
+                f"'{geometry.model_type}' has packed weights, between whose layers no gradient goes back; load it with "
                 "weights float32, or use kvslimmer-published."
             )
 
