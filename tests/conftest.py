@@ -125,8 +125,9 @@ def smollm2() -> Any:
 def registered() -> Iterator[None]:
     """What a test registers is gone after it."""
     from kvkeep.policies import registry
+    from kvkeep.policies.methods import load_plugins
 
-    registry.load_plugins()  # which stay
+    load_plugins()  # which stay
     homes: list[dict[str, Any]] = [registry.SELECTORS, registry.FATES, registry.RECALLS, registry.PRESETS]
     before = [dict(home) for home in homes]
     yield

@@ -168,7 +168,7 @@ def test_help_needs_neither_torch_nor_transformers(run: Run, monkeypatch: pytest
 
 
 def test_commands_of_the_lab_say_what_is_missing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvkeep.cli.lazy.entry_points", lambda **_: [])
+    monkeypatch.setattr("kvkeep.plugins.entry_points", lambda **_: [])
     for command in ("bench", "lab"):
         code, out, err = run(command, "list")
         assert code == 2 and out == "" and err.count("\n") == 1 and "pip install 'kvkeep[lab]'" in err

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvkeep.cli import completion
 from kvkeep.cli import options as o
 from kvkeep.cli.output import note
 from kvkeep.errors import BudgetError, KvkeepError, UsageError
@@ -42,6 +43,7 @@ def serve(
             "--method",
             "-x",
             help="Of sessions that name none; see 'kvkeep methods'.",
+            autocompletion=completion.methods,
             show_default="kv-direct with a budget, the planner's choice without",
         ),
     ] = None,
