@@ -93,7 +93,6 @@ def serve(
     from kvkeep.serve.http.app import application
     from kvkeep.serve.http.asked import Limits
     from kvkeep.serve.http.keys import Keys, kept_key, keys_given
-    from kvkeep.stock import STOCK
 
     given, kept, new = keys_given(keys), None, False
     if not given and not _own(host):
@@ -104,8 +103,6 @@ def serve(
     tls = _tls(certificate, private_key)
     total = None if memory is None else parse_memory(memory)
     cache: dict[str, Any] = {name: one for name, one in (("method", method), ("budget", budget)) if one is not None}
-    if method == STOCK:
-        raise UsageError("transformers' own cache has no budget and cannot be served; 'full' keeps everything, too.")
     Request.parse(**cache)
     folder, limit = sessions_folder(sessions), None if quota is None else parse_memory(quota)
     store = SessionStore(folder, quota=limit, age=None if age is None else age * DAY_S)

@@ -17,10 +17,12 @@ from kvkeep.decode.pieces import token_texts
 from kvkeep.decode.prompt import encode
 from kvkeep.errors import UsageError
 from kvkeep.models.loading import Loaded
+from kvkeep.policies.methods import resolve
+from kvkeep.policies.request import Request as CacheRequest
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.http.asked import Asked, Limits
 from kvkeep.serve.http.door import Door
-from kvkeep.serve.http.errors import HANDLERS, Refused
+from kvkeep.serve.http.errors import HANDLERS, Refused, by_field
 from kvkeep.serve.http.keys import Keys
 from kvkeep.serve.http.looking import looking
 from kvkeep.serve.http.metrics import TYPE, Metrics
@@ -28,6 +30,7 @@ from kvkeep.serve.http.page import page
 from kvkeep.serve.http.replies import Reply
 from kvkeep.serve.http.schema import DEFAULT_TOKENS, ChatRequest, Message, TextRequest, TokenizeRequest
 from kvkeep.serve.http.sessions import sessions_of
+from kvkeep.serve.sessions import Sessions
 
 T = TypeVar("T")
 LATE_S = 120.0
@@ -91,6 +94,7 @@ class Server:
         ask = asked.ask(prompt, self.most(asked.most, prompt), asked.likeliest)
         owner = request.state.owner
         name = None if asked.kvkeep.session is None else (owner, asked.kvkeep.session)
+        await asyncio.to_thread(_check, name, asked.cache())
         reply = Reply(self.name, isinstance(asked, ChatRequest), asked.likeliest is not None, self.decoded)
         answer = Asked(self.engine, self.metrics, self.limits, owner, ask, name, asked.cache())
         if asked.stream:
@@ -104,6 +108,18 @@ class Server:
             return JSONResponse(reply.whole(await _unless_gone(request, answer.all())))
         finally:
             answer.job.cancel()
+
+
+def _check(name: tuple[str, str] | None, cache: dict[str, Any]) -> None:
+    """Raise Refused, by its field, for what no model could make right of a session's name, method and budget."""
+    if name is not None:
+        with by_field("kvkeep.session"):
+            Sessions.check_name(name)
+    if cache:
+        with by_field("kvkeep.method"):
+            resolve(cache.get("method", "full"))
+        with by_field("kvkeep.budget"):
+            CacheRequest.parse(**cache)
 
 
 async def _closing(text: AsyncIterator[str], answer: Asked) -> AsyncIterator[str]:
@@ -163,11 +179,18 @@ def application(
         server.check_model(asked.model)
         return await server.answered(request, asked, await server.encoded(asked.prompt))
 
+    model = {"id": server.name, "object": "model", "created": server.created, "owned_by": "kvkeep"}
+
     @app.get("/v1/models")
     async def models() -> Any:
         """List the one model."""
-        one = {"id": server.name, "object": "model", "created": server.created, "owned_by": "kvkeep"}
-        return {"object": "list", "data": [one]}
+        return {"object": "list", "data": [model]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model_of(name: str) -> Any:
+        """Tell of the model by its name."""
+        server.check_model(name)
+        return model
 
     @app.post("/tokenize")
     async def tokenize(asked: TokenizeRequest) -> Any:
