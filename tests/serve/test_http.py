@@ -85,6 +85,28 @@ def test_texts_probabilities_models_and_tokens(client: openai.OpenAI, address: s
     assert post(address, {"messages": ASK}, path="/tokenize").json()["tokens"] == encode(tokenizer(), ASK)
 
 
+def test_tokens_of_probabilities_are_the_text_up_to_a_stop_string_and_no_end(
+    client: openai.OpenAI, address: str, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = wanted(12)
+    words = whole.text.split()
+    for stop in (None, words[4][1:], whole.text[9:30], "nowhere"):
+        options: Any = {"stop": stop, "logprobs": True, "stream": True, "temperature": 0, "max_tokens": 12}
+        chunks = [one.choices[0] for one in client.chat.completions.create(model="tiny", messages=ASK, **options)]
+        text = "".join(one.delta.content or "" for one in chunks)
+        told = [token for one in chunks if one.logprobs for token in one.logprobs.content]
+        assert "".join(one.token for one in told) == bytes(byte for one in told for byte in one.bytes).decode() == text
+        assert text == whole.text.partition(stop or "\0")[0]
+        assert (len(told) == 12) == (stop in (None, "nowhere"))
+    end = max(whole.tokens, key=whole.tokens.index)
+    monkeypatch.setattr(engine, "ends", [end])
+    body = {"model": "tiny", "prompt": encode(tokenizer(), ASK), "max_tokens": 12, "temperature": 0, "logprobs": 0}
+    (found,) = post(address, body, path=TEXT).json()["choices"]
+    tokens, offsets = found["logprobs"]["tokens"], found["logprobs"]["text_offset"]
+    assert found["finish_reason"] == "stop" and len(tokens) == whole.tokens.index(end) > 2
+    assert "".join(tokens) == found["text"] and offsets == [len("".join(tokens[:n])) for n in range(len(tokens))]
+
+
 def test_a_session_is_its_keys_own(address: str) -> None:
     body: dict[str, Any] = {"model": "tiny", "messages": ASK, "max_tokens": 4, "temperature": 0}
     body["kvkeep"] = {"session": "talk", "method": "h2o", "budget": 24}
@@ -235,6 +257,7 @@ def test_metrics_count_what_was_done_and_hold_no_text(address: str, engine: Engi
     body["kvkeep"] = {"session": "secret-name", "method": "h2o", "budget": 24}
     usage = [post(address, body).json()["usage"] for _ in range(2)][1]
     assert post(address, body | {"n": 7}).status_code == 400
+    assert post(address, body | {"kvkeep": {"session": "secret-name", "method": "full"}}).status_code == 400
     assert httpx.get(f"{address}/metrics").status_code == 401
     after = figures(address)
     change = {name: after[name] - before.get(name, 0) for name in after}
@@ -244,6 +267,8 @@ def test_metrics_count_what_was_done_and_hold_no_text(address: str, engine: Engi
     assert change["kvkeep_time_to_first_token_seconds_count"] == 2
     assert change["kvkeep_time_between_tokens_seconds_count"] == 10
     assert change['kvkeep_requests_rejected_total{reason="invalid_value"}'] == 1
+    assert change['kvkeep_requests_rejected_total{reason="session_differs"}'] == 1
+    assert 'kvkeep_requests_ended_total{reason="failed"}' not in after  # a client's mistakes are no failures
     assert change['kvkeep_requests_rejected_total{reason="invalid_api_key"}'] == 1
     assert after["kvkeep_sessions"] == len(engine.sessions.memory)
     held = sum(value for name, value in after.items() if name.startswith("kvkeep_cache_bytes"))

@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 from answering import small
-from running import BODY, KEYS, bearer, held, post, raw, serving, streamed, within
+from running import BODY, KEYS, bearer, figures, held, post, raw, serving, streamed, within
 
 from kvkeep.cli.serve import _tls
 from kvkeep.decode.session_store import SessionStore
@@ -30,6 +30,8 @@ from kvkeep.serve.http import asked, connection, door
 from kvkeep.serve.http.app import application
 from kvkeep.serve.http.asked import UNREAD, Limits, Mailbox
 from kvkeep.serve.http.keys import Keys, kept_key, keys_given
+
+REJECTED = "kvkeep_requests_rejected_total"
 
 
 def reply(path: str = "/v1/models", host: str = "localhost", keys: list[str] = KEYS, **given: Any) -> httpx.Response:
@@ -111,6 +113,7 @@ def test_time_cuts_an_answer_at_a_token_and_one_that_did_not_begin_is_an_error()
                 time.sleep(0.6)
             events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
         assert events[-1]["choices"][0]["finish_reason"] == "length" and len(events) < 440
+        assert figures(address)['kvkeep_requests_ended_total{reason="length"}'] == 1
         with held(engine):
             late = threading.Thread(target=lambda: answers.append(post(address, BODY)))
             answers: list[httpx.Response] = []
@@ -118,6 +121,8 @@ def test_time_cuts_an_answer_at_a_token_and_one_that_did_not_begin_is_an_error()
             time.sleep(0.7)
         late.join(10)
         assert answers[0].status_code == 503 and answers[0].json()["error"]["code"] == "timeout"
+        counted = {name for name in figures(address) if name.startswith(("kvkeep_requests_ended_total", REJECTED))}
+        assert counted == {'kvkeep_requests_ended_total{reason="length"}', REJECTED + '{reason="timeout"}'}
 
 
 def test_comments_keep_a_stream_open_and_what_fails_in_it_is_an_error_object(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,13 +137,16 @@ def test_comments_keep_a_stream_open_and_what_fails_in_it_is_an_error_object(mon
                 gate.set()
                 rest = [*lines]
             assert rest[-1] == "data: [DONE]" and last in rest[-2]
+        counted = figures(address)
+        assert counted[REJECTED + '{reason="budget"}'] == 1  # a client's mistake, and no failure
+        assert 'kvkeep_requests_ended_total{reason="failed"}' not in counted
 
 
 def test_a_reader_that_is_slow_holds_the_text_and_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     async def unread() -> None:
         mail = Mailbox()
         for number in range(10_000):
-            mail.put(Piece(f"{number} ", (Told(number, 0.0, ()),)))
+            mail.put(Piece(f"{number} ", (Told(number, "", 0.0, ()),)))
             assert len(mail._pieces) <= UNREAD
         mail.put(Ended("stop", "", (), 0, 0, 0))
         whole = await mail.get()

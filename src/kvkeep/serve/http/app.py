@@ -95,7 +95,8 @@ class Server:
         owner = request.state.owner
         name = None if asked.kvkeep.session is None else (owner, asked.kvkeep.session)
         await asyncio.to_thread(_check, name, asked.cache())
-        reply = Reply(self.name, isinstance(asked, ChatRequest), asked.likeliest is not None, self.decoded)
+        chat, told = isinstance(asked, ChatRequest), asked.likeliest is not None
+        reply = Reply(self.name, chat, told, self.decoded, self.metrics.rejected)
         answer = Asked(self.engine, self.metrics, self.limits, owner, ask, name, asked.cache())
         if asked.stream:
             first = await _unless_gone(request, answer.first())
@@ -107,7 +108,7 @@ class Server:
         try:
             return JSONResponse(reply.whole(await _unless_gone(request, answer.all())))
         finally:
-            answer.job.cancel()
+            answer.leave()
 
 
 def _check(name: tuple[str, str] | None, cache: dict[str, Any]) -> None:
@@ -128,7 +129,7 @@ async def _closing(text: AsyncIterator[str], answer: Asked) -> AsyncIterator[str
         async for one in text:
             yield one
     finally:
-        answer.job.cancel()
+        answer.leave()
 
 
 async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:

@@ -11,7 +11,7 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvkeep.serve.http.errors import Refused, refused
+from kvkeep.serve.http.errors import Refused
 from kvkeep.serve.http.keys import Keys
 from kvkeep.serve.http.metrics import Metrics
 
@@ -55,8 +55,7 @@ class Door:
         except Exception as error:
             if not isinstance(error, Refused):
                 log.error("a request failed: %s", _place(error))
-            found = refused(error)
-            self.metrics.rejected(found)
+            found = self.metrics.rejected(error)
             if begun:  # nothing can be said any more
                 raise _Broken from None
             await found.response()(scope, receive, send)

@@ -24,7 +24,8 @@ from kvkeep.serve.job import Differs, Full, Stopping
 
 AGAIN_S = 5
 """Seconds after which a client may ask again."""
-
+FAILED = "failed"
+"""The code of what no client is to blame for."""
 
 _TYPES = ("str", "int")
 _JSON = "application/json"
@@ -110,8 +111,8 @@ def refused(error: Exception) -> Refused:
     if isinstance(error, SessionError) and not isinstance(error, SessionDamaged | SessionUnwritable):
         return Refused(409, str(error), "session")  # of another model, tokenizer or version
     if isinstance(error, KvkeepError):
-        return Refused(500, str(error), "failed")
-    return Refused(500, f"The request failed ({type(error).__name__}).", "failed")
+        return Refused(500, str(error), FAILED)
+    return Refused(500, f"The request failed ({type(error).__name__}).", FAILED)
 
 
 @contextmanager
@@ -126,8 +127,7 @@ def by_field(field: str) -> Iterator[None]:
 
 async def told(request: Request, error: Exception) -> JSONResponse:
     """Return what a handler raised as an error object."""
-    found = refused(error)
-    request.app.state.metrics.rejected(found)
+    found: Refused = request.app.state.metrics.rejected(error)
     return found.response()
 
 
