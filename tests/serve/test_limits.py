@@ -20,7 +20,7 @@ import pytest
 from answering import small
 from running import BODY, KEYS, bearer, figures, held, post, raw, serving, streamed, within
 
-from kvkeep.cli.serve import _tls
+from kvkeep.cli.serve import _address, _tls
 from kvkeep.decode.session_store import SessionStore
 from kvkeep.errors import UsageError
 from kvkeep.serve.answer import Piece, Told
@@ -53,7 +53,7 @@ def test_keys_come_from_a_file_and_a_made_one_is_kept(
 ) -> None:
     monkeypatch.setenv("KVKEEP_API_KEYS", "one, two")
     file = tmp_path / "keys"
-    file.write_text("# of the kitchen\nthree\n\n  four  \n")
+    file.write_text("# of the kitchen\nthree # mine\n\n  four  \n")
     assert keys_given(str(file)) == ["one", "two", "three", "four"]
     assert len({Keys(keys_given(str(file))).owner(f"Bearer {key}") for key in ("one", "two", "three", "four")}) == 4
     key, path, new = kept_key()
@@ -70,10 +70,14 @@ def test_keys_come_from_a_file_and_a_made_one_is_kept(
     with pytest.raises(UsageError, match="No session can be kept in .* is no folder"):
         SessionStore(file / "chats").check_folder()
     SessionStore(tmp_path / "not" / "yet").check_folder()
+    file.write_text("one two\n")
+    with pytest.raises(UsageError, match="space within"):
+        keys_given(str(file))
     file.write_text("# none\n")
     for wrong, sentence in (
         (["--keys", str(file)], "no key in"),
         (["--keys", str(tmp_path / "nowhere")], "cannot be read: no such file"),
+        (["--cors", "chat.example"], "no origin"),
         (["--certificate", str(file)], "takes both"),
         (["--certificate", str(file), "--private-key", str(file)], "cannot be used for HTTPS"),
     ):
@@ -210,6 +214,17 @@ def test_other_origins_and_hosts_stay_out_unless_asked_for() -> None:
     text = json.dumps(BODY)  # as a form of another page may send it without being asked
     simple = {"method": "POST", "content": text, "keys": [], "headers": {"Content-Type": "text/plain"}}
     assert reply("/v1/chat/completions", **simple).status_code == 400
+
+
+def test_heads_slashes_and_wrong_methods() -> None:
+    for path in ("/", "/health", "/v1/models", "/v1/models/"):
+        whole, head = reply(path, headers=bearer()), reply(path, method="HEAD", headers=bearer())
+        assert whole.status_code == head.status_code == 200 and not head.content
+        assert head.headers["content-length"] == whole.headers["content-length"] == str(len(whole.content))
+    assert reply(method="HEAD").status_code == 401
+    wrong = reply("/v1/chat/completions", method="HEAD", headers=bearer())
+    assert (wrong.status_code, wrong.headers["allow"], wrong.content) == (405, "POST", b"")
+    assert [_address(one) for one in ("0.0.0.0", "::", "::1", "chat")] == ["127.0.0.1", "[::1]", "[::1]", "chat"]
 
 
 def test_deep_json_is_refused_and_a_fault_is_logged_without_its_words(

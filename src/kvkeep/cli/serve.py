@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -98,6 +99,7 @@ def serve(
     if not given and not _own(host):
         key, kept, new = kept_key()
         given = [key]
+    _check_origins(cors or ())
     if cors and "*" in cors and not given:
         raise UsageError("Without a key, pages of any origin could use the server; name origins, or give it a key.")
     tls = _tls(certificate, private_key)
@@ -113,12 +115,14 @@ def serve(
     engine = Engine(loaded, total, waiting, store, **cache)
     app = application(engine, loaded, Keys(given), Limits(answers if given else None, time), cors or ())
     listening = _socket(host, port)
-    where = f"http{'s' if tls else ''}://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
+    where = f"http{'s' if tls else ''}://{_address(host)}:{listening.getsockname()[1]}"
     server = _server(uvicorn, app, timeout_graceful_shutdown=int(grace) + 1, **tls)
     _many_files()
     fitting = _fitting(engine)  # makes a cache, for which a method may measure the model: before it is the engine's
     engine.start()
     note(f"{where}/v1  model '{loaded.name}', {total / 1e6:.0f} MB for all conversations; a page at {where}/")
+    if _address(host).strip("[]") != host:
+        note("from elsewhere: this machine's name or address instead")
     note(fitting)
     refusal = engine.sessions.refusal
     note(f"sessions: {folder}" if refusal is None else f"sessions end with the server. {refusal}")
@@ -177,6 +181,21 @@ def _own(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def _address(host: str) -> str:
+    """Return how a browser of this machine names ``host``, also where that is every address of it."""
+    own = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
+    return f"[{own}]" if ":" in own else own
+
+
+def _check_origins(origins: Sequence[str]) -> None:
+    """Raise UsageError for what is no origin as browsers send it."""
+    for one in origins:
+        if one != "*" and not re.fullmatch(r"https?://[^/\s?#]+", one):
+            raise UsageError(
+                f"'{one}' is no origin: give scheme and host, without a path (https://chat.example), or *."
+            )
 
 
 def _socket(host: str, port: int) -> Any:

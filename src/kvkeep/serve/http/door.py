@@ -42,12 +42,14 @@ class Door:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        begun = False
+        begun, head = False, scope["method"] == "HEAD"
+        # A HEAD is answered as a GET, without a body; with a slash at the end a path is the same.
+        scope = {**scope, "method": "GET" if head else scope["method"], "path": scope["path"].rstrip("/") or "/"}
 
         async def sending(message: Message) -> None:
             nonlocal begun
             begun = True
-            await send(message)
+            await send({**message, "body": b""} if head and "body" in message else message)
 
         try:
             self._enter(scope)
@@ -58,7 +60,7 @@ class Door:
             found = self.metrics.rejected(error)
             if begun:  # nothing can be said any more
                 raise _Broken from None
-            await found.response()(scope, receive, send)
+            await found.response()(scope, receive, sending)
 
     def _enter(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
