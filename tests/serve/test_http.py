@@ -15,7 +15,7 @@ import pytest
 from conftest import tokenizer
 from families import tiny
 from prometheus_client import Counter, Gauge, Histogram
-from running import ASK, BODY, KEYS, TEXT, bearer, figures, post, program, serving, streamed
+from running import ASK, BODY, CHAT, KEYS, TEXT, bearer, figures, post, program, serving, streamed
 
 import kvkeep
 from kvkeep import KeepCache
@@ -249,6 +249,21 @@ def test_other_refusals_have_their_status(address: str, client: openai.OpenAI) -
     with pytest.raises(openai.BadRequestError):
         client.chat.completions.create(model="tiny", messages=ASK, n=2)  # type: ignore[arg-type]
     assert httpx.get(f"{address}/health").status_code == httpx.get(f"{address}/ready").status_code == 200
+
+
+def test_the_schema_tells_keys_and_the_errors_that_there_are(address: str) -> None:
+    schema = httpx.get(f"{address}/openapi.json").json()
+    assert httpx.get(f"{address}/docs").status_code == 200 and "HTTPValidationError" not in json.dumps(schema)
+    operations = {(method, path): one for path, own in schema["paths"].items() for method, one in own.items()}
+    assert {"400", "401", "404", "409", "413", "429", "503"} <= operations["post", CHAT]["responses"].keys()
+    for (method, path), one in operations.items():
+        assert "422" not in one["responses"] and "default" in one["responses"] and " " in one["summary"], one
+        found = httpx.request(method, address + path.replace("{name}", "none"), headers=bearer("wrong"))
+        assert (found.status_code == 401) == ("401" in one["responses"]) == ("security" in one), path
+        own = httpx.request(method, address + path.replace("{name}", "none"), headers=bearer())
+        assert str(own.status_code) in one["responses"], path
+    error = schema["components"]["schemas"]["Error"]["properties"]["error"]["required"]
+    assert {*post(address, {}).json()["error"]} == {*error}
 
 
 def test_metrics_count_what_was_done_and_hold_no_text(address: str, engine: Engine) -> None:

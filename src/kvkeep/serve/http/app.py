@@ -7,6 +7,7 @@ import copy
 import threading
 import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
+from importlib.metadata import version
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -26,6 +27,7 @@ from kvkeep.serve.http.errors import HANDLERS, Refused, by_field
 from kvkeep.serve.http.keys import Keys
 from kvkeep.serve.http.looking import looking
 from kvkeep.serve.http.metrics import TYPE, Metrics
+from kvkeep.serve.http.openapi import CHAT, TEXT, Described
 from kvkeep.serve.http.page import page
 from kvkeep.serve.http.replies import Reply
 from kvkeep.serve.http.schema import DEFAULT_TOKENS, ChatRequest, Message, TextRequest, TokenizeRequest
@@ -156,8 +158,10 @@ def application(
 ) -> FastAPI:
     """Return the application of a running engine. origins: of pages of other hosts that may speak to it."""
     server = Server(engine, loaded, limits or Limits())
-    # Pages of documentation would load scripts from another host.
-    app = FastAPI(title="kvkeep", exception_handlers=HANDLERS, docs_url=None, redoc_url=None)
+    # FastAPI's own pages of documentation would load scripts from another host.
+    app = Described(
+        title="kvkeep", version=version("kvkeep"), exception_handlers=HANDLERS, docs_url=None, redoc_url=None
+    )
     app.state.metrics = server.metrics
     app.add_middleware(Door, keys=keys, metrics=server.metrics)
     if origins:
@@ -165,16 +169,14 @@ def application(
         app.add_middleware(CORSMiddleware, allow_origins=[*origins], allow_methods=methods, allow_headers=headers)
 
     app.include_router(page())
-    app.include_router(looking(server))
-    app.include_router(sessions_of(engine))
 
-    @app.post("/v1/chat/completions")
+    @app.post(CHAT)
     async def chat(request: Request, asked: ChatRequest) -> Any:
         """Answer a conversation."""
         server.check_model(asked.model)
         return await server.answered(request, asked, await server.encoded(asked.messages))
 
-    @app.post("/v1/completions")
+    @app.post(TEXT)
     async def complete(request: Request, asked: TextRequest) -> Any:
         """Go on with a text."""
         server.check_model(asked.model)
@@ -192,6 +194,9 @@ def application(
         """Tell of the model by its name."""
         server.check_model(name)
         return model
+
+    app.include_router(sessions_of(engine))
+    app.include_router(looking(server))
 
     @app.post("/tokenize")
     async def tokenize(asked: TokenizeRequest) -> Any:

@@ -19,7 +19,7 @@ LARGEST_BODY = 8_000_000
 """Bytes of a request."""
 BODY_S = 60.0
 """Seconds that a body may take to arrive."""
-OPEN = ("/health", "/ready", "/openapi.json", "/")
+OPEN = ("/health", "/ready", "/openapi.json", "/docs", "/")
 PAGE = "/page/"
 """What needs no key: all of :data:`OPEN`, and what lies within the page."""
 

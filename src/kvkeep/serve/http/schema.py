@@ -174,6 +174,12 @@ class _Common(_Idle):
 class ChatRequest(_Common):
     """``POST /v1/chat/completions``."""
 
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [{"model": "smollm2", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 20}]
+        }
+    )
+
     messages: Annotated[list[Message], Field(min_length=1, max_length=10_000)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False
@@ -214,6 +220,10 @@ class ChatRequest(_Common):
 class TextRequest(_Common):
     """``POST /v1/completions``."""
 
+    model_config = ConfigDict(
+        json_schema_extra={"examples": [{"model": "smollm2", "prompt": "Once upon a time", "max_tokens": 20}]}
+    )
+
     prompt: Annotated[
         Text | Annotated[list[int], Field(min_length=1)],
         BeforeValidator(_one_prompt),
@@ -244,6 +254,8 @@ class TextRequest(_Common):
 
 class TokenizeRequest(_Strict):
     """``POST /tokenize``: of a text, or of a conversation up to its answer."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"prompt": "Once upon a time"}]})
 
     model: Text | None = None
     prompt: Text | None = None
