@@ -5,6 +5,7 @@ import { bar, bytes, number, said, show } from "./memory.js";
 import { begin, keep, remove, reread, talks, title } from "./talks.js";
 
 const BUDGETS = "A budget is entries of each layer (512), bytes (64MB) or a share of the text (25%).";
+const HERE = "kvkeep.here", DRAFT = "kvkeep.draft";  // of this tab: the conversation that is open, and what is not sent
 const LOOK_MS = 1000, SERVER_MS = 5000, COLUMNS = 320;
 
 let here = null;                // the conversation that is shown; null: a new one
@@ -19,7 +20,10 @@ async function come() {
     model = (await get("/v1/models")).data[0].id;
     methods = found.data;
     fillMethods(found.default);
-    open(talks.find((talk) => talk.id === location.hash.slice(1)) ?? null);
+    by("prompt").value ||= sessionStorage.getItem(DRAFT) ?? "";
+    const last = location.hash.slice(1) || sessionStorage.getItem(HERE);
+    open(talks.find((talk) => talk.id === last) ?? null);
+    grow();
     server();
   } catch (error) {
     if (error.status === 401) askKey();
@@ -111,14 +115,16 @@ function forget(talk) {
 function open(talk) {
   here = talk;
   history.replaceState(null, "", talk ? `#${talk.id}` : location.pathname);
+  sessionStorage.setItem(HERE, talk?.id ?? "");
   notice("");
   by("welcome").hidden = talk !== null;
   by("title").textContent = talk?.title || "New conversation";
   by("kind").textContent = talk ? [talk.method, talk.budget && `budget ${talk.budget}`].filter(Boolean).join(", ") : model;
   document.title = talk?.title ? `${talk.title} \u00b7 kvkeep` : "kvkeep";
   by("messages").replaceChildren(...(talk?.messages ?? []).map((message) => element(message, talk)));
-  const failed = talk && !running.has(talk.id) && talk.messages.at(-1)?.role === "user";
-  if (failed) notice("This message has no answer.", () => answer(talk));
+  const last = talk && !running.has(talk.id) && talk.messages.at(-1);
+  if (last?.role === "user") notice("This message has no answer.", () => answer(talk));
+  else if (last?.ended === "broke off") notice("The answer broke off.", () => anew(talk));
   list();
   buttons();
   sideways(false);
@@ -181,11 +187,19 @@ function draws(talk, box) {
   run.draw();
 }
 
+/** Write the last answer once more. */
+function anew(talk) {
+  talk.messages.pop();
+  open(talk);
+  answer(talk);
+}
+
 async function answer(talk) {
-  const message = { role: "assistant", content: "" }, run = { control: new AbortController(), message, draw: () => {} };
+  const message = { role: "assistant", content: "", running: true }, run = { control: new AbortController(), message, draw: () => {} };
   const messages = talk.messages.map(({ role, content }) => ({ role, content }));
   running.set(talk.id, run);
   talk.messages.push(message);
+  notice("");
   if (talk === here) by("messages").append(element(message, talk));
   buttons();
   list();
@@ -210,6 +224,7 @@ async function answer(talk) {
     else wrong = error;
   }
   running.delete(talk.id);
+  delete message.running;
   if (!message.content && (wrong || message.ended === "stopped")) talk.messages.splice(talk.messages.indexOf(message), 1);
   else if (wrong) message.ended = "broke off";
   if (!talks.includes(talk)) return;  // it was deleted meanwhile
@@ -222,7 +237,7 @@ async function answer(talk) {
   }
   if (wrong && talk === here) {
     if (!message.content) by("messages").lastElementChild?.remove();
-    notice(wrong.message, message.content ? null : () => answer(talk));
+    notice(wrong.message, message.content ? () => anew(talk) : () => answer(talk));
     if (wrong.status === 401) askKey();
   } else if (!message.content && talk === here) open(talk);
   run.draw();
@@ -299,10 +314,15 @@ function buttons() {
   by("send").hidden = busy;
   by("send").disabled = !by("prompt").value.trim() || !model;
 }
+/** Keep what is written so far of answers that break off when the page goes. */
+const keepRunning = () => { if (running.size) keep(); };
+addEventListener("pagehide", keepRunning);
+document.addEventListener("visibilitychange", keepRunning);
 function grow() {
   const box = by("prompt");
   box.style.height = "auto";
   box.style.height = `${box.scrollHeight}px`;
+  sessionStorage.setItem(DRAFT, box.value);
 }
 
 function send() {
