@@ -120,6 +120,15 @@ def test_a_session_is_its_keys_own(address: str) -> None:
     assert error["param"] == "kvkeep.session" and "'h2o' and budget '24'" in error["message"]
 
 
+def test_an_answer_goes_on_from_what_there_is_of_it(address: str) -> None:
+    whole = wanted(12).text
+    begun = {"role": "assistant", "content": " ".join(whole.split()[:5])}
+    body = {**BODY, "messages": [*ASK, begun], "max_tokens": 7, "continue_final_message": True}
+    assert post(address, body).json()["choices"][0]["message"]["content"].split() == whole.split()[5:]
+    refused = post(address, {**body, "messages": ASK})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "continue_final_message"
+
+
 def test_seeds_make_samples_repeatable(client: openai.OpenAI) -> None:
     texts = [
         client.chat.completions.create(model="tiny", messages=ASK, max_tokens=9, seed=seed).choices[0].message.content  # type: ignore[arg-type]

@@ -56,6 +56,17 @@ class Server:
         """Return token ids of a text, of ids, or of a conversation up to its answer."""
         return await asyncio.to_thread(self._encoded, given)
 
+    async def conversation(self, asked: ChatRequest) -> list[int]:
+        """Return token ids of a conversation up to its answer, or up to where that is to go on."""
+        if not asked.continue_final_message:
+            return await self.encoded(asked.messages)
+        *before, own = asked.messages
+        return await self.encoded(before) + await asyncio.to_thread(self._written, own.plain()["content"])
+
+    def _written(self, text: str) -> list[int]:
+        with self._lock:
+            return list(self._tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids)
+
     def _encoded(self, given: str | list[int] | list[Message]) -> list[int]:
         with self._lock:
             if isinstance(given, str):
@@ -174,7 +185,7 @@ def application(
     async def chat(request: Request, asked: ChatRequest) -> Any:
         """Answer a conversation."""
         server.check_model(asked.model)
-        return await server.answered(request, asked, await server.encoded(asked.messages))
+        return await server.answered(request, asked, await server.conversation(asked))
 
     @app.post(TEXT)
     async def complete(request: Request, asked: TextRequest) -> Any:

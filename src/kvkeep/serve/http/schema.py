@@ -182,6 +182,7 @@ class ChatRequest(_Common):
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=10_000)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    continue_final_message: bool = False
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
     tools: NoList = []
@@ -197,6 +198,14 @@ class ChatRequest(_Common):
     def _one_number(cls, given: int, known: ValidationInfo) -> int:
         if known.data.get("max_tokens") is not None:
             raise _wrong("there is 'max_tokens' for the same; leave one out")
+        return given
+
+    @field_validator("continue_final_message")
+    @classmethod
+    def _of_an_answer(cls, given: bool, known: ValidationInfo) -> bool:
+        messages = known.data.get("messages", [])
+        if given and messages and (len(messages) < 2 or messages[-1].role != "assistant"):
+            raise _wrong("the last message is no answer to one before it")
         return given
 
     @field_validator("top_logprobs")
