@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 USED := $(VENV)/used
 
-.PHONY: venv model demo test test-quick soak lint bench clean
+.PHONY: venv model demo test test-quick soak lint docs bench clean
 .DEFAULT_GOAL := test
 
 # What a user needs, and what the tests need besides: the lab, ray and lm-eval.
@@ -48,8 +48,12 @@ test-quick: $(STAMP)
 soak: $(STAMP) model
 	OMP_NUM_THREADS=1 SOAK=$(or $(SOAK),all) $(BIN)/pytest tests/soak
 
+# The documentation as a site, in site/; `python -m http.server -d site` shows it.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 bench: $(STAMP) model
 	$(BIN)/kvkeep bench
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache .hypothesis

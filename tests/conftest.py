@@ -35,6 +35,27 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    terminal = config.pluginmanager.get_plugin("terminalreporter")
+    if terminal is not None:  # a worker of xdist has none
+        config.pluginmanager.register(AsTheyHappen(terminal))
+
+
+class AsTheyHappen:
+    """Shows a failure when it happens; the summary at the end shows it again."""
+
+    def __init__(self, terminal: Any) -> None:
+        self.terminal = terminal
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.terminal.write_line("")
+            self.terminal.section(f"{report.nodeid} ({report.when})", sep="_", red=True, bold=True)
+            report.toterminal(self.terminal._tw)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of each test function the first case, and every twelfth after it; from another one on for each KVKEEP_TURN."""
     if not config.getoption("--quick"):
@@ -104,8 +125,9 @@ def smollm2() -> Any:
 def registered() -> Iterator[None]:
     """What a test registers is gone after it."""
     from kvkeep.policies import registry
+    from kvkeep.policies.methods import load_plugins
 
-    registry.load_plugins()  # which stay
+    load_plugins()  # which stay
     homes: list[dict[str, Any]] = [registry.SELECTORS, registry.FATES, registry.RECALLS, registry.PRESETS]
     before = [dict(home) for home in homes]
     yield

@@ -40,7 +40,7 @@ def test_pages_name_what_is_exported() -> None:
     rooms = {path.stem for path in (ROOT / "src" / "kvkeep").iterdir()}
     for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
         named = set(re.findall(r"\bkvkeep\.([A-Za-z]\w*)", page.read_text(encoding="utf-8")))
-        assert named <= {*kvkeep.__all__, *rooms, "commands", "parts", "md", "git"}, page.name
+        assert named <= {*kvkeep.__all__, *rooms, "commands", "parts", "md", "git", "service"}, page.name
 
 
 def test_importing_kvkeep_imports_neither_torch_nor_transformers() -> None:
@@ -66,6 +66,7 @@ def combinations() -> Iterator[Method]:
             yield replace(resolve(preset), name=preset + tail, **({"recall": recall()} if name else {}))
 
 
+@pytest.mark.slow
 def test_every_combination_works_or_says_why_not() -> None:
     """Of about 1,200; some read a text."""
     refused, taken = 0, []

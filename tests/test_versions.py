@@ -1,4 +1,4 @@
-"""One version in all places, and lowest versions that are known."""
+"""One version in all places, lowest versions that are known, and one set of commands for make, hooks and workflows."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import re
 import sys
 import tomllib
 from pathlib import Path
+
+import yaml
 
 import kvkeep
 
@@ -27,3 +29,14 @@ def test_every_need_has_a_lowest_version_and_the_page_names_them() -> None:
     wanted = dict(one.split("==") for one in lowest())
     rows = re.findall(r"^\| (\w+) \| ([\d.]+) \|", (ROOT / "docs" / "install.md").read_text(), re.MULTILINE)
     assert {name: wanted.get(name, "3.11") for name, _ in rows} == dict(rows) and len(rows) == 3
+
+
+def test_hooks_and_workflow_run_what_make_and_ci_run() -> None:
+    recipe = re.search(r"^lint:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)[1]
+    commands = [line.strip().replace("$(BIN)", ".venv/bin").removesuffix(" .") for line in recipe.splitlines()]
+    (own,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    assert [hook["entry"] for hook in own["hooks"]] == commands and len(commands) == 3
+    job = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]["ci"]
+    assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/run"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["requires-python"] == ">=" + job["strategy"]["matrix"]["python"][0]

@@ -43,11 +43,11 @@ def _groups(file: str) -> list:
 
 def _verdicts(page: str) -> str:
     beside = {(name, model): words for name, model, words in COUNTS.findall(page)}
-    judged = {}
+    judged = {}  # of the latest setting of each experiment, which comes first
     for store in sorted(RESULTS.glob("lab-*.jsonl")):
         for group in _groups(store.name):
             if counts := Counter(verdict.outcome for verdict in group.judged()):
-                judged[group.experiment.name, group.model] = [counts[outcome] for outcome in Outcome]
+                judged.setdefault((group.experiment.name, group.model), [counts[outcome] for outcome in Outcome])
                 paper = group.experiment.paper
                 beside.setdefault((group.experiment.name, group.model), f"{paper.title.split(':')[0]}, {paper.where}")
     rows = [

@@ -6,6 +6,7 @@ subclass.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterable
 from difflib import get_close_matches
 
@@ -78,3 +79,10 @@ class Stopped(Interrupted):
     """Ctrl-C stopped a command that resumes when repeated; the exit code is a shell's for Ctrl-C."""
 
     exit_code = 130
+
+
+def place_of(error: BaseException) -> str:
+    """Return the kind of an error and the line that it comes from, for logs: its words may be those of a prompt."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    return f"{type(error).__name__}{where}"

@@ -195,6 +195,7 @@ def test_the_kernel_within_a_cache(family: str, checkpoint: str, on_this_device:
         assert cache.memory().peak_workspace_bytes == 0
 
 
+@pytest.mark.slow
 @with_triton
 @pytest.mark.skipif(INTERPRETED, reason="compiles, which the interpreter does not")
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")

@@ -31,7 +31,7 @@ def test_generate_json_has_all_its_fields_and_nothing_else(run: Run, model_folde
     assert set(answer) >= {"text", "tokens", "prompt_tokens", "method", "class", "memory", "timing"}
     assert set(answer["memory"]) == {
         "resident_bytes", "compressed_bytes", "checkpoint_bytes", "bookkeeping_bytes", "peak_cache_bytes",
-        "peak_workspace_bytes",
+        "peak_workspace_bytes", "process_bytes",
     }  # fmt: skip
     assert set(answer["memory"]["checkpoint_bytes"]) == {"device", "host", "disk"}
     assert set(answer["timing"]) >= {"prefill_s", "decode_s", "prefill_tokens_per_s", "decode_tokens_per_s"}
@@ -168,7 +168,7 @@ def test_help_needs_neither_torch_nor_transformers(run: Run, monkeypatch: pytest
 
 
 def test_commands_of_the_lab_say_what_is_missing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvkeep.cli.lazy.entry_points", lambda **_: [])
+    monkeypatch.setattr("kvkeep.plugins.entry_points", lambda **_: [])
     for command in ("bench", "lab"):
         code, out, err = run(command, "list")
         assert code == 2 and out == "" and err.count("\n") == 1 and "pip install 'kvkeep[lab]'" in err

@@ -13,6 +13,7 @@ import torch
 from families import FAMILIES, tiny
 from kvkeep_lab import reading
 from kvkeep_lab import reference as lab
+from kvkeep_lab.comparisons import Comparisons, Passage
 from kvkeep_lab.figures import check_figure
 from kvkeep_lab.reference import Case, Comparison, Row, cases, compare, judge
 from kvkeep_lab.studies.compare import Compare
@@ -180,15 +181,21 @@ def row(number: int, budget: str | None, kl: float) -> Row:
     return Row(f"method-{number}", budget, exactness, 64, 0.5, 3, **free, **forced, **cost)
 
 
-@pytest.mark.parametrize("methods", [1, 9])
+@pytest.mark.parametrize(("methods", "passages"), [(1, 1), (9, 1), (4, 3)])
 @pytest.mark.parametrize("budgets", [[None], ["64"], ["12.5%", "25%", "50%"]])
 def test_the_figure_is_a_picture_however_few_or_many_it_shows(
-    tmp_path: Path, methods: int, budgets: list[str | None]
+    tmp_path: Path, methods: int, passages: int, budgets: list[str | None]
 ) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "compare.png"
-    rows = [row(n, budget, 1e-11 * 50.0**n if methods > 1 else 0.0) for n in range(methods) for budget in budgets]
-    Compare().draw(Comparison(100, 8, rows[0], [*rows, Row("static", budgets[0], error="refused")]), path, title="tiny")
+
+    def one(seed: int) -> Passage:
+        kl = [(1 + seed) * 1e-11 * 50.0**n if methods > 1 else 0.0 for n in range(methods)]
+        rows = [row(n, budget, kl[n]) for n in range(methods) for budget in budgets]
+        refused = Row("static", budgets[0], error="refused")
+        return Passage("a", seed, Comparison(100, 8, rows[0], [*rows, refused], 10**7))
+
+    Compare().draw(Comparisons([one(seed) for seed in range(passages)], passages), path, title="tiny")
     data = path.read_bytes()
     width, height = struct.unpack(">II", data[16:24])
     assert width == 1600 and 300 <= height <= 2000 and 10_000 < len(data) < 1_000_000

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from types import SimpleNamespace
+from dataclasses import MISSING, dataclass, field
 from typing import Any, ClassVar
 
 import pytest
@@ -13,11 +12,10 @@ from torch import Tensor
 
 from kvkeep import Fate, KeepCache, Selector, UsageError, methods, register
 from kvkeep.contracts.selector import Candidates
-from kvkeep.policies import registry
 from kvkeep.policies.fates.drop import Drop
 from kvkeep.policies.methods import resolve
 from kvkeep.policies.registry import FATES, PRESETS, RECALLS, SELECTORS
-from kvkeep.policies.specs import build, parameters
+from kvkeep.policies.specs import build, parameters, required
 
 pytestmark = pytest.mark.usefixtures("registered")
 
@@ -60,7 +58,9 @@ def test_what_is_registered_is_a_method_and_may_be_registered_again() -> None:
     [
         *((name, Oldest, "cannot be the name of a part") for name in ("", "the oldest", "old+est", "stock", 3)),
         *((name, Oldest, f"'{name}' is the name of another part") for name in ("h2o", "kv-direct", "full")),
+        *((name, Oldest, "cannot be the name of a part") for name in ("peer-oldest", "stock-oldest")),
         ("abstract", Fate, "'Fate' does not implement store"),
+        ("selector", Selector, "'Selector' does not say its leaves and source"),
         ("verified", Drop, "'verified' is the name of another part"),
         *(("thing", part, "no selector, fate, recall or preset") for part in (int, Oldest())),
     ],
@@ -68,22 +68,6 @@ def test_what_is_registered_is_a_method_and_may_be_registered_again() -> None:
 def test_what_cannot_be_registered_is_said(name: str, part: type[Selector], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         register(name, part)
-
-
-def test_plugins_are_loaded_and_broken_ones_left_out(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def broken() -> type[Selector]:
-        raise ImportError("no such module")
-
-    points = [
-        SimpleNamespace(name="oldest", value="mine:Oldest", load=lambda: Oldest),
-        SimpleNamespace(name="other", value="theirs:Other", load=broken),
-    ]
-    monkeypatch.setattr(registry, "entry_points", lambda group: points if group == registry.GROUP else [])
-    registry.load_plugins.__wrapped__()
-    assert SELECTORS["oldest"] is Oldest and "other" not in SELECTORS
-    assert "The part 'other' of 'theirs:Other' is left out: no such module" in caplog.text
 
 
 # -- parameters -----------------------------------------------------------------------------------------
@@ -106,7 +90,13 @@ class Bare:
     pass
 
 
-THINGS: dict[str, type[Any]] = {"thing": Thing, "word": Word, "bare": Bare}
+@dataclass(frozen=True)
+class Sized:
+    size: int
+    parts: list[int] = field(default_factory=lambda: [1])
+
+
+THINGS: dict[str, type[Any]] = {"thing": Thing, "word": Word, "bare": Bare, "sized": Sized}
 
 
 @pytest.mark.parametrize(
@@ -122,6 +112,7 @@ THINGS: dict[str, type[Any]] = {"thing": Thing, "word": Word, "bare": Bare}
         ("word:a:b", Word("a:b")),  # a checkpoint kind has a colon of its own
         ("word:word=a:b", Word("a:b")),
         ("bare:", Bare()),
+        ("sized:7", Sized(7)),
     ],
 )
 def test_parameters(text: str, made: Any) -> None:
@@ -132,8 +123,8 @@ def test_parameters(text: str, made: Any) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("thng", ["Unknown kind 'thng'", "did you mean thing?", "bare, thing, word"]),
-        (":7", ["Unknown kind ''", "bare, thing, word"]),
+        ("thng", ["Unknown kind 'thng'", "did you mean thing?", "bare, sized, thing, word"]),
+        (":7", ["Unknown kind ''", "bare, sized, thing, word"]),
         ("thing:conut=7", ["'thing:conut=7'", "kind 'thing'", "count, share, word"]),
         ("thing:7,8", ["'thing:7,8'", "count, share, word"]),  # only the first may go without a name
         ("thing:=7", ["count, share, word"]),
@@ -141,6 +132,7 @@ def test_parameters(text: str, made: Any) -> None:
         ("thing:count=7.5", ["count is a whole number, not '7.5'"]),
         ("thing:share=half", ["share is a number, not 'half'"]),
         ("bare:7", ["kind 'bare' takes no parameters"]),
+        ("sized", ["kind 'sized' needs size"]),
     ],
 )
 def test_what_is_not_understood_is_said(text: str, words: list[str]) -> None:
@@ -151,3 +143,4 @@ def test_what_is_not_understood_is_said(text: str, words: list[str]) -> None:
 
 def test_parameters_have_defaults() -> None:
     assert parameters(Thing) == {"count": 3, "share": 0.5, "word": "none"} and parameters(Bare) == {}
+    assert parameters(Sized) == {"size": MISSING, "parts": [1]} and required(Sized) == ["size"]

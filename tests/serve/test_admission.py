@@ -13,6 +13,7 @@ from kvkeep import KeepCache
 from kvkeep.errors import BudgetError
 from kvkeep.serve.arbiter import held, most
 from kvkeep.serve.engine import Engine
+from kvkeep.serve.job import Full
 from kvkeep.serve.sessions import Session
 
 
@@ -60,3 +61,22 @@ def test_who_waits_for_memory_costs_no_step_anything(monkeypatch: pytest.MonkeyP
     assert len(made) == 3 and len(asked) <= 6  # each at its arrival, and when it begins
     for seed, client in enumerate(clients):
         assert [*client.ended.tokens] == alone("llama", text(40, seed), 20, **cache)
+
+
+@pytest.mark.parametrize("limit", [0, 2])
+def test_as_many_wait_as_may_and_nobody_is_refused_who_need_not_wait(limit: int) -> None:
+    cache: dict[str, Any] = {"method": "h2o", "budget": 16, "chunk": 16}
+    engine = Engine(small("llama"), int(3.5 * most(KeepCache(tiny("llama"), **cache), 48)), waiting=limit)
+    clients = [Client(engine, text(40, seed), **cache) for seed in range(3 + limit + 2)]  # all before the first step
+    engine.step()
+    assert [isinstance(client.events[-1], Full) for client in clients if client.events] == [True, True]
+    assert len(engine.running) == 3 and engine.waiting == limit
+    if limit:
+        with pytest.raises(Full, match="wait for memory as may, 2; ask again"):
+            Client(engine, text(40, 9), **cache)
+    run(engine)
+    for seed, client in enumerate(clients[: 3 + limit]):
+        assert [*client.ended.tokens] == alone("llama", text(40, seed), **cache)
+    again = Client(engine, text(40, 9), **cache)
+    run(engine)
+    assert again.ended.written

@@ -239,9 +239,11 @@ def test_deep_json_is_refused_and_a_fault_is_logged_without_its_words(
         raise RuntimeError(f"cannot read '{given[0].content}'")
 
     monkeypatch.setattr(apps.Server, "encoded", broken)
+    caplog.set_level("INFO", "kvkeep.requests")
     found = reply("/v1/chat/completions", json=BODY, method="POST", headers=bearer())
     assert found.status_code == 500 and "river" not in found.text + caplog.text
     assert "RuntimeError" in caplog.text and "test_limits.py" in caplog.text
+    assert f"{found.headers['x-request-id']} POST /v1/chat/completions 500" in caplog.text
 
 
 def test_https_by_a_certificate(tmp_path: Path) -> None:

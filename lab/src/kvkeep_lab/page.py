@@ -50,14 +50,15 @@ def _script_safe(text: str) -> str:
     return re.sub("[\ud800-\udfff\u2028\u2029]", lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
-def check_output(path: str | os.PathLike[str]) -> Path:
-    """Return where a page asked for as ``path`` will lie, links followed. Raises UsageError if it cannot be written."""
+def check_output(path: str | os.PathLike[str], example: str = "cache.html") -> Path:
+    """Return where a file asked for as ``path`` will lie, links followed. Raises UsageError if it cannot be written;
+    ``example``: a name that could be."""
     name = os.fspath(path)
     target = Path(os.path.realpath(name))
     if target.is_dir():
-        raise UsageError(f"The output '{name}' is a folder; name a file in it, such as '{Path(name) / 'cache.html'}'.")
+        raise UsageError(f"The output '{name}' is a folder; name a file in it, such as '{Path(name) / example}'.")
     if target.exists() and not target.is_file():
-        raise UsageError(f"The output '{name}' is not a regular file; name a file, such as 'cache.html'.")
+        raise UsageError(f"The output '{name}' is not a regular file; name a file, such as '{example}'.")
     if not target.parent.is_dir():
         raise UsageError(f"The output '{name}' cannot be written: there is no folder '{target.parent}'; make it first.")
     if target.exists() and not os.access(target, os.W_OK):

@@ -30,6 +30,7 @@ from kvkeep.contracts.exactness import Exactness
 from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.memory.meter import Memory
+from kvkeep.plugins import first_line
 from kvkeep.stock import STOCK, memory_of
 from kvkeep_lab.partial import INTERRUPTED, Interruption
 from kvkeep_lab.reading import cache_for, read, takes
@@ -64,7 +65,7 @@ class Row:
     memory: bytes after the free run. tokens_per_s: of decoding, None where only one token was written. away, recalled:
     where recall is selective, entries of a KV head there were to recall and those that were, mean over steps and
     layers; left_out: the largest bound on the attention that a query gave to the others. merges: pairs that the free
-    run merged, and shares of keys that had to be clamped.. error: why there is nothing else.
+    run merged, and shares of keys that had to be clamped. error: why there is nothing else.
     """
 
     method: str
@@ -94,6 +95,11 @@ class Row:
     def label(self) -> str:
         """Method and budget."""
         return Case(self.method, self.budget).label
+
+    @property
+    def nll(self) -> float | None:
+        """The logarithm of the perplexity: the mean of -ln q of the reference's tokens, in nats."""
+        return None if self.perplexity is None else math.log(self.perplexity)
 
     @property
     def held_bytes(self) -> int:
@@ -175,6 +181,8 @@ def compare(
             rows.append(reference.measure(case, report))
         except KvkeepError as error:
             rows.append(Row(case.method, case.budget, error=str(error)))
+        except Exception as error:  # a fault of a method, perhaps of another package, leaves the others their rows
+            rows.append(Row(case.method, case.budget, error=f"{first_line(error)}."))
         except KeyboardInterrupt:
             rows += [Row(missing.method, missing.budget, error=INTERRUPTED) for missing in listed[number:]]
             raise Interruption(Comparison(len(prompt), new, reference.row, rows)) from None
@@ -195,7 +203,8 @@ def judge(expected: Tensor, got: Tensor, token: int) -> Position:
     return Position(max(kl, 0.0), -float(q[token]), int(got.argmax()) == token)  # below 0 there is only rounding
 
 
-def _fits(model: Any, prompt_tokens: int, new: int) -> None:
+def check_fits(model: Any, prompt_tokens: int, new: int) -> None:
+    """Raise UsageError for a prompt of no tokens, and for one that is too long for the model with ``new`` more."""
     positions = ModelGeometry.from_config(model.config).max_positions
     if prompt_tokens == 0:
         raise UsageError("There is nothing to continue: the prompt is empty.")
@@ -266,7 +275,7 @@ class Reference:
     def of(cls, model: Any, prompt: Sequence[int], new: int, chunk: int | None = None) -> Reference:
         """Read ``prompt`` (token ids) and write ``new`` tokens; raises UsageError where the model has no positions for
         them."""
-        _fits(model, len(prompt), new)
+        check_fits(model, len(prompt), new)
         ids = torch.tensor([list(prompt)], device=next(model.parameters()).device)
         with torch.no_grad():
             model(ids[:, :16], use_cache=False)  # warms up

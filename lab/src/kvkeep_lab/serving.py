@@ -22,7 +22,7 @@ from kvkeep_lab.tables import Table, fixed, megabytes, number, refusals
 WORDS = ("river", "stone", "winter", "morning", "letter", "garden", "paper", "window", "market", "island", "summer")
 """What prompts are made of."""
 METHODS = ("full", "kv-direct", "h2o")
-"""Of the sessions of our own server."""
+"""Of the sessions of our own server, unless others are named."""
 SAMPLED_S = 0.25
 """Seconds between two looks at a server's memory."""
 
@@ -64,6 +64,7 @@ def measure_servers(
     contexts: Sequence[int],
     sessions: Sequence[int],
     steps: int,
+    methods: Sequence[str] | None,
     budget: str,
     memory: str,
     only: Sequence[str] | None,
@@ -73,7 +74,7 @@ def measure_servers(
     most_tokens, most_sessions = max(contexts) + steps + 64, max(sessions)
     servers: list[Server] = [
         Ours(loaded, most_tokens, most_sessions, method, budget, memory)
-        for method in METHODS
+        for method in methods or METHODS
         if only is None or any(part in method for part in only)
     ]
     for name in peers:
@@ -129,8 +130,8 @@ def fitting(server: Server, tokens: int, memory: str) -> int | None:
     """Return how many sessions of so many tokens our own server has room for; None: not known, it is another's."""
     if not isinstance(server, Ours):
         return None
-    asked: dict[str, Any] = {} if server.method == "full" else {"budget": server.budget}  # as it is started
-    return Arbiter(parse_memory(memory)).fitting(KeepCache(server.loaded.model, server.method, **asked), tokens)
+    cache = KeepCache(server.loaded.model, server.method, server.asked)  # as it is started
+    return Arbiter(parse_memory(memory)).fitting(cache, tokens)
 
 
 def _asked(server: Server, running: Running, context: int, count: int, steps: int) -> tuple[list[Stream], int]:

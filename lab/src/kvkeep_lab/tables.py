@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import csv
+import io
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass
@@ -25,6 +28,15 @@ class Table:
         if self.notes:
             lines += ["", " ".join(self.notes)]
         return "\n".join(lines)
+
+
+def csv_text(records: Sequence[Mapping[str, Any]]) -> str:
+    """Return records (one at least) with the same fields as CSV, with a line of headings; None is empty."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(records[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(records)
+    return text.getvalue()
 
 
 def refusals(found: Iterable[tuple[str, object, str]], words: str = "at {}") -> list[str]:

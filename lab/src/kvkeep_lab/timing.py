@@ -18,6 +18,7 @@ from torch import Tensor
 from kvkeep.cache import KeepCache
 from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.memory.meter import Memory
+from kvkeep.plugins import first_line
 from kvkeep.stock import STOCK, memory_of, new_cache
 from kvkeep_lab.limits import entry_bytes
 from kvkeep_lab.partial import INTERRUPTED, Interruption
@@ -134,6 +135,8 @@ def run(
                 _measure(model, case, own, steps, patience_s, CLOCKS[clock])
             except KvkeepError as error:
                 own.error = str(error)
+            except Exception as error:  # a fault of a method, perhaps of another package, leaves the others their rows
+                own.error = f"{first_line(error)}."
     except KeyboardInterrupt:
         for own in taken:
             own.error = own.error or ("" if own.steps else INTERRUPTED)

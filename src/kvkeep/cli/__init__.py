@@ -61,7 +61,7 @@ def _run() -> None:
     from kvkeep.cli.lazy import application
 
     try:
-        application(COMMANDS, LAB)()
+        application(COMMANDS, LAB)(prog_name="kvkeep")
     except SystemExit:
         sys.stdout.flush()
         raise

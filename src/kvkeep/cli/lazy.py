@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from importlib import import_module
-from importlib.metadata import entry_points
 from typing import Annotated, Any, ClassVar
 
 import typer
 from typer.core import TyperGroup
 
 import kvkeep
-from kvkeep.errors import UsageError
-
-log = logging.getLogger(__name__)
+from kvkeep.errors import KvkeepError, UsageError
+from kvkeep.plugins import each_plugin, first_line
 
 GROUP = "kvkeep.commands"
 Table = Mapping[str, tuple[str, str]]
@@ -24,11 +23,16 @@ def application(own: Table, lab: Sequence[str] = ()) -> Any:
     """Return the command line: ``own`` commands and those of installed packages. ``lab``: names of the lab's commands,
     for the error when it is not installed."""
     table = dict(own)
-    for point in entry_points(group=GROUP):
-        try:
-            table |= {name: entry for name, entry in point.load().items() if name not in table}
-        except Exception as error:  # a broken plugin leaves the other commands usable
-            log.warning("The commands of '%s' are left out: %s", point.value, error)
+    if "_KVKEEP_COMPLETE" in os.environ:  # a shell asks, whose line is not to be written over
+        logging.disable()
+
+    def add(name: str, commands: Table) -> None:
+        for command, entry in commands.items():
+            if len(entry) != 2 or not all(isinstance(text, str) for text in (command, *entry)):
+                raise TypeError(f"the entry of '{command}' is no pair of a module and a line of help")
+        table.update({command: entry for command, entry in commands.items() if command not in table})
+
+    each_plugin(GROUP, add)
     group = typer.main.get_command(_application())
     assert isinstance(group, Commands)
     Commands.table, Commands.missing = table, frozenset(lab) - table.keys()
@@ -87,7 +91,13 @@ class Commands(TyperGroup):
         name, stand_in, rest = super().resolve_command(ctx, args)
         if name is None:
             return name, stand_in, rest
-        return name, loaded(name, self.table[name][0]), rest
+        where = self.table[name][0]
+        try:
+            return name, loaded(name, where), rest
+        except Exception as error:  # of a package's module, or of a signature that Typer has no use for
+            if isinstance(error, KvkeepError) or where.startswith(("kvkeep.", "kvkeep_lab.")):
+                raise
+            raise KvkeepError(f"The command '{name}' ({where}) is broken: {first_line(error)}.") from error
 
 
 def loaded(name: str, where: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING
 from functools import partial
@@ -10,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from kvkeep.cli import options
+from kvkeep.cli import completion, options
 from kvkeep.cli.output import out, print_json, show
 from kvkeep.errors import unknown
 
@@ -23,8 +24,19 @@ def methods(
         str | None,
         typer.Option(help="Print one table as Markdown: methods, selectors, fates, recalls, or combinations."),
     ] = None,
+    bibtex: Annotated[
+        str | None,
+        typer.Option(
+            metavar="METHODS",
+            help="Print the papers of methods, by commas, as BibTeX; all: of every method with a name.",
+            autocompletion=completion.methods,
+        ),
+    ] = None,
 ) -> None:
     """List the methods: what they evict, store and recall, and how exact they are."""
+    if bibtex is not None:
+        typer.echo(_bibtex(bibtex))
+        return
     if table is not None:
         if (made := TABLES.get(table)) is None:
             raise unknown("table", table, list(TABLES))
@@ -52,6 +64,18 @@ def methods(
     )
     for kind, registry in known.items():
         _print([[kind, "parameters"], *([name, _parameters(made)] for name, made in registry.items())])
+
+
+def _bibtex(given: str) -> str:
+    """Return the papers of methods as BibTeX; of those that no paper is named for, a comment."""
+    from kvkeep.policies.methods import methods as registered
+    from kvkeep.policies.methods import resolve
+    from kvkeep.policies.papers import papers_of
+
+    names = [name.strip() for name in re.split(r",(?!\w+=)", given) if name.strip()]  # of parameters they are no ends
+    chosen = list(registered().values()) if names == ["all"] else [resolve(name) for name in names]
+    bare = [f"% {method.name}: {method.source or 'no paper'}" for method in chosen if not papers_of([method])]
+    return "\n\n".join([*(paper.bibtex() for paper in papers_of(chosen)), *bare])
 
 
 _COLUMNS = {
@@ -129,16 +153,16 @@ def _combinations() -> Rows:
     from kvkeep.policies.methods import combined, parts
     from kvkeep.policies.recalls.evicted import Evicted
     from kvkeep.policies.registry import PRESETS
-    from kvkeep.policies.specs import parameters
+    from kvkeep.policies.specs import required
 
     selectors, fates, recalls = (
-        {name: made() for name, made in registry.items() if MISSING not in parameters(made).values()}
-        for registry in parts().values()
+        {name: made() for name, made in registry.items() if not required(made)} for registry in parts().values()
     )
     names = {type(fate): name for name, fate in fates.items()}
     for preset in PRESETS.values():
         given = ",".join(f"{key}={value}" for key, value in preset.defaults.items())
-        fates |= {f"{names[preset.fate]}:{given}": preset.fate(**preset.defaults)} if given else {}
+        if given and preset.fate in names:  # a package's preset may have a fate without a name
+            fates[f"{names[preset.fate]}:{given}"] = preset.fate(**preset.defaults)
     reasons: list[str] = []
 
     def answer(selector: Any, fate: Any, recall: Any) -> str:

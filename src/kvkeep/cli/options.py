@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from kvkeep.cli import completion
+
 Model = Annotated[
     str, typer.Option("--model", "-m", help="An embedded model's name, a GGUF file, a folder, or a hub id.")
 ]
@@ -24,6 +26,7 @@ Method = Annotated[
         "-x",
         help="See 'kvkeep methods'; stock is transformers' own cache.",
         show_default="kv-direct with a budget, full without",
+        autocompletion=completion.methods,
     ),
 ]
 Exact = Annotated[

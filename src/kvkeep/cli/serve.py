@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvkeep.cli import completion
 from kvkeep.cli import options as o
 from kvkeep.cli.output import note
 from kvkeep.errors import BudgetError, KvkeepError, UsageError
@@ -43,6 +44,7 @@ def serve(
             "--method",
             "-x",
             help="Of sessions that name none; see 'kvkeep methods'.",
+            autocompletion=completion.methods,
             show_default="kv-direct with a budget, the planner's choice without",
         ),
     ] = None,
@@ -68,6 +70,9 @@ def serve(
     ] = None,
     certificate: Annotated[str | None, typer.Option(metavar="FILE", help="For HTTPS: the certificate (PEM).")] = None,
     private_key: Annotated[str | None, typer.Option(metavar="FILE", help="For HTTPS: its private key (PEM).")] = None,
+    log_requests: Annotated[
+        bool, typer.Option("--log-requests", help="A line on standard error for each request; nothing of its text.")
+    ] = False,
     sessions: o.Sessions = None,
     quota: Annotated[
         str | None,
@@ -125,16 +130,21 @@ def serve(
         note("from elsewhere: this machine's name or address instead")
     note(fitting)
     refusal = engine.sessions.refusal
-    note(f"sessions: {folder}" if refusal is None else f"sessions end with the server. {refusal}")
+    kept_for = "" if limit is None else f", at most {quota} together: the least recently used are removed"
+    kept_for += "" if age is None else f", {age:g} days at most"
+    note(f"sessions: {folder}{kept_for}" if refusal is None else f"sessions end with the server. {refusal}")
     if kept is not None:
         note(f"key: {given[0] if new else 'as before'}  (kept in {kept})")
-    elif not given:
-        note("no key: only this machine can reach it")
+    else:
+        note(f"{len(given)} keys" if given else "no key: only this machine can reach it")
+    if log_requests:
+        _log_requests()
     _drain(server, engine, grace)
     server.run(sockets=[listening])
     if engine.fault is not None:
         raise KvkeepError(f"The engine has failed ({type(engine.fault).__name__}: {engine.fault}).")
     engine.stop(0.0)
+    note("ended; every turn is saved" if refusal is None else "ended")
 
 
 def _planned(loaded: Loaded, total: int, conversations: int) -> dict[str, Any]:
@@ -162,6 +172,19 @@ def _fitting(engine: Engine) -> str:
     if not fit:
         return f"by default {kind} ({cache.exactness}): none of {tokens:,} tokens fits, only shorter conversations"
     return f"by default {kind} ({cache.exactness}): {fit} conversations of {tokens:,} tokens at once, and more in turns"
+
+
+def _log_requests() -> None:
+    import logging
+    import sys
+
+    from kvkeep.serve.http.door import requests
+
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    requests.addHandler(handler)
+    requests.setLevel(logging.INFO)
+    requests.propagate = False
 
 
 def _many_files() -> None:
@@ -249,8 +272,12 @@ def _drain(server: Any, engine: Engine, grace: float) -> None:
         engine.join()
         server.should_exit = True
 
+    def stop() -> None:
+        note(f"ending: answers have {grace:g} s")
+        engine.stop(grace)
+
     def drain(*given: Any) -> None:
-        threading.Thread(target=engine.stop, args=(grace,), daemon=True).start()
+        threading.Thread(target=stop, daemon=True).start()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, drain)

@@ -34,6 +34,8 @@ def list_(
     json: options.Json = False,
 ) -> None:
     """List the sessions, last used first."""
+    from kvkeep.decode.session_store import UNSAVED
+
     found = _store(sessions).sessions(owner)
     if json:
         print_json({"sessions": [_facts(info) for info in found]})
@@ -43,7 +45,11 @@ def list_(
         table.add_column(heading, justify="right" if heading in ("size", "turns", "tokens") else "left")
     for info in found:
         about = [str(info.turns), str(info.tokens), info.method or "", info.budget or "none", info.family or ""]
-        rest = about if info.problem is None else ["", "", "cannot be read", "", ""]
+        rest = (
+            about
+            if info.problem is None
+            else ["", "", "never saved" if info.problem == UNSAVED else "cannot be read", "", ""]
+        )
         used = "now" if info.held else f"{_age(info.used)} ago"
         table.add_row(info.name, size(info.bytes), used, *rest)
     show(table)

@@ -18,6 +18,8 @@ from kvkeep.errors import SessionBusy, SessionError, SessionUnwritable, UsageErr
 from kvkeep.models.folders import data_folder
 
 SUFFIX = ".session"
+UNSAVED = "its first turn was never saved"
+"""The problem of a session whose program ended before."""
 _PART = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}"
 _NAME = re.compile(rf"({_PART}/)?{_PART}")
 
@@ -184,7 +186,7 @@ class SessionStore:
         try:
             with SessionFile(path) as file:
                 if file.about is None:
-                    return SessionInfo(*common, "its first turn was never saved")
+                    return SessionInfo(*common, UNSAVED)
                 about, ids = file.about, file.stored[NAME_OF_IDS].shape
                 family, method, budget = (about[key] for key in ("family", "method", "budget"))
                 tokens = ids[0] * ids[1] if len(ids) == 2 else 0

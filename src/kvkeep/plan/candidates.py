@@ -46,6 +46,12 @@ class Candidate:
         return self.method.selector.keeps_all
 
     @property
+    def foreign(self) -> bool:
+        """Whether a part of the method is of another package, or of a script."""
+        parts = (self.method.selector, self.method.fate, self.method.recall)
+        return not all(type(part).__module__.startswith("kvkeep.") for part in parts)
+
+    @property
     def stride(self) -> int:
         """Layers for each residual kept; 0 for entries."""
         kind, _, stride = (self.checkpoint or "kv").partition(":")

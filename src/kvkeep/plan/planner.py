@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -17,6 +18,9 @@ from kvkeep.plan.costs import Cost, cost
 from kvkeep.plan.machine import Machine
 from kvkeep.plan.shape import Shape, shape_of
 from kvkeep.plan.sizes import Sizes, sizes
+from kvkeep.plugins import first_line
+
+log = logging.getLogger(__name__)
 
 ACCEPTANCE = 0.95
 """The share of drafted tokens that an exact pass confirms, where none was measured."""
@@ -110,11 +114,19 @@ def plan(
     """
     geometry = shape.geometry
     _check(geometry, context, acceptance)
-    rows = [
-        _row(shape, machine, candidate, context, budget, answer, memory, acceptance)
-        for candidate in candidates(geometry, exact=exact)
-        for budget in _budgets(geometry, machine, candidate, context, answer, memory)
-    ]
+    rows, faults = list[Row](), dict[str, str]()
+    for candidate in candidates(geometry, exact=exact):
+        try:
+            rows += [
+                _row(shape, machine, candidate, context, budget, answer, memory, acceptance)
+                for budget in _budgets(geometry, machine, candidate, context, answer, memory)
+            ]
+        except Exception as error:
+            if not candidate.foreign:
+                raise
+            faults[candidate.spec] = first_line(error)  # of a package, which takes nothing else with it
+    for spec, reason in faults.items():
+        log.warning("'%s' is left out of the plan: %s", spec, reason)
     fitting = _with_frontier([row for row in rows if row.fits])
     if not fitting:
         least = min(rows, key=lambda row: row.memory)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, NamedTuple
 
 from kvkeep.budget import Budget
@@ -13,13 +14,25 @@ from kvkeep.contracts.recall import Recall
 from kvkeep.contracts.selector import Selector
 from kvkeep.errors import BudgetError, UsageError, unknown
 from kvkeep.geometry import ModelGeometry
-from kvkeep.policies import registry
+from kvkeep.plugins import PARTS, each_plugin
 from kvkeep.policies.fates.checkpoint import Recorded
 from kvkeep.policies.fates.drop import Drop
 from kvkeep.policies.recalls.evicted import Evicted
-from kvkeep.policies.registry import FATES, FORMER, LISTED, ONESHOT, PRESETS, RECALLS, SELECTORS, STOCK, Preset
+from kvkeep.policies.registry import (
+    FATES,
+    FORMER,
+    LISTED,
+    ONESHOT,
+    PRESETS,
+    RECALLS,
+    SELECTORS,
+    STOCK,
+    Preset,
+    register,
+    unregister,
+)
 from kvkeep.policies.selectors.window import InOrder
-from kvkeep.policies.specs import build
+from kvkeep.policies.specs import build, required
 
 
 class Division(NamedTuple):
@@ -169,7 +182,11 @@ def resolve(spec: str) -> Method:
 
     Raises UsageError: for an unknown name with the near matches, for parts that mean nothing together with the reason.
     """
-    registry.load_plugins()
+    load_plugins()
+    return _resolved(spec)
+
+
+def _resolved(spec: str) -> Method:
     spec = "+".join(map(_current, spec.split("+")))
     first, *rest = spec.split("+")
     name, oneshot = first.partition(":")[0], rest[-1:] == [ONESHOT]
@@ -215,10 +232,38 @@ def _of_preset(spec: str, first: str, preset: Preset, rest: list[str], recall: R
     return Method(spec, preset.selector, fate, recall if recall.label else preset.recall, preset.summary, preset.source)
 
 
+@cache
+def load_plugins() -> None:
+    """Register the parts of installed packages. All that names, lists or reads a method comes by here first, in every
+    process; a part that could not be listed or made by its name is left out."""
+    each_plugin(PARTS, _plugged)
+
+
+def _plugged(name: str, part: Any) -> None:
+    register(name, part)
+    try:
+        _listable(name)
+    except BaseException:
+        unregister(name)
+        raise
+
+
+def _listable(name: str) -> None:
+    """Raise for a part that lists of all parts, or of all methods, could not name."""
+    for kind, known in (("selector", SELECTORS), ("fate", FATES), ("recall", RECALLS)):
+        if name in known and not required(known[name]):
+            build(kind, name, known)
+    if name in PRESETS or (name in SELECTORS and not required(SELECTORS[name])):
+        made = _resolved(name)
+        for said in ("exactness", "leaves", "becomes", "returns", "options", "reading"):
+            getattr(made, said)
+
+
 def names() -> list[str]:
-    """Return the names of all methods that lists name: presets, selectors, and a few combinations."""
-    registry.load_plugins()
-    unnamed = [name for name in SELECTORS if name != "kvpress"]  # which is none without the name of a press
+    """Return the names of all methods that lists name: presets, selectors, and a few combinations. A selector that is
+    none without parameters, as ``kvpress`` without a press, is not among them."""
+    load_plugins()
+    unnamed = [name for name, made in SELECTORS.items() if name != "kvpress" and not required(made)]
     kept = [name for name, preset in PRESETS.items() if preset.closed and not preset.recall.backed]
     return [*kept, *unnamed, *(name for name in PRESETS if name not in kept), *LISTED]
 
@@ -230,7 +275,7 @@ def methods() -> dict[str, Method]:
 
 def parts() -> dict[str, dict[str, type[Any]]]:
     """Return all registered selectors, fates and recalls, by what they are."""
-    registry.load_plugins()
+    load_plugins()
     return {"selectors": dict(SELECTORS), "fates": dict(FATES), "recalls": dict(RECALLS)}
 
 

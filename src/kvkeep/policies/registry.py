@@ -1,17 +1,15 @@
 """The registry: selectors, fates, recalls, and the methods that are known by a name of their own.
 
-:func:`register` adds to it; so does any installed package by an entry point of the group ``kvkeep.parts`` that names a
-selector, a fate or a recall, under the entry point's name.
+:func:`register` adds to it; so does any installed package by an entry point of the group
+:data:`~kvkeep.plugins.PARTS` that names a selector, a fate, a recall or a preset, under the entry point's name
+(:func:`kvkeep.policies.methods.load_plugins`).
 """
 
 from __future__ import annotations
 
-import logging
 import re
 from dataclasses import dataclass, field
-from functools import cache
-from importlib.metadata import entry_points
-from inspect import isabstract
+from inspect import get_annotations, isabstract
 from typing import Any
 
 from kvkeep.contracts.fate import Fate
@@ -53,10 +51,6 @@ from kvkeep.policies.selectors.snapkv import SnapKV
 from kvkeep.policies.selectors.streaming_llm import StreamingLLM
 from kvkeep.policies.selectors.tova import Tova
 from kvkeep.policies.selectors.window import InOrder, Window
-
-log = logging.getLogger(__name__)
-
-GROUP = "kvkeep.parts"
 
 SELECTORS: dict[str, type[Selector]] = {
     "window": Window,
@@ -105,6 +99,9 @@ STOCK = "stock"
 
 ONESHOT = "oneshot"
 """What a method ends with whose prompts are read at once, and compressed then: "h2o+oneshot"."""
+
+PEERS = ("stock-", "peer-")
+"""What names of the lab begin with that are implementations by others."""
 
 FORMER = {"ladder": "tiers", "missed": "fetch-on-miss", "longcache": "quest"}
 """Names that a part or a method had in stores and sessions of earlier versions."""
@@ -224,32 +221,39 @@ def register(name: str, part: type[Selector] | type[Fate] | type[Recall] | Prese
     :class:`Preset`, in methods (``NAME``, ``NAME+FATE+RECALL``), tables, plans and experiments from then on.
 
     Raises UsageError for a name that is taken by another part or is not understood in a method's name, and for
-    anything that is no part.
+    anything that is no part, or not a whole one.
     """
-    if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name) or name in (STOCK, ONESHOT, *FORMER):
+    taken = isinstance(name, str) and (name in (STOCK, ONESHOT, *FORMER) or name.startswith(PEERS))
+    if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name) or taken:
         raise UsageError(f"{name!r} cannot be the name of a part: letters, digits, '-', '_' and '.', and none of ours.")
-    kinds: tuple[tuple[type, dict[str, Any]], ...] = ((Selector, SELECTORS), (Fate, FATES), (Recall, RECALLS))
-    if isinstance(part, Preset):
-        home: dict[str, Any] = PRESETS
-    else:
-        homes = [known for kind, known in kinds if isinstance(part, type) and issubclass(part, kind)]
-        if not homes:
-            raise UsageError(f"'{name}' is no selector, fate, recall or preset, so it cannot be registered.")
-        if isabstract(part):
-            missing = ", ".join(sorted(part.__abstractmethods__))
-            raise UsageError(f"'{name}' cannot be registered: '{part.__name__}' does not implement {missing}.")
-        home = homes[0]
-    taken = next((known for known in (SELECTORS, FATES, RECALLS, PRESETS) if name in known), None)
-    if taken is not None and not (taken is home and home[name] is part):
+    home = _home(name, part)
+    other = next((known for known in _HOMES if name in known), None)
+    if other is not None and not (other is home and home[name] is part):
         raise UsageError(f"'{name}' is the name of another part already; choose another.")
     home[name] = part
 
 
-@cache
-def load_plugins() -> None:
-    """Register what installed packages add; one that cannot be loaded is left out, and told of in the log."""
-    for point in entry_points(group=GROUP):
-        try:
-            register(point.name, point.load())
-        except Exception as error:  # whatever is wrong with another package, kvkeep's own parts work
-            log.warning("The part '%s' of '%s' is left out: %s", point.name, point.value, error)
+def unregister(name: str) -> None:
+    """Forget a part, if it is known."""
+    for home in _HOMES:
+        home.pop(name, None)
+
+
+_HOMES: tuple[dict[str, Any], ...] = (SELECTORS, FATES, RECALLS, PRESETS)
+
+
+def _home(name: str, part: Any) -> dict[str, Any]:
+    """Return the table that a part belongs to; raises UsageError for what is none, and for what lacks something."""
+    if isinstance(part, Preset):
+        return PRESETS
+    kinds: tuple[tuple[type, dict[str, Any]], ...] = ((Selector, SELECTORS), (Fate, FATES), (Recall, RECALLS))
+    found = [(kind, known) for kind, known in kinds if isinstance(part, type) and issubclass(part, kind)]
+    if not found:
+        raise UsageError(f"'{name}' is no selector, fate, recall or preset, so it cannot be registered.")
+    kind, home = found[0]
+    if isabstract(part):
+        missing = ", ".join(sorted(part.__abstractmethods__))
+        raise UsageError(f"'{name}' cannot be registered: '{part.__name__}' does not implement {missing}.")
+    if unsaid := [field for field in get_annotations(kind) if not hasattr(part, field)]:
+        raise UsageError(f"'{name}' cannot be registered: '{part.__name__}' does not say its {' and '.join(unsaid)}.")
+    return home

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import typing
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from typing import Any, TypeVar
 
 from kvkeep.errors import UsageError, unknown
@@ -41,12 +41,22 @@ def build(kind: str, text: str, registry: Mapping[str, type[T]]) -> T:
                 raise ValueError
         except ValueError:
             raise UsageError(f"'{text}' is not understood: {key} is a {_WORDS[types[key]]}, not '{value}'.") from None
+    if missing := [name for name in required(made) if name not in given]:
+        raise UsageError(f"'{text}' is not understood: {kind} '{name}' needs {', '.join(missing)}.")
     return made(**given)
 
 
 def parameters(made: type[Any]) -> dict[str, Any]:
-    """Return the parameters of a selector or fate with their defaults."""
-    return {field.name: field.default for field in fields(made)}
+    """Return the parameters of a selector, fate or recall with their defaults, MISSING where one has none."""
+    return {
+        field.name: field.default if field.default_factory is MISSING else field.default_factory()
+        for field in fields(made)
+    }
+
+
+def required(made: type[Any]) -> list[str]:
+    """Return the parameters that have no default."""
+    return [name for name, default in parameters(made).items() if default is MISSING]
 
 
 _WORDS = {int: "whole number", float: "number", str: "text"}

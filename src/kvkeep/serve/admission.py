@@ -6,17 +6,16 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 
 from transformers import PreTrainedModel
 
 from kvkeep.cache import KeepCache
 from kvkeep.decode.past import Past
-from kvkeep.errors import KvkeepError
+from kvkeep.errors import KvkeepError, place_of
 from kvkeep.geometry import ModelGeometry
 from kvkeep.policies.request import Request
 from kvkeep.serve.arbiter import Arbiter, widest_bytes
-from kvkeep.serve.job import Differs, Ended, Job, Reading
+from kvkeep.serve.job import Differs, Ended, Event, Full, Job, Reading
 from kvkeep.serve.prefixes import Prefix, find
 from kvkeep.serve.sessions import Name, Session, Sessions
 
@@ -26,8 +25,8 @@ log = logging.getLogger(__name__)
 class Admission:
     """The queue of an engine, of its thread alone.
 
-    running, saving: the engine's own lists, of answers that were let in and of those whose turn is being saved. left:
-    is told of every answer that does not wait any more.
+    running, saving: the engine's own lists, of answers that were let in and of those whose turn is being saved. limit:
+    answers that may wait, of those that could not begin. left: is told of every answer that does not wait any more.
     """
 
     def __init__(
@@ -38,26 +37,43 @@ class Admission:
         sessions: Sessions,
         running: list[Job],
         saving: list[Job],
+        limit: int,
         left: Callable[[], None],
     ) -> None:
         self.model, self.geometry, self.arbiter, self.sessions = model, geometry, arbiter, sessions
         self.waiting: deque[Job] = deque()
-        self._running, self._saving, self._left = running, saving, left
+        self.full = False  # as many wait as may
+        self._running, self._saving, self._limit, self._left = running, saving, limit, left
         self._refused: tuple[Job, object] | None = None  # who waits for memory, and the house that has none
 
     def drop_cancelled(self) -> None:
         """End the answers that wait and are wanted no more."""
         for job in [job for job in self.waiting if job.cancelled and not job.at_files]:
-            with suppress(Exception):
-                self._adopt(job)
-            session = None if job.name is None else self.sessions.memory.get(job.name)
-            if session is not None and not session.busy:
-                self.sessions.leave(session)
-            self.waiting.remove(job)
-            self._left()
-            job.end(Ended("cancelled", "", (), 0, 0, 0))
+            self._dismiss(job, Ended("cancelled", "", (), 0, 0, 0))
+
+    def _dismiss(self, job: Job, last: Event) -> None:
+        """End an answer that never began; its session, if it was opened for it, is let go."""
+        with suppress(Exception):
+            self._adopt(job)
+        session = None if job.name is None else self.sessions.memory.get(job.name)
+        if session is not None and not session.busy:
+            self.sessions.leave(session)
+        self.waiting.remove(job)
+        self._left()
+        job.end(last)
 
     def admit(self) -> None:
+        """Begin waiting answers, and refuse the last of those that still wait where they are too many."""
+        self._admit()
+        while len(self.waiting) > self._limit and not self.waiting[-1].at_files:
+            self._dismiss(self.waiting[-1], self.refusal())
+        self.full = len(self.waiting) >= self._limit > 0
+
+    def refusal(self) -> Full:
+        """Return what is told of an answer for which there is no room among those that wait."""
+        return Full(f"As many answers wait for memory as may, {self._limit}; ask again later.")
+
+    def _admit(self) -> None:
         """Begin waiting answers in order, as far as memory is granted: nobody overtakes one that waits for memory. One
         whose session is busy, whose file is being opened, or whose prompt begins with what another one is reading,
         waits for that alone."""
@@ -184,12 +200,7 @@ class Admission:
 def failed(error: Exception) -> KvkeepError:
     """Return what is told of an error that nobody foresaw: its kind, and not its words, which may be those of a prompt
     or a path. It is the cause of what is returned; where it was raised is in the log."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    kind = type(error).__name__
-    if trace is not None:
-        log.error("%s in %s, line %d.", kind, Path(trace.tb_frame.f_code.co_filename).name, trace.tb_lineno)
-    told = KvkeepError(f"The answer failed ({kind}).")
+    log.error("An answer failed: %s", place_of(error))
+    told = KvkeepError(f"The answer failed ({type(error).__name__}).")
     told.__cause__ = error
     return told

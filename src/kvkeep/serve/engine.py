@@ -34,13 +34,13 @@ from kvkeep.serve.admission import Admission, failed
 from kvkeep.serve.answer import Answer, Ask
 from kvkeep.serve.arbiter import Arbiter
 from kvkeep.serve.batch import alone, forward, packs
-from kvkeep.serve.job import Ended, Event, Full, Job, Stopping
+from kvkeep.serve.job import Ended, Event, Job, Stopping
 from kvkeep.serve.prefixes import worth_keeping
 from kvkeep.serve.sessions import EVERY_S, Name, Sessions
 
 T = TypeVar("T")
 WAITING = 64
-"""Answers that may wait for memory."""
+"""Answers that may wait, for memory or another answer."""
 
 
 class Watch:
@@ -57,7 +57,8 @@ class Engine:
     """Answers for many sessions within ``memory`` bytes.
 
     store: where named sessions are kept; without one, those that have to make way are forgotten, and read again. cache:
-    method, budget and options of sessions that name none. waiting: how many answers may wait for memory. Use
+    method, budget and options of sessions that name none. waiting: how many answers may wait, of those that could not
+    begin at once. Use
     :meth:`start` for a thread of its own, or call :meth:`step` until it returns False, and :meth:`close`. Raises
     UnsupportedModelError for a model whose attention cannot be streamed, which packing takes.
     """
@@ -72,7 +73,7 @@ class Engine:
     ) -> None:
         self.model, self.tokenizer = loaded.model, loaded.tokenizer
         self.cache = cache
-        self.arbiter, self.limit = Arbiter(memory), waiting
+        self.arbiter = Arbiter(memory)
         self.geometry = ModelGeometry.from_config(self.model.config, next(self.model.parameters()).dtype.itemsize)
         if processes(self.model) > 1:
             raise UnsupportedModelError(
@@ -90,7 +91,7 @@ class Engine:
         self.watch = Watch()
         self._saving: list[Job] = []
         self._admission = Admission(
-            self.model, self.geometry, self.arbiter, self.sessions, self.running, self._saving, self._begun
+            self.model, self.geometry, self.arbiter, self.sessions, self.running, self._saving, waiting, self._begun
         )
         self._count = 0  # of those in the inbox and waiting
         self._lock = threading.Lock()
@@ -130,8 +131,8 @@ class Engine:
         with self._lock:
             if self._stopping:
                 raise Stopping("The server is ending and takes no more; ask again when it is back.")
-            if self._count >= self.limit:
-                raise Full(f"{self._count} answers wait already; ask again later.")
+            if self._admission.full:
+                raise self._admission.refusal()
             self._count += 1
             self._inbox.put(job)
         return job

@@ -372,7 +372,8 @@ class Sessions:
     def _evicted(self) -> None:
         assert self.store is not None
         try:
-            self.store.evict()
+            if gone := self.store.evict():
+                log.warning("%d sessions over quota or age were removed from the folder.", len(gone))
         except (OSError, KvkeepError) as error:
             log.warning("Sessions over quota or age are not removed: %s", error)
 

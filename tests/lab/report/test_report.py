@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from base64 import b64decode
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,10 @@ FRONT = [
     "Claims that were not measured",
     "What was not run",
 ]
+
+
+ANOTHER = Chapter("Another", ("Words.",), experiment="another")
+"""Beside another experiment a report begins with what is said of both."""
 
 
 def headings(text: str, level: int) -> list[str]:
@@ -74,8 +79,8 @@ def test_a_table_says_what_there_is_to_know(tmp_path: Path) -> None:
 
 
 def test_what_differs_comes_first(tmp_path: Path) -> None:
-    text = markdown(chapters(filled(tmp_path / "r.jsonl")))
-    assert headings(text, 2) == [*FRONT, "A small thing: smollm2"]
+    text = markdown([*chapters(filled(tmp_path / "r.jsonl")), ANOTHER])
+    assert headings(text, 2) == [*FRONT, "A small thing: smollm2", "Another"]
     differing_, agreeing, open_, bare, claims, _ = (part(text, heading) for heading in FRONT)
     counts = "Does not hold here: 1, holds here: 1, cannot be told: 1, no verdict: 1 and not measured: 1."
     assert text.index(counts) < text.index("\n## ")
@@ -92,8 +97,26 @@ def test_what_differs_comes_first(tmp_path: Path) -> None:
 
 
 def test_without_claims_there_are_no_verdicts(tmp_path: Path) -> None:
-    text = markdown(chapters(filled(tmp_path / "r.jsonl", EXPERIMENT.with_(paper=None))))
-    assert headings(text, 2) == [FRONT[-1], "A small thing: smollm2"] and "claims" not in text
+    own = chapters(filled(tmp_path / "r.jsonl", EXPERIMENT.with_(paper=None)))
+    for beside, expected in (([ANOTHER], [FRONT[-1], own[0].title, "Another"]), ([], [own[0].title, FRONT[-1]])):
+        text = markdown([*own, *beside])
+        assert headings(text, 2) == expected and "claim" not in text
+
+
+def test_a_report_of_one_experiment_begins_with_it(tmp_path: Path) -> None:
+    """Its claims, its table and its figure, and then what is said of all reports; of another model once more."""
+    (own,) = chapters(filled(tmp_path / "r.jsonl"))
+    text = markdown([own], pictures=".png")
+    assert headings(text, 2) == ["A small thing: smollm2", "How claims are judged", "What was not run"]
+    places = ["Beside A Paper", "### What the paper claims", "**Does not hold here.**", "**Holds here.**"]
+    places += ["**Cannot be told", "**No verdict", "**Not measured.**", "### What was measured", "| method |"]
+    places += ["-quality.png)", "-map.png)", "### The frontier", "### How it was measured", "## How claims are judged"]
+    assert [text.index(place) for place in places] == sorted(text.index(place) for place in places)
+    assert "Student's interval" in part(text, "How claims are judged") and all(
+        f"## {one}" not in text for one in FRONT[:5]
+    )
+    both = markdown([own, replace(own, title="A small thing: gemma")])
+    assert headings(both, 2)[:2] == ["A small thing: smollm2", "A small thing: gemma"]
 
 
 def test_what_is_not_there_is_named_with_its_reason(tmp_path: Path) -> None:
@@ -110,9 +133,9 @@ def test_what_is_not_there_is_named_with_its_reason(tmp_path: Path) -> None:
 def test_experiments_without_rows_are_named(tmp_path: Path) -> None:
     bare = unmeasured({"xsum"})
     assert len(bare) == len(packaged()) - 1 and all(not chapter.blocks for chapter in bare)
-    text = markdown([*chapters(filled(tmp_path / "r.jsonl")), *bare])
+    text = markdown([*chapters(filled(tmp_path / "r.jsonl")), ANOTHER, *bare])
     assert "`kvkeep lab run needle-25` has not been run." in part(text, FRONT[-1]) and "lab run xsum" not in text
-    assert headings(text, 2) == [*FRONT, "A small thing: smollm2"]
+    assert headings(text, 2) == [*FRONT, "A small thing: smollm2", "Another"]
 
 
 def test_times_of_different_machines_are_not_compared(tmp_path: Path) -> None:
@@ -128,7 +151,7 @@ def test_times_of_different_machines_are_not_compared(tmp_path: Path) -> None:
 def test_links_lead_to_their_headings(tmp_path: Path) -> None:
     other = EXPERIMENT.with_(task={**EXPERIMENT.model_dump(mode="json")["task"], "new": 5})
     filled(tmp_path / "r.jsonl")
-    text = markdown(chapters(filled(tmp_path / "r.jsonl", other)))
+    text = markdown([*chapters(filled(tmp_path / "r.jsonl", other)), ANOTHER])
     made = anchors(re.findall(r"^#+ (.*)$", text, re.MULTILINE))
     links = re.findall(r"\]\(#([^)]*)\)", text)
     assert len(made) == len(set(made)) and set(links) <= set(made)
@@ -142,7 +165,7 @@ def test_chapters_of_any_kind(tmp_path: Path) -> None:
     chapter = Chapter(
         "A study_of_it", ("### Part", picture), "B, Table 1", "theirs", "ours", (verdict,), ("Too small.",)
     )
-    text = markdown([chapter], pictures=".png")
+    text = markdown([chapter, ANOTHER], pictures=".png")
     assert r'* "It \*is\* so." **Does not hold here.**' in text and "  * It is 3, N = 2." in text
     assert "## A study\\_of\\_it" in text and "](#a-study_of_it)" in text
     assert r"![a \[drawn\] thing](drawn.png)" in text and "![" not in markdown([chapter])
@@ -208,7 +231,7 @@ def test_pictures_are_inside_by_what_they_are(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_files_are_a_page_its_source_and_pictures(tmp_path: Path, changes: dict[str, Any], maps: list[str]) -> None:
     pytest.importorskip("matplotlib")
-    drawn = ["frontier-memory", "frontier-speed", "quality", *maps]
+    drawn = ["quality", *maps, "frontier-memory", "frontier-speed"]
     (group,) = groups([filled(tmp_path / "r.jsonl", EXPERIMENT.with_(**changes))])
     page, source, *pictures = write([group.chapter()], tmp_path / "out" / "report")
     assert (page.name, source.name) == ("report.html", "report.md")

@@ -33,6 +33,7 @@ _PACE = 3600.0  # seconds that the time left is estimated from: a cell may take 
 app = typer.Typer(
     help="Experiments that stand beside the papers': list, run and report.",
     no_args_is_help=True,
+    add_completion=False,
 )
 
 
@@ -167,7 +168,8 @@ def report(
     ] = None,
     json: options.Json = False,
 ) -> None:
-    """Report what stores hold, as Markdown or as a page: first where it differs from the papers, then all tables."""
+    """Report what stores hold, as Markdown or as a page: first where it differs from the papers, then all tables. A
+    report of one experiment begins with it."""
     from kvkeep_lab.report import groups, markdown, unmeasured, unread, write
     from kvkeep_lab.report.studies import StudyGroup
     from kvkeep_lab.store import Store
@@ -184,7 +186,8 @@ def report(
     if not found:
         raise UsageError("There is nothing to report: no cell of an experiment that can be read is in these results.")
     chapters = [group.chapter() for group in found]
-    chapters += [*foreign, *unmeasured({group.experiment.name for group in found})]
+    names = {group.experiment.name for group in found}
+    chapters += [*foreign, *(unmeasured(names) if len(names) > 1 else ())]  # a report of one is about that one
     files = write(chapters, output) if output is not None else []
     if json:
         own = [

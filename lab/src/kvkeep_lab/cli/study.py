@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
@@ -18,19 +17,27 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from kvkeep.cli import options
+from kvkeep.cli import completion, options
 from kvkeep.cli.output import err, machine, note, print_json
 from kvkeep.errors import Interrupted, KvkeepError, UsageError
 from kvkeep.models.loading import load
 from kvkeep_lab.cli.console import show
 from kvkeep_lab.figures import check_figure
+from kvkeep_lab.page import check_output, write_page
 from kvkeep_lab.partial import Ending
 from kvkeep_lab.studies import STUDIES, Study
-from kvkeep_lab.studies.base import Drawn, Flag, Trial
+from kvkeep_lab.studies.base import Drawn, Exported, Flag, Trial
 from kvkeep_lab.studies.base import Progress as Report
+from kvkeep_lab.tables import csv_text
+from kvkeep_lab.tasks.texts import named_files
 
-FILE = "The text to read, as it is; several are read one after another; - is standard input."
+FILE = (
+    "The text to read, as it is; several, a folder of .txt files, or a pattern in quotes, are read one after another; "
+    "- is standard input."
+)
 OUTPUT = "Also draw a figure: a .png, .svg or .pdf file."
+CSV = "Also write every number to a .csv file."
+LATEX = "Also write a table for a paper: a .tex file."
 
 
 def command(study: type[Study]) -> Callable[..., None]:
@@ -41,9 +48,12 @@ def command(study: type[Study]) -> Callable[..., None]:
     if study.text != "none":
         files = list[str] if study.text == "needed" else list[str] | None
         default = inspect.Parameter.empty if study.text == "needed" else None
-        shared["file"] = (Annotated[files, typer.Option("--file", "-f", help=FILE)], default)
+        shared["file"] = (Annotated[files, typer.Option("--file", "-f", help=study.reads or FILE)], default)
     if issubclass(study, Drawn):
         shared["output"] = (Annotated[str | None, typer.Option("--output", "-o", help=OUTPUT)], None)
+    if issubclass(study, Exported):
+        shared["csv"] = (Annotated[str | None, typer.Option(metavar="FILE", help=CSV)], None)
+        shared["latex"] = (Annotated[str | None, typer.Option(metavar="FILE", help=LATEX)], None)
     shared |= {"weights": (options.Weights, study.weights), "device": (options.Device, None)}
     shared |= {"json": (options.Json, False)}
     assert not set(fields) & set(shared), "a field of the study has the name of an option that all commands share"
@@ -69,11 +79,13 @@ def _field(field: FieldInfo) -> tuple[Any, Any]:
     default = field.get_default(call_default_factory=True) if flag.default is ... else flag.default
     kind, text = _plain(field.annotation), field.description or ""
     text = f"{text[:1].upper()}{text[1:]}."
+    completes = completion.methods if "-x" in flag.names else None
     if kind is list:
         shown = ",".join(map(str, default)) if default else False
-        option = typer.Option(*flag.names, help=f"{text} By commas, or repeated.", show_default=shown)
+        help = f"{text} By commas, or repeated."
+        option = typer.Option(*flag.names, help=help, show_default=shown, autocompletion=completes)
         return Annotated[list[str] | None, option], None
-    option = typer.Option(*flag.names, help=text)
+    option = typer.Option(*flag.names, help=text, autocompletion=completes)
     return Annotated[kind if default is not None else kind | None, option], default
 
 
@@ -148,12 +160,17 @@ def _run(
     json: bool,
     file: list[str] | None = None,
     output: str | None = None,
+    csv: str | None = None,
+    latex: str | None = None,
 ) -> None:
     """Measure, and print what was found."""
-    files = [Path(path) for path in file or ()]
+    files = named_files(file or ())
     study.check(files)
     if output is not None:
         check_figure(output)
+    exports = {
+        name: check_output(path, f"{study.name}.{name}") for name, path in (("csv", csv), ("tex", latex)) if path
+    }
     loaded = load(model, weights=weights, device=device, progress=note)
     stopped = None
     with _bar() as report:
@@ -168,6 +185,11 @@ def _run(
     if output is not None and problem is None:
         assert isinstance(study, Drawn)
         study.draw(found, output, title=f"{loaded.name}, {where['weights']}")
+    for name, target in exports.items() if problem is None else ():
+        assert isinstance(study, Exported)
+        same = {key: where[key] for key in ("model", "weights", "device", "threads", "torch", "transformers")}
+        records = [{**one, **same} for one in study.records(found)]
+        write_page(target, csv_text(records) if name == "csv" else study.latex(found, where))
     if json:
         drawn = {"figure": None if problem else output} if isinstance(study, Drawn) else {}
         print_json({"machine": where, **study.as_json(found), **drawn})
@@ -177,6 +199,8 @@ def _run(
             show(table)
         if output is not None and problem is None:
             note(f"The figure is in {output}.")
+        for target in exports.values() if problem is None else ():
+            note(f"Written: {target}")
     if stopped is not None:
         raise Interrupted(f"{stopped} What is above was measured until then.")
     if problem is not None:
@@ -192,7 +216,9 @@ def _bar() -> Iterator[Report]:
         yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
 
 
-analyse = typer.Typer(help="Every study on one model: data, table and figure.", no_args_is_help=True)
+analyse = typer.Typer(
+    add_completion=False, help="Every study on one model: data, table and figure.", no_args_is_help=True
+)
 for each in STUDIES.values():
     analyse.command(name=each.command or each.name)(command(each))
 

@@ -22,6 +22,7 @@ import torch
 from kvkeep.errors import KvkeepError, UsageError, unknown
 from kvkeep.memory.process import held_by
 from kvkeep.models.loading import Loaded
+from kvkeep.policies.methods import resolve
 from kvkeep_lab.peers.engines import Engine, LlamaCpp, Vllm, file_of, written
 
 START_S = 300.0
@@ -115,9 +116,14 @@ class Ours(Server):
     def label(self) -> str:
         return f"kvkeep {self.method}"
 
+    @property
+    def asked(self) -> str | None:
+        """The budget of its sessions; None where the method takes none."""
+        return self.budget if "budget" in resolve(self.method).options else None
+
     @contextmanager
     def command(self, port: int) -> Iterator[tuple[list[str], Mapping[str, str]]]:
-        method = ["--method", self.method] + ([] if self.method == "full" else ["--budget", self.budget])
+        method = ["--method", self.method] + ([] if self.asked is None else ["--budget", self.asked])
         where = ["--port", f"{port}", "--model", self.loaded.name, "--memory", self.memory]
         yield [sys.executable, "-m", "kvkeep", "serve", *where, *method], {"KVKEEP_API_KEYS": ""}
 

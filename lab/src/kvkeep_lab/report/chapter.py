@@ -61,7 +61,7 @@ class Chapter:
     beside: the paper and its figure or table. theirs, ours: model, precision and sizes, so that differences can be
     seen. verdicts: on the paper's claims, in its order. missing: what could not be run or was not, and why,
     a sentence each. blocks: Markdown (headings from the third level on) and pictures, in their order; a chapter without
-    any is only named at the report's beginning.
+    any is only named at the report's beginning. experiment: the name that chapters of other models or settings share.
     """
 
     title: str
@@ -71,6 +71,7 @@ class Chapter:
     ours: str = ""
     verdicts: tuple[Verdict, ...] = ()
     missing: tuple[str, ...] = ()
+    experiment: str = ""
 
     @property
     def pictures(self) -> list[Picture]:

@@ -66,6 +66,11 @@ class Group(ABC):
         versions = "; ".join(", ".join(f"{name} {version}" for name, version in one.items()) for one in self.versions)
         return f"Experiment `{self.experiment.name}`: {machines}. {versions}."
 
+    def measuring(self, *said: str) -> Iterator[str]:
+        """Yield how the numbers came about: experiment, machines and versions, and what is ``said`` of the method."""
+        yield "### How it was measured"
+        yield from (self.origin, *said)
+
     @property
     @abstractmethod
     def ours(self) -> str:
@@ -117,6 +122,7 @@ class Group(ABC):
             ours=self.ours,
             verdicts=tuple(self.judged()),
             missing=tuple(self.missing()),
+            experiment=self.experiment.name,
         )
 
 

@@ -47,7 +47,11 @@ def unread(stores: Sequence[Store]) -> list[Chapter]:
         except UsageError as error:
             wrong[str(given.get("name", "?"))] = str(error)
     return [
-        Chapter(f"Results of {name}", (), missing=(f"`{name}`, measured by another version, cannot be read: {error}",))
+        Chapter(
+            f"Results of {name}",
+            (),
+            missing=(f"`{name}`, of another version or with packages that are not here, cannot be read: {error}",),
+        )
         for name, error in wrong.items()
     ]
 

@@ -1,4 +1,4 @@
-"""The report as Markdown; differences from the papers come first."""
+"""The report as Markdown. Differences from the papers come first; in a report of one experiment, that experiment."""
 
 from __future__ import annotations
 
@@ -22,8 +22,11 @@ _JUDGED = {
 
 _MISSING = "What was not run"
 
-FRONT = (*(title for title, _ in _JUDGED.values()), _MISSING)
-"""The sections that come before the chapters."""
+_CLAIMS, _READING = "What the paper claims", "How claims are judged"
+"""The sections of one experiment's claims, and of what its verdicts mean."""
+
+FRONT = (*(title for title, _ in _JUDGED.values()), _READING, _MISSING)
+"""The sections that are about all chapters."""
 
 _INTERVALS = (
     "There is a verdict only by a limit that the paper itself names, and only where ours is measured as the paper's "
@@ -34,8 +37,37 @@ _INTERVALS = (
 
 
 def markdown(chapters: Sequence[Chapter], *, pictures: str | None = None) -> str:
-    """Return the report. pictures: the suffix of the picture files beside it, such as ".png"; None leaves them out."""
+    """Return the report. pictures: the suffix of the picture files beside it, such as ".png"; None leaves them out.
+
+    Of several experiments it begins with all verdicts, and with what was not run; of one with its claims, tables and
+    figures.
+    """
     whole = [chapter for chapter in chapters if chapter.blocks]
+    alone = len(whole) == 1 or len({chapter.experiment or id(chapter) for chapter in whole}) == 1
+    parts = _of_one(whole, chapters, pictures) if alone else _of_many(whole, chapters, pictures)
+    return "\n\n".join([f"# {TITLE}", *parts]) + "\n"
+
+
+def _of_one(whole: Sequence[Chapter], chapters: Sequence[Chapter], pictures: str | None) -> Iterator[str]:
+    order = list(Outcome)
+    for chapter in whole:
+        heading, settings, *blocks = _part(chapter, pictures)
+        yield heading
+        yield settings
+        if chapter.verdicts:
+            ranked = sorted(chapter.verdicts, key=lambda verdict: order.index(verdict.outcome))
+            yield f"### {_CLAIMS}"
+            yield "\n".join(line for verdict in ranked for line in _claim(verdict, alone=True))
+            if not blocks[0].startswith("#"):
+                yield "### What was measured"
+        yield from blocks
+    if any(chapter.verdicts for chapter in whole):
+        yield f"## {_READING}"
+        yield _INTERVALS
+    yield from _not_run(chapters, {})
+
+
+def _of_many(whole: Sequence[Chapter], chapters: Sequence[Chapter], pictures: str | None) -> list[str]:
     bodies = [list(_part(chapter, pictures)) for chapter in whole]
     front = _headings(_front(chapters, {}))
     made = iter(
@@ -44,8 +76,7 @@ def markdown(chapters: Sequence[Chapter], *, pictures: str | None = None) -> str
     links = {}
     for chapter, body in zip(whole, bodies, strict=True):
         links[id(chapter)], *_ = [next(made) for _ in _headings(body)]
-    parts = [f"# {TITLE}", *_front(chapters, links), *(part for body in bodies for part in body)]
-    return "\n\n".join(parts) + "\n"
+    return [*_front(chapters, links), *(part for body in bodies for part in body)]
 
 
 def _headings(parts: Iterable[str]) -> list[str]:
@@ -74,6 +105,10 @@ def _front(chapters: Sequence[Chapter], links: Mapping[int, str]) -> Iterator[st
         for outcome, (heading, none) in _JUDGED.items():
             yield f"## {heading}"
             yield from list(_judged(chapters, outcome, links)) or [none]
+    yield from _not_run(chapters, links)
+
+
+def _not_run(chapters: Sequence[Chapter], links: Mapping[int, str]) -> Iterator[str]:
     yield f"## {_MISSING}"
     lists = [
         f"{_title(chapter, links)}:\n\n" + "\n".join(f"* {sentence}" for sentence in chapter.missing)
@@ -106,8 +141,9 @@ def _title(chapter: Chapter, links: Mapping[int, str]) -> str:
     return f"**[{name}](#{links[id(chapter)]})**" if id(chapter) in links else f"**{name}**"
 
 
-def _claim(verdict: Verdict) -> Iterator[str]:
-    finding = "" if verdict.outcome is Outcome.UNMEASURED else f" **{_sentence(verdict.finding)}.**"
+def _claim(verdict: Verdict, alone: bool = False) -> Iterator[str]:
+    """Yield the lines of a claim; ``alone``: no section says that it was not measured."""
+    finding = f" **{_sentence(verdict.finding)}.**" if alone or verdict.outcome is not Outcome.UNMEASURED else ""
     yield f'* "{escaped(verdict.says)}"{finding}'
     yield from (f"  * {sentence}" for sentence in verdict.ours if verdict.outcome is not Outcome.UNMEASURED)
     if verdict.reading:

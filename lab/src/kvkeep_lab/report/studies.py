@@ -62,15 +62,15 @@ class StudyGroup(Group):
 
     def blocks(self) -> Iterator[str | Picture]:
         study = self.experiment.study
-        several = " In brackets: Student's 95 % over seeds. Tables and figure are of the first."
-        yield self.origin + (several if len(self.found) > 1 else "")
-        yield study.protocol
         if self.values:
             yield self._numbers().markdown()
+        if len(self.found) > 1:
+            yield "In brackets: Student's 95 % over seeds. Tables and figure are of the first."
         if self.found:
             yield from (table.markdown() for table in study.tables(self.found[0]))
             if isinstance(study, Drawn):
                 yield Picture(self.name, self.title, partial(study.draw, self.found[0], title=self.title))
+        yield from self.measuring(study.protocol)
 
     def _numbers(self) -> Table:
         paper = self.experiment.paper

@@ -84,24 +84,27 @@ class TaskGroup(Group):
         return f"{self.model}, {self.dtypes}, prompts of {prompts} tokens, {rows}"
 
     def blocks(self) -> Iterator[str | Picture]:
-        setting = f"{self.origin} In brackets: 95 % of {RESAMPLES:,} bootstrap means over samples."
-        if any(result.share is not None for result in self.measured):
-            setting += " held: bytes that attention reads, and their share of the full cache's in bfloat16."
-        if self._relative:
-            setting += f" vs {self.experiment.baseline}: the difference from it, sample by sample."
-        yield setting
-        yield self.task.protocol
-        yield from self._tuned()
         if self.measured:
             yield _table(self)
-            yield from _by_name(self)
-        if not self.comparable:
-            yield "The rows are of different versions or machines, named above: times are not to be compared."
-        if self.measured:
-            yield from _frontiers(self)
+            yield self._legend
             yield Picture(f"{self.name}-quality", f"{self.title}, quality", partial(draw_quality, self))
             if self.task.mapped:
                 yield Picture(f"{self.name}-map", f"{self.title}, by point", partial(draw_maps, self))
+            yield from _by_name(self)
+            yield from _frontiers(self)
+        yield from self.measuring(self.task.protocol, *self._tuned())
+
+    @property
+    def _legend(self) -> str:
+        """What the table's cells are."""
+        said = f"In brackets: 95 % of {RESAMPLES:,} bootstrap means over samples."
+        if any(result.share is not None for result in self.measured):
+            said += " held: bytes that attention reads, and their share of the full cache's in bfloat16."
+        if self._relative:
+            said += f" vs {self.experiment.baseline}: the difference from it, sample by sample."
+        if not self.comparable:
+            said += " The rows are of different versions or machines, named below: times are not to be compared."
+        return said
 
     def _tuned(self) -> Iterator[str]:
         """Yield what was chosen of the methods that were tuned, and on what."""

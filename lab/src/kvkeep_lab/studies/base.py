@@ -7,7 +7,7 @@ import math
 import os
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
@@ -133,7 +133,7 @@ class Study(BaseModel, ABC):
     seed nor another run changes, so that one is enough. packages: what must be installed, by module and by the name
     that pip knows; ``extra``: which of kvkeep's brings it. text: whether a command asks for files to read.
     weights: of the model, unless a command is given others; float32 where methods are compared to the last bit.
-    One that is :class:`Drawn` has a figure, too.
+    One that is :class:`Drawn` has a figure, too; one that is :class:`Exported` writes files for other programs.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -148,6 +148,7 @@ class Study(BaseModel, ABC):
     packages: ClassVar[dict[str, str]] = {}
     extra: ClassVar[str] = "lab"
     text: ClassVar[Literal["none", "optional", "needed"]] = "none"
+    reads: ClassVar[str] = ""
     weights: ClassVar[str] = "float32"
 
     @model_serializer(mode="wrap")
@@ -209,6 +210,17 @@ class Drawn(Protocol):
 
     def draw(self, found: Any, path: str | os.PathLike[str], *, title: str) -> None:
         """Draw what :meth:`Study.measure` found; raises StoreError if the file cannot be written."""
+
+
+@runtime_checkable
+class Exported(Protocol):
+    """A study whose figures a command writes to files for spreadsheets and papers."""
+
+    def records(self, found: Any) -> list[dict[str, Any]]:
+        """Return what was measured, one number in each field: lines of a CSV file."""
+
+    def latex(self, found: Any, where: Mapping[str, Any]) -> str:
+        """Return a table in LaTeX; ``where``: the conditions of the measurement, for its caption."""
 
 
 class TextStudy(Study):

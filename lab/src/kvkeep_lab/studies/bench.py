@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -24,7 +24,7 @@ from kvkeep_lab.partial import Interruption
 from kvkeep_lab.peers.engines import LlamaCpp, engine_of
 from kvkeep_lab.process_memory import InProcess, measure_each, process_table
 from kvkeep_lab.serving import Served, measure_servers, served_table
-from kvkeep_lab.studies.base import BudgetText, Count, Flag, ServerName, Trial
+from kvkeep_lab.studies.base import BudgetText, Count, Flag, OwnMethod, ServerName, Trial
 from kvkeep_lab.studies.engines import EngineStudy
 from kvkeep_lab.tables import Table, fixed, megabytes, number, refusals
 from kvkeep_lab.timing import HELD, NAIVE, Case, Timed, run
@@ -84,6 +84,9 @@ class Bench(EngineStudy):
     budget: Annotated[BudgetText, Flag("--budget", "-b")] = Field("12.5%", description="of whatever has one")
     rounds: int = Field(3, ge=1, description="how often everything is measured")
     steps: int = Field(16, ge=2, description="tokens decoded a round")
+    methods: Annotated[list[OwnMethod] | None, Flag("--method", "-x")] = Field(
+        None, description="methods in place of those that a run has; stock is always measured"
+    )
     only: list[str] | None = Field(None, description="cases whose name contains one of these; stock is always measured")
     slow: bool = Field(True, description="also what recomputes everything: naive, strides, tokens")
     clock: Literal["wall", "processor"] = Field(
@@ -122,9 +125,9 @@ class Bench(EngineStudy):
         if self.serve:
             return Benched([], servers=self._served(trial))
         listed = (
-            process_cases(self.contexts, self.budget)
+            process_cases(self.contexts, self.budget, self.methods)
             if self.process
-            else cases(trial.model, self.contexts, self.budget, self.steps, slow=self.slow)
+            else cases(trial.model, self.contexts, self.budget, self.steps, self.methods, slow=self.slow)
         )
         if self.only is not None:
             listed = [one for one in listed if one.method == STOCK or any(part in one.label for part in self.only)]
@@ -141,7 +144,7 @@ class Bench(EngineStudy):
 
     def _served(self, trial: Trial) -> list[Served]:
         of = {"contexts": self.contexts, "sessions": self.sessions, "steps": self.steps, "only": self.only}
-        own = {"budget": self.budget, "memory": self.memory, "progress": trial.progress}
+        own = {"methods": self.methods, "budget": self.budget, "memory": self.memory, "progress": trial.progress}
         return measure_servers(trial.loaded, self.peers or (), self.interpreters, **of, **own)  # type: ignore[arg-type]
 
     def conditions(self) -> dict[str, Any]:
@@ -211,42 +214,79 @@ class Bench(EngineStudy):
         return asdict(found) | {"rows": rows}
 
 
-def cases(model: Any, contexts: Sequence[int], budget: str, steps: int, *, slow: bool = True) -> list[Case]:
-    """Return the cases of a whole run: no cache, the stock cache, the exact caches, kv-direct in each kind and place,
-    kv-direct with a budget of the whole context, where nothing is recalled: its own overhead; every method that drops
-    or shrinks, and beside them a stock cache that holds the budget's entries only."""
+def cases(
+    model: Any,
+    contexts: Sequence[int],
+    budget: str,
+    steps: int,
+    methods: Sequence[str] | None = None,
+    *,
+    slow: bool = True,
+) -> list[Case]:
+    """Return the cases of a run: the stock cache, the named methods, and a stock cache that holds the budget's entries
+    only. Where none is named it is a whole run: no cache, the exact caches, kv-direct in each kind and place, kv-direct
+    with a budget of the whole context, where nothing is recalled (its own overhead), and every method that drops or
+    shrinks."""
     geometry = ModelGeometry.from_config(model.config, next(model.parameters()).dtype.itemsize)
-    lossy = [*(spec for spec in specs() if resolve(spec).exactness is Exactness.LOSSY), *COMBINED]
     listed = []
     for length in contexts:
-
-        def direct(kind: str, where: str, length: int = length) -> Case:
-            options = {"budget": budget, "checkpoint": kind, "where": where, "context": length}
-            return Case(f"kv-direct {kind}@{where}", length, "kv-direct", options)
-
-        listed += [
-            Case(STOCK, length, STOCK),
-            Case("full", length, "full"),
-            Case("static", length, "static", {"budget": length + steps + 1}),
-            Case("paged", length, "paged"),
-            Case("kv-direct, no recall", length, "kv-direct", {"budget": length + steps + 1}),
-            *(direct(kind, where) for kind in ("kv", "residual") for where in ("device", "host", "disk")),
-            *(Case(name, length, name, {"budget": budget, "context": length}) for name in lossy),
-        ]
+        listed.append(Case(STOCK, length, STOCK))
+        if methods is None:
+            listed += _whole_run(length, budget, steps)
+        else:
+            listed += [_case(name, length, budget, steps) for name in methods if name != STOCK]
         with suppress(BudgetError):  # which methods with a budget will say
             if entries := Budget.parse(budget).entries(geometry, context=length):
                 listed.append(Case(HELD, length, STOCK, reads=entries))
-        if slow:
-            listed += [Case(NAIVE, length, NAIVE), direct("residual:4", "host"), direct("tokens", "device")]
+        if slow and methods is None:
+            rebuilt = (_direct(length, budget, *place) for place in (("residual:4", "host"), ("tokens", "device")))
+            listed += [Case(NAIVE, length, NAIVE), *rebuilt]
     return listed
 
 
-def process_cases(contexts: Sequence[int], budget: str) -> list[Case]:
-    """Return the cases that are measured in processes of their own: caches that hold every entry, and two that keep all
-    of them on disk, recalled for every token, or once a round of drafts."""
+def _whole_run(length: int, budget: str, steps: int) -> list[Case]:
+    lossy = [*(spec for spec in specs() if resolve(spec).exactness is Exactness.LOSSY), *COMBINED]
+    places = ((kind, where) for kind in ("kv", "residual") for where in ("device", "host", "disk"))
+    return [
+        *(_case(name, length, budget, steps) for name in ("full", "static", "paged")),
+        Case("kv-direct, no recall", length, "kv-direct", {"budget": length + steps + 1}),
+        *(_direct(length, budget, *place) for place in places),
+        *(_case(name, length, budget, steps) for name in lossy),
+    ]
+
+
+def _case(name: str, length: int, budget: str, steps: int = 0) -> Case:
+    """Return the case of a method by its name, with the budget where it takes one: all of it where it drops nothing."""
+    method = resolve(name)
+    if "budget" not in method.options:
+        return Case(name, length, name)
+    if method.selector.keeps_all:
+        return Case(name, length, name, {"budget": length + steps + 1})
+    return Case(name, length, name, {"budget": budget, "context": length})
+
+
+def _direct(length: int, budget: str, kind: str, where: str) -> Case:
+    options = {"budget": budget, "checkpoint": kind, "where": where, "context": length}
+    return Case(f"kv-direct {kind}@{where}", length, "kv-direct", options)
+
+
+PROCESSES = ("full", "kv-direct", "snapkv+verified")
+"""Measured in processes of their own: caches that hold every entry, and two that keep all of them on disk, recalled for
+every token, or once a round of drafts."""
+
+
+def process_cases(contexts: Sequence[int], budget: str, methods: Sequence[str] | None = None) -> list[Case]:
+    """Return the cases that are measured in processes of their own: the stock cache, and ``methods``, with checkpoints
+    on disk where they have some."""
     listed = []
     for length in contexts:
-        options = {"budget": budget, "checkpoint": "kv", "where": "disk", "context": length}
-        listed += [Case(STOCK, length, STOCK), Case("full", length, "full")]
-        listed += [Case(f"{name} kv@disk", length, name, options) for name in ("kv-direct", "snapkv+verified")]
+        listed.append(Case(STOCK, length, STOCK))
+        for name in methods or PROCESSES:
+            if name == STOCK:
+                continue
+            case = _case(name, length, budget)
+            if resolve(name).checkpoints:
+                on_disk = {"checkpoint": "kv", "where": "disk"}
+                case = replace(case, label=f"{name} kv@disk", options={**case.options, **on_disk})
+            listed.append(case)
     return listed

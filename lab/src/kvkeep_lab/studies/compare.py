@@ -1,44 +1,52 @@
-"""``compare``: the quality of methods on one text (:mod:`kvkeep_lab.reference`): KV-Direct's Fig. 4 and 9."""
+"""``compare``: the quality of methods on texts (:mod:`kvkeep_lab.reference`): KV-Direct's Fig. 4 and 9."""
 
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from statistics import median
 from typing import Annotated, Any
 
 from pydantic import Field
 
-from kvkeep.contracts.exactness import Exactness
-from kvkeep.decode.prompt import encode, question, shortened
+import kvkeep
+from kvkeep.decode.prompt import encode, question, read_text, shortened
 from kvkeep.errors import UsageError
-from kvkeep_lab.figures import COLOURS, FilePath, blank, dress, save, styled
+from kvkeep_lab.compare_figure import draw_comparisons, nats
+from kvkeep_lab.comparisons import Comparisons, Line, Passage
+from kvkeep_lab.figures import FilePath
+from kvkeep_lab.latex import booktabs
+from kvkeep_lab.partial import Interruption
+from kvkeep_lab.provenance import commit, version
 from kvkeep_lab.reading import whole_bytes
-from kvkeep_lab.reference import Comparison, Row, cases, compare
-from kvkeep_lab.studies.base import BudgetText, Flag, MethodName, Study, Trial, text_of, unique
+from kvkeep_lab.reference import Row, cases, check_fits, compare
+from kvkeep_lab.statistics import RESAMPLES, Estimate
+from kvkeep_lab.studies.base import BudgetText, Flag, MethodName, Progress, Study, Trial, part, unique
 from kvkeep_lab.tables import Table, fixed, megabytes, percent
+from kvkeep_lab.tasks.texts import pieces
 
 log = logging.getLogger(__name__)
 
 METHODS = ["kv-direct", "streaming-llm", "h2o", "snapkv", "tova", "window"]
-_LOWEST = -9  # the decade (nats) below which no axis goes that shows methods which are not exact
 
 
 class Compare(Study):
-    """Methods and budgets against the full cache, on one prompt or text."""
+    """Methods and budgets against the full cache, on a prompt, or on passages of texts."""
 
     name = "compare"
     about = "methods and budgets against the full cache: tokens, KL, perplexity, bytes, speed"
     protocol = (
-        "One prompt is read and continued by every method at every budget: free-running (match, KL of texts that may "
-        "have parted, speed), and teacher-forced, given the full cache's continuation token by token (KL of one text, "
-        "top-1, perplexity). KL in nats. The reference is transformers' own cache, in 16 bits kvkeep's 'full'."
+        "A prompt, or each of several passages, is read and continued by every method at every budget: free-running "
+        "(match, KL of texts that may have parted, speed), and teacher-forced, given the full cache's continuation "
+        "token by token (KL of one text, top-1, perplexity). KL in nats. The reference is transformers' own cache, in "
+        "16 bits kvkeep's 'full'. Of several passages there are means, with bootstrap intervals over passages."
     )
-    found = Comparison
+    found = Comparisons
     text = "optional"
+    reads = (
+        "A text; several, a folder of .txt files, or a pattern in quotes, are compared one by one. - is standard input."
+    )
 
     prompt: Annotated[str | None, Flag("--prompt", "-p")] = Field(None, description="the question or instruction")
     methods: Annotated[list[MethodName], unique, Flag("--method", "-x")] = Field(
@@ -52,7 +60,13 @@ class Compare(Study):
     new: Annotated[int, Flag("--max-tokens", "-n")] = Field(
         64, ge=1, description="tokens written and compared; ends of text are ignored"
     )
-    limit: int | None = Field(None, ge=1, description="tokens of the file that are read")
+    limit: int | None = Field(None, ge=1, description="tokens of each text, or passage, that are read")
+    seeds: int | None = Field(
+        None,
+        ge=1,
+        description="passages of each text, of --limit tokens: a seed draws where one begins. Without it there is one, "
+        "the text's beginning",
+    )
     raw: Annotated[bool | None, Flag("--raw/--chat")] = Field(
         None,
         description="continue the text as it is, or put it into the model's chat template; raw for a file without a "
@@ -63,257 +77,265 @@ class Compare(Study):
     def check(self, files: Sequence[Path]) -> None:
         if not files:
             question(None, self.prompt)
+        if self.seeds is not None and not (files and self.limit):
+            lacks = "how long they are (--limit)" if files else "a text (--file)"
+            raise UsageError(f"--seeds draws passages of a text; give it {lacks}.")
 
-    def measure(self, trial: Trial) -> Comparison:
-        text = text_of(trial.sources) if trial.sources else None
-        if text is not None and self.limit is not None:
-            text, count = shortened(trial.tokenizer, text, self.limit)
-            if count > self.limit:
-                log.warning("Only the first %s of the text's %s tokens are read.", f"{self.limit:,}", f"{count:,}")
+    def measure(self, trial: Trial) -> Comparisons:
+        prompts = list(self._prompts(trial))
+        for text, _, ids in prompts:
+            try:
+                check_fits(trial.model, len(ids), self.new)
+            except UsageError as error:
+                raise UsageError(f"{text}: {error}" if len(prompts) > 1 else str(error)) from None
+        listed, found = cases(self.methods, self.budgets), Comparisons([], len(prompts))
+        for place, (text, seed, ids) in enumerate(prompts):
+            progress = part(self._numbered(trial.progress, place, len(prompts)), place, len(prompts))
+            whole = whole_bytes(trial.model, len(ids) + self.new)
+            try:
+                one = compare(trial.model, ids, listed, new=self.new, chunk=self.chunk, progress=progress)
+            except Interruption as stop:
+                found.passages.append(Passage(text, seed, replace(stop.found, whole_bytes=whole)))
+                raise Interruption(found) from None
+            except KeyboardInterrupt:
+                raise (Interruption(found) if found.passages else KeyboardInterrupt) from None
+            found.passages.append(Passage(text, seed, replace(one, whole_bytes=whole)))
+        return found
+
+    def _prompts(self, trial: Trial) -> Iterator[tuple[str, int | None, list[int]]]:
+        """Yield each prompt's text, by its name, seed, and token ids."""
         raw = self.raw if self.raw is not None else bool(trial.sources) and not self.prompt
-        ids = encode(trial.tokenizer, question(text, self.prompt), raw=raw)
-        listed = cases(self.methods, self.budgets)
-        found = compare(trial.model, ids, listed, new=self.new, chunk=self.chunk, progress=trial.progress)
-        return replace(found, whole_bytes=whole_bytes(trial.model, found.context))
+        for text, seed, passage in self._passages(trial) if trial.sources else [("", None, None)]:
+            yield text, seed, encode(trial.tokenizer, question(passage, self.prompt), raw=raw)
 
-    def problem(self, found: Comparison) -> str | None:
-        return None if found.measured else "No method could be measured; the reasons are above."
+    def _passages(self, trial: Trial) -> Iterator[tuple[str, int | None, str | None]]:
+        for path in trial.sources:
+            name, text = "standard input" if str(path) == "-" else path.name, read_text(str(path))
+            if self.seeds is not None:
+                assert self.limit is not None
+                try:
+                    found = pieces(trial.tokenizer, text, self.limit, self.seeds)
+                except UsageError as error:
+                    raise UsageError(f"{name}: {error}") from None
+                yield from ((name, seed, piece) for seed, piece in enumerate(found))
+                continue
+            if self.limit is not None:
+                text, count = shortened(trial.tokenizer, text, self.limit)
+                if count > self.limit:
+                    which = "the text's" if len(trial.sources) == 1 else f"{name}'s"
+                    log.warning("Only the first %s of %s %s tokens are read.", f"{self.limit:,}", which, f"{count:,}")
+            yield name, None, text
 
-    def as_json(self, found: Comparison) -> dict[str, Any]:
-        return super().as_json(found) | {"context": found.context}
+    @staticmethod
+    def _numbered(progress: Progress, place: int, parts: int) -> Progress:
+        """Return what reports progress with the passage's number, where there are several."""
+        if parts == 1:
+            return progress
+        return lambda what, done, total: progress(f"passage {place + 1} of {parts}: {what}", done, total)
 
-    def tables(self, found: Comparison) -> list[Table]:
-        """Return quality and cost of each row, the best of each budget in bold, and what was refused below."""
-        recalls = _RECALL if any(row.recalled is not None for row in found.measured) else []
-        columns = [*_NAMED, *_quality(found.reference), *recalls, *_cost(found)]
+    def problem(self, found: Comparisons) -> str | None:
+        return None if found.lines else "No method could be measured; the reasons are above."
+
+    def as_json(self, found: Comparisons) -> dict[str, Any]:
+        """Return the comparison of one passage; of several all of them, and a summary of each method and budget."""
+        passages = [
+            asdict(one.found) | {"text": one.text, "seed": one.seed, "context": one.found.context}
+            for one in found.passages
+        ]
+        if found.single:
+            return {key: value for key, value in passages[0].items() if key not in ("text", "seed")}
+        summary = [line.as_dict() for line in (found.reference, *found.lines)]
+        return {"asked": found.asked, "summary": summary, "passages": passages}
+
+    def tables(self, found: Comparisons) -> list[Table]:
+        """Return quality and cost of each method and budget, the best of a budget in bold, and what was refused."""
+        lines, several = found.lines, not found.single
+        recalls = _RECALL if any(line.values("recalled") for line in lines) else []
+        named = [*_NAMED, *([_COUNT] if several else [])]
+        quality = [one for one in _quality(found.reference) if not (several and one[0] == "differs at")]
+        columns = [*named, *quality, *recalls, *_COST]
         table = Table(
-            f"{found.prompt_tokens:,} tokens read, {found.new_tokens} written",
+            found.measured,
             [heading for heading, _, _ in columns],
             notes=[
                 f"{found.reference.method.capitalize()} is the reference; KL in nats, the best of a budget in bold.",
                 "Free-running: match, KL where texts may have parted. Teacher-forced: other KLs, top-1, perplexity.",
                 "Of bfloat16: held bytes as a share of the full cache's in bfloat16.",
-                *(f"`{row.label}`: {row.error}" for row in found.rows if row.error),
-                *(
-                    f"`{row.label}`: {row.merges[0]:,} pairs merged, {row.merges[1]:,} shares of keys clamped."
-                    for row in found.measured
-                    if row.merges[0] > 0
-                ),
+                *(self._of_passages(found) if several else ()),
+                *found.refusals,
+                *(_merged(line) for line in lines if any(row.merges[0] > 0 for row in line.rows)),
             ],
-            named=len(_NAMED),
+            named=len(named),
         )
-        for row in (found.reference, *found.measured):
-            peers = [peer for peer in found.measured if peer.budget == row.budget and row.budget is not None]
-            table.rows.append([_cell(row, peers, show, badness) for _, show, badness in columns])
+        for line in (found.reference, *lines):
+            peers = [peer for peer in lines if peer.budget == line.budget and line.budget is not None]
+            table.rows.append([_cell(line, peers, show, badness) for _, show, badness in columns])
         return [table]
 
-    def draw(self, found: Comparison, path: FilePath, *, title: str) -> None:
-        """Draw token match (free-running) and KL (teacher-forced) by the bytes held, and both KLs at each position of
-        the smallest budget. One budget alone gives bars instead of lines. Raises UsageError if no row was measured."""
-        rows = found.measured
-        if not rows:
-            raise UsageError("There is nothing to draw: no method was measured.")
-        budgets = _budgets(rows)
-        floor = _floor(rows)
-        shown = [row for row in rows if row.budget in (None, *budgets[:1])]
-        strips = 1.2 + 0.28 * len(shown)  # inches
-        title = f"{title}: {found.prompt_tokens:,} tokens read, {found.new_tokens} written, against the full cache"
-        if len(budgets) > 1:
-            figure = blank(4.6 + strips)
-            parts: Any = figure.subfigures(2, 1, height_ratios=[4.3, strips])
-            _lines(parts[0], rows, budgets, floor)
-            pair = parts[1].subplots(1, 2, sharey=True)
-            _positions(pair, shown, floor, f" at {budgets[0]}")
-            pair[0].set_yticks(range(len(shown)), [row.method for row in shown])
-        else:
-            figure = blank(0.7 + strips)
-            grid: Any = figure.subplots(1, 4, sharey=True, width_ratios=[1, 1, 1.3, 1.3])
-            _bars(grid[0], grid[1], shown, floor)
-            _positions(grid[2:], shown, floor)
-            title += f", budget {budgets[0]}" if budgets else ""
-        figure.suptitle(title, fontsize=11)
-        save(figure, path)
+    def _of_passages(self, found: Comparisons) -> Iterator[str]:
+        """Yield what is to be said of several passages."""
+        if len(found.passages) < found.asked:
+            yield f"Interrupted: {len(found.passages)} of {found.asked} passages were begun."
+        yield f"Passages are of {found.texts}."
+        yield f"n: passages measured. In brackets: 95 % of {RESAMPLES:,} bootstrap means over them."
+        yield "Perplexity: of the mean logarithm; largest: of all passages; seconds and bytes: means."
+
+    def draw(self, found: Comparisons, path: FilePath, *, title: str) -> None:
+        draw_comparisons(found, path, title=title)
+
+    def records(self, found: Comparisons) -> list[dict[str, Any]]:
+        """Return the figures of every method and budget on every passage, the reference's first."""
+        own = {"kvkeep": kvkeep.__version__, "commit": commit()}
+        return [
+            {"text": one.text, "seed": one.seed, "prompt_tokens": one.found.prompt_tokens}
+            | {"new_tokens": one.found.new_tokens, "role": "reference" if row is one.found.reference else "method"}
+            | _figures(row)
+            | {"whole_bytes": one.found.whole_bytes, "error": row.error, **own}
+            for one in found.passages
+            for row in (one.found.reference, *one.found.rows)
+        ]
+
+    def latex(self, found: Comparisons, where: Mapping[str, Any]) -> str:
+        """Return a table for a paper: what is measured, of what and by which version is in its caption."""
+        lines, columns = found.lines, _PAPER
+        if len({len(line.rows) for line in lines}) > 1:
+            columns = [*_PAPER[:2], _COUNT, *_PAPER[2:]]
+        table = Table("", [heading for heading, _, _ in columns], named=len(columns) - len(_PAPER) + 2)
+        for line in lines:
+            peers = [peer for peer in lines if peer.budget == line.budget and line.budget is not None]
+            table.rows.append([_cell(line, peers, show, badness) for _, show, badness in columns])
+        several = ""
+        if len(found.passages) > 1:
+            several = f" In brackets: 95 % bootstrap intervals over passages (n = {len(found.passages)})."
+        texts = f"; texts: {found.texts}" if found.texts else ""
+        caption = (
+            f"{Path(str(where['model'])).name} ({where['weights']}): {found.measured}, greedily{texts}. Match with the "
+            f"unbounded cache ({found.reference.method}) is free-running; KL (nats) and top-1 are teacher-forced, KL, "
+            "free is not. Held: bytes that attention reads, as a share of the full cache's in bfloat16. In bold: the "
+            f"best of a budget.{several} {version()}."
+        )
+        return booktabs(table, caption, "tab:kvkeep-compare", [line.budget or "" for line in lines])
 
 
-# -- the table ----------------------------------------------------------------------------------------
+# -- the tables ---------------------------------------------------------------------------------------
 
-Column = tuple[str, Callable[[Row], str], Callable[[Row], float | None] | None]
+Column = tuple[str, Callable[[Line], str], Callable[[Line], float | None] | None]
 """A heading, what stands in a row, and what makes a row the best of its budget (the smallest is), if anything does."""
 
 
-def _quality(reference: Row) -> list[Column]:
-    def surprise(row: Row) -> float | None:
+def _quality(reference: Line) -> list[Column]:
+    usual = reference.mean("nll")
+
+    def surprise(line: Line) -> float | None:
         """How far the perplexity is from the reference's: one that is too sure is no better than one that is not."""
-        assert reference.perplexity is not None
-        return None if row.perplexity is None else abs(math.log(row.perplexity / reference.perplexity))
+        found = line.mean("nll")
+        return None if found is None or usual is None else abs(found - usual)
 
     return [
-        ("entries", lambda row: "all" if row.entries is None else f"{row.entries:,}", None),
-        ("match", lambda row: percent(row.match, 0), lambda row: _negative(row.match)),
-        ("differs at", lambda row: "-" if row.differs_at is None else str(row.differs_at), None),
-        ("KL, free", lambda row: nats(row.kl_free_mean), None),
-        ("KL, forced", lambda row: nats(row.kl_mean), lambda row: row.kl_mean),
-        ("its largest", lambda row: nats(row.kl_max), None),
-        ("top-1", lambda row: percent(row.top1, 0), lambda row: _negative(row.top1)),
-        ("perplexity", lambda row: "-" if row.perplexity is None else f"{row.perplexity:#.4g}".rstrip("."), surprise),
+        ("entries", _entries, None),
+        ("match", lambda line: spread(line.estimate("match"), _hundredths, " %"), _highest("match")),
+        ("differs at", lambda line: "-" if (at := line.rows[0].differs_at) is None else str(at), None),
+        ("KL, free", lambda line: spread(line.estimate("kl_free_mean"), nats), None),
+        ("KL, forced", lambda line: spread(line.estimate("kl_mean"), nats), _lowest("kl_mean")),
+        ("its largest", lambda line: nats(line.largest("kl_max")), None),
+        ("top-1", lambda line: spread(line.estimate("top1"), _hundredths, " %"), _highest("top1")),
+        ("perplexity", lambda line: spread(line.estimate("perplexity"), _four), surprise),
     ]
 
 
-_NAMED: list[Column] = [
-    ("method", lambda row: f"`{row.method}`", None),
-    ("class", lambda row: row.exactness, None),
-    ("budget", lambda row: row.budget or "-", None),
-]
+def spread(found: Estimate | None, words: Callable[[float], str], unit: str = "") -> str:
+    """Return a mean in words, with its interval in brackets where it is of several numbers."""
+    if found is None:
+        return "-"
+    mean, low, high = (words(value) for value in (found.mean, found.low, found.high))
+    return f"{mean}{unit}" if found.n == 1 else f"{mean} [{low}, {high}]{unit}"
+
+
+def _entries(line: Line) -> str:
+    if (found := line.entries) is None:
+        return "all"
+    low, high = found
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
+
+
+def _hundredths(value: float) -> str:
+    return f"{100 * value:.0f}"
+
+
+def _four(value: float) -> str:
+    return f"{value:#.4g}".rstrip(".")
+
+
+def _lowest(name: str) -> Callable[[Line], float | None]:
+    return lambda line: line.mean(name)
+
+
+def _highest(name: str) -> Callable[[Line], float | None]:
+    return lambda line: None if (found := line.mean(name)) is None else -found
+
+
+def _resident(row: Row) -> int:
+    return int(row.memory["resident_bytes"])
+
+
+_METHOD: Column = ("method", lambda line: f"`{line.method}`", None)
+_BUDGET: Column = ("budget", lambda line: line.budget or "-", None)
+_COUNT: Column = ("n", lambda line: str(len(line.rows)), None)
+_NAMED: list[Column] = [_METHOD, ("class", lambda line: line.exactness, None), _BUDGET]
 
 _RECALL: list[Column] = [
     (
         "recalled of a head",
-        lambda row: "-" if row.recalled is None else f"{row.recalled:,.0f} of {row.away:,.0f}",
+        lambda line: (
+            "-" if (found := line.mean("recalled")) is None else f"{found:,.0f} of {line.mean('away') or 0:,.0f}"
+        ),
         None,
     ),
-    ("left out at most", lambda row: percent(row.left_out), None),
+    ("left out at most", lambda line: percent(line.largest("left_out")), None),
 ]
 
+_COST: list[Column] = [
+    ("resident", lambda line: megabytes(line.bytes(_resident)), lambda line: line.bytes(_resident)),
+    ("held, of bfloat16", lambda line: percent(line.share, 0), None),
+    ("compressed + checkpoints", lambda line: megabytes(line.bytes(lambda row: row.kept_bytes) or None), None),
+    ("prefill s", lambda line: fixed(line.mean("prefill_s")), None),
+    ("tokens/s", lambda line: fixed(line.mean("tokens_per_s"), 1), _highest("tokens_per_s")),
+]
 
-def _cost(found: Comparison) -> list[Column]:
-    def share(row: Row) -> float | None:
-        """What a row holds of an unbounded bfloat16 cache's bytes."""
-        return row.held_bytes / found.whole_bytes if found.whole_bytes else None
+_PAPER: list[Column] = [
+    _METHOD,
+    _BUDGET,
+    ("match (%)", lambda line: spread(line.estimate("match"), _hundredths), _highest("match")),
+    ("KL", lambda line: spread(line.estimate("kl_mean"), nats), _lowest("kl_mean")),
+    ("KL, free", lambda line: spread(line.estimate("kl_free_mean"), nats), None),
+    ("top-1 (%)", lambda line: spread(line.estimate("top1"), _hundredths), _highest("top1")),
+    ("held (%)", lambda line: "-" if line.share is None else _hundredths(line.share), None),
+]
+"""Of the table for a paper."""
 
-    return [
-        ("resident", lambda row: megabytes(row.memory["resident_bytes"]), lambda row: row.memory["resident_bytes"]),
-        ("held, of bfloat16", lambda row: percent(share(row), 0), None),
-        ("compressed + checkpoints", lambda row: megabytes(row.kept_bytes or None), None),
-        ("prefill s", lambda row: fixed(row.prefill_s), None),
-        ("tokens/s", lambda row: fixed(row.tokens_per_s, 1), lambda row: _negative(row.tokens_per_s)),
-    ]
+
+def _figures(row: Row) -> dict[str, Any]:
+    """Return a row's numbers, one in each field."""
+    names = ("match", "differs_at", "kl_free_mean", "kl_mean", "kl_max", "top1", "perplexity", "prefill_s")
+    found = {"method": row.method, "budget": row.budget, "class": row.exactness, "entries": row.entries}
+    found |= {name: getattr(row, name) for name in (*names, "tokens_per_s")}
+    memory = row.memory
+    sizes = {f"{name}_bytes": memory.get(f"{name}_bytes") for name in ("resident", "compressed")}
+    return found | sizes | {"checkpoint_bytes": sum(memory.get("checkpoint_bytes", {}).values())}
+
+
+def _merged(line: Line) -> str:
+    pairs, clamped = (sum(row.merges[place] for row in line.rows) for place in (0, 1))
+    return f"`{line.label}`: {pairs:,} pairs merged, {clamped:,} shares of keys clamped."
 
 
 def _cell(
-    row: Row, peers: Sequence[Row], show: Callable[[Row], str], badness: Callable[[Row], float | None] | None
+    line: Line, peers: Sequence[Line], show: Callable[[Line], str], badness: Callable[[Line], float | None] | None
 ) -> str:
-    """Return what stands in a cell, in bold where no other row of the same budget is better and one is worse."""
-    text = show(row)
-    if badness is None or row not in peers:
+    """Return what stands in a cell, in bold where no other line of the same budget is better and one is worse."""
+    text = show(line)
+    if badness is None or line not in peers:
         return text
     values = {show(peer): value for peer in peers if (value := badness(peer)) is not None}
     best = min(values, key=lambda key: values[key], default=text)
     return f"**{text}**" if text == best and len(values) > 1 else text
-
-
-def nats(value: float | None) -> str:
-    """Return a KL as a person reads it: 0 only where it is 0."""
-    if not value:
-        return "-" if value is None else "0"
-    return f"{value:.3f}" if value >= 1e-2 else f"{value:.1e}"
-
-
-def _negative(value: float | None) -> float | None:
-    return None if value is None else -value
-
-
-# -- the figure ---------------------------------------------------------------------------------------
-
-
-def _budgets(rows: Sequence[Row]) -> list[str]:
-    """Return the budgets as asked, by the bytes that were held within them."""
-    held = {row.budget: [one.held_bytes for one in rows if one.budget == row.budget] for row in rows if row.budget}
-    return sorted(held, key=lambda budget: median(held[budget]))
-
-
-def _floor(rows: Sequence[Row]) -> float:
-    """Return the lowest KL that is drawn: a decade below the smallest of the methods that are not exact, or of those
-    that are where there is no other."""
-    found = [row.kl_mean for row in rows if row.kl_mean]
-    others = [row.kl_mean for row in rows if row.kl_mean and row.exactness != Exactness.EXACT]
-    smallest = min(others or found, default=1e-5)
-    return 10.0 ** max(math.floor(math.log10(smallest)) - 1, _LOWEST if others else -20)
-
-
-def _lines(figure: Any, rows: Sequence[Row], budgets: Sequence[str], floor: float) -> None:
-    left, right = figure.subplots(1, 2)
-    for number, name in enumerate(dict.fromkeys(row.method for row in rows)):
-        mine = sorted((row for row in rows if row.method == name), key=lambda row: row.held_bytes)
-        held = [row.held_bytes / 1e6 for row in mine]
-        style = styled(number, name, None) | {"linestyle": "-" if number < len(COLOURS) else "--"}
-        style |= {"clip_on": False, "zorder": 3}
-        left.plot(held, [_hundredths(row) for row in mine], **style)
-        right.plot(held, [max(row.kl_mean or 0.0, floor) for row in mine], **style)
-    across = "keys and values held, for the budget asked"
-    dress(left, "Match, free-running (%)", across, x="log")
-    dress(right, "Mean KL, teacher-forced (nats)", across, x="log", y="log")
-    for axes in (left, right):
-        axes.xaxis.minorticks_off()
-        axes.set_xticks(*_ticks(rows, budgets))
-        axes.set_title(axes.get_title("left"), loc="left", fontsize=10, pad=9)
-    left.set_ylim(0, 100)
-    right.set_ylim(bottom=floor)
-    if below := _below(rows, floor):
-        words, place = f"below the axis: {below}", {"xycoords": "axes fraction", "textcoords": "offset points"}
-        right.annotate(words, (0, 0), (6, 9), fontsize=8, **place)
-    handles, labels = left.get_legend_handles_labels()
-    columns = math.ceil(len(labels) / math.ceil(len(labels) / 7))  # rows of about the same length
-    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
-
-
-def _ticks(rows: Sequence[Row], budgets: Sequence[str]) -> tuple[list[float], list[str]]:
-    """Return where the bytes axis is marked, in MB, and the labels: each budget at its median, and whatever was held
-    without a budget where there is room for it."""
-    marks = {median(row.held_bytes for row in rows if row.budget == name) / 1e6: name for name in budgets}
-    for held in sorted((row.held_bytes / 1e6 for row in rows if row.budget is None), reverse=True):
-        if all(abs(math.log(held / other)) > 0.4 for other in marks):
-            marks[held] = "no budget"
-    return list(marks), [f"{held:.3g} MB\n{name}" for held, name in marks.items()]
-
-
-def _bars(left: Any, right: Any, rows: Sequence[Row], floor: float) -> None:
-    places = list(range(len(rows)))
-    colours = [COLOURS[0] if row.exactness == Exactness.EXACT else "0.6" for row in rows]
-    divergences = [row.kl_mean or 0.0 for row in rows]
-    matches = left.barh(places, [_hundredths(row) for row in rows], color=colours, height=0.65)
-    left.bar_label(matches, [f"{_hundredths(row):.0f}" for row in rows], padding=3, fontsize=9)
-    left.set_xlim(0, 119)
-    left.set_xticks([0, 50, 100])
-    left.set_yticks(places, [row.method for row in rows])
-    lengths = [max(value - floor, 0.0) for value in divergences]
-    bars = right.barh(places, lengths, left=floor, color=colours, height=0.65)
-    labels = [f"{nats(value)}{' (below the axis)' * (value < floor)}" for value in divergences]
-    right.bar_label(bars, labels, padding=3, fontsize=9)
-    dress(left, "Match, free-running (%)", "blue: methods that call themselves exact", grid="x")
-    dress(right, "Mean KL, forced (nats)", x="log", grid="x")
-    right.set_xlim(floor, max(10 * floor, *divergences) * 30)
-    left.invert_yaxis()  # shared: the first row on top
-
-
-def _positions(pair: Any, rows: Sequence[Row], floor: float, where: str = "") -> None:
-    """Draw one strip a method, a cell a position, coloured by the logarithm of its KL: teacher-forced, free-running."""
-    from matplotlib.colors import LogNorm
-    from matplotlib.ticker import MaxNLocator
-
-    highest = max(value for row in rows for value in (*row.kl, *row.kl_free))
-    style: dict[str, Any] = {"aspect": "auto", "interpolation": "nearest", "cmap": "viridis"}
-    style["norm"] = LogNorm(floor, max(highest, 10 * floor))
-    named = (("teacher-forced", [row.kl for row in rows]), ("free-running", [row.kl_free for row in rows]))
-    for axes, (name, values) in zip(pair, named, strict=True):
-        image = axes.imshow([[max(value, floor) for value in own] for own in values], **style)
-        for number in range(1, len(rows)):
-            axes.axhline(number - 0.5, color="white", linewidth=2)
-        axes.set_title(f"KL{where}, {name} (nats)", loc="left", fontsize=10)
-        axes.set_xlabel("token of the continuation")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.tick_params(axis="y", length=0)
-        axes.spines[:].set_visible(False)
-    pair[0].figure.colorbar(image, ax=list(pair), pad=0.01, extend="min")
-
-
-def _below(rows: Sequence[Row], floor: float) -> str:
-    """Say whose KL lies below the axis, and where its largest is."""
-    below: dict[str, float] = {}
-    for row in rows:
-        if row.kl_mean is not None and row.kl_mean < floor:
-            below[row.method] = max(below.get(row.method, 0.0), row.kl_mean)
-    return ", ".join(f"{name} ({nats(value)})" for name, value in below.items())
-
-
-def _hundredths(row: Row) -> float:
-    return 100 * (row.match or 0.0)

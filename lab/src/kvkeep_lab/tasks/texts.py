@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from glob import glob
 from pathlib import Path
 from typing import Any
 
-from kvkeep.decode.prompt import encode, question, read_text
+from kvkeep.decode.prompt import encode, question, read_text, shortened
 from kvkeep.errors import UsageError
 
 _CHARACTERS = 8  # cut for each token wanted: more than a token of any usual text is long
+_TRIES = 200  # places that a seed may choose before a text counts as full
 
 
 def text_files(data: Path | None, folder: str = "haystack") -> list[Path]:
@@ -22,6 +24,27 @@ def text_files(data: Path | None, folder: str = "haystack") -> list[Path]:
     if not found:
         raise UsageError(f"There are no .txt files in '{data / folder}' or '{data}'; give another folder (--data).")
     return found
+
+
+def named_files(given: Sequence[str]) -> list[Path]:
+    """Return the files that a person names: as they are, all ``.txt`` files of a folder, those that a pattern matches,
+    or several by commas. "-" is standard input. Raises UsageError for a folder or a pattern without any."""
+    found: list[Path] = []
+    for name in given:
+        path = Path(name)
+        if path.is_dir():
+            if not (own := sorted(path.glob("*.txt"))):
+                raise UsageError(f"There are no .txt files in the folder '{name}'.")
+            found += own
+        elif path.exists() or name == "-" or not set(name) & set("*?[,"):
+            found.append(path)
+        elif "," in name:
+            found += named_files([part.strip() for part in name.split(",") if part.strip()])
+        elif own := sorted(map(Path, glob(name, recursive=True))):
+            found += own
+        else:
+            raise UsageError(f"No file matches '{name}'.")
+    return list(dict.fromkeys(found))
 
 
 def begun(tokenizer: Any, text: str, asked: str | None, lead: str, gap: str) -> list[int]:
@@ -46,3 +69,30 @@ def passage(tokenizer: Any, text: str, tokens: int, draw: random.Random) -> list
     if len(ids) < tokens:
         raise UsageError(f"The texts have too few words for a prompt of {tokens:,} tokens; give more of them (--data).")
     return ids[:tokens]
+
+
+def pieces(tokenizer: Any, text: str, tokens: int, count: int) -> list[str]:
+    """Return ``count`` pieces of ``text``, each of ``tokens`` tokens from the first sentence after a place that its
+    seed (0, 1, ...) chooses; from the first word where there is no sentence. No two overlap: a seed chooses again until
+    its piece lies apart from those before it, so that a seed's piece does not depend on ``count``. Raises UsageError
+    where the text has no room for them."""
+    found: list[tuple[int, int]] = []
+    for seed in range(count):
+        draw = random.Random(seed)
+        for _ in range(_TRIES):
+            place = draw.randrange(len(text))
+            ends = [end for mark in (". ", ".\n") if (end := text.find(mark, place)) >= 0]
+            start = min(ends) + 2 if ends else text.find(" ", place) + 1
+            if any(low <= start < high for low, high in found):
+                continue
+            piece, there = shortened(tokenizer, text[start : start + _CHARACTERS * tokens], tokens)
+            stop = start + len(piece)
+            if there >= tokens and not any(start < high and low < stop for low, high in found):
+                found.append((start, stop))
+                break
+        else:
+            raise UsageError(
+                f"{count} passages of {tokens:,} tokens are asked for that do not overlap, and the text has room for "
+                f"{seed}; give a longer one, shorter passages, or fewer."
+            )
+    return [text[start:stop] for start, stop in found]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
-import traceback
-from typing import Any
+import secrets
+import time
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kvkeep.errors import place_of
 from kvkeep.serve.http.errors import Refused
 from kvkeep.serve.http.keys import Keys
 from kvkeep.serve.http.metrics import Metrics
@@ -24,6 +25,9 @@ PAGE = "/page/"
 """What needs no key: all of :data:`OPEN`, and what lies within the page."""
 
 log = logging.getLogger(__name__)
+requests = logging.getLogger("kvkeep.requests")
+"""A line for each request at its end, at level INFO: its id, which is in the header of its answer, what was asked for,
+the status and the seconds."""
 
 
 class Door:
@@ -42,13 +46,16 @@ class Door:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        begun, head = False, scope["method"] == "HEAD"
+        begun, status, name = time.monotonic(), 0, f"req-{secrets.token_hex(8)}"
+        head = scope["method"] == "HEAD"
         # A HEAD is answered as a GET, without a body; with a slash at the end a path is the same.
         scope = {**scope, "method": "GET" if head else scope["method"], "path": scope["path"].rstrip("/") or "/"}
 
         async def sending(message: Message) -> None:
-            nonlocal begun
-            begun = True
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message).append("x-request-id", name)
             await send({**message, "body": b""} if head and "body" in message else message)
 
         try:
@@ -56,11 +63,13 @@ class Door:
             await self.app(scope, _limited(receive), sending)
         except Exception as error:
             if not isinstance(error, Refused):
-                log.error("a request failed: %s", _place(error))
+                log.error("%s failed: %s", name, place_of(error))
             found = self.metrics.rejected(error)
-            if begun:  # nothing can be said any more
+            if status:  # nothing can be said any more
                 raise _Broken from None
             await found.response()(scope, receive, sending)
+        finally:
+            requests.info("%s %s %s %d %.2f s", name, scope["method"], scope["path"], status, time.monotonic() - begun)
 
     def _enter(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
@@ -111,10 +120,3 @@ def _this_machine(host: str) -> bool:
         return ipaddress.ip_address(name.strip("[]")).is_loopback
     except ValueError:
         return name.lower() == "localhost"
-
-
-def _place(error: BaseException) -> str:
-    """Return the kind of an error and the line that it comes from."""
-    frames: Any = traceback.extract_tb(error.__traceback__)
-    where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    return f"{type(error).__name__}{where}"

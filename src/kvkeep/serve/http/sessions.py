@@ -9,7 +9,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from kvkeep.decode.session_store import SessionInfo, SessionStore
+from kvkeep.decode.session_store import UNSAVED, SessionInfo, SessionStore
 from kvkeep.errors import SessionError, UsageError
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.http.errors import Refused
@@ -81,6 +81,9 @@ def _files(store: SessionStore | None, owner: str, name: str | None) -> list[Ses
     return []
 
 
+NEVER, DAMAGED = "Its first turn was never saved.", "The file cannot be read."
+
+
 def _facts(info: SessionInfo) -> dict[str, Any]:
     """Return what a file tells, without its path."""
     return {
@@ -94,5 +97,6 @@ def _facts(info: SessionInfo) -> dict[str, Any]:
         "bytes": info.bytes,
         "memory_bytes": 0,
         "used": info.used,
-        "note": info.problem and "The file cannot be read.",
+        "note": info.problem
+        and ("Its first turn was never saved." if info.problem == UNSAVED else "The file cannot be read."),
     }

@@ -1,0 +1,40 @@
+"""What made a file of results: the version of kvkeep, and the commit where it runs from a clone or was installed from
+one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+import kvkeep
+
+
+def commit() -> str | None:
+    """Return the commit of the installed kvkeep, shortened, with "-dirty" where files differ from it; None where it was
+    installed from a release."""
+    folder = Path(kvkeep.__file__).parent
+    tracked = _git(folder, "ls-files", "--error-unmatch", Path(kvkeep.__file__).name)
+    if tracked is not None:  # not a repository that only happens to be around an environment
+        return _git(folder, "describe", "--always", "--dirty", "--abbrev=7", "--exclude=*")
+    try:
+        source = json.loads(distribution("kvkeep").read_text("direct_url.json") or "{}")  # PEP 610
+    except (PackageNotFoundError, ValueError):
+        return None
+    found = source.get("vcs_info", {}).get("commit_id")
+    return None if found is None else str(found)[:7]
+
+
+def version() -> str:
+    """Return version and commit in words."""
+    found = commit()
+    return f"kvkeep {kvkeep.__version__}" + (f" (commit {found})" if found else "")
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

@@ -1,0 +1,40 @@
+"""What installed packages add, by entry points. One that is broken is left out, with a sentence that names its package,
+and takes nothing else with it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from importlib.metadata import entry_points
+from typing import Any
+
+from kvkeep.errors import KvkeepError
+
+PARTS = "kvkeep.parts"
+"""The group of entry points that name selectors, fates, recalls and presets."""
+
+log = logging.getLogger(__name__)
+
+
+def each_plugin(group: str, use: Callable[[str, Any], None]) -> None:
+    """Call ``use`` with name and object of every entry point of ``group``. Where an object cannot be imported, or
+    ``use`` raises, a warning says so in a sentence for each package and reason: on standard error, unless a program has
+    set up logging."""
+    failed: dict[tuple[str, str], list[str]] = {}
+    for point in entry_points(group=group):
+        try:
+            use(point.name, point.load())
+        except (Exception, SystemExit) as error:  # whatever is wrong with a package, the others work
+            package = "no package" if point.dist is None else f"the package '{point.dist.name}'"
+            failed.setdefault((package, first_line(error)), []).append(f"'{point.name}' ({point.value})")
+    for (package, reason), points in failed.items():
+        log.warning("%s of %s %s left out: %s", ", ".join(points), package, "is" if len(points) == 1 else "are", reason)
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of what an error says, with its kind unless it is written for people."""
+    lines = str(error).strip().splitlines()
+    kind = type(error).__name__
+    if not lines:
+        return kind
+    return lines[0] if isinstance(error, KvkeepError) else f"{kind}: {lines[0]}"

@@ -1,0 +1,1 @@
+"""Methods: selectors, fates and recalls by name, and the layers that are assembled of them."""

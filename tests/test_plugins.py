@@ -1,0 +1,253 @@
+"""Packages add methods and commands by entry points: a real one in a folder, as an installer would lay it there."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import httpx
+import pytest
+from forked import kvkeep, started
+from running import bearer, post, program
+
+from kvkeep.models.folders import cache_folder
+from kvkeep.plan.machine import Machine
+from kvkeep.policies.methods import load_plugins
+
+Run = Callable[..., tuple[int, str, str]]
+
+SELECTOR = """
+    from dataclasses import dataclass
+    import kvkeep
+    from kvkeep.policies.fates.checkpoint import Checkpointed
+
+    @dataclass(frozen=True)
+    class LargeValues(kvkeep.Selector):
+        '''Those with the largest values, and the newest.'''
+
+        newest: int = 16
+
+        leaves = "small values"
+        source = "Values and Norms, arXiv:2601.00001"
+        needs_kv = True
+
+        def rank(self, entries):
+            norms = entries.values.float().norm(dim=-1)
+            return norms.masked_fill(entries.slots >= entries.length - self.newest, float("inf"))
+
+    @dataclass(frozen=True)
+    class Sized(kvkeep.Selector):
+        size: int
+
+        leaves = "some"
+        source = "nowhere"
+
+        def rank(self, entries):
+            return entries.slots[:, : self.size]  # a fault that shows when it runs
+
+    @dataclass(frozen=True)
+    class Faulty(LargeValues):
+        def budgets(self, model, geometry, entries):
+            raise RuntimeError("no budgets")
+
+    VALUES_CHECKED = kvkeep.Preset(LargeValues(), Checkpointed, "Checked.", "here")
+    COMMANDS = {"norms": ("acme_kv:norms", "Print a norm."), "torn": ("acme_kv:torn", "Fails.")}
+
+    def norms(count: int = 3) -> None:
+        print(count)
+    """
+
+BROKEN = """
+    import sys
+    from dataclasses import dataclass
+    from typing import ClassVar
+    import kvkeep
+
+    @dataclass(frozen=True)
+    class Unsaid(kvkeep.Selector):
+        source: ClassVar[str] = "says not who leaves"
+
+    @dataclass(frozen=True)
+    class Untyped(kvkeep.Selector):
+        leaves: ClassVar[str] = "the oldest"
+        source: ClassVar[str] = "has a parameter of an unknown type"
+        count: "Nothing" = 3
+
+    def __getattr__(name):
+        raise ImportError("no such part\\nand more lines")
+    """
+
+ENTRIES = """
+    [kvkeep.parts]
+    large-values = acme_kv:LargeValues
+    sized = acme_kv:Sized
+    values-checked = acme_kv:VALUES_CHECKED
+    faulty = acme_kv:Faulty
+    [kvkeep.commands]
+    acme = acme_kv:COMMANDS
+    """
+
+WRONG = """
+    [kvkeep.parts]
+    missing = no_such_module:Part
+    leaving = leaving:Part
+    unsaid = broken_kv:Unsaid
+    untyped = broken_kv:Untyped
+    nothing = broken_kv:Nothing
+    h2o = acme_kv:LargeValues
+    full+more = acme_kv:LargeValues
+    [kvkeep.commands]
+    broken = broken_kv:COMMANDS
+    odd = broken_kv:__name__
+    """
+
+
+@pytest.fixture
+def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, registered: None) -> Iterator[Path]:
+    """A folder on the path with two distributions, one of which is broken."""
+    folder = tmp_path / "site"
+    for name, entries in (("acme-kv", ENTRIES), ("broken-kv", WRONG)):
+        info = folder / f"{name.replace('-', '_')}-1.0.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(dedent(entries))
+    for name, source in (("acme_kv", SELECTOR), ("broken_kv", BROKEN), ("leaving", "import sys; sys.exit(3)")):
+        (folder / f"{name}.py").write_text(dedent(source))
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setenv("PYTHONPATH", f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    load_plugins.cache_clear()
+    yield folder
+    load_plugins.cache_clear()
+    for name in ("acme_kv", "broken_kv"):
+        sys.modules.pop(name, None)
+
+
+def forked_kvkeep(*arguments: str, **variables: str) -> tuple[int, str, str]:
+    """The command line in a process that has loaded no plugins, and whose warnings nobody collects."""
+
+    def run() -> None:
+        logging.root.handlers.clear()
+        load_plugins.cache_clear()
+        kvkeep(*arguments)()
+
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = started(run, env={**os.environ, **variables}, **pipes)
+    out, err = process.communicate(timeout=60)
+    return process.returncode, out, err
+
+
+LAB = {
+    "compare": "-f text.txt -b 25% -n 3 -x large-values",
+    "bench": "-b 16 --contexts 48 --rounds 1 --steps 2 -x large-values",
+    "prove": "-f text.txt --prompts 1 --lengths 40 -n 3 -b 20 -x full,large-values",
+    "stream": "-f text.txt --stretch 40 --tokens 120 -b 32 -x large-values",
+    "longchat": "--turns 1 -n 3 -b 16 -x stock,large-values",
+    "inspect": "-f text.txt -n 3 -b 16 -o page.html -x large-values",
+    "analyse kept": "-f text.txt --limit 60 -b 16 -x window,large-values",
+}
+
+
+def test_a_method_of_a_package_reaches_every_command(
+    packages: Path, run: Run, model_folder: Path, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text(words)
+    model = ("-m", str(model_folder))
+
+    def answered(*arguments: str, stdin: str = "") -> str:
+        code, out, err = run(*arguments, stdin=stdin)
+        assert code == 0, (arguments, err)
+        return out
+
+    found = json.loads(answered("methods", "--json"))
+    assert {"large-values", "values-checked"} <= {row["name"] for row in found["methods"]}
+    assert found["selectors"]["sized"] == {"size": None} and found["selectors"]["large-values"] == {"newest": 16}
+    assert "`large-values`" in answered("methods", "--table", "combinations")
+    assert "2601.00001" in answered("methods", "--bibtex", "large-values:newest=4+pages,h2o")
+    method = "large-values:newest=4"
+    common = (*model, "-n", "3", "--json")
+    made = answered("generate", *common, "-p", "the of", "-x", f"{method}+quantize:4", "-b", "80")
+    assert json.loads(made)["class"] == "lossy"
+    stdin = f"the of\n/method {method} 20\nof\n"
+    chat = json.loads(answered("chat", *common, "-b", "16", "-x", "h2o", stdin=stdin))
+    assert chat["turns"][1]["method"] == method
+    machine = Machine.from_sheet(
+        name="made up", device="cpu", flops=2e11, memory=2e10, link=None, disk=1e9, memory_bytes=16e9, host_bytes=16e9,
+        layer_step=3e-4, dtype_bytes=4,
+    )  # fmt: skip
+    monkeypatch.setattr("kvkeep.plan.calibrate.calibrate", lambda device, dtype: machine)
+    plan = json.loads(answered("plan", *model, "-n", "300", "--memory", "60KB", "--json"))
+    assert {"large-values", "values-checked"} <= (planned := {row["method"] for row in plan["rows"]})
+    assert "faulty" not in planned and "'faulty' is left out of the plan: RuntimeError: no budgets" in caplog.text
+    for command, options in LAB.items():
+        assert "large-values" in answered(*command.split(), *model, *options.split(), "--json"), command
+    (tmp_path / "mine.toml").write_text(
+        f'title = "t"\nmodels = ["{model_folder}"]\nmethods = ["{method}"]\nbudgets = ["25%"]\n'
+        '[task]\nname = "match"\nlength = [80]\nnew = 3\nsamples = 1\n'
+    )
+    tally = json.loads(answered("lab", "run", "mine.toml", "--data", str(tmp_path), "--json"))
+    assert tally["done"] == 2, tally
+    assert f"`{method}`" in answered("lab", "report", tally["store"])
+    with program(*model, "--method", method, "--budget", "32", "--memory", "10MB", fork=True) as server:
+        listed = httpx.get(f"{server.address}/v1/methods", headers=bearer()).json()
+        assert listed["default"]["method"] == method and "large-values" in {one["name"] for one in listed["data"]}
+        own = {"kvkeep": {"method": "large-values", "budget": "20"}}
+        body = {"model": server.model, "prompt": "the of and", "max_tokens": 2, **own}
+        assert post(server.address, body, path="/v1/completions").json()["choices"][0]["text"]
+
+
+def test_a_fault_of_a_method_leaves_the_others_their_rows(packages: Path, run: Run, model_folder: Path) -> None:
+    common = ("compare", "-m", str(model_folder), "-b", "20", "-n", "3", "-p", "the of " * 30)
+    code, out, _ = run(*common, "-x", "sized:2,h2o", "--json")
+    rows = {row["method"]: row["error"] for row in json.loads(out)["rows"]}
+    assert code == 0 and rows["h2o"] == "" and "Error: " in rows["sized:2"]
+    code, out, err = run(*common, "-x", "sized")
+    assert code == 2 and "selector 'sized' needs size" in err
+
+
+def test_a_broken_package_takes_nothing_with_it(packages: Path) -> None:
+    code, out, err = forked_kvkeep("methods", "--json")
+    names = {row["name"] for row in json.loads(out)["methods"]}
+    assert code == 0 and {"h2o", "full", "large-values"} <= names
+    assert not {"missing", "leaving", "unsaid", "untyped", "nothing", "full+more"} & names
+    lines = err.splitlines()
+    assert len(lines) == 9 and all("of the package 'broken-kv' is left out: " in line for line in lines), err
+    for name, reason in (
+        ("missing", "No module named 'no_such_module'"),
+        ("leaving", "SystemExit: 3"),
+        ("unsaid", "does not say its leaves"),
+        ("untyped", "name 'Nothing' is not defined"),
+        ("nothing", "ImportError: no such part"),
+        ("h2o", "another part already"),
+        ("broken", "no such part"),
+        ("odd", "has no attribute 'items'"),
+    ):
+        assert any(line.startswith(f"'{name}' (") and reason in line for line in lines), (name, err)
+    code, out, err = forked_kvkeep("torn")
+    said = "kvkeep: The command 'torn' (acme_kv:torn) is broken: AttributeError"
+    assert code == 1 and not out and err.splitlines()[-1].startswith(said)
+    assert forked_kvkeep("norms", "--count", "4")[:2] == (0, "4\n")
+
+
+def test_a_shell_completes_methods_of_packages(packages: Path) -> None:
+    kept = cache_folder() / "completion.json"
+    kept.write_text('{"of": ["what was installed before"], "methods": [], "parts": []}')
+    for words, listed in (
+        ("kvkeep generate --method large", ["large-values"]),
+        ("kvkeep compare -x h2o,large", ["h2o,large-values"]),
+        ("kvkeep serve --method large-values+pa", ["large-values+pages"]),
+        ("kvkeep nor", ["norms"]),
+    ):
+        count = len(words.split()) - 1
+        asked = {"_KVKEEP_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(count)}
+        code, out, err = forked_kvkeep(**asked)
+        assert (code, out.split(), err) == (0, listed, ""), (words, out, err)
+    assert "large-values" in json.loads(kept.read_text())["methods"]

@@ -1,0 +1,112 @@
+"""What the site of the documentation has beside docs/: a hook of mkdocs, and an extension of griffe (mkdocs.yml).
+
+Pages and files of the repository's root; the options of all commands, as the program declares them; tables, where a
+page names the command that prints them (``<!-- kvkeep ... -->``); the names that kvkeep exports, with their docstrings.
+Nothing of it is kept in a file.
+"""
+
+from __future__ import annotations
+
+import io
+import posixpath
+import re
+import shlex
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import griffe
+import typer
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
+from typer.cli import get_docs_for_click
+
+import kvkeep
+from kvkeep.cli import COMMANDS
+from kvkeep.cli.lazy import Commands, application, loaded
+
+ROOT = Path(__file__).parents[1]
+PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+NOTEBOOKS = tuple(f"notebooks/{path.name}" for path in sorted((ROOT / "notebooks").glob("*.ipynb")))
+FILES = ("CITATION.cff", "LICENSE", "deploy/Dockerfile", "deploy/kvkeep.service", *NOTEBOOKS)
+EXPORTED = {
+    "Models and caches": ("load", "KeepCache", "Budget", "Memory", "ModelGeometry"),
+    "Answers": ("generate", "verified", "Conversation", "Session", "save_session", "load_session"),
+    "Choosing": ("methods", "Method", "Exactness", "recommend"),
+    "Parts of a method": ("register", "Preset", "Selector", "Fate", "EvictedStore", "EntryState", "Recall", "Reader"),
+    "Errors": (
+        "KvkeepError", "UsageError", "BudgetError", "ModelError", "UnsupportedModelError", "SessionError", "StoreError",
+    ),
+}  # fmt: skip
+"""The sections of the page of the Python interface, in the order in which one needs them."""
+LINK = re.compile(r"\]\(([^)#:\s]+)(#[^)]*)?\)")
+TABLE = re.compile(r"^<!-- kvkeep (.*) -->$", re.MULTILINE)
+HELP = re.compile(r"^(\* `[^`\n]*`: )(.*)$", re.MULTILINE)
+"""A line of Typer's Markdown: the option, and its help, which is plain text."""
+ROLE = re.compile(r":(?:attr|class|data|func|meth|mod):`~?([^`]+)`")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add what does not lie in docs/."""
+    for path, place in PAGES.items():
+        files.append(File.generated(config, place, content=(ROOT / path).read_text(encoding="utf-8")))
+    for path in FILES:
+        files.append(File.generated(config, path, abs_src_path=str(ROOT / path)))
+    files.append(File.generated(config, "api.md", content=interface()))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """Let links lead where their files are in the site; put in tables, and the options behind the page of commands."""
+    place = page.file.src_uri
+    path = next((path for path, moved in PAGES.items() if moved == place), f"docs/{place}")
+    text = TABLE.sub(lambda found: printed(found[1]), markdown)
+    if place == "commands.md":
+        text += options()
+
+    def link(found: re.Match[str]) -> str:
+        target = posixpath.normpath(posixpath.join(posixpath.dirname(path), found[1]))
+        moved = PAGES.get(target) or (target if target in FILES else target.removeprefix("docs/"))
+        if moved == target and target not in FILES:
+            return found[0]  # code, or a link that the strict build refuses
+        return f"]({posixpath.relpath(moved, posixpath.dirname(place) or '.')}{found[2] or ''})"
+
+    return LINK.sub(link, text)
+
+
+def printed(command: str) -> str:
+    """Return what a command prints."""
+    with redirect_stdout(io.StringIO()) as found:
+        application(COMMANDS)(shlex.split(command), standalone_mode=False)
+    return found.getvalue()
+
+
+def options() -> str:
+    """Return the arguments and options of all commands, the lab's included, as Markdown by Typer."""
+    application(COMMANDS)
+    made = ["\n\n## Options\n"]
+    for name, (where, _) in Commands.table.items():
+        command = loaded(name, where)
+        context = typer.Context(command, info_name=name)
+        made.append(get_docs_for_click(obj=command, ctx=context, indent=2, name=name, call_prefix="kvkeep"))
+    return HELP.sub(lambda found: found[1] + re.sub(r"([*_<])", r"\\\1", found[2]), "\n".join(made))
+
+
+def interface() -> str:
+    """Return the page of all exported names, for mkdocstrings to fill."""
+    named = [name for names in EXPORTED.values() for name in names]
+    if sorted(named) != kvkeep.__all__:
+        raise PluginError(f"tools/site_pages.py: {set(named) ^ set(kvkeep.__all__)} is in one of EXPORTED and __all__.")
+    sections = (
+        f"## {title}\n\n" + "\n\n".join(f"::: kvkeep.{name}" for name in names) for title, names in EXPORTED.items()
+    )
+    return "# Python\n\nAll that `import kvkeep` exports.\n\n" + "\n\n".join(sections)
+
+
+class Roles(griffe.Extension):
+    """Turns the roles of docstrings (``:class:`Budget```) into code: Markdown has none."""
+
+    def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
+        """Rewrite one docstring."""
+        if obj.docstring:
+            obj.docstring.value = ROLE.sub(r"`\1`", obj.docstring.value)
