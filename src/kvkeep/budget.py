@@ -85,14 +85,21 @@ class Budget:
         return self.text
 
     def entries(
-        self, geometry: ModelGeometry, *, context: int | None = None, batch: int = 1, chunk: int | None = None
+        self,
+        geometry: ModelGeometry,
+        *,
+        context: int | None = None,
+        batch: int = 1,
+        chunk: int | None = None,
+        zero: bool = False,
     ) -> int:
         """Return the entries of each full layer, per sequence. Sliding layers keep their own window whatever the
         budget; only a budget in bytes counts them.
 
         context: tokens of the longest sequence; percentages are of it (default: what the model was trained for), and
         windows never hold more than it. batch: sequences that share a budget in bytes. chunk: prefill chunk; None:
-        :meth:`chunk_for` chooses. Raises BudgetError where less than one chunk fits, naming the smallest budget, and
+        :meth:`chunk_for` chooses. zero: whether the method can do with 0 entries, which an error then offers. Raises
+        BudgetError where less than one chunk fits, naming the smallest budget, and
         UnsupportedModelError where the model has a layer whose cache cannot be bounded.
         """
         _positive("context", context)
@@ -110,7 +117,8 @@ class Budget:
             return 0
         entries = self._fitting(geometry, context, batch)
         if entries < (chunk or MIN_CHUNK):
-            raise self._too_small(entries, geometry, context, batch, chunk or MIN_CHUNK)
+            hint = " (or 0, which recalls everything)" if zero else ""
+            raise self._too_small(entries, geometry, context, batch, chunk or MIN_CHUNK, hint)
         return entries
 
     def chunk_for(self, entries: int, chunk: int | None = None, layers: int = 0) -> int:
@@ -142,7 +150,7 @@ class Budget:
         return left // (batch * geometry.full_bytes_per_token)
 
     def _too_small(
-        self, entries: int, geometry: ModelGeometry, context: int | None, batch: int, least: int
+        self, entries: int, geometry: ModelGeometry, context: int | None, batch: int, least: int, hint: str
     ) -> BudgetError:
         fixed = batch * geometry.sliding_bytes(context)
         if entries < 0:
@@ -156,7 +164,7 @@ class Budget:
             remedy = f"the smallest for this model is {smallest}B"
         else:
             remedy = _smallest_share(context or 0, least)
-        return BudgetError(f"Budget '{self}' {problem}; {remedy} (or 0, which recalls everything).")
+        return BudgetError(f"Budget '{self}' {problem}; {remedy}{hint}.")
 
 
 def _smallest_share(context: int, least: int) -> str:

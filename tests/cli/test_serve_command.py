@@ -26,7 +26,7 @@ def test_what_cannot_be_served_is_one_sentence(run: Any, model_folder: Path) -> 
     common = ("serve", "--model", str(model_folder), "--memory", "50MB")
     for wrong, sentence in (
         (("-x", "full", "--host", "256.0.0.1"), "Nothing can listen"),
-        (("-x", "stock"), "cannot be served"),
+        (("-x", "stock"), "cannot be used here"),
         (("-x", "h2o"), "budget"),
     ):
         code, _, err = run(*common, *wrong)

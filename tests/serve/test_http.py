@@ -15,7 +15,7 @@ import pytest
 from conftest import tokenizer
 from families import tiny
 from prometheus_client import Counter, Gauge, Histogram
-from running import ASK, BODY, KEYS, bearer, figures, post, program, serving, streamed
+from running import ASK, BODY, CHAT, KEYS, TEXT, bearer, figures, post, program, serving, streamed
 
 import kvkeep
 from kvkeep import KeepCache
@@ -79,8 +79,32 @@ def test_texts_probabilities_models_and_tokens(client: openai.OpenAI, address: s
     assert max(told.top_logprobs[0].values()) == pytest.approx(told.token_logprobs[0])
     chat = client.chat.completions.create(model="tiny", messages=ASK, max_tokens=3, logprobs=True, top_logprobs=1)  # type: ignore[arg-type]
     assert chat.choices[0].logprobs is not None and len(chat.choices[0].logprobs.content or []) == 3
-    assert [one.id for one in client.models.list()] == ["tiny"]
+    assert [one.id for one in client.models.list()] == ["tiny"] == [client.models.retrieve("tiny").id]
+    with pytest.raises(openai.NotFoundError, match="no model 'org/large'"):
+        client.models.retrieve("org/large")
     assert post(address, {"messages": ASK}, path="/tokenize").json()["tokens"] == encode(tokenizer(), ASK)
+
+
+def test_tokens_of_probabilities_are_the_text_up_to_a_stop_string_and_no_end(
+    client: openai.OpenAI, address: str, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = wanted(12)
+    words = whole.text.split()
+    for stop in (None, words[4][1:], whole.text[9:30], "nowhere"):
+        options: Any = {"stop": stop, "logprobs": True, "stream": True, "temperature": 0, "max_tokens": 12}
+        chunks = [one.choices[0] for one in client.chat.completions.create(model="tiny", messages=ASK, **options)]
+        text = "".join(one.delta.content or "" for one in chunks)
+        told = [token for one in chunks if one.logprobs for token in one.logprobs.content]
+        assert "".join(one.token for one in told) == bytes(byte for one in told for byte in one.bytes).decode() == text
+        assert text == whole.text.partition(stop or "\0")[0]
+        assert (len(told) == 12) == (stop in (None, "nowhere"))
+    end = max(whole.tokens, key=whole.tokens.index)
+    monkeypatch.setattr(engine, "ends", [end])
+    body = {"model": "tiny", "prompt": encode(tokenizer(), ASK), "max_tokens": 12, "temperature": 0, "logprobs": 0}
+    (found,) = post(address, body, path=TEXT).json()["choices"]
+    tokens, offsets = found["logprobs"]["tokens"], found["logprobs"]["text_offset"]
+    assert found["finish_reason"] == "stop" and len(tokens) == whole.tokens.index(end) > 2
+    assert "".join(tokens) == found["text"] and offsets == [len("".join(tokens[:n])) for n in range(len(tokens))]
 
 
 def test_a_session_is_its_keys_own(address: str) -> None:
@@ -92,6 +116,17 @@ def test_a_session_is_its_keys_own(address: str) -> None:
     other = post(address, again, key=KEYS[1]).json()["usage"]["prompt_tokens_details"]["cached_tokens"]
     own = post(address, again).json()["usage"]["prompt_tokens_details"]["cached_tokens"]
     assert other == 0 and own > 0
+    error = post(address, again | {"kvkeep": {"session": "talk", "method": "full"}}).json()["error"]
+    assert error["param"] == "kvkeep.session" and "'h2o' and budget '24'" in error["message"]
+
+
+def test_an_answer_goes_on_from_what_there_is_of_it(address: str) -> None:
+    whole = wanted(12).text
+    begun = {"role": "assistant", "content": " ".join(whole.split()[:5])}
+    body = {**BODY, "messages": [*ASK, begun], "max_tokens": 7, "continue_final_message": True}
+    assert post(address, body).json()["choices"][0]["message"]["content"].split() == whole.split()[5:]
+    refused = post(address, {**body, "messages": ASK})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "continue_final_message"
 
 
 def test_seeds_make_samples_repeatable(client: openai.OpenAI) -> None:
@@ -105,7 +140,10 @@ def test_seeds_make_samples_repeatable(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize(
     ("change", "field"),
     [
-        ({"tools": []}, "tools"),
+        ({"tools": [{}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"store": True}, "store"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"n": 2}, "n"),
         ({"n": True}, "n"),
         ({"temperature": "hot"}, "temperature"),
@@ -117,6 +155,8 @@ def test_seeds_make_samples_repeatable(client: openai.OpenAI) -> None:
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages.0.content"),
         ({"stream": "yes"}, "stream"),
         ({"stop": ["x"] * 20}, "stop"),
+        ({"stop": [""]}, "stop"),
+        ({"kvkeep": {"budget": 1.5}}, "kvkeep.budget"),
         ({"seed": 2**70}, "seed"),
         ({"top_logprobs": 21}, "top_logprobs"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
@@ -133,8 +173,12 @@ def test_seeds_make_samples_repeatable(client: openai.OpenAI) -> None:
         ({"max_completion_tokens": 3}, "max_completion_tokens"),
         ({"repetition_penalty": 1e-5}, "repetition_penalty"),
         ({"top_p": 1e-12}, "top_p"),
-        ({"kvkeep": {"method": "magic"}}, None),
-        ({"kvkeep": {"method": "h2o", "budget": "-3"}}, None),
+        ({"kvkeep": {"method": "magic"}}, "kvkeep.method"),
+        ({"kvkeep": {"method": "stock"}}, "kvkeep.method"),
+        ({"kvkeep": {"method": "h2o"}}, "kvkeep.budget"),
+        ({"kvkeep": {"method": "h2o", "budget": "-3"}}, "kvkeep.budget"),
+        ({"kvkeep": {"method": "h2o", "budget": 3}}, "kvkeep.budget"),
+        ({"kvkeep": {"session": "a/b"}}, "kvkeep.session"),
     ],
 )
 def test_what_is_wrong_is_named_and_nothing_else_changes(
@@ -145,8 +189,27 @@ def test_what_is_wrong_is_named_and_nothing_else_changes(
     error = found.json()["error"]
     assert found.status_code == 400 and error["type"] == "invalid_request_error", error
     assert field is None or (error["param"] or "").startswith(field), error
+    assert error["code"] and "Unknown method 'stock'" not in error["message"] and "or 0" not in error["message"]
     assert error["message"].endswith((".", "?")) and "Traceback" not in error["message"]
+    assert not re.search("[Ii]nput|valid|Literal", error["message"]), error
     assert post(address, {"model": "tiny", "messages": ASK, "max_tokens": 2}).status_code == 200
+
+
+def test_what_changes_nothing_is_taken_as_clients_send_it(client: openai.OpenAI, address: str) -> None:
+    """Nulls wherever they are, as in an answer that is sent back, lists of one prompt, and values that are void."""
+    said = client.chat.completions.create(model="tiny", messages=ASK, max_tokens=2).choices[0].message.model_dump()  # type: ignore[arg-type]
+    empty = {"tool_calls": [], "annotations": []}
+    part = [{"type": "text", "text": "and the stone", "cache_control": None}]
+    void: dict[str, Any] = {"tools": [], "tool_choice": "none", "parallel_tool_calls": True, "store": False, "stop": []}
+    void |= {"logit_bias": {}, "metadata": {}, "response_format": {"type": "text"}, "kvkeep": {"session": None}}
+    messages = [*ASK, said, *ASK, said | empty, {"role": "user", "content": part}]
+    found = post(address, {**BODY, **void, "messages": messages})
+    assert "refusal" in said and found.status_code == 200, found.text
+    text = {"model": "tiny", "max_tokens": 2, "temperature": 0, "suffix": "", "best_of": 1}
+    ids = post(address, {"prompt": "the river"}, path="/tokenize").json()["tokens"]
+    answers = [post(address, {**text, "prompt": one}, path=TEXT) for one in ("the river", ["the river"], ids, [ids])]
+    assert len({one.json()["choices"][0]["text"] for one in answers}) == 1
+    assert "one prompt at a time" in post(address, {**text, "prompt": ["a", "b"]}, path=TEXT).text
 
 
 def test_texts_are_refused_by_their_fields_too(address: str) -> None:
@@ -179,6 +242,8 @@ def test_other_refusals_have_their_status(address: str, client: openai.OpenAI) -
     assert httpx.post(f"{address}/v1/chat/completions", json=body).json()["error"]["code"] == "invalid_api_key"
     assert post(address, {**body, "model": "gpt-4"}).status_code == 404
     assert post(address, b"{nope").json()["error"]["code"] == "invalid_json"
+    assert "Content-Type: application/json" in httpx.post(address + TEXT, content=b"{}", headers=bearer()).text
+    assert "no object" in post(address, b"[]").json()["error"]["message"]
     assert post(address, b"[" * 100_000).status_code == 400
     assert post(address, b"x" * (LARGEST_BODY + 1)).status_code == 413
     parts = (b" " * 10**6 for _ in range(LARGEST_BODY // 10**6 + 1))  # of no stated length
@@ -195,12 +260,28 @@ def test_other_refusals_have_their_status(address: str, client: openai.OpenAI) -
     assert httpx.get(f"{address}/health").status_code == httpx.get(f"{address}/ready").status_code == 200
 
 
+def test_the_schema_tells_keys_and_the_errors_that_there_are(address: str) -> None:
+    schema = httpx.get(f"{address}/openapi.json").json()
+    assert httpx.get(f"{address}/docs").status_code == 200 and "HTTPValidationError" not in json.dumps(schema)
+    operations = {(method, path): one for path, own in schema["paths"].items() for method, one in own.items()}
+    assert {"400", "401", "404", "409", "413", "429", "503"} <= operations["post", CHAT]["responses"].keys()
+    for (method, path), one in operations.items():
+        assert "422" not in one["responses"] and "default" in one["responses"] and " " in one["summary"], one
+        found = httpx.request(method, address + path.replace("{name}", "none"), headers=bearer("wrong"))
+        assert (found.status_code == 401) == ("401" in one["responses"]) == ("security" in one), path
+        own = httpx.request(method, address + path.replace("{name}", "none"), headers=bearer())
+        assert str(own.status_code) in one["responses"], path
+    error = schema["components"]["schemas"]["Error"]["properties"]["error"]["required"]
+    assert {*post(address, {}).json()["error"]} == {*error}
+
+
 def test_metrics_count_what_was_done_and_hold_no_text(address: str, engine: Engine) -> None:
     before = figures(address)
     body: dict[str, Any] = {"model": "tiny", "messages": ASK, "max_tokens": 6, "temperature": 0}
     body["kvkeep"] = {"session": "secret-name", "method": "h2o", "budget": 24}
     usage = [post(address, body).json()["usage"] for _ in range(2)][1]
     assert post(address, body | {"n": 7}).status_code == 400
+    assert post(address, body | {"kvkeep": {"session": "secret-name", "method": "full"}}).status_code == 400
     assert httpx.get(f"{address}/metrics").status_code == 401
     after = figures(address)
     change = {name: after[name] - before.get(name, 0) for name in after}
@@ -210,6 +291,8 @@ def test_metrics_count_what_was_done_and_hold_no_text(address: str, engine: Engi
     assert change["kvkeep_time_to_first_token_seconds_count"] == 2
     assert change["kvkeep_time_between_tokens_seconds_count"] == 10
     assert change['kvkeep_requests_rejected_total{reason="invalid_value"}'] == 1
+    assert change['kvkeep_requests_rejected_total{reason="session_differs"}'] == 1
+    assert 'kvkeep_requests_ended_total{reason="failed"}' not in after  # a client's mistakes are no failures
     assert change['kvkeep_requests_rejected_total{reason="invalid_api_key"}'] == 1
     assert after["kvkeep_sessions"] == len(engine.sessions.memory)
     held = sum(value for name, value in after.items() if name.startswith("kvkeep_cache_bytes"))

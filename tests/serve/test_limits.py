@@ -18,9 +18,9 @@ from typing import Any
 import httpx
 import pytest
 from answering import small
-from running import BODY, KEYS, bearer, held, post, raw, serving, streamed, within
+from running import BODY, KEYS, bearer, figures, held, post, raw, serving, streamed, within
 
-from kvkeep.cli.serve import _tls
+from kvkeep.cli.serve import _address, _tls
 from kvkeep.decode.session_store import SessionStore
 from kvkeep.errors import UsageError
 from kvkeep.serve.answer import Piece, Told
@@ -30,6 +30,8 @@ from kvkeep.serve.http import asked, connection, door
 from kvkeep.serve.http.app import application
 from kvkeep.serve.http.asked import UNREAD, Limits, Mailbox
 from kvkeep.serve.http.keys import Keys, kept_key, keys_given
+
+REJECTED = "kvkeep_requests_rejected_total"
 
 
 def reply(path: str = "/v1/models", host: str = "localhost", keys: list[str] = KEYS, **given: Any) -> httpx.Response:
@@ -51,7 +53,7 @@ def test_keys_come_from_a_file_and_a_made_one_is_kept(
 ) -> None:
     monkeypatch.setenv("KVKEEP_API_KEYS", "one, two")
     file = tmp_path / "keys"
-    file.write_text("# of the kitchen\nthree\n\n  four  \n")
+    file.write_text("# of the kitchen\nthree # mine\n\n  four  \n")
     assert keys_given(str(file)) == ["one", "two", "three", "four"]
     assert len({Keys(keys_given(str(file))).owner(f"Bearer {key}") for key in ("one", "two", "three", "four")}) == 4
     key, path, new = kept_key()
@@ -68,10 +70,14 @@ def test_keys_come_from_a_file_and_a_made_one_is_kept(
     with pytest.raises(UsageError, match="No session can be kept in .* is no folder"):
         SessionStore(file / "chats").check_folder()
     SessionStore(tmp_path / "not" / "yet").check_folder()
+    file.write_text("one two\n")
+    with pytest.raises(UsageError, match="space within"):
+        keys_given(str(file))
     file.write_text("# none\n")
     for wrong, sentence in (
         (["--keys", str(file)], "no key in"),
         (["--keys", str(tmp_path / "nowhere")], "cannot be read: no such file"),
+        (["--cors", "chat.example"], "no origin"),
         (["--certificate", str(file)], "takes both"),
         (["--certificate", str(file), "--private-key", str(file)], "cannot be used for HTTPS"),
     ):
@@ -111,6 +117,7 @@ def test_time_cuts_an_answer_at_a_token_and_one_that_did_not_begin_is_an_error()
                 time.sleep(0.6)
             events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
         assert events[-1]["choices"][0]["finish_reason"] == "length" and len(events) < 440
+        assert figures(address)['kvkeep_requests_ended_total{reason="length"}'] == 1
         with held(engine):
             late = threading.Thread(target=lambda: answers.append(post(address, BODY)))
             answers: list[httpx.Response] = []
@@ -118,6 +125,8 @@ def test_time_cuts_an_answer_at_a_token_and_one_that_did_not_begin_is_an_error()
             time.sleep(0.7)
         late.join(10)
         assert answers[0].status_code == 503 and answers[0].json()["error"]["code"] == "timeout"
+        counted = {name for name in figures(address) if name.startswith(("kvkeep_requests_ended_total", REJECTED))}
+        assert counted == {'kvkeep_requests_ended_total{reason="length"}', REJECTED + '{reason="timeout"}'}
 
 
 def test_comments_keep_a_stream_open_and_what_fails_in_it_is_an_error_object(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,13 +141,16 @@ def test_comments_keep_a_stream_open_and_what_fails_in_it_is_an_error_object(mon
                 gate.set()
                 rest = [*lines]
             assert rest[-1] == "data: [DONE]" and last in rest[-2]
+        counted = figures(address)
+        assert counted[REJECTED + '{reason="budget"}'] == 1  # a client's mistake, and no failure
+        assert 'kvkeep_requests_ended_total{reason="failed"}' not in counted
 
 
 def test_a_reader_that_is_slow_holds_the_text_and_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     async def unread() -> None:
         mail = Mailbox()
         for number in range(10_000):
-            mail.put(Piece(f"{number} ", (Told(number, 0.0, ()),)))
+            mail.put(Piece(f"{number} ", (Told(number, "", 0.0, ()),)))
             assert len(mail._pieces) <= UNREAD
         mail.put(Ended("stop", "", (), 0, 0, 0))
         whole = await mail.get()
@@ -202,6 +214,17 @@ def test_other_origins_and_hosts_stay_out_unless_asked_for() -> None:
     text = json.dumps(BODY)  # as a form of another page may send it without being asked
     simple = {"method": "POST", "content": text, "keys": [], "headers": {"Content-Type": "text/plain"}}
     assert reply("/v1/chat/completions", **simple).status_code == 400
+
+
+def test_heads_slashes_and_wrong_methods() -> None:
+    for path in ("/", "/health", "/v1/models", "/v1/models/"):
+        whole, head = reply(path, headers=bearer()), reply(path, method="HEAD", headers=bearer())
+        assert whole.status_code == head.status_code == 200 and not head.content
+        assert head.headers["content-length"] == whole.headers["content-length"] == str(len(whole.content))
+    assert reply(method="HEAD").status_code == 401
+    wrong = reply("/v1/chat/completions", method="HEAD", headers=bearer())
+    assert (wrong.status_code, wrong.headers["allow"], wrong.content) == (405, "POST", b"")
+    assert [_address(one) for one in ("0.0.0.0", "::", "::1", "chat")] == ["127.0.0.1", "[::1]", "[::1]", "chat"]
 
 
 def test_deep_json_is_refused_and_a_fault_is_logged_without_its_words(

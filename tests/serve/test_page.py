@@ -28,7 +28,8 @@ def test_it_loads_nothing_from_elsewhere_and_says_so() -> None:
     for name, content in text.items():
         assert set(re.findall(r"https?://[\w.]+", content)) <= {"http://www.w3.org"}, name
         assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b", content), name
-    assert not re.search(r"\bon\w+=|\bstyle=|<style|<script(?! type=\"module\" src=\"/page/)", text["index.html"])
+    for page in ("index.html", "docs.html"):
+        assert not re.search(r"\bon\w+=|\bstyle=|<style|<script(?! type=\"module\" src=\"/page/)", text[page])
     with serving() as (address, _):
         found = httpx.get(address + "/")  # without a key
         assert "default-src 'none'" in found.headers["content-security-policy"]
@@ -76,8 +77,10 @@ def test_a_person_talks_stops_looks_and_comes_back(tab: Browser, monkeypatch: py
         monkeypatch.setattr(apps, "DEFAULT_TOKENS", 300)
         _stops(tab, engine)
         _comes_back(tab, address)
+        _reloads(tab, engine)
         _on_a_phone(tab)
         _is_safe(tab, address)
+        _reads_of_requests(tab, address)
         assert not tab.errors, tab.errors
 
 
@@ -123,9 +126,7 @@ def _talks(tab: Browser, engine: Engine) -> None:
     kept = tab.run("JSON.parse(localStorage.getItem('kvkeep.talks'))[0]")
     assert kept["id"] == name and kept["messages"][1]["content"].strip() and owner != "local"
     send(tab, "and the stone")
-    tab.until(f"{IDLE} && document.querySelectorAll('.holds').length === 2")
-    beside = tab.run("[...document.querySelectorAll('.after')].map((e) => e.textContent)")
-    assert "departed" in beside[1] and "in memory" in beside[1], beside
+    tab.until(f"{IDLE} && /in memory.*departed/.test(document.querySelectorAll('.after')[1]?.textContent)")
 
 
 def _looks(tab: Browser, engine: Engine) -> None:
@@ -179,6 +180,33 @@ def _comes_back(tab: Browser, address: str) -> None:
     assert tab.run("document.querySelector('#kind').textContent") == "h2o, budget 16"
 
 
+def _reloads(tab: Browser, engine: Engine) -> None:
+    """In mid-answer: what is written of it stays, with what is not sent yet, and it can be written again."""
+    tab.click("#new")
+    send(tab, "a river of stone")
+    tab.until("document.querySelector('.message.assistant .body')?.textContent.length > 20")
+    with held(engine):
+        before = tab.until(f"!({IDLE}) && document.querySelector('.message.assistant .body').textContent")
+        tab.click("#prompt")
+        tab.type("and what then")
+        tab.run("history.replaceState(null, '', location.pathname)")  # as by the address without a conversation
+        tab.call("Page.reload")
+    tab.until("document.querySelector('#notice')?.textContent.includes('broke off')")
+    (after,) = texts(tab, "assistant")
+    assert after.startswith(before[:20]) and tab.run("document.querySelector('#prompt').value") == "and what then"
+    assert within(5, lambda: not engine.running)
+    tab.click("#notice button")
+    tab.until(f"{IDLE} && document.querySelector('.after').textContent.includes('tokens')")
+    (before,) = texts(tab, "assistant")
+    assert tab.run("document.querySelector('#notice').hidden")
+    if tab.run("document.querySelector('.more') !== null"):  # it was cut off, and did not end by itself
+        tab.click(".more")
+        tab.until(f"{IDLE} && document.querySelector('.message.assistant .body').textContent.length > {len(before)}")
+        assert texts(tab, "assistant")[0].startswith(before[:-1]) and not tab.errors
+    tab.run("document.querySelector('#prompt').value = ''")
+    tab.click("#talks li:first-child .remove")
+
+
 def _on_a_phone(tab: Browser) -> None:
     tab.size(390, 844, mobile=True)
     tab.until("innerWidth === 390")
@@ -213,3 +241,15 @@ def _is_safe(tab: Browser, address: str) -> None:
     assert {"p", "pre", "code", "strong", "ul", "li", "table", "th", "td", "blockquote"} <= set(tags)
     assert tab.run(f"{last}.querySelector('pre').textContent") == SCRIPT
     assert tab.run("window.hacked") is None
+
+
+def _reads_of_requests(tab: Browser, address: str) -> None:
+    tab.open(address + "/docs")
+    paths = httpx.get(address + "/openapi.json").json()["paths"]
+    tab.until(f"document.querySelectorAll('#operations section').length === {sum(map(len, paths.values()))}")
+    shown = tab.run("document.querySelector('main').textContent")
+    assert all(path in shown for path in paths) and "undefined" not in shown and "[object" not in shown
+    links = tab.run("[...document.querySelectorAll('a[href^=\"#\"]')].map((e) => e.hash.slice(1))")
+    assert len(links) > 14 and all(tab.run(f"document.getElementById({json.dumps(one)}) !== null") for one in links)
+    tab.size(390, 844, mobile=True)
+    assert tab.run("document.documentElement.scrollWidth") == 390

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -98,19 +99,17 @@ def serve(
     from kvkeep.serve.http.app import application
     from kvkeep.serve.http.asked import Limits
     from kvkeep.serve.http.keys import Keys, kept_key, keys_given
-    from kvkeep.stock import STOCK
 
     given, kept, new = keys_given(keys), None, False
     if not given and not _own(host):
         key, kept, new = kept_key()
         given = [key]
+    _check_origins(cors or ())
     if cors and "*" in cors and not given:
         raise UsageError("Without a key, pages of any origin could use the server; name origins, or give it a key.")
     tls = _tls(certificate, private_key)
     total = None if memory is None else parse_memory(memory)
     cache: dict[str, Any] = {name: one for name, one in (("method", method), ("budget", budget)) if one is not None}
-    if method == STOCK:
-        raise UsageError("transformers' own cache has no budget and cannot be served; 'full' keeps everything, too.")
     Request.parse(**cache)
     folder, limit = sessions_folder(sessions), None if quota is None else parse_memory(quota)
     store = SessionStore(folder, quota=limit, age=None if age is None else age * DAY_S)
@@ -121,12 +120,14 @@ def serve(
     engine = Engine(loaded, total, waiting, store, **cache)
     app = application(engine, loaded, Keys(given), Limits(answers if given else None, time), cors or ())
     listening = _socket(host, port)
-    where = f"http{'s' if tls else ''}://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
+    where = f"http{'s' if tls else ''}://{_address(host)}:{listening.getsockname()[1]}"
     server = _server(uvicorn, app, timeout_graceful_shutdown=int(grace) + 1, **tls)
     _many_files()
     fitting = _fitting(engine)  # makes a cache, for which a method may measure the model: before it is the engine's
     engine.start()
     note(f"{where}/v1  model '{loaded.name}', {total / 1e6:.0f} MB for all conversations; a page at {where}/")
+    if _address(host).strip("[]") != host:
+        note("from elsewhere: this machine's name or address instead")
     note(fitting)
     refusal = engine.sessions.refusal
     kept_for = "" if limit is None else f", at most {quota} together: the least recently used are removed"
@@ -203,6 +204,21 @@ def _own(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def _address(host: str) -> str:
+    """Return how a browser of this machine names ``host``, also where that is every address of it."""
+    own = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
+    return f"[{own}]" if ":" in own else own
+
+
+def _check_origins(origins: Sequence[str]) -> None:
+    """Raise UsageError for what is no origin as browsers send it."""
+    for one in origins:
+        if one != "*" and not re.fullmatch(r"https?://[^/\s?#]+", one):
+            raise UsageError(
+                f"'{one}' is no origin: give scheme and host, without a path (https://chat.example), or *."
+            )
 
 
 def _socket(host: str, port: int) -> Any:

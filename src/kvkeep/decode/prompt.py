@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any
 
@@ -56,14 +58,18 @@ def shortened(tokenizer: Any, text: str, limit: int) -> tuple[str, int]:
 def encode(tokenizer: Any, messages: Messages, *, raw: bool = False) -> list[int]:
     """Return the token ids of a conversation up to the next answer.
 
-    Models with a chat template get it; base models (and ``raw``) get the contents as plain text. Raises UsageError for
-    text that is not UTF-8, and where the model's template does not take the conversation.
+    Models with a chat template get it; base models (and ``raw``) get the contents as plain text. Special tokens that a
+    message spells out are text within a template, and end no turn. Raises UsageError for text that is not UTF-8, and
+    where the model's template does not take the conversation.
     """
     for message in messages:
         check_text(message["content"], "the prompt")
     if raw or not getattr(tokenizer, "chat_template", None):
         return list(tokenizer("\n\n".join(message["content"] for message in messages)).input_ids)
+    spelt = _spelt(tokenizer, messages)
     try:
+        if spelt:
+            return _as_text(tokenizer, messages, spelt)
         encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
     except Exception as error:  # a template is code of the model and raises anything
         first = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
@@ -71,6 +77,39 @@ def encode(tokenizer: Any, messages: Messages, *, raw: bool = False) -> list[int
         remedy = "leave the system prompt out" if system else "give a plain prompt (--raw) or take another model"
         raise UsageError(f"The model's chat template does not take this conversation ({first}); {remedy}.") from error
     return list(encoded["input_ids"])
+
+
+def _spelt(tokenizer: Any, messages: Messages) -> list[str]:
+    """Return the special tokens that messages spell out, each once."""
+    pattern = _special(tokenizer)
+    if pattern is None:
+        return []
+    return [*dict.fromkeys(hit for message in messages for hit in pattern.findall(message["content"]))]
+
+
+@lru_cache(maxsize=4)
+def _special(tokenizer: Any) -> re.Pattern[str] | None:
+    """Return what finds a tokenizer's special tokens in a text, None if it has none."""
+    names = {one.content for one in tokenizer.added_tokens_decoder.values() if one.special and one.content}
+    return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True)))) if names else None
+
+
+def _as_text(tokenizer: Any, messages: Messages, spelt: list[str]) -> list[int]:
+    """Return the token ids of a conversation whose messages spell special tokens out. While the template is filled in,
+    a character of private use that no message has stands for each; what lies between them is encoded as ever."""
+    whole = "".join(message["content"] for message in messages)
+    free = (chr(code) for code in range(0xE000, 0xF900) if chr(code) not in whole)
+    marks = dict(zip(spelt, free, strict=False))
+    pattern = _special(tokenizer)
+    assert pattern is not None
+    marked = [one | {"content": pattern.sub(lambda hit: marks[hit[0]], one["content"])} for one in messages]
+    text = tokenizer.apply_chat_template(marked, add_generation_prompt=True, tokenize=False)
+    stands = {mark: name for name, mark in marks.items()}
+    ids: list[int] = []
+    for part in re.split(f"([{''.join(stands)}])", text):
+        own = stands.get(part)
+        ids += tokenizer(own or part, add_special_tokens=False, split_special_tokens=own is not None).input_ids
+    return ids
 
 
 def question(text: str | None, prompt: str | None) -> Messages:

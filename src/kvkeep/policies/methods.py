@@ -199,6 +199,8 @@ def _resolved(spec: str) -> Method:
     elif name in SELECTORS:
         fate = build("fate", "+".join(rest) if rest else "drop", FATES)
         method = combined(spec, build("selector", first, SELECTORS), fate, recall)
+    elif name == STOCK:
+        raise UsageError(f"'{STOCK}' is transformers' own cache and cannot be used here; 'full' keeps everything, too.")
     else:
         raise unknown("method", name, [*names(), STOCK])
     method = replace(method, oneshot=oneshot)

@@ -113,7 +113,8 @@ class Request:
                 )
         exact = self.method.exactness is Exactness.EXACT
         least = min(self.chunk, MIN_CHUNK) if exact and self.chunk else self.chunk
-        entries = self.budget.entries(geometry, context=self.context, batch=self.batch, chunk=least)
+        zero = self.method.fate.checkpoints and not self.method.recall.backed
+        entries = self.budget.entries(geometry, context=self.context, batch=self.batch, chunk=least, zero=zero)
         return entries, self.method.chunk(geometry, self.budget, entries, self.chunk)
 
     def spec(self, geometry: ModelGeometry, device: str, whole: bool = True) -> CheckpointSpec:

@@ -11,11 +11,11 @@ from transformers import PreTrainedModel
 
 from kvkeep.cache import KeepCache
 from kvkeep.decode.past import Past
-from kvkeep.errors import KvkeepError, UsageError, place_of
+from kvkeep.errors import KvkeepError, place_of
 from kvkeep.geometry import ModelGeometry
 from kvkeep.policies.request import Request
 from kvkeep.serve.arbiter import Arbiter, widest_bytes
-from kvkeep.serve.job import Ended, Event, Full, Job, Reading
+from kvkeep.serve.job import Differs, Ended, Event, Full, Job, Reading
 from kvkeep.serve.prefixes import Prefix, find
 from kvkeep.serve.sessions import Name, Session, Sessions
 
@@ -117,8 +117,10 @@ class Admission:
                 return None
             session = self._adopt(job)
         if job.own and Request.parse(**job.cache) != session.cache.request:
-            raise UsageError(
-                f"The session '{job.name[1]}' goes on by the method and budget that it began with, which are others; "
+            own = session.cache.request
+            budget = "no budget" if own.budget is None else f"budget '{own.budget}'"
+            raise Differs(
+                f"The session '{job.name[1]}' began with method '{own.method.name}' and {budget}, and goes on by them; "
                 "leave them out, or take another name."
             )
         return session

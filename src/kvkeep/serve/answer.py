@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -40,9 +41,11 @@ class Ask:
 
 @dataclass(frozen=True)
 class Told:
-    """A token of an answer, ln of its probability, and the likeliest ones with theirs."""
+    """A token of an answer, its part of the text, ln of its probability, and the likeliest ones with theirs. Where
+    several tokens make one character, the last of them has it; what a stop string cuts off is no part of a text."""
 
     token: int
+    text: str
     logprob: float
     likeliest: tuple[tuple[int, float], ...]
 
@@ -70,7 +73,8 @@ class Answer:
         self.tokens: list[int] = []
         self.text, self.reason = "", ""
         self._pieces, self._stops = Pieces(tokenizer), Stops(ask.stops)
-        self._told: list[Told] = []
+        self._told: list[Told] = []  # whose text is not all told yet
+        self._shown = 0  # characters of them that are
 
     def reads(self) -> Reads:
         """Read what is new of the prompt, then write until an end."""
@@ -114,13 +118,13 @@ class Answer:
     def take(self, token: int, logits: Tensor | None) -> None:
         """Append a token, chosen by ``logits`` (vocabulary,), and tell the text that it makes certain."""
         self.tokens.append(token)
-        if self.ask.likeliest is not None and logits is not None:
-            self._told.append(_told(token, logits, self.ask.likeliest))
         if token in self.ends:
             self._end("stop")
             return
-        text = self._stops.add(self._pieces.add([token]))
-        self._tell(text)
+        text = self._pieces.add([token])
+        if self.ask.likeliest is not None and logits is not None:
+            self._told.append(_told(token, text, logits, self.ask.likeliest))
+        self._tell(self._stops.add(text))
         if self._stops.met:
             self._end("stop")
         elif len(self.tokens) >= self.ask.most:
@@ -128,19 +132,27 @@ class Answer:
 
     def _end(self, reason: str) -> None:
         if not self._stops.met:
-            self._tell(self._stops.add(self._pieces.rest()))
+            rest = self._pieces.rest()
+            if self._told:
+                self._told[-1] = replace(self._told[-1], text=self._told[-1].text + rest)
+            self._tell(self._stops.add(rest))
             self._tell("" if self._stops.met else self._stops.rest())
         self.reason = reason
+        if self._stops.met:  # of what is left only the first token can have begun before the stop string
+            self._told = [replace(one, text=one.text[: self._shown]) for one in self._told[:1] if self._shown]
         if self._told:
-            self._flush("")
+            self.tell(Piece("", tuple(self._told)))
 
     def _tell(self, text: str) -> None:
-        if text:
-            self.text += text
-            self._flush(text)
-
-    def _flush(self, text: str) -> None:
-        told, self._told = tuple(self._told), []
+        """Tell some text, with the tokens whose text is all told then."""
+        if not text:
+            return
+        self.text += text
+        self._shown += len(text)
+        ends = [*accumulate(len(one.text) for one in self._told)]
+        count = sum(end <= self._shown for end in ends)
+        self._shown -= ends[count - 1] if count else 0
+        told, self._told = tuple(self._told[:count]), self._told[count:]
         self.tell(Piece(text, told))
 
 
@@ -167,8 +179,8 @@ class _Sink:
         """Nothing is buffered."""
 
 
-def _told(token: int, logits: Tensor, likeliest: int) -> Told:
+def _told(token: int, text: str, logits: Tensor, likeliest: int) -> Told:
     logs = logits.float().log_softmax(-1)
     best = logs.topk(likeliest) if likeliest else None
     pairs = [] if best is None else zip(best.indices.tolist(), best.values.tolist(), strict=True)
-    return Told(token, float(logs[token]), tuple(pairs))
+    return Told(token, text, float(logs[token]), tuple(pairs))

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kvkeep.errors import KvkeepError
+from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.serve.answer import Answer, Ask, Piece, Reads
 from kvkeep.serve.batch import CHUNK, Read, chunk_of, part_of
 from kvkeep.serve.sessions import Name, Session
@@ -24,6 +24,10 @@ log = logging.getLogger(__name__)
 
 class Full(KvkeepError):
     """So many answers wait that no more are taken; ask again later."""
+
+
+class Differs(UsageError):
+    """A session goes on by another method or budget than it was asked for with."""
 
 
 class Stopping(KvkeepError):

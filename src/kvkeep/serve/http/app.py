@@ -7,6 +7,7 @@ import copy
 import threading
 import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
+from importlib.metadata import version
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -17,17 +18,21 @@ from kvkeep.decode.pieces import token_texts
 from kvkeep.decode.prompt import encode
 from kvkeep.errors import UsageError
 from kvkeep.models.loading import Loaded
+from kvkeep.policies.methods import resolve
+from kvkeep.policies.request import Request as CacheRequest
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.http.asked import Asked, Limits
 from kvkeep.serve.http.door import Door
-from kvkeep.serve.http.errors import HANDLERS, Refused
+from kvkeep.serve.http.errors import HANDLERS, Refused, by_field
 from kvkeep.serve.http.keys import Keys
 from kvkeep.serve.http.looking import looking
 from kvkeep.serve.http.metrics import TYPE, Metrics
+from kvkeep.serve.http.openapi import CHAT, TEXT, Described
 from kvkeep.serve.http.page import page
 from kvkeep.serve.http.replies import Reply
 from kvkeep.serve.http.schema import DEFAULT_TOKENS, ChatRequest, Message, TextRequest, TokenizeRequest
 from kvkeep.serve.http.sessions import sessions_of
+from kvkeep.serve.sessions import Sessions
 
 T = TypeVar("T")
 LATE_S = 120.0
@@ -50,6 +55,17 @@ class Server:
     async def encoded(self, given: str | list[int] | list[Message]) -> list[int]:
         """Return token ids of a text, of ids, or of a conversation up to its answer."""
         return await asyncio.to_thread(self._encoded, given)
+
+    async def conversation(self, asked: ChatRequest) -> list[int]:
+        """Return token ids of a conversation up to its answer, or up to where that is to go on."""
+        if not asked.continue_final_message:
+            return await self.encoded(asked.messages)
+        *before, own = asked.messages
+        return await self.encoded(before) + await asyncio.to_thread(self._written, own.plain()["content"])
+
+    def _written(self, text: str) -> list[int]:
+        with self._lock:
+            return list(self._tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids)
 
     def _encoded(self, given: str | list[int] | list[Message]) -> list[int]:
         with self._lock:
@@ -91,7 +107,9 @@ class Server:
         ask = asked.ask(prompt, self.most(asked.most, prompt), asked.likeliest)
         owner = request.state.owner
         name = None if asked.kvkeep.session is None else (owner, asked.kvkeep.session)
-        reply = Reply(self.name, isinstance(asked, ChatRequest), asked.likeliest is not None, self.decoded)
+        await asyncio.to_thread(_check, name, asked.cache())
+        chat, told = isinstance(asked, ChatRequest), asked.likeliest is not None
+        reply = Reply(self.name, chat, told, self.decoded, self.metrics.rejected)
         answer = Asked(self.engine, self.metrics, self.limits, owner, ask, name, asked.cache())
         if asked.stream:
             first = await _unless_gone(request, answer.first())
@@ -103,7 +121,19 @@ class Server:
         try:
             return JSONResponse(reply.whole(await _unless_gone(request, answer.all())))
         finally:
-            answer.job.cancel()
+            answer.leave()
+
+
+def _check(name: tuple[str, str] | None, cache: dict[str, Any]) -> None:
+    """Raise Refused, by its field, for what no model could make right of a session's name, method and budget."""
+    if name is not None:
+        with by_field("kvkeep.session"):
+            Sessions.check_name(name)
+    if cache:
+        with by_field("kvkeep.method"):
+            resolve(cache.get("method", "full"))
+        with by_field("kvkeep.budget"):
+            CacheRequest.parse(**cache)
 
 
 async def _closing(text: AsyncIterator[str], answer: Asked) -> AsyncIterator[str]:
@@ -112,7 +142,7 @@ async def _closing(text: AsyncIterator[str], answer: Asked) -> AsyncIterator[str
         async for one in text:
             yield one
     finally:
-        answer.job.cancel()
+        answer.leave()
 
 
 async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
@@ -139,8 +169,10 @@ def application(
 ) -> FastAPI:
     """Return the application of a running engine. origins: of pages of other hosts that may speak to it."""
     server = Server(engine, loaded, limits or Limits())
-    # Pages of documentation would load scripts from another host.
-    app = FastAPI(title="kvkeep", exception_handlers=HANDLERS, docs_url=None, redoc_url=None)
+    # FastAPI's own pages of documentation would load scripts from another host.
+    app = Described(
+        title="kvkeep", version=version("kvkeep"), exception_handlers=HANDLERS, docs_url=None, redoc_url=None
+    )
     app.state.metrics = server.metrics
     app.add_middleware(Door, keys=keys, metrics=server.metrics)
     if origins:
@@ -148,26 +180,34 @@ def application(
         app.add_middleware(CORSMiddleware, allow_origins=[*origins], allow_methods=methods, allow_headers=headers)
 
     app.include_router(page())
-    app.include_router(looking(server))
-    app.include_router(sessions_of(engine))
 
-    @app.post("/v1/chat/completions")
+    @app.post(CHAT)
     async def chat(request: Request, asked: ChatRequest) -> Any:
         """Answer a conversation."""
         server.check_model(asked.model)
-        return await server.answered(request, asked, await server.encoded(asked.messages))
+        return await server.answered(request, asked, await server.conversation(asked))
 
-    @app.post("/v1/completions")
+    @app.post(TEXT)
     async def complete(request: Request, asked: TextRequest) -> Any:
         """Go on with a text."""
         server.check_model(asked.model)
         return await server.answered(request, asked, await server.encoded(asked.prompt))
 
+    model = {"id": server.name, "object": "model", "created": server.created, "owned_by": "kvkeep"}
+
     @app.get("/v1/models")
     async def models() -> Any:
         """List the one model."""
-        one = {"id": server.name, "object": "model", "created": server.created, "owned_by": "kvkeep"}
-        return {"object": "list", "data": [one]}
+        return {"object": "list", "data": [model]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model_of(name: str) -> Any:
+        """Tell of the model by its name."""
+        server.check_model(name)
+        return model
+
+    app.include_router(sessions_of(engine))
+    app.include_router(looking(server))
 
     @app.post("/tokenize")
     async def tokenize(asked: TokenizeRequest) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvkeep.serve.answer import Ask, Piece
@@ -99,11 +99,15 @@ class Asked:
         cache: dict[str, Any],
     ) -> None:
         loop, self._mail = asyncio.get_running_loop(), Mailbox()
-        self._limits, self._owner, self._late = limits, owner, False
+        self._limits, self._owner = limits, owner
+        self._late = self._left = False  # its time was over; its client has left
 
         def tell(event: Event) -> None:
-            metrics.told(event)
-            loop.call_soon_threadsafe(self._take, event)
+            found = self._told(event)
+            metrics.told(found)
+            if isinstance(event, Ended):
+                metrics.asked(event.cached, event.read)
+            loop.call_soon_threadsafe(self._take, found)
 
         limits.take(owner)
         try:
@@ -117,28 +121,36 @@ class Asked:
         self._late = True
         self.job.cancel()
 
-    def _take(self, event: Event) -> None:
-        """Take an event, in the loop's thread."""
-        if isinstance(event, Piece):
-            self._mail.put(event)
-            return
-        self._limits.leave(self._owner)
-        if self._timer is not None:
-            self._timer.cancel()
-        unwritten = isinstance(event, Ended) and event.reason == "cancelled" and not event.written
-        self._mail.put(self._why() if unwritten else event)
+    def leave(self) -> None:
+        """Cancel it: nobody waits for it any more."""
+        self._left = True
+        self.job.cancel()
 
-    def _why(self) -> Exception:
+    def _told(self, event: Event) -> News:
+        """Return what is told of an event: an answer that is cut off, by its time or by the server's end, ends by its
+        length, or is an error where nothing of it was written."""
+        if not isinstance(event, Ended) or event.reason != "cancelled" or self._left:
+            return event
+        if event.written:
+            return replace(event, reason="length")
         if self._late:
             return Refused(503, f"No token was written within {self._limits.seconds:g} s; ask again later.", "timeout")
         return Stopping("The server ended before the answer began; ask again when it is back.")
+
+    def _take(self, event: News) -> None:
+        """Take an event, in the loop's thread."""
+        self._mail.put(event)
+        if not isinstance(event, Piece):
+            self._limits.leave(self._owner)
+            if self._timer is not None:
+                self._timer.cancel()
 
     async def first(self) -> News | None:
         """Wait for the first event, so that what fails at once has a status of its own; None: it takes longer."""
         try:
             return await self._mail.get(FIRST_S)
         except BaseException:
-            self.job.cancel()
+            self.leave()
             raise
 
     async def events(self, event: News | None) -> AsyncIterator[News | None]:

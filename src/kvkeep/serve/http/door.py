@@ -12,7 +12,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvkeep.errors import place_of
-from kvkeep.serve.http.errors import Refused, refused
+from kvkeep.serve.http.errors import Refused
 from kvkeep.serve.http.keys import Keys
 from kvkeep.serve.http.metrics import Metrics
 
@@ -20,7 +20,7 @@ LARGEST_BODY = 8_000_000
 """Bytes of a request."""
 BODY_S = 60.0
 """Seconds that a body may take to arrive."""
-OPEN = ("/health", "/ready", "/openapi.json", "/")
+OPEN = ("/health", "/ready", "/openapi.json", "/docs", "/")
 PAGE = "/page/"
 """What needs no key: all of :data:`OPEN`, and what lies within the page."""
 
@@ -47,13 +47,16 @@ class Door:
             await self.app(scope, receive, send)
             return
         begun, status, name = time.monotonic(), 0, f"req-{secrets.token_hex(8)}"
+        head = scope["method"] == "HEAD"
+        # A HEAD is answered as a GET, without a body; with a slash at the end a path is the same.
+        scope = {**scope, "method": "GET" if head else scope["method"], "path": scope["path"].rstrip("/") or "/"}
 
         async def sending(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
                 MutableHeaders(scope=message).append("x-request-id", name)
-            await send(message)
+            await send({**message, "body": b""} if head and "body" in message else message)
 
         try:
             self._enter(scope)
@@ -61,8 +64,7 @@ class Door:
         except Exception as error:
             if not isinstance(error, Refused):
                 log.error("%s failed: %s", name, place_of(error))
-            found = refused(error)
-            self.metrics.rejected(found)
+            found = self.metrics.rejected(error)
             if status:  # nothing can be said any more
                 raise _Broken from None
             await found.response()(scope, receive, sending)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from fastapi import HTTPException, Request
@@ -19,20 +20,53 @@ from kvkeep.errors import (
     SessionUnwritable,
     UsageError,
 )
-from kvkeep.serve.job import Full, Stopping
+from kvkeep.serve.job import Differs, Full, Stopping
 
 AGAIN_S = 5
 """Seconds after which a client may ask again."""
-
+FAILED = "failed"
+"""The code of what no client is to blame for."""
 
 _TYPES = ("str", "int")
+_JSON = "application/json"
+_OBJECTS = {"dict_type", "model_type", "model_attributes_type"}
+_TAKES = dict.fromkeys(_OBJECTS, "an object") | {
+    "string_type": "a text",
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "int_parsing": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "list_type": "a list",
+}
+"""What a field takes, by the error of another type; of a field of several types there is an error of each."""
+_REASONS = {
+    "extra_forbidden": "is not supported here",
+    "unsupported": "is not supported here",
+    "missing": "is missing",
+    "string_unicode": "has half a character (a lone surrogate)",
+    "literal_error": "is not supported but as {expected}",
+    "too_short": "has a length of {actual_length}, and takes at least {min_length}",
+    "too_long": "has a length of {actual_length}, and takes at most {max_length}",
+    "greater_than_equal": "takes at least {ge}",
+    "less_than_equal": "takes at most {le}",
+    "less_than": "takes less than {lt}",
+}
 
 
 class Refused(HTTPException):
-    """A request is refused. code: as OpenAI names it. param: the field that is wrong."""
+    """A request is refused. code: as OpenAI names it. param: the field that is wrong. headers: of the response."""
 
-    def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None) -> None:
-        super().__init__(status, message)
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        code: str | None = None,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(status, message, {**(headers or {})})
         self.code, self.param = code, param
 
     @property
@@ -47,7 +81,7 @@ class Refused(HTTPException):
 
     def response(self) -> JSONResponse:
         """Return it as an answer."""
-        headers = {"Retry-After": str(AGAIN_S)} if self.status_code in (429, 503) else {}
+        headers = {**(self.headers or {})} | ({"Retry-After": str(AGAIN_S)} if self.status_code in (429, 503) else {})
         headers |= {"WWW-Authenticate": "Bearer"} if self.status_code == 401 else {}
         return JSONResponse(self.body(), self.status_code, headers)
 
@@ -59,50 +93,71 @@ def refused(error: Exception) -> Refused:
     if isinstance(error, AnyHTTPException):
         if error.status_code == 400:  # the body is no text, or nests deeper than it can be read
             return _unreadable()
-        return Refused(error.status_code, f"{error.detail}.")
+        code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
+        return Refused(error.status_code, f"{error.detail}.", code, headers=error.headers)
     if isinstance(error, Full):
         return Refused(503, str(error), "overloaded")
     if isinstance(error, Stopping):
         return Refused(503, str(error), "stopping")
     if isinstance(error, BudgetError):
-        return Refused(400, str(error), "budget")
+        return Refused(400, str(error), "budget", "kvkeep.budget")
+    if isinstance(error, Differs):
+        return Refused(400, str(error), "session_differs", "kvkeep.session")
     if isinstance(error, UsageError):
-        code = "context_length_exceeded" if "positions" in str(error) else None
+        code = "context_length_exceeded" if "positions" in str(error) else "invalid_value"
         return Refused(400, str(error), code)
     if isinstance(error, SessionBusy):
         return Refused(409, str(error), "session_in_use")
     if isinstance(error, SessionError) and not isinstance(error, SessionDamaged | SessionUnwritable):
         return Refused(409, str(error), "session")  # of another model, tokenizer or version
     if isinstance(error, KvkeepError):
-        return Refused(500, str(error), "failed")
-    return Refused(500, f"The request failed ({type(error).__name__}).", "failed")
+        return Refused(500, str(error), FAILED)
+    return Refused(500, f"The request failed ({type(error).__name__}).", FAILED)
+
+
+@contextmanager
+def by_field(field: str) -> Iterator[None]:
+    """Tell a UsageError within by the field of the request that it is of. Raises Refused."""
+    try:
+        yield
+    except UsageError as error:
+        found = refused(error)
+        raise Refused(found.status_code, found.detail, found.code, field) from error
 
 
 async def told(request: Request, error: Exception) -> JSONResponse:
     """Return what a handler raised as an error object."""
-    found = refused(error)
-    request.app.state.metrics.rejected(found)
+    found: Refused = request.app.state.metrics.rejected(error)
     return found.response()
 
 
 async def misread(request: Request, error: Exception) -> JSONResponse:
     """Return what is wrong with a body, by the name of the field."""
     assert isinstance(error, RequestValidationError)
-    return await told(request, _misread(error))
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    return await told(request, _misread(error, kind))
 
 
-def _misread(error: RequestValidationError) -> Refused:
+def _misread(error: RequestValidationError, kind: str) -> Refused:
     # Of a field of several types there is an error of each; the deepest is of the one that was meant.
-    place, first = max(((_place(one["loc"]), one) for one in error.errors()), key=lambda found: len(found[0]))
+    found = [(_place(one["loc"]), one) for one in error.errors()]
+    place, first = max(found, key=lambda one: (len(one[0]), one[1]["type"] not in _TAKES))
     if first["type"] == "json_invalid":
         return _unreadable()
+    if not place and first["type"] in _OBJECTS:
+        remedy = "it is no object" if kind == _JSON else f"send it with 'Content-Type: {_JSON}'"
+        return Refused(400, f"The body is wrong: {remedy}.", "invalid_json")
     field = ".".join(place) or None
-    reason = {
-        "extra_forbidden": "is not supported here",
-        "missing": "is missing",
-        "literal_error": f"is not supported but as {first.get('ctx', {}).get('expected', 'it is by default')}",
-    }.get(first["type"], f"is wrong: {first['msg'][:1].lower()}{first['msg'][1:]}")
-    return Refused(400, f"'{field or 'the body'}' {reason}.", "invalid_value", field)
+    wanted = dict.fromkeys(_TAKES.get(one["type"]) for where, one in found if where == place)
+    context = first.get("ctx", {})
+    if None not in wanted:
+        reason = f"takes {' or '.join(map(str, wanted))}"
+    elif first["type"] in _REASONS:
+        reason = _REASONS[first["type"]].format(**context)
+    else:
+        reason = f"is wrong: {first['msg'][:1].lower()}{first['msg'][1:]}"
+    name = "The body" if field is None else f"'{field}'"
+    return Refused(400, f"{name} {reason}.", "invalid_value", field)
 
 
 def _unreadable() -> Refused:

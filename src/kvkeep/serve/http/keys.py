@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
+import re
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,14 +41,14 @@ class Keys:
 
 
 def keys_given(path: str | None = None) -> list[str]:
-    """Return the keys of the environment, by commas, and those of a file, one a line, ``#`` before comments. Raises
-    UsageError for a file without keys, and for a key that no client could send."""
+    """Return the keys of the environment, by commas, and those of a file, one a line, blanks and ``#`` before comments.
+    Raises UsageError for a file without keys, and for a key that no client could send."""
     found = [key.strip() for key in os.environ.get(VARIABLE, "").split(",") if key.strip()]
     _check(found, VARIABLE)
     if path is None:
         return found
-    lines = _read(Path(path)).splitlines()
-    own = [line.strip() for line in lines if line.strip() and not line.strip().startswith("#")]
+    lines = (re.split(r"(?:^|\s)#", line, maxsplit=1)[0].strip() for line in _read(Path(path)).splitlines())
+    own = [line for line in lines if line]
     if not own:
         raise UsageError(f"There is no key in '{path}': give one a line.")
     _check(own, f"'{path}'")
@@ -80,6 +81,8 @@ def _check(keys: Sequence[str], where: str) -> None:
                 f"Key {number} of {where} has characters that are not ASCII, which clients cannot send in a header; "
                 "take letters, digits and signs."
             )
+        if " " in key:
+            raise UsageError(f"Key {number} of {where} has a space within; take letters, digits and signs.")
 
 
 def _read(path: Path) -> str:

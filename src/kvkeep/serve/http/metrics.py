@@ -9,9 +9,10 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
 from kvkeep.errors import KvkeepError
+from kvkeep.serve.answer import Piece
 from kvkeep.serve.engine import Engine, Watch
-from kvkeep.serve.http.errors import Refused, refused
-from kvkeep.serve.job import Ended, Event
+from kvkeep.serve.http.errors import FAILED, Refused, refused
+from kvkeep.serve.job import Ended
 from kvkeep.serve.look import memory
 
 TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -65,19 +66,23 @@ class Metrics(Watch):
         for _ in range(tokens):
             self._between.observe(seconds / tokens)
 
-    def told(self, event: Event) -> None:
-        """Count an answer that ended."""
+    def told(self, event: Piece | Ended | Exception) -> None:
+        """Count an answer that ended, or failed by no mistake of its client's."""
         if isinstance(event, Ended):
             self._ended.labels(event.reason).inc()
-            self._prompt.labels("cached").inc(event.cached)
-            self._prompt.labels("read").inc(event.read)
-        elif isinstance(event, KvkeepError):
+        elif isinstance(event, Exception) and refused(event).code == FAILED:
             self._ended.labels("failed").inc()
 
-    def rejected(self, error: Exception) -> None:
-        """Count a request that got an error."""
-        found: Refused = refused(error)
+    def asked(self, cached: int, read: int) -> None:
+        """Count tokens of a prompt."""
+        self._prompt.labels("cached").inc(cached)
+        self._prompt.labels("read").inc(read)
+
+    def rejected(self, error: Exception) -> Refused:
+        """Count a request that got an error, and return how it is told."""
+        found = refused(error)
         self._rejected.labels(found.code or found.kind).inc()
+        return found
 
     async def scraped(self) -> bytes:
         """Return all figures, those of memory as of the last step."""

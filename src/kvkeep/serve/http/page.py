@@ -1,4 +1,4 @@
-"""The page at ``/``: a few files of this package, which load nothing from anywhere else."""
+"""The pages at ``/`` and ``/docs``: a few files of this package, which load nothing from anywhere else."""
 
 from __future__ import annotations
 
@@ -26,15 +26,24 @@ HEADERS = {
 
 
 def page() -> APIRouter:
-    """Return the routes of the page."""
+    """Return the routes of the pages."""
     routes = APIRouter(include_in_schema=False)
     folder = resources.files("kvkeep.serve").joinpath("page")
     files = {one.name: one.read_bytes() for one in folder.iterdir() if one.name.rpartition(".")[2] in TYPES}
     tags = {name: f'"{hashlib.sha256(content).hexdigest()[:16]}"' for name, content in files.items()}
 
     @routes.get("/")
+    async def index(request: Request) -> Response:
+        """Return the page to talk to the model."""
+        return await file(request, "index.html")
+
+    @routes.get("/docs")
+    async def documentation(request: Request) -> Response:
+        """Return the page that shows the schema of all requests."""
+        return await file(request, "docs.html")
+
     @routes.get("/page/{name}")
-    async def file(request: Request, name: str = "index.html") -> Response:
+    async def file(request: Request, name: str) -> Response:
         """Return a file of the page."""
         if name not in files:
             raise Refused(404, f"The page has no file '{name}'.")

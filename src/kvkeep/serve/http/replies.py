@@ -6,21 +6,26 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 from kvkeep.serve.answer import Piece, Told
 from kvkeep.serve.http.asked import News
-from kvkeep.serve.http.errors import refused
+from kvkeep.serve.http.errors import Refused, refused
 from kvkeep.serve.job import Ended
 
 Decode = Callable[[Sequence[int]], str]
 
 
 class Reply:
-    """One answer on its way. chat: of a conversation, else of a text. told: whether probabilities are."""
+    """One answer on its way. chat: of a conversation, else of a text. told: whether probabilities are. refuse: how an
+    error in mid-stream is told."""
 
-    def __init__(self, model: str, chat: bool, told: bool, decode: Decode) -> None:
-        self.chat, self.told, self.decode = chat, told, decode
+    def __init__(
+        self, model: str, chat: bool, told: bool, decode: Decode, refuse: Callable[[Exception], Refused] = refused
+    ) -> None:
+        self.chat, self.told, self.decode, self.refuse = chat, told, decode, refuse
+        self._offset = 0  # characters of the text whose tokens are told
         kind = ("chatcmpl", "chat.completion") if chat else ("cmpl", "text_completion")
         self.head = {"id": f"{kind[0]}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self.kind = kind[1]
@@ -52,7 +57,7 @@ class Reply:
             elif event is None:
                 yield ": the prompt is being read\n\n"
             else:
-                yield _event(refused(event).body())
+                yield _event(self.refuse(event).body())
         yield "data: [DONE]\n\n"
 
     @property
@@ -64,19 +69,22 @@ class Reply:
 
     def _logprobs(self, told: Sequence[Told]) -> dict[str, Any]:
         if self.chat:
-            return {"content": [self._token(one.token, one.logprob) | self._likeliest(one) for one in told]}
+            return {"content": [_token(one.text, one.logprob) | self._likeliest(one) for one in told]}
+        offsets = [*accumulate((len(one.text) for one in told), initial=self._offset)]
+        self._offset = offsets[-1]
         return {
-            "tokens": [self.decode([one.token]) for one in told],
+            "tokens": [one.text for one in told],
             "token_logprobs": [one.logprob for one in told],
             "top_logprobs": [{self.decode([token]): value for token, value in one.likeliest} for one in told],
+            "text_offset": offsets[:-1],
         }
 
     def _likeliest(self, told: Told) -> dict[str, Any]:
-        return {"top_logprobs": [self._token(*pair) for pair in told.likeliest]}
+        return {"top_logprobs": [_token(self.decode([token]), value) for token, value in told.likeliest]}
 
-    def _token(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self.decode([token])
-        return {"token": text, "logprob": logprob, "bytes": [*text.encode()]}
+
+def _token(text: str, logprob: float) -> dict[str, Any]:
+    return {"token": text, "logprob": logprob, "bytes": [*text.encode()]}
 
 
 def usage(ended: Ended) -> dict[str, Any]:

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from kvkeep.serve.answer import Ask
 from kvkeep.serve.sampling import Sampling
 
+T = TypeVar("T")
 _SEED = 2**63
 DEFAULT_TOKENS = 1024
 """Tokens of an answer where a request names no number; fewer where the model has no positions left."""
@@ -26,11 +36,42 @@ def _wrong(reason: str) -> PydanticCustomError:
     return PydanticCustomError("wrong", "{reason}", {"reason": reason})
 
 
+def _empty(given: T) -> T:
+    """Return what is empty, and so asks for nothing."""
+    if given:
+        raise PydanticCustomError("unsupported", "is not supported here")
+    return given
+
+
+def _one_prompt(given: Any) -> Any:
+    """Return the one prompt of a list, as clients send them."""
+    if not isinstance(given, list) or not given or not isinstance(given[0], str | list):
+        return given
+    if len(given) > 1:
+        raise _wrong(f"it is {len(given)} prompts; send one prompt at a time")
+    return given[0]
+
+
+def _ends(given: str) -> str:
+    if not given:
+        raise _wrong("an empty text ends nothing; leave it out")
+    return given
+
+
 Text = Annotated[str, AfterValidator(_whole)]
+Stop = Annotated[Text, AfterValidator(_ends)]
+NoList = Annotated[list[Any], AfterValidator(_empty), Field(json_schema_extra={"maxItems": 0})]
+NoObject = Annotated[dict[str, Any], AfterValidator(_empty), Field(json_schema_extra={"maxProperties": 0})]
 
 
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        """Take a field that is null as one that is not there, as clients send them."""
+        return {name: one for name, one in given.items() if one is not None} if isinstance(given, dict) else given
 
 
 class TextPart(_Strict):
@@ -41,11 +82,13 @@ class TextPart(_Strict):
 
 
 class Message(_Strict):
-    """A message of a conversation."""
+    """A message of a conversation. What an answer of OpenAI's has besides may be sent back where it is empty."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Text | list[TextPart]
     name: Text | None = None
+    tool_calls: NoList = []
+    annotations: NoList = []
 
     def plain(self) -> dict[str, str]:
         """Return it as chat templates take it."""
@@ -68,7 +111,22 @@ class Extension(_Strict):
     budget: Text | int | None = None
 
 
-class _Common(_Strict):
+class TextFormat(_Strict):
+    """The form of an answer: text."""
+
+    type: Literal["text"]
+
+
+class _Idle(_Strict):
+    """Fields that clients send and that change nothing at these values; any other value is refused."""
+
+    store: Annotated[bool, AfterValidator(_empty), Field(json_schema_extra={"const": False})] = False
+    metadata: NoObject = {}
+    logit_bias: NoObject = {}
+    service_tier: Literal["auto", "default"] = "auto"
+
+
+class _Common(_Idle):
     model: Text
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
@@ -78,19 +136,13 @@ class _Common(_Strict):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     repetition_penalty: Annotated[float, Field(ge=1e-3, le=100)] = 1.0
-    stop: Text | Annotated[list[Text], Field(max_length=16)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
     seed: Annotated[int, Field(ge=-_SEED, lt=_SEED)] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=1)] = 1
     user: Text | None = None
     kvkeep: Extension = Extension()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, given: Any) -> Any:
-        """Take a field that is null as one that is not there, as clients send them."""
-        return {name: one for name, one in given.items() if one is not None} if isinstance(given, dict) else given
 
     @field_validator("stream_options")
     @classmethod
@@ -111,7 +163,7 @@ class _Common(_Strict):
             self.repetition_penalty, self.presence_penalty, self.frequency_penalty, self.seed,
         )  # fmt: skip
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return Ask(prompt, most, sampling, [one for one in stops if one], likeliest)
+        return Ask(prompt, most, sampling, stops, likeliest)
 
     def cache(self) -> dict[str, Any]:
         """Return method and budget where they are named."""
@@ -122,16 +174,38 @@ class _Common(_Strict):
 class ChatRequest(_Common):
     """``POST /v1/chat/completions``."""
 
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [{"model": "smollm2", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 20}]
+        }
+    )
+
     messages: Annotated[list[Message], Field(min_length=1, max_length=10_000)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    continue_final_message: bool = False
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
+    tools: NoList = []
+    tool_choice: Literal["none", "auto"] = "auto"
+    parallel_tool_calls: bool = True
+    functions: NoList = []
+    function_call: Literal["none", "auto"] = "auto"
+    response_format: TextFormat = TextFormat(type="text")
+    modalities: list[Literal["text"]] = ["text"]
 
     @field_validator("max_completion_tokens")
     @classmethod
     def _one_number(cls, given: int, known: ValidationInfo) -> int:
         if known.data.get("max_tokens") is not None:
             raise _wrong("there is 'max_tokens' for the same; leave one out")
+        return given
+
+    @field_validator("continue_final_message")
+    @classmethod
+    def _of_an_answer(cls, given: bool, known: ValidationInfo) -> bool:
+        messages = known.data.get("messages", [])
+        if given and messages and (len(messages) < 2 or messages[-1].role != "assistant"):
+            raise _wrong("the last message is no answer to one before it")
         return given
 
     @field_validator("top_logprobs")
@@ -155,7 +229,17 @@ class ChatRequest(_Common):
 class TextRequest(_Common):
     """``POST /v1/completions``."""
 
-    prompt: Text | Annotated[list[int], Field(min_length=1)]
+    model_config = ConfigDict(
+        json_schema_extra={"examples": [{"model": "smollm2", "prompt": "Once upon a time", "max_tokens": 20}]}
+    )
+
+    prompt: Annotated[
+        Text | Annotated[list[int], Field(min_length=1)],
+        BeforeValidator(_one_prompt),
+        Field(description="A text, its token ids, or a list of one such prompt."),
+    ]
+    suffix: Annotated[str, AfterValidator(_empty), Field(json_schema_extra={"maxLength": 0})] = ""
+    best_of: Annotated[int, Field(ge=1, le=1)] = 1
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool = False
 
@@ -179,6 +263,8 @@ class TextRequest(_Common):
 
 class TokenizeRequest(_Strict):
     """``POST /tokenize``: of a text, or of a conversation up to its answer."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"prompt": "Once upon a time"}]})
 
     model: Text | None = None
     prompt: Text | None = None

@@ -35,8 +35,11 @@ export async function* stream(body, signal) {
   const reader = found.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
-    const { done, value } = await reader.read();
-    if (done) throw new Refused(0, "The answer broke off.");
+    const { done, value } = await reader.read().catch((error) => {
+      if (error.name === "AbortError") throw error;
+      return { done: true };  // the connection broke
+    });
+    if (done) throw new Refused(0, "The answer broke off: the server does not answer.");
     const events = (rest + value).split("\n\n");
     rest = events.pop();
     for (const event of events) {

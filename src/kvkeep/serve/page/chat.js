@@ -5,6 +5,8 @@ import { bar, bytes, number, said, show } from "./memory.js";
 import { begin, keep, remove, reread, talks, title } from "./talks.js";
 
 const BUDGETS = "A budget is entries of each layer (512), bytes (64MB) or a share of the text (25%).";
+const HERE = "kvkeep.here", DRAFT = "kvkeep.draft";  // of this tab: the conversation that is open, and what is not sent
+const CUT = "cut off at its length";
 const LOOK_MS = 1000, SERVER_MS = 5000, COLUMNS = 320;
 
 let here = null;                // the conversation that is shown; null: a new one
@@ -19,7 +21,10 @@ async function come() {
     model = (await get("/v1/models")).data[0].id;
     methods = found.data;
     fillMethods(found.default);
-    open(talks.find((talk) => talk.id === location.hash.slice(1)) ?? null);
+    by("prompt").value ||= sessionStorage.getItem(DRAFT) ?? "";
+    const last = location.hash.slice(1) || sessionStorage.getItem(HERE);
+    open(talks.find((talk) => talk.id === last) ?? null);
+    grow();
     server();
   } catch (error) {
     if (error.status === 401) askKey();
@@ -111,14 +116,16 @@ function forget(talk) {
 function open(talk) {
   here = talk;
   history.replaceState(null, "", talk ? `#${talk.id}` : location.pathname);
+  sessionStorage.setItem(HERE, talk?.id ?? "");
   notice("");
   by("welcome").hidden = talk !== null;
   by("title").textContent = talk?.title || "New conversation";
   by("kind").textContent = talk ? [talk.method, talk.budget && `budget ${talk.budget}`].filter(Boolean).join(", ") : model;
   document.title = talk?.title ? `${talk.title} \u00b7 kvkeep` : "kvkeep";
   by("messages").replaceChildren(...(talk?.messages ?? []).map((message) => element(message, talk)));
-  const failed = talk && !running.has(talk.id) && talk.messages.at(-1)?.role === "user";
-  if (failed) notice("This message has no answer.", () => answer(talk));
+  const last = talk && !running.has(talk.id) && talk.messages.at(-1);
+  if (last?.role === "user") notice("This message has no answer.", () => answer(talk));
+  else if (last?.ended === "broke off") notice("The answer broke off.", () => anew(talk));
   list();
   buttons();
   sideways(false);
@@ -159,6 +166,12 @@ function after(message) {
     line.append(make("span", "", `${number(usage.completion_tokens)} tokens${speed}; read ${number(usage.prompt_tokens - cached)}, knew ${number(cached)}`));
   }
   if (ended) line.append(make("span", "", ended));
+  if (ended === CUT && here?.messages.at(-1) === message) {
+    const button = make("button", "more", "Continue"), talk = here;
+    button.type = "button";
+    button.addEventListener("click", () => { if (!running.has(talk.id) && talk.messages.at(-1) === message) answer(talk, true); });
+    line.append(button);
+  }
   return line;
 }
 
@@ -181,17 +194,31 @@ function draws(talk, box) {
   run.draw();
 }
 
-async function answer(talk) {
-  const message = { role: "assistant", content: "" }, run = { control: new AbortController(), message, draw: () => {} };
+/** Write the last answer once more. */
+function anew(talk) {
+  talk.messages.pop();
+  open(talk);
+  answer(talk);
+}
+
+/** Let the model answer; more: go on with the last answer. */
+async function answer(talk, more = false) {
+  const message = more ? talk.messages.at(-1) : { role: "assistant", content: "" }, before = message.content, run = { control: new AbortController(), message, draw: () => {} };
   const messages = talk.messages.map(({ role, content }) => ({ role, content }));
   running.set(talk.id, run);
-  talk.messages.push(message);
-  if (talk === here) by("messages").append(element(message, talk));
+  if (!more) talk.messages.push(message);
+  message.running = true;
+  delete message.ended;
+  notice("");
+  if (talk === here) {
+    if (more) by("messages").lastElementChild.remove();
+    by("messages").append(element(message, talk));
+  }
   buttons();
   list();
   looking(talk);
   const own = { session: talk.id, ...(talk.method && { method: talk.method }), ...(talk.budget && { budget: talk.budget }) };
-  const body = { model, messages, stream: true, stream_options: { include_usage: true }, temperature: talk.temperature ?? 0.7, kvkeep: own };
+  const body = { model, messages, stream: true, stream_options: { include_usage: true }, temperature: talk.temperature ?? 0.7, continue_final_message: more, kvkeep: own };
   let first = 0, wrong = null;
   try {
     for await (const event of stream(body, run.control.signal)) {
@@ -201,7 +228,7 @@ async function answer(talk) {
         message.content += choice.delta.content;
         run.draw();
       }
-      if (choice?.finish_reason === "length") message.ended = "cut off at its length";
+      if (choice?.finish_reason === "length") message.ended = CUT;
       if (event.usage) message.usage = event.usage;
     }
     message.seconds = first && (performance.now() - first) / 1000;
@@ -210,8 +237,9 @@ async function answer(talk) {
     else wrong = error;
   }
   running.delete(talk.id);
+  delete message.running;
   if (!message.content && (wrong || message.ended === "stopped")) talk.messages.splice(talk.messages.indexOf(message), 1);
-  else if (wrong) message.ended = "broke off";
+  else if (wrong) message.ended = more && message.content === before ? CUT : "broke off";
   if (!talks.includes(talk)) return;  // it was deleted meanwhile
   if (!keep()) notice("This browser has no room left for texts: delete a conversation.");
   if (wrong?.status === 400 && talk.messages.length === 1) {  // as by a budget that is none: it has not begun
@@ -222,7 +250,7 @@ async function answer(talk) {
   }
   if (wrong && talk === here) {
     if (!message.content) by("messages").lastElementChild?.remove();
-    notice(wrong.message, message.content ? null : () => answer(talk));
+    notice(wrong.message, message.ended === CUT ? null : message.content ? () => anew(talk) : () => answer(talk));
     if (wrong.status === 401) askKey();
   } else if (!message.content && talk === here) open(talk);
   run.draw();
@@ -299,10 +327,15 @@ function buttons() {
   by("send").hidden = busy;
   by("send").disabled = !by("prompt").value.trim() || !model;
 }
+/** Keep what is written so far of answers that break off when the page goes. */
+const keepRunning = () => { if (running.size) keep(); };
+addEventListener("pagehide", keepRunning);
+document.addEventListener("visibilitychange", keepRunning);
 function grow() {
   const box = by("prompt");
   box.style.height = "auto";
   box.style.height = `${box.scrollHeight}px`;
+  sessionStorage.setItem(DRAFT, box.value);
 }
 
 function send() {
@@ -315,6 +348,7 @@ function send() {
     talk.title = title(text);
     open(talk);
   }
+  document.querySelector(".more")?.remove();
   const message = { role: "user", content: text };
   here.messages.push(message);
   by("messages").append(element(message, here));

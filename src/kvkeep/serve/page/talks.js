@@ -5,8 +5,18 @@ const STORE = "kvkeep.talks";
 function read() {
   try {
     const found = JSON.parse(localStorage.getItem(STORE) ?? "[]");
-    return Array.isArray(found) ? found : [];
+    return Array.isArray(found) ? found.map(halted) : [];
   } catch { return []; }
+}
+
+/** Return a conversation whose last answer may have been kept while it was written: it broke off there. */
+function halted(talk) {
+  const last = talk.messages?.at(-1);
+  if (!last?.running) return talk;
+  delete last.running;
+  if (last.content) last.ended = "broke off";
+  else talk.messages.pop();
+  return talk;
 }
 
 const random = () => Array.from(crypto.getRandomValues(new Uint8Array(12)), (byte) => byte.toString(16).padStart(2, "0")).join("");
