@@ -102,7 +102,7 @@ def test_layers_that_are_offloaded_or_on_several_devices(method: str, tmp_path: 
         return
     with pytest.raises(UnsupportedModelError, match=r"several devices \(cuda:0, cuda:1\)"):
         KeepCache(model, method, budget)
-    model.hf_device_map.clear()
+    model.hf_device_map = {"": "disk"}
     model.to_empty(device="meta")
     with pytest.raises(UnsupportedModelError, match="offloaded"):
         KeepCache(model, method, budget)

@@ -113,12 +113,13 @@ def _check_places(method: Method, model: Any) -> None:
             )
     if method.selector.keeps_all and not paged:
         return
-    if next(model.parameters()).device.type == "meta":
+    found = devices(model)
+    if found and next(model.parameters()).device.type == "meta":
         raise UnsupportedModelError(
             "The first weights of this model are offloaded, so its device is not known; keep the embedding on a device "
             "in 'device_map', or use 'full' or 'static'."
         )
-    if len(found := devices(model)) > 1:
+    if len(found) > 1:
         raise UnsupportedModelError(
             f"The layers of this model are on several devices ({', '.join(found)}), and '{method.name}' "
             "keeps what layers share on one; put the model on one device, or use 'full' or 'static'."
