@@ -39,7 +39,7 @@ lint: $(STAMP)
 test: lint model
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
 
-# A twelfth of the cases of the parts a method is made of, and of the contract: in about a minute.
+# A twelfth of the cases of the parts a method is made of, and of the contract: in less than a minute.
 test-quick: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal --quick \
 	  tests/attention tests/memory tests/policies tests/stores tests/decode tests/test_*.py

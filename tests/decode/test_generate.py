@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from kvkeep import KeepCache, UsageError, generate
+from kvkeep.decode.generate import GenerateOptions
 from kvkeep.decode.prompt import encode, question, read_text
 
 PROMPT = list(range(5, 60))
@@ -20,6 +22,13 @@ PROMPT = list(range(5, 60))
 def written(cache: KeepCache | None = None, ids: list[int] = PROMPT, count: int = 9, **options: Any) -> Any:
     cache = KeepCache(tiny("llama")) if cache is None else cache
     return generate(tiny("llama"), tokenizer(), ids, cache, max_new_tokens=count, **options)
+
+
+def test_options_are_those_of_its_signature() -> None:
+    given = inspect.signature(generate).parameters.values()
+    assert set(GenerateOptions.__annotations__) | {"written"} == {
+        one.name for one in given if one.kind is one.KEYWORD_ONLY
+    }
 
 
 def test_the_pieces_are_the_text_and_progress_is_told_chunk_by_chunk() -> None:

@@ -71,6 +71,23 @@ def held(engine: Engine) -> Iterator[threading.Event]:
         gate.set()
 
 
+@contextmanager
+def crowded(engine: Engine) -> Iterator[None]:
+    """An engine that has memory for nobody, to the end."""
+    grants, admission = engine.arbiter.grants, engine._admission
+
+    def opened() -> None:
+        del engine.arbiter.grants
+        admission._refused = None
+
+    engine.arbiter.grants = lambda *given: False  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        engine.call(opened).result(60)
+        assert engine.arbiter.grants == grants
+
+
 @dataclass
 class Program:
     """``kvkeep serve`` as a process, and what it calls its model."""

@@ -72,7 +72,7 @@ def test_as_many_wait_as_may_and_nobody_is_refused_who_need_not_wait(limit: int)
     assert [isinstance(client.events[-1], Full) for client in clients if client.events] == [True, True]
     assert len(engine.running) == 3 and engine.waiting == limit
     if limit:
-        with pytest.raises(Full, match="wait for memory as may, 2; ask again"):
+        with pytest.raises(Full, match="wait as may, 2; ask again"):
             Client(engine, text(40, 9), **cache)
     run(engine)
     for seed, client in enumerate(clients[: 3 + limit]):

@@ -32,7 +32,7 @@ QUESTION, SUMMARISE = "What is the secret password of the library?", "Summarise 
 PLACE = 0.15
 """The planted sentence is a paragraph of its own, the first one to begin after this share of the text's characters."""
 LONGEST = 3200
-"""Tokens of a text that are read: four methods drop and keep nothing that a longer one would show."""
+"""Tokens of a text that are read, so that the demo ends within two minutes."""
 WIDE = 64
 """Columns from which there is room for the bytes of evicted entries."""
 NEXT = (
@@ -76,9 +76,12 @@ def demo(
     text = read_text(doc) if doc is not None else plant(OWN_TEXT.read_text("utf-8"))
     if planted and question is None and expect is None:
         expect = PASSWORD
+    expect = expect or None
     question = question or (QUESTION if planted else SUMMARISE)
     loaded = load(model, progress=note)
-    text, _ = shortened(loaded.tokenizer, text, LONGEST)
+    text, count = shortened(loaded.tokenizer, text, LONGEST)
+    if count > LONGEST:
+        note(f"The first {LONGEST:,} of {count:,} tokens are read; 'kvkeep compare' reads all of it.")
     ids = encode(loaded.tokenizer, ask(text, question))
     if not json:
         _head(

@@ -15,7 +15,7 @@ import typer
 from kvkeep.cli import completion
 from kvkeep.cli import options as o
 from kvkeep.cli.output import note
-from kvkeep.errors import BudgetError, KvkeepError, UsageError
+from kvkeep.errors import BudgetError, KvkeepError, UsageError, place_of
 from kvkeep.extras import optional
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def serve(
     weights: o.Weights = "auto",
     device: o.Device = None,
     grace: Annotated[float, typer.Option(min=0, help="Seconds that answers have to end in after SIGTERM.")] = 10.0,
-    waiting: Annotated[int, typer.Option(min=0, help="Requests that may wait for memory.")] = 64,
+    waiting: Annotated[int, typer.Option(min=0, help="Requests that may wait, for memory or for another answer.")] = 64,
     keys: Annotated[str | None, typer.Option(metavar="FILE", help="A file of keys, one a line; '#': comment.")] = None,
     answers: Annotated[int, typer.Option(min=1, help="Answers of one key at once, waiting ones included.")] = 64,
     time: Annotated[float | None, typer.Option(min=0.1, help="Seconds after which an answer is cut.")] = None,
@@ -142,7 +142,7 @@ def serve(
     _drain(server, engine, grace)
     server.run(sockets=[listening])
     if engine.fault is not None:
-        raise KvkeepError(f"The engine has failed ({type(engine.fault).__name__}: {engine.fault}).")
+        raise KvkeepError(f"The engine has failed: {place_of(engine.fault)}.")
     engine.stop(0.0)
     note("ended; every turn is saved" if refusal is None else "ended")
 

@@ -89,7 +89,7 @@ def rm(name: Name, sessions: options.Sessions = None, json: options.Json = False
 
 @app.command("export")
 def export(name: Name, file: File, sessions: options.Sessions = None, json: options.Json = False) -> None:
-    """Copy a session to a file, which 'kvkeep chat --session' and 'kvkeep sessions import' take."""
+    """Copy a session to a file, which 'kvkeep sessions import' takes, and 'kvkeep chat --session' if it is a chat's."""
     _store(sessions).export(name, file)
     _done(f"Wrote {name} to {file}.", {"exported": name, "file": str(file)}, json)
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, Unpack, cast
 
 from transformers import Cache
 
 from kvkeep.cache import KeepCache
 from kvkeep.contracts.exactness import Exactness
-from kvkeep.decode.generate import Generation, generate, positions_of
+from kvkeep.decode.generate import GenerateOptions, Generation, generate, positions_of
 from kvkeep.decode.past import Past
-from kvkeep.decode.prompt import Messages, encode
+from kvkeep.decode.prompt import Messages, encode, written_ids
 from kvkeep.decode.session import Session, Where, check_savable, load_session, save_session
 from kvkeep.decode.session_file import SessionFile
 from kvkeep.errors import SessionError, UsageError
@@ -116,18 +116,18 @@ class Conversation:
         """Return all token ids up to the place where the answer to ``question`` starts."""
         return self._encoded(self.messages, question)
 
-    def answer(self, question: str, prompt: list[int] | None = None, **options: Any) -> Generation:
+    def answer(self, question: str, prompt: list[int] | None = None, **options: Unpack[GenerateOptions]) -> Generation:
         """Answer ``question`` (options as in :func:`kvkeep.decode.generate.generate`) and remember both.
 
         After an error or interrupt the conversation is as before the question.
         """
         prompt = self.prompt(question) if prompt is None else prompt
-        result = self._generate(prompt, options)
+        result = self._generate(prompt, **options)
         self.messages += [{"role": "user", "content": question}, {"role": "assistant", "content": result.text}]
         self.last = Last(result.sequence, len(result.tokens), result.stopped)
         return result
 
-    def retry(self, **options: Any) -> Generation:
+    def retry(self, **options: Unpack[GenerateOptions]) -> Generation:
         """Answer the last question again, in place of its answer, which remains after an error or interrupt. Raises
         UsageError where there is none."""
         messages, last = self.messages, self.last
@@ -138,11 +138,11 @@ class Conversation:
             self.messages, self.last = messages, last
             raise
 
-    def go_on(self, **options: Any) -> Generation:
+    def go_on(self, **options: Unpack[GenerateOptions]) -> Generation:
         """Go on with the last answer, which was cut. Returns what is new. Raises UsageError where there is none, or the
         model ended it."""
         last = self.unfinished()
-        result = self._generate(last.sequence, options | {"written": last.written})
+        result = self._generate(last.sequence, last.written, **options)
         own = result.sequence[len(last.sequence) - last.written :]
         text = self.tokenizer.decode(own, skip_special_tokens=True)
         self.messages = [*self.messages[:-1], {"role": "assistant", "content": text}]
@@ -155,7 +155,7 @@ class Conversation:
         if self.last is None:
             *before, own = self.messages
             prompt = encode(self.tokenizer, before)
-            written = list(self.tokenizer(own["content"], add_special_tokens=False).input_ids)
+            written = written_ids(self.tokenizer, own["content"])
             return Last([*prompt, *written], len(written), "length")
         if self.last.stopped == "eos":
             raise UsageError("The last answer was not cut: the model ended it.")
@@ -178,11 +178,11 @@ class Conversation:
         self._changed(self._head)
         self._read_again()
 
-    def _generate(self, prompt: list[int], options: dict[str, Any]) -> Generation:
+    def _generate(self, prompt: list[int], written: int = 0, **options: Unpack[GenerateOptions]) -> Generation:
         self.past.align(prompt)
         known = self.cache.get_seq_length()
         try:
-            result = generate(self.model, self.tokenizer, prompt, self.cache, **options)
+            result = generate(self.model, self.tokenizer, prompt, self.cache, written=written, **options)
         except BaseException:
             self.past.recover(known)
             self.past.settle(prompt)
@@ -226,11 +226,11 @@ class Conversation:
         head = self._head
         return self._encoded(self.messages[: len(head) + 2 * turns], SUMMARISE)
 
-    def summarise(self, turns: int, **options: Any) -> Generation:
+    def summarise(self, turns: int, **options: Unpack[GenerateOptions]) -> Generation:
         """Put a summary of the oldest ``turns``, which the model writes, in their place. After an error or interrupt
         the conversation is as before. Raises UsageError where the model writes none."""
         try:
-            result = self._generate(self.summary_prompt(turns), options)
+            result = self._generate(self.summary_prompt(turns), **options)
             if result.stopped == "interrupted":
                 raise KeyboardInterrupt
             if not result.text.strip():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -187,6 +187,20 @@ def positions_of(model: Any, cache: Cache) -> int | None:
     if isinstance(cache, KeepCache) and cache.positions is not None:
         return None  # positions are within the cache
     return ModelGeometry.from_config(model.config).max_positions
+
+
+class GenerateOptions(TypedDict, total=False):
+    """What :func:`generate` takes by name; :class:`~kvkeep.decode.chat.Conversation` passes it on."""
+
+    max_new_tokens: int
+    on_text: Callable[[str], None] | None
+    on_progress: Callable[[int], None] | None
+    interrupted: Callable[[], bool] | None
+    ended: Callable[[str], bool] | None
+    ignore_eos: bool
+    temperature: float
+    seed: int | None
+    copies: int | None
 
 
 def generate(

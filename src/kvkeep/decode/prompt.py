@@ -79,6 +79,11 @@ def encode(tokenizer: Any, messages: Messages, *, raw: bool = False) -> list[int
     return list(encoded["input_ids"])
 
 
+def written_ids(tokenizer: Any, text: str) -> list[int]:
+    """Return the token ids of an answer's text, to go on with; special tokens that it spells out are text."""
+    return list(tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids)
+
+
 def _spelt(tokenizer: Any, messages: Messages) -> list[str]:
     """Return the special tokens that messages spell out, each once."""
     pattern = _special(tokenizer)

@@ -15,5 +15,6 @@ def devices(model: Any) -> list[str]:
     """Return the devices that run layers by ``device_map``, in order; empty where there is no map. What is offloaded to
     the processor or to disk runs on the first accelerator, and on the processor if there is none."""
     places = (getattr(model, "hf_device_map", None) or {}).values()
-    found = {str(place): None for place in places if str(place) not in ("cpu", "disk")}
+    names = [f"cuda:{place}" if isinstance(place, int) else str(place) for place in places]
+    found = dict.fromkeys(name for name in names if name not in ("cpu", "disk"))
     return list(found) or ["cpu"] * bool(places)

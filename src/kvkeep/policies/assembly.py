@@ -102,7 +102,9 @@ def _check_places(method: Method, model: Any) -> None:
     paged = method.selector.layout == "paged"
     if (parts := processes(model)) > 1:
         why = None
-        if method.across_heads or paged:
+        if paged:
+            why = "the blocks of 'paged' are of one process"
+        elif method.across_heads:
             why = f"'{method.name}' decides for KV heads together"
         elif method.recall.drafts:
             why = f"'{method.name}' chooses the length of its drafts by the time that they take"

@@ -13,8 +13,8 @@ _ARXIV = re.compile(r"\d{4}\.\d{5}")
 
 @dataclass(frozen=True)
 class Paper:
-    """One paper. key: of its entry. named: how a source names it: an arXiv id, or a word. author: as BibTeX has it,
-    "and others" where not all are known. where: what it was published in; eprint: its arXiv id. A field that is empty
+    """One paper. key: of its entry. named: how a source names it: an arXiv id, or a word. author: as BibTeX has it.
+    where: what it was published in; eprint: its arXiv id. A field that is empty
     is not known here, and left out."""
 
     key: str

@@ -53,8 +53,9 @@ class Admission:
 
     def _dismiss(self, job: Job, last: Event) -> None:
         """End an answer that never began; its session, if it was opened for it, is let go."""
-        with suppress(Exception):
-            self._adopt(job)
+        if job.file is not None:
+            with suppress(Exception):  # it could not be opened
+                self._adopt(job)
         session = None if job.name is None else self.sessions.memory.get(job.name)
         if session is not None and not session.busy:
             self.sessions.leave(session)
@@ -71,7 +72,7 @@ class Admission:
 
     def refusal(self) -> Full:
         """Return what is told of an answer for which there is no room among those that wait."""
-        return Full(f"As many answers wait for memory as may, {self._limit}; ask again later.")
+        return Full(f"As many answers wait as may, {self._limit}; ask again later.")
 
     def _admit(self) -> None:
         """Begin waiting answers in order, as far as memory is granted: nobody overtakes one that waits for memory. One

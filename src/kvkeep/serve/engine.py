@@ -15,6 +15,7 @@ engine ends its thread, and so the process of a server, as nothing more can be r
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -25,7 +26,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from kvkeep.decode.session_store import SessionStore
-from kvkeep.errors import KvkeepError, UnsupportedModelError, UsageError
+from kvkeep.errors import KvkeepError, UnsupportedModelError, UsageError, place_of
 from kvkeep.geometry import ModelGeometry
 from kvkeep.models.binding import bind
 from kvkeep.models.loading import Loaded
@@ -34,9 +35,11 @@ from kvkeep.serve.admission import Admission, failed
 from kvkeep.serve.answer import Answer, Ask
 from kvkeep.serve.arbiter import Arbiter
 from kvkeep.serve.batch import alone, forward, packs
-from kvkeep.serve.job import Ended, Event, Job, Stopping
+from kvkeep.serve.job import Ended, Event, Job, Stopping, TooLong
 from kvkeep.serve.prefixes import worth_keeping
 from kvkeep.serve.sessions import EVERY_S, Name, Sessions
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 WAITING = 64
@@ -97,7 +100,7 @@ class Engine:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._stopping = self._ended = False
-        self.fault: BaseException | None = None
+        self.fault: BaseException | None = None  # what ended its thread
         self.beat = time.monotonic()
         eos = getattr(self.model.generation_config, "eos_token_id", None)
         self.ends = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
@@ -121,7 +124,7 @@ class Engine:
         if not ask.prompt:
             raise UsageError("There is nothing to answer: the prompt is empty.")
         if positions is not None and len(ask.prompt) >= positions:
-            raise UsageError(
+            raise TooLong(
                 f"The prompt has {len(ask.prompt)} tokens and the model has {positions} positions; shorten it to at "
                 f"most {positions - 1}."
             )
@@ -203,7 +206,7 @@ class Engine:
             self._take_in(False)
             for job in [*self.running, *self._admission.waiting]:
                 job.tell(KvkeepError(f"The engine has failed ({type(error).__name__}); the answer is lost."))
-            raise
+            log.error("The engine has failed: %s", place_of(error))
         finally:
             with self._lock:
                 self._ended = True

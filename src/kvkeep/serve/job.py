@@ -30,6 +30,10 @@ class Differs(UsageError):
     """A session goes on by another method or budget than it was asked for with."""
 
 
+class TooLong(UsageError):
+    """A prompt leaves no position for an answer."""
+
+
 class Stopping(KvkeepError):
     """The engine ends, and takes no more."""
 

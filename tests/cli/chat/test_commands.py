@@ -182,7 +182,7 @@ def _without_text(generated: Any) -> Any:
     """As where the last token is a special one, of which a text has nothing; the tiny tokenizer has none."""
     from dataclasses import replace
 
-    return lambda *arguments: replace(generated(*arguments), text="")
+    return lambda *given, **options: replace(generated(*given, **options), text="")
 
 
 def test_completions_and_the_page() -> None:

@@ -19,13 +19,15 @@ SAMPLED = 0.8
 def ask(chat: Chat, question: str) -> None:
     """Answer a question, with the files before it; where there are no positions for it, offer what can be done."""
     whole = "\n\n".join([*chat.attached, question])
-    chat.attached.clear()
     chat.waiting = whole
     if not _room(chat, len(chat.talk.prompt(whole)), whole):
+        chat.attached.clear()  # they wait within the question
         return
     chat.waiting = None
-    prompt = chat.talk.prompt(whole)
+    prompt, turns = chat.talk.prompt(whole), chat.talk.turns
     _answer(chat, len(prompt), lambda **options: chat.talk.answer(whole, prompt, **options), question)
+    if chat.talk.turns > turns:  # else nothing was changed
+        chat.attached.clear()
 
 
 def retry(chat: Chat, temperature: float | None) -> None:

@@ -239,7 +239,7 @@ COMMANDS = {
         Command("retry", "[TEMPERATURE]", "Answer the last question again, sampled (0 is greedy).", _retry),
         Command("continue", "", "Go on with an answer that was cut.", _continue),
         Command("undo", "", "Forget the last question and its answer.", _undo),
-        Command("system", "[TEXT|none]", "Show or set the system prompt.", _system),
+        Command("system", "[TEXT or none]", "Show or set the system prompt.", _system),
         Command(
             "method",
             "[NAME [BUDGET]]",
@@ -247,7 +247,7 @@ COMMANDS = {
             _method,
             _among(lambda: [*names(), STOCK]),
         ),
-        Command("budget", "[SIZE|none]", "Show or change the budget.", _budget),
+        Command("budget", "[SIZE or none]", "Show or change the budget.", _budget),
         Command(
             "window",
             "[WAY]",

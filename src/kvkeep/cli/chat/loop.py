@@ -10,7 +10,7 @@ from kvkeep.errors import KvkeepError
 
 def run(chat: Chat) -> None:
     """Take lines until there are no more. An error is a sentence, and the chat goes on. Raises SystemExit after a
-    hang-up, OSError where standard output is gone, and the error of the last save where it failed."""
+    hang-up, and OSError where standard output is gone."""
     keeper, left = chat.keeper, False
     try:
         while not chat.endings.asked and _line(chat):

@@ -15,7 +15,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.middleware.cors import CORSMiddleware
 
 from kvkeep.decode.pieces import token_texts
-from kvkeep.decode.prompt import encode
+from kvkeep.decode.prompt import encode, written_ids
 from kvkeep.errors import UsageError
 from kvkeep.models.loading import Loaded
 from kvkeep.policies.methods import resolve
@@ -65,7 +65,7 @@ class Server:
 
     def _written(self, text: str) -> list[int]:
         with self._lock:
-            return list(self._tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids)
+            return written_ids(self._tokenizer, text)
 
     def _encoded(self, given: str | list[int] | list[Message]) -> list[int]:
         with self._lock:

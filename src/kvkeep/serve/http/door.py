@@ -7,6 +7,7 @@ import ipaddress
 import logging
 import secrets
 import time
+from urllib.parse import quote
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -69,7 +70,8 @@ class Door:
                 raise _Broken from None
             await found.response()(scope, receive, sending)
         finally:
-            requests.info("%s %s %s %d %.2f s", name, scope["method"], scope["path"], status, time.monotonic() - begun)
+            path, seconds = quote(scope["path"]), time.monotonic() - begun  # one line, whatever was asked for
+            requests.info("%s %s %s %d %.2f s", name, scope["method"], path, status, seconds)
 
     def _enter(self, scope: Scope) -> None:
         headers = Headers(scope=scope)

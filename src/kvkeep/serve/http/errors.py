@@ -20,7 +20,7 @@ from kvkeep.errors import (
     SessionUnwritable,
     UsageError,
 )
-from kvkeep.serve.job import Differs, Full, Stopping
+from kvkeep.serve.job import Differs, Full, Stopping, TooLong
 
 AGAIN_S = 5
 """Seconds after which a client may ask again."""
@@ -104,8 +104,7 @@ def refused(error: Exception) -> Refused:
     if isinstance(error, Differs):
         return Refused(400, str(error), "session_differs", "kvkeep.session")
     if isinstance(error, UsageError):
-        code = "context_length_exceeded" if "positions" in str(error) else "invalid_value"
-        return Refused(400, str(error), code)
+        return Refused(400, str(error), "context_length_exceeded" if isinstance(error, TooLong) else "invalid_value")
     if isinstance(error, SessionBusy):
         return Refused(409, str(error), "session_in_use")
     if isinstance(error, SessionError) and not isinstance(error, SessionDamaged | SessionUnwritable):

@@ -97,6 +97,5 @@ def _facts(info: SessionInfo) -> dict[str, Any]:
         "bytes": info.bytes,
         "memory_bytes": 0,
         "used": info.used,
-        "note": info.problem
-        and ("Its first turn was never saved." if info.problem == UNSAVED else "The file cannot be read."),
+        "note": info.problem and (NEVER if info.problem == UNSAVED else DAMAGED),
     }
