@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Literal, Self, Unpack
 
 import torch
@@ -17,6 +18,7 @@ from kvkeep.errors import UsageError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.memory.lasting import lasting
 from kvkeep.memory.meter import Memory
+from kvkeep.memory.process import resident_now
 from kvkeep.memory.rows import Rows
 from kvkeep.passes import Passes
 from kvkeep.policies.assembly import Assembly, Before, assemble
@@ -111,7 +113,8 @@ class KeepCache(Cache):
             compress(self)
 
     def go_on(self, shares: Sequence[Sequence[int]]) -> None:
-        """Be what the method says, with so many entries of each full layer's lanes; none of them is here yet."""
+        """Begin anew as the method's own cache, empty, with ``shares`` entries for each full layer's lanes; the text's
+        entries are copied into it afterwards (:mod:`kvkeep.reconstruction`)."""
         made = assemble(self.request, self.model, self.geometry, Before(self.made, shares))
         progress, self.reading = self.stream.on_progress, False
         self._use(made, self.request)
@@ -291,7 +294,7 @@ class KeepCache(Cache):
 
     def memory(self) -> Memory:
         """Return measured bytes, by what they are for, and beside them those of the process."""
-        return report.memory(self.made, self.held)
+        return replace(report.memory(self.made, self.held), process_bytes=resident_now())
 
     def entry_states(self) -> list[Tensor]:
         """Return what became of every entry: for each layer (batch, kv_heads, slots) int8 codes of

@@ -9,7 +9,6 @@ from typing import Any
 from kvkeep.contracts.exactness import Exactness
 from kvkeep.geometry import ModelGeometry
 from kvkeep.memory.meter import Memory
-from kvkeep.memory.process import resident_now
 from kvkeep.models.bits import row_independent
 from kvkeep.policies.assembly import Assembly
 from kvkeep.policies.request import Request
@@ -107,5 +106,4 @@ def memory(made: Assembly, held: Sequence[Any]) -> Memory:
         bookkeeping_bytes=bookkeeping,
         peak_cache_bytes=made.meter.peak_cache,
         peak_workspace_bytes=made.meter.peak_workspace,
-        process_bytes=resident_now(),
     )

@@ -9,6 +9,7 @@ from transformers import Cache, DynamicCache
 from kvkeep.cache import KeepCache
 from kvkeep.errors import UsageError
 from kvkeep.memory.meter import Memory
+from kvkeep.memory.process import resident_now
 from kvkeep.policies.methods import STOCK
 from kvkeep.policies.request import Request
 from kvkeep.stores.dynamic import StockState
@@ -46,4 +47,9 @@ def account(cache: Cache) -> Memory:
     """Return the bytes of one of transformers' caches; a step copies its largest layer, which is workspace."""
     held = [StockState(layer).resident_bytes for layer in cache.layers]
     total = sum(held)
-    return Memory(resident_bytes=total, peak_cache_bytes=total, peak_workspace_bytes=max(held, default=0))
+    return Memory(
+        resident_bytes=total,
+        peak_cache_bytes=total,
+        peak_workspace_bytes=max(held, default=0),
+        process_bytes=resident_now(),
+    )

@@ -271,7 +271,7 @@ def test_the_schema_tells_keys_and_the_errors_that_there_are(address: str) -> No
         assert (found.status_code == 401) == ("401" in one["responses"]) == ("security" in one), path
         own = httpx.request(method, address + path.replace("{name}", "none"), headers=bearer())
         assert str(own.status_code) in one["responses"], path
-    error = schema["components"]["schemas"]["Error"]["properties"]["error"]["required"]
+    error = schema["components"]["schemas"]["Fault"]["required"]
     assert {*post(address, {}).json()["error"]} == {*error}
 
 

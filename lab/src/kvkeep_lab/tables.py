@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from kvkeep_lab.statistics import Estimate
 
 
 @dataclass
@@ -69,6 +71,14 @@ def fixed(value: float | None, digits: int = 2) -> str:
 def percent(value: float | None, digits: int = 1) -> str:
     """Return a share in percent."""
     return "-" if value is None else f"{100 * value:.{digits}f} %"
+
+
+def spread(found: Estimate | None, words: Callable[[float], str], unit: str = "") -> str:
+    """Return a mean in words, with its interval in brackets where it is of several numbers."""
+    if found is None:
+        return "-"
+    mean, low, high = (words(value) for value in (found.mean, found.low, found.high))
+    return f"{mean}{unit}" if found.n == 1 else f"{mean} [{low}, {high}]{unit}"
 
 
 def times(value: float | None) -> str:

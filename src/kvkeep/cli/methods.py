@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING
 from functools import partial
@@ -12,8 +11,9 @@ import typer
 from rich.table import Table
 
 from kvkeep.cli import completion, options
+from kvkeep.cli.listed import listed
 from kvkeep.cli.output import out, print_json, show
-from kvkeep.errors import unknown
+from kvkeep.errors import UsageError, unknown
 
 Rows = list[list[str]]  # the first are headings
 
@@ -34,6 +34,8 @@ def methods(
     ] = None,
 ) -> None:
     """List the methods: what they evict, store and recall, and how exact they are."""
+    if json and (bibtex is not None or table is not None):
+        raise UsageError("--json is for the list of methods; leave it out beside --table and --bibtex.")
     if bibtex is not None:
         typer.echo(_bibtex(bibtex))
         return
@@ -72,7 +74,7 @@ def _bibtex(given: str) -> str:
     from kvkeep.policies.methods import resolve
     from kvkeep.policies.papers import papers_of
 
-    names = [name.strip() for name in re.split(r",(?!\w+=)", given) if name.strip()]  # of parameters they are no ends
+    names = listed([given], "--bibtex")
     chosen = list(registered().values()) if names == ["all"] else [resolve(name) for name in names]
     bare = [f"% {method.name}: {method.source or 'no paper'}" for method in chosen if not papers_of([method])]
     return "\n\n".join([*(paper.bibtex() for paper in papers_of(chosen)), *bare])

@@ -15,7 +15,7 @@ import typer
 from kvkeep.cli import completion
 from kvkeep.cli import options as o
 from kvkeep.cli.output import note
-from kvkeep.errors import BudgetError, KvkeepError, UsageError, place_of
+from kvkeep.errors import BudgetError, KvkeepError, UsageError
 from kvkeep.extras import optional
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def serve(
     _drain(server, engine, grace)
     server.run(sockets=[listening])
     if engine.fault is not None:
-        raise KvkeepError(f"The engine has failed: {place_of(engine.fault)}.")
+        raise KvkeepError("The server ends, because its engine has failed.")  # where, the engine has logged
     engine.stop(0.0)
     note("ended; every turn is saved" if refusal is None else "ended")
 

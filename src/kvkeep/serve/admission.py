@@ -26,7 +26,7 @@ class Admission:
     """The queue of an engine, of its thread alone.
 
     running, saving: the engine's own lists, of answers that were let in and of those whose turn is being saved. limit:
-    answers that may wait, of those that could not begin. left: is told of every answer that does not wait any more.
+    answers that may wait, of those that could not begin. left: is called for every answer that does not wait any more.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Admission:
         self.waiting: deque[Job] = deque()
         self.full = False  # as many wait as may
         self._running, self._saving, self._limit, self._left = running, saving, limit, left
-        self._refused: tuple[Job, object] | None = None  # who waits for memory, and the house that has none
+        self._refused: tuple[Job, object] | None = None  # who waits for memory, and those that held it then
 
     def drop_cancelled(self) -> None:
         """End the answers that wait and are wanted no more."""
@@ -71,7 +71,7 @@ class Admission:
         self.full = len(self.waiting) >= self._limit > 0
 
     def refusal(self) -> Full:
-        """Return what is told of an answer for which there is no room among those that wait."""
+        """Return the error of an answer for which there is no room among those that wait."""
         return Full(f"As many answers wait as may, {self._limit}; ask again later.")
 
     def _admit(self) -> None:
@@ -83,7 +83,10 @@ class Admission:
             if job.name in busy or self._is_behind(job):
                 busy |= {job.name} - {None}  # its session's turns stay in order
                 continue
-            if self._refused == (job, self._house):  # nobody has left since: what they hold is not counted every time
+            if self._refused == (
+                job,
+                self._in_memory,
+            ):  # nothing has been freed since
                 return
             try:
                 session = self._session(job)
@@ -142,8 +145,8 @@ class Admission:
         return job.behind is not None
 
     @property
-    def _house(self) -> frozenset[int | Name]:
-        """Who is in memory."""
+    def _in_memory(self) -> frozenset[int | Name]:
+        """The answers under way and the sessions that hold memory."""
         return frozenset([*map(id, self._running), *map(id, self._saving), *self.sessions.memory])
 
     def _begun(self, job: Job, session: Session, prefix: Prefix | None) -> bool:
@@ -162,7 +165,7 @@ class Admission:
             granted = most if giver is None else max(most, giver.held)
             way = self._way(session, granted, going=giver)
         if way is None:
-            self._refused = job, self._house
+            self._refused = job, self._in_memory
             return False
         for one in way:
             self.sessions.park(one)

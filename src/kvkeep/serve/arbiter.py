@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from kvkeep import report
 from kvkeep.cache import KeepCache
 from kvkeep.decode.session_file import SessionFile
 from kvkeep.errors import BudgetError
@@ -91,7 +92,7 @@ def restoring(file: SessionFile, cache: KeepCache) -> int:
 
 def held(cache: KeepCache) -> int:
     """Return the bytes of memory that a cache holds now, on disk not counted."""
-    memory = cache.memory()
+    memory = report.memory(cache.made, cache.held)
     checkpoints = memory.checkpoint_bytes["device"] + memory.checkpoint_bytes["host"]
     return memory.resident_bytes + memory.compressed_bytes + memory.bookkeeping_bytes + checkpoints
 

@@ -320,8 +320,10 @@ def forward(model: Any, reads: Sequence[Read]) -> list[Tensor | Exception]:
 def _of_all(error: Exception, sessions: int) -> KvkeepError:
     """Return what each of so many sessions is told of an error that ended their pass."""
     short = isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate" in str(error)
-    why = "there was not enough memory" if short else f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    return KvkeepError(f"The answer failed with the step that read for {sessions} sessions ({why}); ask again.")
+    why = "there was not enough memory" if short else type(error).__name__  # its words may be those of a prompt
+    told = KvkeepError(f"The answer failed with the step that read for {sessions} sessions ({why}); ask again.")
+    told.__cause__ = error
+    return told
 
 
 @torch.no_grad()

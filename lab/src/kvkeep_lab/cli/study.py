@@ -18,6 +18,7 @@ from pydantic.fields import FieldInfo
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from kvkeep.cli import completion, options
+from kvkeep.cli.listed import listed
 from kvkeep.cli.output import err, machine, note, print_json
 from kvkeep.errors import Interrupted, KvkeepError, UsageError
 from kvkeep.models.loading import load
@@ -116,7 +117,7 @@ def _made(study: type[Study], given: dict[str, Any]) -> Study:
         if value is None and flag.default is not ...:
             sizes[name] = flag.default
         elif value is not None:
-            sizes[name] = parts(value, _option(name, field)) if _plain(field.annotation) is list else value
+            sizes[name] = listed(value, _option(name, field)) if _plain(field.annotation) is list else value
     try:
         return study.model_validate(sizes)
     except ValidationError as error:
@@ -131,24 +132,6 @@ def _made(study: type[Study], given: dict[str, Any]) -> Study:
 def _option(name: str, field: FieldInfo) -> str:
     names = _flag(field).names or (f"--{name.replace('_', '-')}",)
     return names[0].partition("/")[0]
-
-
-def parts(texts: list[str], option: str) -> list[str]:
-    """Return what is listed in ``texts``, in order; "none" is an empty list. Raises UsageError for nothing.
-
-    Commas separate, except that ``key=value`` after a comma is one more parameter of the method before it:
-    ``h2o:recent=0.5,halflife=64,window`` is two methods.
-    """
-    found: list[str] = []
-    for part in (part.strip() for text in texts for part in text.split(",") if part.strip()):
-        named, equals, _ = part.partition("=")
-        if found and equals and not set(named) & set(":+"):
-            found[-1] += f",{part}"
-        else:
-            found.append(part)
-    if not found:
-        raise UsageError(f"{option} lists nothing; name something, separated by commas.")
-    return [] if found == ["none"] else found
 
 
 def _run(

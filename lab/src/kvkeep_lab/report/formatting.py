@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 from kvkeep_lab.statistics import Estimate
+from kvkeep_lab.tables import spread
 from kvkeep_lab.tasks.base import Metric
 
 
@@ -41,8 +43,7 @@ def limit(metric: Metric, value: float, difference: bool) -> str:
 
 def estimate_text(metric: Metric, found: Estimate, words: Callable[[Metric, float], str] = number) -> str:
     """Return an estimate as a person reads it, its interval in brackets."""
-    mean, low, high = (words(metric, value) for value in (found.mean, found.low, found.high))
-    return mean if found.n == 1 else f"{mean} [{low}, {high}]"
+    return spread(found, partial(words, metric))
 
 
 def difference_text(metric: Metric, found: Estimate) -> str:

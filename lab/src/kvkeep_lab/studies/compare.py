@@ -21,9 +21,9 @@ from kvkeep_lab.partial import Interruption
 from kvkeep_lab.provenance import commit, version
 from kvkeep_lab.reading import whole_bytes
 from kvkeep_lab.reference import Row, cases, check_fits, compare
-from kvkeep_lab.statistics import RESAMPLES, Estimate
+from kvkeep_lab.statistics import RESAMPLES
 from kvkeep_lab.studies.base import BudgetText, Flag, MethodName, Progress, Study, Trial, part, unique
-from kvkeep_lab.tables import Table, fixed, megabytes, percent
+from kvkeep_lab.tables import Table, fixed, megabytes, percent, spread
 from kvkeep_lab.tasks.texts import pieces
 
 log = logging.getLogger(__name__)
@@ -241,14 +241,6 @@ def _quality(reference: Line) -> list[Column]:
         ("top-1", lambda line: spread(line.estimate("top1"), _hundredths, " %"), _highest("top1")),
         ("perplexity", lambda line: spread(line.estimate("perplexity"), _four), surprise),
     ]
-
-
-def spread(found: Estimate | None, words: Callable[[float], str], unit: str = "") -> str:
-    """Return a mean in words, with its interval in brackets where it is of several numbers."""
-    if found is None:
-        return "-"
-    mean, low, high = (words(value) for value in (found.mean, found.low, found.high))
-    return f"{mean}{unit}" if found.n == 1 else f"{mean} [{low}, {high}]{unit}"
 
 
 def _entries(line: Line) -> str:

@@ -27,7 +27,7 @@ from kvkeep.serve.http.errors import HANDLERS, Refused, by_field
 from kvkeep.serve.http.keys import Keys
 from kvkeep.serve.http.looking import looking
 from kvkeep.serve.http.metrics import TYPE, Metrics
-from kvkeep.serve.http.openapi import CHAT, TEXT, Described
+from kvkeep.serve.http.openapi import Described, errors
 from kvkeep.serve.http.page import page
 from kvkeep.serve.http.replies import Reply
 from kvkeep.serve.http.schema import DEFAULT_TOKENS, ChatRequest, Message, TextRequest, TokenizeRequest
@@ -171,7 +171,12 @@ def application(
     server = Server(engine, loaded, limits or Limits())
     # FastAPI's own pages of documentation would load scripts from another host.
     app = Described(
-        title="kvkeep", version=version("kvkeep"), exception_handlers=HANDLERS, docs_url=None, redoc_url=None
+        title="kvkeep",
+        version=version("kvkeep"),
+        exception_handlers=HANDLERS,
+        responses=errors(401, "default"),
+        docs_url=None,
+        redoc_url=None,
     )
     app.state.metrics = server.metrics
     app.add_middleware(Door, keys=keys, metrics=server.metrics)
@@ -180,14 +185,15 @@ def application(
         app.add_middleware(CORSMiddleware, allow_origins=[*origins], allow_methods=methods, allow_headers=headers)
 
     app.include_router(page())
+    answers = errors(400, 404, 409, 413, 429, 503) | {200: {"content": {"text/event-stream": {}}}}
 
-    @app.post(CHAT)
+    @app.post("/v1/chat/completions", responses=answers)
     async def chat(request: Request, asked: ChatRequest) -> Any:
         """Answer a conversation."""
         server.check_model(asked.model)
         return await server.answered(request, asked, await server.conversation(asked))
 
-    @app.post(TEXT)
+    @app.post("/v1/completions", responses=answers)
     async def complete(request: Request, asked: TextRequest) -> Any:
         """Go on with a text."""
         server.check_model(asked.model)
@@ -200,7 +206,7 @@ def application(
         """List the one model."""
         return {"object": "list", "data": [model]}
 
-    @app.get("/v1/models/{name:path}")
+    @app.get("/v1/models/{name:path}", responses=errors(404))
     async def model_of(name: str) -> Any:
         """Tell of the model by its name."""
         server.check_model(name)
@@ -209,7 +215,7 @@ def application(
     app.include_router(sessions_of(engine))
     app.include_router(looking(server))
 
-    @app.post("/tokenize")
+    @app.post("/tokenize", responses=errors(400, 404, 413))
     async def tokenize(asked: TokenizeRequest) -> Any:
         """Return the token ids of a text, or of a conversation up to its answer."""
         server.check_model(asked.model)
@@ -219,7 +225,7 @@ def application(
         ids = await server.encoded(given)
         return {"tokens": ids, "count": len(ids), "max_model_len": engine.geometry.max_positions}
 
-    @app.get("/health")
+    @app.get("/health", responses=errors(503))
     async def health() -> Any:
         """Tell whether the engine lives: its last step is not long ago, or it has nothing to do."""
         late = bool(engine.running) and time.monotonic() - engine.beat > LATE_S
@@ -227,7 +233,7 @@ def application(
             raise Refused(503, "The engine does not answer.", "dead")
         return {"status": "ok"}
 
-    @app.get("/ready")
+    @app.get("/ready", responses=errors(503))
     async def ready() -> Any:
         """Tell whether requests are taken."""
         if engine.stopping:

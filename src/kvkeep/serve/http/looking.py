@@ -14,6 +14,7 @@ from kvkeep.contracts.entries import EntryState
 from kvkeep.policies.methods import methods
 from kvkeep.policies.request import Request as CacheRequest
 from kvkeep.serve.http.errors import Refused
+from kvkeep.serve.http.openapi import errors
 from kvkeep.serve.look import Picture, memory, picture
 
 if TYPE_CHECKING:
@@ -49,14 +50,14 @@ def looking(server: Server) -> APIRouter:
         ]
         return {"object": "list", "data": every, "default": own}
 
-    @routes.get("/v1/memory")
+    @routes.get("/v1/memory", responses=errors(503))
     async def held() -> Any:
         """Tell how much memory all sessions hold, of how much."""
         found = await asked(lambda: memory(engine))
         numbers = {"running": len(engine.running), "waiting": engine.waiting, "sessions": found.sessions}
         return {"total": engine.arbiter.total, "held": found.memory, "kinds": found.kinds, **numbers}
 
-    @routes.get("/v1/sessions/{name}/cache")
+    @routes.get("/v1/sessions/{name}/cache", responses=errors(400, 404, 503))
     async def remembered(
         request: Request, name: str, columns: Annotated[int, Query(ge=1, le=1024)] = 256, texts: bool = False
     ) -> Any:

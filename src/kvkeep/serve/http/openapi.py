@@ -6,11 +6,11 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
 
 from kvkeep.serve.http.door import LARGEST_BODY, OPEN
 
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-ERRORS = {
+ERRORS: dict[int | str, str] = {
     400: "The request is wrong; param names the field.",
     401: "The key is wrong or missing.",
     404: "There is no such model, or no such session of this key.",
@@ -18,34 +18,28 @@ ERRORS = {
     413: f"The body is larger than {LARGEST_BODY // 10**6} MB.",
     429: "As many answers of this key are under way as may be; ask again after Retry-After seconds.",
     503: "Too many requests wait, or the server does not answer or is ending; ask again after Retry-After seconds.",
+    "default": "Any other error, in the same form.",
 }
-_ANSWERS = (400, 404, 409, 413, 429, 503)
-_OF = {
-    ("post", CHAT): _ANSWERS,
-    ("post", TEXT): _ANSWERS,
-    ("post", "/tokenize"): (400, 404, 413),
-    ("get", "/v1/models/{name}"): (404,),
-    ("get", "/v1/sessions/{name}"): (404,),
-    ("delete", "/v1/sessions/{name}"): (404, 409),
-    ("get", "/v1/sessions/{name}/cache"): (400, 404, 503),
-    ("get", "/v1/memory"): (503,),
-    ("get", "/health"): (503,),
-    ("get", "/ready"): (503,),
-}
-"""The errors of each request, beside 401 where a key is needed."""
-_TEXT = {"type": ["string", "null"]}
-ERROR = {
-    "type": "object",
-    "description": "What is wrong: a sentence, the class and code of the error, and the field that it is of.",
-    "properties": {
-        "error": {
-            "type": "object",
-            "properties": {"message": {"type": "string"}, "type": {"type": "string"}, "param": _TEXT, "code": _TEXT},
-            "required": ["message", "type", "param", "code"],
-        }
-    },
-    "required": ["error"],
-}
+
+
+class Fault(BaseModel):
+    """What is wrong: a sentence, the class and code of the error, and the field that it is of."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(BaseModel):
+    """The body of every error."""
+
+    error: Fault
+
+
+def errors(*statuses: int | str) -> dict[int | str, dict[str, Any]]:
+    """Return what a route says of its errors; 401, where a key is needed, is added for all of them."""
+    return {status: {"model": Error, "description": ERRORS[status]} for status in statuses}
 
 
 class Described(FastAPI):
@@ -62,23 +56,16 @@ def _described(found: dict[str, Any]) -> dict[str, Any]:
     parts = found["components"]
     for name in ("HTTPValidationError", "ValidationError"):  # FastAPI's own error, which no request gets
         parts["schemas"].pop(name, None)
-    parts["schemas"]["Error"] = ERROR
     parts["securitySchemes"] = {
         "key": {"type": "http", "scheme": "bearer", "description": "One of the server's keys; none where it has none."}
     }
     for path, operations in found["paths"].items():
-        for method, own in operations.items():
+        for own in operations.values():
             own["summary"] = own.pop("description").partition(". ")[0].rstrip(".")
-            statuses = _OF.get((method, path), ())
-            if path not in OPEN:
-                own["security"], statuses = [{"key": []}], (401, *statuses)
             own["responses"].pop("422", None)
-            if path in (CHAT, TEXT):
-                own["responses"]["200"]["content"]["text/event-stream"] = {}
-            own["responses"] |= {str(status): _error(ERRORS[status]) for status in sorted(statuses)}
-            own["responses"]["default"] = _error("Any other error, in the same form.")
+            if path in OPEN:
+                own["responses"].pop("401")
+            else:
+                own["security"] = [{"key": []}]
+            own["responses"] = dict(sorted(own["responses"].items()))
     return found
-
-
-def _error(about: str) -> dict[str, Any]:
-    return {"description": about, "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}}

@@ -13,6 +13,7 @@ from kvkeep.decode.session_store import UNSAVED, SessionInfo, SessionStore
 from kvkeep.errors import SessionError, UsageError
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.http.errors import Refused
+from kvkeep.serve.http.openapi import errors
 from kvkeep.serve.sessions import Sessions
 
 
@@ -35,7 +36,7 @@ def sessions_of(engine: Engine) -> APIRouter:
         found = [*(await known(request.state.owner)).values()]
         return {"object": "list", "data": sorted(found, key=lambda facts: (-facts["used"], facts["name"]))}
 
-    @routes.get("/{name}")
+    @routes.get("/{name}", responses=errors(404))
     async def one(request: Request, name: str) -> Any:
         """Tell what is known of a session."""
         found = (await known(request.state.owner, name)).get(name)
@@ -43,7 +44,7 @@ def sessions_of(engine: Engine) -> APIRouter:
             raise _unknown(name)
         return found
 
-    @routes.delete("/{name}")
+    @routes.delete("/{name}", responses=errors(404, 409))
     async def remove(request: Request, name: str) -> Any:
         """Remove a session, from memory and disk; one that answers is refused."""
         own = (request.state.owner, name)

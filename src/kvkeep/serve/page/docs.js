@@ -86,7 +86,7 @@ try {
   }
   for (const [name, schema] of Object.entries(schemas)) {
     if (bodies.has(name)) continue;
-    const own = name === "Error" ? schema.properties.error : schema;
+    const own = schema;
     const box = built("section", "", make("h2", "", name), make("p", "", schema.description ?? ""), fields(own));
     box.id = name;
     by("schemas").append(box);
