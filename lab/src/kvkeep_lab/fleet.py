@@ -25,7 +25,7 @@ from hashlib import blake2b
 from heapq import heappop, heappush
 from pathlib import Path
 from random import Random
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from kvkeep.errors import UsageError
 from kvkeep.plan.capacity import parse
@@ -194,11 +194,12 @@ class Scenario:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of it, after the warm-up. first_token, recovered: seconds at the 50th, 95th and 99th percentile, until
-    the first token of a turn, and from a failure until the first token that a client has of its next try; None where
-    there were none. gap: the same between tokens. turns: by how their past came there. in_system: answers under way, on
-    the mean; answer_s: mean seconds of one from its request to its last token. busy: share of time that replicas work.
-    writing: sessions that share a step, on the mean of busy time. events: how many were simulated."""
+    """What came of it, after the warm-up. left: answers under way at the end. first_token, recovered: seconds at the
+    50th, 95th and 99th percentile, until the first token of a turn, and from a failure until the first token of a
+    client's next try; until the end, where there is none yet. gap: the same between tokens. None where there were none.
+    turns: by how their past came there. in_system: answers under way, on the mean; answer_s: mean seconds of one from
+    its request to its last token. busy: share of time that replicas work. writing: sessions that share a step, on the
+    mean of busy time. events: how many were simulated."""
 
     asked: int
     answered: int
@@ -306,6 +307,14 @@ class Replica:
         return [*self.waiting, *self.fetching, *clocks]
 
 
+class Transfer(NamedTuple):
+    """Bytes on their way to a replica, as long as it lives, or to the disk."""
+
+    size: float
+    replica: Replica | None = None
+    life: int = 0
+
+
 class Ring:
     """Consistent hashing: every replica has POINTS places on a ring, a session is the next one's."""
 
@@ -406,6 +415,11 @@ class Simulation:
 
     def _outcome(self, events: int) -> Outcome:
         span = self.now - self.since
+        for session in self.retrying.union(*(replica.sessions for replica in self.replicas)):
+            if not session.told and session.asked >= self.since:
+                self.first_token.append(self.now - session.asked)
+            if session.lost is not None:
+                self.recovered.append(self.now - session.lost)
         busy = sum(replica.busy for replica in self.replicas)
         return Outcome(
             self.asked,
@@ -630,9 +644,7 @@ class Simulation:
             replica.pasts = 0.0  # and no rest of rounding
         replica.granted -= session.grant
         before, session.past = session.past, session.past + session.new + session.answer
-        fresh = pace.stored(session.past - before)
-        self._transfer(fresh, None)
-        self.written_bytes += fresh
+        self._transfer(Transfer(pace.stored(session.past - before)))
         replica.idle[session.number], session.home = session, replica
         replica.held += pace.held(session.past)
         self._area()
@@ -650,15 +662,13 @@ class Simulation:
 
     def _fetch(self, replica: Replica) -> None:
         """Fetch the first session that waits for it."""
-        size = self.pace.stored(replica.fetching[0].past)
-        self.read_bytes += size
-        self._transfer(size, (replica, replica.life))
+        self._transfer(Transfer(self.pace.stored(replica.fetching[0].past), replica, replica.life))
 
-    def _transfer(self, size: float, about: tuple[Replica, int] | None) -> None:
-        """Begin to move bytes, to a replica or to the disk."""
+    def _transfer(self, transfer: Transfer) -> None:
+        """Begin to move bytes."""
         self.order += 1
         self.disk.advance(self.now)
-        self.disk.add(size, self.order, about)
+        self.disk.add(transfer.size, self.order, transfer)
         self._share()
 
     def _share(self) -> None:
@@ -674,11 +684,15 @@ class Simulation:
         if version != self.disk_version:
             return
         self.disk.advance(self.now)
-        about = self.disk.ended()
+        moved: Transfer = self.disk.ended()
         self._share()
-        if about is None or about[0].life != about[1]:  # written, or the replica has failed
+        replica = moved.replica
+        if replica is None:
+            self.written_bytes += moved.size
             return
-        replica = about[0]
+        self.read_bytes += moved.size
+        if replica.life != moved.life:  # it has failed
+            return
         session = replica.fetching.popleft()
         self._advance(replica)
         self._read(replica, session, session.past)

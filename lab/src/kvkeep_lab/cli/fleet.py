@@ -144,7 +144,16 @@ def _table(found: list[tuple[Scenario, Outcome]]) -> Table:
     for heading in ("replicas", "route", "recall"):
         table.add_column(heading, justify="right" if heading == "replicas" else "left", no_wrap=True)
     headings = ("first token s, 50/95/99 %", "between ms, 50/95/99 %", "after a failure s", "tokens/s")
-    for heading in (*headings, "busy %", "in memory %", "fetched %", "read again %", "disk read/s", "written/s"):
+    for heading in (
+        *headings,
+        "under way",
+        "busy %",
+        "in memory %",
+        "fetched %",
+        "read again %",
+        "disk read/s",
+        "written/s",
+    ):
         table.add_column(heading, justify="right", no_wrap=True)
     for scenario, outcome in found:
         table.add_row(
@@ -155,6 +164,7 @@ def _table(found: list[tuple[Scenario, Outcome]]) -> Table:
             _three(outcome.gap, 1e3),
             _three(outcome.recovered),
             f"{outcome.tokens_s:,.0f}",
+            f"{outcome.left:,}",
             f"{100 * outcome.busy:.0f}",
             *(f"{100 * outcome.share(how):.1f}" for how in ("in memory", "fetched", "read again")),
             size(int(outcome.read_bytes_s)),
