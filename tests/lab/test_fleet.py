@@ -162,3 +162,14 @@ def test_the_command(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -
 def test_a_method_that_drafts_has_no_pace() -> None:
     with pytest.raises(UsageError, match="drafts"):
         Pace.planned(None, None, 0, "snapkv+verified", 512, 4096)  # type: ignore[arg-type]
+
+
+def test_bursts_of_two_replicas_take_as_long_as_the_fuller_one() -> None:
+    """Eight at once, one turn each: the last token comes when the fuller replica is done, and then eight more come."""
+    given = Scenario(2, burst=8, turns=1, first=1, answer=101, fixed=True, seconds=1000, warmup=0, disk=1e18, link=1e18)
+    hashed, even = (simulate(SHARED, replace(given, route=route)) for route in ("hash", "least"))
+    assert even.answered == pytest.approx(1000 / (4 * 100 * STEP) * 8, abs=8)
+    ring = Simulation(SHARED, given).ring
+    there = [ring.pick(Session(number).hash) for number in range(1, hashed.answered + 1)]
+    fuller = [max(Counter(there[at : at + 8]).values()) for at in range(0, len(there), 8)]
+    assert sum(fuller) * 100 * STEP == pytest.approx(1000, rel=0.01) and max(fuller) > 5

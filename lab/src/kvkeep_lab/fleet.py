@@ -162,18 +162,19 @@ class Pace:
 class Scenario:
     """A fleet and who asks it. Seconds, tokens, bytes.
 
-    rate: new sessions a second, at each replica. turns: of a session, on the mean (geometric). first, prompt, answer:
-    tokens of the first prompt, of the later ones and of answers, means of exponentials, or the numbers themselves where
-    lengths are ``fixed``. think: mean between an answer and the next turn. route: ``hash`` (consistent hashing of
-    sessions), ``bounded`` (the same, past replicas that have more than BOUND times the mean), ``least`` (the fewest
-    answers under way). recall: whether a session comes back from the disk, by reading its text again, or by what is
-    faster. disk: bytes a second of all replicas together; link: of one. mtbf: mean time until a replica fails, None for
-    never; restart: until it is back; notice: until clients ask elsewhere. seconds: that are simulated, the first
-    ``warmup`` of them not counted.
+    rate: new sessions a second, at each replica. burst: instead, so many at once, and as many more when all of them
+    have ended. turns: of a session, on the mean (geometric). first, prompt, answer: tokens of the first prompt, of the
+    later ones and of answers, means of exponentials, or the numbers themselves where lengths are ``fixed``. think: mean
+    between an answer and the next turn. route: ``hash`` (consistent hashing of sessions), ``bounded`` (the same, past
+    replicas that have more than BOUND times the mean), ``least`` (the fewest answers under way). recall: whether a
+    session comes back from the disk, by reading its text again, or by what is faster. disk: bytes a second of all
+    replicas together; link: of one. mtbf: mean time until a replica fails, None for never; restart: until it is back;
+    notice: until clients ask elsewhere. seconds: that are simulated, the first ``warmup`` of them not counted.
     """
 
     replicas: int = 8
     rate: float = 0.05
+    burst: int = 0
     turns: float = 8.0
     first: float = 2000.0
     prompt: float = 200.0
@@ -364,7 +365,7 @@ class Simulation:
         self.ring = Ring(self.replicas)
         self.disk, self.disk_version = Clock(), 0
         self.retrying: set[Session] = set()
-        self.now, self.order, self.load, self.number = 0.0, 0, 0, 0
+        self.now, self.order, self.load, self.number, self.alive = 0.0, 0, 0, 0, 0
         self._events: list[tuple[float, int, Callable[[Any], None], Any]] = []
         self._least: list[tuple[int, float, int, Replica]] = []  # by load; outdated ones are skipped
         self._own: dict[int, float] = {}
@@ -388,7 +389,10 @@ class Simulation:
         for replica in self.replicas:
             self._count(replica, 0)
             self._doom(replica)
-        self._at(self._exponential(1 / (given.rate * given.replicas)), self._arrive, None)
+        if given.burst:
+            self._at(0.0, self._burst, None)
+        else:
+            self._at(self._exponential(1 / (given.rate * given.replicas)), self._arrive, None)
         events, warm, shown = self._events, not given.warmup, 0
         while events[0][0] <= given.seconds:
             if not warm and events[0][0] >= given.warmup:
@@ -457,7 +461,15 @@ class Simulation:
     def _arrive(self, _: None) -> None:
         given = self.scenario
         self._at(self.now + self._exponential(1 / (given.rate * given.replicas)), self._arrive, None)
+        self._come()
+
+    def _burst(self, _: None) -> None:
+        for _each in range(self.scenario.burst):
+            self._come()
+
+    def _come(self) -> None:
         self.number += 1
+        self.alive += 1
         self._ask(Session(self.number))
 
     def _ask(self, session: Session) -> None:
@@ -517,6 +529,9 @@ class Simulation:
         """End a session."""
         if session.home is not None:
             self._leave(session.home, session)
+        self.alive -= 1
+        if self.scenario.burst and not self.alive:
+            self._at(self.now, self._burst, None)
 
     def _leave(self, replica: Replica, session: Session) -> None:
         """Take an idle session out of memory; its file stays."""

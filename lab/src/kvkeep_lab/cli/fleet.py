@@ -45,6 +45,9 @@ def fleet(
         typer.Option(help="A past comes back by fetch, read, or the faster. By commas.", show_default="fetch"),
     ] = None,
     rate: Annotated[float, typer.Option(help="New sessions a second at each replica.")] = 0.05,
+    burst: Annotated[
+        int, typer.Option(min=0, help="Instead: so many sessions at once, and again when all have ended.")
+    ] = 0,
     turns: Annotated[float, typer.Option(min=1, help="Turns of a session, on the mean.")] = 8,
     first: Annotated[float, typer.Option(min=1, help="Tokens of a first prompt, on the mean.")] = 2000,
     prompt: Annotated[float, typer.Option(min=1, help="Tokens of a later prompt, on the mean.")] = 200,
@@ -68,16 +71,9 @@ def fleet(
 
     counts = _counts(replicas or ["8"])
     routes, recalls = _known(route, ROUTES, "--route"), _known(recall, RECALLS, "--recall")
-    given: dict[str, Any] = {
-        "rate": rate,
-        "turns": turns,
-        "first": first,
-        "prompt": prompt,
-        "answer": answer,
-        "think": think,
-    }
-    given |= {"fixed": fixed, "disk": float(parse_memory(disk)), "link": link * GBIT, "mtbf": mtbf, "restart": restart}
-    given |= {"notice": notice, "seconds": seconds, "warmup": warmup, "seed": seed}
+    given: dict[str, Any] = {"rate": rate, "burst": burst, "turns": turns, "first": first, "prompt": prompt}
+    given |= {"answer": answer, "think": think, "fixed": fixed, "disk": float(parse_memory(disk)), "link": link * GBIT}
+    given |= {"mtbf": mtbf, "restart": restart, "notice": notice, "seconds": seconds, "warmup": warmup, "seed": seed}
     one = Pace.load(pace) if pace is not None else _planned(model, machine, method, budget, context, chunk)
     combined: list[Any] = [*product(counts, routes, recalls)]
     scenarios = [Scenario(count, route=how, recall=back, **given) for count, how, back in combined]
