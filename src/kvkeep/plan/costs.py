@@ -7,6 +7,8 @@ left is read from its place or rebuilt on top of that. A prompt is a pass in one
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -20,6 +22,9 @@ from kvkeep.stores.bounds import PAGE as BOUNDED
 
 # How often a simple operation reads or writes an element of what it is about, counted in transformers' modules.
 NORM, ROTATION, ACTIVATION, SUM = 7, 10, 5, 3
+Alike = Counter[tuple[int, int, int | None]]
+"""How many layers have so many KV heads, elements of a key and a value, and so much that they see (None: all)."""
+
 SAMPLES = 24
 """Chunks of a prompt that are worked out; those between lie on straight lines."""
 
@@ -101,9 +106,14 @@ class _Work:
         self.layers = len(geometry.layers)
         self.full = [layer for layer in geometry.layers if geometry.layers[layer.source].kind == "full"]
         self.owners = geometry.full_layers
+        self.alike, self.alike_full = (self._alike(layers) for layers in (geometry.layers, self.full))
         self.method = candidate.method
         self.fate, self.recall = self.method.store_fate, self.method.recall
         self.overhead = machine.overhead[overhead_of(candidate)]
+
+    def _alike(self, layers: Sequence[LayerGeometry]) -> Alike:
+        own = [(self.geometry.layers[layer.source], layer.window) for layer in layers]
+        return Counter((layer.kv_heads, layer.key_dim + layer.value_dim, window) for layer, window in own)
 
     # -- whole passes -------------------------------------------------------------------------------
 
@@ -211,12 +221,14 @@ class _Work:
 
     def attended(self, rows: int, entries: float) -> float:
         """Seconds of attention to ``entries`` settled entries in all layers; windows see no more than they hold."""
-        seconds = 0.0
-        for layer in self.geometry.layers:
-            source = self.geometry.layers[layer.source]
-            group = self.geometry.attention_heads / source.kv_heads
-            seen = entries if layer.window is None else min(entries, layer.window)
-            seconds += self.operations(layer, rows, seen) / at(self.machine.attention, rows * group)
+        return self.seen(self.alike, rows, entries)
+
+    def seen(self, alike: Alike, rows: int, entries: float) -> float:
+        """The same in layers that are counted by what makes them take as long as each other."""
+        heads, seconds = self.geometry.attention_heads, 0.0
+        for (kv_heads, width, window), count in alike.items():
+            pairs = rows * (entries if window is None else min(entries, window))
+            seconds += count * 2 * pairs * heads * width / at(self.machine.attention, rows * heads / kv_heads)
         return seconds
 
     def recalled(self, rows: int, away: float) -> float:
@@ -235,11 +247,7 @@ class _Work:
         """The same where all entries come back as they were."""
         if away <= 0:
             return 0.0
-        attention = sum(
-            self.operations(layer, rows, away)
-            / at(self.machine.attention, rows * self.geometry.attention_heads / layer.kv_heads)
-            for layer in self.full
-        )
+        attention = self.seen(self.alike_full, rows, away)
         if not self.candidate.stride:
             moved = not (self.machine.shared or self.candidate.where == "device")
             pieces = away / (PAGE if moved else 2 * PAGE) + 2
