@@ -107,3 +107,28 @@ def test_a_budget_of_auto(run: Run, model_folder: Path, words: str, here: None) 
     ):
         code, out, err = run("generate", "-m", str(model_folder), "-p", "the", *extra)
         assert code == 2 and sentence in err and out == ""
+
+
+def test_what_a_machine_carries(run: Run, model_folder: Path, here: None) -> None:
+    common = ("capacity", "-m", EIGHT, "-n", "8192,32768", "--machine", SHEET, "--memory", "4GB", "--gbit", "1,25")
+    code, out, err = run(*common, "-x", "full,h2o,kv-direct kv@host", "--json")
+    assert code == 0, err
+    answer = json.loads(out)
+    assert [(row["context"], row["cache"]) for row in answer["rows"]] == [
+        (tokens, name) for tokens in (8192, 32768) for name in ("full", "h2o", "kv-direct kv@host")
+    ]
+    full = answer["rows"][0]
+    assert full["sessions"] == 3 and full["held_bytes"] == 8192 * 131072 and full["moved_bytes"] == 0
+    assert full["fetched_s"] == {
+        "1": pytest.approx(8 * full["stored_bytes"] / 1e9),
+        "25": pytest.approx(0.3436, rel=1e-3),
+    }
+    code, out, err = run(*common)
+    assert code == 0 and "snapkv+pages kv@host" in out and "25 Gbit/s" in out and "not measured" in err, err
+    code, out, err = run("capacity", "-m", str(model_folder), "-n", "400", "-b", "64")
+    assert code == 0 and "Measuring this machine" in err
+    for wrong, sentence in (("-x", "h3o"), "h2o"), (("-n", "4k"), "not understood"), (("--gbit", "0"), "above 0"):
+        code, out, err = run(*common, *wrong)
+        assert code == 2 and out == "" and sentence in err and err.count("\n") == 1
+    code, _, err = run("capacity", "-m", str(DOCS / "llama-3.1-70b.json"), "--machine", SHEET)
+    assert code == 2 and "weights alone" in err

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvkeep_lab.ray_workers import _contents, cores
+from kvkeep_lab.ray_workers import _contents, connected, cores
 from kvkeep_lab.runner import run
 from kvkeep_lab.store import Store
 from kvkeep_lab.subject import Subject
@@ -54,15 +54,18 @@ def test_two_workers_of_which_one_is_killed(
         told.append((done, total))
         processes.update(descendants(os.getpid()) - before)
 
-    tally = run(experiment, Store(tmp_path / "ray.jsonl"), tmp_path, workers=2, ray="local", progress=progress)
+    with connected("local", 2):  # a second cluster would take 15 s; within it a run's own call changes nothing
+        with pytest.raises(ModelError, match="no model at './nowhere'"):  # as a worker raises it
+            run(experiment.with_(models=["./nowhere"]), Store(tmp_path / "no.jsonl"), tmp_path, workers=1, ray="local")
+        assert [left.name for left in tmp_path.glob("no.jsonl.*")] == ["no.jsonl.lock"]
+        store = Store(tmp_path / "ray.jsonl")
+        tally = run(experiment, store, tmp_path, workers=2, ray="local", progress=progress)
+        assert ray.is_initialized()
     assert (tally.done, tally.found, tally.elsewhere, len(tally.failed)) == (6, 0, 0, 2)
     assert (tmp_path / "killed").exists() and told[-1] == (8, 8)
     assert list((Path(os.environ["KVKEEP_CACHE"]) / "lab-data").glob("[!.]*")) == []  # data are there for a while
     assert not ray.is_initialized() and len(processes) > 3
     until(lambda: not processes & living())
-    with pytest.raises(ModelError, match="no model at './nowhere'"):  # as a worker raises it
-        run(experiment.with_(models=["./nowhere"]), Store(tmp_path / "no.jsonl"), tmp_path, workers=1, ray="local")
-    assert not ray.is_initialized() and [left.name for left in tmp_path.glob("no.jsonl.*")] == ["no.jsonl.lock"]
 
     here = run(experiment, Store(tmp_path / "here.jsonl"), tmp_path)
     assert (here.done, len(here.failed)) == (6, 2)

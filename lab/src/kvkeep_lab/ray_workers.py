@@ -11,7 +11,7 @@ import math
 import os
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -44,7 +44,7 @@ def work_on_ray(job: Job, store: Store, address: str, poll: Callable[[], None]) 
         raise UsageError("--ray needs the package 'ray', which is missing: pip install 'kvkeep-lab[ray]'.") from error
     files = _contents(job.sources)
     size = sum(map(len, files.values()))
-    with nullcontext() if ray.is_initialized() else _connected(address, job.workers, _OBJECTS + 2 * size):
+    with connected(address, job.workers, 2 * size):
         machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         gpus = 0 if job.device == "cpu" else int(sum(machine.get("GPU", 0) for machine in machines))
         count = job.workers or gpus or len(machines)
@@ -113,10 +113,14 @@ def _work(order: bytes, files: Files, actor: Any, number: int) -> None:
 
 
 @contextmanager
-def _connected(address: str, count: int, objects: int) -> Iterator[None]:
-    """Be the driver of a cluster within the block. objects: bytes of the object store of one that is started here."""
+def connected(address: str, count: int, size: int = 0) -> Iterator[None]:
+    """Be the driver of a cluster within the block: of the one that this process is the driver of already, if it is of
+    any. count, size: workers, and bytes of data, that one that is started here has to have room for."""
     import ray
 
+    if ray.is_initialized():
+        yield
+        return
     own: dict[str, Any] = {}
     with ExitStack() as ending:
         if address == "local":
@@ -125,7 +129,7 @@ def _connected(address: str, count: int, objects: int) -> Iterator[None]:
             short = "/tmp" if os.path.isdir("/tmp") else None  # paths of sockets have to be short
             folder = TemporaryDirectory(prefix="kvkeep-", dir=short, ignore_cleanup_errors=True)
             own = {"num_cpus": max(os.cpu_count() or 1, count), "_temp_dir": ending.enter_context(folder)}
-            own |= {"include_dashboard": False, "object_store_memory": objects}
+            own |= {"include_dashboard": False, "object_store_memory": _OBJECTS + size}
         ending.callback(ray.shutdown)
         try:
             ray.init(address, log_to_driver=False, logging_level="error", **own)

@@ -18,6 +18,7 @@ COMMANDS = {
     "serve": ("kvkeep.cli.serve:serve", "Serve many conversations over HTTP within one memory, to OpenAI's clients."),
     "sessions": ("kvkeep.cli.sessions:app", "List, show, remove, export and import saved sessions."),
     "plan": ("kvkeep.cli.plan:plan", "Predict bytes and times of every cache that fits in a memory."),
+    "capacity": ("kvkeep.cli.capacity:capacity", "Predict how many sessions a machine carries, by method and length."),
     "methods": ("kvkeep.cli.methods:methods", "List the methods: what they evict, store and recall."),
     "models": ("kvkeep.cli.models:models", "List the embedded models, and whether they are on this machine."),
     "demo": ("kvkeep.cli.demo:demo", "Answer a question about a long text, with the full cache and within a budget."),

@@ -7,6 +7,8 @@ left is read from its place or rebuilt on top of that. A prompt is a pass in one
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -20,6 +22,9 @@ from kvkeep.stores.bounds import PAGE as BOUNDED
 
 # How often a simple operation reads or writes an element of what it is about, counted in transformers' modules.
 NORM, ROTATION, ACTIVATION, SUM = 7, 10, 5, 3
+Alike = Counter[tuple[int, int, int | None]]
+"""How many layers have so many KV heads, elements of a key and a value, and so much that they see (None: all)."""
+
 SAMPLES = 24
 """Chunks of a prompt that are worked out; those between lie on straight lines."""
 
@@ -27,34 +32,51 @@ SAMPLES = 24
 @dataclass(frozen=True)
 class Cost:
     """Seconds of a step (of a token, where several come of one round) and of reading the prompt. drafts: tokens drafted
-    in a round, where methods do that."""
+    in a round, where methods do that. own: seconds of the step that a session without a past would take, too: weights,
+    logits, and all else that is not attention. moved: bytes that one session brings from another place for a token."""
 
     step: float
     prefill: float
     drafts: int = 0
+    own: float = 0.0
+    moved: float = 0.0
 
 
-def cost(shape: Shape, candidate: Candidate, held: Sizes, machine: Machine, acceptance: float) -> Cost:
-    """Return what ``candidate`` takes with ``held`` in the cache. acceptance: the share of drafted tokens that stay."""
-    work = _Work(shape, candidate, held, machine)
+def cost(
+    shape: Shape, candidate: Candidate, held: Sizes, machine: Machine, acceptance: float, sessions: int = 1
+) -> Cost:
+    """Return what ``candidate`` takes with ``held`` in the cache. acceptance: the share of drafted tokens that stay.
+    sessions: how many alike share every pass of a step, which then yields a token of each; the prompt is of one."""
+    work = _Work(shape, candidate, held, machine, sessions)
     prefill = work.prefill()
     if not candidate.method.recall.drafts:
-        return Cost(work.step(), prefill)
+        return Cost(work.step(), prefill, 0, work.own(1), work.moved)
     drafts, step = verified(work.draft(), work.exact, acceptance)
-    return Cost(step, prefill, drafts)
+    own = drafts * work.own(1) + work.own(drafts + 1, machine.overhead["kv-direct"])
+    tokens = yielded(drafts, acceptance)
+    return Cost(step, prefill, drafts, own / tokens, work.moved / tokens)
+
+
+def rebuilding(shape: Shape, candidate: Candidate, held: Sizes, machine: Machine) -> float:
+    """Return the seconds to make keys and values of all tokens in ``held`` from the residuals of ``candidate``, which
+    come from its place."""
+    return _Work(shape, candidate, held, machine).rebuilt(held.tokens)
+
+
+def yielded(drafts: int, acceptance: float) -> float:
+    """Return the tokens of a round: the drafts up to the first that is refused, and one of the exact pass itself."""
+    return drafts + 1 if acceptance == 1 else (1 - acceptance ** (drafts + 1)) / (1 - acceptance)
 
 
 def verified(draft: float, exact: list[float], acceptance: float) -> tuple[int, float]:
     """Return how many drafts a round should have, and the seconds of a token then.
 
     draft: seconds of one draft step. exact: those of an exact pass of 1, 2, ... rows. A round of k drafts and one exact
-    pass of k + 1 rows yields (1 - a^(k + 1)) / (1 - a) tokens for an acceptance a: the drafts up to the first that is
-    refused, and one token of the exact pass itself.
+    pass of k + 1 rows yields (1 - a^(k + 1)) / (1 - a) tokens for an acceptance a.
     """
 
     def seconds(drafts: int) -> float:
-        tokens = drafts + 1 if acceptance == 1 else (1 - acceptance ** (drafts + 1)) / (1 - acceptance)
-        return (drafts * draft + exact[drafts]) / tokens
+        return (drafts * draft + exact[drafts]) / yielded(drafts, acceptance)
 
     best = min(range(1, len(exact)), key=seconds)
     return best, seconds(best)
@@ -75,44 +97,61 @@ def overhead_of(candidate: Candidate) -> str:
 
 
 class _Work:
-    """The parts of a pass, for one cache."""
+    """The parts of a pass, for one cache; a step is one for as many of its kind as there are ``sessions``."""
 
-    def __init__(self, shape: Shape, candidate: Candidate, held: Sizes, machine: Machine) -> None:
-        self.shape, self.candidate, self.held, self.machine = shape, candidate, held, machine
+    def __init__(self, shape: Shape, candidate: Candidate, held: Sizes, machine: Machine, sessions: int = 1) -> None:
+        self.shape, self.candidate, self.held, self.machine, self.sessions = shape, candidate, held, machine, sessions
         self.geometry = geometry = shape.geometry
         self.bytes = geometry.dtype_bytes
         self.layers = len(geometry.layers)
         self.full = [layer for layer in geometry.layers if geometry.layers[layer.source].kind == "full"]
         self.owners = geometry.full_layers
+        self.alike, self.alike_full = (self._alike(layers) for layers in (geometry.layers, self.full))
         self.method = candidate.method
         self.fate, self.recall = self.method.store_fate, self.method.recall
         self.overhead = machine.overhead[overhead_of(candidate)]
 
+    def _alike(self, layers: Sequence[LayerGeometry]) -> Alike:
+        own = [(self.geometry.layers[layer.source], layer.window) for layer in layers]
+        return Counter((layer.kv_heads, layer.key_dim + layer.value_dim, window) for layer, window in own)
+
     # -- whole passes -------------------------------------------------------------------------------
 
     def step(self) -> float:
-        """Seconds of one token after the prompt."""
-        return self.draft() + self.recalled(1, self.held.away)
+        """Seconds of one token of each session after the prompt."""
+        return self.draft() + self.sessions * self.recalled(1, self.held.away)
 
     def draft(self) -> float:
         """Seconds of one step over the resident entries and nothing else."""
-        reads = min(self.held.exact, self.held.tokens)
-        return self.matrices(1) + self.head() + self.around(1, self.overhead) + self.attended(1, reads)
+        return self.own(1) + self.sessions * self.attended(1, min(self.held.exact, self.held.tokens))
+
+    def own(self, rows: int, overhead: float | None = None) -> float:
+        """Seconds of a pass of ``rows`` rows of each session that reads nothing of their pasts."""
+        every = self.sessions * rows
+        overhead = self.overhead if overhead is None else overhead
+        return self.matrices(every) + rows * self.head(self.sessions) + self.around(every, overhead)
 
     @property
     def exact(self) -> list[float]:
-        """Seconds of an exact pass of 1, 2, ... rows over all entries, as they come from their place: the last token
-        and the drafts that there is room for."""
+        """Seconds of an exact pass of 1, 2, ... rows of each session over all entries, as they come from their place:
+        the last token and the drafts that there is room for."""
         assert self.held.budget is not None
         most = min(self.recall.tail(self.held.budget), self.held.chunk)
         overhead = self.machine.overhead["kv-direct"]
         return [
-            self.matrices(rows)
-            + rows * self.head()
-            + self.around(rows, overhead)
-            + self.recalled(rows, self.held.tokens)
+            self.own(rows, overhead) + self.sessions * self.recalled(rows, self.held.tokens)
             for rows in range(1, most + 1)
         ]
+
+    @property
+    def moved(self) -> float:
+        """Bytes that come from another place for one step of a session, or for one round."""
+        away, stride = self.held.away, self.candidate.stride
+        if self.candidate.where in (None, "device") or not self.method.checkpoints:
+            return 0.0
+        anchors = [anchor for anchor in self.geometry.residual_anchors(max(1, min(stride, self.layers))) if anchor]
+        entry = len(anchors) * self.geometry.residual_bytes_per_token if stride else self.geometry.full_bytes_per_token
+        return float(entry * (min(away, self.recall.entries(away)) if self.recall.reads_single else away))
 
     def prefill(self) -> float:
         """Seconds of the prompt."""
@@ -153,9 +192,9 @@ class _Work:
         mean = rows * self.shape.active / touched
         return self.layers * self.machine.multiply(mean, self.geometry.hidden_size, touched)
 
-    def head(self) -> float:
-        """Seconds of one row's logits."""
-        return self.machine.multiply(1, self.geometry.hidden_size, self.shape.head)
+    def head(self, rows: int = 1) -> float:
+        """Seconds of the logits of ``rows`` rows."""
+        return self.machine.multiply(rows, self.geometry.hidden_size, self.shape.head)
 
     def around(self, rows: int, overhead: float) -> float:
         """Seconds of what is neither matrices nor attention, in all layers."""
@@ -182,12 +221,14 @@ class _Work:
 
     def attended(self, rows: int, entries: float) -> float:
         """Seconds of attention to ``entries`` settled entries in all layers; windows see no more than they hold."""
-        seconds = 0.0
-        for layer in self.geometry.layers:
-            source = self.geometry.layers[layer.source]
-            group = self.geometry.attention_heads / source.kv_heads
-            seen = entries if layer.window is None else min(entries, layer.window)
-            seconds += self.operations(layer, rows, seen) / at(self.machine.attention, rows * group)
+        return self.seen(self.alike, rows, entries)
+
+    def seen(self, alike: Alike, rows: int, entries: float) -> float:
+        """The same in layers that are counted by what makes them take as long as each other."""
+        heads, seconds = self.geometry.attention_heads, 0.0
+        for (kv_heads, width, window), count in alike.items():
+            pairs = rows * (entries if window is None else min(entries, window))
+            seconds += count * 2 * pairs * heads * width / at(self.machine.attention, rows * heads / kv_heads)
         return seconds
 
     def recalled(self, rows: int, away: float) -> float:
@@ -206,11 +247,7 @@ class _Work:
         """The same where all entries come back as they were."""
         if away <= 0:
             return 0.0
-        attention = sum(
-            self.operations(layer, rows, away)
-            / at(self.machine.attention, rows * self.geometry.attention_heads / layer.kv_heads)
-            for layer in self.full
-        )
+        attention = self.seen(self.alike_full, rows, away)
         if not self.candidate.stride:
             moved = not (self.machine.shared or self.candidate.where == "device")
             pieces = away / (PAGE if moved else 2 * PAGE) + 2

@@ -148,8 +148,12 @@ def _checkpointed(
     places = {"device": held.device, "host": held.host, "disk": held.disk}
     if not stride:
         work = 0
+        paged: dict[int, list[int]] = {}  # layers that lost alike have one list
         for layer, own in left:
-            pages = pages_of(arriving if backed else own)
+            rows = arriving if backed else own
+            if id(rows) not in paged:
+                paged[id(rows)] = pages_of(rows)
+            pages = paged[id(rows)]
             places[where] += sum(pages) * _entry(layer, geometry)
             if where != "device" and not shared and pages:
                 work = max(work, min(PAGE, max(pages), away) * _entry(layer, geometry))
@@ -207,11 +211,13 @@ def _chunks(tokens: int, chunk: int) -> list[int]:
 
 def _over(counts: list[int], room: int) -> list[int]:
     """Return how many entries each of ``counts`` drives out of room for so many."""
-    before = 0
+    before = over = 0
     gone = []
     for count in counts:
-        gone.append(max(0, before + count - room) - max(0, before - room))
         before += count
+        now = before - room if before > room else 0
+        gone.append(now - over)
+        over = now
     return gone
 
 

@@ -17,6 +17,7 @@ from rich.table import Table
 from kvkeep.cli import options
 from kvkeep.cli.output import err, note, print_json, show
 from kvkeep.errors import KvkeepError, Stopped, UsageError, unknown
+from kvkeep_lab.cli.fleet import fleet
 
 if TYPE_CHECKING:
     from kvkeep_lab.runner import Tally
@@ -35,6 +36,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
 )
+app.command()(fleet)
 
 
 @app.command("list")

@@ -1,0 +1,173 @@
+"""``kvkeep lab fleet``: a fleet of replicas, simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from kvkeep.cli import options
+from kvkeep.cli.listed import listed
+from kvkeep.cli.output import err, note, print_json, show, size
+from kvkeep.errors import UsageError, unknown
+
+if TYPE_CHECKING:
+    from kvkeep_lab.fleet import Outcome, Pace, Scenario
+
+
+def fleet(
+    pace: Annotated[
+        Path | None, typer.Option("--pace", help="A JSON file of what one replica does, instead of the planner's.")
+    ] = None,
+    model: Annotated[
+        str, typer.Option("--model", "-m", help="For the planner: a model, or a config.json.")
+    ] = "smollm2",
+    machine: Annotated[str | None, typer.Option(help="For the planner: a machine's rates or data sheet.")] = None,
+    method: Annotated[
+        str, typer.Option("--method", "-x", help="For the planner: a cache, as 'kvkeep plan' names it.")
+    ] = ("full"),
+    budget: Annotated[str, typer.Option("--budget", "-b", help="For the planner: of every session.")] = "4096",
+    context: Annotated[int, typer.Option(min=1024, help="For the planner: sessions that lines are drawn for.")] = 8192,
+    chunk: Annotated[int, typer.Option(min=1, help="For the planner: prompt tokens in a step of others.")] = 512,
+    replicas: Annotated[list[str] | None, typer.Option(help="How many. By commas.", show_default="8")] = None,
+    route: Annotated[
+        list[str] | None, typer.Option(help="hash, bounded, least. By commas.", show_default="hash")
+    ] = None,
+    recall: Annotated[
+        list[str] | None,
+        typer.Option(help="A past comes back by fetch, read, or the faster. By commas.", show_default="fetch"),
+    ] = None,
+    rate: Annotated[float, typer.Option(help="New sessions a second at each replica.")] = 0.05,
+    burst: Annotated[
+        int, typer.Option(min=0, help="Instead: so many sessions at once, and again when all have ended.")
+    ] = 0,
+    turns: Annotated[float, typer.Option(min=1, help="Turns of a session, on the mean.")] = 8,
+    first: Annotated[float, typer.Option(min=1, help="Tokens of a first prompt, on the mean.")] = 2000,
+    prompt: Annotated[float, typer.Option(min=1, help="Tokens of a later prompt, on the mean.")] = 200,
+    answer: Annotated[float, typer.Option(min=1, help="Tokens of an answer, on the mean.")] = 300,
+    think: Annotated[float, typer.Option(min=0, help="Seconds between an answer and the next turn, on the mean.")] = 30,
+    fixed: Annotated[bool, typer.Option("--fixed", help="Lengths are their means, not exponential.")] = False,
+    disk: Annotated[str, typer.Option(help="Bytes a second of the disk that all share.")] = "20GB",
+    link: Annotated[float, typer.Option(min=0.001, help="Gbit/s of each replica's network.")] = 100,
+    mtbf: Annotated[float | None, typer.Option(min=1, help="Mean seconds until a replica fails; never.")] = None,
+    restart: Annotated[float, typer.Option(min=0, help="Seconds until a replica that failed is back.")] = 60,
+    notice: Annotated[float, typer.Option(min=0.001, help="Seconds until clients of one that failed ask again.")] = 1,
+    seconds: Annotated[float, typer.Option(min=1, help="Simulated time.")] = 600,
+    warmup: Annotated[float, typer.Option(min=0, help="Simulated seconds that are not counted.")] = 120,
+    seed: Annotated[int, typer.Option(help="Of all chance.")] = 0,
+    json: options.Json = False,
+) -> None:
+    """Simulate a fleet of replicas: routing, parked sessions, failures, tail latency. One row for each combination."""
+    from kvkeep.plan.capacity import GBIT
+    from kvkeep.plan.planner import parse_memory
+    from kvkeep_lab.fleet import RECALLS, ROUTES, Pace, Scenario, simulate
+
+    counts = _counts(replicas or ["8"])
+    routes, recalls = _known(route, ROUTES, "--route"), _known(recall, RECALLS, "--recall")
+    given: dict[str, Any] = {"rate": rate, "burst": burst, "turns": turns, "first": first, "prompt": prompt}
+    given |= {"answer": answer, "think": think, "fixed": fixed, "disk": float(parse_memory(disk)), "link": link * GBIT}
+    given |= {"mtbf": mtbf, "restart": restart, "notice": notice, "seconds": seconds, "warmup": warmup, "seed": seed}
+    one = Pace.load(pace) if pace is not None else _planned(model, machine, method, budget, context, chunk)
+    combined: list[Any] = [*product(counts, routes, recalls)]
+    scenarios = [Scenario(count, route=how, recall=back, **given) for count, how, back in combined]
+    found: list[tuple[Scenario, Outcome]] = []
+    with _progress(len(scenarios) * seconds) as progress:
+        for number, scenario in enumerate(scenarios):
+            found.append((scenario, simulate(one, scenario, partial(progress, number * seconds))))
+    if json:
+        rows = [
+            {"replicas": scenario.replicas, "route": scenario.route, "recall": scenario.recall, **outcome.as_dict()}
+            for scenario, outcome in found
+        ]
+        print_json({"pace": one.as_dict(), "scenario": given, "rows": rows})
+        return
+    note(one.name)
+    show(_table(found))
+
+
+def _planned(model: str, machine: str | None, method: str, budget: str, context: int, chunk: int) -> Pace:
+    from kvkeep.budget import Budget
+    from kvkeep.models.loading import describe
+    from kvkeep.plan.calibrate import machine_here
+    from kvkeep.plan.machine import Machine
+    from kvkeep.plan.shape import shape_of
+    from kvkeep_lab.fleet import Pace
+
+    elsewhere = Machine.load(machine) if machine is not None else None
+    place = "cpu" if elsewhere is None else elsewhere.device
+    described = describe(model, device=place, progress=note)
+    shape = shape_of(described.config, described.dtype.itemsize, described.weights.nbytes)
+    rates = elsewhere or machine_here(place, described.dtype, note)
+    room = int(0.9 * rates.memory_bytes) - shape.weight_bytes
+    if room <= 0:
+        raise UsageError(f"The weights alone are {size(shape.weight_bytes)}, more than '{rates.name}' has.")
+    entries = Budget.parse(budget).entries(shape.geometry, context=context)
+    return Pace.planned(shape, rates, room, method, entries, context, chunk)
+
+
+def _counts(texts: list[str]) -> list[int]:
+    found = listed(texts, "--replicas")
+    if not all(text.isdigit() and int(text) for text in found):
+        raise UsageError(f"Replicas are whole numbers from 1 on, not '{','.join(found)}'.")
+    return [int(text) for text in found]
+
+
+def _known(texts: list[str] | None, known: tuple[str, ...], option: str) -> list[str]:
+    found = listed(texts or [known[0]], option)
+    for text in found:
+        if text not in known:
+            raise unknown(option.strip("-"), text, known)
+    return found
+
+
+@contextmanager
+def _progress(total: float) -> Iterator[Any]:
+    columns = TextColumn("simulating"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda before, now: bar.update(task, completed=before + now)
+
+
+def _table(found: list[tuple[Scenario, Outcome]]) -> Table:
+    table = Table(box=None, header_style="bold")
+    for heading in ("replicas", "route", "recall"):
+        table.add_column(heading, justify="right" if heading == "replicas" else "left", no_wrap=True)
+    headings = ("first token s, 50/95/99 %", "between ms, 50/95/99 %", "after a failure s", "tokens/s")
+    for heading in (
+        *headings,
+        "under way",
+        "busy %",
+        "in memory %",
+        "fetched %",
+        "read again %",
+        "disk read/s",
+        "written/s",
+    ):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for scenario, outcome in found:
+        table.add_row(
+            f"{scenario.replicas:,}",
+            scenario.route,
+            scenario.recall,
+            _three(outcome.first_token),
+            _three(outcome.gap, 1e3),
+            _three(outcome.recovered),
+            f"{outcome.tokens_s:,.0f}",
+            f"{outcome.left:,}",
+            f"{100 * outcome.busy:.0f}",
+            *(f"{100 * outcome.share(how):.1f}" for how in ("in memory", "fetched", "read again")),
+            size(int(outcome.read_bytes_s)),
+            size(int(outcome.written_bytes_s)),
+        )
+    return table
+
+
+def _three(values: tuple[float, float, float] | None, scale: float = 1.0) -> str:
+    return "-" if values is None else " / ".join(f"{scale * value:.3g}" for value in values)

@@ -1,0 +1,772 @@
+"""A fleet of replicas, simulated: sessions that come, think and come back, are routed, wait, are fetched and answered.
+
+Events change rates; between two events everything goes on evenly, so there is no event for a token. A replica answers
+as the engine does (:mod:`kvkeep.serve.engine`): a step reads one token of every session that writes and a chunk of one
+that reads its prompt, in turn. So those that write go on alike, as do those that read: either is a clock
+(:class:`Clock`), and a job ends when its clock has done as much as it needs. Memory is granted first come, first
+served; idle sessions make way, the least recently used first. When an answer ends its turn is written to a disk that
+all replicas share. A session whose turn comes at another replica, or after it made way, is fetched from there, or its
+text is read again.
+
+A replica that fails loses what it has in memory and all its answers. Clients ask again once the router has noticed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from array import array
+from bisect import bisect
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from hashlib import blake2b
+from heapq import heappop, heappush
+from pathlib import Path
+from random import Random
+from typing import Any, Literal, NamedTuple, get_args
+
+from kvkeep.errors import UsageError
+from kvkeep.plan.capacity import parse
+from kvkeep.plan.costs import cost
+from kvkeep.plan.machine import Machine
+from kvkeep.plan.planner import ACCEPTANCE
+from kvkeep.plan.shape import Shape
+from kvkeep.plan.sizes import sizes
+
+Route = Literal["hash", "bounded", "least"]
+Recall = Literal["fetch", "read", "faster"]
+ROUTES: tuple[Route, ...] = get_args(Route)
+RECALLS: tuple[Recall, ...] = get_args(Recall)
+
+POINTS = 64
+"""Points that each replica has on the ring of consistent hashing."""
+
+BOUND = 1.25
+"""Times the mean of all answers under way that a replica has at most, where loads are bounded."""
+
+_GRAIN = 200  # buckets of gaps for each factor of e: half a per cent wide
+
+
+# -- what one replica does --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Seconds and bytes of one replica.
+
+    name: a few words. steps: points (sessions, seconds) of a step that reads nothing of their pasts; lines between them
+    and beyond. entry_s: seconds that a step takes for each token of a past that it reads. read_s: seconds to read a
+    token of a prompt, alone; read_entry_s: the same for each token before it; least_s: of a whole prompt, at least.
+    chunk: tokens of a prompt that are read in a step of others. memory: bytes for caches. longest: tokens of a session.
+    entries: tokens of a past that are read and held, None for all. hot, cold: bytes of the replica's memory for each of
+    those, and for every token. away: bytes at rest for every token beside these.
+    """
+
+    name: str
+    steps: tuple[tuple[float, float], ...]
+    read_s: float
+    memory: float
+    hot: float
+    entry_s: float = 0.0
+    read_entry_s: float = 0.0
+    least_s: float = 0.0
+    chunk: int = 128
+    longest: int = 131072
+    entries: int | None = None
+    cold: float = 0.0
+    away: float = 0.0
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Pace:
+        """Read a JSON object of the fields. Raises UsageError for anything else."""
+        try:
+            given = json.loads(Path(path).read_text(encoding="utf-8"))
+            return cls(**given | {"steps": tuple((float(count), float(took)) for count, took in given["steps"])})
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise UsageError(f"The pace '{path}' cannot be read as the figures of a replica: {error}.") from None
+
+    @classmethod
+    def planned(
+        cls, shape: Shape, machine: Machine, memory: int, name: str, budget: int, tokens: int, chunk: int = 512
+    ) -> Pace:
+        """Return what the planner predicts of a machine, as straight lines about sessions of ``tokens``.
+
+        name, budget: of the cache, as ``kvkeep capacity`` takes them. Raises UsageError for methods that draft, whose
+        rounds are no steps.
+        """
+        candidate = parse(name)
+        if candidate.method.recall.drafts:
+            raise UsageError(f"'{name}' drafts, and rounds are not simulated; take another method.")
+        own = None if candidate.keeps_all else min(budget, tokens)
+        few, many = (
+            sizes(shape.geometry, candidate, count, own, shared=machine.shared) for count in (tokens // 4, tokens)
+        )
+        counts = [2**power for power in range(11)]
+        costs = [cost(shape, candidate, many, machine, ACCEPTANCE, count) for count in counts]
+        before = cost(shape, candidate, few, machine, ACCEPTANCE).prefill
+        # The prompt is a t + b t²/2 seconds: b for each token before.
+        growth = (costs[0].prefill / tokens - before / (tokens // 4)) / (tokens - tokens // 4)
+        whole = own is None or candidate.method.checkpoints
+        read = many.tokens if whole else min(tokens, own or tokens)
+        resident = min(tokens, own or tokens)
+        return cls(
+            name=f"{candidate}, {machine.name}",
+            steps=tuple((float(count), one.own) for count, one in zip(counts, costs, strict=True)),
+            read_s=max(0.0, costs[0].prefill / tokens - growth * tokens),
+            read_entry_s=max(0.0, 2 * growth),
+            memory=float(memory - many.hand - many.workspace),
+            hot=(many.resident + many.compressed) / resident,
+            entry_s=(costs[0].step - costs[0].own) / read,
+            least_s=costs[0].own,
+            chunk=chunk,
+            longest=shape.geometry.max_positions or 10**9,
+            entries=own,
+            cold=many.device / tokens,
+            away=(many.host + many.disk) / tokens,
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields as plain types."""
+        return asdict(self)
+
+    def own(self, sessions: int) -> float:
+        """Return the seconds of a step of so many sessions without their pasts."""
+        points = self.steps
+        at = min(max(1, bisect(points, (sessions, math.inf))), len(points) - 1)
+        if len(points) == 1:
+            return points[0][1]
+        (low, first), (high, last) = points[at - 1], points[at]
+        return first + (last - first) * (sessions - low) / (high - low)
+
+    def past(self, tokens: float) -> float:
+        """Return how many tokens of a past a step reads."""
+        return tokens if self.entries is None or self.cold or self.away else min(tokens, self.entries)
+
+    def reading(self, past: float, new: float) -> float:
+        """Return the seconds to read ``new`` tokens after ``past``, alone."""
+        return max(self.least_s, new * (self.read_s + self.read_entry_s * (past + new / 2)))
+
+    def held(self, tokens: float) -> float:
+        """Return the bytes of memory that a session takes."""
+        hot = tokens if self.entries is None else min(tokens, self.entries)
+        return self.hot * hot + self.cold * tokens
+
+    def stored(self, tokens: float) -> float:
+        """Return the bytes of a session at rest."""
+        return self.held(tokens) + self.away * tokens
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A fleet and who asks it. Seconds, tokens, bytes.
+
+    rate: new sessions a second, at each replica. burst: instead, so many at once, and as many more when all of them
+    have ended. turns: of a session, on the mean (geometric). first, prompt, answer: tokens of the first prompt, of the
+    later ones and of answers, means of exponentials, or the numbers themselves where lengths are ``fixed``. think: mean
+    between an answer and the next turn. route: ``hash`` (consistent hashing of sessions), ``bounded`` (the same, past
+    replicas that have more than BOUND times the mean), ``least`` (the fewest answers under way). recall: whether a
+    session comes back from the disk, by reading its text again, or by what is faster. disk: bytes a second of all
+    replicas together; link: of one. mtbf: mean time until a replica fails, None for never; restart: until it is back;
+    notice: until clients ask elsewhere. seconds: that are simulated, the first ``warmup`` of them not counted.
+    """
+
+    replicas: int = 8
+    rate: float = 0.05
+    burst: int = 0
+    turns: float = 8.0
+    first: float = 2000.0
+    prompt: float = 200.0
+    answer: float = 300.0
+    think: float = 30.0
+    fixed: bool = False
+    route: Route = "hash"
+    recall: Recall = "fetch"
+    disk: float = 20e9
+    link: float = 12.5e9
+    mtbf: float | None = None
+    restart: float = 60.0
+    notice: float = 1.0
+    seconds: float = 600.0
+    warmup: float = 120.0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of it, after the warm-up. left: answers under way at the end. first_token, recovered: seconds at the
+    50th, 95th and 99th percentile, until the first token of a turn, and from a failure until the first token of a
+    client's next try; until the end, where there is none yet. gap: the same between tokens. None where there were none.
+    turns: by how their past came there. in_system: answers under way, on the mean; answer_s: mean seconds of one from
+    its request to its last token. busy: share of time that replicas work. writing: sessions that share a step, on the
+    mean of busy time. events: how many were simulated."""
+
+    asked: int
+    answered: int
+    left: int
+    failures: int
+    first_token: tuple[float, float, float] | None
+    gap: tuple[float, float, float] | None
+    recovered: tuple[float, float, float] | None
+    tokens_s: float
+    turns: dict[str, int]
+    read_bytes_s: float
+    written_bytes_s: float
+    in_system: float
+    answer_s: float
+    busy: float
+    writing: float
+    events: int
+
+    def share(self, how: str) -> float:
+        """Return the share of turns whose past came there so."""
+        return self.turns.get(how, 0) / max(1, sum(self.turns.values()))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the figures as plain types."""
+        return asdict(self)
+
+
+# -- the parts --------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Jobs that go on alike. done: what each has done of its work since the clock began, ``rate`` more a second."""
+
+    __slots__ = ("at", "done", "jobs", "rate")
+
+    def __init__(self) -> None:
+        self.done = self.at = self.rate = 0.0
+        self.jobs: list[tuple[float, int, Any]] = []
+
+    def advance(self, now: float) -> None:
+        """Go on to ``now``."""
+        self.done += self.rate * (now - self.at)
+        self.at = now
+
+    def add(self, work: float, order: int, job: Any) -> None:
+        """Begin a job; equal ones end by ``order``."""
+        heappush(self.jobs, (self.done + work, order, job))
+
+    @property
+    def next(self) -> float:
+        """When the first job ends, if nothing changes."""
+        return self.at + max(0.0, self.jobs[0][0] - self.done) / self.rate if self.jobs else math.inf
+
+    def ended(self) -> Any:
+        """Return the job that ends first, which is done."""
+        finish, _, job = heappop(self.jobs)
+        self.done = max(self.done, finish)  # what was lost to rounding
+        return job
+
+
+class Session:
+    """One conversation: ``past`` tokens that were answered, and the turn in hand."""
+
+    __slots__ = ("answer", "asked", "fetched", "grant", "hash", "home", "lost", "new", "number", "past", "told")
+
+    def __init__(self, number: int) -> None:
+        self.number, self.hash, self.past = number, _hashed(f"session {number}"), 0
+        self.new = self.answer = 0
+        self.asked = self.grant = 0.0
+        self.told = False  # the first token of this turn
+        self.lost: float | None = None  # when its answer was, of a try that failed
+        self.home: Replica | None = None  # has it idle in memory
+
+
+class Replica:
+    """One server: who waits, who reads, who writes, and who is idle in its memory."""
+
+    __slots__ = (
+        *("busy", "fetching", "granted", "held", "idle", "life", "load", "number", "pasts", "reading", "seen", "up"),
+        *("version", "waiting", "writing", "written"),
+    )
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.life = self.version = self.load = 0
+        self.up = self.seen = True  # seen: as the router knows it
+        self.busy = self.written = 0.0  # seconds, and sessions times seconds
+        self.clear(0.0)
+
+    def clear(self, now: float) -> None:
+        """Forget everything."""
+        self.waiting: deque[Session] = deque()
+        self.fetching: deque[Session] = deque()  # the first of them is on its way
+        self.reading, self.writing = Clock(), Clock()
+        self.reading.at = self.writing.at = now
+        self.idle: OrderedDict[int, Session] = OrderedDict()  # the least recently used first
+        self.granted = self.held = self.pasts = (
+            0.0  # bytes of answers, of idle sessions; tokens of pasts read in a step
+        )
+
+    @property
+    def sessions(self) -> list[Session]:
+        """Those with an answer under way."""
+        clocks = (job[2] for clock in (self.reading, self.writing) for job in clock.jobs)
+        return [*self.waiting, *self.fetching, *clocks]
+
+
+class Transfer(NamedTuple):
+    """Bytes on their way to a replica, as long as it lives, or to the disk."""
+
+    size: float
+    replica: Replica | None = None
+    life: int = 0
+
+
+class Ring:
+    """Consistent hashing: every replica has POINTS places on a ring, a session is the next one's."""
+
+    def __init__(self, replicas: Sequence[Replica]) -> None:
+        points = sorted(
+            (_hashed(f"replica {one.number} {point}"), one.number) for one in replicas for point in range(POINTS)
+        )
+        self.hashes = [place for place, _ in points]
+        self.owners = [replicas[number] for _, number in points]
+
+    def pick(self, place: int, most: float = math.inf) -> Replica | None:
+        """Return the first replica from ``place`` on that is there and has fewer than ``most`` answers; failing that,
+        the first that is there."""
+        start, count, first = bisect(self.hashes, place), len(self.owners), None
+        for step in range(count):
+            one = self.owners[(start + step) % count]
+            if one.seen:
+                if one.load < most:
+                    return one
+                first = first or one
+        return first
+
+
+def _hashed(text: str) -> int:
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big")
+
+
+# -- the simulation ---------------------------------------------------------------------------------------
+
+
+class Simulation:
+    """Events in order. Use :meth:`run` once."""
+
+    def __init__(self, pace: Pace, scenario: Scenario) -> None:
+        if pace.held(scenario.first) > pace.memory:
+            raise UsageError(f"A session of {scenario.first:,.0f} tokens is larger than a replica's memory.")
+        if scenario.warmup >= scenario.seconds:
+            raise UsageError("The warm-up has to be shorter than what is simulated.")
+        if (
+            min(scenario.rate, scenario.notice, scenario.disk, scenario.link, scenario.replicas, scenario.turns - 1e-9)
+            <= 0
+        ):
+            raise UsageError("Replicas, rates, turns and the time until a failure is noticed are above 0.")
+        self.pace, self.scenario = pace, scenario
+        self.random = Random(scenario.seed)
+        self.replicas = [Replica(number) for number in range(scenario.replicas)]
+        self.ring = Ring(self.replicas)
+        self.disk, self.disk_version = Clock(), 0
+        self.retrying: set[Session] = set()
+        self.now, self.order, self.load, self.number, self.alive = 0.0, 0, 0, 0, 0
+        self._events: list[tuple[float, int, Callable[[Any], None], Any]] = []
+        self._least: list[tuple[int, float, int, Replica]] = []  # by load; outdated ones are skipped
+        self._own: dict[int, float] = {}
+        self._chunk_s = pace.chunk * pace.read_s
+        self._reset()
+
+    def _reset(self) -> None:
+        """Count from now on."""
+        self.asked = self.answered = self.failures = self.tokens = 0
+        self.turns: Counter[str] = Counter()
+        self.first_token, self.recovered = array("d"), array("d")
+        self.gaps: defaultdict[int, float] = defaultdict(float)
+        self.read_bytes = self.written_bytes = self.area = self.lived = 0.0
+        self.since = self._changed = self.now
+        for one in self.replicas:
+            one.busy = one.written = 0.0
+
+    def run(self, progress: Callable[[float], None] = lambda now: None) -> Outcome:
+        """Simulate, and return what came of it. progress: gets the simulated seconds now and then."""
+        given = self.scenario
+        for replica in self.replicas:
+            self._count(replica, 0)
+            self._doom(replica)
+        if given.burst:
+            self._at(0.0, self._burst, None)
+        else:
+            self._at(self._exponential(1 / (given.rate * given.replicas)), self._arrive, None)
+        events, warm, shown = self._events, not given.warmup, 0
+        while events[0][0] <= given.seconds:
+            if not warm and events[0][0] >= given.warmup:
+                self.now, warm = given.warmup, True
+                for replica in self.replicas:
+                    self._advance(replica)
+                self._area()
+                self._reset()
+            self.now, _, act, about = heappop(events)
+            act(about)
+            shown += 1
+            if not shown % 4096:
+                progress(self.now)
+        self.now = given.seconds
+        for replica in self.replicas:
+            self._advance(replica)
+        self._area()
+        return self._outcome(shown)
+
+    @property
+    def under_way(self) -> int:
+        """How many answers are asked for and have not ended, wherever they are."""
+        return len(self.retrying) + sum(len(replica.sessions) for replica in self.replicas)
+
+    def _outcome(self, events: int) -> Outcome:
+        span = self.now - self.since
+        for session in self.retrying.union(*(replica.sessions for replica in self.replicas)):
+            if not session.told and session.asked >= self.since:
+                self.first_token.append(self.now - session.asked)
+            if session.lost is not None:
+                self.recovered.append(self.now - session.lost)
+        busy = sum(replica.busy for replica in self.replicas)
+        return Outcome(
+            self.asked,
+            self.answered,
+            self.under_way,
+            self.failures,
+            _percentiles(self.first_token),
+            _weighted(self.gaps),
+            _percentiles(self.recovered),
+            sum(self.gaps.values()) / span,
+            dict(sorted(self.turns.items())),
+            self.read_bytes / span,
+            self.written_bytes / span,
+            self.area / span,
+            self.lived / max(1, self.answered),
+            busy / span / len(self.replicas),
+            sum(replica.written for replica in self.replicas) / busy if busy else 0.0,
+            events,
+        )
+
+    # -- time and chance ----------------------------------------------------------------------------
+
+    def _at(self, when: float, act: Callable[[Any], None], about: Any) -> None:
+        self.order += 1
+        heappush(self._events, (when, self.order, act, about))
+
+    def _exponential(self, mean: float) -> float:
+        return self.random.expovariate(1 / mean) if mean else 0.0
+
+    def _length(self, mean: float) -> int:
+        return max(1, round(mean if self.scenario.fixed else self._exponential(mean)))
+
+    # -- sessions -----------------------------------------------------------------------------------
+
+    def _arrive(self, _: None) -> None:
+        given = self.scenario
+        self._at(self.now + self._exponential(1 / (given.rate * given.replicas)), self._arrive, None)
+        self._come()
+
+    def _burst(self, _: None) -> None:
+        for _each in range(self.scenario.burst):
+            self._come()
+
+    def _come(self) -> None:
+        self.number += 1
+        self.alive += 1
+        self._ask(Session(self.number))
+
+    def _ask(self, session: Session) -> None:
+        """A session's turn begins, if it has room for one."""
+        given = self.scenario
+        session.new = self._length(given.prompt if session.past else given.first)
+        session.answer = self._length(given.answer)
+        whole = session.past + session.new + session.answer
+        if whole > self.pace.longest or self.pace.held(whole) > self.pace.memory:
+            self._forget(session)
+            return
+        session.asked, session.told, session.lost = self.now, False, None
+        self._area()
+        self.load += 1
+        self.asked += 1
+        self._send(session)
+
+    def _send(self, session: Session) -> None:
+        """Route a turn."""
+        self.retrying.discard(session)
+        replica = self._route(session)
+        if replica is None or not replica.up:
+            self._retry(session)
+            return
+        self._count(replica, 1)
+        replica.waiting.append(session)
+        self._advance(replica)
+        self._admit(replica)
+        self._refresh(replica)
+
+    def _route(self, session: Session) -> Replica | None:
+        route = self.scenario.route
+        if route == "hash":
+            return self.ring.pick(session.hash)
+        if route == "bounded":
+            there = sum(replica.seen for replica in self.replicas) if self.failures else len(self.replicas)
+            return self.ring.pick(session.hash, math.ceil(BOUND * self.load / max(1, there)))
+        while self._least:
+            load, _, life, replica = self._least[0]
+            if replica.seen and replica.load == load and replica.life == life:
+                return replica
+            heappop(self._least)
+        return None
+
+    def _count(self, replica: Replica, more: int) -> None:
+        """Count answers of a replica."""
+        replica.load += more
+        if self.scenario.route == "least":
+            heappush(self._least, (replica.load, self.random.random(), replica.life, replica))
+
+    def _retry(self, session: Session) -> None:
+        """Let a client ask again once the router has noticed."""
+        self.retrying.add(session)
+        self._at(self.now + self.scenario.notice, self._send, session)
+
+    def _forget(self, session: Session) -> None:
+        """End a session."""
+        if session.home is not None:
+            self._leave(session.home, session)
+        self.alive -= 1
+        if self.scenario.burst and not self.alive:
+            self._at(self.now, self._burst, None)
+
+    def _leave(self, replica: Replica, session: Session) -> None:
+        """Take an idle session out of memory; its file stays."""
+        del replica.idle[session.number]
+        replica.held -= self.pace.held(session.past)
+        session.home = None
+
+    def _area(self) -> None:
+        self.area += self.load * (self.now - self._changed)
+        self._changed = self.now
+
+    # -- one replica --------------------------------------------------------------------------------
+
+    def _admit(self, replica: Replica) -> None:
+        """Let in who waits, in order, as far as memory is granted."""
+        pace = self.pace
+        while replica.waiting:
+            session = replica.waiting[0]
+            need = pace.held(session.past + session.new + session.answer)
+            if need > pace.memory - replica.granted:
+                return
+            replica.waiting.popleft()
+            here = session.home is replica
+            if session.home is not None:  # in memory here, or at a replica that this turn does not come to
+                self._leave(session.home, session)
+            while need > pace.memory - replica.granted - replica.held and replica.idle:
+                self._leave(replica, next(iter(replica.idle.values())))
+            session.grant = need
+            replica.granted += need
+            self._begin(replica, session, here)
+
+    def _begin(self, replica: Replica, session: Session, here: bool) -> None:
+        """Begin an answer whose memory is granted: its past is there, is fetched, or is read again."""
+        if not session.past or here:
+            self.turns["in memory" if here else "new"] += 1
+            self._read(replica, session, session.past)
+        elif self._fetches(session):
+            self.turns["fetched"] += 1
+            replica.fetching.append(session)
+            if len(replica.fetching) == 1:
+                self._fetch(replica)
+        else:
+            self.turns["read again"] += 1
+            self._read(replica, session, 0)
+
+    def _fetches(self, session: Session) -> bool:
+        """Return whether a past is fetched, rather than read again."""
+        given = self.scenario
+        if given.recall != "faster":
+            return given.recall == "fetch"
+        rate = min(given.link, given.disk / (len(self.disk.jobs) + 1))
+        return self.pace.stored(session.past) / rate < self.pace.reading(0, session.past)
+
+    def _read(self, replica: Replica, session: Session, past: int) -> None:
+        """Begin to read what is not in the cache after ``past`` tokens."""
+        self.order += 1
+        replica.reading.add(self.pace.reading(past, session.past - past + session.new), self.order, session)
+
+    def _advance(self, replica: Replica) -> None:
+        """Go on to now, and count what was written meanwhile."""
+        passed, writing = self.now - replica.writing.at, len(replica.writing.jobs)
+        if passed > 0:
+            if writing:
+                rate = replica.writing.rate
+                self.gaps[round(-_GRAIN * math.log(rate))] += writing * rate * passed
+                replica.written += writing * passed
+            if writing or replica.reading.jobs:
+                replica.busy += passed
+        replica.reading.advance(self.now)
+        replica.writing.advance(self.now)
+
+    def _refresh(self, replica: Replica) -> None:
+        """Set the rates by who is there, and say when the next one ends."""
+        reading, writing = replica.reading, replica.writing
+        read, written = len(reading.jobs), len(writing.jobs)
+        step = 0.0
+        if written:
+            if written not in self._own:
+                self._own[written] = self.pace.own(written)
+            step = self._own[written] + self.pace.entry_s * replica.pasts
+        whole = step + self._chunk_s if read else step
+        writing.rate = 1 / whole if written else 0.0
+        reading.rate = (
+            0.0 if not read else 1 / read if not written or not self._chunk_s else self._chunk_s / whole / read
+        )
+        replica.version += 1
+        if read or written:
+            self._at(min(reading.next, writing.next), self._work, (replica, replica.version))
+
+    def _work(self, about: tuple[Replica, int]) -> None:
+        """A prompt or an answer ends."""
+        replica, version = about
+        if replica.version != version:
+            return
+        reads = replica.reading.next <= replica.writing.next
+        self._advance(replica)
+        if reads:
+            self._write(replica, replica.reading.ended())
+        else:
+            self._end(replica, replica.writing.ended())
+        self._refresh(replica)
+
+    def _write(self, replica: Replica, session: Session) -> None:
+        """A prompt was read, which gives the first token."""
+        if not session.told:
+            session.told = True
+            if session.asked >= self.since:
+                self.first_token.append(self.now - session.asked)
+        if session.lost is not None:
+            self.recovered.append(self.now - session.lost)
+            session.lost = None
+        replica.pasts += self._read_of(session)
+        self.order += 1
+        replica.writing.add(session.answer - 1, self.order, session)
+
+    def _read_of(self, session: Session) -> float:
+        """Return the tokens that a step reads for a session, on the mean of its answer."""
+        return self.pace.past(session.past + session.new + session.answer / 2)
+
+    def _end(self, replica: Replica, session: Session) -> None:
+        """An answer ended: its turn is written to the disk, and the session idles."""
+        pace, given = self.pace, self.scenario
+        replica.pasts -= self._read_of(session)
+        if not replica.writing.jobs:
+            replica.pasts = 0.0  # and no rest of rounding
+        replica.granted -= session.grant
+        before, session.past = session.past, session.past + session.new + session.answer
+        self._transfer(Transfer(pace.stored(session.past - before)))
+        replica.idle[session.number], session.home = session, replica
+        replica.held += pace.held(session.past)
+        self._area()
+        self.load -= 1
+        self.answered += 1
+        self.lived += self.now - session.asked
+        self._count(replica, -1)
+        if self.random.random() < 1 / given.turns:
+            self._forget(session)
+        else:
+            self._at(self.now + self._exponential(given.think), self._ask, session)
+        self._admit(replica)
+
+    # -- the disk that all share --------------------------------------------------------------------
+
+    def _fetch(self, replica: Replica) -> None:
+        """Fetch the first session that waits for it."""
+        self._transfer(Transfer(self.pace.stored(replica.fetching[0].past), replica, replica.life))
+
+    def _transfer(self, transfer: Transfer) -> None:
+        """Begin to move bytes."""
+        self.order += 1
+        self.disk.advance(self.now)
+        self.disk.add(transfer.size, self.order, transfer)
+        self._share()
+
+    def _share(self) -> None:
+        """Share the disk: everybody has as much of it, and no more than a link carries."""
+        jobs = len(self.disk.jobs)
+        self.disk_version += 1
+        if jobs:
+            self.disk.rate = min(self.scenario.link, self.scenario.disk / jobs)
+            self._at(self.disk.next, self._moved, self.disk_version)
+
+    def _moved(self, version: int) -> None:
+        """The first bytes are there."""
+        if version != self.disk_version:
+            return
+        self.disk.advance(self.now)
+        moved: Transfer = self.disk.ended()
+        self._share()
+        replica = moved.replica
+        if replica is None:
+            self.written_bytes += moved.size
+            return
+        self.read_bytes += moved.size
+        if replica.life != moved.life:  # it has failed
+            return
+        session = replica.fetching.popleft()
+        self._advance(replica)
+        self._read(replica, session, session.past)
+        if replica.fetching:
+            self._fetch(replica)
+        self._refresh(replica)
+
+    # -- failures -----------------------------------------------------------------------------------
+
+    def _doom(self, replica: Replica) -> None:
+        if self.scenario.mtbf is not None:
+            self._at(self.now + self._exponential(self.scenario.mtbf), self.fail, replica)
+
+    def fail(self, replica: Replica) -> None:
+        """A replica loses everything but its files."""
+        self._advance(replica)
+        self.failures += 1
+        replica.up = False
+        replica.life += 1
+        replica.version += 1
+        for session in replica.idle.values():
+            session.home = None
+        self._at(self.now + self.scenario.notice, self._notice, (replica, replica.life))  # before anyone asks again
+        for session in replica.sessions:
+            session.lost = self.now if session.lost is None else session.lost
+            self._retry(session)
+        replica.load = 0
+        replica.clear(self.now)
+        self._at(self.now + self.scenario.restart, self._restart, replica)
+
+    def _notice(self, about: tuple[Replica, int]) -> None:
+        replica, life = about
+        if replica.life == life and not replica.up:
+            replica.seen = False
+
+    def _restart(self, replica: Replica) -> None:
+        replica.up = replica.seen = True
+        self._count(replica, 0)
+        self._doom(replica)
+
+
+def simulate(pace: Pace, scenario: Scenario, progress: Callable[[float], None] = lambda now: None) -> Outcome:
+    """Return what comes of a scenario, the same for the same seed."""
+    return Simulation(pace, scenario).run(progress)
+
+
+def _percentiles(values: Iterable[float]) -> tuple[float, float, float] | None:
+    ordered = sorted(values)
+    if not ordered:
+        return None
+    fifty, high, highest = (ordered[min(len(ordered) - 1, int(share * len(ordered)))] for share in (0.5, 0.95, 0.99))
+    return fifty, high, highest
+
+
+def _weighted(gaps: Mapping[int, float]) -> tuple[float, float, float] | None:
+    """Return the same of buckets of gaps."""
+    total, past, found = sum(gaps.values()), 0.0, list[float]()
+    for bucket, count in sorted(gaps.items()):
+        past += count
+        while len(found) < 3 and past >= (0.5, 0.95, 0.99)[len(found)] * total:
+            found.append(math.exp(bucket / _GRAIN))
+    return (found[0], found[1], found[2]) if len(found) == 3 else None

@@ -1,0 +1,166 @@
+"""``kvkeep capacity``: how many sessions a machine carries, and what the network has to, by method and length."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+
+from kvkeep.cli import completion, options
+from kvkeep.cli.listed import listed
+from kvkeep.cli.output import note, out, print_json, show, size
+from kvkeep.errors import UsageError
+
+if TYPE_CHECKING:
+    from kvkeep.plan.capacity import Load, Rebuilding
+    from kvkeep.plan.machine import Machine
+
+SHARED = (1, 8, 64)
+"""Sessions for which it is told at which length their entries outweigh the weights."""
+
+
+def capacity(
+    model: Annotated[str, typer.Option("--model", "-m", help="A model, or a config.json; no weights.")] = "smollm2",
+    context: Annotated[
+        str, typer.Option("--context", "-n", help="Tokens of a session, answer included; several by commas.")
+    ] = "8192",
+    method: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--method",
+            "-x",
+            help="Caches as 'kvkeep plan' names them (h2o, 'kv-direct kv@host'). By commas, or repeated.",
+            show_default="one of each kind",
+            autocompletion=completion.methods,
+        ),
+    ] = None,
+    budget: Annotated[str, typer.Option("--budget", "-b", help="Of every session, as everywhere.")] = "4096",
+    machine: Annotated[
+        str | None, typer.Option(help="Another machine's rates or data sheet.", show_default="this one, measured once")
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(help="Bytes for all caches (64GB).", show_default="what the weights leave of nine tenths"),
+    ] = None,
+    gbit: Annotated[str, typer.Option(help="Networks that sessions are fetched over, in Gbit/s, by commas.")] = (
+        "1,10,100"
+    ),
+    answer: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 256,
+    acceptance: Annotated[float, typer.Option(min=0, max=1, help="Share of drafted tokens that are accepted.")] = 0.95,
+    weights: options.Weights = "auto",
+    json: options.Json = False,
+) -> None:
+    """Predict how many sessions a machine holds and serves, and what fetching one from elsewhere takes."""
+    from kvkeep.models.loading import describe
+    from kvkeep.plan import capacity as planned
+    from kvkeep.plan.calibrate import machine_here
+    from kvkeep.plan.machine import Machine
+    from kvkeep.plan.planner import parse_memory
+    from kvkeep.plan.shape import shape_of
+
+    contexts, networks = _numbers(context, "context"), _numbers(gbit, "network")
+    names = list(planned.METHODS) if method is None else listed(method, "--method")
+    elsewhere = Machine.load(machine) if machine is not None else None
+    place = "cpu" if elsewhere is None else elsewhere.device
+    described = describe(model, weights=weights, device=place, progress=note)
+    shape = shape_of(described.config, described.dtype.itemsize, described.weights.nbytes)
+    rates = elsewhere or machine_here(place, described.dtype, note)
+    room = parse_memory(memory) if memory is not None else int(0.9 * rates.memory_bytes) - shape.weight_bytes
+    if room <= 0:
+        raise UsageError(
+            f"The weights alone are {size(shape.weight_bytes)} and '{rates.name}' has {size(rates.memory_bytes)}; "
+            "give the bytes for caches with --memory."
+        )
+    found = [
+        load
+        for tokens in contexts
+        for load in planned.loads(
+            shape, rates, room, int(tokens), budget, names, answer=answer, acceptance=acceptance
+        )
+    ]  # fmt: skip
+    rebuilt = [planned.rebuilding(shape, rates, int(tokens)) for tokens in contexts]
+    balances = {count: planned.balance(shape, rates, count) for count in SHARED}
+    if json:
+        fetched = [{f"{rate:g}": load.fetched(rate * planned.GBIT) for rate in networks} for load in found]
+        rows = [load.as_dict() | {"fetched_s": times} for load, times in zip(found, fetched, strict=True)]
+        both = [asdict(one) | {"pays_below_bytes_s": one.pays_below} for one in rebuilt]
+        given = {"model": model, "memory_bytes": room, "weight_bytes": shape.weight_bytes, "machine": rates.name}
+        print_json(given | {"rows": rows, "rebuilding": both, "balance_tokens": balances})
+        return
+    note(f"{rates.name} ({rates.source}); weights {size(shape.weight_bytes)}, {size(room)} for caches")
+    show(_carried(found))
+    out.print()
+    show(_fetched(found, networks, rates))
+    out.print()
+    for one in rebuilt:
+        out.print(_projected(one), soft_wrap=True)
+    for count, tokens in balances.items():
+        out.print(
+            f"{count} in a step: from {tokens:,.0f} tokens each on, their entries take longer than all else.",
+            soft_wrap=True,
+        )
+
+
+def _numbers(text: str, what: str) -> list[float]:
+    try:
+        found = [float(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or not all(0 < number < 1e12 for number in found):
+        raise UsageError(f"A {what} of '{text}' is not understood: give numbers above 0, by commas.")
+    return found
+
+
+def _carried(found: list[Load]) -> Table:
+    table = Table(box=None, header_style="bold")
+    headings = ("held", "elsewhere", "sessions", "tokens/s of one", "of all", "weights %", "prompt s")
+    for heading in ("tokens", "cache", "class", *headings):
+        table.add_column(heading, justify="left" if heading in ("cache", "class") else "right", no_wrap=True)
+    for load in found:
+        away = load.sizes.host + load.sizes.disk
+        table.add_row(
+            f"{load.sizes.tokens:,}",
+            str(load.candidate),
+            str(load.candidate.exactness),
+            size(load.held),
+            size(away) if away else "-",
+            f"{load.sessions:,}",
+            f"{1 / load.alone.step:,.3g}",
+            f"{load.rate:,.0f}" if load.rate > 10 else f"{load.rate:.2g}",
+            "-" if load.own_share is None else f"{100 * load.own_share:.0f}",
+            f"{load.alone.prefill:.3g}",
+        )
+    return table
+
+
+def _fetched(found: list[Load], networks: list[float], machine: Machine) -> Table:
+    from kvkeep.plan.capacity import GBIT
+
+    table = Table(box=None, header_style="bold")
+    speeds = [f"{rate:g} Gbit/s" for rate in networks]
+    headings = ("tokens", "cache", "at rest", *speeds, "disk", "read again", "pays from Gbit/s", "moved a token")
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading == "cache" else "right", no_wrap=True)
+    for load in found:
+        times = [load.fetched(rate * GBIT) for rate in networks] + [load.fetched(machine.disk), load.alone.prefill]
+        table.add_row(
+            f"{load.sizes.tokens:,}",
+            str(load.candidate),
+            size(load.stored),
+            *(f"{seconds:.3g} s" for seconds in times),
+            f"{load.pays_from / GBIT:.3g}",
+            size(int(load.alone.moved)) if load.alone.moved else "-",
+        )
+    return table
+
+
+def _projected(one: Rebuilding) -> str:
+    from kvkeep.plan.capacity import GBIT
+
+    return (
+        f"{one.tokens:,} tokens are {size(one.entries)} of entries or {size(one.residuals)} of residuals; projecting "
+        f"residuals on the device takes {one.seconds:.3g} s, as entries do that come at {one.pays_below / GBIT:.3g} "
+        "Gbit/s."
+    )

@@ -1,0 +1,175 @@
+"""The simulated fleet against what is known: single turns by hand, queues by formula, conservation, rings."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from kvkeep_lab.fleet import BOUND, Pace, Replica, Ring, Scenario, Session, Simulation, simulate
+
+from kvkeep.errors import UsageError
+
+STEP = 1e-3
+SHARED = Pace("a processor that is shared", ((1, STEP), (2, 2 * STEP)), read_s=0.0, memory=1e18, hot=1.0)
+"""Any number of sessions write together as many tokens a second as one: each has its share."""
+
+BUSY = Pace(
+    "a small replica", ((1, 2e-3), (8, 4e-3)), read_s=1e-4, memory=12_000.0, hot=1.0, entry_s=1e-7, read_entry_s=1e-9,
+    least_s=2e-3, longest=9_000,
+)  # fmt: skip
+HARD = Scenario(
+    replicas=4, rate=0.5, think=2.0, disk=30e3, link=20e3, mtbf=20.0, restart=3.0, notice=0.5, seconds=120, warmup=20,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("fixed", [True, False], ids=["M/D/1", "M/M/1"])
+def test_one_replica_is_the_queue_of_the_textbook(fixed: bool) -> None:
+    """Processor sharing: the mean stay is E[S] / (1 - rho), whatever the lengths' distribution."""
+    served, load = 200 * STEP, 0.7
+    given = Scenario(1, load / served, turns=1, first=1, answer=201, fixed=fixed, disk=1e18, link=1e18, seconds=4000)
+    found = simulate(SHARED, given)
+    assert found.answered > 10_000
+    assert found.answer_s == pytest.approx(served / (1 - load), rel=0.04)
+    assert found.busy == pytest.approx(load, rel=0.03) and found.in_system == pytest.approx(load / (1 - load), rel=0.06)
+
+
+class Logged(Simulation):
+    """Notes of every answer how its past came, its tokens, and the seconds from when it was let in to its end."""
+
+    def __init__(self, pace: Pace, scenario: Scenario) -> None:
+        super().__init__(pace, scenario)
+        self.log: list[tuple[str, int, float]] = []
+        self.begun: tuple[str, int, float] = "", 0, 0.0
+
+    def _begin(self, replica: Replica, session: Session, here: bool) -> None:
+        before = Counter(self.turns)
+        super()._begin(replica, session, here)
+        ((how, _),) = (self.turns - before).items()
+        self.begun = how, session.past, self.now
+
+    def _end(self, replica: Replica, session: Session) -> None:
+        how, past, begun = self.begun
+        self.log.append((how, past, self.now - begun))
+        super()._end(replica, session)
+
+
+def test_single_answers_take_what_their_parts_take() -> None:
+    """One session at a time, whose replica fails once: it reads, writes, goes on, is fetched or read again."""
+    pace = replace(BUSY, memory=1e9, longest=10**9)
+    given = Scenario(
+        1, 1e-9, turns=1e9, first=1000, prompt=100, answer=51, think=0.2, fixed=True, disk=1e4, link=5e3, seconds=20,
+        warmup=0, notice=0.5, restart=2.0,
+    )  # fmt: skip
+    ways = (
+        ("fetch", 5e3, "fetched"),
+        ("read", 5e3, "read again"),
+        ("faster", 5e3, "read again"),
+        ("faster", 1e9, "fetched"),
+    )
+    for recall, link, again in ways:
+        one = Logged(pace, replace(given, recall=recall, link=link, disk=1e10))  # type: ignore[arg-type]
+        one._ask(Session(1))
+        one._at(5.0, one.fail, one.replicas[0])
+        found = one.run()
+        assert found.turns[again] == found.turns["new"] == found.failures == 1 and found.turns["in memory"] > 5
+        assert len(one.log) == found.answered
+        for how, past, took in one.log:
+            new = 100 if past else 1000
+            read = pace.reading(0, past + new) if how == "read again" else pace.reading(past, new)
+            fetch = pace.stored(past) / link if how == "fetched" else 0.0
+            written = 50 * (2e-3 + 1e-7 * (past + new + 51 / 2))
+            assert took == pytest.approx(fetch + read + written), (how, past)
+
+
+def test_nothing_is_lost_and_nothing_comes_twice() -> None:
+    """In a fleet without room, on a slow disk, where replicas fail: answers, memory, Little's law, and the seed."""
+    for route in ("hash", "bounded", "least"):
+        one = Simulation(BUSY, replace(HARD, route=route, warmup=0))
+        admit, granted = one._admit, list[float]()
+
+        def watched(replica: object, admit: Callable[..., None] = admit, granted: list[float] = granted) -> None:
+            admit(replica)
+            granted.append(replica.granted + replica.held)  # type: ignore[attr-defined]
+
+        one._admit = watched  # type: ignore[method-assign]
+        found = one.run()
+        where = Counter(session for replica in one.replicas for session in replica.sessions) + Counter(one.retrying)
+        assert max(where.values()) == 1 and len(where) == found.left == one.load == found.asked - found.answered
+        assert found.failures > 5 and found.recovered is not None and min(found.turns.values()) > 10
+        assert set(found.turns) == {"new", "in memory", "fetched"} and 0.5 * BUSY.memory < max(granted) <= BUSY.memory
+        for replica in one.replicas:
+            assert replica.held == pytest.approx(sum(BUSY.held(idle.past) for idle in replica.idle.values()))
+            assert all(idle.home is replica for idle in replica.idle.values())
+            let_in = set(replica.sessions) - set(replica.waiting)
+            assert replica.granted == pytest.approx(sum(session.grant for session in let_in))
+        under_way = sum(HARD.seconds - session.asked for session in where)
+        assert found.in_system * HARD.seconds == pytest.approx(found.answered * found.answer_s + under_way)  # Little's
+        again = simulate(BUSY, replace(HARD, route=route, warmup=0))
+        assert again == found != simulate(BUSY, replace(HARD, route=route, warmup=0, seed=1))
+
+
+def test_a_dead_replica_moves_its_own_sessions_and_no_others() -> None:
+    one = Simulation(SHARED, Scenario(replicas=10))
+    ring, places = Ring(one.replicas), [Session(number).hash for number in range(4000)]
+    before = [ring.pick(place) for place in places]
+    one.replicas[3].seen = False
+    after = [ring.pick(place) for place in places]
+    moved = [was for was, now in zip(before, after, strict=True) if was is not now]
+    assert set(moved) == {one.replicas[3]} and None not in after
+    assert len(moved) == before.count(one.replicas[3]) == pytest.approx(400, rel=0.35)
+    one.replicas[5].load = 100
+    assert all(ring.pick(place, 100 * BOUND) is now for place, now in zip(places, after, strict=True))
+    assert one.replicas[5] not in [ring.pick(place, 100) for place in places]
+    for replica in one.replicas:
+        replica.seen = False
+    assert ring.pick(places[0]) is None
+
+
+def test_the_command(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+    path = tmp_path / "pace.json"
+    path.write_text(json.dumps(BUSY.as_dict()))
+    small = ("--rate", "0.5", "--seconds", "40", "--warmup", "10", "--disk", "1MB", "--link", "0.01", "--mtbf", "60")
+    common = ("lab", "fleet", "--pace", str(path), "--replicas", "1,3", "--route", "hash,least", *small)
+    code, out, err = run(*common, "--recall", "faster,read", "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    assert Pace(**found["pace"]) == replace(BUSY, steps=[[1, 2e-3], [8, 4e-3]])  # type: ignore[arg-type]
+    assert [(row["replicas"], row["route"], row["recall"]) for row in found["rows"][:3]] == [
+        (1, "hash", "faster"), (1, "hash", "read"), (1, "least", "faster"),
+    ]  # fmt: skip
+    assert all(row["answered"] > 10 for row in found["rows"])
+    code, out, err = run(*common)
+    assert code == 0 and "a small replica" in err and out.count("\n") == 5, err
+    machines = Path(__file__).parents[2] / "docs" / "machines"
+    planned = ("lab", "fleet", "-m", str(machines / "llama-3.1-8b.json"), "--machine", str(machines / "h100-sxm.json"))
+    code, out, err = run(*planned, "-x", "h2o", "--seconds", "30", "--warmup", "5", "--json")
+    assert code == 0 and json.loads(out)["pace"]["entries"] == 4096, err
+    for wrong, sentence in (
+        (("--route", "hsh"), "did you mean hash"),
+        (("--replicas", "0"), "whole numbers"),
+        (("--pace", str(tmp_path)), "cannot be read"),
+        (("--warmup", "700"), "warm-up"),
+        (("--first", "20000"), "larger than"),
+    ):
+        code, out, err = run("lab", "fleet", "--pace", str(path), *wrong)
+        assert code == 2 and sentence in err and err.count("\n") == 1, err
+
+
+def test_a_method_that_drafts_has_no_pace() -> None:
+    with pytest.raises(UsageError, match="drafts"):
+        Pace.planned(None, None, 0, "snapkv+verified", 512, 4096)  # type: ignore[arg-type]
+
+
+def test_bursts_of_two_replicas_take_as_long_as_the_fuller_one() -> None:
+    """Eight at once, one turn each: the last token comes when the fuller replica is done, and then eight more come."""
+    given = Scenario(2, burst=8, turns=1, first=1, answer=101, fixed=True, seconds=1000, warmup=0, disk=1e18, link=1e18)
+    hashed, even = (simulate(SHARED, replace(given, route=route)) for route in ("hash", "least"))
+    assert even.answered == pytest.approx(1000 / (4 * 100 * STEP) * 8, abs=8)
+    ring = Simulation(SHARED, given).ring
+    there = [ring.pick(Session(number).hash) for number in range(1, hashed.answered + 1)]
+    fuller = [max(Counter(there[at : at + 8]).values()) for at in range(0, len(there), 8)]
+    assert sum(fuller) * 100 * STEP == pytest.approx(1000, rel=0.01) and max(fuller) > 5

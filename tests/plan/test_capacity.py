@@ -1,0 +1,74 @@
+"""What a machine carries: sessions fill its memory, share its steps, and are worth fetching from some rate on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig
+
+from kvkeep.errors import UsageError
+from kvkeep.plan.capacity import METHODS, balance, loads, parse, rebuilding
+from kvkeep.plan.costs import cost
+from kvkeep.plan.machine import Machine
+from kvkeep.plan.shape import Shape, shape_of
+from kvkeep.plan.sizes import sizes
+
+H100 = Machine.load(Path(__file__).parents[2] / "docs" / "machines" / "h100-sxm.json")
+MEMORY = 10**9
+
+
+@pytest.fixture(scope="module")
+def shape() -> Shape:
+    config = LlamaConfig(
+        hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
+        vocab_size=49152, max_position_embeddings=8192, tie_word_embeddings=True,
+    )  # fmt: skip
+    return shape_of(config, 2)
+
+
+def test_sessions_fill_the_memory_and_share_the_weights(shape: Shape) -> None:
+    found = {str(load.candidate): load for load in loads(shape, H100, MEMORY, 8192, "1024")}
+    assert tuple(found) == METHODS
+    for name, load in found.items():
+        shared = load.sizes.hand + load.sizes.workspace
+        assert load.sessions * load.held + shared <= MEMORY < (load.sessions + 1) * load.held + shared, name
+        assert load.together is not None and load.rate > 1 / load.alone.step
+        assert load.together.step >= load.alone.step and 0 < load.together.own < load.together.step
+        assert load.fetched(load.pays_from) == pytest.approx(load.alone.prefill)
+        if not load.alone.drafts:  # what is not the pasts' is paid once, the pasts as often as there are sessions
+            pasts = [one.step - one.own for one in (load.alone, load.together)]
+            assert pasts[1] == pytest.approx(load.sessions * pasts[0])
+    assert found["full"].sessions < found["h2o"].sessions and found["full"].stored == found["full"].held
+    token = shape.geometry.full_bytes_per_token
+    assert found["kv-direct kv@host"].alone.moved == token * (8192 - 1024)
+    assert 0 < found["snapkv+pages kv@host"].alone.moved < token * 8192
+    assert 0 < found["snapkv+verified kv@host"].alone.moved < token * 8192  # a round yields more than one token
+    assert not found["full"].alone.moved and not found["kv-direct residual@device"].alone.moved
+    (few,) = loads(shape, H100, 10**6, 8192, "1024", ["full"])
+    assert few.sessions == few.rate == 0 and few.together is None and few.own_share is None
+    names = [str(load.candidate) for load in loads(shape, H100, MEMORY, 512, "1024")]
+    assert names == ["full"]  # others need no budget of 1,024 for 512 tokens
+
+
+def test_where_entries_outweigh_weights_and_links_outrun_projections(shape: Shape) -> None:
+    for sessions in (1, 16):
+        tokens = round(balance(shape, H100, sessions))
+        held = sizes(shape.geometry, parse("full"), tokens, None, shared=False)
+        one = cost(shape, parse("full"), held, H100, 1.0, sessions)
+        assert one.step == pytest.approx(2 * one.own, rel=1e-3)
+    short, long = (rebuilding(shape, H100, tokens) for tokens in (1024, 4096))
+    assert long.seconds == pytest.approx(4 * short.seconds) and long.pays_below == pytest.approx(short.pays_below)
+    assert long.entries == 4096 * shape.geometry.full_bytes_per_token < long.residuals
+
+
+def test_caches_are_named_as_the_planner_names_them(shape: Shape) -> None:
+    assert [str(parse(name)) for name in METHODS] == list(METHODS)
+    assert str(parse("kv-direct")) == "kv-direct kv@host" and str(parse("kv-direct residual:4@disk")).endswith("@disk")
+    for name, sentence in (("h2o kv@host", "no checkpoints"), ("h3o", "h2o"), ("kv-direct kv@moon", "place")):
+        with pytest.raises(UsageError, match=sentence):
+            parse(name)
+    with pytest.raises(UsageError, match="8,192 positions"):
+        list(loads(shape, H100, MEMORY, 10000, "1024"))
+    with pytest.raises(UsageError, match="no room"):
+        list(loads(shape, H100, MEMORY, 256, "1024"))
