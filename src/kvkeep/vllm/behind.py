@@ -25,6 +25,8 @@ PAUSE_S = 10.0
 """Seconds for which nothing is written after a write that failed."""
 END_S = 10.0
 """Seconds for which :meth:`WriteBehind.close` waits for what is queued."""
+USES = 1024
+"""Texts in use that wait to be noted, at most."""
 
 Encode = Callable[[np.ndarray], Sequence[Any]]
 
@@ -48,10 +50,10 @@ class WriteBehind:
     def __init__(self, folder: BlockFolder, encode: Encode, room: int, counts: Counts) -> None:
         self.folder, self.encode, self.room, self.counts = folder, encode, room, counts
         self._queue: deque[tuple[Name, np.ndarray]] = deque()
-        self._bytes = 0  # queued, or being written
-        self._waiting: set[Name] = set()
+        self._uses: deque[tuple[int, Sequence[Name]]] = deque(maxlen=USES)
+        self._waiting: dict[Name, int] = {}  # bytes, queued or being written
         self._paused = 0.0  # until then
-        self._ends = False
+        self._busy = self._ends = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="kvkeep-blocks", daemon=True)
         self._thread.start()
@@ -62,21 +64,27 @@ class WriteBehind:
         with self._changed:
             if name in self._waiting:
                 return True
-            if self._ends or self._bytes + size > self.room or time.monotonic() < self._paused:
+            if self._ends or sum(self._waiting.values()) + size > self.room or time.monotonic() < self._paused:
                 self.counts.dropped += 1
                 return False
         raw = copy()  # only this thread adds
         with self._changed:
             self._queue.append((name, raw))
-            self._waiting.add(name)
-            self._bytes += size
+            self._waiting[name] = size
             self._changed.notify_all()
         return True
 
-    def flush(self, seconds: float) -> bool:
-        """Wait until all that was offered is written, for ``seconds`` at most; return whether it is."""
+    def use(self, names: Sequence[Name]) -> None:
+        """Note, when all that is queued is written, that the blocks of a text are in use, given in its order: of two
+        the one that others build upon is the later used."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._waiting, seconds)
+            self._uses.append((time.time_ns(), names))
+            self._changed.notify_all()
+
+    def flush(self, seconds: float) -> bool:
+        """Wait until all that was asked is done, for ``seconds`` at most; return whether it is."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not (self._queue or self._uses or self._busy), seconds)
 
     def close(self) -> None:
         """Write what is queued, and end the thread."""
@@ -89,32 +97,34 @@ class WriteBehind:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._queue or self._ends)
+                self._busy = False
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._queue or self._uses or self._ends)
                 if self._ends:
                     return
-                name, raw = self._queue.popleft()
-            try:
-                self._write(name, raw)
-            finally:
+                self._busy = True
+                block = self._queue.popleft() if self._queue else None
+                when, names = self._uses.popleft() if block is None else (0, ())
+            for number, name in enumerate(names):
+                self.folder.use(name, when - number)
+            if block is not None:
+                lost = self._failed(*block)
                 with self._changed:
-                    self._waiting.discard(name)
-                    self._bytes -= raw.nbytes
-                    self._changed.notify_all()
+                    self.counts.dropped += lost
+                    del self._waiting[block[0]]
 
-    def _write(self, name: Name, raw: np.ndarray) -> None:
+    def _failed(self, name: Name, raw: np.ndarray) -> bool:
+        """Write a block; return whether it is not there now."""
         if time.monotonic() < self._paused:
-            self.counts.dropped += 1
-            return
+            return True
         try:
             self.counts.removed += self.folder.write(name, self.encode(raw))
+            self.counts.saved += 1
+            return False
         except (OSError, StoreError) as error:
-            self.counts.dropped += 1
-            self.counts.failed += 1
-            self._paused = time.monotonic() + PAUSE_S
             log.warning("Blocks are not kept for %.0f s: %s", PAUSE_S, error)
         except Exception:  # a thread that ended would drop everything in silence
-            self.counts.dropped += 1
-            self.counts.failed += 1
-            log.exception("A block is not kept.")
-        else:
-            self.counts.saved += 1
+            log.exception("Blocks are not kept for %.0f s.", PAUSE_S)
+        self.counts.failed += 1
+        self._paused = time.monotonic() + PAUSE_S
+        return True

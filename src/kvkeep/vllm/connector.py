@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -230,12 +229,11 @@ class _Work:
         self.loader = Loader(folder, codec, self.pages, self.counts)
 
     def save(self, save: Save) -> None:
-        """Queue the blocks of a request that are not there; all of them are in use, the first of its text most."""
-        now, first = time.time_ns(), len(save.names) - len(save.blocks)
-        for number, name in enumerate(save.names):
-            if not self.folder.use(name, now - number) and number >= first:
-                block = save.blocks[number - first]
+        """Queue the blocks of a request that are not there."""
+        for name, block in zip(save.names[-len(save.blocks) :], save.blocks, strict=True):
+            if not self.folder.has(name):
                 self.behind.offer(name, self.pages.nbytes, partial(self.pages.read, block))
+        self.behind.use(save.names)
 
     def news(self) -> Stats | None:
         """Return what happened since it was last asked."""

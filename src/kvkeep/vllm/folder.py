@@ -13,7 +13,6 @@ import os
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -46,12 +45,12 @@ class BlockDamaged(StoreError):
     """The file of a block is not as it was written."""
 
 
-@dataclass(frozen=True)
 class BlockFolder:
     """Blocks in ``folder``, of ``quota`` bytes at most together, headers included."""
 
-    folder: Path
-    quota: int
+    def __init__(self, folder: Path, quota: int) -> None:
+        self.folder, self.quota = folder, quota
+        self._counted = False  # by this program, which does not trust what another one left
 
     def path(self, name: Name) -> Path:
         """Return where a block is, or would be."""
@@ -93,14 +92,16 @@ class BlockFolder:
         path, size = self.path(name), HEADER.size + sum(memoryview(piece).nbytes for piece in payload)
         if size > self.quota:
             raise StoreError(f"A block of {size} bytes does not fit into a quota of {self.quota}.")
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path.parent.mkdir(parents=True, exist_ok=True)
         header, gone = _header(name, payload), 0
         with self._ledger() as ledger:
             if path.exists():
                 return 0
             total = _total(ledger)
-            if total is None or total + size > self.quota:
+            if total is None or not self._counted or total + size > self.quota:
                 total, gone = self._make_room(size)
+                self._counted = True
             _set_total(ledger, total + size)
             try:
                 write_whole(path, lambda file: file.writelines([header, *payload]))
@@ -117,7 +118,9 @@ class BlockFolder:
 
     def count(self) -> tuple[int, int]:
         """Return the number of blocks and their bytes."""
-        sizes = [facts.st_size for _, facts in self._facts()]
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with self._ledger():  # nothing is written meanwhile
+            sizes = [facts.st_size for _, facts in self._facts()]
         return len(sizes), sum(sizes)
 
     def _make_room(self, size: int) -> tuple[int, int]:

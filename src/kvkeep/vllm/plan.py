@@ -17,6 +17,7 @@ from kvkeep.vllm.folder import Name
 
 LOOK_S = 0.25
 """Seconds for which it is remembered what a waiting request would find."""
+NOT_YET = (0.0, -1, 0)
 SHARED = "shared"
 """The word of a namespace for requests without a salt."""
 
@@ -56,7 +57,7 @@ class _Known:
     space: str
     saved: int = 0
     tried: int = -1
-    looked: tuple[float, int, int] = (-LOOK_S, -1, 0)
+    looked: tuple[float, int, int] = NOT_YET
     computed: int = 0
 
 
@@ -103,7 +104,7 @@ class Planner:
         known = self._known.get(request.request_id)
         if known is None:
             return
-        known.saved = 0
+        known.saved, known.looked = 0, NOT_YET
         if tokens:
             known.tried = request.num_preemptions
             first = known.computed // self.size
@@ -133,7 +134,7 @@ class Planner:
         self.space = space
         for known in self._known.values():
             known.space = space_of(space, known.request.cache_salt)
-            known.looked = (-LOOK_S, -1, 0)
+            known.looked = NOT_YET
 
 
 def keepable(request: Any) -> bool:
