@@ -37,6 +37,8 @@ from kvkeep.vllm.plan import Plan, Planner, Save
 
 log = logging.getLogger(__name__)
 
+IDLE_S = 0.005
+"""Seconds that a step without tokens waits for blocks: the engine would only ask again."""
 HASHES = ("sha256", "sha256_cbor")
 """Of blocks: others are another number in each process, or can be forged."""
 
@@ -98,6 +100,7 @@ class KeepConnector(KVConnectorBase_V1):
         self.work: _Work | None = None  # of the worker's
         self._space: str | None = None
         self._bad: set[int] = set()
+        self._idle = False  # this step computes nothing
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -107,7 +110,9 @@ class KeepConnector(KVConnectorBase_V1):
     # -- the worker's side ----------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
-        """Take the tensors of vLLM's cache."""
+        """Take the tensors of vLLM's cache. Raises UsageError where their blocks are not those of the scheduler."""
+        if any(len(tensor) != self._kv_cache_config.num_blocks for tensor in kv_caches.values()):
+            raise UsageError("KeepConnector cannot keep this engine's blocks: its kernels divide them.")
         self.work = _Work(self._vllm_config, self.options, self.folder, kv_caches)
         self._space = namespace(_facts(self._vllm_config, self.options, self.work.pages))
         log.info(
@@ -122,6 +127,7 @@ class KeepConnector(KVConnectorBase_V1):
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Begin to load blocks; the step does not wait for them."""
         assert self.work is not None
+        self._idle = forward_context.attn_metadata is None
         for load in self._asked().loads:
             self.work.loader.start(load)
 
@@ -140,7 +146,7 @@ class KeepConnector(KVConnectorBase_V1):
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Return the requests whose blocks were loaded; with them belongs what is asked for next."""
         assert self.work is not None
-        done, self._bad = self.work.loader.take()
+        done, self._bad = self.work.loader.take(IDLE_S if self._idle else 0.0)
         return None, done or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:

@@ -22,6 +22,7 @@ class Loader:
     def __init__(self, folder: BlockFolder, codec: Codec, pages: Pages, counts: Counts) -> None:
         self.folder, self.codec, self.pages, self.counts = folder, codec, pages, counts
         self._queue: deque[Load] = deque()
+        self._loads = 0  # queued, or being read
         self._done: set[str] = set()
         self._bad: set[int] = set()
         self._ends = False
@@ -33,12 +34,14 @@ class Loader:
         """Read blocks when those before are read."""
         with self._changed:
             self._queue.append(load)
+            self._loads += 1
             self._changed.notify_all()
 
-    def take(self) -> tuple[set[str], set[int]]:
+    def take(self, patience: float = 0.0) -> tuple[set[str], set[int]]:
         """Return the requests whose blocks were read since this was last asked, and which of the cache's blocks are not
-        what they should be: the first bad one of a request, and all behind it."""
+        what they should be: the first bad one of a request, and all behind it. patience: seconds to wait for one."""
         with self._changed:
+            self._changed.wait_for(lambda: self._done or not self._loads, patience)
             found = self._done, self._bad
             self._done, self._bad = set(), set()
         return found
@@ -67,6 +70,8 @@ class Loader:
                 self.counts.bad += good < len(load.blocks)
                 self._bad.update(load.blocks[good:])
                 self._done.add(load.request)
+                self._loads -= 1
+                self._changed.notify_all()
 
     def _read(self, load: Load) -> int:
         """Return how many blocks are in the cache."""

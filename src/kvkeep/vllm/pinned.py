@@ -54,6 +54,7 @@ FIELDS: dict[str, str] = {
     f"{_V1}.metrics:KVConnectorStats": "data reset aggregate reduce is_empty to_dict",
     "vllm.v1.metrics.cache_hit_source:CacheHitSource": "DISK",
     "vllm.v1.core.sched.output:SchedulerOutput": "num_scheduled_tokens kv_connector_block_state",
+    "vllm.forward_context:ForwardContext": "attn_metadata",
     "vllm.v1.request:Request": (
         "request_id block_hashes num_tokens num_computed_tokens num_preemptions cache_salt lora_request mm_features "
         "prompt_embeds resumable"
