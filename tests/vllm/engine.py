@@ -109,7 +109,7 @@ def without(model: str, folder: Path) -> dict[str, Any]:
 
 
 def kept(model: str, folder: Path) -> dict[str, Any]:
-    """The same with the connector, whose folder is empty; and a quota that is small, and a queue that is smaller."""
+    """The same with the connector."""
     engine = Engine(model, folder)
     first = engine.answers([ids(1, PROMPT)], 8)
     many = engine.answers([ids(seed, SHORT) for seed in range(2, 6)], ANSWER)
