@@ -1,4 +1,4 @@
-"""Tokens a second of sessions that decode together and one by one (the table of docs/serving.md).
+"""Tokens a second of sessions that decode together and one by one (docs/serving.md, Speed).
 
 python tools/sessions_together.py [ROUNDS]
 

@@ -179,6 +179,10 @@ def test_too_long_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         Client(engine, [5] * 600)
     with pytest.raises(UsageError, match="empty"):
         Client(engine, [])
+    endless: dict[str, Any] = {"method": "streaming-llm", "budget": 24, "chunk": 16}  # positions are within the cache
+    client = Client(engine, text(600, 1), 10, **endless)
+    run(engine)
+    assert [*client.ended.tokens] == alone("llama", text(600, 1), 10, **endless)
     engine.stop()
     with pytest.raises(Stopping):
         Client(engine, text(20, 3))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,12 +25,16 @@ class Table:
 
     def markdown(self) -> str:
         """Return it as Markdown: the title as a heading of the third level, the first column to the left."""
-        lines = [f"### {self.title}", ""]
-        lines += [_row(self.headings), _row(["---", *["---:"] * (len(self.headings) - 1)])]
-        lines += [_row(row) for row in self.rows]
-        if self.notes:
-            lines += ["", " ".join(self.notes)]
-        return "\n".join(lines)
+        notes = ["", " ".join(self.notes)] if self.notes else []
+        return "\n".join([f"### {self.title}", "", markdown(self.headings, self.rows), *notes])
+
+
+def markdown(headings: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1, right: int | None = None) -> str:
+    """Return a Markdown table: the first ``left`` columns to the left, ``right`` others (None: all) to the right."""
+    others = len(headings) - left
+    numbers = others if right is None else right
+    rule = [*["---"] * left, *["---:"] * numbers, *["---"] * (others - numbers)]
+    return "\n".join(_row(cells) for cells in (headings, rule, *rows))
 
 
 def csv_text(records: Sequence[Mapping[str, Any]]) -> str:
@@ -52,7 +57,7 @@ def refusals(found: Iterable[tuple[str, object, str]], words: str = "at {}") -> 
 
 
 def _row(cells: Iterable[str]) -> str:
-    plain = (cell.replace("|", "\\|") for cell in cells)
+    plain = (re.sub(r"(?<!\\)\|", r"\|", cell) for cell in cells)
     return f"| {' | '.join(plain)} |"
 
 

@@ -16,8 +16,9 @@ from rich.text import Text
 from kvkeep.cli import options
 from kvkeep.cli.asked import asked
 from kvkeep.cli.generate import as_json
-from kvkeep.cli.output import note, out, print_json, reading, size
+from kvkeep.cli.output import note, out, print_json, reading
 from kvkeep.errors import KvkeepError, UsageError
+from kvkeep.units import size
 
 if TYPE_CHECKING:
     from kvkeep.decode.generate import Generation

@@ -9,8 +9,9 @@ import typer
 
 from kvkeep.cli import options
 from kvkeep.cli.asked import asked
-from kvkeep.cli.output import interruptible, note, print_json, reading, size, write
+from kvkeep.cli.output import interruptible, note, print_json, reading, write
 from kvkeep.errors import Interrupted
+from kvkeep.units import size
 
 
 def generate(

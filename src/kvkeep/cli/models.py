@@ -9,7 +9,8 @@ import typer
 from rich.table import Table
 
 from kvkeep.cli import options
-from kvkeep.cli.output import note, out, print_json, size
+from kvkeep.cli.output import note, out, print_json
+from kvkeep.units import size
 
 
 def models(

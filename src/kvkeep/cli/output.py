@@ -61,14 +61,6 @@ def machine(loaded: Any) -> dict[str, Any]:
     }
 
 
-def size(count: int) -> str:
-    """Return bytes with a unit (MB is 10**6)."""
-    for unit, scale in (("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
-        if count >= scale:
-            return f"{count / scale:.1f} {unit}"
-    return f"{count} B"
-
-
 @contextmanager
 def reading(total: int, label: str = "reading") -> Iterator[Callable[[int], None]]:
     """Show a progress bar of prompt tokens, removed when all are read."""

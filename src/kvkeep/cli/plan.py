@@ -10,9 +10,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from kvkeep.cli import options
-from kvkeep.cli.output import err, note, out, print_json, show, size
+from kvkeep.cli.output import err, note, out, print_json, show
 from kvkeep.errors import UsageError
 from kvkeep.extras import optional
+from kvkeep.units import size
 
 if TYPE_CHECKING:
     from kvkeep.plan.machine import Machine

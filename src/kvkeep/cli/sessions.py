@@ -11,7 +11,8 @@ import typer
 from rich.table import Table
 
 from kvkeep.cli import options
-from kvkeep.cli.output import note, print_json, show, size
+from kvkeep.cli.output import note, print_json, show
+from kvkeep.units import size
 
 if TYPE_CHECKING:
     from kvkeep.decode.session_store import SessionInfo, SessionStore

@@ -19,8 +19,8 @@ from transformers import Cache
 
 from kvkeep import transfer
 from kvkeep.cache import KeepCache
-from kvkeep.decode.session_file import SessionFile, empty
-from kvkeep.decode.session_layout import NAME_OF_IDS, check_restored, check_shares, check_tensors
+from kvkeep.decode.session_file import NAME_OF_IDS, SessionFile, empty
+from kvkeep.decode.session_layout import check_restored, check_shares, check_tensors
 from kvkeep.errors import KvkeepError, SessionDamaged, SessionError, UsageError
 from kvkeep.memory.extent import Misfit
 from kvkeep.memory.rows import Rows

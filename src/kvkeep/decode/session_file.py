@@ -23,6 +23,8 @@ from kvkeep.decode.journal import HEADER, Journal, Writer, damaged, digest_of, u
 from kvkeep.errors import SessionError
 from kvkeep.memory.rows import Rows
 
+NAME_OF_IDS = "session.ids"
+"""The tensor of the tokens' ids."""
 PAGE_BYTES = 1 << 17
 """Bytes of a full page, one row at least."""
 SLACK = 1 << 16

@@ -14,13 +14,11 @@ import torch
 
 from kvkeep import transfer
 from kvkeep.cache import KeepCache
-from kvkeep.decode.session_file import SessionFile, Stored
+from kvkeep.decode.session_file import NAME_OF_IDS, SessionFile, Stored
 from kvkeep.geometry import LayerGeometry
 from kvkeep.memory.extent import Misfit, within
 from kvkeep.models.adapter import decoder_of
 from kvkeep.stores.layer import Layer
-
-NAME_OF_IDS = "session.ids"
 
 _OF_LAYER = re.compile(r"layer\.(0|[1-9][0-9]{0,5})\.(.+)")
 _OF_ROWS = re.compile(r"checkpoint\.((keys|values|residual)\.(0|[1-9][0-9]{0,5}))")

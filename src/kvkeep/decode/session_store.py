@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvkeep.decode.journal import held, unwritable
-from kvkeep.decode.session_file import SessionFile
-from kvkeep.decode.session_layout import NAME_OF_IDS
+from kvkeep.decode.session_file import NAME_OF_IDS, SessionFile
 from kvkeep.errors import SessionBusy, SessionError, SessionUnwritable, UsageError
 from kvkeep.models.folders import data_folder
 

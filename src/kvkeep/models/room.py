@@ -16,6 +16,7 @@ from kvkeep.models.formats import FORMATS, Format, settled
 from kvkeep.models.gguf import Table
 from kvkeep.models.matrices import built, matrices, outer, packed_bits
 from kvkeep.models.packed import GROUP, fits
+from kvkeep.units import size
 
 SCALES = {4: 4, 8: 2}
 """Bytes of scale and offset of a group, where kvkeep quantises itself."""
@@ -87,10 +88,10 @@ def check_room(name: str, config: Any, needed: Weights, device: torch.device, ta
         if device.type == "cpu" or asked == "bfloat16":
             other = weights(config, asked, settled(asked, device, table is not None, torch.bfloat16), table).nbytes
             if other <= free:
-                fitting = f"with weights {asked} it would take {_size(other)}."
+                fitting = f"with weights {asked} it would take {size(other)}."
                 break
     raise ModelError(
-        f"The model '{name}' takes {_size(needed.nbytes)} with weights {needed.asked}, and {_size(free)} of memory are "
+        f"The model '{name}' takes {size(needed.nbytes)} with weights {needed.asked}, and {size(free)} of memory are "
         f"free; {fitting or 'it fits in none of ' + ', '.join(FORMATS[1:]) + '.'}"
     )
 
@@ -108,7 +109,3 @@ def free_memory(device: torch.device) -> int:
     if "SC_AVPHYS_PAGES" in getattr(os, "sysconf_names", {}):
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return 4 * 10**9
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e9:.1f} GB" if count >= 10**9 else f"{count / 1e6:.1f} MB"

@@ -126,6 +126,13 @@ class Method:
         capacity = ("capacity",) if not self.recall.backed or self.recall.loses else ()
         return ("budget", "checkpoint", "where", *capacity, "folder", *chunk, "page")
 
+    @property
+    def sinks(self) -> int | None:
+        """How many first entries are fixed where positions are within the cache; None where they are those of the text,
+        which ends where the model's do."""
+        fate = self.store_fate
+        return self.selector.sinks_in_cache(not (fate.keeps or self.recall.backed or self.recall.redecoded))
+
     def division(self, geometry: ModelGeometry, entries: int) -> Division:
         """Return what a budget of ``entries`` is for. Raises BudgetError where they are too few."""
         tail, fate = self.recall.tail(entries), self.store_fate
@@ -133,9 +140,7 @@ class Method:
         if self.recall.backed and within < 1:
             raise BudgetError(f"A budget of {entries} entries leaves '{self.name}' nothing to attend to; give it more.")
         fate.fits(self.name, geometry, within)
-        resident = fate.resident(within)
-        drops = not (fate.keeps or self.recall.backed or self.recall.redecoded)
-        sinks = self.selector.sinks_in_cache(drops)
+        resident, sinks = fate.resident(within), self.sinks
         return Division(tail, within, resident if sinks is None else max(resident - (sinks + 1) // 2, 1), sinks)
 
     def chunk(self, geometry: ModelGeometry, budget: Budget, entries: int, chunk: int | None = None) -> int:

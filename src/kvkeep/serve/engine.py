@@ -19,7 +19,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -31,6 +31,7 @@ from kvkeep.geometry import ModelGeometry
 from kvkeep.models.binding import bind
 from kvkeep.models.loading import Loaded
 from kvkeep.models.sharded import processes
+from kvkeep.policies.request import Request
 from kvkeep.serve.admission import Admission, failed
 from kvkeep.serve.answer import Answer, Ask
 from kvkeep.serve.arbiter import Arbiter
@@ -120,7 +121,7 @@ class Engine:
         it, where it has no name. cache: method, budget and options of a
         :class:`~kvkeep.cache.KeepCache`, of a session that is new; by default the engine's. Raises Full, Stopping, or
         UsageError for what can never be answered."""
-        positions = self.geometry.max_positions
+        positions = self.positions(cache)
         if not ask.prompt:
             raise UsageError("There is nothing to answer: the prompt is empty.")
         if positions is not None and len(ask.prompt) >= positions:
@@ -139,6 +140,12 @@ class Engine:
             self._count += 1
             self._inbox.put(job)
         return job
+
+    def positions(self, cache: Mapping[str, Any]) -> int | None:
+        """Return how many tokens a session with these options, or without any, can have; None where its positions do
+        not run out. Raises UsageError or BudgetError for options that no model could make right."""
+        endless = Request.parse(**(cache or self.cache)).method.sinks is not None
+        return None if endless else self.geometry.max_positions
 
     def call(self, work: Callable[[], T]) -> Future[T]:
         """Let the engine's thread do ``work`` between two steps, when no cache is in the middle of one; the future has

@@ -7,7 +7,6 @@ offset are folded into the query (keys) or into the weights (values), and the co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -55,35 +54,21 @@ def multiplied(left: Tensor, packed: Tensor, bits: int) -> Tensor:
     return torch.cat(products, -1) if len(products) > 1 else products[0]
 
 
-def encode(rows: Tensor, bits: int, clips: Sequence[float] = (1.0,)) -> tuple[Tensor, Tensor, Tensor]:
+def encode(rows: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     """Quantise along the last axis: packed codes, scale and offset (float16, last axis of 1); of 16 bits, int16 about
-    the middle. ``clips``: shares of the range around its middle that codes may cover, all of it first; each row takes
-    that whose squared error is least."""
+    the middle."""
     rows = rows.float()
     low, high = rows.amin(-1, keepdim=True), rows.amax(-1, keepdim=True)
-    best, least = _fitted(rows, low, high, bits)
-    for clip in clips[1:]:
-        cut = (high - low) * ((1 - clip) / 2)
-        made, error = _fitted(rows, low + cut, high - cut, bits)
-        best = [torch.where(error < least, new, old) for new, old in zip(made, best, strict=True)]
-        least = torch.minimum(error, least)
-    codes, scale, offset = best
-    return (codes / FINE).to(torch.int16) if bits == 16 else pack(codes.to(torch.uint8), bits), scale, offset
-
-
-def _fitted(rows: Tensor, low: Tensor, high: Tensor, bits: int) -> tuple[list[Tensor], Tensor]:
-    """Return codes (not packed), scale and offset of ``rows`` between bounds, and each row's squared error."""
     if bits == 16:  # half precision is coarser than a step: the scale is rounded up, so that the ends are within reach
         offset = ((low + high) / 2).half()
         reach = torch.maximum(high - offset.float(), offset.float() - low) * (1 + 2**-10)
         scale = (reach / (128 - FINE)).clamp(min=1e-6).half()
         codes = ((rows - offset.float()) / scale.float() / FINE).round_().mul_(FINE).clamp_(FINE - 128, 128 - FINE)
-    else:
-        offset = low.half()
-        scale = ((high - offset.float()) / (2**bits - 1)).clamp(min=1e-6).half()
-        codes = ((rows - offset.float()) / scale.float()).round_().clamp_(0, 2**bits - 1)
-    error = torch.addcmul(offset.float() - rows, codes, scale.float()).square_().sum(-1, keepdim=True)
-    return [codes, scale, offset], error
+        return (codes / FINE).to(torch.int16), scale, offset
+    offset = low.half()
+    scale = ((high - offset.float()) / (2**bits - 1)).clamp(min=1e-6).half()
+    codes = ((rows - offset.float()) / scale.float()).round_().clamp_(0, 2**bits - 1)
+    return pack(codes.to(torch.uint8), bits), scale, offset
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
 Entries come in groups of 32, and a group falls as a whole: keys have a scale for each channel and group (KIVI,
 arXiv:2402.02750), which is far better than one for each entry, values one for each entry, of channels normalised to
-mean 0 and deviation 1. The bounds of a code may lie within those of the numbers where that is nearer to them
-(clipping). Keys keep more bits than values: a wrong key moves attention, a wrong value is one of many in a mean.
+mean 0 and deviation 1. Codes cover the whole range: narrower bounds have less squared error and more divergence. Keys
+keep more bits than values: a wrong key moves attention, a wrong value is one of many in a mean.
 Entries that wait to be a group are codes, too (:mod:`kvkeep.stores.waiting`).
 
 **How many groups a tier holds** follows from how many there are and from the bytes alone, so all KV heads have the same
@@ -50,10 +50,7 @@ while its squared share of the attention times the squared error that is spared 
 of groups, in order, falls about like exp(-2.7 r/R) (rank r of R; SmolLM2, 1,024 tokens); so tiers end at differences of
 ln(error spared a byte) / 5.4, by the KL that codes of one width for all entries have."""
 
-CLIPS = {16: (1.0,), 8: (1.0,), 4: (1.0, 0.9, 0.8), 2: (1.0, 0.85, 0.75, 0.65, 0.55)}
-"""Shares of the range that codes may cover."""
-
-PARTS = ("attention", "clipping", "channels", "waiting")
+PARTS = ("attention", "channels", "waiting")
 """What can be left out, to see what it is good for."""
 
 
@@ -115,12 +112,10 @@ class Channels(NamedTuple):
 
 
 class Tier:
-    """Groups of one layer at ``bits``: parts (lanes, groups, ...). ``clips``: whether codes may cover less than the
-    range."""
+    """Groups of one layer at ``bits``: parts (lanes, groups, ...)."""
 
-    def __init__(self, bits: Bits, clips: bool) -> None:
+    def __init__(self, bits: Bits) -> None:
         self.bits = bits
-        self.shares = CLIPS if clips else dict.fromkeys(CLIPS, (1.0,))
         self.parts: list[Tensor] = []
         self.holes = False  # whether some slots are -1
 
@@ -159,10 +154,7 @@ class Tier:
     def encode(self, keys: Tensor, values: Tensor, channels: Channels) -> list[Tensor]:
         """Return the parts of groups of keys and values (lanes, groups, GROUP, dim)."""
         even, bits = (values.float() - channels.mean[:, None]) / channels.deviation[:, None], self.bits
-        return [
-            *encode(keys.transpose(2, 3), bits.keys, self.shares[bits.keys]),
-            *encode(even, bits.values, self.shares[bits.values]),
-        ]
+        return [*encode(keys.transpose(2, 3), bits.keys), *encode(even, bits.values)]
 
     def _written(self, parts: list[Tensor], channels: Channels, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         keys, values = self._coded(parts, channels)
@@ -193,7 +185,7 @@ class Tiers(EvictedStore):
         self.meter, self.without = meter, without
         self.prices = prices(key_dim, value_dim, width)
         self.room = room - channel_bytes(value_dim)
-        self.tiers = [Tier(bits, without != "clipping") for bits in tiers(width)]
+        self.tiers = [Tier(bits) for bits in tiers(width)]
         self.waiting = Waiting(width, without != "waiting")
         self.slots: Tensor | None = None
         self.scores: Tensor | None = None

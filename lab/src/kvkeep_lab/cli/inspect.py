@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvkeep.cli import options
-from kvkeep.cli.output import interruptible, note, print_json, reading, size, write
+from kvkeep.cli.output import interruptible, note, print_json, reading, write
 from kvkeep.errors import Interrupted, UsageError
+from kvkeep.units import size
 
 if TYPE_CHECKING:
     from kvkeep_lab.inspection import Inspection

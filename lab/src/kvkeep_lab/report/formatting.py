@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from kvkeep_lab.statistics import Estimate
@@ -51,16 +51,6 @@ def difference_text(metric: Metric, found: Estimate) -> str:
     return estimate_text(metric, found, change)
 
 
-def megabytes(count: float) -> str:
-    """Return bytes as a person reads them."""
-    return f"{count / 1e6:.1f} MB"
-
-
-def milliseconds(seconds: float | None) -> str:
-    """Return the seconds of a token as a person reads them."""
-    return "-" if seconds is None else f"{1e3 * seconds:.0f} ms"
-
-
 def ways(found: Iterable[tuple[str, str | None]]) -> str:
     """Return names (Markdown) and budgets, those with the same budgets together."""
     budgets: dict[str, list[str]] = {}
@@ -70,13 +60,6 @@ def ways(found: Iterable[tuple[str, str | None]]) -> str:
     for name, own in budgets.items():
         names.setdefault(tuple(own), []).append(name)
     return "; ".join(f"{listed(some)} at {listed(own)}" if own else listed(some) for own, some in names.items())
-
-
-def table(headings: Sequence[str], rows: Iterable[Sequence[str]], right: int | None = None) -> str:
-    """Return a Markdown table: the first two columns to the left, ``right`` others (None: all) to the right."""
-    numbers = len(headings) - 2 if right is None else right
-    rule = ["---", "---", *["---:"] * numbers, *["---"] * (len(headings) - 2 - numbers)]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (headings, rule, *rows))
 
 
 def listed(words: Iterable[str]) -> str:

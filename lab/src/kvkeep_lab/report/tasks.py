@@ -16,12 +16,13 @@ from kvkeep_lab.reading import takes
 from kvkeep_lab.report import formatting as text
 from kvkeep_lab.report.chapter import Picture
 from kvkeep_lab.report.figures import draw_frontier, draw_maps, draw_quality
-from kvkeep_lab.report.formatting import code, listed, number, table, titled, ways
+from kvkeep_lab.report.formatting import code, listed, number, titled, ways
 from kvkeep_lab.report.group import Group
 from kvkeep_lab.report.methods import AXES, MethodResult, frontier, method_results
 from kvkeep_lab.report.verdicts import ClaimCase
 from kvkeep_lab.statistics import RESAMPLES
 from kvkeep_lab.store import TaskRecord
+from kvkeep_lab.tables import markdown, megabytes, milliseconds
 from kvkeep_lab.tasks.base import Metric, Task, named
 
 
@@ -209,10 +210,10 @@ def _table(group: TaskGroup) -> str:
                 cells.append(text.difference_text(metric, result.beside[name]) if name in result.beside else "-")
         cells += [", ".join(map(group.paper_value, result.paper)) or "-"] if paper else []
         share = "" if result.share is None else f" ({100 * result.share:.3g} %)"
-        cells.append(f"{text.megabytes(result.held_bytes)}{share}")
-        cells += [text.megabytes(result.checkpoint_bytes) if result.checkpoint_bytes else "-"] if checkpoints else []
-        rows.append([*cells, f"{result.prefill_s:.2f} s", text.milliseconds(result.token_s)])
-    return table(headings, rows)
+        cells.append(f"{megabytes(result.held_bytes)}{share}")
+        cells += [megabytes(result.checkpoint_bytes) if result.checkpoint_bytes else "-"] if checkpoints else []
+        rows.append([*cells, f"{result.prefill_s:.2f} s", milliseconds(result.token_s)])
+    return markdown(headings, rows, left=2)
 
 
 def _by_name(group: TaskGroup) -> Iterator[str]:
@@ -228,7 +229,7 @@ def _by_name(group: TaskGroup) -> Iterator[str]:
                     means = [scores[metric.name] for point, scores in result.at if point[axis] == value]
                     cells.append(number(metric, fmean(means)) if means else "-")
                 rows.append(cells)
-            yield table([titled(metric), "budget", *(code(named(value)) for value in columns)], rows)
+            yield markdown([titled(metric), "budget", *(code(named(value)) for value in columns)], rows, left=2)
 
 
 def _frontiers(group: TaskGroup) -> Iterator[str | Picture]:
@@ -249,9 +250,9 @@ def _frontiers(group: TaskGroup) -> Iterator[str | Picture]:
     rows = []
     for result in sorted(of, key=lambda result: (result.total_bytes, group.measured.index(result))):
         quality = text.estimate_text(metric, result.scores[metric.name])
-        cost = text.megabytes(result.total_bytes), text.milliseconds(result.token_s)
+        cost = megabytes(result.total_bytes), milliseconds(result.token_s)
         rows.append([code(result.method), result.budget or "-", quality, *cost, listed(of[result])])
-    yield table(["on the frontier", "budget", titled(metric), "memory", "token", "of"], rows, right=3)
+    yield markdown(["on the frontier", "budget", titled(metric), "memory", "token", "of"], rows, left=2, right=3)
     for axis in axes:
         title = f"{group.title}, quality against {axis.of}"
         yield Picture(f"{group.name}-frontier-{axis.name}", title, partial(draw_frontier, group, axis))

@@ -13,11 +13,11 @@ from kvkeep.cli.chat import answering, window
 from kvkeep.cli.chat.change import NONE, change, described
 from kvkeep.cli.chat.keeper import transcript
 from kvkeep.cli.chat.state import Chat, Leave
-from kvkeep.cli.output import size
 from kvkeep.decode.prompt import read_text
 from kvkeep.errors import UsageError, unknown
 from kvkeep.policies.methods import STOCK, names
 from kvkeep.stock import memory_of
+from kvkeep.units import size
 
 _NAME = re.compile(r"/[a-z]*")
 

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from kvkeep.cache import KeepCache
-from kvkeep.cli.output import size
 from kvkeep.contracts.entries import EntryState
 from kvkeep.contracts.exactness import Exactness
 from kvkeep.decode.generate import Generation
+from kvkeep.units import size
 
 _BECAME = {
     EntryState.CHECKPOINTED: "stored",

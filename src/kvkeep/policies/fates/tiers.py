@@ -22,8 +22,8 @@ class InTiers(Fate):
     budget's exact entries leave over. As the text grows, groups of 32 that get least attention fall a tier, and from
     the last one they are gone; attention that returns to a group keeps it where it is. What waits to be a group has
     half of its bits. ``exact``: as for 'quantize', but a quarter of the budget at most. ``without``: a part to leave
-    out, to see what it is good for: 'attention' (groups fall by age), 'clipping' (codes cover the whole range),
-    'channels' (values are not normalised by channel) or 'waiting' (what waits to be a group has 16 bits)."""
+    out, to see what it is good for: 'attention' (groups fall by age), 'channels' (values are not
+    normalised by channel) or 'waiting' (what waits to be a group has 16 bits)."""
 
     exact: float = 8
     without: str = ""

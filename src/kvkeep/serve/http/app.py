@@ -6,7 +6,7 @@ import asyncio
 import copy
 import threading
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any, TypeVar
 
@@ -88,9 +88,10 @@ class Server:
         with self._lock:
             return token_texts(self._tokenizer, ids)
 
-    def most(self, wanted: int | None, prompt: list[int]) -> int:
-        """Return how many tokens an answer may have. Raises Refused for more than there are positions."""
-        positions = self.engine.geometry.max_positions
+    def most(self, wanted: int | None, prompt: list[int], cache: Mapping[str, Any]) -> int:
+        """Return how many tokens an answer with a cache of these options may have. Raises Refused for more than there
+        are positions."""
+        positions = self.engine.positions(cache)
         room = 2**31 if positions is None else positions - len(prompt)
         if wanted is not None and wanted > room > 0:
             raise Refused(
@@ -104,13 +105,13 @@ class Server:
 
     async def answered(self, request: Request, asked: ChatRequest | TextRequest, prompt: list[int]) -> Any:
         """Return the answer to a request, whole or as a stream. A client that leaves cancels it."""
-        ask = asked.ask(prompt, self.most(asked.most, prompt), asked.likeliest)
-        owner = request.state.owner
+        owner, cache = request.state.owner, asked.cache()
         name = None if asked.kvkeep.session is None else (owner, asked.kvkeep.session)
-        await asyncio.to_thread(_check, name, asked.cache())
+        await asyncio.to_thread(_check, name, cache)
+        ask = asked.ask(prompt, self.most(asked.most, prompt, cache), asked.likeliest)
         chat, told = isinstance(asked, ChatRequest), asked.likeliest is not None
         reply = Reply(self.name, chat, told, self.decoded, self.metrics.rejected)
-        answer = Asked(self.engine, self.metrics, self.limits, owner, ask, name, asked.cache())
+        answer = Asked(self.engine, self.metrics, self.limits, owner, ask, name, cache)
         if asked.stream:
             first = await _unless_gone(request, answer.first())
             if isinstance(first, Exception):

@@ -1,0 +1,11 @@
+"""Bytes as a person reads them."""
+
+from __future__ import annotations
+
+
+def size(count: int) -> str:
+    """Return bytes with a unit (MB is 10**6)."""
+    for unit, scale in (("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
+        if count >= scale:
+            return f"{count / scale:.1f} {unit}"
+    return f"{count} B"
