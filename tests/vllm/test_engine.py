@@ -47,6 +47,30 @@ def same(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> bool:
     return [answer["tokens"] for answer in one] == [answer["tokens"] for answer in other]
 
 
+REFUSED = """
+from types import SimpleNamespace as Some
+from kvkeep.vllm.connector import _refusals
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+shape = dict(block_size=32, num_kv_heads=1, head_size=32, dtype=__import__("torch").float32)
+full, window = FullAttentionSpec(**shape), SlidingWindowSpec(**shape, sliding_window=64)
+def reasons(*specs, world=1, policy="recompute", hashes="sha256", drafts=None):
+    parallel = Some(world_size=world, prefill_context_parallel_size=1, decode_context_parallel_size=1)
+    config = Some(
+        parallel_config=parallel, speculative_config=drafts, kv_transfer_config=Some(kv_load_failure_policy=policy),
+        cache_config=Some(prefix_caching_hash_algo=hashes),
+    )
+    groups = [Some(kv_cache_spec=spec) for spec in specs]
+    return [*_refusals(config, Some(kv_cache_groups=groups))]
+assert not reasons(full)
+for odd in (
+    reasons(full, world=2), reasons(full, policy="fail"), reasons(full, hashes="xxhash"), reasons(full, drafts=1),
+    reasons(window), reasons(full, full),
+):
+    (why,) = odd
+    print("refused:", why)
+"""
+
+
 def test_nothing_of_vllm_that_the_connector_leans_on_has_moved() -> None:
     code = """
 import vllm
@@ -59,6 +83,18 @@ print(len(pinned.moved()))
     told, broken = run("-c", code).strip().splitlines()[-2:]
     version, pin, moved = told.split(maxsplit=2)
     assert version == pin and moved == "[]" and broken == "3"
+
+
+def test_engines_that_it_does_not_understand_are_refused_by_name() -> None:
+    refused = [line for line in run("-c", REFUSED).splitlines() if line.startswith("refused: ")]
+    known = (
+        "split over processes",
+        '"kv_load_failure_policy": "recompute"',
+        "sha256_cbor",
+        "drafts",
+        "keep all entries",
+    )
+    assert len(refused) == 6 and all(word in line for word, line in zip((*known, known[-1]), refused, strict=True))
 
 
 def test_answers_are_vllms_own_and_come_back_after_a_restart(model: Path, tmp_path: Path) -> None:
