@@ -14,6 +14,7 @@ import asyncio
 import logging
 import math
 import os
+import re
 import secrets
 import threading
 import time
@@ -86,11 +87,10 @@ class Size:
     @classmethod
     def parse(cls, text: str, cores: float, ongoing: int) -> Size:
         """Read ``N`` or ``MIN:MAX``. Raises UsageError."""
-        least, _, most = text.partition(":")
-        numbers = [int(one) for one in (least, most or least) if one.isascii() and one.isdecimal()]
-        if len(numbers) != 2 or not 1 <= numbers[0] <= numbers[1]:
+        numbers = [int(one) for one in text.split(":")] if re.fullmatch("[0-9]+(:[0-9]+)?", text) else [0]
+        if not 1 <= numbers[0] <= numbers[-1]:
             raise UsageError(f"'{text}' is no number of replicas: give one (2), or the least and the most (1:8).")
-        return cls(numbers[0], numbers[1], cores, ongoing)
+        return cls(numbers[0], numbers[-1], cores, ongoing)
 
     def options(self) -> dict[str, Any]:
         """Return it as Serve takes it."""
@@ -189,6 +189,7 @@ def cluster(address: str | None, size: Size) -> Iterator[None]:
         if address is None:
             os.environ.update(FRONT)
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+            os.environ.setdefault("RAY_worker_niceness", "0")  # else anything else on the machine comes first
             os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # else Ray puts one into the user's home
             short = "/tmp" if os.path.isdir("/tmp") else None  # paths of sockets have to be short
             folder = TemporaryDirectory(prefix="kvkeep-", dir=short, ignore_cleanup_errors=True)
@@ -219,7 +220,6 @@ def deploy(service: Service, size: Size, host: str, port: int, tls: Mapping[str,
         graceful_shutdown_timeout_s=(service.limits.seconds or WHOLE_S) + 30,
         graceful_shutdown_wait_loop_s=0.5,
         health_check_timeout_s=LATE_S,
-        max_surge_percent=0,
         logging_config=quiet,
         **size.options(),
     )

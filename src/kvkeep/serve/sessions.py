@@ -424,6 +424,8 @@ class Sessions:
         else:
             session.unsaved, session.turns = None, file.turns
             self.saved += 1
+            if self.store.shared:  # before anybody is told: whoever asks next may ask another server
+                _close(file)
 
 
 def _close(file: SessionFile) -> None:
