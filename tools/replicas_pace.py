@@ -2,9 +2,9 @@
 
 python tools/replicas_pace.py [ROUNDS]
 
-Both servers run at the same time and answer in turns, so that other work on the machine meets both: read the ratio, not
-the numbers. Then a replica is killed (SIGKILL) in the middle of its answers. Needs the extras ``ray`` and ``serve``, the
-package ``openai``, and Linux (for the processes in /proc).
+Both servers run at the same time and answer in turns, so that other work on the machine meets both: read the ratio,
+not the numbers. Then a replica is killed (SIGKILL) in the middle of its answers. Needs the extra ``ray``, the package
+``openai``, and Linux (for the processes in /proc).
 """
 
 from __future__ import annotations
@@ -58,20 +58,27 @@ def ready(address: str) -> bool:
         return False
 
 
-def replicas(process: int) -> list[int]:
-    """Return the processes of replicas below one."""
-    parents = {}
+def below(process: int) -> dict[int, float]:
+    """Return processes below one, itself included, and the seconds of processor time of each."""
+    parents, spent = dict[int, int](), dict[int, float]()
     for path in Path("/proc").iterdir():
         if path.name.isdecimal():
             try:
-                parents[int(path.name)] = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+                fields = (path / "stat").read_text().rpartition(")")[2].split()
             except OSError:
                 continue
+            parents[int(path.name)] = int(fields[1])
+            spent[int(path.name)] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
-    def below(number: int) -> bool:
-        return number == process or (number in parents and below(parents[number]))
+    def is_below(number: int) -> bool:
+        return number == process or (number in parents and is_below(parents[number]))
 
-    return [one for one in parents if below(one) and b"ServeReplica" in Path(f"/proc/{one}/cmdline").read_bytes()]
+    return {number: own for number, own in spent.items() if is_below(number)}
+
+
+def replicas(process: int) -> list[int]:
+    """Return the processes of replicas below one."""
+    return [one for one in below(process) if b"ServeReplica" in Path(f"/proc/{one}/cmdline").read_bytes()]
 
 
 class Client:
@@ -120,25 +127,35 @@ def main() -> None:
     with ExitStack() as stack:
         folders = [stack.enter_context(tempfile.TemporaryDirectory()) for _ in range(2)]
         two, process = stack.enter_context(server(folders[1], "--replicas", "2", "--cores", "1"))
-        one, _ = stack.enter_context(server(folders[0]))
+        one, single = stack.enter_context(server(folders[0]))
         pace: dict[str, list[float]] = {one: [], two: []}
+        written, began = dict.fromkeys(pace, 0), {address: dict[int, float]() for address in pace}
         for number in range(rounds + 1):
-            for address in (one, two):
+            for address, whole in ((one, single), (two, process)):
                 clients = [Client(address, f"{number}-{talk}") for talk in range(SESSIONS)]
-                began = time.monotonic()
+                if number == 1:  # the first round reads the model's pages
+                    began[address] = below(whole)
+                start = time.monotonic()
                 together(clients, WRITTEN).join()
-                if number:  # the first round reads the model's pages
-                    pace[address].append(sum(client.written for client in clients) / (time.monotonic() - began))
+                if number:
+                    tokens = sum(client.written for client in clients)
+                    pace[address].append(tokens / (time.monotonic() - start))
+                    written[address] += tokens
+        print(f"{SESSIONS} sessions of {READ} tokens read, {WRITTEN} written, {rounds} rounds, tokens/s of answers")
+        for name, address, whole in (("one process", one, single), ("two replicas", two, process)):
+            took = {number: own - began[address].get(number, 0) for number, own in below(whole).items()}
+            each = [1000 * took[number] / written[address] for number in replicas(whole) or [whole]]
+            rest = 1000 * sum(took.values()) / written[address] - sum(each)
+            spent = " + ".join(f"{own:.1f}" for own in each)
+            print(f"  {name}: median {statistics.median(pace[address]):.1f}, most {max(pace[address]):.1f}", end="")
+            print(f"; processor time {spent} ms a token, Ray's own {rest:.1f}")
         ratios = [b / a for a, b in zip(pace[one], pace[two], strict=True)]
-        print(f"{SESSIONS} sessions of {READ} tokens read, {WRITTEN} written, {rounds} rounds, tokens/s of answers:")
-        for name, address in (("one process, one thread", one), ("two replicas, one thread each", two)):
-            print(f"  {name}: median {statistics.median(pace[address]):.1f}, most {max(pace[address]):.1f}")
         print(f"  ratio: median {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
 
         clients = [Client(two, f"kill-{talk}") for talk in range(SESSIONS)]
         together(clients, WRITTEN).join()
         for client in clients:
-            client.ids = [*client.ids, *range(2000, 2032)]
+            client.ids, client.first = [*client.ids, *range(2000, 2032)], 0.0
         running = together(clients, 600)
         while not all(client.first for client in clients):
             time.sleep(0.01)
@@ -156,9 +173,8 @@ def main() -> None:
         print(
             f"kill: {len(moved)} of {SESSIONS} answers lost; told after {told:.2f} s; first token of the moved sessions"
         )
-        print(
-            f"  {first[0]:.2f} to {first[-1]:.2f} s after the kill; cached {[one.cached for one in moved]} of {READ + 32}"
-        )
+        cached = [one.cached for one in moved]
+        print(f"  {first[0]:.2f} to {first[-1]:.2f} s after the kill; cached {cached} of {READ + 32}")
         while len(replicas(process)) < 2:
             time.sleep(0.1)
         running.join()

@@ -1,5 +1,5 @@
-"""A journal in a shared folder without locks: whatever one writer does while another one pauses, nothing that was
-committed is lost."""
+"""A journal in a shared folder: whatever one writer does while another one pauses that has lost its lock, nothing that
+was committed is lost."""
 
 from __future__ import annotations
 
@@ -140,12 +140,15 @@ def test_a_pause_of_any_length_anywhere_loses_nothing(
     assert at > 40
 
 
-def test_a_folder_without_links_cannot_be_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("place", "name"), [(os, "link"), (shared_journal.fcntl, "flock")])
+def test_a_folder_without_links_or_locks_cannot_be_shared(
+    place: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise OSError(95, "Operation not supported")
 
     SharedWriter.check_folder(tmp_path)
-    monkeypatch.setattr(os, "link", refuse)
-    with pytest.raises(UsageError, match="linked and renamed: operation not supported"):
+    monkeypatch.setattr(place, name, refuse)
+    with pytest.raises(UsageError, match="locked and linked: operation not supported"):
         SharedWriter.check_folder(tmp_path)
     assert not [*tmp_path.iterdir()]

@@ -13,12 +13,13 @@ from typing import Any
 
 import httpx
 import pytest
-from answering import Alone
-from running import KEYS, bearer, figures, post, program, within
+from answering import NEW, Alone, Client, run, small, text
+from running import KEYS, figures, post, program, within
 
 import kvkeep
 from kvkeep.decode.session_store import SessionStore
-from kvkeep.errors import UsageError
+from kvkeep.errors import SessionBusy, UsageError
+from kvkeep.serve.engine import Engine
 from kvkeep.serve.http.body import LARGEST_BODY
 from kvkeep.serve.http.front import HEADER, Front
 from kvkeep.serve.replicas import Size, labelled
@@ -132,6 +133,45 @@ def test_figures_of_several_replicas_have_their_names() -> None:
     found = labelled([("x", text % b""), ("y", text % b'{reason="b"}')]).decode()
     assert 'kvkeep_a_total{replica="x"} 2.0' in found and 'kvkeep_a_total{reason="b",replica="y"} 2.0' in found
     assert found.count("# TYPE kvkeep_a_total counter") == 1
+
+
+# -- one folder -------------------------------------------------------------------------------------------
+
+
+def test_servers_that_share_a_folder_go_on_with_each_others_sessions(tmp_path: Path) -> None:
+    """Also with what they have in memory, and never with what another one has followed."""
+    store = SessionStore(tmp_path, shared=True)
+    servers = [Engine(small(), 10**8, store=store, method="h2o", budget=24) for _ in range(2)]
+    alone, ids, read = Alone(small(), method="h2o", budget=24), text(40, 1), 0
+    for turn, server in enumerate([servers[number] for number in (0, 0, 1, 1, 0, 1, 0)]):
+        client = Client(server, ids, name=("me", "talk"))
+        run(server)
+        assert client.ended.cached == read and [*client.ended.tokens] == alone.answer(ids, NEW), turn
+        read, ids = len(ids) + NEW - 1, [*ids, *client.ended.tokens, *text(5, turn)]
+    first, second = servers
+    assert first.sessions.restored == 2 and second.sessions.restored == 2  # else what is in memory counts
+
+    begun = Client(first, ids, name=("me", "talk"))
+    while not begun.events:
+        first.step()
+    refused = Client(second, ids, name=("me", "talk"))
+    run(second)
+    assert isinstance(refused.events[-1], SessionBusy)
+    session = first.sessions.memory[("me", "talk")]
+    assert session.file is not None
+    os.rename(session.file.path, tmp_path / "me" / ".talk.session.taken-0")  # as a server does whom no lock stops
+    client = Client(second, ids, name=("me", "talk"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvkeep.decode.shared_journal.lock", lambda file: None)
+        run(second)
+    run(first)
+    assert [*begun.ended.tokens] == [*client.ended.tokens] == alone.answer(ids, NEW)
+    assert session.lost and "taken over" in str(session.unsaved) and not first.sessions.memory
+    with store.read("me/talk") as file:
+        assert file.turns == 8 and file.stored["session.ids"].shape == (1, len(ids) + NEW - 1)
+    for server in servers:
+        server.close()
+    assert [path.name for path in tmp_path.rglob("*.*")] == ["talk.session"]
 
 
 # -- the command ------------------------------------------------------------------------------------------

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 UNBOUNDED = 8192
 """Tokens of a conversation that is planned for, where a model has no number of positions."""
 
-DAY_S = 86400.0
-
 
 def serve(
     memory: Annotated[
@@ -113,7 +111,7 @@ def serve(
     uvicorn = optional("uvicorn", "serve")
     optional("fastapi", "serve")
     optional("prometheus_client", "serve")
-    from kvkeep.decode.session_store import SessionStore, sessions_folder
+    from kvkeep.decode.session_store import DAY_S, SessionStore, sessions_folder
     from kvkeep.models.loading import load
     from kvkeep.models.room import free_memory
     from kvkeep.plan.planner import parse_memory
@@ -137,8 +135,9 @@ def serve(
     cache: dict[str, Any] = {name: one for name, one in (("method", method), ("budget", budget)) if one is not None}
     Request.parse(**cache)
     folder, limit = sessions_folder(sessions), None if quota is None else parse_memory(quota)
-    store = SessionStore(folder, quota=limit, age=None if age is None else age * DAY_S)
-    store.check_folder()
+    store = SessionStore(folder, quota=limit, age=None if age is None else age * DAY_S, shared=replicas is not None)
+    if ray is None:
+        store.check_folder()
     limits, size = Limits(answers if given else None, time), _size(replicas, ray, cores, conversations)
     if ray is None:
         loaded = load(model, weights=weights, device=device, progress=note)

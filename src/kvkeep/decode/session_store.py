@@ -19,6 +19,7 @@ from kvkeep.errors import SessionBusy, SessionError, SessionUnwritable, UsageErr
 from kvkeep.models.folders import data_folder
 
 SUFFIX = ".session"
+DAY_S = 86400.0
 UNSAVED = "its first turn was never saved"
 """The problem of a session whose program ended before."""
 _PART = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}"

@@ -1,14 +1,15 @@
-"""A journal in a folder that several machines share, whose writers may pause for any time, and whose locks may not
-reach the others.
+"""A journal in a folder that several machines share, each of which may lose its lock while it pauses.
 
-What keeps writers apart is that a name can be renamed once: of several who rename the same one, one succeeds, over NFS,
-too. So a writer *takes* the file by giving it a name of its own, reads what was committed, appends its lease, and links
-the file to its place, which fails where there is one. Unless the writer before it has said that it ended, that one may
-still write to the file that it has open; then the copy of what was committed gets the name. A writer looks after every
-turn whether its file is still at its place. As a file is taken before it is read, either the turn is in what was read,
-or its writer finds the file gone, and is refused. Nothing depends on a clock.
+A lock keeps writers apart, as it does on one machine. Over a network it can be lost: a server gives up the lock of a
+machine that it has not heard of, which goes on later, after a pause of any length, wherever it was. What stops that one
+is that a name can be renamed once. A writer *takes* the file by giving it a name of its own, reads what was committed,
+appends its lease, and links the file to its place, which fails where there is one. Unless the writer before it has said
+that it ended, that one may still write to the file that it has open; then a copy of what was committed gets the name. A
+writer looks after every turn whether its file is still at its place. As a file is taken before it is read, either the
+turn is in what was read, or its writer finds the file gone, and is refused. Nothing depends on a clock.
 
-A writer that ends between the two leaves a file with a name of its own, which the next one takes in its turn.
+A writer that ends between the two leaves a file with a name of its own, which the next one takes in its turn. Several
+that take a session in the same moment need the lock; a folder without locks is refused.
 """
 
 from __future__ import annotations
@@ -26,7 +27,14 @@ from kvkeep.decode.journal import LEASE, NUMBER, Journal, Writer, is_at, lock, s
 from kvkeep.errors import SessionBusy, SessionError, UsageError
 from kvkeep.files import temporary_name
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
 _TRIES, _EACH_S = 20, 0.005
+_SCANS = 2
+"""A name that is changed while a folder is listed may be missing in the list."""
 _COPIED = 1 << 20
 
 
@@ -50,12 +58,15 @@ class SharedWriter(Writer):
 
     @staticmethod
     def check_folder(folder: Path) -> None:
-        """Raise UsageError for a folder in which no file can be linked."""
+        """Raise UsageError for a folder in which no file can be linked, or locked."""
         name = folder / f".links-{secrets.token_hex(8)}"
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             name.touch()
             try:
+                if fcntl is not None:
+                    with FileIO(str(name), "r+") as file:
+                        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
                 os.link(name, folder / f"{name.name}-too")
                 (folder / f"{name.name}-too").unlink()
             finally:
@@ -63,7 +74,7 @@ class SharedWriter(Writer):
         except OSError as error:
             reason = (error.strerror or str(error)).lower()
             raise UsageError(
-                f"No sessions can be shared in '{folder}', where a file has to be made, linked and renamed: {reason}."
+                f"No sessions can be shared in '{folder}', where files have to be made, locked and linked: {reason}."
             ) from error
 
     def _open(self) -> None:
@@ -88,8 +99,9 @@ class SharedWriter(Writer):
         return name
 
     def _left(self) -> list[Path]:
-        """Return files that were taken, and not put in their place yet, or never."""
-        return [*self.path.parent.glob(f".{self.path.name}.taken-*")]
+        """Return files that were taken, and not put in their place yet, or never; that with the last lease first."""
+        names = {name for _ in range(_SCANS) for name in self.path.parent.glob(f".{self.path.name}.taken-*")}
+        return sorted(names, key=_lease_of, reverse=True)
 
     def _taken(self, place: Path) -> Path:
         """Give the file at ``place`` a name of one's own, and return that. Raises FileNotFoundError if it is not the
@@ -103,15 +115,25 @@ class SharedWriter(Writer):
 
     def _put(self, file: Path, own: Path) -> None:
         """Link ``file`` to its place, and forget the name ``own``. Raises FileExistsError where there is one; the name
-        then stays where it has turns that are nowhere else."""
+        then stays where that one is not of a later lease."""
         try:
             os.link(file, self.path)
         except FileExistsError:
-            with suppress(SessionError):
-                if len(Journal(self.path).turns) >= len(Journal(own).turns):
-                    own.unlink(missing_ok=True)
+            if _lease_of(self.path) >= _lease_of(own):
+                own.unlink(missing_ok=True)
             raise
         own.unlink(missing_ok=True)
+
+    def _placed(self) -> None:
+        """Check that no other file is of a later lease, now that this one is in its place: one that was on its way.
+        Raises FileExistsError."""
+        self._named = True
+        for name in self._left():
+            if _lease_of(name) >= self.lease:
+                self._taken(self.path).unlink()
+                raise FileExistsError
+            name.unlink(missing_ok=True)  # of a writer that ended between its link and this
+        sync_name(self.path)
 
     def _make(self, name: Path) -> None:
         try:
@@ -120,11 +142,7 @@ class SharedWriter(Writer):
             os.link(name, self.path)
         finally:
             name.unlink(missing_ok=True)
-        self._named = True
-        if self._left():  # there was one, on its way
-            self._taken(self.path).unlink()
-            raise FileExistsError
-        sync_name(self.path)
+        self._placed()
 
     def _take(self, place: Path) -> None:
         own = self._taken(place)
@@ -142,8 +160,7 @@ class SharedWriter(Writer):
         finally:
             if file != own:
                 file.unlink(missing_ok=True)
-        self._named = True
-        sync_name(self.path)
+        self._placed()
 
     def _copy(self) -> Path:
         """Go on with a copy of what was committed, and return its name."""
@@ -212,3 +229,12 @@ class SharedWriter(Writer):
         for name in self._left():  # of those that ended in the middle: it would come back
             name.unlink(missing_ok=True)
         self._file.close()
+
+
+def _lease_of(path: Path) -> int:
+    """Return the number of a file's last lease; 0 for one that is gone or damaged."""
+    try:
+        with Journal(path) as file:
+            return file.lease
+    except SessionError:
+        return 0

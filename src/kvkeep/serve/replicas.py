@@ -28,16 +28,18 @@ from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.types import ASGIApp
 
-from kvkeep.decode.session_store import SessionStore
+from kvkeep.decode.session_store import DAY_S, SessionStore
 from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.extras import optional
-from kvkeep.models.loading import load
-from kvkeep.serve.engine import Engine
+from kvkeep.models.loading import DEFAULT, load
+from kvkeep.plan.planner import parse_memory
+from kvkeep.policies.request import Request
+from kvkeep.serve.engine import WAITING, Engine
 from kvkeep.serve.http.app import LATE_S, alive, application
 from kvkeep.serve.http.asked import Limits
 from kvkeep.serve.http.connection import IDLE_S
 from kvkeep.serve.http.door import log_all
-from kvkeep.serve.http.keys import Keys
+from kvkeep.serve.http.keys import Keys, keys_given
 
 ROUTER = "ray.serve.experimental.consistent_hash_router:ConsistentHashRouter"
 FRONT = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "kvkeep.serve.http.front:front"}
@@ -48,6 +50,13 @@ WHOLE_S = 3600.0
 """Seconds that a replica which makes way for another one has to end its answers in, where they have no time."""
 FIGURES_S = 5.0
 """Seconds that a scrape waits for the other replicas; the figures of one that does not answer are left out."""
+QUIET = {"enable_access_log": False, "log_level": "WARNING"}
+"""What Serve logs."""
+OPTIONS: dict[str, Any] = {
+    "model": DEFAULT, "weights": "auto", "device": None, "waiting": WAITING, "quota": None, "age": None, "keys": None,
+    "answers": 64, "time": None, "replicas": "2", "cores": 1, "conversations": 8,
+}  # fmt: skip
+"""Of :func:`app`, and what they are where they are not given."""
 OBJECTS = 100 * 2**20
 """Bytes of Ray's own object store, where it is started here; it wants 75 MiB."""
 ONGOING = 1000
@@ -107,8 +116,9 @@ class Replica:
         own = service
         self.loaded = load(own.model, weights=own.weights, device=own.device)
         store = SessionStore(own.folder, quota=own.quota, age=own.age, shared=True)
+        store.check_folder()
         self.engine = Engine(self.loaded, own.memory, own.waiting, store, **own.cache)
-        self.service, self.name = service, ray_serve().get_replica_context().replica_tag
+        self.service, self.context = service, ray_serve().get_replica_context()
         if service.logs:
             log_all()
         self.engine.start()
@@ -135,11 +145,11 @@ class Replica:
 
     async def figures(self) -> tuple[str, bytes]:
         """Return this replica's name and figures."""
-        return self.name, await self._metrics.scraped()
+        return self.context.replica_tag, await self._metrics.scraped()
 
     async def _everywhere(self) -> bytes:
         """Return the figures of all replicas."""
-        asked = ray_serve().get_app_handle(NAME).broadcast("figures")
+        asked = ray_serve().get_app_handle(self.context.app_name).broadcast("figures")
         found = await asked.results_async(timeout_s=FIGURES_S, return_exceptions=True)
         return labelled(one for one in found if not isinstance(one, BaseException))
 
@@ -208,9 +218,18 @@ def deploy(service: Service, size: Size, host: str, port: int, tls: Mapping[str,
     one, each when its answers have ended. host, port, tls: of the proxies, if the cluster has none yet. Raises
     KvkeepError where the replicas cannot start."""
     serve = ray_serve()
-    quiet = {"enable_access_log": False, "log_level": "WARNING"}
     http = {"host": host, "port": port, "request_timeout_s": None, "keep_alive_timeout_s": IDLE_S, **tls}
-    serve.start(proxy_location="EveryNode", http_options=http, logging_config=quiet)
+    serve.start(proxy_location="EveryNode", http_options=http, logging_config=QUIET)
+    try:
+        serve.run(bound(service, size), name=NAME, route_prefix="/", logging_config=QUIET)
+    except RuntimeError as error:
+        lines = [line.strip() for line in str(serve.status().applications[NAME].message).splitlines() if line.strip()]
+        raise KvkeepError(f"The replicas did not start: {lines[-1] if lines else error}") from error
+
+
+def bound(service: Service, size: Size) -> Any:
+    """Return the application as Serve runs it."""
+    serve = ray_serve()
     made = serve.deployment(
         serve.ingress()(Replica),
         name=NAME,
@@ -220,14 +239,40 @@ def deploy(service: Service, size: Size, host: str, port: int, tls: Mapping[str,
         graceful_shutdown_timeout_s=(service.limits.seconds or WHOLE_S) + 30,
         graceful_shutdown_wait_loop_s=0.5,
         health_check_timeout_s=LATE_S,
-        logging_config=quiet,
+        logging_config=QUIET,
         **size.options(),
     )
-    try:
-        serve.run(made.bind(service), name=NAME, route_prefix="/", logging_config=quiet)
-    except RuntimeError as error:
-        lines = [line.strip() for line in str(serve.status().applications[NAME].message).splitlines() if line.strip()]
-        raise KvkeepError(f"The replicas did not start: {lines[-1] if lines else error}") from error
+    return made.bind(service)
+
+
+def app(given: Mapping[str, str]) -> Any:
+    """Return the application for Serve's own files of configuration, where it is ``kvkeep.serve.replicas:app``.
+
+    given: options of ``kvkeep serve`` by name: ``memory`` and ``sessions``, ``method`` or ``budget`` or both, and as
+    wanted :data:`OPTIONS`. Keys come from KVKEEP_API_KEYS and from the file ``keys``. Raises UsageError.
+    """
+    own: dict[str, Any] = OPTIONS | {**given}
+    cache: dict[str, Any] = {name: own.pop(name) for name in ("method", "budget") if name in own}
+    if wrong := {*own} ^ {*OPTIONS, "memory", "sessions"}:
+        raise UsageError(f"The application has other options: {', '.join(sorted(wrong))} is missing or too many.")
+    if not cache:
+        raise UsageError("The application needs a 'method' or a 'budget'.")
+    Request.parse(**cache)
+    keys, age, seconds, quota = keys_given(own["keys"]), own["age"], own["time"], own["quota"]
+    service = Service(
+        own["model"],
+        own["weights"],
+        own["device"],
+        parse_memory(own["memory"]),
+        int(own["waiting"]),
+        cache,
+        own["sessions"],
+        None if quota is None else parse_memory(quota),
+        None if age is None else float(age) * DAY_S,
+        Keys(keys),
+        Limits(int(own["answers"]) if keys else None, None if seconds is None else float(seconds)),
+    )
+    return bound(service, Size.parse(str(own["replicas"]), float(own["cores"]), int(own["conversations"])))
 
 
 def drain(grace: float) -> None:
