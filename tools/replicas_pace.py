@@ -88,6 +88,7 @@ class Client:
         self.api = OpenAI(base_url=address, api_key="key", max_retries=0, timeout=600)
         self.name, self.ids, self.cached = name, random.Random(name).choices(range(1000, 20000), k=READ), 0
         self.failed = self.first = 0.0
+        self.written, self.error = 0, Exception()
 
     def ask(self, ids: list[int], new: int) -> None:
         """Ask, and take the times of an error and of the first piece."""
@@ -102,8 +103,8 @@ class Client:
                 if event.usage is not None:
                     self.cached = event.usage.prompt_tokens_details.cached_tokens
                     self.written = event.usage.completion_tokens
-        except APIError:
-            self.failed = time.monotonic()
+        except APIError as error:
+            self.failed, self.error = time.monotonic(), error
 
 
 def together(clients: list[Client], new: int) -> threading.Thread:
@@ -137,6 +138,8 @@ def main() -> None:
                     began[address] = below(whole)
                 start = time.monotonic()
                 together(clients, WRITTEN).join()
+                if any(client.failed for client in clients):
+                    sys.exit(f"An answer failed: {next(client.error for client in clients if client.failed)}")
                 if number:
                     tokens = sum(client.written for client in clients)
                     pace[address].append(tokens / (time.monotonic() - start))

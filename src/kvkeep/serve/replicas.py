@@ -19,7 +19,7 @@ import secrets
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -208,8 +208,9 @@ def cluster(address: str | None, size: Size) -> Iterator[None]:
         ending.callback(ray.shutdown)
         try:
             ray.init(address or "local", log_to_driver=False, logging_level="error", **own)
-        except (ConnectionError, ValueError) as error:
-            raise KvkeepError(f"There is no Ray cluster at '{address}': {str(error).splitlines()[0]}") from error
+        except (ConnectionError, ValueError, RuntimeError, TimeoutError, ray.exceptions.RayError) as error:
+            where = "can be started here" if address is None else f"at '{address}'"
+            raise KvkeepError(f"There is no Ray cluster {where}: {_line(error)}") from error
         yield
 
 
@@ -219,12 +220,23 @@ def deploy(service: Service, size: Size, host: str, port: int, tls: Mapping[str,
     KvkeepError where the replicas cannot start."""
     serve = ray_serve()
     http = {"host": host, "port": port, "request_timeout_s": None, "keep_alive_timeout_s": IDLE_S, **tls}
-    serve.start(proxy_location="EveryNode", http_options=http, logging_config=QUIET)
     try:
+        serve.start(proxy_location="EveryNode", http_options=http, logging_config=QUIET)
         serve.run(bound(service, size), name=NAME, route_prefix="/", logging_config=QUIET)
-    except RuntimeError as error:
-        lines = [line.strip() for line in str(serve.status().applications[NAME].message).splitlines() if line.strip()]
-        raise KvkeepError(f"The replicas did not start: {lines[-1] if lines else error}") from error
+    except (RuntimeError, TimeoutError, optional("ray", "ray").exceptions.RayError) as error:
+        raise KvkeepError(f"The replicas did not start: {_why(serve) or _line(error)}") from error
+
+
+def _why(serve: Any) -> str:
+    """Return what Serve knows of an application that did not start: the last line of its replica's error."""
+    with suppress(Exception):
+        lines = [line.strip() for line in serve.status().applications[NAME].message.splitlines() if line.strip()]
+        return str(lines[-1]) if lines else ""
+    return ""
+
+
+def _line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def bound(service: Service, size: Size) -> Any:
