@@ -212,7 +212,7 @@ def _size(replicas: str | None, ray: str | None, cores: float | None, conversati
 
     size = Size.parse(replicas, cores or 1, conversations)
     if cores is None and ray is None:
-        size = replace(size, cores=max(1, len(os.sched_getaffinity(0)) // size.most))
+        size = replace(size, cores=max(1, (os.cpu_count() or 1) // size.most))
     return size
 
 

@@ -35,7 +35,7 @@ from kvkeep.models.loading import DEFAULT, load
 from kvkeep.plan.planner import parse_memory
 from kvkeep.policies.request import Request
 from kvkeep.serve.engine import WAITING, Engine
-from kvkeep.serve.http.app import LATE_S, alive, application
+from kvkeep.serve.http.app import alive, application
 from kvkeep.serve.http.asked import Limits
 from kvkeep.serve.http.connection import IDLE_S
 from kvkeep.serve.http.door import log_all
@@ -250,7 +250,6 @@ def bound(service: Service, size: Size) -> Any:
         request_router_config={"request_router_class": ROUTER},
         graceful_shutdown_timeout_s=(service.limits.seconds or WHOLE_S) + 30,
         graceful_shutdown_wait_loop_s=0.5,
-        health_check_timeout_s=LATE_S,
         logging_config=QUIET,
         **size.options(),
     )
