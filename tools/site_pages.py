@@ -28,7 +28,7 @@ from kvkeep.cli.lazy import Commands, application, loaded
 ROOT = Path(__file__).parents[1]
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 NOTEBOOKS = tuple(f"notebooks/{path.name}" for path in sorted((ROOT / "notebooks").glob("*.ipynb")))
-FILES = ("CITATION.cff", "LICENSE", "deploy/Dockerfile", "deploy/kvkeep.service", *NOTEBOOKS)
+FILES = ("CITATION.cff", "LICENSE", "deploy/Dockerfile", "deploy/kuberay.yaml", "deploy/kvkeep.service", *NOTEBOOKS)
 EXPORTED = {
     "Models and caches": ("load", "KeepCache", "Budget", "Memory", "ModelGeometry"),
     "Answers": ("generate", "verified", "Conversation", "Session", "save_session", "load_session"),

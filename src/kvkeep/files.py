@@ -33,9 +33,7 @@ def write_whole(path: str | os.PathLike[str], write: Callable[[IO[bytes]], objec
     file then remains.
     """
     target = Path(os.path.realpath(path))
-    mode = _mode(target)
-    _sweep(target)
-    temporary = target.parent / f"{_prefix(target)}{threading.get_ident()}-{owner()}"
+    mode, temporary = _mode(target), temporary_name(target)
     try:
         if not _write_nameless(target, temporary, mode, write):
             with open(temporary, "w+b") as file:
@@ -44,6 +42,12 @@ def write_whole(path: str | os.PathLike[str], write: Callable[[IO[bytes]], objec
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def temporary_name(target: Path) -> Path:
+    """Return a name beside ``target`` for a file that is to become it; such files of dead processes are removed."""
+    _sweep(target)
+    return target.parent / f"{_prefix(target)}{threading.get_ident()}-{owner()}"
 
 
 def owner() -> str:

@@ -100,7 +100,7 @@ def test_a_writer_that_another_one_followed_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: str, saves: int
 ) -> None:
     """Where locks reach no further than a machine, the lease does."""
-    monkeypatch.setattr(journal, "_lock", lambda file, shared=False: None)
+    monkeypatch.setattr(journal, "lock", lambda file, shared=False: None)
     path = tmp_path / "j"
     write(path, [b"a", b"one"])
     stale = Writer(path)
@@ -128,7 +128,7 @@ def test_a_writer_that_another_one_followed_is_refused(
 
 def test_a_turn_of_an_older_lease_is_void(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Should the stale writer write between another's lease and its own check of it."""
-    monkeypatch.setattr(journal, "_lock", lambda file, shared=False: None)
+    monkeypatch.setattr(journal, "lock", lambda file, shared=False: None)
     write(tmp_path / "j", [b"one"])
     stale = Writer(tmp_path / "j")
     stale.commit(b"two")

@@ -22,7 +22,7 @@ from kvkeep import KeepCache
 from kvkeep.decode.prompt import encode
 from kvkeep.models.loading import Loaded
 from kvkeep.serve.engine import Engine
-from kvkeep.serve.http.door import LARGEST_BODY
+from kvkeep.serve.http.body import LARGEST_BODY
 from kvkeep.serve.http.metrics import Metrics
 
 

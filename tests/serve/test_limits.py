@@ -26,7 +26,8 @@ from kvkeep.errors import UsageError
 from kvkeep.serve.answer import Piece, Told
 from kvkeep.serve.engine import Ended, Engine
 from kvkeep.serve.http import app as apps
-from kvkeep.serve.http import asked, connection, door
+from kvkeep.serve.http import asked, connection
+from kvkeep.serve.http import body as bodies
 from kvkeep.serve.http.app import application
 from kvkeep.serve.http.asked import UNREAD, Limits, Mailbox
 from kvkeep.serve.http.keys import Keys, kept_key, keys_given
@@ -177,7 +178,7 @@ def test_a_reader_that_is_slow_holds_the_text_and_nobody_up(monkeypatch: pytest.
 
 def test_headers_and_bodies_that_never_end_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "HEADER_S", 0.3)
-    monkeypatch.setattr(door, "BODY_S", 0.3)
+    monkeypatch.setattr(bodies, "BODY_S", 0.3)
     with serving() as (address, _):
         host, _, port = address.removeprefix("http://").partition(":")
         with socket.create_connection((host, int(port)), timeout=5) as slow:

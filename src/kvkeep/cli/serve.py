@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
 import signal
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -21,11 +23,10 @@ from kvkeep.extras import optional
 if TYPE_CHECKING:
     from kvkeep.models.loading import Loaded
     from kvkeep.serve.engine import Engine
+    from kvkeep.serve.replicas import Service, Size
 
 UNBOUNDED = 8192
 """Tokens of a conversation that is planned for, where a model has no number of positions."""
-
-DAY_S = 86400.0
 
 
 def serve(
@@ -81,6 +82,26 @@ def serve(
     age: Annotated[
         float | None, typer.Option(min=0, help="Days after which a session is removed.", show_default="none")
     ] = None,
+    replicas: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N",
+            help="Processes that Ray Serve runs, each with --memory; MIN:MAX for as many as are needed.",
+            show_default="this process alone",
+        ),
+    ] = None,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="The Ray cluster for --replicas, which it goes on running; auto: the one of this machine.",
+            show_default="one that is started here, and ends",
+        ),
+    ] = None,
+    cores: Annotated[
+        float | None,
+        typer.Option(min=0.1, help="Cores of each of --replicas.", show_default="an equal share, or 1 with --ray"),
+    ] = None,
 ) -> None:
     """Serve many conversations over HTTP within one memory, as OpenAI's clients speak.
 
@@ -90,7 +111,7 @@ def serve(
     uvicorn = optional("uvicorn", "serve")
     optional("fastapi", "serve")
     optional("prometheus_client", "serve")
-    from kvkeep.decode.session_store import SessionStore, sessions_folder
+    from kvkeep.decode.session_store import DAY_S, SessionStore, sessions_folder
     from kvkeep.models.loading import load
     from kvkeep.models.room import free_memory
     from kvkeep.plan.planner import parse_memory
@@ -98,8 +119,10 @@ def serve(
     from kvkeep.serve.engine import Engine
     from kvkeep.serve.http.app import application
     from kvkeep.serve.http.asked import Limits
+    from kvkeep.serve.http.door import log_all
     from kvkeep.serve.http.keys import Keys, kept_key, keys_given
 
+    _check_replicas(replicas, ray, cores, memory, method or budget, sessions)
     given, kept, new = keys_given(keys), None, False
     if not given and not _own(host):
         key, kept, new = kept_key()
@@ -112,15 +135,38 @@ def serve(
     cache: dict[str, Any] = {name: one for name, one in (("method", method), ("budget", budget)) if one is not None}
     Request.parse(**cache)
     folder, limit = sessions_folder(sessions), None if quota is None else parse_memory(quota)
-    store = SessionStore(folder, quota=limit, age=None if age is None else age * DAY_S)
-    store.check_folder()
-    loaded = load(model, weights=weights, device=device, progress=note)
-    total = free_memory(next(loaded.model.parameters()).device) // 2 if total is None else total
-    cache = cache or _planned(loaded, total, conversations)
+    store = SessionStore(folder, quota=limit, age=None if age is None else age * DAY_S, shared=replicas is not None)
+    if ray is None:
+        store.check_folder()
+    limits, size = Limits(answers if given else None, time), _size(replicas, ray, cores, conversations)
+    if ray is None:
+        loaded = load(model, weights=weights, device=device, progress=note)
+        if total is None:
+            total = free_memory(next(loaded.model.parameters()).device) // 2 // (1 if size is None else size.most)
+        cache = cache or _planned(loaded, total, conversations)
+    assert total is not None
+    kept_for = "" if limit is None else f", at most {quota} together: the least recently used are removed"
+    kept_for += "" if age is None else f", {age:g} days at most"
+    if kept is not None:
+        access = f"key: {given[0] if new else 'as before'}  (kept in {kept})"
+    else:
+        access = f"{len(given)} keys" if given else "no key: only this machine can reach it"
+    listening = _socket(host, port) if ray is None else None
+    port = port if listening is None else listening.getsockname()[1]
+    where = f"http{'s' if tls else ''}://{_address(host)}:{port}"
+    if size is not None:
+        from kvkeep.serve.replicas import Service
+
+        kept_in = str(folder.absolute()), limit, store.age
+        allowed = Keys(given), limits, tuple(cors or ())
+        service = Service(model, weights, device, total, waiting, cache, *kept_in, *allowed, log_requests)
+        if listening is not None:
+            listening.close()  # Serve's proxy takes its place
+        said = f"{where}/v1  model '{model}', {total / 1e6:.0f} MB for all conversations of a replica"
+        _replicated(service, size, ray, (host, port, tls), grace, [said, f"sessions: {folder}{kept_for}", access])
+        return
     engine = Engine(loaded, total, waiting, store, **cache)
-    app = application(engine, loaded, Keys(given), Limits(answers if given else None, time), cors or ())
-    listening = _socket(host, port)
-    where = f"http{'s' if tls else ''}://{_address(host)}:{listening.getsockname()[1]}"
+    app = application(engine, loaded, Keys(given), limits, cors or ())
     server = _server(uvicorn, app, timeout_graceful_shutdown=int(grace) + 1, **tls)
     _many_files()
     fitting = _fitting(engine)  # makes a cache, for which a method may measure the model: before it is the engine's
@@ -130,21 +176,78 @@ def serve(
         note("from elsewhere: this machine's name or address instead")
     note(fitting)
     refusal = engine.sessions.refusal
-    kept_for = "" if limit is None else f", at most {quota} together: the least recently used are removed"
-    kept_for += "" if age is None else f", {age:g} days at most"
     note(f"sessions: {folder}{kept_for}" if refusal is None else f"sessions end with the server. {refusal}")
-    if kept is not None:
-        note(f"key: {given[0] if new else 'as before'}  (kept in {kept})")
-    else:
-        note(f"{len(given)} keys" if given else "no key: only this machine can reach it")
+    note(access)
     if log_requests:
-        _log_requests()
+        log_all()
     _drain(server, engine, grace)
     server.run(sockets=[listening])
     if engine.fault is not None:
         raise KvkeepError("The server ends, because its engine has failed.")  # where, the engine has logged
     engine.stop(0.0)
     note("ended; every turn is saved" if refusal is None else "ended")
+
+
+def _check_replicas(
+    replicas: str | None, ray: str | None, cores: float | None, memory: object, method: object, sessions: object
+) -> None:
+    """Raise UsageError for options of replicas that go with none, and for what a cluster elsewhere has to be told."""
+    if replicas is None and (ray is not None or cores is not None):
+        raise UsageError("--ray and --cores are for --replicas; give their number.")
+    if ray is not None:
+        needed = {"--memory": memory, "--method or --budget": method, "--sessions": sessions}
+        missing = [name for name, value in needed.items() if value is None]
+        if missing:
+            raise UsageError(
+                f"With --ray give {' and '.join(missing)}: machines differ in memory, and sessions have to be in a "
+                "folder that all of them share."
+            )
+
+
+def _size(replicas: str | None, ray: str | None, cores: float | None, conversations: int) -> Size | None:
+    """Return how many replicas are asked for, and of what size."""
+    if replicas is None:
+        return None
+    from kvkeep.serve.replicas import Size
+
+    size = Size.parse(replicas, cores or 1, conversations)
+    if cores is None and ray is None:
+        size = replace(size, cores=max(1, (os.cpu_count() or 1) // size.most))
+    return size
+
+
+def _replicated(
+    service: Service,
+    size: Size,
+    address: str | None,
+    listening: tuple[str, int, dict[str, Any]],
+    grace: float,
+    said: list[str],
+) -> None:
+    """Have Ray Serve run replicas: until SIGTERM or Ctrl-C in a cluster that ends with them, else for good."""
+    from kvkeep.serve import replicas
+
+    with replicas.cluster(address, size):
+        replicas.deploy(service, size, *listening)
+        kinds = f"{size.least}" if size.least == size.most else f"{size.least} to {size.most}"
+        said.insert(1, f"{kinds} replicas with {size.cores:g} cores each, {dict(service.cache)}")
+        for line in said:
+            note(line)
+        if address is not None:
+            if not replicas.fronted():
+                own = " ".join(f"{name}={value}" for name, value in replicas.FRONT.items())
+                note(
+                    f"Sessions that a request's body names go to any replica: start the cluster's processes with {own}"
+                )
+            note("the cluster runs them; 'serve shutdown' ends them, and the same command again replaces them")
+            return
+        ended = threading.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *given: ended.set())
+        ended.wait()
+        note(f"ending: answers have {grace:g} s")
+        replicas.drain(grace)
+    note("ended; every turn is saved")
 
 
 def _planned(loaded: Loaded, total: int, conversations: int) -> dict[str, Any]:
@@ -172,19 +275,6 @@ def _fitting(engine: Engine) -> str:
     if not fit:
         return f"by default {kind} ({cache.exactness}): none of {tokens:,} tokens fits, only shorter conversations"
     return f"by default {kind} ({cache.exactness}): {fit} conversations of {tokens:,} tokens at once, and more in turns"
-
-
-def _log_requests() -> None:
-    import logging
-    import sys
-
-    from kvkeep.serve.http.door import requests
-
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-    requests.addHandler(handler)
-    requests.setLevel(logging.INFO)
-    requests.propagate = False
 
 
 def _many_files() -> None:

@@ -3,7 +3,8 @@
 A record is a header of 32 bytes (kind, length, BLAKE2b of the payload, CRC-32 of the header) and its payload:
 
 * a *page* holds bytes; it counts once a turn that follows it is complete;
-* a *lease* numbers a writer: a turn of a lower number than the last lease is void;
+* a *lease* numbers a writer: a turn of a lower number than the last lease is void. It has 16 random bytes, the
+  writer's mark, and one byte more where it says that this writer has ended;
 * a *turn* is the commit, written after everything before it was flushed to the disk.
 
 A process that is killed leaves a record that is cut short, which is cut off; a record that is whole and wrong is
@@ -35,8 +36,10 @@ except ImportError:  # Windows: leases alone keep writers apart
 
 MAGIC = b"kvkeep4\n"
 HEADER = struct.Struct("<4sQ16sI")
-_PAGE, _LEASE, _TURN = b"page", b"leas", b"turn"
-_NUMBER = struct.Struct("<Q")
+_PAGE, LEASE, _TURN = b"page", b"leas", b"turn"
+NUMBER = struct.Struct("<Q")
+MARK = 16
+"""Bytes of a writer's mark."""
 _PATIENCE_S = 0.1  # another process may hold the lock for a moment to look whether anyone does
 
 Pieces = Iterable[Any]  # objects with bytes
@@ -52,7 +55,8 @@ def digest_of(pieces: Pieces) -> bytes:
 
 class Journal:
     """A journal that is read. turns: the payload of every turn; pages: length and digest of each page by its place;
-    end: where the last turn ends. Raises SessionError for a file that is missing, no journal, or damaged."""
+    end: where the last turn ends; mark: of the last writer; released: it has ended. Raises SessionError for a file that
+    is missing, no journal, or damaged."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(os.path.realpath(path))
@@ -84,6 +88,11 @@ class Journal:
         """Close the file."""
         self._file.close()
 
+    @property
+    def closed(self) -> bool:
+        """Whether the file was closed."""
+        return self._file.closed
+
     def page(self, place: int) -> bytes:
         """Return the payload of the page at ``place``. Raises SessionError unless it is what was written."""
         length, digest = self.pages[place]
@@ -104,6 +113,7 @@ class Journal:
         self.turns: list[bytes] = []
         self.pages: dict[int, tuple[int, bytes]] = {}
         self.end = self.lease = 0
+        self.mark, self.released = b"", False
         size = self._file.seek(0, os.SEEK_END)
         start = self._read(0, len(MAGIC))
         if start != MAGIC:
@@ -120,14 +130,17 @@ class Journal:
                 payload = self._read(place + HEADER.size, length)
                 if digest_of([payload]) != digest:
                     raise damaged(self.path)
-                (number,) = _NUMBER.unpack_from(payload)
-                if kind == _LEASE:
+                (number,) = NUMBER.unpack_from(payload)
+                if kind == LEASE:
                     self.lease = max(self.lease, number)
+                    self.mark = payload[NUMBER.size :][:MARK]
+                    self.released = len(payload) > NUMBER.size + MARK
                 elif number == self.lease:  # else of a writer that another one had followed
-                    self.turns.append(payload[_NUMBER.size :])
+                    self.turns.append(payload[NUMBER.size :])
                     self.pages |= pending
                     self.end, pending = place + HEADER.size + length, {}
             place += HEADER.size + length
+        self.released &= place == size
 
     def _header(self, place: int, size: int) -> tuple[bytes, int, bytes] | None:
         """Return kind, length and digest of the record at ``place``, None where it is cut short."""
@@ -135,11 +148,11 @@ class Journal:
         if len(raw) < HEADER.size:
             return None
         kind, length, digest, check = HEADER.unpack(raw)
-        if zlib.crc32(raw[:-4]) != check or kind not in (_PAGE, _LEASE, _TURN):
+        if zlib.crc32(raw[:-4]) != check or kind not in (_PAGE, LEASE, _TURN):
             if not any(raw) and not any(self._read(place, size - place)):
                 return None  # after a power cut: room for a record whose bytes never arrived
             raise damaged(self.path)
-        if kind != _PAGE and length < _NUMBER.size:
+        if kind != _PAGE and length < NUMBER.size:
             raise damaged(self.path)
         return None if place + HEADER.size + length > size else (kind, length, digest)
 
@@ -182,11 +195,11 @@ class Writer(Journal):
         self._place = self.end
         if new := not self._place:
             self._write(MAGIC)
-        self._own = self._place
-        self._record(_LEASE, [_NUMBER.pack(self.lease), os.urandom(16)])
+        self._own, self.mark = self._place, os.urandom(MARK)
+        self._record(LEASE, [NUMBER.pack(self.lease), self.mark])
         os.fsync(self._file.fileno())
         if new and self._named:
-            _sync_name(self.path)
+            sync_name(self.path)
         self.end, self._owns = self._place, False  # checked in every turn
         self._proof = self._read(self._own, self.end - self._own)
 
@@ -195,7 +208,7 @@ class Writer(Journal):
         if not self._file.closed:
             if not self.turns:
                 with suppress(OSError):
-                    if _is_at(self._file, self.path):
+                    if is_at(self._file, self.path):
                         self.path.unlink()
             self._file.close()
 
@@ -220,7 +233,7 @@ class Writer(Journal):
         writer has followed."""
         os.fsync(self._file.fileno())
         self._check_lease()
-        self._record(_TURN, [_NUMBER.pack(self.lease), payload])
+        self._record(_TURN, [NUMBER.pack(self.lease), payload])
         os.fsync(self._file.fileno())
         self.turns.append(payload)
         self.end, self._fresh, self._owns = self._place, [], False
@@ -243,7 +256,7 @@ class Writer(Journal):
             for earlier in made:  # this may be called twice
                 earlier._file.close()
             own = FileIO(os.dup(file.fileno()), "r+")
-            _lock(own)
+            lock(own)
             made[:] = [self._on(self.path, own, self.lease)]
             fill(made[0])
 
@@ -257,7 +270,7 @@ class Writer(Journal):
         self._file.close()
         self.__dict__ = made[0].__dict__
         self._named = True
-        _sync_name(self.path)  # before a turn goes to the new file
+        sync_name(self.path)  # before a turn goes to the new file
 
     def _record(self, kind: bytes, pieces: list[Any], digest: bytes | None = None) -> int:
         """Write a record and return the length of its payload."""
@@ -281,19 +294,22 @@ class Writer(Journal):
             return
         length = os.fstat(self._file.fileno()).st_size
         own = length == self._place and self._read(self._own, len(self._proof)) == self._proof
-        self._owns = own and _is_at(self._file, self.path)
+        self._owns = own and is_at(self._file, self.path)
         if not self._owns:
-            raise SessionBusy(
-                f"The session '{self.path}' was taken over by another program, so this turn is not saved; open it "
-                "again to continue from what it saved."
-            )
+            raise self._followed()
+
+    def _followed(self) -> SessionBusy:
+        return SessionBusy(
+            f"The session '{self.path}' was taken over by another program, so this turn is not saved; open it again to "
+            "continue from what it saved."
+        )
 
 
 def held(path: Path) -> bool:
     """Return whether a process has the journal at ``path`` open for writing."""
     try:
         with FileIO(str(path), "r") as file:
-            _lock(file, shared=True)
+            lock(file, shared=True)
     except BlockingIOError:
         return True
     except OSError:
@@ -309,8 +325,8 @@ def _locked(path: Path) -> FileIO:
         try:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise OSError(22, "Not a regular file", str(path))
-            _lock(file)
-            if _is_at(file, path):
+            lock(file)
+            if is_at(file, path):
                 return file
         except BlockingIOError as error:
             if time.monotonic() > until:
@@ -325,7 +341,7 @@ def _locked(path: Path) -> FileIO:
         file.close()  # it was replaced or removed meanwhile
 
 
-def _lock(file: FileIO, *, shared: bool = False) -> None:
+def lock(file: FileIO, *, shared: bool = False) -> None:
     """Lock an open file until it is closed. Raises BlockingIOError where another one has."""
     if fcntl is not None:
         try:
@@ -336,7 +352,7 @@ def _lock(file: FileIO, *, shared: bool = False) -> None:
             return
 
 
-def _sync_name(path: Path) -> None:
+def sync_name(path: Path) -> None:
     """Flush a file's name to the disk, where folders can be flushed."""
     with suppress(OSError):
         folder = os.open(path.parent, os.O_RDONLY)
@@ -346,7 +362,8 @@ def _sync_name(path: Path) -> None:
             os.close(folder)
 
 
-def _is_at(file: FileIO, path: Path) -> bool:
+def is_at(file: FileIO, path: Path) -> bool:
+    """Return whether an open file is the one at ``path``."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.decode.journal import HEADER, Journal, Writer, damaged, digest_of, unwritable
+from kvkeep.decode.shared_journal import SharedWriter
 from kvkeep.errors import SessionError
 from kvkeep.memory.rows import Rows
 
@@ -104,11 +105,12 @@ class SessionFile:
     """A session on disk. about: the JSON beside the tensors, None before the first turn; stored: shapes and dtypes by
     name; turns: how often it was saved; created, saved: seconds since 1970.
 
-    Raises SessionError, also where another program writes (``writing``).
+    writing: to it, alone; shared: among programs of several machines. Raises SessionError, also where another program
+    writes.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, writing: bool = False) -> None:
-        self._journal: Journal = Writer(path) if writing else Journal(path)
+    def __init__(self, path: str | os.PathLike[str], *, writing: bool = False, shared: bool = False) -> None:
+        self._journal: Journal = (SharedWriter if shared else Writer)(path) if writing else Journal(path)
         try:
             self._fold()
         except (LookupError, ValueError, TypeError, AttributeError, RecursionError) as error:
@@ -127,6 +129,16 @@ class SessionFile:
     def close(self) -> None:
         """Close the file; another program may write to it."""
         self._journal.close()
+
+    def follows(self, other: SessionFile) -> bool:
+        """Return whether nobody has written to a shared session since ``other``, which is closed, did."""
+        own = self._journal
+        return isinstance(own, SharedWriter) and own.before == other._journal.mark
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed."""
+        return self._journal.closed
 
     def remove(self) -> None:
         """Remove a session that is open for writing."""

@@ -13,10 +13,12 @@ from pathlib import Path
 
 from kvkeep.decode.journal import held, unwritable
 from kvkeep.decode.session_file import NAME_OF_IDS, SessionFile
+from kvkeep.decode.shared_journal import SharedWriter
 from kvkeep.errors import SessionBusy, SessionError, SessionUnwritable, UsageError
 from kvkeep.models.folders import data_folder
 
 SUFFIX = ".session"
+DAY_S = 86400.0
 UNSAVED = "its first turn was never saved"
 """The problem of a session whose program ended before."""
 _PART = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}"
@@ -55,12 +57,20 @@ class SessionStore:
     """Sessions by name in ``folder``, which is made with the first of them.
 
     A name is a word of letters, digits, ".", "_" and "-", or two of them, ``owner/name``. quota: bytes of all sessions
-    together; age: seconds since a session was used; None: no limit. Both are kept by :meth:`evict`.
+    together; age: seconds since a session was used; None: no limit. Both are kept by :meth:`evict`. shared: programs of
+    several machines have the folder, whose locks need not reach from one to the other.
     Raises SessionError, and UsageError for a name that cannot be one.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], *, quota: int | None = None, age: float | None = None) -> None:
-        self.folder, self.quota, self.age = Path(folder), quota, age
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        quota: int | None = None,
+        age: float | None = None,
+        shared: bool = False,
+    ) -> None:
+        self.folder, self.quota, self.age, self.shared = Path(folder), quota, age, shared
 
     def path(self, name: str) -> Path:
         """Return where the session of this name is, or would be."""
@@ -78,10 +88,12 @@ class SessionStore:
         if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
             reason = "cannot be written" if there.is_dir() else "is no folder"
             raise UsageError(f"No session can be kept in '{self.folder}': '{there}' {reason}; name another folder.")
+        if self.shared:
+            SharedWriter.check_folder(folder)
 
     def open(self, name: str) -> SessionFile:
         """Return the session, which is made where there is none, open for writing: nobody else can write to it."""
-        return SessionFile(self._place(name), writing=True)
+        return SessionFile(self._place(name), writing=True, shared=self.shared)
 
     def read(self, name: str) -> SessionFile:
         """Return the session as it was last saved, open for reading, whoever writes to it."""
@@ -201,8 +213,10 @@ class SessionStore:
             return False
         try:
             try:
-                with SessionFile(path, writing=True) as file:
+                with SessionFile(path, writing=True, shared=self.shared) as file:
                     file.remove()
+            except SessionBusy:
+                return False
             except SessionError:
                 if held(path):
                     return False

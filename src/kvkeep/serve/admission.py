@@ -114,7 +114,7 @@ class Admission:
             job.session = job.session or Session(None, Past(KeepCache(self.model, **job.cache)), job.owner)
             return job.session
         session = self.sessions.memory.get(job.name)
-        if session is None:
+        if session is None or not self.sessions.is_open(session):
             if job.file is None:
                 job.file = self.sessions.open(job.name, job.cache)
             if not job.file.done():

@@ -6,6 +6,9 @@ let the cache go; the next answer restores it, to the same entries. Files are re
 one after the other: a turn's save takes about as long as a step, which others do not wait for. Caches are made by the
 engine's thread, as a method may run the model for it (``h2o-fisher`` and ``duo-attention`` measure it, once).
 
+Where several servers share the folder, a session's file is closed whenever nobody is answered, so that any of them can
+go on with it. What is in memory counts as long as nobody else has written to the file.
+
 All of it is called by the engine's thread. What a file fails by is its session's, and never the engine's.
 """
 
@@ -19,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from kvkeep.cache import KeepCache
@@ -182,6 +186,8 @@ class Sessions:
         session.busy, session._counted = False, None
         if not (stay and (session.away or session.past.cache.get_seq_length())):
             self.park(session)
+        elif self.store is not None and self.store.shared and session.file is not None and session.unsaved is None:
+            self._do(partial(_close, session.file))
 
     def park(self, session: Session) -> None:
         """Let go of a session's memory; its turns are in its file, if it has one. A save that failed is tried again,
@@ -196,10 +202,7 @@ class Sessions:
         self.freed += session.counted[0]
         if session.file is not None:
             self.parked += not session.away
-            try:
-                session.file.close()
-            except OSError as error:
-                log.warning("A session's file cannot be closed: %s", error)
+            _close(session.file)
 
     def drop(self, name: Name) -> bool:
         """Let a session go whose file is to be removed; return whether it was in memory. Raises SessionBusy."""
@@ -232,9 +235,24 @@ class Sessions:
 
         def opened() -> Callable[[], Session]:
             found = self.by_name(name, lambda: self._begun(name, kind))
-            return lambda: self.by_name(name, lambda: found.session(self.model))
+            return lambda: self.by_name(name, lambda: self._known(found) or found.session(self.model))
 
         return self._do(opened)
+
+    def is_open(self, session: Session) -> bool:
+        """Return whether a session that is in memory is this server's alone."""
+        return session.file is None or not session.file.closed
+
+    def _known(self, found: Opened) -> Session | None:
+        """Return the session as it is in memory, None unless that is what is in its file."""
+        session = self.memory.get(found.name)
+        if session is None:
+            return None
+        if session.file is not None and found.file is not None and found.file.follows(session.file):
+            session.file = found.file
+            return session
+        self.park(session)
+        return None
 
     def restore(self, session: Session) -> Future[None]:
         """Read a session's turns into memory, which was granted."""
@@ -406,6 +424,15 @@ class Sessions:
         else:
             session.unsaved, session.turns = None, file.turns
             self.saved += 1
+            if self.store.shared:  # before anybody is told: whoever asks next may ask another server
+                _close(file)
+
+
+def _close(file: SessionFile) -> None:
+    try:
+        file.close()
+    except OSError as error:
+        log.warning("A session's file cannot be closed: %s", error)
 
 
 def _now(work: Callable[[], T]) -> Future[T]:

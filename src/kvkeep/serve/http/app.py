@@ -6,7 +6,7 @@ import asyncio
 import copy
 import threading
 import time
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any, TypeVar
 
@@ -165,10 +165,22 @@ async def _gone(request: Request) -> None:
         pass
 
 
+def alive(engine: Engine) -> bool:
+    """Return whether an engine's last step is not long ago, or it has nothing to do."""
+    late = bool(engine.running) and time.monotonic() - engine.beat > LATE_S
+    return engine.fault is None and not late
+
+
 def application(
-    engine: Engine, loaded: Loaded, keys: Keys, limits: Limits | None = None, origins: Sequence[str] = ()
+    engine: Engine,
+    loaded: Loaded,
+    keys: Keys,
+    limits: Limits | None = None,
+    origins: Sequence[str] = (),
+    scrape: Callable[[], Awaitable[bytes]] | None = None,
 ) -> FastAPI:
-    """Return the application of a running engine. origins: of pages of other hosts that may speak to it."""
+    """Return the application of a running engine. origins: of pages of other hosts that may speak to it. scrape: what
+    ``/metrics`` returns, where it is more than this engine's figures."""
     server = Server(engine, loaded, limits or Limits())
     # FastAPI's own pages of documentation would load scripts from another host.
     app = Described(
@@ -229,8 +241,7 @@ def application(
     @app.get("/health", responses=errors(503))
     async def health() -> Any:
         """Tell whether the engine lives: its last step is not long ago, or it has nothing to do."""
-        late = bool(engine.running) and time.monotonic() - engine.beat > LATE_S
-        if engine.fault is not None or late:
+        if not alive(engine):
             raise Refused(503, "The engine does not answer.", "dead")
         return {"status": "ok"}
 
@@ -244,6 +255,6 @@ def application(
     @app.get("/metrics")
     async def metrics() -> Any:
         """Return figures for Prometheus."""
-        return Response(await server.metrics.scraped(), media_type=TYPE)
+        return Response(await (scrape or server.metrics.scraped)(), media_type=TYPE)
 
     return app

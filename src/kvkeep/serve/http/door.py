@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import ipaddress
 import logging
 import secrets
+import sys
 import time
 from urllib.parse import quote
 
@@ -13,14 +13,11 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvkeep.errors import place_of
-from kvkeep.serve.http.errors import Refused
+from kvkeep.serve.http.body import LARGEST_BODY, limited, too_large
 from kvkeep.serve.http.keys import Keys
 from kvkeep.serve.http.metrics import Metrics
+from kvkeep.serve.http.refused import Refused
 
-LARGEST_BODY = 8_000_000
-"""Bytes of a request."""
-BODY_S = 60.0
-"""Seconds that a body may take to arrive."""
 OPEN = ("/health", "/ready", "/openapi.json", "/docs", "/")
 PAGE = "/page/"
 """What needs no key: all of :data:`OPEN`, and what lies within the page."""
@@ -32,8 +29,9 @@ the status and the seconds."""
 
 
 class Door:
-    """Lets those in who have a key, and bodies up to :data:`LARGEST_BODY` within :data:`BODY_S`. Whose a request is,
-    routes find in ``request.state.owner``. A fault is logged by its kind and place alone: messages may quote a prompt.
+    """Lets those in who have a key, and :mod:`bodies <kvkeep.serve.http.body>` that are neither too large nor too slow.
+    Whose a request is, routes find in ``request.state.owner``. A fault is logged by its kind and place alone: messages
+    may quote a prompt.
 
     Where there are no keys, only requests to this machine by its own names are taken, so that no page of another host
     whose name was turned to this machine's address can speak for its user.
@@ -61,7 +59,7 @@ class Door:
 
         try:
             self._enter(scope)
-            await self.app(scope, _limited(receive), sending)
+            await self.app(scope, limited(receive), sending)
         except Exception as error:
             if not isinstance(error, Refused):
                 log.error("%s failed: %s", name, place_of(error))
@@ -81,38 +79,20 @@ class Door:
             scope.setdefault("state", {})["owner"] = self.keys.owner(headers.get("authorization"))
         length = headers.get("content-length", "")
         if length.isdecimal() and int(length) > LARGEST_BODY:
-            raise _too_large()
+            raise too_large()
+
+
+def log_all() -> None:
+    """Have every request logged on standard error."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    requests.addHandler(handler)
+    requests.setLevel(logging.INFO)
+    requests.propagate = False
 
 
 class _Broken(Exception):
     """An answer broke off after its beginning was sent."""
-
-
-def _limited(receive: Receive) -> Receive:
-    """Return ``receive`` for one body that is neither too large nor too slow."""
-    deadline = asyncio.get_running_loop().time() + BODY_S
-    read, whole = 0, False
-
-    async def limited() -> Message:
-        nonlocal read, whole
-        if whole:  # what comes now is that the client leaves
-            return await receive()
-        try:
-            async with asyncio.timeout_at(deadline):
-                message = await receive()
-        except TimeoutError:
-            raise Refused(408, f"The body did not arrive within {BODY_S:.0f} s.", "too_slow") from None
-        read += len(message.get("body", b""))
-        whole = not message.get("more_body", False)
-        if read > LARGEST_BODY:
-            raise _too_large()
-        return message
-
-    return limited
-
-
-def _too_large() -> Refused:
-    return Refused(413, f"The body is larger than {LARGEST_BODY // 10**6} MB.", "too_large")
 
 
 def _this_machine(host: str) -> bool:

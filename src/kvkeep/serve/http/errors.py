@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from fastapi import HTTPException, Request
+from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException as AnyHTTPException
@@ -20,10 +20,9 @@ from kvkeep.errors import (
     SessionUnwritable,
     UsageError,
 )
+from kvkeep.serve.http.refused import Refused
 from kvkeep.serve.job import Differs, Full, Stopping, TooLong
 
-AGAIN_S = 5
-"""Seconds after which a client may ask again."""
 FAILED = "failed"
 """The code of what no client is to blame for."""
 
@@ -53,37 +52,6 @@ _REASONS = {
     "less_than_equal": "takes at most {le}",
     "less_than": "takes less than {lt}",
 }
-
-
-class Refused(HTTPException):
-    """A request is refused. code: as OpenAI names it. param: the field that is wrong. headers: of the response."""
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        code: str | None = None,
-        param: str | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(status, message, {**(headers or {})})
-        self.code, self.param = code, param
-
-    @property
-    def kind(self) -> str:
-        """The class of the error, as OpenAI names it."""
-        kind = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}.get(self.status_code)
-        return kind or ("server_error" if self.status_code >= 500 else "invalid_request_error")
-
-    def body(self) -> dict[str, Any]:
-        """Return the error object."""
-        return {"error": {"message": self.detail, "type": self.kind, "param": self.param, "code": self.code}}
-
-    def response(self) -> JSONResponse:
-        """Return it as an answer."""
-        headers = {**(self.headers or {})} | ({"Retry-After": str(AGAIN_S)} if self.status_code in (429, 503) else {})
-        headers |= {"WWW-Authenticate": "Bearer"} if self.status_code == 401 else {}
-        return JSONResponse(self.body(), self.status_code, headers)
 
 
 def refused(error: Exception) -> Refused:

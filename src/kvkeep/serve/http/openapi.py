@@ -8,7 +8,8 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
-from kvkeep.serve.http.door import LARGEST_BODY, OPEN
+from kvkeep.serve.http.body import LARGEST_BODY
+from kvkeep.serve.http.door import OPEN
 
 ERRORS: dict[int | str, str] = {
     400: "The request is wrong; param names the field.",

@@ -1,0 +1,240 @@
+"""A journal in a folder that several machines share, each of which may lose its lock while it pauses.
+
+A lock keeps writers apart, as it does on one machine. Over a network it can be lost: a server gives up the lock of a
+machine that it has not heard of, which goes on later, after a pause of any length, wherever it was. What stops that one
+is that a name can be renamed once. A writer *takes* the file by giving it a name of its own, reads what was committed,
+appends its lease, and links the file to its place, which fails where there is one. Unless the writer before it has said
+that it ended, that one may still write to the file that it has open; then a copy of what was committed gets the name. A
+writer looks after every turn whether its file is still at its place. As a file is taken before it is read, either the
+turn is in what was read, or its writer finds the file gone, and is refused. Nothing depends on a clock.
+
+A writer that ends between the two leaves a file with a name of its own, which the next one takes in its turn. Several
+that take a session in the same moment need the lock; a folder without locks is refused.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from io import FileIO
+from pathlib import Path
+from typing import Any, Self
+
+from kvkeep.decode.journal import LEASE, NUMBER, Journal, Writer, is_at, lock, sync_name, unwritable
+from kvkeep.errors import SessionBusy, SessionError, UsageError
+from kvkeep.files import temporary_name
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+_TRIES, _EACH_S = 20, 0.005
+_SCANS = 2
+"""A name that is changed while a folder is listed may be missing in the list."""
+_COPIED = 1 << 20
+
+
+class SharedWriter(Writer):
+    """The writer of a journal in a shared folder. before: the mark of the writer before it. Raises SessionError as
+    :class:`~kvkeep.decode.journal.Writer` does, and SessionBusy for a turn if another writer has followed."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path, self._named, self.before = Path(os.path.realpath(path)), False, b""
+        try:
+            for _ in range(_TRIES):
+                with suppress(FileNotFoundError, FileExistsError, BlockingIOError):  # another one was first
+                    self._open()
+                    return
+                time.sleep(_EACH_S)
+        except OSError as error:
+            raise unwritable(self.path, error) from error
+        raise SessionBusy(
+            f"The session '{self.path}' is in use by another program; end that one, or name another session."
+        )
+
+    @staticmethod
+    def check_folder(folder: Path) -> None:
+        """Raise UsageError for a folder in which no file can be linked, or locked."""
+        name = folder / f".links-{secrets.token_hex(8)}"
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            name.touch()
+            try:
+                if fcntl is not None:
+                    with FileIO(str(name), "r+") as file:
+                        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.link(name, folder / f"{name.name}-too")
+                (folder / f"{name.name}-too").unlink()
+            finally:
+                name.unlink()
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+            raise UsageError(
+                f"No sessions can be shared in '{folder}', where files have to be made, locked and linked: {reason}."
+            ) from error
+
+    def _open(self) -> None:
+        """Take the file, or make it. Raises OSError where another one is at it."""
+        left = [self.path] if self.path.exists() else self._left()
+        place = left[0] if left else self._name()
+        self._file = FileIO(str(place), "r+" if left else "x+")
+        try:
+            lock(self._file)
+            if left:
+                self._take(place)
+            else:
+                self._make(place)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _name(self) -> Path:
+        """Return a name for a file that is to be linked to its place; nobody else has it."""
+        name = temporary_name(self.path)
+        name.unlink(missing_ok=True)
+        return name
+
+    def _left(self) -> list[Path]:
+        """Return files that were taken, and not put in their place yet, or never; that with the last lease first."""
+        names = {name for _ in range(_SCANS) for name in self.path.parent.glob(f".{self.path.name}.taken-*")}
+        return sorted(names, key=_lease_of, reverse=True)
+
+    def _taken(self, place: Path) -> Path:
+        """Give the file at ``place`` a name of one's own, and return that. Raises FileNotFoundError if it is not the
+        one that is open."""
+        own = self.path.with_name(f".{self.path.name}.taken-{secrets.token_hex(8)}")
+        os.rename(place, own)
+        if not is_at(self._file, own):
+            self._put(own, own)
+            raise FileNotFoundError(2, "No such file or directory", str(place))
+        return own
+
+    def _put(self, file: Path, own: Path) -> None:
+        """Link ``file`` to its place, and forget the name ``own``. Raises FileExistsError where there is one; the name
+        then stays where that one is not of a later lease."""
+        try:
+            os.link(file, self.path)
+        except FileExistsError:
+            if _lease_of(self.path) >= _lease_of(own):
+                own.unlink(missing_ok=True)
+            raise
+        own.unlink(missing_ok=True)
+
+    def _placed(self) -> None:
+        """Check that no other file is of a later lease, now that this one is in its place: one that was on its way.
+        Raises FileExistsError."""
+        self._named = True
+        for name in self._left():
+            if _lease_of(name) >= self.lease:
+                self._taken(self.path).unlink()
+                raise FileExistsError
+            name.unlink(missing_ok=True)  # of a writer that ended between its link and this
+        sync_name(self.path)
+
+    def _make(self, name: Path) -> None:
+        try:
+            self._start()
+            self._begin()
+            os.link(name, self.path)
+        finally:
+            name.unlink(missing_ok=True)
+        self._placed()
+
+    def _take(self, place: Path) -> None:
+        own = self._taken(place)
+        try:
+            self._start()  # what was committed before it was taken
+            self.before, file = self.mark, own
+            if not self.released:
+                file = self._copy()
+            self._begin()
+        except BaseException:
+            self._put(own, own)
+            raise
+        try:
+            self._put(file, own)
+        finally:
+            if file != own:
+                file.unlink(missing_ok=True)
+        self._placed()
+
+    def _copy(self) -> Path:
+        """Go on with a copy of what was committed, and return its name."""
+        name = self._name()
+        copy = FileIO(str(name), "x+")
+        try:
+            lock(copy)
+            for start in range(0, self.end, _COPIED):
+                data = memoryview(self._read(start, min(_COPIED, self.end - start)))
+                while data:
+                    data = data[copy.write(data) :]
+        except BaseException:
+            copy.close()
+            name.unlink(missing_ok=True)
+            raise
+        self._file.close()
+        self._file = copy
+        return name
+
+    def commit(self, payload: bytes) -> None:
+        """Append a turn. Raises SessionBusy if another writer has followed, however long this one has paused."""
+        super().commit(payload)
+        self._check_lease()
+
+    def rewrite(self, fill: Callable[[Self], None]) -> None:
+        """Replace the file by one that ``fill`` writes and commits to, as a whole or not at all."""
+        self._check_lease()
+        name = self._name()
+        fresh = FileIO(str(name), "x+")
+        try:
+            lock(fresh)
+            made: Any = self._on(self.path, fresh, self.lease)
+            fill(made)
+            self._put(name, self._taken(self.path))
+        except (FileNotFoundError, FileExistsError) as error:
+            fresh.close()
+            raise self._followed() from error
+        except BaseException:
+            fresh.close()
+            raise
+        finally:
+            name.unlink(missing_ok=True)
+        self._file.close()
+        self.__dict__ |= made.__dict__
+        self._named = True
+        sync_name(self.path)
+
+    def close(self) -> None:
+        """Release the session: say that this writer has ended, or remove what was never given a turn."""
+        if self._file.closed:
+            return
+        with suppress(OSError, SessionError):
+            if self.turns:
+                self.undo()
+                self._check_lease()
+                self._record(LEASE, [NUMBER.pack(self.lease), self.mark, b"\1"])
+            elif self._named:
+                self._taken(self.path).unlink()
+        for name in self._left():  # of those that ended in the middle: it would come back
+            name.unlink(missing_ok=True)
+        self._file.close()
+
+    def remove(self) -> None:
+        """Remove the file, and release it. Raises OSError if it is another writer's."""
+        self._taken(self.path).unlink()
+        for name in self._left():  # of those that ended in the middle: it would come back
+            name.unlink(missing_ok=True)
+        self._file.close()
+
+
+def _lease_of(path: Path) -> int:
+    """Return the number of a file's last lease; 0 for one that is gone or damaged."""
+    try:
+        with Journal(path) as file:
+            return file.lease
+    except SessionError:
+        return 0

@@ -1,0 +1,154 @@
+"""A journal in a shared folder: whatever one writer does while another one pauses that has lost its lock, nothing that
+was committed is lost."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvkeep.decode import journal, shared_journal
+from kvkeep.decode.journal import Journal, Writer, digest_of
+from kvkeep.decode.shared_journal import SharedWriter
+from kvkeep.errors import SessionBusy, UsageError
+
+
+@pytest.fixture(autouse=True)
+def _no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal, "fcntl", None)
+    monkeypatch.setattr(shared_journal, "_EACH_S", 0.0)
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+
+
+class Told:
+    """Turns that a writer was told of as saved, and those of which it was told that they are not."""
+
+    def __init__(self) -> None:
+        self.saved: list[bytes] = []
+        self.refused: list[bytes] = []
+
+    def commit(self, writer: Writer, turn: bytes) -> None:
+        try:
+            data = turn * 50
+            writer.add([data], digest_of([data]))
+            writer.commit(turn)
+        except BaseException:
+            writer.undo()
+            self.refused.append(turn)
+            raise
+        self.saved.append(turn)
+
+
+class Paused:
+    """Calls ``meanwhile`` once, before the step ``at`` of all that touches files."""
+
+    def __init__(self, at: int, meanwhile: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.at, self.meanwhile, self.steps = at, meanwhile, 0
+        for place, name in [(os, "rename"), (os, "link"), (os, "fsync"), (Path, "unlink"), (Path, "exists")]:
+            monkeypatch.setattr(place, name, self.noticed(getattr(place, name)))
+        for place, name in [(Writer, "_write"), (Writer, "_check_lease"), (Journal, "_scan"), (Journal, "_read")]:
+            monkeypatch.setattr(place, name, self.noticed(getattr(place, name)))
+        monkeypatch.setattr(shared_journal, "is_at", self.noticed(shared_journal.is_at))
+        monkeypatch.setattr(journal, "is_at", self.noticed(journal.is_at))
+
+    def noticed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any, **own: Any) -> Any:
+            self.steps += 1
+            if self.steps == self.at:
+                self.meanwhile()
+            return function(*given, **own)
+
+        return call
+
+
+def rewritten(writer: SharedWriter, turns: list[bytes]) -> None:
+    def fill(fresh: SharedWriter) -> None:
+        for turn in turns:
+            fresh.commit(turn)
+
+    writer.rewrite(fill)
+
+
+@pytest.mark.parametrize(("other", "ends"), [("goes on", True), ("is killed", False), ("removes", True)])
+def test_a_pause_of_any_length_anywhere_loses_nothing(
+    other: str, ends: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One writer opens, commits twice, rewrites, commits and closes. At each of its steps another one does all of its
+    own, and is killed or ends."""
+    at, done = 0, False
+    while not done:
+        at += 1
+        path = tmp_path / f"{at}" / "talk.session"
+        path.parent.mkdir()
+        first = SharedWriter(path)
+        early = Told()
+        early.commit(first, b"0")
+        if ends:
+            first.close()
+        own, its, held = Told(), Told(), list[Any]()
+
+        def meanwhile(path: Path = path, its: Told = its, held: list[Any] = held) -> None:
+            try:
+                writer = SharedWriter(path)
+                held.append(writer)  # it is not closed by being forgotten
+                if other == "removes":
+                    writer.remove()
+                    its.saved.append(b"gone")
+                    return
+                its.commit(writer, b"x")
+                rewritten(writer, [*writer.turns])
+                its.commit(writer, b"y")
+                if ends:
+                    writer.close()
+            except SessionBusy:
+                pass
+
+        with monkeypatch.context() as patch:
+            pause = Paused(at, meanwhile, patch)
+            try:
+                writer = SharedWriter(path)
+                held.append(writer)
+                own.commit(writer, b"a")
+                own.commit(writer, b"b")
+                rewritten(writer, [*writer.turns])
+                own.commit(writer, b"c")
+                writer.close()
+            except (SessionBusy, OSError):
+                pass
+            done = pause.steps < at
+        if b"gone" in its.saved:
+            assert not [*path.parent.iterdir()] or not own.refused or Journal(path).turns, at
+        last = SharedWriter(path)  # neither damaged nor in use
+        turns = [*last.turns]
+        if b"gone" not in its.saved:
+            assert turns[0] == b"0" or not early.saved, (at, turns)
+            for told in (own, its):
+                kept = [turn for turn in turns if turn in told.saved]
+                assert kept == told.saved, (at, turns, own.saved, its.saved)
+            assert len({*turns}) == len(turns)
+            assert {*turns} <= {b"0", *own.saved, *own.refused, *its.saved, *its.refused}
+        for page in last.pages:
+            last.page(page)
+        last.close()
+        assert all(name.suffix == ".session" for name in path.parent.iterdir()) or not ends, (
+            at,
+            [*path.parent.iterdir()],
+        )
+    assert at > 40
+
+
+@pytest.mark.parametrize(("place", "name"), [(os, "link"), (shared_journal.fcntl, "flock")])
+def test_a_folder_without_links_or_locks_cannot_be_shared(
+    place: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(95, "Operation not supported")
+
+    SharedWriter.check_folder(tmp_path)
+    monkeypatch.setattr(place, name, refuse)
+    with pytest.raises(UsageError, match="locked and linked: operation not supported"):
+        SharedWriter.check_folder(tmp_path)
+    assert not [*tmp_path.iterdir()]

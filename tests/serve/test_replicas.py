@@ -1,0 +1,320 @@
+"""Replicas: the front that stands before them, and two of them on a Ray cluster, of which one is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from answering import NEW, Alone, Client, run, small, text
+from running import KEYS, figures, post, program
+
+import kvkeep
+from kvkeep.decode.session_store import SessionStore
+from kvkeep.errors import SessionBusy, UsageError
+from kvkeep.serve.engine import Engine
+from kvkeep.serve.http.body import LARGEST_BODY
+from kvkeep.serve.http.front import HEADER, Front
+from kvkeep.serve.replicas import Size, labelled
+
+# -- the front --------------------------------------------------------------------------------------------
+
+
+class Behind:
+    """What Serve's proxy does with a request: these messages, and the error after them."""
+
+    def __init__(self, *messages: dict[str, Any], error: Exception | None = None) -> None:
+        self.messages, self.error = messages, error
+        self.header: str | None = None
+        self.body = b""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        given = [value.decode() for name, value in scope["headers"] if name == HEADER.encode()]
+        (self.header,) = given
+        self.body = (await receive()).get("body", b"")
+        for one in self.messages:
+            await send(one)
+        if self.error is not None:
+            raise self.error
+
+
+def started(status: int = 200, kind: str = "application/json") -> dict[str, Any]:
+    names = [(b"x-request-id", b"of-the-door"), (b"x-request-id", b"of-serve")]
+    return {"type": "http.response.start", "status": status, "headers": [(b"content-type", kind.encode()), *names]}
+
+
+def sent(body: bytes, more: bool = False) -> dict[str, Any]:
+    return {"type": "http.response.body", "body": body, "more_body": more}
+
+
+def asked(behind: Behind, body: Any = None, path: str = "/v1/chat/completions", **headers: str) -> httpx.Response:
+    async def ask() -> httpx.Response:
+        way = httpx.ASGITransport(Front(behind), raise_app_exceptions=False)
+        given = {name.replace("_", "-"): value for name, value in headers.items()}
+        async with httpx.AsyncClient(transport=way, base_url="http://localhost") as client:
+            if body is None:
+                return await client.get(path, headers=given)
+            content = body if isinstance(body, bytes) else json.dumps(body).encode()
+            return await client.post(path, content=content, headers=given)
+
+    return asyncio.run(ask())
+
+
+def key(body: Any = None, path: str = "/v1/chat/completions", **headers: str) -> str:
+    """What the router is told of a request."""
+    behind = Behind(started(), sent(b"{}"))
+    assert asked(behind, body, path, **headers).status_code == 200 and behind.header
+    assert behind.body == (b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode())
+    return behind.header
+
+
+def test_requests_of_a_conversation_are_told_by_one_key_and_others_by_another() -> None:
+    first = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "One?"}]
+    later = [*first, {"role": "assistant", "content": "Two."}, {"role": "user", "content": "Three?"}]
+    talk = {"kvkeep": {"session": "talk"}}
+    named = key({"messages": first, **talk})
+    assert named == key({"messages": later[3:], **talk}) == key(path="/v1/sessions/talk/cache")
+    assert named == key({"prompt": "x", **talk}, "/v1/completions", x_session_id="other")
+    assert named == key({"messages": first}, x_session_id="talk")
+    begun = key({"messages": first})
+    assert begun == key({"messages": later}) != key({"messages": [first[0], later[3]]})
+    assert key({"prompt": "a" * 600}) == key({"prompt": "a" * 700}) != key({"prompt": "b"})
+    others = [
+        key({"messages": first, **talk}, authorization="Bearer k"),
+        key({"messages": first, "kvkeep": {"session": "walk"}}),
+        begun,
+        key(path="/v1/sessions/walk"),
+    ]
+    assert len({named, *others[:3]}) == 4 and others[1] == others[3]
+    for odd in (
+        b"",
+        b"[" * 10**5,
+        b"\xff",
+        [],
+        {"kvkeep": 1},
+        {"messages": [1]},
+        {"prompt": {}},
+        {"messages": "\ud800"},
+    ):
+        assert key(odd)
+
+
+def test_what_a_replica_did_not_say_the_front_does() -> None:
+    lost = {"message": "The replica that answered has ended; ask again, another one goes on.", "code": "replica_lost"}
+    whole = asked(Behind(started(), sent(b'{"a": ', True), sent(b"1}")), {})
+    assert whole.json() == {"a": 1} and whole.headers["x-request-id"] == "of-the-door"
+    for behind in (
+        Behind(),
+        Behind(started(500, "text/plain"), sent(b"Internal")),
+        Behind(started(503, ""), sent(b"")),
+    ):
+        found = asked(behind, {})
+        assert found.status_code == 503 and found.headers["retry-after"] == "1"
+        assert lost.items() <= found.json()["error"].items()
+    refused = asked(Behind(started(503), sent(b'{"error": {}}')), {})  # by the replica itself
+    assert refused.json() == {"error": {}}
+    events = started(kind="text/event-stream; charset=utf-8")
+    stream = asked(Behind(events, sent(b"data: {}\n\n", True)), {}).text.split("\n\n")
+    assert lost.items() <= json.loads(stream[1].removeprefix("data: "))["error"].items()
+    assert [stream[0], *stream[2:]] == ["data: {}", "data: [DONE]", ""]
+    assert asked(Behind(events, sent(b"data: [DONE]\n\n")), {}).text == "data: [DONE]\n\n"
+    assert asked(Behind(), b"x" * (LARGEST_BODY + 1)).status_code == 413
+
+
+def test_figures_of_several_replicas_have_their_names() -> None:
+    text = b"# HELP kvkeep_a_total A.\n# TYPE kvkeep_a_total counter\nkvkeep_a_total%s 2.0\n"
+    found = labelled([("x", text % b""), ("y", text % b'{reason="b"}')]).decode()
+    assert 'kvkeep_a_total{replica="x"} 2.0' in found and 'kvkeep_a_total{reason="b",replica="y"} 2.0' in found
+    assert found.count("# TYPE kvkeep_a_total counter") == 1
+
+
+# -- one folder -------------------------------------------------------------------------------------------
+
+
+def test_servers_that_share_a_folder_go_on_with_each_others_sessions(tmp_path: Path) -> None:
+    """Also with what they have in memory, and never with what another one has followed."""
+    store = SessionStore(tmp_path, shared=True)
+    servers = [Engine(small(), 10**8, store=store, method="h2o", budget=24) for _ in range(2)]
+    alone, ids, read = Alone(small(), method="h2o", budget=24), text(40, 1), 0
+    for turn, server in enumerate([servers[number] for number in (0, 0, 1, 1, 0, 1, 0)]):
+        client = Client(server, ids, name=("me", "talk"))
+        run(server)
+        assert client.ended.cached == read and [*client.ended.tokens] == alone.answer(ids, NEW), turn
+        read, ids = len(ids) + NEW - 1, [*ids, *client.ended.tokens, *text(5, turn)]
+    first, second = servers
+    assert first.sessions.restored == 2 and second.sessions.restored == 2  # else what is in memory counts
+
+    begun = Client(first, ids, name=("me", "talk"))
+    while not begun.events:
+        first.step()
+    refused = Client(second, ids, name=("me", "talk"))
+    run(second)
+    assert isinstance(refused.events[-1], SessionBusy)
+    session = first.sessions.memory[("me", "talk")]
+    assert session.file is not None
+    os.rename(session.file.path, tmp_path / "me" / ".talk.session.taken-0")  # as a server does whom no lock stops
+    client = Client(second, ids, name=("me", "talk"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvkeep.decode.shared_journal.lock", lambda file: None)
+        run(second)
+    run(first)
+    assert [*begun.ended.tokens] == [*client.ended.tokens] == alone.answer(ids, NEW)
+    assert session.lost and "taken over" in str(session.unsaved) and not first.sessions.memory
+    with store.read("me/talk") as file:
+        assert file.turns == 8 and file.stored["session.ids"].shape == (1, len(ids) + NEW - 1)
+    for server in servers:
+        server.close()
+    assert [path.name for path in tmp_path.rglob("*.*")] == ["talk.session"]
+
+
+# -- the command ------------------------------------------------------------------------------------------
+
+
+def test_numbers_of_replicas() -> None:
+    assert Size.parse("3", 1, 8).options() == {"num_replicas": 3}
+    scale = Size.parse("1:4", 1, 8).options()["autoscaling_config"]
+    assert scale == {"min_replicas": 1, "max_replicas": 4, "target_ongoing_requests": 8}
+    for wrong in ("", "0", "-1", "x", "2:1", "1:", ":2", "1:2:3"):
+        with pytest.raises(UsageError, match="is no number of replicas"):
+            Size.parse(wrong, 1, 8)
+
+
+def test_what_cannot_be_replicated_is_one_sentence(
+    run: Any, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    common = ("serve", "--model", str(model_folder), "--memory", "50MB", "-x", "full")
+    for wrong, sentence in (
+        (("--ray", "auto"), "are for --replicas"),
+        (("--replicas", "none"), "is no number of replicas"),
+        (("--replicas", "2", "--ray", "auto"), "give --sessions"),
+    ):
+        code, _, err = run(*common, *wrong)
+        assert code == 2 and sentence in err and "Traceback" not in err
+    monkeypatch.setitem(sys.modules, "ray.serve", None)
+    code, _, err = run(*common, "--replicas", "2")
+    assert code == 2 and "pip install 'kvkeep[ray]'" in err and "Traceback" not in err
+
+
+# -- two of them ------------------------------------------------------------------------------------------
+
+
+def replicas() -> set[int]:
+    """The processes of replicas that descend from this one."""
+    parents, titles = dict[int, int](), dict[int, bytes]()
+    for path in Path("/proc").iterdir():
+        if path.name.isdecimal():
+            try:
+                parents[int(path.name)] = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+                titles[int(path.name)] = (path / "cmdline").read_bytes()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+    own, more = {os.getpid()}, True
+    while more:
+        more = False
+        for number, parent in parents.items():
+            if parent in own and number not in own:
+                own.add(number)
+                more = True
+    return {number for number in own if titles[number].startswith(b"ray::ServeReplica")}
+
+
+def names(found: dict[str, float]) -> set[str]:
+    """The labels of replicas in what /metrics says."""
+    return {name.removeprefix("kvkeep_sessions") for name in found if name.startswith("kvkeep_sessions{")}
+
+
+class Talk:
+    """A session of two replicas, its client, and what it should hear."""
+
+    def __init__(self, address: str, name: str, alone: Alone) -> None:
+        from openai import OpenAI
+
+        self.client = OpenAI(base_url=f"{address}/v1", api_key=KEYS[0], max_retries=0)
+        self.name, self.alone, self.ids, self.cached = name, alone, list[int](), 0
+        self.heard, self.error, self.begun = "", None, threading.Event()
+
+    def ask(self, ids: list[int], new: int) -> None:
+        """Ask for a turn, and keep what is heard."""
+        self.heard, self.error, own = "", None, {"kvkeep": {"session": self.name}}
+        given: Any = {"model": self.model, "prompt": [*self.ids, *ids], "max_tokens": new, "temperature": 0}
+        options: Any = {"stream": True, "stream_options": {"include_usage": True}, "extra_body": own}
+        try:
+            for event in self.client.completions.create(**given, **options):
+                self.heard += event.choices[0].text if event.choices else ""
+                self.begun.set()
+                self.cached = event.usage.prompt_tokens_details.cached_tokens if event.usage else self.cached
+        except Exception as error:
+            self.error = error
+
+    def settled(self, ids: list[int], new: int) -> None:
+        """The turn was heard as it is alone."""
+        assert self.error is None, self.error
+        prompt = [*self.ids, *ids]
+        before, self.ids = len(self.ids), [*prompt, *self.alone.answer(prompt, new)]
+        assert self.heard == self.alone.text and self.cached == max(0, before - 1)
+
+    model = ""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
+def test_of_two_replicas_one_is_killed_in_the_middle_of_answers(model_folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("ray.serve")
+    loaded, folder = kvkeep.load(str(model_folder)), tmp_path / "sessions"
+    options = ("--model", str(model_folder), "--memory", "8MB", "-x", "full", "--replicas", "2", "--cores", "1")
+    with program(*options, "--sessions", str(folder), fork=True) as running:
+        Talk.model, second, new = running.model, [*range(40, 60)], 250
+        talks, held = list[Talk](), Counter[str]()
+        for number in range(30):  # until each of the replicas has two sessions
+            talk = Talk(running.address, f"talk-{number}", Alone(loaded, method="full"))
+            talk.ask(first := [5 + number, *range(20, 50)], 4)
+            talk.settled(first, 4)
+            found = figures(running.address)
+            (name,) = {name for name in names(found) if found[f"kvkeep_sessions{name}"] > held[name]}
+            held[name] += 1
+            talks += [talk] if held[name] <= 2 else []
+            if len(talks) == 4:
+                break
+        assert len(talks) == 4 and len(replicas()) == len(held) == 2
+
+        # Another server takes a session of the folder, and goes on with it: the replica has to follow.
+        store, (owner,) = SessionStore(folder, shared=True), {path.name for path in folder.iterdir()}
+        body = {"model": running.model, "prompt": [*talks[0].ids, 7], "max_tokens": 1, "temperature": 0}
+        body |= {"kvkeep": {"session": talks[0].name}}
+        with store.open(f"{owner}/{talks[0].name}"):
+            assert (refused := post(running.address, body, path="/v1/completions")).status_code == 409, refused.text
+            assert refused.json()["error"]["code"] == "session_in_use"
+        other = post(running.address, body, KEYS[1], "/v1/completions").json()
+        assert other["usage"]["prompt_tokens_details"]["cached_tokens"] == 0  # another key's session of this name
+        assert post(running.address, body, "wrong-key", "/v1/completions").status_code == 401
+
+        threads = [threading.Thread(target=talk.ask, args=(second, new)) for talk in talks]
+        for talk, thread in zip(talks, threads, strict=True):
+            talk.begun.clear()
+            thread.start()
+        assert all(talk.begun.wait(30) for talk in talks)
+        killed, *_ = sorted(replicas())
+        os.kill(killed, signal.SIGKILL)
+        for thread in threads:
+            thread.join(60)
+        lost = [talk for talk in talks if talk.error is not None]
+        assert len(lost) == 2
+        for talk in talks:
+            if talk in lost:
+                assert type(talk.error).__name__ == "APIError" and "ask again" in str(talk.error)
+                talk.ask(second, new)  # the other replica restores it, and reads what is new
+            talk.settled(second, new)
+        running.process.send_signal(signal.SIGTERM)
+        assert running.process.wait(30) == 0 and "every turn is saved" in running.said()
+    kept = {info.name: info for info in store.sessions()}
+    assert len(kept) == sum(held.values()) + 1 and not [info for info in kept.values() if info.problem or info.held]
+    assert all(kept[f"{owner}/{talk.name}"].tokens == len(talk.ids) - 1 for talk in talks)
+    assert not replicas() and not [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".session"]
