@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import tiny
+from families import VOCABULARY, tiny
 from helpers import allocated, assert_near, counted, expected, generate, padded, prompt, step, stock
 
 from kvkeep import BudgetError, KeepCache, ModelGeometry, StoreError, UsageError, verified
@@ -101,6 +101,19 @@ def test_another_text_without_a_reset_is_refused(method: str) -> None:
     wanted = generate("llama", cache, prompt(1, 20)).sequences
     with pytest.raises(UsageError, match=r"has read \d+, and the text has no more.*reset\(\)"):
         generate("llama", cache, prompt(1, 10))
+    other = prompt(1, 40, seed=9)
+    other[:, :3] = wanted[:, :3]
+    other[:, 3] = (wanted[:, 3] + 1) % VOCABULARY
+    with pytest.raises(UsageError, match=r"has read \d+ tokens of another text"):
+        generate("llama", cache, other)
+    with pytest.raises(UsageError, match="holds a batch of 1, and one of 2 comes"):
+        generate("llama", cache, torch.cat([wanted, wanted]))
+    longer = torch.cat([wanted, prompt(1, 5)], 1)
+    assert generate("llama", cache, longer).sequences.shape[1] > longer.shape[1]  # the same text goes on
+    if method not in ("static", "h2o"):  # what a model reads by itself after a crop is not what generate has told
+        cache.crop(-4)
+        step("llama", cache, prompt(1, 4, seed=5))
+        generate("llama", cache, torch.cat([longer, longer], 1))
     cache.reset()
     assert torch.equal(generate("llama", cache, prompt(1, 20)).sequences, wanted)
 

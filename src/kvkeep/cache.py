@@ -67,6 +67,8 @@ class KeepCache(Cache):
         recall: str | None = None,
         request: Request | None = None,
     ) -> None:
+        if not hasattr(model, "config"):
+            raise UsageError(f"A cache is made for a model that is loaded, and not for a {type(model).__name__}.")
         self.model = model
         self.request = request or Request.parse(
             method,
@@ -163,6 +165,7 @@ class KeepCache(Cache):
         if self.positions is not None and self.positions.holds_on_to(self.ledger.length + tokens_to_remove):
             raise UsageError("The first entries have moved along with the stream and cannot be cut off; call reset().")
         super().crop(tokens_to_remove)
+        self.stream.text = None
         self.stream.forget_from(self.ledger.length + tokens_to_remove)
 
     def reset(self) -> None:
@@ -185,14 +188,13 @@ class KeepCache(Cache):
     @property
     def rows(self) -> int:
         """Rows of the batch held, 0 before the first token."""
-        if self.stream.streams:
-            return self.ledger.batch
-        return next((rows for held in self.held if (rows := held.rows)), 0)
+        return int(self.stream.rows)
 
     @lasting
     def select(self, index: Tensor) -> None:
         """Make the batch the rows of ``index``, repeats and reorders allowed."""
         self.stream.roll_back()
+        self.stream.text = None
         for held in self.held:
             held.select(index)
         self.ledger.select(index.to(self.made.device))

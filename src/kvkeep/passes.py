@@ -15,6 +15,7 @@ from kvkeep.attention.together import Arrival
 from kvkeep.errors import KvkeepError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.policies.assembly import Assembly
+from kvkeep.stores.dynamic import held_by
 
 
 class Passes:
@@ -28,6 +29,7 @@ class Passes:
 
     streams = observes = False
     last_outputs = 0
+    text: tuple[int, list[int]] | None = None
     cut = False
 
     def __init__(self, geometry: ModelGeometry, made: Assembly) -> None:
@@ -56,6 +58,11 @@ class Passes:
 
     def _processed(self) -> int:
         return next(iter(self.bounded), self.layers[0]).get_seq_length()
+
+    @property
+    def rows(self) -> int:
+        """Rows of the batch held, 0 before the first token."""
+        return next((rows for layer in self.layers if (rows := held_by(layer).rows)), 0)
 
     def admit(self, tokens: int) -> None:
         """Raise if there is no room for ``tokens`` more, before a token is read."""

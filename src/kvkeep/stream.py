@@ -55,6 +55,11 @@ class Stream(Passes):
     def _processed(self) -> int:
         return self.ledger.length
 
+    @property
+    def rows(self) -> int:
+        """Rows of the batch held, 0 before the first token."""
+        return self.ledger.batch
+
     def admit(self, tokens: int) -> None:
         """Raise UsageError if ``tokens`` more would go past the model's positions, before a token is read."""
         limit, total = self.geometry.max_positions, self.length + tokens

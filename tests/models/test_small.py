@@ -197,8 +197,8 @@ def test_weights_that_lack_or_do_not_fit_are_named(spoiled: Callable[..., Path])
 @pytest.mark.parametrize(
     ("free", "asked", "sentence"),
     [
-        (0, "auto", "weights auto, and 0.0 MB of memory are free; it fits in none of float32, bfloat16"),
-        (80_000, "float32", "with weights bfloat16 it would take 0.1 MB."),
+        (0, "auto", "weights auto, and 0 B of memory are free; it fits in none of float32, bfloat16"),
+        (80_000, "float32", "with weights bfloat16 it would take 74.4 KB."),
         (50_000, "bfloat16", "with weights int8 it would take"),
         (40_000, "int8", "with weights int4 it would take"),
     ],

@@ -239,6 +239,8 @@ def generate(
     """
     if seed is not None and seed not in SEEDS:
         raise UsageError(f"A seed is a whole number from {SEEDS.start} to {SEEDS.stop - 1}, not {seed}.")
+    if isinstance(prompt, str):
+        raise UsageError("A prompt is a list of token ids; encode a text first, as tokenizer(text).input_ids.")
     if not 0 <= temperature < float("inf"):
         raise UsageError(f"A temperature is a number from 0 on, not {temperature}.")
     told = on_text, on_progress, interrupted or (lambda: False), ended

@@ -26,6 +26,8 @@ from kvkeep.models.adapter import Adapter, decoder_of, layers_of
 from kvkeep.models.forward import Taking, current_attender, current_probe, set_attender
 
 NAME = "kvkeep"
+PREPARE = "prepare_inputs_for_generation"
+"""What transformers' ``generate`` calls before each pass, with the whole text: passes get the new tokens alone."""
 _ALONG_SEQUENCE = (
     "input_ids",
     "inputs_embeds",
@@ -119,6 +121,8 @@ class Binding:
         if self.decoder is not model:
             self._handles.append(model.register_forward_pre_hook(_before_model, with_kwargs=True))
             self._handles.append(model.register_forward_hook(_after_model, always_call=True))
+        if hasattr(type(model), PREPARE) and PREPARE not in vars(model):
+            setattr(model, PREPARE, partial(_prepare, model))
 
     def stream(self) -> Adapter:
         """Register streamed attention and the hooks of the layers' residuals."""
@@ -150,6 +154,7 @@ class Binding:
             handle.remove()
         if self.adapter is not None:
             self.model.set_attn_implementation("sdpa")
+        vars(self.model).pop(PREPARE, None)
         del self.model._kvkeep_binding
 
 
@@ -195,6 +200,30 @@ def _enter(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 _enter_uncompiled = torch.compiler.disable(_enter)
 
 
+def _prepare(model: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
+    """Compare the text that ``generate`` begins with to what its cache has read."""
+    cache: Taking | None = getattr(kwargs.get("past_key_values"), "stream", None)
+    if cache is not None and isinstance(input_ids, Tensor) and input_ids.ndim == 2:
+        read = cache.length
+        known = kwargs.get("is_first_iteration") and 0 < read <= input_ids.shape[1] and cache.text
+        if known and known[0] == read and len(known[1]) == len(input_ids) and known != _digest(input_ids[:, :read]):
+            raise UsageError(
+                f"The cache has read {read} tokens of another text. A cache goes on with the text that it has read; "
+                "call reset() before another one, or make a cache for each."
+            )
+        if input_ids.shape[1] > read:
+            cache.text = _digest(input_ids)
+    return getattr(type(model), PREPARE)(model, input_ids, *args, **kwargs)
+
+
+def _digest(ids: Tensor) -> tuple[int, list[int]]:
+    """Return how many tokens there are, and a number for each row of ``ids``, which another text has with a chance of
+    2**-64. ``generate`` waits for the device at every token anyway."""
+    mixed = ids.long() * 0x1E3779B97F4A7C15 + torch.arange(ids.shape[1], device=ids.device) * 0x2545F4914F6CDD1D
+    mixed = (mixed ^ (mixed >> 29)) * 0x3F58476D1CE4E5B9
+    return ids.shape[1], (mixed ^ (mixed >> 32)).sum(1).tolist()
+
+
 def _before_decoder(
     names: list[str], decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, ...] | None:
@@ -226,6 +255,13 @@ def _open(decoder: nn.Module, given: dict[str, Any], cache: Taking | None) -> tu
             f"There is no new token to read: the cache has read {cache.length}, and the text has no more. A cache goes "
             "on with the text that it has read; call reset() before another one, or make a cache for each."
         )
+    if cache.length and cache.rows != len(tokens):
+        raise UsageError(
+            f"The cache holds a batch of {cache.rows}, and one of {len(tokens)} comes; call reset() before another "
+            "batch, or make a cache for each."
+        )
+    if cache.text is not None and cache.text[0] < cache.length + total:  # generate has not told of these
+        cache.text = None
     cache.admit(total)
     cache.earlier_outputs = []
     if total > cache.chunk:

@@ -133,7 +133,8 @@ class _BatchStream:
     chunk = sys.maxsize
     cut = due = False
     packed = True
-    length = 0
+    length = rows = 0
+    text = None
 
     def __init__(self, batch: Batch, latent: bool) -> None:
         self.batch, self.earlier_outputs = batch, list[Tensor]()
