@@ -10,8 +10,9 @@ from rich.table import Table
 
 from kvkeep.cli import completion, options
 from kvkeep.cli.listed import listed
-from kvkeep.cli.output import note, out, print_json, show, size
+from kvkeep.cli.output import note, out, print_json, show
 from kvkeep.errors import UsageError
+from kvkeep.units import size
 
 if TYPE_CHECKING:
     from kvkeep.plan.capacity import Load, Rebuilding

@@ -15,8 +15,9 @@ from rich.table import Table
 
 from kvkeep.cli import options
 from kvkeep.cli.listed import listed
-from kvkeep.cli.output import err, note, print_json, show, size
+from kvkeep.cli.output import err, note, print_json, show
 from kvkeep.errors import UsageError, unknown
+from kvkeep.units import size
 
 if TYPE_CHECKING:
     from kvkeep_lab.fleet import Outcome, Pace, Scenario

@@ -1,0 +1,202 @@
+"""Blocks on their way: out of the cache's tensors, as bytes or codes, behind a step, and back again."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from kvkeep.errors import StoreError, UsageError
+from kvkeep.vllm import behind as behind_module
+from kvkeep.vllm.behind import Counts, WriteBehind
+from kvkeep.vllm.codec import Codec, Coded, Exact, places
+from kvkeep.vllm.folder import BlockFolder, Name
+from kvkeep.vllm.loading import Loader
+from kvkeep.vllm.pages import Pages
+from kvkeep.vllm.plan import Load
+
+HEADS, ENTRIES, DIM = 2, 64, 32
+
+
+def name(number: int) -> Name:
+    return Name("model/shared", bytes([number]) * 32)
+
+
+def caches(dtype: torch.dtype = torch.bfloat16, blocks: int = 5) -> dict[str, Tensor]:
+    shape, random = (blocks, HEADS, ENTRIES, 2 * DIM), torch.Generator().manual_seed(1)
+    return {f"layer.{number}": torch.randn(shape, generator=random).to(dtype) for number in range(3)}
+
+
+def in_pairs(keys: Tensor, values: Tensor, key_half: Tensor, value_half: Tensor) -> None:
+    """As a processor might want them: keys by channel, two of them together; values as they are, entries reversed."""
+    key_half.copy_(keys.permute(1, 2, 0).reshape(HEADS, DIM // 2, 2, ENTRIES).transpose(2, 3).reshape(key_half.shape))
+    value_half.copy_(values.flip(0).transpose(0, 1))
+
+
+def test_a_block_is_all_layers_bytes_and_goes_back_to_any_place() -> None:
+    own = caches() | {"tied": torch.zeros(0)}
+    own["tied"] = own["layer.1"]  # a layer that shares another one's entries
+    pages = Pages(own)
+    assert pages.names == ["layer.0", "layer.1", "layer.2"] and pages.nbytes == 3 * HEADS * ENTRIES * 2 * DIM * 2
+    codec = Exact(pages.nbytes)
+    (raw,) = codec.encode(pages.read(1))
+    before = [own[layer][1].clone() for layer in pages.names]
+    pages.write(4, codec.decode(memoryview(raw.tobytes())))
+    assert all(torch.equal(own[layer][4], kept) for layer, kept in zip(pages.names, before, strict=True))
+    with pytest.raises(StoreError, match="where one of"):
+        codec.decode(memoryview(raw.tobytes()[1:]))
+    with pytest.raises(UsageError, match="each in one piece"):
+        Pages({"layer": torch.zeros(4, 8, 6).transpose(1, 2)})
+    with pytest.raises(UsageError, match="on the CPU, and these are on 'meta'"):
+        Pages({"layer": torch.zeros(4, 8, device="meta")})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_codes_are_those_of_quantize_in_any_order_of_a_processor(bits: int, dtype: torch.dtype) -> None:
+    """Each number is within half a step of its group's range: keys by channel and 32 entries, values by entry and 32
+    channels."""
+    random = torch.Generator().manual_seed(2)
+    own = {f"layer.{number}": torch.zeros(3, HEADS, ENTRIES, 2 * DIM, dtype=dtype) for number in range(2)}
+    keys, values = (torch.randn(2, ENTRIES, HEADS, DIM, generator=random).to(dtype) for _ in range(2))
+    for number, cache in enumerate(own.values()):
+        halves = cache.view(3, HEADS, 2, ENTRIES, DIM)
+        in_pairs(keys[number], values[number], halves[1, :, 0], halves[1, :, 1])
+    pages = Pages(own)
+    codec = Coded(bits, pages, in_pairs)
+    payload = b"".join(piece.tobytes() for piece in codec.encode(pages.read(1)))
+    assert len(payload) == codec.nbytes == 4 * HEADS * ENTRIES * DIM * (bits / 8 + 4 / 32)
+    pages.write(2, codec.decode(memoryview(payload)))
+    key_order, value_order = places(HEADS, ENTRIES, DIM, dtype, in_pairs)
+    for number, cache in enumerate(own.values()):
+        halves = cache[2].view(HEADS, 2, ENTRIES * DIM)
+        for half, order, whole, axis in ((0, key_order, keys, 0), (1, value_order, values, 2)):
+            read = halves[:, half, order].view(HEADS, ENTRIES, DIM).transpose(0, 1).float()
+            exact = whole[number].float()
+            groups = exact.unflatten(axis, (-1, 32))
+            steps = (groups.amax(axis + 1) - groups.amin(axis + 1)) / (2**bits - 1)
+            error = (read - exact).abs().unflatten(axis, (-1, 32)).amax(axis + 1)
+            slack = 2**-9 * exact.abs().max()  # scale and offset are half precision, and so may the numbers be
+            assert (error <= steps / 2 + slack).all() and error.max() > steps.min() / 8
+
+
+def test_an_order_that_is_none_is_refused() -> None:
+    def loses(keys: Tensor, values: Tensor, key_half: Tensor, value_half: Tensor) -> None:
+        key_half.copy_(keys.transpose(0, 1).abs().clamp(max=3))
+        value_half.copy_(values.transpose(0, 1))
+
+    def by_head(keys: Tensor, values: Tensor, key_half: Tensor, value_half: Tensor) -> None:
+        key_half.copy_(keys.transpose(0, 1))
+        key_half[1] = key_half[1].flip(0)
+        value_half.copy_(values.transpose(0, 1))
+
+    for store in (loses, by_head):
+        with pytest.raises(UsageError, match="is not understood; use codec 'exact'"):
+            places(HEADS, ENTRIES, DIM, torch.float32, store)
+    mixed = {"a": torch.zeros(2, 2, 64, 64), "b": torch.zeros(2, 2, 64, 32)}
+    for odd in (mixed, {"a": torch.zeros(2, 64, 64)}, {"a": torch.zeros(2, 2, 64, 64, dtype=torch.uint8)}):
+        with pytest.raises(UsageError, match="use codec 'exact'"):
+            Coded(8, Pages(odd), in_pairs)
+
+
+# -- behind -----------------------------------------------------------------------------------------------
+
+
+class Slow(BlockFolder):
+    """Waits before it writes."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, 10**6)
+        self.gate = threading.Event()
+
+    def write(self, *arguments: Any) -> int:
+        self.gate.wait(10)
+        return super().write(*arguments)
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> Iterator[Callable[..., WriteBehind]]:
+    made: list[WriteBehind] = []
+
+    def make(folder: BlockFolder, room: int = 10**6) -> WriteBehind:
+        made.append(WriteBehind(folder, lambda raw: [raw], room, Counts()))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def test_a_full_queue_drops_and_never_waits(tmp_path: Path, writer: Callable[..., WriteBehind]) -> None:
+    folder, copies = Slow(tmp_path), []
+
+    def copy() -> np.ndarray:
+        copies.append(1)
+        return np.zeros(100, np.uint8)
+
+    behind, start = writer(folder, 350), time.monotonic()
+    assert [behind.offer(name(number), 100, copy) for number in (0, 1, 2, 3, 1)] == [True, True, True, False, True]
+    assert time.monotonic() - start < 5 and len(copies) == 3 and behind.counts.dropped == 1
+    behind.use([name(0), name(1), name(2)])
+    folder.gate.set()
+    assert behind.flush(10) and behind.counts.saved == 3
+    times = [folder.path(name(number)).stat().st_mtime_ns for number in range(3)]
+    assert times == sorted(times, reverse=True)  # what others build upon goes last
+    assert behind.offer(name(3), 100, copy)
+    behind.close()  # what is queued is written
+    assert folder.count()[0] == 4 and not behind.offer(name(4), 100, copy)
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), ZeroDivisionError()], ids=str)
+def test_a_disk_that_fails_costs_blocks_and_nothing_else(
+    error: Exception, tmp_path: Path, writer: Callable[..., WriteBehind], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, raw = BlockFolder(tmp_path, 10**6), np.zeros(100, np.uint8)
+    behind = writer(folder)
+
+    def fails(*_: Any) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fails)
+        assert behind.offer(name(0), 100, lambda: raw) and behind.flush(10)
+    assert not behind.offer(name(1), 100, lambda: raw)  # for a while
+    assert (behind.counts.failed, behind.counts.dropped, behind.counts.saved) == (1, 2, 0)
+    monkeypatch.setattr(behind, "_paused", 0.0)
+    assert behind.offer(name(0), 100, lambda: raw) and behind.flush(10) and folder.has(name(0))
+    assert behind_module.PAUSE_S >= 1
+
+
+def test_the_first_bad_block_and_all_behind_it_are_reported_with_their_request(tmp_path: Path) -> None:
+    pages, folder, counts = Pages(caches(blocks=8)), BlockFolder(tmp_path, 10**8), Counts()
+    codec: Codec = Exact(pages.nbytes)
+    for number in range(4):
+        folder.write(name(number), codec.encode(pages.read(number)))
+    path = folder.path(name(2))
+    path.write_bytes(path.read_bytes()[:-1] + b"\0")
+    folder.write(name(9), [b"of another form"])
+    loader = Loader(folder, codec, pages, counts)
+    try:
+        wanted = {"bad": ([0, 1, 2, 3], [4, 5, 6, 7]), "odd": ([9], [3]), "gone": ([7], [2]), "good": ([3], [7])}
+        for request, (keys, blocks) in wanted.items():
+            loader.start(Load(request, [name(key) for key in keys], blocks))
+        done: set[str] = set()
+        bad: set[int] = set()
+        until = time.monotonic() + 10
+        while len(done) < 4 and time.monotonic() < until:
+            new = loader.take()
+            assert not new[1] or new[0]  # bad blocks never come after their request
+            done, bad = done | new[0], bad | new[1]
+    finally:
+        loader.close()
+    assert done == {*wanted} and bad == {6, 7, 3, 2}
+    assert np.array_equal(pages.read(4), pages.read(0)) and np.array_equal(pages.read(5), pages.read(1))
+    assert counts.loaded == 3 and counts.bad == 3 and not folder.has(name(2))
