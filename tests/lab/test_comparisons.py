@@ -25,7 +25,7 @@ from kvkeep_lab.studies.compare import Compare
 from kvkeep_lab.tables import Table
 from kvkeep_lab.tasks.texts import named_files, pieces
 
-from kvkeep.errors import UsageError
+from kvkeep.errors import StoreError, UsageError
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -147,9 +147,14 @@ def test_passages_of_several_texts_are_compared_one_by_one(
             raise KeyboardInterrupt
         return honest(*given)
 
+    def full(*given: Any) -> None:
+        raise StoreError("The disk is full.")
+
     monkeypatch.setattr(Reference, "measure", fourth)
-    code, out, err = run(*drawn)
-    assert code == 1 and "Interrupted: 2 of 4 passages were begun." in out and "until then" in err
+    monkeypatch.setattr("kvkeep_lab.cli.study.write_page", full)
+    code, out, err = run(*drawn, "--csv", "lost.csv")
+    assert code == 1 and "Interrupted: 2 of 4 passages were begun." in out
+    assert err.rstrip().endswith("What is above was measured until then. The disk is full.") and "Written" not in err
 
 
 @pytest.mark.parametrize(
