@@ -23,11 +23,12 @@ venv: $(STAMP)
 model: $(USED)
 	$(BIN)/kvkeep models --fetch smollm2
 
-# It fetches the model the first time.
+# It fetches the model the first time. What a person gives is read from the environment, where make puts it: a shell then
+# takes nothing in it for its own. A $ is $$, as everywhere in make.
 demo: $(USED)
-	@$(BIN)/kvkeep demo $(if $(DOC),--doc "$(DOC)") $(if $(QUESTION),--question "$(QUESTION)") \
-	  $(if $(EXPECT),--expect "$(EXPECT)") $(if $(BUDGET),--budget "$(BUDGET)") $(if $(MODEL),--model "$(MODEL)") \
-	  $(if $(CHECKPOINT),--checkpoint "$(CHECKPOINT)") $(if $(WHERE),--where "$(WHERE)")
+	@$(BIN)/kvkeep demo $${DOC:+--doc "$$DOC"} $${QUESTION:+--question "$$QUESTION"} $${EXPECT:+--expect "$$EXPECT"} \
+	  $${BUDGET:+--budget "$$BUDGET"} $${MODEL:+--model "$$MODEL"} $${CHECKPOINT:+--checkpoint "$$CHECKPOINT"} \
+	  $${WHERE:+--where "$$WHERE"}
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -78,7 +79,17 @@ BROKEN = """
     class Untyped(kvkeep.Selector):
         leaves: ClassVar[str] = "the oldest"
         source: ClassVar[str] = "has a parameter of an unknown type"
+        scores_arrivals: ClassVar[bool] = True
         count: "Nothing" = 3
+
+    @dataclass(frozen=True)
+    class Rankless(kvkeep.Selector):
+        leaves: ClassVar[str] = "whoever"
+        source: ClassVar[str] = "has no rank"
+
+    NORMS = ("acme_kv:norms", "Print a norm.")
+    TAKEN = {"chat": NORMS, "prove": NORMS, "own": NORMS}
+    PAIRLESS = {"pairless": "ab"}
 
     def __getattr__(name):
         raise ImportError("no such part\\nand more lines")
@@ -100,12 +111,15 @@ WRONG = """
     leaving = leaving:Part
     unsaid = broken_kv:Unsaid
     untyped = broken_kv:Untyped
+    rankless = broken_kv:Rankless
     nothing = broken_kv:Nothing
     h2o = acme_kv:LargeValues
     full+more = acme_kv:LargeValues
     [kvkeep.commands]
     broken = broken_kv:COMMANDS
     odd = broken_kv:__name__
+    some = broken_kv:TAKEN
+    pairless = broken_kv:PAIRLESS
     """
 
 
@@ -217,9 +231,10 @@ def test_a_broken_package_takes_nothing_with_it(packages: Path) -> None:
     code, out, err = forked_kvkeep("methods", "--json")
     names = {row["name"] for row in json.loads(out)["methods"]}
     assert code == 0 and {"h2o", "full", "large-values"} <= names
-    assert not {"missing", "leaving", "unsaid", "untyped", "nothing", "full+more"} & names
+    assert not {"missing", "leaving", "unsaid", "untyped", "nothing", "full+more", "rankless"} & names
     lines = err.splitlines()
-    assert len(lines) == 9 and all("of the package 'broken-kv' is left out: " in line for line in lines), err
+    said = re.compile(r"'.+ of the package 'broken-kv' (is|are) left out: ")
+    assert len(lines) == 12 and all(map(said.match, lines)), err
     for name, reason in (
         ("missing", "No module named 'no_such_module'"),
         ("leaving", "SystemExit: 3"),
@@ -228,13 +243,16 @@ def test_a_broken_package_takes_nothing_with_it(packages: Path) -> None:
         ("nothing", "ImportError: no such part"),
         ("h2o", "another part already"),
         ("broken", "no such part"),
-        ("odd", "has no attribute 'items'"),
+        ("rankless", "does not implement rank, and has no scores"),
+        ("odd", "is a dict, not 'broken_kv'"),
+        ("pairless", "no pair of a module and a line of help"),
+        ("chat", "'prove' (broken_kv:TAKEN) of the package 'broken-kv' are left out: a command has this name already"),
     ):
         assert any(line.startswith(f"'{name}' (") and reason in line for line in lines), (name, err)
     code, out, err = forked_kvkeep("torn")
     said = "kvkeep: The command 'torn' (acme_kv:torn) is broken: AttributeError"
     assert code == 1 and not out and err.splitlines()[-1].startswith(said)
-    assert forked_kvkeep("norms", "--count", "4")[:2] == (0, "4\n")
+    assert forked_kvkeep("norms", "--count", "4")[:2] == forked_kvkeep("own", "--count", "4")[:2] == (0, "4\n")
 
 
 def test_a_shell_completes_methods_of_packages(packages: Path) -> None:

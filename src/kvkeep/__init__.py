@@ -100,10 +100,12 @@ __all__ = [
 __version__ = "0.1.0"
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOME_OF:
-        raise AttributeError(f"module 'kvkeep' has no attribute '{name}'")
-    return getattr(import_module(f"kvkeep.{_HOME_OF[name]}"), name)
+if not TYPE_CHECKING:  # a type checker would take every name for one of kvkeep's
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOME_OF:
+            raise AttributeError(f"module 'kvkeep' has no attribute '{name}'")
+        return getattr(import_module(f"kvkeep.{_HOME_OF[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -31,6 +31,10 @@ class UnsupportedModelError(ModelError):
     """The method does not support the model's architecture."""
 
 
+class EmptyText(UsageError):
+    """A file has no text."""
+
+
 class BudgetError(UsageError):
     """A cache budget is too small; the message names the smallest possible one."""
 

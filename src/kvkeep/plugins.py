@@ -4,16 +4,26 @@ and takes nothing else with it."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any
 
-from kvkeep.errors import KvkeepError
+from kvkeep.errors import KvkeepError, UsageError
 
 PARTS = "kvkeep.parts"
 """The group of entry points that name selectors, fates, recalls and presets."""
 
 log = logging.getLogger(__name__)
+
+
+class PartlyLeftOut(UsageError):
+    """Some of what an entry point names cannot be used: ``names``, for ``reason``. The rest is."""
+
+    def __init__(self, names: Sequence[str], reason: str) -> None:
+        super().__init__(reason)
+        self.names = names
 
 
 def each_plugin(group: str, use: Callable[[str, Any], None]) -> None:
@@ -26,15 +36,19 @@ def each_plugin(group: str, use: Callable[[str, Any], None]) -> None:
             use(point.name, point.load())
         except (Exception, SystemExit) as error:  # whatever is wrong with a package, the others work
             package = "no package" if point.dist is None else f"the package '{point.dist.name}'"
-            failed.setdefault((package, first_line(error)), []).append(f"'{point.name}' ({point.value})")
+            names = error.names if isinstance(error, PartlyLeftOut) else [point.name]
+            own = failed.setdefault((package, first_line(error)), [])
+            own += [f"'{name}' ({point.value})" for name in names]
     for (package, reason), points in failed.items():
         log.warning("%s of %s %s left out: %s", ", ".join(points), package, "is" if len(points) == 1 else "are", reason)
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of what an error says, with its kind unless it is written for people."""
+    """Return the first line of what an error says, with its kind unless it is written for people. Of one that says
+    nothing, such as a bare ``assert``, the place."""
     lines = str(error).strip().splitlines()
     kind = type(error).__name__
     if not lines:
-        return kind
+        places = traceback.extract_tb(error.__traceback__)
+        return f"{kind} in {places[-1].name}, {Path(places[-1].filename).name}:{places[-1].lineno}" if places else kind
     return lines[0] if isinstance(error, KvkeepError) else f"{kind}: {lines[0]}"

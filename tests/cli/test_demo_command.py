@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -55,3 +58,17 @@ def test_lines_fit(run: Run, command: tuple[str, ...], columns: int, monkeypatch
     assert ("elsewhere" in heading) == (columns == 80)
     assert {len(line.rstrip()) for line in marked} == {len(heading)}
     assert "8 of the 8 tokens" in " ".join(out.split())
+
+
+def test_make_hands_on_what_a_shell_would_take_for_its_own(tmp_path: Path) -> None:
+    if shutil.which("make") is None:
+        pytest.skip("no make")
+    shown = tmp_path / "kvkeep"
+    shown.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    shown.chmod(0o755)
+    given = ['QUESTION=Who says "hi" for $$5 `id`?', "DOC=a book.txt", "BUDGET=12.5%"]
+    made = ["make", "-s", "-C", str(Path(__file__).parents[2]), f"BIN={tmp_path}", f"USED={shown}", "demo", *given]
+    plain = {"PATH": os.environ["PATH"]}
+    done = subprocess.run(made, env=plain, capture_output=True, text=True, check=False)
+    said = ["demo", "--doc", "a book.txt", "--question", 'Who says "hi" for $5 `id`?', "--budget", "12.5%"]
+    assert done.stdout.splitlines() == said, done.stderr

@@ -8,6 +8,7 @@ import math
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,11 @@ from kvkeep_lab.partial import INTERRUPTED
 from kvkeep_lab.provenance import commit
 from kvkeep_lab.reference import Comparison, Reference, Row
 from kvkeep_lab.statistics import estimate
+from kvkeep_lab.studies.compare import Compare
 from kvkeep_lab.tables import Table
 from kvkeep_lab.tasks.texts import named_files, pieces
 
-from kvkeep.errors import UsageError
+from kvkeep.errors import StoreError, UsageError
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -81,8 +83,14 @@ def test_means_and_intervals_are_of_the_passages_on_which_a_method_was_measured(
     assert perplexity.low == pytest.approx(math.exp(estimate([0.1, 0.3, 0.2]).low))
     assert one.positions("kl") == pytest.approx([0.2, 0.6]) and one.largest("kl_max") == pytest.approx(0.9)
     assert len(other.rows) == 1 and found.refusals == ["`b at 25%` on 1 of 3 passages: too small"]
-    assert found.measured == "3 passages of 40 tokens, 2 written after each" and found.texts == "t (3)"
+    assert found.measured == "3 of 5 passages of 40 tokens, 2 written after each" and found.texts == "t (3)"
     assert [line["n"] for line in (found.reference.as_dict(), other.as_dict())] == [3, 1]
+    where = {"model": "m", "weights": "float32"}
+    without = [replace(one, found=replace(one.found, rows=one.found.rows[1:])) for one in passages[1:]]
+    caption = Compare().latex(Comparisons(without, 3, ["e.txt: empty"]), where)
+    assert "2 of 3 passages of 40 tokens" in caption and "2 of 3 passages were begun. Left out: e.txt: empty" in caption
+    for reason in ("too small", INTERRUPTED):
+        assert rf"Not measured: b at 25\% on 1 of 2 passages: {reason}" in caption
 
 
 def test_a_table_in_latex_prints_what_names_say() -> None:
@@ -103,6 +111,8 @@ def test_passages_of_several_texts_are_compared_one_by_one(
     for name, order in (("a_b.txt", 1), ("c.txt", -1)):
         parts = words.split()[::order]
         Path(name).write_text(". ".join(" ".join(parts[place : place + 10]) for place in range(0, 200, 10)))
+    Path("b.txt").write_text(" \n")
+    Path("short.txt").write_text("the of and")
     common = ("compare", "-m", str(model_folder), "-f", "*.txt", "-x", "full,h2o", "-b", "25%", "-n", "4")
     drawn = (*common, "--limit", "64", "--seeds", "2")
     code, out, err = run(*drawn, "--json", "--csv", "c.csv", "--latex", "c.tex")
@@ -110,6 +120,9 @@ def test_passages_of_several_texts_are_compared_one_by_one(
     found = json.loads(out)
     places = [("a_b.txt", 0), ("a_b.txt", 1), ("c.txt", 0), ("c.txt", 1)]
     assert [(one["text"], one["seed"]) for one in found["passages"]] == places and found["asked"] == 4
+    empty, short = found["left_out"]
+    assert "'b.txt': it is empty" in empty and "short.txt: 2 passages of 64 tokens are asked for" in short
+    Path("short.txt").unlink()
     assert [(line["method"], line["n"]) for line in found["summary"]] == [("stock", 4), ("full", 4), ("h2o", 4)]
     lines = list(csv.DictReader(Path("c.csv").read_text().splitlines()))
     assert len(lines) == 12 and {line["commit"] for line in lines} == {commit() or ""}
@@ -122,6 +135,7 @@ def test_passages_of_several_texts_are_compared_one_by_one(
     code, out, _ = run(*common, "--limit", "80")
     assert (
         code == 0
+        and "Left out: There is no text in the file 'b.txt'" in out
         and "2 passages of 80 tokens, 4 written after each" in out
         and "Passages are of a_b.txt, c.txt." in out
     )
@@ -133,9 +147,14 @@ def test_passages_of_several_texts_are_compared_one_by_one(
             raise KeyboardInterrupt
         return honest(*given)
 
+    def full(*given: Any) -> None:
+        raise StoreError("The disk is full.")
+
     monkeypatch.setattr(Reference, "measure", fourth)
-    code, out, err = run(*drawn)
-    assert code == 1 and "Interrupted: 2 of 4 passages were begun." in out and "until then" in err
+    monkeypatch.setattr("kvkeep_lab.cli.study.write_page", full)
+    code, out, err = run(*drawn, "--csv", "lost.csv")
+    assert code == 1 and "Interrupted: 2 of 4 passages were begun." in out
+    assert err.rstrip().endswith("What is above was measured until then. The disk is full.") and "Written" not in err
 
 
 @pytest.mark.parametrize(
@@ -145,6 +164,7 @@ def test_passages_of_several_texts_are_compared_one_by_one(
         (("-f", "a.txt", "--seeds", "2"), "how long they are (--limit)"),
         (("-f", "a.txt", "--seeds", "9", "--limit", "60"), "a.txt: 9 passages of 60 tokens"),
         (("-f", "a.txt", "--csv", "nowhere/c.csv"), "no folder"),
+        (("-f", "empty"), "None of the 2 texts can be compared. The first: There is no text in the file 'empty/a.txt'"),
         (("-f", "a.txt,long.txt"), "long.txt: The prompt has"),
     ],
 )
@@ -154,6 +174,11 @@ def test_what_cannot_be_compared_is_said_before_anything_is_measured(
     monkeypatch.chdir(tmp_path)
     Path("a.txt").write_text(words)
     Path("long.txt").write_text(words * 4)
+    Path("empty").mkdir()
+    for name in ("a.txt", "b.txt"):
+        Path("empty", name).touch()
+    if "empty" in options:
+        monkeypatch.setattr("kvkeep_lab.cli.study.load", lambda *given, **more: pytest.fail("a model was loaded"))
     monkeypatch.setattr(Reference, "of", lambda *given: pytest.fail("measured"))
     code, out, err = run("compare", "-m", str(model_folder), "-x", "full", *options)
     assert code == 2 and not out and says in " ".join(err.split())

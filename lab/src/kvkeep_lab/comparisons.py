@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from statistics import fmean
 from typing import Any
 
@@ -104,15 +104,17 @@ class Line:
 
 @dataclass(frozen=True)
 class Comparisons:
-    """The passages that were compared, in order, of so many that were ``asked`` for."""
+    """The passages that were compared, in order, of so many that were ``asked`` for. left_out: a sentence for each text
+    that has none."""
 
     passages: list[Passage]
     asked: int
+    left_out: list[str] = field(default_factory=list)
 
     @property
     def single(self) -> bool:
-        """Whether there was one passage to compare."""
-        return self.asked == 1
+        """Whether there was one text with one passage to compare."""
+        return self.asked == 1 and not self.left_out
 
     @property
     def reference(self) -> Line:
@@ -132,12 +134,14 @@ class Comparisons:
 
     @property
     def refusals(self) -> list[str]:
-        """A sentence for each case that could not be measured, and its reason."""
+        """A sentence for each case that could not be measured, and its reason; for one that an interruption left
+        without a passage, too."""
         found: dict[tuple[str, str], int] = {}
+        measured = {line.label for line in self.lines}
         for row in (row for one in self.passages for row in one.found.rows):
-            if row.error and (self.single or row.error != INTERRUPTED):
-                key = Case(row.method, row.budget).label, row.error
-                found[key] = found.get(key, 0) + 1
+            label = Case(row.method, row.budget).label
+            if row.error and (row.error != INTERRUPTED or label not in measured):
+                found[label, row.error] = found.get((label, row.error), 0) + 1
         many = "" if self.single else " on {} of {} passages"
         return [
             f"`{label}`{many.format(count, len(self.passages))}: {error}" for (label, error), count in found.items()
@@ -155,14 +159,19 @@ class Comparisons:
         return self.passages[0].found.new_tokens
 
     @property
+    def interrupted(self) -> bool:
+        """Whether some passages were not begun."""
+        return len(self.passages) < self.asked
+
+    @property
     def measured(self) -> str:
-        """What was read and written, in words."""
+        """What was read and written, in words, and of how many passages an interruption left these."""
         low, high = self.sizes
         read = f"{low:,}" if low == high else f"{low:,} to {high:,}"
         if self.single:
             return f"{read} tokens read, {self.new_tokens} written"
-        count = len(self.passages)
-        several = f"{count} passage{'s' if count > 1 else ''} of {read} tokens"
+        count = f"{len(self.passages)} of {self.asked}" if self.interrupted else f"{self.asked}"
+        several = f"{count} passage{'s' if self.asked > 1 else ''} of {read} tokens"
         return f"{several}, {self.new_tokens} written after each"
 
     @property

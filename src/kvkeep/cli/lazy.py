@@ -13,7 +13,7 @@ from typer.core import TyperGroup
 
 import kvkeep
 from kvkeep.errors import KvkeepError, UsageError
-from kvkeep.plugins import each_plugin, first_line
+from kvkeep.plugins import PartlyLeftOut, each_plugin, first_line
 
 GROUP = "kvkeep.commands"
 Table = Mapping[str, tuple[str, str]]
@@ -26,11 +26,21 @@ def application(own: Table, lab: Sequence[str] = ()) -> Any:
     if "_KVKEEP_COMPLETE" in os.environ:  # a shell asks, whose line is not to be written over
         logging.disable()
 
-    def add(name: str, commands: Table) -> None:
+    def add(name: str, commands: Any) -> None:
+        if not isinstance(commands, Mapping):
+            raise UsageError(f"a table of commands, modules and lines of help is a dict, not {commands!r:.60}")
         for command, entry in commands.items():
-            if len(entry) != 2 or not all(isinstance(text, str) for text in (command, *entry)):
-                raise TypeError(f"the entry of '{command}' is no pair of a module and a line of help")
-        table.update({command: entry for command, entry in commands.items() if command not in table})
+            pair = isinstance(entry, Sequence) and len(entry) == 2 and not isinstance(entry, str)
+            if not pair or not all(isinstance(text, str) for text in (command, *entry)):
+                raise UsageError(f"the entry of {command!r} is no pair of a module and a line of help")
+        free = {
+            command: entry
+            for command, entry in commands.items()
+            if table.get(command, entry) == entry and (command not in lab or entry[0].startswith("kvkeep_lab."))
+        }
+        table.update(free)
+        if taken := [command for command in commands if command not in free]:
+            raise PartlyLeftOut(taken, "a command has this name already; choose another")
 
     each_plugin(GROUP, add)
     group = typer.main.get_command(_application())

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from kvkeep.errors import UsageError
 from kvkeep.geometry import ModelGeometry
 
 STAYS = float("inf")
@@ -148,5 +149,9 @@ class Selector(ABC):
     def rank(self, entries: Candidates) -> Tensor:
         """Return the order of leaving, the lowest first: by default the scores. Empty columns and padding are taken
         care of."""
-        assert entries.scores is not None
+        if entries.scores is None:
+            raise UsageError(
+                f"'{type(self).__name__}' has no rank of its own and no scores to rank by: it needs rank, "
+                "observation_window or scores_arrivals."
+            )
         return entries.scores

@@ -8,13 +8,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any
 
-from kvkeep.errors import UsageError
+from kvkeep.errors import EmptyText, UsageError
 
 Messages = list[dict[str, str]]
 
 
 def read_text(path: str) -> str:
-    """Return the text of a file, or of standard input for ``-``; raises UsageError if there is none to read."""
+    """Return the text of a file, or of standard input for ``-``; raises UsageError if there is none to read, EmptyText
+    if the file is empty."""
     try:
         data = standard_input().read() if path == "-" else Path(path).read_bytes()
     except OSError as error:
@@ -27,7 +28,7 @@ def read_text(path: str) -> str:
     except UnicodeDecodeError as error:
         raise UsageError(f"The text of {name} is not UTF-8 (byte {error.start}); convert it first.") from error
     if not text.strip():
-        raise UsageError(f"There is no text in {name}: it is empty.")
+        raise EmptyText(f"There is no text in {name}: it is empty.")
     return text
 
 

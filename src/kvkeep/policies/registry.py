@@ -256,4 +256,15 @@ def _home(name: str, part: Any) -> dict[str, Any]:
         raise UsageError(f"'{name}' cannot be registered: '{part.__name__}' does not implement {missing}.")
     if unsaid := [field for field in get_annotations(kind) if not hasattr(part, field)]:
         raise UsageError(f"'{name}' cannot be registered: '{part.__name__}' does not say its {' and '.join(unsaid)}.")
+    if kind is Selector and not _ranks(part):
+        raise UsageError(
+            f"'{name}' cannot be registered: '{part.__name__}' does not implement rank, and has no scores to rank by "
+            "(observation_window or scores_arrivals)."
+        )
     return home
+
+
+def _ranks(selector: type[Selector]) -> bool:
+    """Return whether a selector has an order of its own, or scores for the one that it has without."""
+    own = any(getattr(selector, name) is not getattr(Selector, name) for name in ("rank", "observation_window"))
+    return own or selector.scores_arrivals or selector.keeps_all

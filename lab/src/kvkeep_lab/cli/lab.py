@@ -178,6 +178,8 @@ def report(
 
     read = [Store(path) for path in stores]
     for one in read:
+        if one.path.is_dir():
+            raise UsageError(f"'{one.path}' is a folder; name files of results in it, such as {one.path}/*.jsonl.")
         if not one.path.is_file():
             raise UsageError(f"There are no results at '{one.path}'; 'kvkeep lab run' writes them.")
         one.refresh()

@@ -7,8 +7,9 @@ and a device, print tables for people and one JSON object for programs, and draw
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
@@ -20,7 +21,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from kvkeep.cli import completion, options
 from kvkeep.cli.listed import listed
 from kvkeep.cli.output import err, machine, note, print_json
-from kvkeep.errors import Interrupted, KvkeepError, UsageError
+from kvkeep.errors import Interrupted, KvkeepError, StoreError, UsageError
 from kvkeep.models.loading import load
 from kvkeep_lab.cli.console import show
 from kvkeep_lab.figures import check_figure
@@ -165,14 +166,11 @@ def _run(
                 raise Interrupted("Interrupted before it was measured; there is nothing to show.") from None
     where = machine(loaded) | study.conditions()
     problem = study.problem(found)
-    if output is not None and problem is None:
-        assert isinstance(study, Drawn)
-        study.draw(found, output, title=f"{loaded.name}, {where['weights']}")
-    for name, target in exports.items() if problem is None else ():
-        assert isinstance(study, Exported)
-        same = {key: where[key] for key in ("model", "weights", "device", "threads", "torch", "transformers")}
-        records = [{**one, **same} for one in study.records(found)]
-        write_page(target, csv_text(records) if name == "csv" else study.latex(found, where))
+    try:
+        if problem is None:
+            _write(study, found, where, output, exports)
+    except StoreError as error:  # what was measured is shown all the same
+        problem = str(error)
     if json:
         drawn = {"figure": None if problem else output} if isinstance(study, Drawn) else {}
         print_json({"machine": where, **study.as_json(found), **drawn})
@@ -185,9 +183,21 @@ def _run(
         for target in exports.values() if problem is None else ():
             note(f"Written: {target}")
     if stopped is not None:
-        raise Interrupted(f"{stopped} What is above was measured until then.")
+        raise Interrupted(f"{stopped} What is above was measured until then. {problem or ''}".rstrip())
     if problem is not None:
         raise KvkeepError(problem)
+
+
+def _write(study: Study, found: Any, where: Mapping[str, Any], output: str | None, exports: Mapping[str, Path]) -> None:
+    """Draw the figure and write the other files; raises StoreError where one cannot be written."""
+    if output is not None:
+        assert isinstance(study, Drawn)
+        study.draw(found, output, title=f"{where['model']}, {where['weights']}")
+    for name, target in exports.items():
+        assert isinstance(study, Exported)
+        same = {key: where[key] for key in ("model", "weights", "device", "threads", "torch", "transformers")}
+        records = [{**one, **same} for one in study.records(found)]
+        write_page(target, csv_text(records) if name == "csv" else study.latex(found, where))
 
 
 @contextmanager

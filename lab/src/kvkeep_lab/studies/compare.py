@@ -12,7 +12,7 @@ from pydantic import Field
 
 import kvkeep
 from kvkeep.decode.prompt import encode, question, read_text, shortened
-from kvkeep.errors import UsageError
+from kvkeep.errors import EmptyText, UsageError
 from kvkeep_lab.compare_figure import draw_comparisons, nats
 from kvkeep_lab.comparisons import Comparisons, Line, Passage
 from kvkeep_lab.figures import FilePath
@@ -24,7 +24,7 @@ from kvkeep_lab.reference import Row, cases, check_fits, compare
 from kvkeep_lab.statistics import RESAMPLES
 from kvkeep_lab.studies.base import BudgetText, Flag, MethodName, Progress, Study, Trial, part, unique
 from kvkeep_lab.tables import Table, fixed, megabytes, percent, spread
-from kvkeep_lab.tasks.texts import pieces
+from kvkeep_lab.tasks.texts import ShortText, pieces
 
 log = logging.getLogger(__name__)
 
@@ -80,15 +80,18 @@ class Compare(Study):
         if self.seeds is not None and not (files and self.limit):
             lacks = "how long they are (--limit)" if files else "a text (--file)"
             raise UsageError(f"--seeds draws passages of a text; give it {lacks}.")
+        _some([_empty(path) for path in files if str(path) != "-"], len(files))
 
     def measure(self, trial: Trial) -> Comparisons:
-        prompts = list(self._prompts(trial))
+        left_out: list[str] = []
+        prompts = list(self._prompts(trial, left_out))
+        _some(left_out, len(trial.sources))
         for text, _, ids in prompts:
             try:
                 check_fits(trial.model, len(ids), self.new)
             except UsageError as error:
                 raise UsageError(f"{text}: {error}" if len(prompts) > 1 else str(error)) from None
-        listed, found = cases(self.methods, self.budgets), Comparisons([], len(prompts))
+        listed, found = cases(self.methods, self.budgets), Comparisons([], len(prompts), left_out)
         for place, (text, seed, ids) in enumerate(prompts):
             progress = part(self._numbered(trial.progress, place, len(prompts)), place, len(prompts))
             whole = whole_bytes(trial.model, len(ids) + self.new)
@@ -102,29 +105,36 @@ class Compare(Study):
             found.passages.append(Passage(text, seed, replace(one, whole_bytes=whole)))
         return found
 
-    def _prompts(self, trial: Trial) -> Iterator[tuple[str, int | None, list[int]]]:
-        """Yield each prompt's text, by its name, seed, and token ids."""
+    def _prompts(self, trial: Trial, left_out: list[str]) -> Iterator[tuple[str, int | None, list[int]]]:
+        """Yield each prompt's text, by its name, seed, and token ids. left_out: gets a sentence for each text without
+        any."""
         raw = self.raw if self.raw is not None else bool(trial.sources) and not self.prompt
-        for text, seed, passage in self._passages(trial) if trial.sources else [("", None, None)]:
+        for text, seed, passage in self._passages(trial, left_out) if trial.sources else [("", None, None)]:
             yield text, seed, encode(trial.tokenizer, question(passage, self.prompt), raw=raw)
 
-    def _passages(self, trial: Trial) -> Iterator[tuple[str, int | None, str | None]]:
+    def _passages(self, trial: Trial, left_out: list[str]) -> Iterator[tuple[str, int | None, str | None]]:
         for path in trial.sources:
-            name, text = "standard input" if str(path) == "-" else path.name, read_text(str(path))
-            if self.seeds is not None:
-                assert self.limit is not None
-                try:
-                    found = pieces(trial.tokenizer, text, self.limit, self.seeds)
-                except UsageError as error:
-                    raise UsageError(f"{name}: {error}") from None
-                yield from ((name, seed, piece) for seed, piece in enumerate(found))
+            name = "standard input" if str(path) == "-" else path.name
+            try:
+                found = self._drawn(trial, name, read_text(str(path)))
+            except (EmptyText, ShortText) as error:
+                left_out.append(str(error) if isinstance(error, EmptyText) else f"{name}: {error}")
+                if len(trial.sources) > 1:
+                    log.warning("Left out: %s", left_out[-1])
                 continue
-            if self.limit is not None:
-                text, count = shortened(trial.tokenizer, text, self.limit)
-                if count > self.limit:
-                    which = "the text's" if len(trial.sources) == 1 else f"{name}'s"
-                    log.warning("Only the first %s of %s %s tokens are read.", f"{self.limit:,}", which, f"{count:,}")
-            yield name, None, text
+            yield from ((name, seed, piece) for seed, piece in found)
+
+    def _drawn(self, trial: Trial, name: str, text: str) -> list[tuple[int | None, str]]:
+        """Return a text's passages with their seeds, or its beginning; raises ShortText for one that has no room."""
+        if self.seeds is not None:
+            assert self.limit is not None
+            return list(enumerate(pieces(trial.tokenizer, text, self.limit, self.seeds)))
+        if self.limit is not None:
+            text, count = shortened(trial.tokenizer, text, self.limit)
+            if count > self.limit:
+                which = "the text's" if len(trial.sources) == 1 else f"{name}'s"
+                log.warning("Only the first %s of %s %s tokens are read.", f"{self.limit:,}", which, f"{count:,}")
+        return [(None, text)]
 
     @staticmethod
     def _numbered(progress: Progress, place: int, parts: int) -> Progress:
@@ -145,7 +155,7 @@ class Compare(Study):
         if found.single:
             return {key: value for key, value in passages[0].items() if key not in ("text", "seed")}
         summary = [line.as_dict() for line in (found.reference, *found.lines)]
-        return {"asked": found.asked, "summary": summary, "passages": passages}
+        return {"asked": found.asked, "left_out": found.left_out, "summary": summary, "passages": passages}
 
     def tables(self, found: Comparisons) -> list[Table]:
         """Return quality and cost of each method and budget, the best of a budget in bold, and what was refused."""
@@ -174,9 +184,10 @@ class Compare(Study):
 
     def _of_passages(self, found: Comparisons) -> Iterator[str]:
         """Yield what is to be said of several passages."""
-        if len(found.passages) < found.asked:
+        if found.interrupted:
             yield f"Interrupted: {len(found.passages)} of {found.asked} passages were begun."
         yield f"Passages are of {found.texts}."
+        yield from (f"Left out: {sentence}" for sentence in found.left_out)
         yield f"n: passages measured. In brackets: 95 % of {RESAMPLES:,} bootstrap means over them."
         yield "Perplexity: of the mean logarithm; largest: of all passages; seconds and bytes: means."
 
@@ -208,13 +219,33 @@ class Compare(Study):
         if len(found.passages) > 1:
             several = f" In brackets: 95 % bootstrap intervals over passages (n = {len(found.passages)})."
         texts = f"; texts: {found.texts}" if found.texts else ""
+        missing = [f"Interrupted: {len(found.passages)} of {found.asked} passages were begun."] * found.interrupted
+        missing += [f"Left out: {sentence}" for sentence in found.left_out]
+        missing += [f"Not measured: {sentence.replace('`', '')}" for sentence in found.refusals]
         caption = (
             f"{Path(str(where['model'])).name} ({where['weights']}): {found.measured}, greedily{texts}. Match with the "
             f"unbounded cache ({found.reference.method}) is free-running; KL (nats) and top-1 are teacher-forced, KL, "
             "free is not. Held: bytes that attention reads, as a share of the full cache's in bfloat16. In bold: the "
-            f"best of a budget.{several} {version()}."
+            f"best of a budget.{several} {' '.join([*missing, version()])}."
         )
         return booktabs(table, caption, "tab:kvkeep-compare", [line.budget or "" for line in lines])
+
+
+def _empty(path: Path) -> str:
+    """Return why a file is left out, "" for one with a text; raises UsageError for one that cannot be read."""
+    try:
+        read_text(str(path))
+    except EmptyText as error:
+        return str(error)
+    return ""
+
+
+def _some(left_out: Sequence[str], count: int) -> None:
+    """Raise UsageError where all of ``count`` texts are left out; without a sentence ("") a text is not."""
+    reasons = [sentence for sentence in left_out if sentence]
+    if reasons and len(reasons) == count:
+        first = reasons[0] if count == 1 else f"None of the {count} texts can be compared. The first: {reasons[0]}"
+        raise UsageError(first)
 
 
 # -- the tables ---------------------------------------------------------------------------------------

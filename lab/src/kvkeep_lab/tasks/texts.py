@@ -15,6 +15,10 @@ _CHARACTERS = 8  # cut for each token wanted: more than a token of any usual tex
 _TRIES = 200  # places that a seed may choose before a text counts as full
 
 
+class ShortText(UsageError):
+    """A text has no room for the passages that are asked for."""
+
+
 def text_files(data: Path | None, folder: str = "haystack") -> list[Path]:
     """Return the ``.txt`` files of ``data``/``folder``, or of ``data`` itself, by name; raises UsageError if there are
     none."""
@@ -74,7 +78,7 @@ def passage(tokenizer: Any, text: str, tokens: int, draw: random.Random) -> list
 def pieces(tokenizer: Any, text: str, tokens: int, count: int) -> list[str]:
     """Return ``count`` pieces of ``text``, each of ``tokens`` tokens from the first sentence after a place that its
     seed (0, 1, ...) chooses; from the first word where there is no sentence. No two overlap: a seed chooses again until
-    its piece lies apart from those before it, so that a seed's piece does not depend on ``count``. Raises UsageError
+    its piece lies apart from those before it, so that a seed's piece does not depend on ``count``. Raises ShortText
     where the text has no room for them."""
     found: list[tuple[int, int]] = []
     for seed in range(count):
@@ -91,7 +95,7 @@ def pieces(tokenizer: Any, text: str, tokens: int, count: int) -> list[str]:
                 found.append((start, stop))
                 break
         else:
-            raise UsageError(
+            raise ShortText(
                 f"{count} passages of {tokens:,} tokens are asked for that do not overlap, and the text has room for "
                 f"{seed}; give a longer one, shorter passages, or fewer."
             )
