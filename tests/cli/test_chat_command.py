@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -19,6 +20,7 @@ from families import tiny
 from forked import kvkeep, started
 
 from kvkeep import Conversation, KeepCache, Session, save_session
+from kvkeep.errors import StoreError
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -91,6 +93,24 @@ def test_what_is_forgotten_is_forgotten_on_disk(run: Run, model_folder: Path, tm
     assert questions(session) == []
     code, _, err = run(*common, stdin="was it\n")
     assert code == 0 and "0 tokens in the cache, 0 messages" in err and questions(session) == ["was it"]
+
+
+def test_a_pipe_tells_what_failed(run: Run, model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the exit status and --json, and with no line on standard output; nothing commands the terminal."""
+    answer = Conversation.answer
+
+    def failing(self: Conversation, question: str, *given: Any, **options: Any) -> Any:
+        if question == "by":
+            raise StoreError("Checkpoints cannot be kept.")
+        return answer(self, question, *given, **options)
+
+    monkeypatch.setattr(Conversation, "answer", failing)
+    common, typed = ("chat", "-m", str(model_folder), "-n", "3"), "the \u202eof\n/undo\nby\n/nope\n\udcff\n"
+    code, out, err = run(*common, stdin=typed)
+    assert code == 1 and len(out.splitlines()) == 1 and "Forgotten: the of\n" in err
+    turns = json.loads(run(*common, "--json", stdin=typed)[1])["turns"]
+    assert [turn["question"] for turn in turns] == ["the \u202eof", "by", "/nope", None]
+    assert [turn.get("error", "")[:11] for turn in turns] == ["", "Checkpoints", "Unknown com", "The text of"]
 
 
 def test_a_session_that_cannot_be_saved_is_refused_before_anything_is_said(

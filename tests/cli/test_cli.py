@@ -11,7 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from families import tiny
 
+from kvkeep.cli.asked import asked
 from kvkeep.models.folders import cache_folder
 
 Run = Callable[..., tuple[int, str, str]]
@@ -118,10 +120,18 @@ def test_chat_remembers_and_goes_on_another_day(run: Run, model_folder: Path, tm
     assert code == 2 and "continues with method 'kv-direct', budget 16" in err
 
 
+def test_a_share_is_of_the_models_positions_at_most() -> None:
+    """Where they run out."""
+    model = tiny("llama", positions=128)
+    cases = ("kv-direct", "50%", 10, 32), ("kv-direct", "50%", 10**15, 64), ("streaming-llm", "20%", 200, 50)
+    for method, share, answer, entries in cases:
+        assert asked(method, share).cache(model, 54 + answer, answer).entries == entries
+
+
 def test_chat_survives_a_question_that_is_too_long(run: Run, model_folder: Path) -> None:
     stdin = "the " * 600 + "\nthe of\n/reset\n/what\nwas it\n"
     code, out, err = run("chat", "-m", str(model_folder), "-n", "3", "--json", stdin=stdin)
-    assert code == 0 and len(json.loads(out)["turns"]) == 2
+    assert code == 1 and ["error" in turn for turn in json.loads(out)["turns"]] == [True, False, True, False]
     assert "512 positions" in err and "forgotten" in err
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from kvkeep.cli import output
 from kvkeep.cli.demo import LOSSY, OWN_TEXT, PASSWORD, PLANTED, plant
@@ -44,14 +45,27 @@ def test_marks_are_measured(run: Run, command: tuple[str, ...]) -> None:
     assert not all(one["right"] for one in lossy), "an eighth of the cache should cost a lossy method something"
 
 
-@pytest.mark.parametrize("columns", [40, 80])
+def test_a_budget_is_refused_before_anything_is_printed(run: Run, command: tuple[str, ...]) -> None:
+    for budget, reason in (("1", "the smallest is 16"), ("auto", "'kvkeep plan' chooses one")):
+        code, out, err = run(*command, "--budget", budget)
+        assert code == 2 and not out and reason in err
+
+
+@pytest.mark.parametrize("columns", [20, 40, 80])
 def test_lines_fit(run: Run, command: tuple[str, ...], columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five lines, those of methods that refuse the budget among them; an exact answer can be wrong."""
+    """Five lines, those of methods that refuse the budget among them; an exact answer can be wrong. No text commands
+    the terminal."""
     monkeypatch.setattr(output.out, "width", columns)
-    code, out, err = run(*command, "--budget", "0", "--expect", "nobody says this")
+    monkeypatch.setattr(PreTrainedTokenizerFast, "decode", lambda *given, **own: "the \u202e\x1b[2Jof")
+    asked = ("--budget", "0", "--expect", "nobody says this", "--question", "was \u2066it?")
+    code, out, err = run(*command, *asked)
     assert code == 0 and "Traceback" not in err, err
     lines = out.splitlines()
     assert max(map(len, lines)) <= columns
+    assert not re.search("[\u202e\u2066\x1b]", out) and "[2Jof" in out and "was it?" in out
+    if columns == 20:
+        assert {*out.split()} >= {"process", "tokens/s", "elsewhere", "streaming-llm", "kv-direct", "--question"}
+        return
     marked = [line for line in lines if re.match("[✗x] ", line)]
     assert [line.split()[1] for line in marked] == ["full", "kv-direct", *LOSSY]
     heading = next(line for line in lines if "process" in line)

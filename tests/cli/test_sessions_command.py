@@ -39,6 +39,8 @@ def test_they_are_listed_shown_moved_and_removed(run: Run, folder: str, tmp_path
     assert shown["tokens"] > 6 and shown["bytes"] == Path(shown["path"]).stat().st_size and not shown["held"]
     assert 0 <= shown["unused_s"] <= shown["age_s"] < 600
     assert json.loads(sessions("export", "ann", file, "--json")) == {"exported": "ann", "file": file}
+    assert json.loads(sessions("show", file, "--json"))["turns"] == 2, "a file of its own"
+    assert "no session at './none'" in sessions("show", "./none", code=1)
     sessions("import", file, "key/ben")
     names = [one["name"] for one in json.loads(sessions("list", "--json"))["sessions"]]
     assert sorted(names) == ["ann", "key/ben"]

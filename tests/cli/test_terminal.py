@@ -51,7 +51,7 @@ def test_what_is_pasted_is_one_question_and_a_long_line_is_whole(model_folder: P
         terminal.type("\x04")
         assert terminal.ended() == 0
     asked = [turn["question"] for turn in json.loads((tmp_path / "out").read_text())["turns"]]
-    assert asked == ["\n".join(NOTE), long.strip(), "by her"]
+    assert asked == ["\n".join(NOTE), long.strip(), None, "by her"], "a line that is not UTF-8 is an error"
 
 
 def test_a_terminal_is_left_as_it_was(model_folder: Path) -> None:

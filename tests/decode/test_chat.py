@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import tokenizer
 from families import tiny
 from helpers import broken
 
 from kvkeep import Conversation, KeepCache, generate
-from kvkeep.stock import new_cache
+from kvkeep.stock import memory_of, new_cache
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
@@ -62,3 +63,43 @@ def test_a_question_interrupted_within_a_step_is_forgotten(family: str, method: 
 
     whole = ask(True), ask(False)
     assert whole[0] == whole[1] or method == "h2o"
+
+
+@pytest.mark.parametrize("method", ["kv-direct", "h2o", "stock"])
+def test_what_is_forgotten_is_in_no_cache_and_no_file(tmp_path: Path, method: str) -> None:
+    """Also what was read of a question that was not answered."""
+    model, own, file = tiny("llama"), tokenizer(), tmp_path / "s"
+    talk, again = (
+        Conversation(model, own, new_cache(model, method, budget=None if method == "stock" else 16)) for _ in range(2)
+    )
+    secret = "by from her " * 100
+    ids = torch.tensor(own("by from her " * 3).input_ids, dtype=torch.int32).numpy().tobytes()
+
+    def on_disk() -> bool:
+        if method == "stock":
+            return talk.turns > 2
+        talk.save(file)
+        held = file.read_bytes()
+        assert Conversation.resume(model, own, file).ids == talk.ids and (ids in held) == (secret.encode() in held)
+        return ids in held
+
+    for text in ("the of and to in", "was it for on", secret):
+        talk.answer(text, max_new_tokens=4)
+        told = on_disk()
+    assert told and talk.undo() == secret and talk.turns == 2 and not on_disk()
+    assert bool(talk.ids) == (method != "h2o"), "what is left is not read again"
+    again.messages = list(talk.messages)
+    with broken(model, 2, KeyboardInterrupt):
+        talk.answer(secret)
+    assert talk.messages == again.messages and "from" not in own.decode(talk.ids) and not on_disk()
+    prompt = own.apply_chat_template([*talk.messages, {"role": "user", "content": "?"}], add_generation_prompt=True)
+    assert talk.ids == prompt.input_ids[: len(talk.ids)] and len(talk.ids) == talk.cache.get_seq_length()
+    assert talk.answer("as with", max_new_tokens=4).tokens == again.answer("as with", max_new_tokens=4).tokens
+    talk.forget(1)
+    assert talk.turns == 2 and len(talk.ids) < 3
+    talk.answer("it for", max_new_tokens=2)
+    talk.set_system("his")
+    assert talk.turns == 3 and len(talk.ids) < 3
+    talk.answer("it for", max_new_tokens=2)
+    talk.reset()
+    assert not talk.ids and not memory_of(talk.cache).resident_bytes

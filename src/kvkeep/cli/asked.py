@@ -24,12 +24,19 @@ class Asked:
     memory: str | None = None
 
     def cache(self, model: Any, context: int | None = None, answer: int = 0) -> Any:
-        """Return the cache for ``context`` tokens, of which the last ``answer`` are generated."""
+        """Return the cache for ``context`` tokens, of which the last ``answer`` are generated; where the model's
+        positions run out, no more than those."""
         from transformers import DynamicCache
 
         from kvkeep.cache import KeepCache
 
-        request = self._planned(model, (context or _positions(model)) - answer, answer) if self.auto else self.request
+        if context is not None and answer and (self.request is None or self.request.method.sinks is None):
+            prompt = context - answer
+            context = max(min(context, _positions(model) or context), prompt + 1)
+            answer = context - prompt
+        request = (
+            self._planned(model, (context or _positions(model) or 4096) - answer, answer) if self.auto else self.request
+        )
         if request is None:
             return DynamicCache(config=model.config)
         return KeepCache(model, request=replace(request, context=context))
@@ -89,5 +96,7 @@ def asked(
     return Asked(None, True, memory)
 
 
-def _positions(model: Any) -> int:
-    return getattr(model.config, "max_position_embeddings", None) or 4096
+def _positions(model: Any) -> int | None:
+    from kvkeep.geometry import ModelGeometry
+
+    return ModelGeometry.from_config(model.config).max_positions

@@ -14,9 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from kvkeep.cli import options
-from kvkeep.cli.asked import asked
+from kvkeep.cli.asked import AUTO, asked
 from kvkeep.cli.generate import as_json
-from kvkeep.cli.output import note, out, print_json, reading
+from kvkeep.cli.output import note, out, print_json, printable, reading
 from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.units import size
 
@@ -34,8 +34,8 @@ PLACE = 0.15
 """The planted sentence is a paragraph of its own, the first one to begin after this share of the text's characters."""
 LONGEST = 3200
 """Tokens of a text that are read, so that the demo ends within two minutes."""
-WIDE = 64
-"""Columns from which there is room for the bytes of evicted entries."""
+WIDE, TABLE = 64, 40
+"""Columns from which there is room for the bytes of evicted entries, and for a table."""
 NEXT = (
     ("your own text", "kvkeep demo --doc FILE --question TEXT"),
     ("a bounded chat", "kvkeep chat --budget 512"),
@@ -67,11 +67,13 @@ def demo(
     """
     # OpenMP reads it when torch is imported. Threads that spin while they wait slow a busy machine down a lot.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    from kvkeep.decode.generate import generate
+    from kvkeep.decode.generate import generate, positions_of
     from kvkeep.decode.prompt import encode, read_text, shortened
     from kvkeep.decode.prompt import question as ask
     from kvkeep.models.loading import load
 
+    if budget == AUTO:
+        raise UsageError("A demo takes entries, bytes or a share as its budget; 'kvkeep plan' chooses one.")
     wanted = {FULL: asked(FULL, None), EXACT: asked(EXACT, budget, checkpoint=checkpoint, where=where)}
     planted = doc is None
     text = read_text(doc) if doc is not None else plant(OWN_TEXT.read_text("utf-8"))
@@ -84,6 +86,16 @@ def demo(
     if count > LONGEST:
         note(f"The first {LONGEST:,} of {count:,} tokens are read; 'kvkeep compare' reads all of it.")
     ids = encode(loaded.tokenizer, ask(text, question))
+
+    def cache_of(method: str) -> Any:
+        own = wanted.get(method) or asked(method, budget)
+        return own.cache(loaded.model, len(ids) + max_tokens, max_tokens)
+
+    with cache_of(FULL) as cache:
+        positions = positions_of(loaded.model, cache)
+    if positions is not None:  # also of the method that does without an end
+        max_tokens = max(1, min(max_tokens, positions - len(ids)))
+    cache_of(EXACT).reset()  # a budget that it refuses is refused before anything is read
     if not json:
         _head(
             len(ids),
@@ -93,8 +105,7 @@ def demo(
         )
 
     def answer(method: str) -> Answer:
-        own = wanted.get(method) or asked(method, budget)
-        cache = own.cache(loaded.model, len(ids) + max_tokens, max_tokens)
+        cache = cache_of(method)
         with reading(len(ids), f"{method} reads") as advance:
             made = generate(loaded.model, loaded.tokenizer, ids, cache, max_new_tokens=max_tokens, on_progress=advance)
         return Answer(method, made, _held())
@@ -170,17 +181,21 @@ def _head(count: int, place: float | None, question: str, conditions: str) -> No
     text = f"{count:,} tokens" + (f"; planted {place:.0%} into it: {PLANTED}" if place is not None else "")
     _pairs([("Text", text), ("Question", question), ("Model", conditions)])
     out.print()
-    out.print(Text(_line("", "cache", "elsewhere", "process", "tokens/s"), "bold"))
+    if out.width >= TABLE:
+        out.print(Text(_line("", *COLUMNS), "bold"))
 
 
 def _pairs(rows: Iterable[tuple[str, str]], style: str = "") -> None:
     """Print words beside their names, or below them where there is little room."""
     table = Table.grid(padding=(0, 2))
     for name, words in rows:
-        cells = [Text(name, "dim"), Text(words, style)]
+        cells = [Text(name, "dim"), Text(printable(words), style)]
         for row in [cells] if out.width >= WIDE else [[cell] for cell in cells]:
             table.add_row(*row)
     out.print(table)
+
+
+COLUMNS = ("cache", "elsewhere", "process", "tokens/s")
 
 
 def _line(name: str, cache: str, away: str, process: str, speed: str) -> str:
@@ -199,10 +214,13 @@ def _row(answer: Answer, right: bool) -> None:
         numbers += ["-" if held is None else f"{held.anonymous / 1e6:.0f} MB"]
         numbers += [f"{made.timing.decode_tokens_per_s:.1f}"]
         words = " ".join(made.text.split()) + (" ..." if made.stopped == "length" else "")
-    line = Text(_line(f"{_sign(right)} {answer.method}", *numbers))
-    line.stylize("bold green" if right else "bold red", 0, 2 + len(answer.method))
+    name = f"{_sign(right)} {answer.method}"
+    line = Text(_line(name, *numbers) if out.width >= TABLE else name)
+    line.stylize("bold green" if right else "bold red", 0, len(name))
     out.print(line)
-    out.print(Padding(Text(words, "" if right else "dim"), (0, 0, 0, 2)))
+    if out.width < TABLE:
+        out.print(Text("\n".join(f"{number} {column}" for number, column in zip(numbers, COLUMNS, strict=True))))
+    out.print(Padding(Text(printable(words), "" if right else "dim"), (0, 0, 0, 2)))
 
 
 def _foot(full: Generation, exact: Generation, same: int, expect: str | None) -> None:
@@ -210,7 +228,9 @@ def _foot(full: Generation, exact: Generation, same: int, expect: str | None) ->
     share = exact.memory.resident_bytes / full.memory.resident_bytes if full.memory.resident_bytes else 1.0
     away = ", ".join(f"{size(count)} on {place}" for place, count in exact.memory.checkpoint_bytes.items() if count)
     out.print()
-    out.print(Text(f"{_sign(True)} {right}, {_sign(False)} does not." if expect else f"{_sign(True)} {right}."))
+    out.print(
+        Text(f"{_sign(True)} {printable(right)}, {_sign(False)} does not." if expect else f"{_sign(True)} {right}.")
+    )
     out.print(
         Text(
             f"{EXACT} wrote {same} of the {len(full.tokens)} tokens of {FULL} with {share:.0%} of its cache in memory"

@@ -9,7 +9,7 @@ import typer
 
 from kvkeep.cli import options
 from kvkeep.cli.asked import asked
-from kvkeep.cli.output import interruptible, note, print_json, reading, write
+from kvkeep.cli.output import interruptible, note, print_json, reading, write, write_answer
 from kvkeep.errors import Interrupted
 from kvkeep.units import size
 
@@ -51,7 +51,11 @@ def generate(
     cache = wanted.cache(loaded.model, len(ids) + max_tokens, max_tokens)
     sampling: dict[str, Any] = {"max_new_tokens": max_tokens, "temperature": temperature, "seed": seed}
     with interruptible() as interrupted, reading(len(ids)) as advance:
-        watch: dict[str, Any] = {"on_text": None if json else write, "on_progress": advance, "interrupted": interrupted}
+        watch: dict[str, Any] = {
+            "on_text": None if json else write_answer,
+            "on_progress": advance,
+            "interrupted": interrupted,
+        }
         try:
             result = run(loaded.model, loaded.tokenizer, ids, cache, **sampling, **watch)
         except KeyboardInterrupt:

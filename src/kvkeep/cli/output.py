@@ -19,6 +19,18 @@ from rich.table import Table
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
 
+_COMMANDS = {
+    code: None
+    for code in (*range(0x20), *range(0x7F, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+    if chr(code) not in "\n\t"
+}
+
+
+def printable(text: str) -> str:
+    """Return ``text`` without the characters that command a terminal, or turn the direction of what follows: a model or
+    a document may have any."""
+    return text.translate(_COMMANDS)
+
 
 def print_json(value: Any) -> None:
     """Print one JSON object on standard output; in ASCII where its encoding is no Unicode."""
@@ -32,9 +44,14 @@ def write(text: str) -> None:
     sys.stdout.flush()
 
 
+def write_answer(text: str) -> None:
+    """Print a piece of what a model writes: as it is, but to a terminal without what would command it."""
+    write(printable(text) if out.is_terminal else text)
+
+
 def note(text: str) -> None:
     """Print a message on standard error; unless on a terminal, in one line: addresses and paths stay whole."""
-    err.print(text, style="dim", markup=False, soft_wrap=not err.is_terminal)
+    err.print(printable(text), style="dim", markup=False, soft_wrap=not err.is_terminal)
 
 
 def show(table: Table) -> None:

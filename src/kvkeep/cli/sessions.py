@@ -12,6 +12,7 @@ from rich.table import Table
 
 from kvkeep.cli import options
 from kvkeep.cli.output import note, print_json, show
+from kvkeep.errors import SessionError
 from kvkeep.units import size
 
 if TYPE_CHECKING:
@@ -58,9 +59,13 @@ def list_(
 
 
 @app.command("show")
-def show_(name: Name, sessions: options.Sessions = None, json: options.Json = False) -> None:
+def show_(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A session: a word, owner/name, or a path to a file.")],
+    sessions: options.Sessions = None,
+    json: options.Json = False,
+) -> None:
     """Show what is known about a session."""
-    info = _store(sessions).info(name)
+    info = _info(name, _store(sessions))
     if json:
         print_json(_facts(info))
         return
@@ -106,6 +111,19 @@ def _store(folder: str | None) -> SessionStore:
     from kvkeep.decode.session_store import SessionStore, sessions_folder
 
     return SessionStore(sessions_folder(folder))
+
+
+def _info(name: str, store: SessionStore) -> SessionInfo:
+    """Return what is known about a session by name, or about a file: no name is absolute, begins with a dot or a tilde,
+    or ends as the files do."""
+    from kvkeep.decode.session_store import SUFFIX, info_of
+
+    if name.startswith((".", "~")) or name.endswith(SUFFIX) or Path(name).is_absolute():
+        path = Path(name).expanduser()
+        if not path.is_file():
+            raise SessionError(f"There is no session at '{name}'.")
+        return info_of(path, name)
+    return store.info(name)
 
 
 def _done(sentence: str, facts: dict[str, Any], json: bool) -> None:

@@ -12,7 +12,7 @@ from transformers import Cache
 from kvkeep.cache import KeepCache
 from kvkeep.contracts.exactness import Exactness
 from kvkeep.decode.generate import GenerateOptions, Generation, generate, positions_of
-from kvkeep.decode.past import Past
+from kvkeep.decode.past import Past, common
 from kvkeep.decode.prompt import Messages, encode, written_ids
 from kvkeep.decode.session import Session, Where, check_savable, load_session, save_session
 from kvkeep.decode.session_file import SessionFile
@@ -42,6 +42,7 @@ class Conversation:
         self.model, self.tokenizer, self.past = model, tokenizer, Past(cache)
         self.messages: Messages = [] if system is None else [{"role": "system", "content": system}]
         self.last: Last | None = None  # None too where messages were changed since
+        self._forgot = False  # since it was saved
 
     @property
     def cache(self) -> Cache:
@@ -68,6 +69,13 @@ class Conversation:
         """How many tokens the model can read and write with this cache; None where its positions do not run out."""
         return positions_of(self.model, self.cache)
 
+    @property
+    def used(self) -> int:
+        """How many tokens the conversation has, be they in the cache or to be read again."""
+        if self.last is not None:
+            return len(self.last.sequence)
+        return self._tokens(self.messages, None) if self.turns else len(self.ids)
+
     # -- sessions -----------------------------------------------------------------------------------
 
     @classmethod
@@ -90,10 +98,12 @@ class Conversation:
         return talk
 
     def save(self, where: Where) -> None:
-        """Save to a path, or to a session that is open for writing, at once or not at all; raises SessionError."""
+        """Save to a path, or to a session that is open for writing, at once or not at all; raises SessionError. Where
+        something was forgotten, the file is written anew, so that it has nothing of it."""
         self.check_savable()
         ids, notes = [self.ids] if self.ids else [], {"messages": self.messages, "last": self._told()}
-        save_session(where, Session(cast(KeepCache, self.cache), ids, notes, self._tokenizer))
+        save_session(where, Session(cast(KeepCache, self.cache), ids, notes, self._tokenizer), anew=self._forgot)
+        self._forgot = False
 
     def _told(self) -> dict[str, Any] | None:
         """Return what a session has of the last answer beside the ids that the cache has read."""
@@ -130,13 +140,13 @@ class Conversation:
     def retry(self, **options: Unpack[GenerateOptions]) -> Generation:
         """Answer the last question again, in place of its answer, which remains after an error or interrupt. Raises
         UsageError where there is none."""
-        messages, last = self.messages, self.last
-        question = self.undo()
-        try:
-            return self.answer(question, **options)
-        except BaseException:
-            self.messages, self.last = messages, last
-            raise
+        prompt = self.last_prompt()
+        if self._lossy:
+            self._read_again()
+        result = self._generate(prompt, **options)
+        self.messages = [*self.messages[:-1], {"role": "assistant", "content": result.text}]
+        self.last = Last(result.sequence, len(result.tokens), result.stopped)
+        return result
 
     def go_on(self, **options: Unpack[GenerateOptions]) -> Generation:
         """Go on with the last answer, which was cut. Returns what is new. Raises UsageError where there is none, or the
@@ -176,7 +186,6 @@ class Conversation:
     def reset(self) -> None:
         """Forget the conversation, but not the system prompt."""
         self._changed(self._head)
-        self._read_again()
 
     def _generate(self, prompt: list[int], written: int = 0, **options: Unpack[GenerateOptions]) -> Generation:
         self.past.align(prompt)
@@ -186,6 +195,7 @@ class Conversation:
         except BaseException:
             self.past.recover(known)
             self.past.settle(prompt)
+            self._crop()
             raise
         self.past.settle(result.sequence)
         return result
@@ -208,8 +218,7 @@ class Conversation:
         last answer goes on) has at most ``limit`` tokens, all where that is not enough; and how many it has then."""
 
         def tokens(turns: int) -> int:
-            rest = self._without(turns)
-            return len(encode(self.tokenizer, rest) if question is None else self._encoded(rest, question))
+            return self._tokens(self._without(turns), question)
 
         low, high = 0, max(0, self.turns - (question is None))
         while low < high:  # by halves: each look encodes the conversation
@@ -221,26 +230,35 @@ class Conversation:
         """Forget the oldest ``turns``."""
         self._changed(self._without(turns))
 
+    def summarised(self, turns: int, question: str | None) -> int:
+        """Return how many tokens the prompt for ``question`` (None: that in which the last answer goes on) has, with an
+        empty summary in the place of the oldest ``turns``."""
+        return self._tokens(self._with_summary(turns, ""), question)
+
     def summary_prompt(self, turns: int) -> list[int]:
         """Return all token ids up to the place where a summary of the oldest ``turns`` starts."""
         head = self._head
         return self._encoded(self.messages[: len(head) + 2 * turns], SUMMARISE)
 
-    def summarise(self, turns: int, **options: Unpack[GenerateOptions]) -> Generation:
+    def summarise(
+        self, turns: int, question: str | None = None, limit: int | None = None, **options: Unpack[GenerateOptions]
+    ) -> Generation:
         """Put a summary of the oldest ``turns``, which the model writes, in their place. After an error or interrupt
-        the conversation is as before. Raises UsageError where the model writes none."""
-        try:
-            result = self._generate(self.summary_prompt(turns), **options)
-            if result.stopped == "interrupted":
-                raise KeyboardInterrupt
-            if not result.text.strip():
-                raise UsageError("The model wrote no summary, so nothing was changed.")
-        except BaseException:
-            if self._lossy:
-                self._read_again()
-            raise
-        summary = [{"role": "user", "content": SUMMARISED}, {"role": "assistant", "content": result.text}]
-        self._changed([*self._head, *summary, *self._without(turns)[len(self._head) :]])
+        the conversation is as before. limit: the most tokens that the prompt for ``question``, as of :meth:`excess`,
+        may have then. Raises UsageError where the model writes no summary, or one that is too long for that."""
+        result = self._generate(self.summary_prompt(turns), **options)
+        if result.stopped == "interrupted":
+            self._crop()
+            raise KeyboardInterrupt
+        messages, problem = self._with_summary(turns, result.text), None
+        if not result.text.strip():
+            problem = "The model wrote no summary"
+        elif limit is not None and self._tokens(messages, question) > limit:
+            problem = "The model's summary is too long"
+        if problem is not None:
+            self._crop()
+            raise UsageError(f"{problem}, so nothing was changed.")
+        self._changed(messages)
         return result
 
     @property
@@ -251,6 +269,13 @@ class Conversation:
         head = self._head
         return [*head, *self.messages[len(head) + 2 * turns :]]
 
+    def _with_summary(self, turns: int, summary: str) -> Messages:
+        own = [{"role": "user", "content": SUMMARISED}, {"role": "assistant", "content": summary}]
+        return [*self._head, *own, *self._without(turns)[len(self._head) :]]
+
+    def _tokens(self, messages: Messages, question: str | None) -> int:
+        return len(encode(self.tokenizer, messages) if question is None else self._encoded(messages, question))
+
     def _encoded(self, messages: Messages, question: str) -> list[int]:
         return encode(self.tokenizer, [*messages, {"role": "user", "content": question}])
 
@@ -259,10 +284,19 @@ class Conversation:
             raise UsageError("There is no answer yet.")
 
     def _changed(self, messages: Messages) -> None:
-        """Have other ``messages``. An exact cache is cropped to what they share with those before; what a lossy one
-        keeps depends on all that it has read, so it reads again."""
-        self.messages, self.last = list(messages), None
-        if self._lossy:
+        """Have other ``messages``, and nothing in the cache or in what is saved of those that are gone."""
+        self.messages, self.last, self._forgot = list(messages), None, True
+        self._crop()
+
+    def _crop(self) -> None:
+        """Have in the cache only what the conversation shares with what it has read. What a lossy one keeps depends on
+        all that it has read, so where that was more, it reads again."""
+        own = [self._encoded(self.messages, "?")[:-1]] if self.turns else []
+        own += [] if self.last is None else [self.last.sequence]
+        shared = max((common(self.ids, ids) for ids in own), default=0)
+        if shared:
+            self.past.align(self.ids[: shared + 1], crops=not self._lossy)
+        else:
             self._read_again()
 
     @property

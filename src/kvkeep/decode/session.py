@@ -62,9 +62,9 @@ Where = str | os.PathLike[str] | SessionFile
 """A path, or a session that is open for writing."""
 
 
-def save_session(where: Where, session: Session) -> None:
+def save_session(where: Where, session: Session, *, anew: bool = False) -> None:
     """Save ``session``, as a whole or not at all: what changed since the save before is appended. A link is followed;
-    the file keeps its mode.
+    the file keeps its mode. anew: the file has nothing then of what was saved before and is not any more.
 
     Raises SessionError if the cache cannot be saved, another program has the session open, or the file cannot be
     written; the turns saved before then remain.
@@ -73,7 +73,8 @@ def save_session(where: Where, session: Session) -> None:
     with nullcontext(where) if isinstance(where, SessionFile) else SessionFile(where, writing=True) as file:
         past = {} if file.about is None else file.about.get("past")
         before = past.get("length") if isinstance(past, dict) else None
-        file.save(parts, about, session.cache.get_seq_length() - before if type(before) is int else 0)
+        added = session.cache.get_seq_length() - before if type(before) is int else 0
+        file.save(parts, about, added, anew=anew)
 
 
 def _described(session: Session) -> tuple[dict[str, Any], dict[str, Tensor | Rows]]:

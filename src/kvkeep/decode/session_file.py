@@ -12,7 +12,6 @@ import json
 import os
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
@@ -211,10 +210,12 @@ class SessionFile:
 
     # -- writing ------------------------------------------------------------------------------------
 
-    def save(self, parts: Mapping[str, Tensor | Rows], about: dict[str, Any], added: int = 0) -> None:
+    def save(
+        self, parts: Mapping[str, Tensor | Rows], about: dict[str, Any], added: int = 0, *, anew: bool = False
+    ) -> None:
         """Append what ``parts`` (copied to the host a page at a time) and ``about`` (plain types) have that the file
         has not. added: slots since the save before, by which windows moved. After an error the file is what it was.
-        Raises SessionError."""
+        anew: write the file anew, without what it had before. Raises SessionError."""
         writer, notes = self._journal, json.loads(json.dumps(about.get("notes", {})))  # not what goes on being changed
         assert isinstance(writer, Writer)
         try:
@@ -228,10 +229,13 @@ class SessionFile:
             raise unwritable(writer.path, error) from error
         self._table, self._notes, self.about = table, notes, about | {"notes": notes}
         self.turns += 1
-        if self._wasteful():
-            with suppress(OSError):  # the turn is saved; the next one tries again
+        if (anew and self.turns > 1) or self._wasteful():
+            try:
                 writer.rewrite(lambda fresh: self._anew(fresh, parts, about))
                 self._fold()
+            except OSError as error:  # the turn is saved; the next one tries again
+                if anew:
+                    raise unwritable(writer.path, error) from error
 
     def copy(self, path: str | os.PathLike[str]) -> None:
         """Write the session to a file of its own, which must not be there. Raises SessionError, also where a page is

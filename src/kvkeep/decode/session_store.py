@@ -192,20 +192,7 @@ class SessionStore:
         return path.relative_to(self.folder).as_posix().removesuffix(SUFFIX)
 
     def _info(self, path: Path) -> SessionInfo:
-        facts = path.stat()
-        common = (self._name(path), str(path), facts.st_size, facts.st_mtime, held(path))
-        try:
-            with SessionFile(path) as file:
-                if file.about is None:
-                    return SessionInfo(*common, UNSAVED)
-                about, ids = file.about, file.stored[NAME_OF_IDS].shape
-                family, method, budget = (about[key] for key in ("family", "method", "budget"))
-                tokens = ids[0] * ids[1] if len(ids) == 2 else 0
-                return SessionInfo(*common, None, file.created, file.turns, tokens, family, method, budget)
-        except SessionError as error:
-            return SessionInfo(*common, str(error))
-        except LookupError:
-            return SessionInfo(*common, "it is not as kvkeep writes it")
+        return info_of(path, self._name(path))
 
     def _removed(self, path: Path) -> bool:
         """Remove a file unless it is open for writing; return whether it is gone. Raises SessionError."""
@@ -229,3 +216,21 @@ class SessionStore:
             with suppress(OSError):
                 path.parent.rmdir()
         return True
+
+
+def info_of(path: Path, name: str) -> SessionInfo:
+    """Return what is known about the session in a file. Raises OSError where there is none."""
+    facts = path.stat()
+    common = (name, str(path), facts.st_size, facts.st_mtime, held(path))
+    try:
+        with SessionFile(path) as file:
+            if file.about is None:
+                return SessionInfo(*common, UNSAVED)
+            about, ids = file.about, file.stored[NAME_OF_IDS].shape
+            family, method, budget = (about[key] for key in ("family", "method", "budget"))
+            tokens = ids[0] * ids[1] if len(ids) == 2 else 0
+            return SessionInfo(*common, None, file.created, file.turns, tokens, family, method, budget)
+    except SessionError as error:
+        return SessionInfo(*common, str(error))
+    except LookupError:
+        return SessionInfo(*common, "it is not as kvkeep writes it")

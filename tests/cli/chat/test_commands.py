@@ -69,6 +69,10 @@ def chat(*typed: str, method: str = "kv-direct", budget: Any = 16, positions: in
     return made
 
 
+def notes_of(made: Chat) -> str:
+    return "\n".join(made.screen.notes)  # type: ignore[attr-defined]
+
+
 def said(made: Chat) -> list[str]:
     return [message["content"] for message in made.talk.messages]
 
@@ -111,7 +115,7 @@ def test_another_method_in_mid_conversation(tmp_path: Path) -> None:
     assert ["nothing is read again" in note for note in notes] == [True, True, False, False]
     assert notes[2].endswith("read again before the next answer: 'h2o' ranks by attention scores, which only reading "
                              "the text gives.")  # fmt: skip
-    read = [turn["timing"]["prefill_tokens"] for turn in made.turns]
+    read = [turn["timing"]["prefill_tokens"] for turn in made.turns if "error" not in turn]
     assert max(read[:3]) < 10 and read[4] > read[3] > 20
     assert said(made)[:6:2] == ["the of and to", "was it", "by"]
     assert said(made)[5] == alone(said(made)[:5], 6)
@@ -140,6 +144,46 @@ def test_the_end_of_the_positions_is_an_offer() -> None:
         assert said(told)[-2:] == [long[-1], told.turns[-1]["text"]], "nobody has to be asked"
     alone = chat("the " * 100, "/window drop", **common).screen.notes[-1]  # type: ignore[attr-defined]
     assert "Without any earlier turn" in alone
+    new = chat("/window drop", "/window summary", **common)
+    assert notes_of(new) == "\n".join(["Nothing was said yet, so there is nothing to forget."] * 2)
+    one = chat("the " * 40, "/window drop", "/window", **common)
+    assert "turn alone takes" in notes_of(one) and "no other is there to go" in notes_of(one)
+
+
+@pytest.mark.parametrize("method", ["full", "h2o"])
+def test_a_summary_takes_no_more_than_there_is(method: str) -> None:
+    """Neither the prompt that asks for it nor what is left with it; a summary is not summarised by itself."""
+    common: dict[str, Any] = {"method": method, "budget": None if method == "full" else 16, "positions": 128}
+    typed = "the of and to in was it for on as " * 5, "was it for on as with his he at by " * 3
+    made = chat(*typed, *["/continue"] * 9, "/window", at_end="summary", max_tokens=12, **common)
+    errors = [turn["error"] for turn in made.turns if "error" in turn]
+    assert errors and {*errors} == {
+        "All that could go is a summary already; '/window drop' and '/window endless' go on."
+    }
+    assert notes_of(made).count("is summarised by the model") == 1 and said(made)[0] == SUMMARISED
+    used = int(re.findall(r"(\d+) of 128 positions are used", notes_of(made))[-1])
+    assert 0 < used <= 128
+    assert len(said(made)) == 4 and said(made)[-2] == typed[1]
+    made = chat(typed[0], "by " * 110, at_end="summary", max_tokens=12, **common)
+    assert made.turns[-1]["error"].startswith("A summary has no room in the 128 positions of the model")
+    assert said(made)[::2] == [typed[0]] and made.waiting is not None
+
+
+def test_a_file_goes_with_its_question_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, text = tmp_path / "c.txt", "was it for on as with his he at by " * 3
+    path.write_text(text)
+    common: dict[str, Any] = {"method": "full", "budget": None, "positions": 64}
+    made = chat(f"/file {path}", "the of", f"/file {path} and to", "/undo", "and to", "/undo", "/undo", **common)
+    asked = [turn["question"] for turn in made.turns if "error" not in turn]
+    assert asked == ["the of", "and to"] and "This makes" in made.turns[1]["error"]
+    notes = notes_of(made)
+    assert notes.count(f"{path} goes before the next question; '/file none' is none.") == 2
+    assert "Forgotten: ... the of" in notes and "Forgotten: ... and to" in notes, "what was typed"
+    made = chat(f"/file {path}", "/file none", "the of", **common)
+    assert said(made)[0] == "the of"
+    monkeypatch.setattr(Conversation, "answer", _stopped(Conversation.answer))
+    made = chat(f"/file {path} the of", "and to", **common)
+    assert said(made)[0] == "and to" and "nothing was changed" in made.turns[0]["error"]
 
 
 def test_a_cut_at_the_last_position_goes_on() -> None:
@@ -159,8 +203,9 @@ def test_files_prompts_and_what_is_refused(tmp_path: Path) -> None:
                 f"/save {tmp_path}/talk.md", f"/save {tmp_path}/talk.md", "/system none", "/system", "/file",
                 "/file nowhere", "/retry hot", "/contniue", "/etc/hosts is", "/save", "/window left", "/reset",
                 "/undo", "/exit", "never")  # fmt: skip
-    first, second, third = (turn["question"] for turn in made.turns)
-    assert (first, second, third) == ("the of", "and", "/etc/hosts is")
+    assert [turn["question"] for turn in made.turns if "text" in turn] == ["the of", "and", "/etc/hosts is"]
+    failed = [turn["question"].split()[0] for turn in made.turns if "error" in turn]
+    assert failed == ["/save", "/file", "/file", "/retry", "/contniue", "/save", "/window", "/undo"] and made.failed
     written = (tmp_path / "talk.md").read_text()
     assert "was it for\n\non as with\n\nthe of" in written and written.startswith("**System**\n\nby from\n")
     notes = "\n".join(made.screen.notes)  # type: ignore[attr-defined]
@@ -176,6 +221,18 @@ def test_an_empty_answer_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Conversation, "_generate", _without_text(Conversation._generate))
     notes = chat("the of", "/continue").screen.notes  # type: ignore[attr-defined]
     assert "answer is empty" in notes[1] and "the model ended it" in notes[2]
+
+
+def _stopped(answer: Any) -> Any:
+    """As with Ctrl-C while the first prompt is read."""
+    stops = iter([KeyboardInterrupt])
+
+    def stopped(*given: Any, **options: Any) -> Any:
+        for stop in stops:
+            raise stop
+        return answer(*given, **options)
+
+    return stopped
 
 
 def _without_text(generated: Any) -> Any:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from kvkeep.cli.chat import window
-from kvkeep.cli.chat.showing import shown
-from kvkeep.cli.chat.state import Chat
+from kvkeep.cli.chat.showing import STOPPED, shown
+from kvkeep.cli.chat.state import Chat, File
 from kvkeep.cli.chat.status import remark, status
 from kvkeep.cli.generate import as_json
 from kvkeep.decode.generate import Generation
@@ -16,33 +16,49 @@ SAMPLED = 0.8
 """The temperature of another answer where answers are greedy: those are all the same."""
 
 
-def ask(chat: Chat, question: str) -> None:
-    """Answer a question, with the files before it; where there are no positions for it, offer what can be done."""
-    whole = "\n\n".join([*chat.attached, question])
-    chat.waiting = whole
-    if not _room(chat, len(chat.talk.prompt(whole)), whole):
-        chat.attached.clear()  # they wait within the question
+def ask(chat: Chat, question: str, *files: File) -> None:
+    """Answer a question, with the files attached and ``files`` before it. Where there are no positions for it, offer
+    what can be done; until then it waits, and all of the files are attached."""
+    before = chat.waiting, chat.attached
+    chat.waiting, chat.attached = question, [*chat.attached, *files]
+    asked = whole(chat, question)
+    if not _room(chat, len(chat.talk.prompt(asked)), asked, question):
+        if chat.attached:
+            chat.screen.note(attached(chat))
         return
-    chat.waiting = None
-    prompt, turns = chat.talk.prompt(whole), chat.talk.turns
-    _answer(chat, len(prompt), lambda **options: chat.talk.answer(whole, prompt, **options), question)
-    if chat.talk.turns > turns:  # else nothing was changed
-        chat.attached.clear()
+    chat.waiting, chat.attached = before
+    prompt = chat.talk.prompt(asked)
+    if _answer(chat, len(prompt), lambda **options: chat.talk.answer(asked, prompt, **options), question):
+        chat.waiting, chat.attached = None, []
+
+
+def whole(chat: Chat, question: str) -> str:
+    """Return a question with the files attached before it."""
+    return "\n\n".join([*(file.text for file in chat.attached), question])
+
+
+def attached(chat: Chat) -> str:
+    """Return a sentence on the files attached."""
+    names = [file.path for file in chat.attached]
+    return (
+        f"{' and '.join(names)} {'goes' if len(names) == 1 else 'go'} before the next question; '/file none' is none."
+    )
 
 
 def retry(chat: Chat, temperature: float | None) -> None:
     """Answer the last question again, at ``temperature``; without one, sampled."""
     talk = chat.talk
-    tokens = len(talk.last_prompt())
+    if not _room(chat, len(talk.last_prompt()), None, "/retry"):
+        return
     chat.tries += 1
     own: dict[str, Any] = {"temperature": temperature if temperature is not None else chat.temperature or SAMPLED}
     own |= {} if chat.seed is None else {"seed": chat.seed + chat.tries}
-    _answer(chat, tokens, lambda **options: talk.retry(**options | own), "/retry")
+    _answer(chat, len(talk.last_prompt()), lambda **options: talk.retry(**options | own), "/retry")
 
 
 def go_on(chat: Chat) -> None:
     """Go on with an answer that was cut."""
-    if _room(chat, len(chat.talk.unfinished().sequence), None):
+    if _room(chat, len(chat.talk.unfinished().sequence), None, "/continue"):
         _answer(chat, len(chat.talk.unfinished().sequence), chat.talk.go_on, "/continue")
 
 
@@ -52,25 +68,28 @@ def save(chat: Chat) -> None:
         chat.screen.note(problem)
 
 
-def _room(chat: Chat, tokens: int, question: str | None) -> bool:
+def _room(chat: Chat, tokens: int, question: str | None, asked: str) -> bool:
     """Return whether there are positions for an answer to so many tokens, which are made where the chat was told how;
-    else offer what can be done."""
+    else offer what can be done, and note that what was ``asked`` failed."""
     if window.fits(chat, tokens):
         return True
     if chat.at_end == window.ASK:
-        window.offer(chat, tokens)
+        chat.fail(asked, window.offer(chat, tokens))
         return False
     window.ENDS[chat.at_end].make_room(chat, question)
     return True
 
 
-def _answer(chat: Chat, tokens: int, generate: Callable[..., Generation], asked: str) -> None:
-    """Show an answer to a prompt of so many tokens, save it, and say in a line what the cache holds."""
+def _answer(chat: Chat, tokens: int, generate: Callable[..., Generation], asked: str) -> bool:
+    """Show an answer to a prompt of so many tokens, save it, and say in a line what the cache holds. Return False where
+    it was stopped before."""
     result = shown(chat, tokens, generate)
     if result is None:
-        return
+        chat.fail(asked, STOPPED)
+        return False
     chat.turns.append({"question": asked, **as_json(result)})
     save(chat)
     for line in (status(chat.talk.cache, result), remark(result, chat.talk.positions)):
         if line is not None:
             chat.screen.note(line)
+    return True

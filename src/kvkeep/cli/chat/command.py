@@ -105,6 +105,8 @@ def chat(
         endings.leave()
         if keeper.unsaved is not None:
             raise keeper.unsaved
+        if chat.failed and not screen.typed:
+            raise typer.Exit(1)
 
 
 def _screen(json: bool, plain: bool, history: bool) -> Screen:

@@ -12,7 +12,7 @@ from pathlib import Path
 from kvkeep.cli.chat import answering, window
 from kvkeep.cli.chat.change import NONE, change, described
 from kvkeep.cli.chat.keeper import transcript
-from kvkeep.cli.chat.state import Chat, Leave
+from kvkeep.cli.chat.state import Chat, File, Leave
 from kvkeep.decode.prompt import read_text
 from kvkeep.errors import UsageError, unknown
 from kvkeep.policies.methods import STOCK, names
@@ -71,14 +71,18 @@ def _help(chat: Chat, rest: str) -> None:
 
 
 def _file(chat: Chat, rest: str) -> None:
+    if rest == NONE:
+        chat.attached.clear()
+        chat.screen.note("No file goes before the next question.")
+        return
     path, question = _path_and_rest(rest)
     text = read_text(path)
     tokens = len(chat.talk.tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
-    chat.attached.append(text)
-    if not question:
-        chat.screen.note(f"{path}: {tokens} tokens, which go before your next question.")
+    if question:
+        answering.ask(chat, question, File(path, text))
         return
-    answering.ask(chat, question)
+    chat.attached.append(File(path, text))
+    chat.screen.note(f"{path}: {tokens} tokens, which go before your next question.")
 
 
 def _retry(chat: Chat, rest: str) -> None:
@@ -97,6 +101,8 @@ def _undo(chat: Chat, rest: str) -> None:
     question = chat.talk.undo()
     answering.save(chat)
     chat.screen.note(f"Forgotten: {_short(question)}")
+    if chat.attached:
+        chat.screen.note(answering.attached(chat))
 
 
 def _system(chat: Chat, rest: str) -> None:
@@ -133,7 +139,7 @@ def _window(chat: Chat, rest: str) -> None:
         return
     if rest not in window.ENDS:
         raise unknown("way to go on", rest, window.ENDS)
-    window.ENDS[rest].make_room(chat, chat.waiting)
+    window.ENDS[rest].make_room(chat, None if chat.waiting is None else answering.whole(chat, chat.waiting))
     answering.save(chat)
     if chat.waiting is not None:
         answering.ask(chat, chat.waiting)
@@ -205,8 +211,10 @@ def _written(path: str, text: str) -> str:
 
 
 def _short(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= 60 else f"{line[:57]}..."
+    """Return a line of a question; of a long one the last paragraph, before which its files are."""
+    parts = [text] if len(text) <= 60 else text.split("\n\n")
+    line = " ".join(parts[-1].split())
+    return ("... " if len(parts) > 1 else "") + (line if len(line) <= 60 else f"{line[:57]}...")
 
 
 # -- what may be typed next -----------------------------------------------------------------------------
@@ -235,7 +243,9 @@ COMMANDS = {
     command.name: command
     for command in (
         Command("help", "", "Show this.", _help),
-        Command("file", "FILE [QUESTION]", "Put a text before the question, or before the next one.", _file, _paths),
+        Command(
+            "file", "FILE [QUESTION] or none", "Put a text before the question, or before the next one.", _file, _paths
+        ),
         Command("retry", "[TEMPERATURE]", "Answer the last question again, sampled (0 is greedy).", _retry),
         Command("continue", "", "Go on with an answer that was cut.", _continue),
         Command("undo", "", "Forget the last question and its answer.", _undo),

@@ -26,6 +26,7 @@ def run(chat: Chat) -> None:
 
 def _line(chat: Chat) -> bool:
     """Do what the next line says; return whether another may follow."""
+    line: str | None = None
     try:
         with chat.endings.waiting():
             line = chat.screen.ask()
@@ -38,14 +39,19 @@ def _line(chat: Chat) -> bool:
     except KeyboardInterrupt:
         chat.screen.note("Ctrl-D or /exit leaves.")
     except KvkeepError as error:
-        chat.screen.note(str(error))
+        _failed(chat, line, str(error))
     except (MemoryError, RuntimeError) as error:
         if not out_of_memory(error):
             raise
-        chat.screen.note(
-            "There is not enough memory for this; /budget takes a smaller one, /undo and /reset free some."
+        _failed(
+            chat, line, "There is not enough memory for this; /budget takes a smaller one, /undo and /reset free some."
         )
     return True
+
+
+def _failed(chat: Chat, line: str | None, error: str) -> None:
+    chat.screen.note(error)
+    chat.fail(line, error)
 
 
 def _rescue(chat: Chat) -> None:

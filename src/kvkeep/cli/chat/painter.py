@@ -18,17 +18,13 @@ from rich.markdown import Heading, Markdown, MarkdownElement
 from rich.syntax import Syntax
 from rich.text import Text
 
+from kvkeep.cli.output import printable
+
 INTERVAL_S = 1 / 15
 """Seconds between two looks, at least."""
-_CONTROLS = {code: None for code in (*range(0x20), 0x7F, *range(0x80, 0xA0)) if chr(code) not in "\n\t"}
 _STYLE = re.compile(r"\x1b\[[0-9;]*m")
 _PADDING = re.compile(r" +(?=(?:\x1b\[0m)?$)")
 _PARSER = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
-
-
-def printable(text: str) -> str:
-    """Return ``text`` without the characters that command a terminal: a model may write any."""
-    return text.translate(_CONTROLS)
 
 
 class CodeBlock(RichCodeBlock):

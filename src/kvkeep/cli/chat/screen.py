@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from rich.table import Table
 
 from kvkeep.cli import output
-from kvkeep.cli.chat.painter import Painter, printable
+from kvkeep.cli.chat.painter import Painter
 from kvkeep.cli.chat.questions import Ask
 
 Say = Callable[[str], None]
@@ -64,6 +64,7 @@ class Screen:
         with _silent(self.typed):
             try:
                 yield lambda text: safely(lambda: writer.add(text))
+                safely(lambda: writer.add(""))  # an answer without text is one, too
             finally:
                 safely(writer.close)
 
@@ -77,12 +78,12 @@ class _Plain:
 
     def add(self, text: str) -> None:
         """Write a piece."""
-        self._written = True
-        output.write(printable(text) if self._terminal else text)
+        self._written = self._written or bool(text) or not self._terminal
+        output.write_answer(text)
 
     def close(self) -> None:
         """End the last line; a program gets one for each answer."""
-        if self._written or not self._terminal:
+        if self._written:
             output.write("\n")
 
 

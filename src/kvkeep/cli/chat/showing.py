@@ -8,6 +8,8 @@ from kvkeep.cli.chat.state import Chat
 from kvkeep.cli.output import interruptible
 from kvkeep.decode.generate import Generation
 
+STOPPED = "Stopped while reading; nothing was changed."
+
 
 def shown(chat: Chat, tokens: int, generate: Callable[..., Generation]) -> Generation | None:
     """Show what ``generate`` writes after a prompt of so many tokens; Ctrl-C, a hang-up or a closed output end it.
@@ -23,5 +25,5 @@ def shown(chat: Chat, tokens: int, generate: Callable[..., Generation]) -> Gener
                     **chat.sampling,
                 )
         except KeyboardInterrupt:
-            screen.note("Stopped while reading; nothing was changed.")
+            screen.note(STOPPED)
             return None

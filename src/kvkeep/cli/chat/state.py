@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvkeep.cli.chat.endings import Endings
 from kvkeep.cli.chat.keeper import Keeper
@@ -15,13 +15,20 @@ class Leave(Exception):
     """The chat is over."""
 
 
+class File(NamedTuple):
+    """A text that goes before the next question, and what it was read from."""
+
+    path: str
+    text: str
+
+
 @dataclass
 class Chat:
     """One run of the command.
 
     max_tokens, temperature, seed: of answers. at_end: what to do where the model's positions end, by name. attached:
-    texts of files that go before the next question. waiting: a question that there were no positions for. tries: how
-    often answers were sampled again. turns: answers as ``--json`` prints them.
+    what goes before the next question. waiting: a question that there were no positions for. tries: how often answers
+    were sampled again. turns: answers, and what failed, as ``--json`` prints them. failed: whether a line did.
     """
 
     talk: Conversation
@@ -32,12 +39,18 @@ class Chat:
     temperature: float = 0.0
     seed: int | None = None
     at_end: str = "ask"
-    attached: list[str] = field(default_factory=list)
+    attached: list[File] = field(default_factory=list)
     waiting: str | None = None
     tries: int = 0
     turns: list[dict[str, Any]] = field(default_factory=list)
+    failed: bool = False
 
     @property
     def sampling(self) -> dict[str, Any]:
         """Options of an answer."""
         return {"max_new_tokens": self.max_tokens, "temperature": self.temperature, "seed": self.seed}
+
+    def fail(self, line: str | None, error: str) -> None:
+        """Note that a line was not done. line: None for one that could not be read."""
+        self.turns.append({"question": line, "error": error})
+        self.failed = True

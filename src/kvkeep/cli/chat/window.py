@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from kvkeep.cli.chat.change import change
 from kvkeep.cli.chat.showing import shown
 from kvkeep.cli.chat.state import Chat
+from kvkeep.decode.chat import SUMMARISED
+from kvkeep.decode.generate import Generation
 from kvkeep.errors import UsageError
 
 ASK = "ask"
@@ -28,18 +31,20 @@ class End:
 def fits(chat: Chat, tokens: int) -> bool:
     """Return whether the model has positions for an answer to so many tokens."""
     positions = chat.talk.positions
-    return positions is None or tokens + min(chat.max_tokens, LEAST) <= positions
+    return positions is None or tokens + _least(chat) <= positions
 
 
-def offer(chat: Chat, tokens: int) -> None:
-    """Say that the positions are used up, and what can be done."""
-    chat.screen.note(f"This makes {tokens} tokens, and the model has {chat.talk.positions} positions. To go on:")
+def offer(chat: Chat, tokens: int) -> str:
+    """Say that the positions are used up, and what can be done; return the first."""
+    problem = f"This makes {tokens} tokens, and the model has {chat.talk.positions} positions."
+    chat.screen.note(f"{problem} To go on:")
     chat.screen.table([(f"/window {end.name}", end.help) for end in ENDS.values()])
+    return problem
 
 
 def told(chat: Chat) -> str:
     """Return a sentence on how many positions are used."""
-    used, positions = len(chat.talk.last.sequence if chat.talk.last else chat.talk.ids), chat.talk.positions
+    used, positions = chat.talk.used, chat.talk.positions
     if positions is None:
         return f"{used} tokens; with this method the model's positions do not run out."
     return f"{used} of {positions} positions are used."
@@ -53,9 +58,21 @@ def _drop(chat: Chat, question: str | None) -> None:
 
 def _summary(chat: Chat, question: str | None) -> None:
     turns, talk = _oldest(chat, question), chat.talk
+    if turns == 1 and talk.messages[-2 * talk.turns]["content"] == SUMMARISED:
+        raise UsageError("All that could go is a summary already; '/window drop' and '/window endless' go on.")
+    tokens, limit = len(talk.summary_prompt(turns)), (talk.positions or 0) - _least(chat)
+    room = limit - talk.summarised(turns, question)
+    if room < _least(chat) or not fits(chat, tokens):
+        raise UsageError(
+            f"A summary has no room in the {talk.positions} positions of the model, so nothing was changed; "
+            "'/window drop' and '/window endless' go on."
+        )
     chat.screen.note(f"The oldest {_turns(turns)} summarised by the model:")
-    tokens = len(talk.summary_prompt(turns))
-    if shown(chat, tokens, lambda **options: talk.summarise(turns, **options)) is None:
+
+    def summarise(**options: Any) -> Generation:
+        return talk.summarise(turns, question, limit, **options | {"max_new_tokens": min(chat.max_tokens, room)})
+
+    if shown(chat, tokens, summarise) is None:
         raise UsageError("There is no summary, so nothing was changed.")
     chat.screen.note("The summary takes their place; what is left is read again.")
 
@@ -74,15 +91,23 @@ def _oldest(chat: Chat, question: str | None) -> int:
     positions = chat.talk.positions
     if positions is None:
         raise UsageError("With this method the model's positions do not run out.")
+    if question is None and not chat.talk.turns:
+        raise UsageError("Nothing was said yet, so there is nothing to forget.")
     turns, tokens = chat.talk.excess(question, positions // 2)
     if not fits(chat, tokens):
         raise UsageError(
             f"Without any earlier turn there are {tokens} tokens, and the model has {positions} positions: give a "
             "shorter text, or '/window endless'."
         )
+    if not turns and tokens > positions // 2:
+        raise UsageError(f"The newest turn alone takes {tokens} of {positions} positions, and no other is there to go.")
     if not turns:
         raise UsageError("Half of the positions are free, so no turn would have to go.")
     return turns
+
+
+def _least(chat: Chat) -> int:
+    return min(chat.max_tokens, LEAST)
 
 
 def _turns(count: int) -> str:
