@@ -181,6 +181,16 @@ def test_what_follows_a_context_is_not_scored(received: list[list[torch.Tensor]]
     assert all(set(range(54, 60)) <= set(slots) for layer in bounded(cache) for slots in slots_of(layer))
 
 
+def test_sinks_stay_whatever_comes_after_them() -> None:
+    """All scored entries leave before those that were read later, but for the sinks, to which every token attends."""
+    cache, ids = KeepCache(tiny("llama"), "kvzip:least=1,sinks=3", 16), prompt(1, 80)
+    step("llama", cache, ids[:, :40])
+    for at in range(40, 80):
+        step("llama", cache, ids[:, at : at + 1])
+    for slots in (slots for layer in bounded(cache) for slots in slots_of(layer)):
+        assert set(slots) == {0, 1, 2, *range(67, 80)}
+
+
 def test_interrupted_it_can_be_done_again(monkeypatch: pytest.MonkeyPatch) -> None:
     ids, cache, other = prompt(1, 40), *(KeepCache(tiny("gemma3"), "kvzip:piece=15", 16) for _ in range(2))
     read, calls = own._read, []

@@ -269,9 +269,10 @@ def test_what_cannot_be_a_session_is_refused_and_leaves_no_file(tmp_path: Path) 
     for name in ("../talk", "a/b", "", "x.session", "x" * 101):
         with pytest.raises(UsageError, match="cannot be the name"):
             Client(engine, text(20, 1), name=("me", name))
-    wrong = told(engine, text(20, 1), "talk", method="magic")
+    with pytest.raises(UsageError, match="Unknown method 'magic'"):
+        told(engine, text(20, 1), "talk", method="magic")
     large = told(engine, text(400, 1), "talk", method="full")
-    assert all(isinstance(client.events[-1], UsageError) for client in (wrong, large))
+    assert isinstance(large.events[-1], UsageError)
     assert not engine.sessions.memory and not [*tmp_path.rglob("*.session")]
     told(engine, text(20, 1), "talk", method="full")
     engine.close()
