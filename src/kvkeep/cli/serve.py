@@ -228,6 +228,10 @@ def _replicated(
     from kvkeep.serve import replicas
 
     with replicas.cluster(address, size):
+        ended = threading.Event()
+        if address is None:  # before replicas start, and after Ray has set handlers of its own, which abort
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, lambda *given: ended.set())
         replicas.deploy(service, size, *listening)
         kinds = f"{size.least}" if size.least == size.most else f"{size.least} to {size.most}"
         said.insert(1, f"{kinds} replicas with {size.cores:g} cores each, {dict(service.cache)}")
@@ -241,9 +245,6 @@ def _replicated(
                 )
             note("the cluster runs them; 'serve shutdown' ends them, and the same command again replaces them")
             return
-        ended = threading.Event()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *given: ended.set())
         ended.wait()
         note(f"ending: answers have {grace:g} s")
         replicas.drain(grace)
