@@ -9,7 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from kvkeep_lab.fleet import BOUND, Pace, Replica, Ring, Scenario, Session, Simulation, simulate
+from kvkeep_lab.fleet.pace import Pace
+from kvkeep_lab.fleet.parts import Replica, Ring, Session
+from kvkeep_lab.fleet.simulation import BOUND, Scenario, Simulation, simulate
 
 from kvkeep.errors import UsageError
 

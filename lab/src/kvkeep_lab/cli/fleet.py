@@ -20,7 +20,8 @@ from kvkeep.errors import UsageError, unknown
 from kvkeep.units import size
 
 if TYPE_CHECKING:
-    from kvkeep_lab.fleet import Outcome, Pace, Scenario
+    from kvkeep_lab.fleet.pace import Pace
+    from kvkeep_lab.fleet.simulation import Outcome, Scenario
 
 
 def fleet(
@@ -68,7 +69,8 @@ def fleet(
     """Simulate a fleet of replicas: routing, parked sessions, failures, tail latency. One row for each combination."""
     from kvkeep.plan.capacity import GBIT
     from kvkeep.plan.planner import parse_memory
-    from kvkeep_lab.fleet import RECALLS, ROUTES, Pace, Scenario, simulate
+    from kvkeep_lab.fleet.pace import Pace
+    from kvkeep_lab.fleet.simulation import RECALLS, ROUTES, Scenario, simulate
 
     counts = _counts(replicas or ["8"])
     routes, recalls = _known(route, ROUTES, "--route"), _known(recall, RECALLS, "--recall")
@@ -99,7 +101,7 @@ def _planned(model: str, machine: str | None, method: str, budget: str, context:
     from kvkeep.plan.calibrate import machine_here
     from kvkeep.plan.machine import Machine
     from kvkeep.plan.shape import shape_of
-    from kvkeep_lab.fleet import Pace
+    from kvkeep_lab.fleet.pace import Pace
 
     elsewhere = Machine.load(machine) if machine is not None else None
     place = "cpu" if elsewhere is None else elsewhere.device

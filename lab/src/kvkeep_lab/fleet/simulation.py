@@ -3,159 +3,38 @@
 Events change rates; between two events everything goes on evenly, so there is no event for a token. A replica answers
 as the engine does (:mod:`kvkeep.serve.engine`): a step reads one token of every session that writes and a chunk of one
 that reads its prompt, in turn. So those that write go on alike, as do those that read: either is a clock
-(:class:`Clock`), and a job ends when its clock has done as much as it needs. Memory is granted first come, first
-served; idle sessions make way, the least recently used first. When an answer ends its turn is written to a disk that
-all replicas share. A session whose turn comes at another replica, or after it made way, is fetched from there, or its
-text is read again.
+(:class:`~kvkeep_lab.fleet.parts.Clock`), and a job ends when its clock has done as much as it needs. Memory is granted
+first come, first served; idle sessions make way, the least recently used first. When an answer ends its turn is written
+to a disk that all replicas share. A session whose turn comes at another replica, or after it made way, is fetched from
+there, or its text is read again.
 
 A replica that fails loses what it has in memory and all its answers. Clients ask again once the router has noticed.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import os
 from array import array
-from bisect import bisect
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
-from hashlib import blake2b
 from heapq import heappop, heappush
-from pathlib import Path
 from random import Random
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 from kvkeep.errors import UsageError
-from kvkeep.plan.capacity import parse
-from kvkeep.plan.costs import cost
-from kvkeep.plan.machine import Machine
-from kvkeep.plan.planner import ACCEPTANCE
-from kvkeep.plan.shape import Shape
-from kvkeep.plan.sizes import sizes
+from kvkeep_lab.fleet.pace import Pace
+from kvkeep_lab.fleet.parts import Clock, Replica, Ring, Session, Transfer
 
 Route = Literal["hash", "bounded", "least"]
 Recall = Literal["fetch", "read", "faster"]
 ROUTES: tuple[Route, ...] = get_args(Route)
 RECALLS: tuple[Recall, ...] = get_args(Recall)
 
-POINTS = 64
-"""Points that each replica has on the ring of consistent hashing."""
-
 BOUND = 1.25
 """Times the mean of all answers under way that a replica has at most, where loads are bounded."""
 
 _GRAIN = 200  # buckets of gaps for each factor of e: half a per cent wide
-
-
-# -- what one replica does --------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Pace:
-    """Seconds and bytes of one replica.
-
-    name: a few words. steps: points (sessions, seconds) of a step that reads nothing of their pasts; lines between them
-    and beyond. entry_s: seconds that a step takes for each token of a past that it reads. read_s: seconds to read a
-    token of a prompt, alone; read_entry_s: the same for each token before it; least_s: of a whole prompt, at least.
-    chunk: tokens of a prompt that are read in a step of others. memory: bytes for caches. longest: tokens of a session.
-    entries: tokens of a past that are read and held, None for all. hot, cold: bytes of the replica's memory for each of
-    those, and for every token. away: bytes at rest for every token beside these.
-    """
-
-    name: str
-    steps: tuple[tuple[float, float], ...]
-    read_s: float
-    memory: float
-    hot: float
-    entry_s: float = 0.0
-    read_entry_s: float = 0.0
-    least_s: float = 0.0
-    chunk: int = 128
-    longest: int = 131072
-    entries: int | None = None
-    cold: float = 0.0
-    away: float = 0.0
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Pace:
-        """Read a JSON object of the fields. Raises UsageError for anything else."""
-        try:
-            given = json.loads(Path(path).read_text(encoding="utf-8"))
-            return cls(**given | {"steps": tuple((float(count), float(took)) for count, took in given["steps"])})
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise UsageError(f"The pace '{path}' cannot be read as the figures of a replica: {error}.") from None
-
-    @classmethod
-    def planned(
-        cls, shape: Shape, machine: Machine, memory: int, name: str, budget: int, tokens: int, chunk: int = 512
-    ) -> Pace:
-        """Return what the planner predicts of a machine, as straight lines about sessions of ``tokens``.
-
-        name, budget: of the cache, as ``kvkeep capacity`` takes them. Raises UsageError for methods that draft, whose
-        rounds are no steps.
-        """
-        candidate = parse(name)
-        if candidate.method.recall.drafts:
-            raise UsageError(f"'{name}' drafts, and rounds are not simulated; take another method.")
-        own = None if candidate.keeps_all else min(budget, tokens)
-        few, many = (
-            sizes(shape.geometry, candidate, count, own, shared=machine.shared) for count in (tokens // 4, tokens)
-        )
-        counts = [2**power for power in range(11)]
-        costs = [cost(shape, candidate, many, machine, ACCEPTANCE, count) for count in counts]
-        before = cost(shape, candidate, few, machine, ACCEPTANCE).prefill
-        # The prompt is a t + b t²/2 seconds: b for each token before.
-        growth = (costs[0].prefill / tokens - before / (tokens // 4)) / (tokens - tokens // 4)
-        whole = own is None or candidate.method.checkpoints
-        read = many.tokens if whole else min(tokens, own or tokens)
-        resident = min(tokens, own or tokens)
-        return cls(
-            name=f"{candidate}, {machine.name}",
-            steps=tuple((float(count), one.own) for count, one in zip(counts, costs, strict=True)),
-            read_s=max(0.0, costs[0].prefill / tokens - growth * tokens),
-            read_entry_s=max(0.0, 2 * growth),
-            memory=float(memory - many.hand - many.workspace),
-            hot=(many.resident + many.compressed) / resident,
-            entry_s=(costs[0].step - costs[0].own) / read,
-            least_s=costs[0].own,
-            chunk=chunk,
-            longest=shape.geometry.max_positions or 10**9,
-            entries=own,
-            cold=many.device / tokens,
-            away=(many.host + many.disk) / tokens,
-        )
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the fields as plain types."""
-        return asdict(self)
-
-    def own(self, sessions: int) -> float:
-        """Return the seconds of a step of so many sessions without their pasts."""
-        points = self.steps
-        at = min(max(1, bisect(points, (sessions, math.inf))), len(points) - 1)
-        if len(points) == 1:
-            return points[0][1]
-        (low, first), (high, last) = points[at - 1], points[at]
-        return first + (last - first) * (sessions - low) / (high - low)
-
-    def past(self, tokens: float) -> float:
-        """Return how many tokens of a past a step reads."""
-        return tokens if self.entries is None or self.cold or self.away else min(tokens, self.entries)
-
-    def reading(self, past: float, new: float) -> float:
-        """Return the seconds to read ``new`` tokens after ``past``, alone."""
-        return max(self.least_s, new * (self.read_s + self.read_entry_s * (past + new / 2)))
-
-    def held(self, tokens: float) -> float:
-        """Return the bytes of memory that a session takes."""
-        hot = tokens if self.entries is None else min(tokens, self.entries)
-        return self.hot * hot + self.cold * tokens
-
-    def stored(self, tokens: float) -> float:
-        """Return the bytes of a session at rest."""
-        return self.held(tokens) + self.away * tokens
 
 
 @dataclass(frozen=True)
@@ -228,124 +107,6 @@ class Outcome:
         return asdict(self)
 
 
-# -- the parts --------------------------------------------------------------------------------------------
-
-
-class Clock:
-    """Jobs that go on alike. done: what each has done of its work since the clock began, ``rate`` more a second."""
-
-    __slots__ = ("at", "done", "jobs", "rate")
-
-    def __init__(self) -> None:
-        self.done = self.at = self.rate = 0.0
-        self.jobs: list[tuple[float, int, Any]] = []
-
-    def advance(self, now: float) -> None:
-        """Go on to ``now``."""
-        self.done += self.rate * (now - self.at)
-        self.at = now
-
-    def add(self, work: float, order: int, job: Any) -> None:
-        """Begin a job; equal ones end by ``order``."""
-        heappush(self.jobs, (self.done + work, order, job))
-
-    @property
-    def next(self) -> float:
-        """When the first job ends, if nothing changes."""
-        return self.at + max(0.0, self.jobs[0][0] - self.done) / self.rate if self.jobs else math.inf
-
-    def ended(self) -> Any:
-        """Return the job that ends first, which is done."""
-        finish, _, job = heappop(self.jobs)
-        self.done = max(self.done, finish)  # what was lost to rounding
-        return job
-
-
-class Session:
-    """One conversation: ``past`` tokens that were answered, and the turn in hand."""
-
-    __slots__ = ("answer", "asked", "fetched", "grant", "hash", "home", "lost", "new", "number", "past", "told")
-
-    def __init__(self, number: int) -> None:
-        self.number, self.hash, self.past = number, _hashed(f"session {number}"), 0
-        self.new = self.answer = 0
-        self.asked = self.grant = 0.0
-        self.told = False  # the first token of this turn
-        self.lost: float | None = None  # when its answer was, of a try that failed
-        self.home: Replica | None = None  # has it idle in memory
-
-
-class Replica:
-    """One server: who waits, who reads, who writes, and who is idle in its memory."""
-
-    __slots__ = (
-        *("busy", "fetching", "granted", "held", "idle", "life", "load", "number", "pasts", "reading", "seen", "up"),
-        *("version", "waiting", "writing", "written"),
-    )
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.life = self.version = self.load = 0
-        self.up = self.seen = True  # seen: as the router knows it
-        self.busy = self.written = 0.0  # seconds, and sessions times seconds
-        self.clear(0.0)
-
-    def clear(self, now: float) -> None:
-        """Forget everything."""
-        self.waiting: deque[Session] = deque()
-        self.fetching: deque[Session] = deque()  # the first of them is on its way
-        self.reading, self.writing = Clock(), Clock()
-        self.reading.at = self.writing.at = now
-        self.idle: OrderedDict[int, Session] = OrderedDict()  # the least recently used first
-        self.granted = self.held = self.pasts = (
-            0.0  # bytes of answers, of idle sessions; tokens of pasts read in a step
-        )
-
-    @property
-    def sessions(self) -> list[Session]:
-        """Those with an answer under way."""
-        clocks = (job[2] for clock in (self.reading, self.writing) for job in clock.jobs)
-        return [*self.waiting, *self.fetching, *clocks]
-
-
-class Transfer(NamedTuple):
-    """Bytes on their way to a replica, as long as it lives, or to the disk."""
-
-    size: float
-    replica: Replica | None = None
-    life: int = 0
-
-
-class Ring:
-    """Consistent hashing: every replica has POINTS places on a ring, a session is the next one's."""
-
-    def __init__(self, replicas: Sequence[Replica]) -> None:
-        points = sorted(
-            (_hashed(f"replica {one.number} {point}"), one.number) for one in replicas for point in range(POINTS)
-        )
-        self.hashes = [place for place, _ in points]
-        self.owners = [replicas[number] for _, number in points]
-
-    def pick(self, place: int, most: float = math.inf) -> Replica | None:
-        """Return the first replica from ``place`` on that is there and has fewer than ``most`` answers; failing that,
-        the first that is there."""
-        start, count, first = bisect(self.hashes, place), len(self.owners), None
-        for step in range(count):
-            one = self.owners[(start + step) % count]
-            if one.seen:
-                if one.load < most:
-                    return one
-                first = first or one
-        return first
-
-
-def _hashed(text: str) -> int:
-    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big")
-
-
-# -- the simulation ---------------------------------------------------------------------------------------
-
-
 class Simulation:
     """Events in order. Use :meth:`run` once."""
 
@@ -374,7 +135,7 @@ class Simulation:
 
     def _reset(self) -> None:
         """Count from now on."""
-        self.asked = self.answered = self.failures = self.tokens = 0
+        self.asked = self.answered = self.failures = 0
         self.turns: Counter[str] = Counter()
         self.first_token, self.recovered = array("d"), array("d")
         self.gaps: defaultdict[int, float] = defaultdict(float)

@@ -1,0 +1,1 @@
+"""A fleet of replicas, simulated (``kvkeep lab fleet``)."""

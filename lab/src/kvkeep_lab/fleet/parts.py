@@ -1,0 +1,126 @@
+"""What a fleet is made of: clocks of jobs that go on alike, sessions, replicas, transfers, and the ring."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from hashlib import blake2b
+from heapq import heappop, heappush
+from typing import Any, NamedTuple
+
+POINTS = 64
+"""Points that each replica has on the ring of consistent hashing."""
+
+
+class Clock:
+    """Jobs that go on alike. done: what each has done of its work since the clock began, ``rate`` more a second."""
+
+    __slots__ = ("at", "done", "jobs", "rate")
+
+    def __init__(self) -> None:
+        self.done = self.at = self.rate = 0.0
+        self.jobs: list[tuple[float, int, Any]] = []
+
+    def advance(self, now: float) -> None:
+        """Go on to ``now``."""
+        self.done += self.rate * (now - self.at)
+        self.at = now
+
+    def add(self, work: float, order: int, job: Any) -> None:
+        """Begin a job; equal ones end by ``order``."""
+        heappush(self.jobs, (self.done + work, order, job))
+
+    @property
+    def next(self) -> float:
+        """When the first job ends, if nothing changes."""
+        return self.at + max(0.0, self.jobs[0][0] - self.done) / self.rate if self.jobs else math.inf
+
+    def ended(self) -> Any:
+        """Return the job that ends first, which is done."""
+        finish, _, job = heappop(self.jobs)
+        self.done = max(self.done, finish)  # what was lost to rounding
+        return job
+
+
+class Session:
+    """One conversation: ``past`` tokens that were answered, and the turn in hand."""
+
+    __slots__ = ("answer", "asked", "fetched", "grant", "hash", "home", "lost", "new", "number", "past", "told")
+
+    def __init__(self, number: int) -> None:
+        self.number, self.hash, self.past = number, _hashed(f"session {number}"), 0
+        self.new = self.answer = 0
+        self.asked = self.grant = 0.0
+        self.told = False  # the first token of this turn
+        self.lost: float | None = None  # when its answer was, of a try that failed
+        self.home: Replica | None = None  # has it idle in memory
+
+
+class Replica:
+    """One server: who waits, who reads, who writes, and who is idle in its memory."""
+
+    __slots__ = (
+        *("busy", "fetching", "granted", "held", "idle", "life", "load", "number", "pasts", "reading", "seen", "up"),
+        *("version", "waiting", "writing", "written"),
+    )
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.life = self.version = self.load = 0
+        self.up = self.seen = True  # seen: as the router knows it
+        self.busy = self.written = 0.0  # seconds, and sessions times seconds
+        self.clear(0.0)
+
+    def clear(self, now: float) -> None:
+        """Forget everything."""
+        self.waiting: deque[Session] = deque()
+        self.fetching: deque[Session] = deque()  # the first of them is on its way
+        self.reading, self.writing = Clock(), Clock()
+        self.reading.at = self.writing.at = now
+        self.idle: OrderedDict[int, Session] = OrderedDict()  # the least recently used first
+        self.granted = self.held = self.pasts = (
+            0.0  # bytes of answers, of idle sessions; tokens of pasts read in a step
+        )
+
+    @property
+    def sessions(self) -> list[Session]:
+        """Those with an answer under way."""
+        clocks = (job[2] for clock in (self.reading, self.writing) for job in clock.jobs)
+        return [*self.waiting, *self.fetching, *clocks]
+
+
+class Transfer(NamedTuple):
+    """Bytes on their way to a replica, as long as it lives, or to the disk."""
+
+    size: float
+    replica: Replica | None = None
+    life: int = 0
+
+
+class Ring:
+    """Consistent hashing: every replica has POINTS places on a ring, a session is the next one's."""
+
+    def __init__(self, replicas: Sequence[Replica]) -> None:
+        points = sorted(
+            (_hashed(f"replica {one.number} {point}"), one.number) for one in replicas for point in range(POINTS)
+        )
+        self.hashes = [place for place, _ in points]
+        self.owners = [replicas[number] for _, number in points]
+
+    def pick(self, place: int, most: float = math.inf) -> Replica | None:
+        """Return the first replica from ``place`` on that is there and has fewer than ``most`` answers; failing that,
+        the first that is there."""
+        start, count, first = bisect(self.hashes, place), len(self.owners), None
+        for step in range(count):
+            one = self.owners[(start + step) % count]
+            if one.seen:
+                if one.load < most:
+                    return one
+                first = first or one
+        return first
+
+
+def _hashed(text: str) -> int:
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big")
