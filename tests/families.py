@@ -38,6 +38,11 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     ),
 }  # fmt: skip
 
+SMOLLM2 = hf.LlamaConfig(
+    hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
+    vocab_size=49152, max_position_embeddings=8192, tie_word_embeddings=True,
+)  # fmt: skip
+
 # Checkpoint kinds that rebuild entries from residuals, which a family refuses, and why.
 REFUSES: dict[str, tuple[str, ...]] = {"gemma4": ("residual:3", "tokens")}
 

@@ -110,9 +110,11 @@ def test_another_text_without_a_reset_is_refused(method: str) -> None:
         generate("llama", cache, torch.cat([wanted, wanted]))
     longer = torch.cat([wanted, prompt(1, 5)], 1)
     assert generate("llama", cache, longer).sequences.shape[1] > longer.shape[1]  # the same text goes on
-    if method not in ("static", "h2o"):  # what a model reads by itself after a crop is not what generate has told
+    if method not in ("static", "h2o"):
         cache.crop(-4)
-        step("llama", cache, prompt(1, 4, seed=5))
+        with pytest.raises(UsageError, match=r"has read \d+ tokens of another text"):
+            generate("llama", cache, other)
+        step("llama", cache, prompt(1, 4, seed=5))  # what a model reads by itself is not what generate has told
         generate("llama", cache, torch.cat([longer, longer], 1))
     cache.reset()
     assert torch.equal(generate("llama", cache, prompt(1, 20)).sequences, wanted)

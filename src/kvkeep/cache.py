@@ -165,8 +165,9 @@ class KeepCache(Cache):
         if self.positions is not None and self.positions.holds_on_to(self.ledger.length + tokens_to_remove):
             raise UsageError("The first entries have moved along with the stream and cannot be cut off; call reset().")
         super().crop(tokens_to_remove)
-        self.stream.text = None
         self.stream.forget_from(self.ledger.length + tokens_to_remove)
+        if self.stream.text is not None:
+            self.stream.text = self.stream.text[:, : self.get_seq_length()]
 
     def reset(self) -> None:
         """Forget everything and free the memory."""
@@ -194,7 +195,8 @@ class KeepCache(Cache):
     def select(self, index: Tensor) -> None:
         """Make the batch the rows of ``index``, repeats and reorders allowed."""
         self.stream.roll_back()
-        self.stream.text = None
+        if self.stream.text is not None:
+            self.stream.text = self.stream.text[index.to(self.stream.text.device)]
         for held in self.held:
             held.select(index)
         self.ledger.select(index.to(self.made.device))

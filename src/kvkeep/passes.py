@@ -29,7 +29,7 @@ class Passes:
 
     streams = observes = False
     last_outputs = 0
-    text: tuple[int, list[int]] | None = None
+    text: Tensor | None = None
     cut = False
 
     def __init__(self, geometry: ModelGeometry, made: Assembly) -> None:

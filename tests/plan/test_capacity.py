@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from transformers import LlamaConfig
+from families import SMOLLM2
 
 from kvkeep.errors import UsageError
 from kvkeep.plan.capacity import METHODS, balance, loads, parse, rebuilding
@@ -20,11 +20,7 @@ MEMORY = 10**9
 
 @pytest.fixture(scope="module")
 def shape() -> Shape:
-    config = LlamaConfig(
-        hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
-        vocab_size=49152, max_position_embeddings=8192, tie_word_embeddings=True,
-    )  # fmt: skip
-    return shape_of(config, 2)
+    return shape_of(SMOLLM2, 2)
 
 
 def test_sessions_fill_the_memory_and_share_the_weights(shape: Shape) -> None:

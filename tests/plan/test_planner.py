@@ -9,8 +9,8 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from families import FAMILIES, tiny
-from transformers import LlamaConfig, MambaConfig, MistralConfig, Qwen3MoeConfig
+from families import FAMILIES, SMOLLM2, tiny
+from transformers import MambaConfig, MistralConfig, Qwen3MoeConfig
 
 from kvkeep import Fate, KeepCache
 from kvkeep.errors import BudgetError, KvkeepError, UnsupportedModelError, UsageError
@@ -33,11 +33,7 @@ PLAIN = Machine.from_sheet(
 
 @cache
 def llama() -> Shape:
-    config = LlamaConfig(
-        hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
-        vocab_size=49152, max_position_embeddings=8192, tie_word_embeddings=True,
-    )  # fmt: skip
-    return shape_of(config, 4)
+    return shape_of(SMOLLM2, 4)
 
 
 def test_shapes_are_those_of_the_models() -> None:

@@ -57,6 +57,7 @@ def refusals(found: Iterable[tuple[str, object, str]], words: str = "at {}") -> 
 
 
 def _row(cells: Iterable[str]) -> str:
+    # Labels of a report are escaped already, method names ("a|b") are not.
     plain = (re.sub(r"(?<!\\)\|", r"\|", cell) for cell in cells)
     return f"| {' | '.join(plain)} |"
 

@@ -11,6 +11,7 @@ from rich.table import Table
 from kvkeep.cli import completion, options
 from kvkeep.cli.listed import listed
 from kvkeep.cli.output import note, out, print_json, show
+from kvkeep.cli.predicted import predicted
 from kvkeep.errors import UsageError
 from kvkeep.units import size
 
@@ -54,26 +55,14 @@ def capacity(
     json: options.Json = False,
 ) -> None:
     """Predict how many sessions a machine holds and serves, and what fetching one from elsewhere takes."""
-    from kvkeep.models.loading import describe
     from kvkeep.plan import capacity as planned
-    from kvkeep.plan.calibrate import machine_here
-    from kvkeep.plan.machine import Machine
     from kvkeep.plan.planner import parse_memory
-    from kvkeep.plan.shape import shape_of
 
     contexts, networks = _numbers(context, "context"), _numbers(gbit, "network")
     names = list(planned.METHODS) if method is None else listed(method, "--method")
-    elsewhere = Machine.load(machine) if machine is not None else None
-    place = "cpu" if elsewhere is None else elsewhere.device
-    described = describe(model, weights=weights, device=place, progress=note)
-    shape = shape_of(described.config, described.dtype.itemsize, described.weights.nbytes)
-    rates = elsewhere or machine_here(place, described.dtype, note)
-    room = parse_memory(memory) if memory is not None else int(0.9 * rates.memory_bytes) - shape.weight_bytes
-    if room <= 0:
-        raise UsageError(
-            f"The weights alone are {size(shape.weight_bytes)} and '{rates.name}' has {size(rates.memory_bytes)}; "
-            "give the bytes for caches with --memory."
-        )
+    shape, measured = predicted(model, machine, weights)
+    rates = measured()
+    room = parse_memory(memory) if memory is not None else rates.room(shape.weight_bytes)
     found = [
         load
         for tokens in contexts

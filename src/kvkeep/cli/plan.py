@@ -11,12 +11,12 @@ from rich.table import Table
 
 from kvkeep.cli import options
 from kvkeep.cli.output import err, note, out, print_json, show
+from kvkeep.cli.predicted import predicted
 from kvkeep.errors import UsageError
 from kvkeep.extras import optional
 from kvkeep.units import size
 
 if TYPE_CHECKING:
-    from kvkeep.plan.machine import Machine
     from kvkeep.plan.planner import Planned
     from kvkeep.plan.shape import Shape
 
@@ -45,11 +45,7 @@ def plan(
     json: options.Json = False,
 ) -> None:
     """Predict bytes and times of every cache that fits in a memory, and recommend one."""
-    from kvkeep.models.loading import describe
-    from kvkeep.plan.calibrate import machine_here
-    from kvkeep.plan.machine import Machine
     from kvkeep.plan.planner import plan as run
-    from kvkeep.plan.shape import shape_of
 
     contexts = _contexts(context)
     if len(contexts) > 1 and not check:
@@ -58,17 +54,16 @@ def plan(
         raise UsageError("A prediction for another machine cannot be checked on this one; leave --machine out.")
     if output is not None:
         optional("kvkeep_lab.figures", "lab").check_figure(output)
-    elsewhere = Machine.load(machine) if machine is not None else None
     amount = _memory(memory)
-    place = _device(device) if elsewhere is None else elsewhere.device
-    described = describe(model, weights=weights, device=place, progress=note)
-    shape = shape_of(described.config, described.dtype.itemsize, described.weights.nbytes)
+    place = _device(device)
+    shape, measured = predicted(model, machine, weights, place)
     if check:
         _check(model, shape, contexts, budget, only, rounds, weights, device, json)
         return
-    rates = elsewhere or machine_here(place, described.dtype, note)
-    given = amount if amount is not None else _free(rates, shape, device, elsewhere is not None)
-    planned = run(shape, rates, contexts[0], given, exact=exact, acceptance=acceptance, answer=answer)
+    rates = measured()
+    if amount is None:
+        amount = _free(place) if machine is None else rates.room(shape.weight_bytes)
+    planned = run(shape, rates, contexts[0], amount, exact=exact, acceptance=acceptance, answer=answer)
     if output is not None:
         optional("kvkeep_lab.plan_figure", "lab").draw_plan(planned, output, model=model)
     if json:
@@ -105,21 +100,13 @@ def _device(device: str | None) -> str:
     return device or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _free(rates: Machine, shape: Shape, device: str | None, elsewhere: bool) -> int:
-    """Return half of the free bytes here; on another machine, nine tenths of its memory less the weights."""
+def _free(device: str) -> int:
+    """Return half of the free bytes."""
     import torch
 
     from kvkeep.models.room import free_memory
 
-    if not elsewhere:
-        return free_memory(torch.device(device or rates.device)) // 2
-    left = int(0.9 * rates.memory_bytes) - shape.weight_bytes
-    if left <= 0:
-        raise UsageError(
-            f"The weights alone are {size(shape.weight_bytes)} and '{rates.name}' has {size(rates.memory_bytes)}; "
-            "if they are spread over several machines, give the bytes for the cache with --memory."
-        )
-    return left
+    return free_memory(torch.device(device)) // 2
 
 
 def _as_json(planned: Planned, model: str, output: str | None) -> dict[str, Any]:

@@ -204,24 +204,19 @@ def _prepare(model: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
     """Compare the text that ``generate`` begins with to what its cache has read."""
     cache: Taking | None = getattr(kwargs.get("past_key_values"), "stream", None)
     if cache is not None and isinstance(input_ids, Tensor) and input_ids.ndim == 2:
-        read = cache.length
-        known = kwargs.get("is_first_iteration") and 0 < read <= input_ids.shape[1] and cache.text
-        if known and known[0] == read and len(known[1]) == len(input_ids) and known != _digest(input_ids[:, :read]):
+        read, begins = cache.length, kwargs.get("is_first_iteration")
+        if begins and cache.text is not None and _differ(cache.text[:, :read], input_ids[:, :read]):
             raise UsageError(
                 f"The cache has read {read} tokens of another text. A cache goes on with the text that it has read; "
                 "call reset() before another one, or make a cache for each."
             )
-        if input_ids.shape[1] > read:
-            cache.text = _digest(input_ids)
+        if input_ids.shape[1] > read:  # the first is the caller's own, who may use it again; others are made anew
+            cache.text = input_ids.clone() if begins else input_ids
     return getattr(type(model), PREPARE)(model, input_ids, *args, **kwargs)
 
 
-def _digest(ids: Tensor) -> tuple[int, list[int]]:
-    """Return how many tokens there are, and a number for each row of ``ids``, which another text has with a chance of
-    2**-64. ``generate`` waits for the device at every token anyway."""
-    mixed = ids.long() * 0x1E3779B97F4A7C15 + torch.arange(ids.shape[1], device=ids.device) * 0x2545F4914F6CDD1D
-    mixed = (mixed ^ (mixed >> 29)) * 0x3F58476D1CE4E5B9
-    return ids.shape[1], (mixed ^ (mixed >> 32)).sum(1).tolist()
+def _differ(known: Tensor, given: Tensor) -> bool:
+    return known.shape == given.shape and not torch.equal(known, given)
 
 
 def _before_decoder(
@@ -260,7 +255,7 @@ def _open(decoder: nn.Module, given: dict[str, Any], cache: Taking | None) -> tu
             f"The cache holds a batch of {cache.rows}, and one of {len(tokens)} comes; call reset() before another "
             "batch, or make a cache for each."
         )
-    if cache.text is not None and cache.text[0] < cache.length + total:  # generate has not told of these
+    if cache.text is not None and cache.text.shape[1] < cache.length + total:  # generate has not told of these
         cache.text = None
     cache.admit(total)
     cache.earlier_outputs = []

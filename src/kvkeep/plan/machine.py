@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kvkeep.errors import KvkeepError, UsageError
+from kvkeep.units import size
 
 SHEET = "from the data sheet, not measured"
 LAYERS = (
@@ -72,6 +73,17 @@ class Machine:
     def shared(self) -> bool:
         """Whether the device's memory is the host's."""
         return self.link is None
+
+    def room(self, weight_bytes: int) -> int:
+        """Return the bytes for caches: nine tenths of the device's memory less the weights. Raises UsageError where
+        the weights leave none."""
+        left = int(0.9 * self.memory_bytes) - weight_bytes
+        if left <= 0:
+            raise UsageError(
+                f"The weights alone are {size(weight_bytes)} and '{self.name}' has {size(self.memory_bytes)}; if they "
+                "are spread over several machines, give the bytes for caches with --memory."
+            )
+        return left
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it as JSON."""

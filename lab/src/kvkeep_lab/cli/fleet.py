@@ -16,6 +16,7 @@ from rich.table import Table
 from kvkeep.cli import options
 from kvkeep.cli.listed import listed
 from kvkeep.cli.output import err, note, print_json, show
+from kvkeep.cli.predicted import predicted
 from kvkeep.errors import UsageError, unknown
 from kvkeep.units import size
 
@@ -97,22 +98,12 @@ def fleet(
 
 def _planned(model: str, machine: str | None, method: str, budget: str, context: int, chunk: int) -> Pace:
     from kvkeep.budget import Budget
-    from kvkeep.models.loading import describe
-    from kvkeep.plan.calibrate import machine_here
-    from kvkeep.plan.machine import Machine
-    from kvkeep.plan.shape import shape_of
     from kvkeep_lab.fleet.pace import Pace
 
-    elsewhere = Machine.load(machine) if machine is not None else None
-    place = "cpu" if elsewhere is None else elsewhere.device
-    described = describe(model, device=place, progress=note)
-    shape = shape_of(described.config, described.dtype.itemsize, described.weights.nbytes)
-    rates = elsewhere or machine_here(place, described.dtype, note)
-    room = int(0.9 * rates.memory_bytes) - shape.weight_bytes
-    if room <= 0:
-        raise UsageError(f"The weights alone are {size(shape.weight_bytes)}, more than '{rates.name}' has.")
+    shape, measured = predicted(model, machine)
+    rates = measured()
     entries = Budget.parse(budget).entries(shape.geometry, context=context)
-    return Pace.planned(shape, rates, room, method, entries, context, chunk)
+    return Pace.planned(shape, rates, rates.room(shape.weight_bytes), method, entries, context, chunk)
 
 
 def _counts(texts: list[str]) -> list[int]:

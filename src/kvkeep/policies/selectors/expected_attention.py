@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvkeep.attention.expected import expected, statistics
-from kvkeep.contracts.selector import STAYS, Candidates
+from kvkeep.contracts.selector import Candidates
 from kvkeep.errors import UsageError
 from kvkeep.policies.selectors.scored import Scored
 
@@ -64,7 +64,3 @@ class ExpectedAttention(Scored):
         share = expected(mean, covariance, entries.keys, seen, asking.scaling)
         scores = (share + self.epsilon) * entries.values.float().norm(dim=-1)
         return scores.where(seen & (counted.sum(1, keepdim=True) >= FEWEST), entries.scores)
-
-    def rank(self, entries: Candidates) -> Tensor:
-        assert entries.scores is not None
-        return entries.scores.masked_fill(entries.slots < entries.first + self.sinks, STAYS)

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvkeep.contracts.selector import STAYS, Candidates, Pieces
+from kvkeep.contracts.selector import Pieces
 from kvkeep.errors import UsageError
 from kvkeep.policies.selectors.scored import Scored
 
@@ -43,11 +43,6 @@ class KVzip(Scored):
     @property
     def reconstruction(self) -> Pieces:
         return Pieces(self.piece, self.sinks)
-
-    def rank(self, entries: Candidates) -> Tensor:
-        """Return the scores; sinks stay, whatever came after them."""
-        assert entries.scores is not None
-        return entries.scores.masked_fill(entries.slots < entries.first + self.sinks, STAYS)
 
     def shares(self, received: Sequence[Tensor], rows: int, entries: int) -> list[list[int]]:
         """Return a share for every lane, one for each of its entries that are among the best of its row, and an equal
