@@ -166,8 +166,7 @@ class KeepCache(Cache):
             raise UsageError("The first entries have moved along with the stream and cannot be cut off; call reset().")
         super().crop(tokens_to_remove)
         self.stream.forget_from(self.ledger.length + tokens_to_remove)
-        if self.stream.text is not None:
-            self.stream.text = self.stream.text[:, : self.get_seq_length()]
+        self.stream.text = None
 
     def reset(self) -> None:
         """Forget everything and free the memory."""
@@ -196,7 +195,8 @@ class KeepCache(Cache):
         """Make the batch the rows of ``index``, repeats and reorders allowed."""
         self.stream.roll_back()
         if self.stream.text is not None:
-            self.stream.text = self.stream.text[index.to(self.stream.text.device)]
+            length, digests = self.stream.text
+            self.stream.text = length, [digests[row] for row in index.tolist()]
         for held in self.held:
             held.select(index)
         self.ledger.select(index.to(self.made.device))

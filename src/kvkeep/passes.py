@@ -29,7 +29,7 @@ class Passes:
 
     streams = observes = False
     last_outputs = 0
-    text: Tensor | None = None
+    text: tuple[int, list[int]] | None = None
     cut = False
 
     def __init__(self, geometry: ModelGeometry, made: Assembly) -> None:

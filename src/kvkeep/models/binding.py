@@ -203,20 +203,33 @@ _enter_uncompiled = torch.compiler.disable(_enter)
 def _prepare(model: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
     """Compare the text that ``generate`` begins with to what its cache has read."""
     cache: Taking | None = getattr(kwargs.get("past_key_values"), "stream", None)
-    if cache is not None and isinstance(input_ids, Tensor) and input_ids.ndim == 2:
-        read, begins = cache.length, kwargs.get("is_first_iteration")
-        if begins and cache.text is not None and _differ(cache.text[:, :read], input_ids[:, :read]):
+    if cache is not None and _goes_on(cache, input_ids):
+        read, begins, known = cache.length, kwargs.get("is_first_iteration"), cache.text
+        if begins and known is not None and known[0] == read and known != _digest(input_ids[:, :read]):
             raise UsageError(
                 f"The cache has read {read} tokens of another text. A cache goes on with the text that it has read; "
                 "call reset() before another one, or make a cache for each."
             )
-        if input_ids.shape[1] > read:  # the first is the caller's own, who may use it again; others are made anew
-            cache.text = input_ids.clone() if begins else input_ids
+        cache.text = _digest(input_ids, None if begins else known)
     return getattr(type(model), PREPARE)(model, input_ids, *args, **kwargs)
 
 
-def _differ(known: Tensor, given: Tensor) -> bool:
-    return known.shape == given.shape and not torch.equal(known, given)
+def _goes_on(cache: Taking, ids: Any) -> bool:
+    """Whether ``ids`` are longer than what was read, and the same batch; others are refused when their pass begins."""
+    return isinstance(ids, Tensor) and ids.ndim == 2 and cache.length < ids.shape[1] and cache.rows in (0, len(ids))
+
+
+def _digest(ids: Tensor, known: tuple[int, list[int]] | None = None) -> tuple[int, list[int]]:
+    """Return how many tokens there are, and a number for each row of ``ids``, which another text has with a chance of
+    2**-64. known: of the first tokens, which are not read again. ``generate`` waits for the device at every token
+    anyway."""
+    length = ids.shape[1]
+    start, before = known or (0, [0] * len(ids))
+    mixed = ids[:, start:].long() * 0x1E3779B97F4A7C15
+    mixed += torch.arange(start, length, device=ids.device) * 0x2545F4914F6CDD1D
+    mixed = (mixed ^ (mixed >> 29)) * 0x3F58476D1CE4E5B9
+    added = (mixed ^ (mixed >> 32)).sum(1).tolist()
+    return length, [(old + new) % 2**64 for old, new in zip(before, added, strict=True)]
 
 
 def _before_decoder(
@@ -255,7 +268,7 @@ def _open(decoder: nn.Module, given: dict[str, Any], cache: Taking | None) -> tu
             f"The cache holds a batch of {cache.rows}, and one of {len(tokens)} comes; call reset() before another "
             "batch, or make a cache for each."
         )
-    if cache.text is not None and cache.text.shape[1] < cache.length + total:  # generate has not told of these
+    if cache.text is not None and cache.text[0] < cache.length + total:  # generate has not told of these
         cache.text = None
     cache.admit(total)
     cache.earlier_outputs = []

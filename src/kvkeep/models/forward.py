@@ -35,14 +35,14 @@ class Taking(Attender, Protocol):
     """A cache's part in the forward pass: prompts in chunks, residuals, streamed attention. Hooks read it as the
     cache's ``stream`` and ignore other caches. streams: whether any layer attends through it. observes: what it keeps
     may depend on every query. last_outputs: how many of a decoder's last outputs are wanted, where it was made to give
-    all, 0: all. text: what transformers' ``generate`` has read and is about to, int64 (rows, tokens), None of other
-    texts. decoder: the only decoder whose passes it takes part in, None: any. cut: a part of a text is read that is not
-    its last."""
+    all, 0: all. text: of what transformers' ``generate`` has read and is about to, how many tokens there are and a
+    digest of each row, None of other texts. decoder: the only decoder whose passes it takes part in, None: any. cut: a
+    part of a text is read that is not its last."""
 
     streams: bool
     observes: bool
     last_outputs: int
-    text: Tensor | None
+    text: tuple[int, list[int]] | None
     decoder: Any
     chunk: int
     cut: bool
