@@ -57,6 +57,12 @@ def test_python_examples(
         assert "Paris" in printed and "resident_bytes" in printed and "Rome" in printed
 
 
+def test_files_that_pages_name_are_there() -> None:
+    named = r"\b(?:tests|src|lab|tools|deploy|notebooks|docs)/[\w./-]+\.(?:py|toml|json|yaml|ipynb)\b"
+    files = [(page.name, name) for page in PAGES for name in re.findall(named, read(page)) if "NAME" not in name]
+    assert files and [(page, name) for page, name in files if not (ROOT / name).exists()] == []
+
+
 def test_command_examples_are_understood() -> None:
     """Every kvkeep line is parsed by the real command line (nothing is run)."""
     from click import Context
