@@ -1,7 +1,8 @@
 """Compiles the CPU kernels once a machine and release of torch's OpenMP, and loads them.
 
-The sources need no headers of torch and are called through ctypes: any compiler will do, they fit every version of torch, and a call costs a few microseconds. It runs on the OpenMP runtime that torch has loaded,
-with as many threads. ``KVKEEP_KERNELS=0`` turns the kernels off.
+The sources need no headers of torch and are called through ctypes: any compiler will do, they fit every version of
+torch, and a call costs a few microseconds. They run on the OpenMP runtime that torch has loaded, with as many threads.
+``KVKEEP_KERNELS=0`` turns the kernels off.
 """
 
 from __future__ import annotations
