@@ -37,7 +37,6 @@ def fleet(
         str, typer.Option("--method", "-x", help="For the planner: a cache, as 'kvkeep plan' names it.")
     ] = ("full"),
     budget: Annotated[str, typer.Option("--budget", "-b", help="For the planner: of every session.")] = "4096",
-    context: Annotated[int, typer.Option(min=1024, help="For the planner: sessions that lines are drawn for.")] = 8192,
     chunk: Annotated[int, typer.Option(min=1, help="For the planner: prompt tokens in a step of others.")] = 512,
     replicas: Annotated[list[str] | None, typer.Option(help="How many. By commas.", show_default="8")] = None,
     route: Annotated[
@@ -78,7 +77,7 @@ def fleet(
     given: dict[str, Any] = {"rate": rate, "burst": burst, "turns": turns, "first": first, "prompt": prompt}
     given |= {"answer": answer, "think": think, "fixed": fixed, "disk": float(parse_memory(disk)), "link": link * GBIT}
     given |= {"mtbf": mtbf, "restart": restart, "notice": notice, "seconds": seconds, "warmup": warmup, "seed": seed}
-    one = Pace.load(pace) if pace is not None else _planned(model, machine, method, budget, context, chunk)
+    one = Pace.load(pace) if pace is not None else _planned(model, machine, method, budget, chunk)
     combined: list[Any] = [*product(counts, routes, recalls)]
     scenarios = [Scenario(count, route=how, recall=back, **given) for count, how, back in combined]
     found: list[tuple[Scenario, Outcome]] = []
@@ -96,14 +95,14 @@ def fleet(
     show(_table(found))
 
 
-def _planned(model: str, machine: str | None, method: str, budget: str, context: int, chunk: int) -> Pace:
+def _planned(model: str, machine: str | None, method: str, budget: str, chunk: int) -> Pace:
     from kvkeep.budget import Budget
     from kvkeep_lab.fleet.pace import Pace
 
     shape, measured = predicted(model, machine)
     rates = measured()
-    entries = Budget.parse(budget).entries(shape.geometry, context=context)
-    return Pace.planned(shape, rates, rates.room(shape.weight_bytes), method, entries, context, chunk)
+    entries = Budget.parse(budget).entries(shape.geometry, context=shape.geometry.max_positions)
+    return Pace.planned(shape, rates, rates.room(shape.weight_bytes), method, entries, chunk)
 
 
 def _counts(texts: list[str]) -> list[int]:

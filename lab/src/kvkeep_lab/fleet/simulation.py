@@ -111,7 +111,7 @@ class Simulation:
     """Events in order. Use :meth:`run` once."""
 
     def __init__(self, pace: Pace, scenario: Scenario) -> None:
-        if pace.held(scenario.first) > pace.memory:
+        if pace.granted(scenario.first) > pace.memory:
             raise UsageError(f"A session of {scenario.first:,.0f} tokens is larger than a replica's memory.")
         if scenario.warmup >= scenario.seconds:
             raise UsageError("The warm-up has to be shorter than what is simulated.")
@@ -130,7 +130,7 @@ class Simulation:
         self._events: list[tuple[float, int, Callable[[Any], None], Any]] = []
         self._least: list[tuple[int, float, int, Replica]] = []  # by load; outdated ones are skipped
         self._own: dict[int, float] = {}
-        self._chunk_s = pace.chunk * pace.read_s
+        self._chunk_s = pace.reading(0, pace.chunk)
         self._reset()
 
     def _reset(self) -> None:
@@ -239,7 +239,7 @@ class Simulation:
         session.new = self._length(given.prompt if session.past else given.first)
         session.answer = self._length(given.answer)
         whole = session.past + session.new + session.answer
-        if whole > self.pace.longest or self.pace.held(whole) > self.pace.memory:
+        if whole > self.pace.longest or self.pace.granted(whole) > self.pace.memory:
             self._forget(session)
             return
         session.asked, session.told, session.lost = self.now, False, None
@@ -311,7 +311,7 @@ class Simulation:
         pace = self.pace
         while replica.waiting:
             session = replica.waiting[0]
-            need = pace.held(session.past + session.new + session.answer)
+            need = pace.granted(session.past + session.new + session.answer)
             if need > pace.memory - replica.granted:
                 return
             replica.waiting.popleft()
@@ -371,13 +371,11 @@ class Simulation:
         step = 0.0
         if written:
             if written not in self._own:
-                self._own[written] = self.pace.own(written)
-            step = self._own[written] + self.pace.entry_s * replica.pasts
+                self._own[written] = self.pace.step(written)
+            step = self._own[written] + replica.pasts
         whole = step + self._chunk_s if read else step
         writing.rate = 1 / whole if written else 0.0
-        reading.rate = (
-            0.0 if not read else 1 / read if not written or not self._chunk_s else self._chunk_s / whole / read
-        )
+        reading.rate = (self._chunk_s / whole if written else 1.0) / read if read else 0.0
         replica.version += 1
         if read or written:
             self._at(min(reading.next, writing.next), self._work, (replica, replica.version))
@@ -404,18 +402,18 @@ class Simulation:
         if session.lost is not None:
             self.recovered.append(self.now - session.lost)
             session.lost = None
-        replica.pasts += self._read_of(session)
+        replica.pasts += self._past_s(session)
         self.order += 1
         replica.writing.add(session.answer - 1, self.order, session)
 
-    def _read_of(self, session: Session) -> float:
-        """Return the tokens that a step reads for a session, on the mean of its answer."""
+    def _past_s(self, session: Session) -> float:
+        """Return the seconds that a step takes for a session's past, on the mean of its answer."""
         return self.pace.past(session.past + session.new + session.answer / 2)
 
     def _end(self, replica: Replica, session: Session) -> None:
         """An answer ended: its turn is written to the disk, and the session idles."""
         pace, given = self.pace, self.scenario
-        replica.pasts -= self._read_of(session)
+        replica.pasts -= self._past_s(session)
         if not replica.writing.jobs:
             replica.pasts = 0.0  # and no rest of rounding
         replica.granted -= session.grant
