@@ -112,7 +112,8 @@ def test_nothing_is_lost_and_nothing_comes_twice() -> None:
         one._admit = watched  # type: ignore[method-assign]
         found = one.run()
         where = Counter(session for replica in one.replicas for session in replica.sessions) + Counter(one.retrying)
-        assert max(where.values()) == 1 and len(where) == found.left == one.load == found.asked - found.answered
+        assert max(where.values()) == 1 and len(where) == found.left == one.load
+        assert found.asked == found.answered + found.refused + found.left and found.refused and not found.before
         assert found.failures > 5 and found.recovered is not None and min(found.turns.values()) > 10
         assert set(found.turns) == {"new", "in memory", "fetched"} and 0.5 * BUSY.memory < max(granted) <= BUSY.memory
         for replica in one.replicas:
@@ -166,7 +167,7 @@ def test_the_command(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -
         (("--replicas", "0"), "whole numbers"),
         (("--pace", str(tmp_path)), "cannot be read"),
         (("--warmup", "700"), "warm-up"),
-        (("--first", "20000"), "larger than"),
+        (("--first", "20000"), "at most"),
     ):
         code, out, err = run("lab", "fleet", "--pace", str(path), *wrong)
         assert code == 2 and sentence in err and err.count("\n") == 1, err
@@ -209,3 +210,26 @@ def test_bursts_of_two_replicas_take_as_long_as_the_fuller_one() -> None:
     there = [ring.pick(Session(number).hash) for number in range(1, hashed.answered + 1)]
     fuller = [max(Counter(there[at : at + 8]).values()) for at in range(0, len(there), 8)]
     assert sum(fuller) * 101 * STEP == pytest.approx(1000, rel=0.01) and max(fuller) > 5
+
+
+def test_a_burst_comes_when_all_of_the_last_one_have_ended_those_without_room_too() -> None:
+    pace, alive = replace(BUSY, longest=5000), list[int]()
+
+    class Watched(Simulation):
+        def _burst(self, about: None) -> None:
+            assert not self.load and not self.alive
+            super()._burst(about)
+
+        def _area(self) -> None:
+            super()._area()
+            alive.append(self.alive)
+
+    given = Scenario(2, burst=8, turns=3, think=0.1, first=4000, seconds=300, warmup=100)
+    found = Watched(pace, given).run()
+    assert max(alive) == 8 and min(found.refused, found.answered) > 50
+    assert found.before + found.asked == found.answered + found.refused + found.left and found.before
+    for wrong, sentence in ((4900, "5,000 tokens at most"), (10**6, "at most")):
+        with pytest.raises(UsageError, match=sentence):
+            Simulation(pace, replace(given, first=wrong))
+    with pytest.raises(UsageError, match="larger than a replica's memory"):
+        Simulation(replace(pace, memory=4800.0), given)

@@ -95,8 +95,8 @@ class Pace:
     def of(cls, given: Any) -> Pace:
         """Return the pace of the fields as plain types (:meth:`as_dict`). Raises ValueError for anything else."""
         known = {field.name: field for field in fields(cls)}
-        if not isinstance(given, dict):
-            raise ValueError("it is no object of the figures of a replica")
+        if not isinstance(given, dict) or not isinstance(given.get("name", ""), str):
+            raise ValueError("it is no object of a name and the figures of a replica")
         if missing := [name for name in known if name not in given and name not in _DEFAULTS]:
             raise ValueError(f"it has no {', '.join(missing)}")
         if strange := [name for name in given if name not in known]:
@@ -104,13 +104,14 @@ class Pace:
         lines = {name: Line.of(given[name], name, _LEAST.get(name, 0.0)) for name in _LINES}
         numbers = {name: given[name] for name in ("memory", *_DEFAULTS) if name in given}
         for name, number in numbers.items():
-            whole = isinstance(number, int) or name not in _DEFAULTS
-            if not isinstance(number, int | float) or not whole or not 0 < number < math.inf:
-                raise ValueError(f"'{name}' is a {'whole ' if name in _DEFAULTS else ''}number above 0")
+            whole = name in _DEFAULTS
+            if type(number) not in ((int,) if whole else (int, float)) or not 0 < number < math.inf:
+                raise ValueError(f"'{name}' is a {'whole ' if whole else ''}number above 0")
         for tokens, size in lines["held"].points:
             if size > lines["granted"](tokens):
                 raise ValueError(f"more is held than granted at {tokens:g} tokens")
-        return cls(name=str(given["name"]), **lines, **numbers)
+        checked: dict[str, Any] = {"name": given["name"], **lines, **numbers}
+        return cls(**checked)
 
     @classmethod
     def planned(cls, shape: Shape, machine: Machine, memory: int, name: str, budget: int, chunk: int = 512) -> Pace:
@@ -150,7 +151,7 @@ class Pace:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields as plain types, lines as their points."""
+        """Return the fields as plain types, lines as their points (:meth:`of`)."""
         own = {field.name: getattr(self, field.name) for field in fields(self)}
         return own | {name: own[name].points for name in _LINES}
 

@@ -71,18 +71,36 @@ class Scenario:
     warmup: float = 120.0
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        """Raise UsageError for what cannot be simulated."""
+        above = {name: getattr(self, name) for name in ("replicas", "rate", "disk", "link", "notice", "seconds")}
+        above |= {"mtbf": self.mtbf} if self.mtbf is not None else {}
+        ones = {name: getattr(self, name) for name in ("turns", "first", "prompt", "answer")}
+        others = {name: getattr(self, name) for name in ("burst", "think", "restart", "warmup")}
+        for least, named in ((0, above), (1, ones), (0, others)):
+            for name, value in named.items():
+                if not math.isfinite(value) or value < least or (named is above and not value):
+                    bound = "above 0" if named is above else f"from {least} on"
+                    raise UsageError(f"The '{name}' of a fleet is a finite number {bound}, not {value:g}.")
+        if self.warmup >= self.seconds:
+            raise UsageError("The warm-up has to be shorter than what is simulated.")
+
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of it, after the warm-up. left: answers under way at the end. first_token, recovered: seconds at the
+    """What came of it, after the warm-up. before: answers under way when it ended. asked: for an answer, refused: of
+    those, for which a session has no room, in its tokens or in a replica's memory; it ends there. left: answers under
+    way at the end. So before + asked is answered + refused + left. first_token, recovered: seconds at the
     50th, 95th and 99th percentile, until the first token of a turn, and from a failure until the first token of a
     client's next try; until the end, where there is none yet. gap: the same between tokens. None where there were none.
     turns: by how their past came there. in_system: answers under way, on the mean; answer_s: mean seconds of one from
     its request to its last token. busy: share of time that replicas work. writing: sessions that share a step, on the
     mean of busy time. events: how many were simulated."""
 
+    before: int
     asked: int
     answered: int
+    refused: int
     left: int
     failures: int
     first_token: tuple[float, float, float] | None
@@ -111,15 +129,13 @@ class Simulation:
     """Events in order. Use :meth:`run` once."""
 
     def __init__(self, pace: Pace, scenario: Scenario) -> None:
-        if pace.granted(scenario.first) > pace.memory:
-            raise UsageError(f"A session of {scenario.first:,.0f} tokens is larger than a replica's memory.")
-        if scenario.warmup >= scenario.seconds:
-            raise UsageError("The warm-up has to be shorter than what is simulated.")
-        if (
-            min(scenario.rate, scenario.notice, scenario.disk, scenario.link, scenario.replicas, scenario.turns - 1e-9)
-            <= 0
-        ):
-            raise UsageError("Replicas, rates, turns and the time until a failure is noticed are above 0.")
+        tokens = scenario.first + scenario.answer
+        if tokens > pace.longest:
+            raise UsageError(
+                f"A session has {pace.longest:,} tokens at most, and a first turn of {tokens:,.0f} is longer."
+            )
+        if pace.granted(tokens) > pace.memory:
+            raise UsageError(f"A first turn of {tokens:,.0f} tokens is larger than a replica's memory.")
         self.pace, self.scenario = pace, scenario
         self.random = Random(scenario.seed)
         self.replicas = [Replica(number) for number in range(scenario.replicas)]
@@ -135,7 +151,8 @@ class Simulation:
 
     def _reset(self) -> None:
         """Count from now on."""
-        self.asked = self.answered = self.failures = 0
+        self.asked = self.answered = self.refused = self.failures = 0
+        self.before = self.load
         self.turns: Counter[str] = Counter()
         self.first_token, self.recovered = array("d"), array("d")
         self.gaps: defaultdict[int, float] = defaultdict(float)
@@ -173,11 +190,6 @@ class Simulation:
         self._area()
         return self._outcome(shown)
 
-    @property
-    def under_way(self) -> int:
-        """How many answers are asked for and have not ended, wherever they are."""
-        return len(self.retrying) + sum(len(replica.sessions) for replica in self.replicas)
-
     def _outcome(self, events: int) -> Outcome:
         span = self.now - self.since
         for session in self.retrying.union(*(replica.sessions for replica in self.replicas)):
@@ -187,22 +199,24 @@ class Simulation:
                 self.recovered.append(self.now - session.lost)
         busy = sum(replica.busy for replica in self.replicas)
         return Outcome(
-            self.asked,
-            self.answered,
-            self.under_way,
-            self.failures,
-            _percentiles(self.first_token),
-            _weighted(self.gaps),
-            _percentiles(self.recovered),
-            sum(self.gaps.values()) / span,
-            dict(sorted(self.turns.items())),
-            self.read_bytes / span,
-            self.written_bytes / span,
-            self.area / span,
-            self.lived / max(1, self.answered),
-            busy / span / len(self.replicas),
-            sum(replica.written for replica in self.replicas) / busy if busy else 0.0,
-            events,
+            before=self.before,
+            asked=self.asked,
+            answered=self.answered,
+            refused=self.refused,
+            left=self.load,
+            failures=self.failures,
+            first_token=_percentiles(self.first_token),
+            gap=_weighted(self.gaps),
+            recovered=_percentiles(self.recovered),
+            tokens_s=sum(self.gaps.values()) / span,
+            turns=dict(sorted(self.turns.items())),
+            read_bytes_s=self.read_bytes / span,
+            written_bytes_s=self.written_bytes / span,
+            in_system=self.area / span,
+            answer_s=self.lived / max(1, self.answered),
+            busy=busy / span / len(self.replicas),
+            writing=sum(replica.written for replica in self.replicas) / busy if busy else 0.0,
+            events=events,
         )
 
     # -- time and chance ----------------------------------------------------------------------------
@@ -225,12 +239,12 @@ class Simulation:
         self._come()
 
     def _burst(self, _: None) -> None:
+        self.alive += self.scenario.burst  # before any of them ends
         for _each in range(self.scenario.burst):
             self._come()
 
     def _come(self) -> None:
         self.number += 1
-        self.alive += 1
         self._ask(Session(self.number))
 
     def _ask(self, session: Session) -> None:
@@ -239,13 +253,14 @@ class Simulation:
         session.new = self._length(given.prompt if session.past else given.first)
         session.answer = self._length(given.answer)
         whole = session.past + session.new + session.answer
+        self.asked += 1
         if whole > self.pace.longest or self.pace.granted(whole) > self.pace.memory:
+            self.refused += 1
             self._forget(session)
             return
         session.asked, session.told, session.lost = self.now, False, None
         self._area()
         self.load += 1
-        self.asked += 1
         self._send(session)
 
     def _send(self, session: Session) -> None:
@@ -290,9 +305,10 @@ class Simulation:
         """End a session."""
         if session.home is not None:
             self._leave(session.home, session)
-        self.alive -= 1
-        if self.scenario.burst and not self.alive:
-            self._at(self.now, self._burst, None)
+        if self.scenario.burst:
+            self.alive -= 1
+            if not self.alive:
+                self._at(self.now, self._burst, None)
 
     def _leave(self, replica: Replica, session: Session) -> None:
         """Take an idle session out of memory; its file stays."""
