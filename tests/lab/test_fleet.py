@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -233,3 +234,22 @@ def test_a_burst_comes_when_all_of_the_last_one_have_ended_those_without_room_to
             Simulation(pace, replace(given, first=wrong))
     with pytest.raises(UsageError, match="larger than a replica's memory"):
         Simulation(replace(pace, memory=4800.0), given)
+
+
+def test_the_bound_of_loads_is_over_the_replicas_that_are_there() -> None:
+    """After the warm-up, too, and also where one is back before anybody noticed."""
+    one = Simulation(BUSY, replace(HARD, route="bounded", restart=10.0, mtbf=15.0))
+    pick, counts = one.ring.pick, Counter[int]()
+
+    def watched(place: int, most: float) -> Replica | None:
+        there = sum(replica.seen for replica in one.replicas)
+        assert most == math.ceil(BOUND * one.load / max(1, there)) and there == one.there
+        counts[there] += one.now > HARD.warmup
+        return pick(place, most)
+
+    one.ring.pick = watched  # type: ignore[assignment, method-assign]
+    one.run()
+    assert len(counts) > 3 and min(counts.values()) > 3
+    back = Simulation(BUSY, replace(HARD, route="bounded", restart=0.1, notice=3.0))
+    back.run()
+    assert back.failures > 5 and back.there == 4

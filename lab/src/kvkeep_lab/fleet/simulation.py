@@ -140,6 +140,7 @@ class Simulation:
         self.random = Random(scenario.seed)
         self.replicas = [Replica(number) for number in range(scenario.replicas)]
         self.ring = Ring(self.replicas)
+        self.there = scenario.replicas  # as the router knows
         self.disk, self.disk_version = Clock(), 0
         self.retrying: set[Session] = set()
         self.now, self.order, self.load, self.number, self.alive = 0.0, 0, 0, 0, 0
@@ -166,7 +167,7 @@ class Simulation:
         given = self.scenario
         for replica in self.replicas:
             self._count(replica, 0)
-            self._doom(replica)
+            self._schedule_failure(replica)
         if given.burst:
             self._at(0.0, self._burst, None)
         else:
@@ -281,8 +282,7 @@ class Simulation:
         if route == "hash":
             return self.ring.pick(session.hash)
         if route == "bounded":
-            there = sum(replica.seen for replica in self.replicas) if self.failures else len(self.replicas)
-            return self.ring.pick(session.hash, math.ceil(BOUND * self.load / max(1, there)))
+            return self.ring.pick(session.hash, math.ceil(BOUND * self.load / max(1, self.there)))
         while self._least:
             load, _, life, replica = self._least[0]
             if replica.seen and replica.load == load and replica.life == life:
@@ -492,7 +492,7 @@ class Simulation:
 
     # -- failures -----------------------------------------------------------------------------------
 
-    def _doom(self, replica: Replica) -> None:
+    def _schedule_failure(self, replica: Replica) -> None:
         if self.scenario.mtbf is not None:
             self._at(self.now + self._exponential(self.scenario.mtbf), self.fail, replica)
 
@@ -517,11 +517,13 @@ class Simulation:
         replica, life = about
         if replica.life == life and not replica.up:
             replica.seen = False
+            self.there -= 1
 
     def _restart(self, replica: Replica) -> None:
+        self.there += not replica.seen
         replica.up = replica.seen = True
         self._count(replica, 0)
-        self._doom(replica)
+        self._schedule_failure(replica)
 
 
 def simulate(pace: Pace, scenario: Scenario, progress: Callable[[float], None] = lambda now: None) -> Outcome:
