@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from kvkeep_lab.fleet.pace import Line, Pace
@@ -168,10 +169,43 @@ def test_the_command(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -
         (("--replicas", "0"), "whole numbers"),
         (("--pace", str(tmp_path)), "cannot be read"),
         (("--warmup", "700"), "warm-up"),
-        (("--first", "20000"), "at most"),
+        (("--first", "20000"), "longer than a session, 9,000"),
+        (("--rate", "nan"), "finite"),
+        (("--seconds", "inf"), "finite"),
+        (("--route", "none"), "Unknown route"),
+        (("--replicas", "²"), "whole numbers"),
     ):
         code, out, err = run("lab", "fleet", "--pace", str(path), *wrong)
         assert code == 2 and sentence in err and err.count("\n") == 1, err
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ([], "no object"),
+        ({"name": 1}, "no object"),
+        ({"hot": 1}, "has hot, and known are name"),
+        ({"step": [[1, 0]]}, "'step' are too small"),
+        ({"step": [[2, 1], [1, 2]]}, "'step' rise"),
+        ({"prompt": [[1, math.inf]]}, "'prompt' is a list of one point or more"),
+        ({"past": []}, "'past' is a list of one point or more"),
+        ({"stored": [1, 2]}, "'stored' is a list of points"),
+        ({"held": [[0, 1e6]]}, "more is held than granted"),
+        ({"memory": math.nan}, "'memory' is a number above 0"),
+        ({"chunk": 0.5}, "'chunk' is a whole number above 0"),
+    ],
+)
+def test_a_pace_that_is_none_is_refused_in_a_sentence(wrong: Any, sentence: str, tmp_path: Path) -> None:
+    path = tmp_path / "pace.json"
+    path.write_text(json.dumps(BUSY.as_dict() | wrong if wrong else wrong))
+    with pytest.raises(UsageError, match=sentence):
+        Pace.load(path)
+    path.write_text("{1")
+    with pytest.raises(UsageError, match="not a JSON file"):
+        Pace.load(path)
+    path.write_text(json.dumps({"name": "x", "step": [[1, 1]]}))
+    with pytest.raises(UsageError, match="has no past, prompt, held, granted, stored, memory"):
+        Pace.load(path)
 
 
 def test_a_method_that_drafts_has_no_pace() -> None:
@@ -229,7 +263,7 @@ def test_a_burst_comes_when_all_of_the_last_one_have_ended_those_without_room_to
     found = Watched(pace, given).run()
     assert max(alive) == 8 and min(found.refused, found.answered) > 50
     assert found.before + found.asked == found.answered + found.refused + found.left and found.before
-    for wrong, sentence in ((4900, "5,000 tokens at most"), (10**6, "at most")):
+    for wrong, sentence in ((4900, "longer than a session, 5,000"), (10**6, "longer")):
         with pytest.raises(UsageError, match=sentence):
             Simulation(pace, replace(given, first=wrong))
     with pytest.raises(UsageError, match="larger than a replica's memory"):

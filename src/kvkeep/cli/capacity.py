@@ -58,8 +58,8 @@ def capacity(
     from kvkeep.plan import capacity as planned
     from kvkeep.plan.planner import parse_memory
 
-    contexts, networks = _numbers(context, "context"), _numbers(gbit, "network")
-    names = list(planned.METHODS) if method is None else listed(method, "--method")
+    contexts, networks = _numbers(context, "context", whole=True), _numbers(gbit, "network")
+    names = list(planned.METHODS) if method is None else listed(method, "--method") or ["none"]
     shape, measured = predicted(model, machine, weights)
     rates = measured()
     room = parse_memory(memory) if memory is not None else rates.room(shape.weight_bytes)
@@ -93,13 +93,14 @@ def capacity(
         )
 
 
-def _numbers(text: str, what: str) -> list[float]:
+def _numbers(text: str, what: str, whole: bool = False) -> list[float]:
     try:
         found = [float(part) for part in text.split(",")]
     except ValueError:
         found = []
-    if not found or not all(0 < number < 1e12 for number in found):
-        raise UsageError(f"A {what} of '{text}' is not understood: give numbers above 0, by commas.")
+    if not found or not all(0 < number < 1e12 and (not whole or number.is_integer()) for number in found):
+        kind = "whole numbers" if whole else "numbers"
+        raise UsageError(f"A {what} of '{text}' is not understood: give {kind} above 0, by commas.")
     return found
 
 

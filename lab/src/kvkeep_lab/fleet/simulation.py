@@ -131,9 +131,7 @@ class Simulation:
     def __init__(self, pace: Pace, scenario: Scenario) -> None:
         tokens = scenario.first + scenario.answer
         if tokens > pace.longest:
-            raise UsageError(
-                f"A session has {pace.longest:,} tokens at most, and a first turn of {tokens:,.0f} is longer."
-            )
+            raise UsageError(f"A first turn of {tokens:,.0f} tokens is longer than a session, {pace.longest:,}.")
         if pace.granted(tokens) > pace.memory:
             raise UsageError(f"A first turn of {tokens:,.0f} tokens is larger than a replica's memory.")
         self.pace, self.scenario = pace, scenario
@@ -147,7 +145,7 @@ class Simulation:
         self._events: list[tuple[float, int, Callable[[Any], None], Any]] = []
         self._least: list[tuple[int, float, int, Replica]] = []  # by load; outdated ones are skipped
         self._own: dict[int, float] = {}
-        self._chunk_s = pace.reading(0, pace.chunk)
+        self._chunk_s = pace.reading(pace.chunk, pace.chunk)  # one more, in a step that has its weights in any case
         self._reset()
 
     def _reset(self) -> None:
