@@ -90,12 +90,12 @@ class Scenario:
 class Outcome:
     """What came of it, after the warm-up. before: answers under way when it ended. asked: for an answer, refused: of
     those, for which a session has no room, in its tokens or in a replica's memory; it ends there. left: answers under
-    way at the end. So before + asked is answered + refused + left. first_token, recovered: seconds at the
-    50th, 95th and 99th percentile, until the first token of a turn, and from a failure until the first token of a
-    client's next try; until the end, where there is none yet. gap: the same between tokens. None where there were none.
-    turns: by how their past came there. in_system: answers under way, on the mean; answer_s: mean seconds of one from
-    its request to its last token. busy: share of time that replicas work. writing: sessions that share a step, on the
-    mean of busy time. events: how many were simulated."""
+    way at the end. So before + asked is answered + refused + left. first_token, recovered: seconds at the 50th, 95th
+    and 99th percentile, until the first token of a turn, and from a failure until the first token of a client's next
+    try; until the end, where there is none yet. gap: the same between tokens. None where there were none. turns: by how
+    their past came there. in_system: answers under way, on the mean; answer_s: mean seconds of one from its request to
+    its last token. busy: share of time that replicas work. writing: sessions that share a step, on the mean of busy
+    time. events: how many were simulated."""
 
     before: int
     asked: int
