@@ -28,7 +28,7 @@ from kvkeep.errors import UsageError
 from kvkeep.vllm import pinned
 from kvkeep.vllm.behind import Counts, WriteBehind
 from kvkeep.vllm.codec import Codec, Coded, Exact, bits_of
-from kvkeep.vllm.folder import BlockFolder
+from kvkeep.vllm.folder import HEADER, BlockFolder
 from kvkeep.vllm.identity import namespace, settings_of, weights_of
 from kvkeep.vllm.loading import Loader
 from kvkeep.vllm.options import Options
@@ -140,8 +140,11 @@ class KeepConnector(KVConnectorBase_V1):
     def wait_for_save(self) -> None:
         """Copy the blocks that this step filled, and queue them."""
         assert self.work is not None
-        for save in self._asked().saves:
+        asked = self._asked()
+        for save in asked.saves:
             self.work.save(save)
+        for use in asked.uses:
+            self.work.behind.use(use)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Return the requests whose blocks were loaded; with them belongs what is asked for next."""
@@ -231,15 +234,17 @@ class _Work:
     def __init__(self, config: Any, options: Options, folder: BlockFolder, caches: dict[str, Tensor]) -> None:
         self.folder, self.pages, self.counts, self._told = folder, Pages(caches), Counts(), Counts()
         codec = _codec(config, options, self.pages)
+        if options.quota < (size := HEADER.size + codec.nbytes):
+            raise UsageError(f"KeepConnector's quota of {options.quota:,} bytes holds no block of {size:,}.")
         self.behind = WriteBehind(folder, codec.encode, options.queue, self.counts)
         self.loader = Loader(folder, codec, self.pages, self.counts)
 
     def save(self, save: Save) -> None:
         """Queue the blocks of a request that are not there."""
-        for name, block in zip(save.names[-len(save.blocks) :], save.blocks, strict=True):
+        for name, block in zip(save.names, save.blocks, strict=True):
             if not self.folder.has(name):
                 self.behind.offer(name, self.pages.nbytes, partial(self.pages.read, block))
-        self.behind.use(save.names)
+        self.behind.use(save)
 
     def news(self) -> Stats | None:
         """Return what happened since it was last asked."""
