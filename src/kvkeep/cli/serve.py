@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import ipaddress
 import os
 import re
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
@@ -113,7 +114,6 @@ def serve(
     optional("prometheus_client", "serve")
     from kvkeep.decode.session_store import DAY_S, SessionStore, sessions_folder
     from kvkeep.models.loading import load
-    from kvkeep.models.room import free_memory
     from kvkeep.plan.planner import parse_memory
     from kvkeep.policies.request import Request
     from kvkeep.serve.engine import Engine
@@ -135,36 +135,45 @@ def serve(
     cache: dict[str, Any] = {name: one for name, one in (("method", method), ("budget", budget)) if one is not None}
     Request.parse(**cache)
     folder, limit = sessions_folder(sessions), None if quota is None else parse_memory(quota)
-    store = SessionStore(folder, quota=limit, age=None if age is None else age * DAY_S, shared=replicas is not None)
-    if ray is None:
-        store.check_folder()
-    limits, size = Limits(answers if given else None, time), _size(replicas, ray, cores, conversations)
-    if ray is None:
-        loaded = load(model, weights=weights, device=device, progress=note)
-        if total is None:
-            total = free_memory(next(loaded.model.parameters()).device) // 2 // (1 if size is None else size.most)
-        cache = cache or _planned(loaded, total, conversations)
-    assert total is not None
+    seconds = None if age is None else age * DAY_S
+    limits = Limits(answers if given else None, time)
     kept_for = "" if limit is None else f", at most {quota} together: the least recently used are removed"
     kept_for += "" if age is None else f", {age:g} days at most"
     if kept is not None:
         access = f"key: {given[0] if new else 'as before'}  (kept in {kept})"
     else:
         access = f"{len(given)} keys" if given else "no key: only this machine can reach it"
-    listening = _socket(host, port) if ray is None else None
-    port = port if listening is None else listening.getsockname()[1]
-    where = f"http{'s' if tls else ''}://{_address(host)}:{port}"
-    if size is not None:
+    store = SessionStore(folder, quota=limit, age=seconds, shared=replicas is not None)
+    if ray is None:
+        store.check_folder()
+    if replicas is not None:
         from kvkeep.serve.replicas import Service
 
-        kept_in = str(folder.absolute()), limit, store.age
-        allowed = Keys(given), limits, tuple(cors or ())
-        service = Service(model, weights, device, total, waiting, cache, *kept_in, *allowed, log_requests)
-        if listening is not None:
-            listening.close()  # Serve's proxy takes its place
-        said = f"{where}/v1  model '{model}', {total / 1e6:.0f} MB for all conversations of a replica"
-        _replicated(service, size, ray, (host, port, tls), grace, [said, f"sessions: {folder}{kept_for}", access])
+        size = _size(replicas, ray, cores, conversations)
+        if ray is None:
+            total, cache = _beforehand(model, weights, device, total, cache, conversations, size.most)
+        assert total is not None
+        service = Service(
+            model=model,
+            weights=weights,
+            device=device,
+            memory=total,
+            waiting=waiting,
+            cache=cache,
+            folder=str(folder.absolute()),
+            quota=limit,
+            age=seconds,
+            keys=Keys(given),
+            limits=limits,
+            origins=tuple(cors or ()),
+            logs=log_requests,
+        )
+        _replicated(service, size, ray, (host, port, tls), grace, [f"sessions: {folder}{kept_for}", access])
         return
+    loaded = load(model, weights=weights, device=device, progress=note)
+    total, cache = _settled(loaded, total, cache, conversations)
+    listening = _socket(host, port)
+    where = _where(host, listening.getsockname()[1], tls)
     engine = Engine(loaded, total, waiting, store, **cache)
     app = application(engine, loaded, Keys(given), limits, cors or ())
     server = _server(uvicorn, app, timeout_graceful_shutdown=int(grace) + 1, **tls)
@@ -204,16 +213,51 @@ def _check_replicas(
             )
 
 
-def _size(replicas: str | None, ray: str | None, cores: float | None, conversations: int) -> Size | None:
+def _size(replicas: str, ray: str | None, cores: float | None, conversations: int) -> Size:
     """Return how many replicas are asked for, and of what size."""
-    if replicas is None:
-        return None
     from kvkeep.serve.replicas import Size
 
     size = Size.parse(replicas, cores or 1, conversations)
     if cores is None and ray is None:
         size = replace(size, cores=max(1, (os.cpu_count() or 1) // size.most))
     return size
+
+
+def _beforehand(
+    model: str,
+    weights: str,
+    device: str | None,
+    total: int | None,
+    cache: dict[str, Any],
+    conversations: int,
+    most: int,
+) -> tuple[int, dict[str, Any]]:
+    """Return what :func:`_settled` does for each of ``most`` replicas here. A model that is loaded for that is gone
+    afterwards. Raises as loading does for one that cannot be served."""
+    from kvkeep.models.freed import give_back
+    from kvkeep.models.loading import describe, load
+
+    if total is not None and cache:
+        describe(model, weights=weights, device=device or "cpu", progress=note)
+        return total, cache
+    loaded = load(model, weights=weights, device=device, progress=note)
+    found = _settled(loaded, total, cache, conversations, most)
+    del loaded
+    gc.collect()  # a model refers to itself
+    give_back()
+    return found
+
+
+def _settled(
+    loaded: Loaded, total: int | None, cache: dict[str, Any], conversations: int, processes: int = 1
+) -> tuple[int, dict[str, Any]]:
+    """Return the bytes for conversations, and what sessions are that name nothing: as given, else half of what is free
+    for all ``processes``, and the planner's choice."""
+    from kvkeep.models.room import free_memory
+
+    if total is None:
+        total = free_memory(next(loaded.model.parameters()).device) // 2 // processes
+    return total, cache or _planned(loaded, total, conversations)
 
 
 def _replicated(
@@ -227,14 +271,22 @@ def _replicated(
     """Have Ray Serve run replicas: until SIGTERM or Ctrl-C in a cluster that ends with them, else for good."""
     from kvkeep.serve import replicas
 
+    host, port, tls = listening
+    if address is None:
+        with _socket(host, port) as free:  # Serve's proxy takes its place
+            port = free.getsockname()[1]
     with replicas.cluster(address, size):
         ended = threading.Event()
         if address is None:  # before replicas start, and after Ray has set handlers of its own, which abort
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, lambda *given: ended.set())
-        replicas.deploy(service, size, *listening)
+        replicas.deploy(service, size, host, port, tls)
         kinds = f"{size.least}" if size.least == size.most else f"{size.least} to {size.most}"
-        said.insert(1, f"{kinds} replicas with {size.cores:g} cores each, {dict(service.cache)}")
+        note(
+            f"{_where(host, port, tls)}/v1  model '{service.model}', {service.memory / 1e6:.0f} MB for all "
+            "conversations of a replica"
+        )
+        note(f"{kinds} replicas with {size.cores:g} cores each, {dict(service.cache)}")
         for line in said:
             note(line)
         if address is not None:
@@ -301,6 +353,11 @@ def _address(host: str) -> str:
     """Return how a browser of this machine names ``host``, also where that is every address of it."""
     own = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
     return f"[{own}]" if ":" in own else own
+
+
+def _where(host: str, port: int, tls: Mapping[str, Any]) -> str:
+    """Return the server's address for a browser of this machine."""
+    return f"http{'s' if tls else ''}://{_address(host)}:{port}"
 
 
 def _check_origins(origins: Sequence[str]) -> None:
