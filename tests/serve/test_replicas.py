@@ -37,8 +37,9 @@ class Behind:
         self.body = b""
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        given = [value.decode() for name, value in scope["headers"] if name == HEADER.encode()]
-        (self.header,) = given
+        given = [value.decode() for name, value in scope["headers"] if name.replace(b"_", b"-") == HEADER.encode()]
+        assert len(given) <= 1
+        self.header = given[0] if given else None
         self.body = (await receive()).get("body", b"")
         for one in self.messages:
             await send(one)
@@ -68,15 +69,15 @@ def asked(behind: Behind, body: Any = None, path: str = "/v1/chat/completions", 
     return asyncio.run(ask())
 
 
-def key(body: Any = None, path: str = "/v1/chat/completions", **headers: str) -> str:
-    """What the router is told of a request."""
+def key(body: Any = None, path: str = "/v1/chat/completions", **headers: str) -> str | None:
+    """The routing key of a request."""
     behind = Behind(started(), sent(b"{}"))
-    assert asked(behind, body, path, **headers).status_code == 200 and behind.header
+    assert asked(behind, body, path, **headers).status_code == 200
     assert behind.body == (b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode())
     return behind.header
 
 
-def test_requests_of_a_conversation_are_told_by_one_key_and_others_by_another() -> None:
+def test_requests_of_a_conversation_have_one_routing_key_and_others_another() -> None:
     first = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "One?"}]
     later = [*first, {"role": "assistant", "content": "Two."}, {"role": "user", "content": "Three?"}]
     talk = {"kvkeep": {"session": "talk"}}
@@ -86,14 +87,22 @@ def test_requests_of_a_conversation_are_told_by_one_key_and_others_by_another() 
     assert named == key({"messages": first}, x_session_id="talk")
     begun = key({"messages": first})
     assert begun == key({"messages": later}) != key({"messages": [first[0], later[3]]})
-    assert key({"prompt": "a" * 600}) == key({"prompt": "a" * 700}) != key({"prompt": "b"})
     others = [
         key({"messages": first, **talk}, authorization="Bearer k"),
         key({"messages": first, "kvkeep": {"session": "walk"}}),
         begun,
         key(path="/v1/sessions/walk"),
     ]
-    assert len({named, *others[:3]}) == 4 and others[1] == others[3]
+    assert len({named, *others[:3], None}) == 5 and others[1] == others[3]
+
+
+def test_without_a_session_only_a_conversation_has_a_routing_key() -> None:
+    """Prompts that begin alike, as examples of an evaluation do, go to all replicas."""
+    assert key({"prompt": "a" * 600}, "/v1/completions") is key({"prompt": [1] * 600}, "/v1/completions") is None
+    assert key(path="/v1/models") is key(path="/v1/sessions") is key(path="/metrics") is None
+    assert (
+        key({"prompt": "a", "kvkeep": {"session": "talk"}}, "/v1/completions") == key(x_session_id="talk") is not None
+    )
     for odd in (
         b"",
         b"[" * 10**5,
@@ -101,10 +110,11 @@ def test_requests_of_a_conversation_are_told_by_one_key_and_others_by_another() 
         [],
         {"kvkeep": 1},
         {"messages": [1]},
-        {"prompt": {}},
         {"messages": "\ud800"},
+        {"messages": [{"role": "assistant", "content": "Yes."}]},
     ):
-        assert key(odd)
+        assert key(odd) is None
+    assert key({"messages": [{"role": "user", "content": "\ud800"}]}) is not None
 
 
 def test_what_a_replica_did_not_say_the_front_does() -> None:
