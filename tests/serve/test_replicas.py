@@ -19,6 +19,7 @@ from running import KEYS, figures, post, program
 
 import kvkeep
 from kvkeep.decode.session_store import SessionStore
+from kvkeep.decode.shared_journal import TAKEN
 from kvkeep.errors import SessionBusy, UsageError
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.http.body import LARGEST_BODY
@@ -170,7 +171,7 @@ def test_servers_that_share_a_folder_go_on_with_each_others_sessions(tmp_path: P
     assert isinstance(refused.events[-1], SessionBusy)
     session = first.sessions.memory[("me", "talk")]
     assert session.file is not None
-    os.rename(session.file.path, tmp_path / "me" / ".talk.session.taken-0")  # as a server does whom no lock stops
+    os.rename(session.file.path, tmp_path / "me" / TAKEN / "talk.session.0")  # as a server does whom no lock stops
     client = Client(second, ids, name=("me", "talk"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kvkeep.decode.shared_journal.lock", lambda file: None)
@@ -182,7 +183,7 @@ def test_servers_that_share_a_folder_go_on_with_each_others_sessions(tmp_path: P
         assert file.turns == 8 and file.stored["session.ids"].shape == (1, len(ids) + NEW - 1)
     for server in servers:
         server.close()
-    assert [path.name for path in tmp_path.rglob("*.*")] == ["talk.session"]
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["talk.session"]
 
 
 # -- the command ------------------------------------------------------------------------------------------

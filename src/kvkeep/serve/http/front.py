@@ -58,6 +58,7 @@ def routing_key(path: str, headers: Headers, body: bytes) -> str | None:
         asked = json.loads(body) if body else None
     except (ValueError, RecursionError):  # the replica says what is wrong
         asked = None
+    what: list[Any]
     if named := _named(path, asked) or headers.get(HEADER):
         what = ["session", named]
     elif opening := _opening(asked):
