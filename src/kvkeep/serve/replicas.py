@@ -5,7 +5,7 @@ A session belongs to no replica. Its turns are in a folder that all replicas see
 same one do it as long as there is one, which then has the session in memory. :mod:`~kvkeep.serve.http.front` runs in
 Serve's proxies, names the session where Serve's router looks for it, and tells clients of replicas that ended.
 
-This is the only module that imports ray.
+This is the only module that imports ray.serve.
 """
 
 from __future__ import annotations
@@ -15,13 +15,11 @@ import logging
 import math
 import os
 import re
-import secrets
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Metric, generate_latest
@@ -33,7 +31,9 @@ from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.extras import optional
 from kvkeep.models.loading import DEFAULT, load
 from kvkeep.plan.planner import parse_memory
+from kvkeep.plugins import first_line
 from kvkeep.policies.request import Request
+from kvkeep.ray_cluster import connected
 from kvkeep.serve.engine import WAITING, Engine
 from kvkeep.serve.http.app import alive, application
 from kvkeep.serve.http.asked import Limits
@@ -57,8 +57,6 @@ OPTIONS: dict[str, Any] = {
     "answers": 64, "time": None, "replicas": "2", "cores": 1, "conversations": 8,
 }  # fmt: skip
 """Of :func:`app`, and what they are where they are not given."""
-OBJECTS = 100 * 2**20
-"""Bytes of Ray's own object store, where it is started here; it wants 75 MiB."""
 ONGOING = 1000
 """Requests that Serve passes to a replica at once: an engine refuses by itself what is too many."""
 
@@ -192,25 +190,8 @@ def cluster(address: str | None, size: Size) -> Iterator[None]:
     """Be connected to a Ray cluster within the block, or start one on this machine, which ends with it. Raises
     KvkeepError where there is none."""
     ray_serve()
-    ray = optional("ray", "ray")
     logging.getLogger("ray.serve").setLevel(logging.ERROR)  # of this process: what happens, it says itself
-    own: dict[str, Any] = {}
-    with ExitStack() as ending:
-        if address is None:
-            os.environ.update(FRONT)
-            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-            os.environ.setdefault("RAY_worker_niceness", "0")  # else anything else on the machine comes first
-            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # else Ray puts one into the user's home
-            short = "/tmp" if os.path.isdir("/tmp") else None  # paths of sockets have to be short
-            folder = TemporaryDirectory(prefix="kvkeep-", dir=short, ignore_cleanup_errors=True)
-            own = {"num_cpus": math.ceil(size.most * size.cores), "_temp_dir": ending.enter_context(folder)}
-            own |= {"include_dashboard": False, "object_store_memory": OBJECTS}
-        ending.callback(ray.shutdown)
-        try:
-            ray.init(address or "local", log_to_driver=False, logging_level="error", **own)
-        except (ConnectionError, ValueError, RuntimeError, TimeoutError, ray.exceptions.RayError) as error:
-            where = "can be started here" if address is None else f"at '{address}'"
-            raise KvkeepError(f"There is no Ray cluster {where}: {_line(error)}") from error
+    with connected(address, math.ceil(size.most * size.cores), environment=FRONT):
         yield
 
 
@@ -224,7 +205,7 @@ def deploy(service: Service, size: Size, host: str, port: int, tls: Mapping[str,
         serve.start(proxy_location="EveryNode", http_options=http, logging_config=QUIET)
         serve.run(bound(service, size), name=NAME, route_prefix="/", logging_config=QUIET)
     except (RuntimeError, TimeoutError, optional("ray", "ray").exceptions.RayError) as error:
-        raise KvkeepError(f"The replicas did not start: {_why(serve) or _line(error)}") from error
+        raise KvkeepError(f"The replicas did not start: {_why(serve) or first_line(error)}") from error
 
 
 def _why(serve: Any) -> str:
@@ -233,10 +214,6 @@ def _why(serve: Any) -> str:
         lines = [line.strip() for line in serve.status().applications[NAME].message.splitlines() if line.strip()]
         return str(lines[-1]) if lines else ""
     return ""
-
-
-def _line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def bound(service: Service, size: Size) -> Any:
