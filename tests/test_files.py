@@ -137,7 +137,8 @@ def test_what_others_write_is_left_to_them(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     long_ago = time.time() - 2 * STALE
     os.utime(tmp_path / forgotten, (long_ago, long_ago))
-    put(tmp_path / "file", b"one")
+    for text in (b"one", b"two"):  # a new file without a name needs none of theirs; one that is replaced does
+        put(tmp_path / "file", text)
     assert set(os.listdir(tmp_path)) == {"file", alive, elsewhere, another}
 
 

@@ -33,9 +33,10 @@ def write_whole(path: str | os.PathLike[str], write: Callable[[IO[bytes]], objec
     file then remains.
     """
     target = Path(os.path.realpath(path))
-    mode, temporary = _mode(target), temporary_name(target)
+    mode, temporary = _mode(target), _temporary(target)
     try:
         if not _write_nameless(target, temporary, mode, write):
+            _sweep(target)
             with open(temporary, "w+b") as file:
                 _fill(file, mode, write)
             os.replace(temporary, target)
@@ -47,7 +48,7 @@ def write_whole(path: str | os.PathLike[str], write: Callable[[IO[bytes]], objec
 def temporary_name(target: Path) -> Path:
     """Return a name beside ``target`` for a file that is to become it; such files of dead processes are removed."""
     _sweep(target)
-    return target.parent / f"{_prefix(target)}{threading.get_ident()}-{owner()}"
+    return _temporary(target)
 
 
 def owner() -> str:
@@ -76,6 +77,10 @@ def _mode(target: Path) -> int | None:
 
 def _prefix(target: Path) -> str:
     return f".{os.fsdecode(os.fsencode(target.name)[:_LONGEST])}.saving-"
+
+
+def _temporary(target: Path) -> Path:
+    return target.parent / f"{_prefix(target)}{threading.get_ident()}-{owner()}"
 
 
 def _sweep(target: Path) -> None:
@@ -114,6 +119,7 @@ def _write_nameless(target: Path, temporary: Path, mode: int | None, write: Call
                 with suppress(FileExistsError):  # another process was first: it is replaced
                     _link(file, target)
                     return True
+            _sweep(target)  # only where there can be any: the folder may have many files
             _link(file, temporary)
         except OSError:  # some file systems have such files and cannot name them
             return False

@@ -21,7 +21,7 @@ from kvkeep.vllm.codec import Codec, Coded, Exact, places
 from kvkeep.vllm.folder import BlockFolder, Name
 from kvkeep.vllm.loading import Loader
 from kvkeep.vllm.pages import Pages
-from kvkeep.vllm.plan import Load
+from kvkeep.vllm.plan import Load, Use
 
 HEADS, ENTRIES, DIM = 2, 64, 32
 
@@ -145,7 +145,7 @@ def test_a_full_queue_drops_and_never_waits(tmp_path: Path, writer: Callable[...
     behind, start = writer(folder, 350), time.monotonic()
     assert [behind.offer(name(number), 100, copy) for number in (0, 1, 2, 3, 1)] == [True, True, True, False, True]
     assert time.monotonic() - start < 5 and len(copies) == 3 and behind.counts.dropped == 1
-    behind.use([name(0), name(1), name(2)])
+    behind.use(Use([name(0), name(1), name(2)], time.time_ns()))
     folder.gate.set()
     assert behind.flush(10) and behind.counts.saved == 3
     times = [folder.path(name(number)).stat().st_mtime_ns for number in range(3)]
@@ -153,6 +153,18 @@ def test_a_full_queue_drops_and_never_waits(tmp_path: Path, writer: Callable[...
     assert behind.offer(name(3), 100, copy)
     behind.close()  # what is queued is written
     assert folder.count()[0] == 4 and not behind.offer(name(4), 100, copy)
+
+
+def test_what_an_end_does_not_write_is_counted(
+    tmp_path: Path, writer: Callable[..., WriteBehind], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(behind_module, "END_S", 0.05)
+    folder = Slow(tmp_path)
+    behind = writer(folder)
+    assert all(behind.offer(name(number), 100, lambda: np.zeros(100, np.uint8)) for number in range(3))
+    behind.close()  # one is being written
+    assert behind.counts.dropped == 2
+    folder.gate.set()
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), ZeroDivisionError()], ids=str)

@@ -80,10 +80,22 @@ def test_blocks_are_saved_in_the_step_that_fills_them() -> None:
     assert saved(engine.step(request, 2, blocks)) == []
     request.num_tokens = 12  # the answer's first token, read in the step that it is known in
     plan = engine.step(request, 1, blocks)
-    assert saved(plan) == [(3, [9])] and plan.saves[0].names == names(3)
+    assert saved(plan) == [(1, [9])] and plan.saves[0].names == names(3, first=2)
     assert saved(engine.step(request, 5, blocks)) == []  # drafts, and tokens that are not known yet
     engine.planner.end("a")
+    (use,) = engine.step(request, 8, blocks).uses
+    assert use.names == names(3) and use.when > plan.saves[0].when  # its whole text was used until then
     assert engine.step(request, 8, blocks) == Plan()
+
+
+def test_blocks_are_never_used_later_than_what_they_build_upon() -> None:
+    request, blocks = Request("a", 16), [0, 1, 2, 3]
+    engine = Engine(request)
+    engine.admit(request, blocks)
+    saves = [save for tokens in (5, 3, 8) for save in engine.step(request, tokens, blocks).saves]
+    assert [len(save.names) for save in saves] == [1, 1, 2]
+    times = [save.when - number for save in saves for number in range(len(save.names))]
+    assert times == sorted(times, reverse=True) and len({*times}) == 4
 
 
 def test_what_the_engine_has_is_not_loaded_and_the_last_token_is_read() -> None:

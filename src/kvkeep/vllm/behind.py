@@ -18,6 +18,7 @@ import numpy as np
 
 from kvkeep.errors import StoreError
 from kvkeep.vllm.folder import BlockFolder, Name
+from kvkeep.vllm.plan import Use
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ class WriteBehind:
     def __init__(self, folder: BlockFolder, encode: Encode, room: int, counts: Counts) -> None:
         self.folder, self.encode, self.room, self.counts = folder, encode, room, counts
         self._queue: deque[tuple[Name, np.ndarray]] = deque()
-        self._uses: deque[tuple[int, Sequence[Name]]] = deque(maxlen=USES)
+        self._uses: deque[Use] = deque(maxlen=USES)
         self._waiting: dict[Name, int] = {}  # bytes, queued or being written
         self._paused = 0.0  # until then
         self._busy = self._ends = False
@@ -74,11 +75,10 @@ class WriteBehind:
             self._changed.notify_all()
         return True
 
-    def use(self, names: Sequence[Name]) -> None:
-        """Note, when all that is queued is written, that the blocks of a text are in use, given in its order: of two
-        the one that others build upon is the later used."""
+    def use(self, use: Use) -> None:
+        """Note, when all that is queued is written, that blocks are in use."""
         with self._changed:
-            self._uses.append((time.time_ns(), names))
+            self._uses.append(use)
             self._changed.notify_all()
 
     def flush(self, seconds: float) -> bool:
@@ -87,10 +87,13 @@ class WriteBehind:
             return self._changed.wait_for(lambda: not (self._queue or self._uses or self._busy), seconds)
 
     def close(self) -> None:
-        """Write what is queued, and end the thread."""
+        """Write what is queued, for END_S, and end the thread; what is left then is dropped."""
         self.flush(END_S)
         with self._changed:
             self._ends = True
+            if left := len(self._queue):
+                self.counts.dropped += left
+                log.warning("%d blocks were not written within %.0f s, and are dropped.", left, END_S)
             self._changed.notify_all()
         self._thread.join(END_S)
 
@@ -104,9 +107,10 @@ class WriteBehind:
                     return
                 self._busy = True
                 block = self._queue.popleft() if self._queue else None
-                when, names = self._uses.popleft() if block is None else (0, ())
-            for number, name in enumerate(names):
-                self.folder.use(name, when - number)
+                use = self._uses.popleft() if block is None else None
+            if use is not None:
+                for number, name in enumerate(use.names):
+                    self.folder.use(name, use.when - number)
             if block is not None:
                 lost = self._failed(*block)
                 with self._changed:

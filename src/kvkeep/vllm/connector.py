@@ -140,8 +140,11 @@ class KeepConnector(KVConnectorBase_V1):
     def wait_for_save(self) -> None:
         """Copy the blocks that this step filled, and queue them."""
         assert self.work is not None
-        for save in self._asked().saves:
+        asked = self._asked()
+        for save in asked.saves:
             self.work.save(save)
+        for use in asked.uses:
+            self.work.behind.use(use)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Return the requests whose blocks were loaded; with them belongs what is asked for next."""
@@ -236,10 +239,10 @@ class _Work:
 
     def save(self, save: Save) -> None:
         """Queue the blocks of a request that are not there."""
-        for name, block in zip(save.names[-len(save.blocks) :], save.blocks, strict=True):
+        for name, block in zip(save.names, save.blocks, strict=True):
             if not self.folder.has(name):
                 self.behind.offer(name, self.pages.nbytes, partial(self.pages.read, block))
-        self.behind.use(save.names)
+        self.behind.use(save)
 
     def news(self) -> Stats | None:
         """Return what happened since it was last asked."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -50,8 +50,3 @@ def _blocks(tensor: Tensor) -> np.ndarray:
             f"KeepConnector takes a cache whose blocks are each in one piece, and this one is "
             f"{tuple(tensor.shape)} in steps of {tensor.stride()}."
         ) from error
-
-
-def split(raw: np.ndarray, sizes: Sequence[int]) -> list[np.ndarray]:
-    """Return the parts of a block that belong to each layer, as views."""
-    return np.split(raw, np.cumsum(sizes)[:-1])

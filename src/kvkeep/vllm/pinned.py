@@ -49,8 +49,10 @@ CALLS: dict[str, str] = {
 """Names of parameters by module and name."""
 
 FIELDS: dict[str, str] = {
-    f"{_V1}.base:KVConnectorBase_V1": "_cache_hit_source requires_kv_delivery",
-    f"{_V1}.base:KVConnectorRole": "SCHEDULER WORKER",
+    f"{_V1}.base:KVConnectorBase_V1": "_cache_hit_source requires_kv_delivery _vllm_config _kv_cache_config",
+    f"{_V1}.base:KVConnectorRole": "",
+    f"{_V1}.base:KVConnectorMetadata": "",
+    f"{_V1}.base:KVConnectorHandshakeMetadata": "",
     f"{_V1}.metrics:KVConnectorStats": "data reset aggregate reduce is_empty to_dict",
     "vllm.v1.metrics.cache_hit_source:CacheHitSource": "DISK",
     "vllm.v1.core.sched.output:SchedulerOutput": "num_scheduled_tokens kv_connector_block_state",
@@ -64,8 +66,7 @@ FIELDS: dict[str, str] = {
     "vllm.v1.kv_cache_interface:FullAttentionSpec": "block_size non_causal",
     "vllm.v1.kv_cache_interface:UniformTypeKVCacheSpecs": "kv_cache_specs",
     "vllm.config:VllmConfig": (
-        "cache_config compilation_config device_config kv_transfer_config load_config model_config parallel_config "
-        "scheduler_config speculative_config"
+        "cache_config compilation_config kv_transfer_config load_config model_config parallel_config speculative_config"
     ),
     "vllm.config:CacheConfig": "block_size cache_dtype prefix_caching_hash_algo",
     "vllm.config:CompilationConfig": "mode static_forward_context",
@@ -73,7 +74,6 @@ FIELDS: dict[str, str] = {
     "vllm.config:LoadConfig": "download_dir load_format",
     "vllm.config:ModelConfig": "model revision dtype quantization hf_config max_model_len",
     "vllm.config:ParallelConfig": "world_size prefill_context_parallel_size decode_context_parallel_size",
-    "vllm.config:SchedulerConfig": "async_scheduling",
     "vllm.platforms.interface:Platform": "is_cpu",
     "vllm.v1.attention.backends.cpu_attn:CPUAttentionMetadataBuilder": "_set_isa_to_layers",  # layer.isa
 }

@@ -32,33 +32,47 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Save:
-    """Blocks of one request in use, the first of its text first; the last of them, in the cache's ``blocks``, are to be
-    saved unless they are there."""
+class Use:
+    """Blocks of one text in use at ``when`` (ns since 1970), given in its order: of two the one that others build upon
+    is the later used."""
 
     names: list[Name]
+    when: int
+
+
+@dataclass(frozen=True)
+class Save(Use):
+    """Blocks in use that are in the cache's ``blocks``, and are to be saved unless they are there."""
+
     blocks: list[int]
 
 
 @dataclass
 class Plan:
-    """What a step loads and saves."""
+    """What a step loads and saves, and which blocks were used by requests that ended."""
 
     loads: list[Load] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
+    uses: list[Use] = field(default_factory=list)
 
 
 @dataclass
 class _Known:
-    """A request, whose blocks are in namespace ``space``. saved: blocks that were offered; tried: its preemptions when
-    blocks were last loaded for it; looked: when, for how many tokens, and how many blocks were found."""
+    """A request, whose blocks are in namespace ``space``. when: it was let in (ns since 1970); saved: blocks that were
+    offered; tried: its preemptions when blocks were last loaded for it; looked: when, for how many tokens, and how many
+    blocks were found."""
 
     request: Any
     space: str
+    when: int = 0
     saved: int = 0
     tried: int = -1
     looked: tuple[float, int, int] = NOT_YET
     computed: int = 0
+
+    def names(self, first: int, last: int) -> list[Name]:
+        """Return what the blocks from ``first`` to ``last``, not included, are called."""
+        return [Name(self.space, key) for key in self.request.block_hashes[first:last]]
 
 
 class Planner:
@@ -78,8 +92,10 @@ class Planner:
             self._known[request.request_id] = _Known(request, space_of(self.space, request.cache_salt))
 
     def end(self, request_id: str) -> None:
-        """Forget a request."""
-        self._known.pop(request_id, None)
+        """Forget a request; its blocks were used until then."""
+        known = self._known.pop(request_id, None)
+        if known is not None and (full := known.request.num_computed_tokens // self.size):
+            self._plan.uses.append(Use(known.names(0, full), time.time_ns()))
 
     def found(self, request: Any, computed: int) -> int:
         """Return how many tokens behind the first ``computed`` ones, which the engine has, can be loaded. The last
@@ -91,8 +107,8 @@ class Planner:
         if before != computed or time.monotonic() - when > LOOK_S:
             first, last = computed // self.size, (request.num_tokens - 1) // self.size
             number = 0
-            for key in request.block_hashes[first:last]:
-                if not self.has(Name(known.space, key)):
+            for name in known.names(first, last):
+                if not self.has(name):
                     break
                 number += 1
             known.looked = time.monotonic(), computed, number
@@ -104,13 +120,12 @@ class Planner:
         known = self._known.get(request.request_id)
         if known is None:
             return
-        known.saved, known.looked = 0, NOT_YET
+        known.saved, known.looked, known.when = 0, NOT_YET, time.time_ns()
         if tokens:
             known.tried = request.num_preemptions
             first = known.computed // self.size
-            part = slice(first, first + tokens // self.size)
-            names = [Name(known.space, key) for key in request.block_hashes[part]]
-            self._plan.loads.append(Load(request.request_id, names, [*blocks[part]]))
+            last = first + tokens // self.size
+            self._plan.loads.append(Load(request.request_id, known.names(first, last), [*blocks[first:last]]))
 
     def step(self, scheduled: Iterable[tuple[str, int]], blocks_of: Callable[[str], Sequence[int] | None]) -> Plan:
         """Return what this step loads and saves. scheduled: requests and how many of their tokens are read in it;
@@ -123,8 +138,9 @@ class Planner:
             ends = min(request.num_computed_tokens + tokens, request.num_tokens)  # drafts are not known to be right
             full = min(ends // self.size, len(request.block_hashes))
             if full > known.saved and (blocks := blocks_of(request_id)) is not None:
-                names = [Name(known.space, key) for key in request.block_hashes[:full]]
-                self._plan.saves.append(Save(names, [*blocks[known.saved : full]]))
+                # The time of each is that of the first, less its place: none is used later than what it builds upon.
+                save = Save(known.names(known.saved, full), known.when - known.saved, [*blocks[known.saved : full]])
+                self._plan.saves.append(save)
                 known.saved = full
         plan, self._plan = self._plan, Plan()
         return plan
