@@ -112,9 +112,9 @@ def serve(
     uvicorn = optional("uvicorn", "serve")
     optional("fastapi", "serve")
     optional("prometheus_client", "serve")
+    from kvkeep.budget import bytes_of
     from kvkeep.decode.session_store import DAY_S, SessionStore, sessions_folder
     from kvkeep.models.loading import load
-    from kvkeep.plan.planner import parse_memory
     from kvkeep.policies.request import Request
     from kvkeep.serve.engine import Engine
     from kvkeep.serve.http.app import application
@@ -131,10 +131,10 @@ def serve(
     if cors and "*" in cors and not given:
         raise UsageError("Without a key, pages of any origin could use the server; name origins, or give it a key.")
     tls = _tls(certificate, private_key)
-    total = None if memory is None else parse_memory(memory)
+    total = None if memory is None else bytes_of(memory)
     cache: dict[str, Any] = {name: one for name, one in (("method", method), ("budget", budget)) if one is not None}
     Request.parse(**cache)
-    folder, limit = sessions_folder(sessions), None if quota is None else parse_memory(quota)
+    folder, limit = sessions_folder(sessions), None if quota is None else bytes_of(quota, "quota")
     seconds = None if age is None else age * DAY_S
     limits = Limits(answers if given else None, time)
     kept_for = "" if limit is None else f", at most {quota} together: the least recently used are removed"

@@ -26,11 +26,11 @@ from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.types import ASGIApp
 
+from kvkeep.budget import bytes_of
 from kvkeep.decode.session_store import DAY_S, SessionStore
 from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.extras import optional
 from kvkeep.models.loading import DEFAULT, load
-from kvkeep.plan.planner import parse_memory
 from kvkeep.plugins import first_line
 from kvkeep.policies.request import Request
 from kvkeep.ray_cluster import connected
@@ -251,11 +251,11 @@ def app(given: Mapping[str, str]) -> Any:
         own["model"],
         own["weights"],
         own["device"],
-        parse_memory(own["memory"]),
+        bytes_of(own["memory"]),
         int(own["waiting"]),
         cache,
         own["sessions"],
-        None if quota is None else parse_memory(quota),
+        None if quota is None else bytes_of(quota, "quota"),
         None if age is None else float(age) * DAY_S,
         Keys(keys),
         Limits(int(own["answers"]) if keys else None, None if seconds is None else float(seconds)),
