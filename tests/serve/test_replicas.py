@@ -21,10 +21,11 @@ import kvkeep
 from kvkeep.decode.session_store import SessionStore
 from kvkeep.decode.shared_journal import TAKEN
 from kvkeep.errors import SessionBusy, UsageError
+from kvkeep.serve import replicas as replicas_module
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.http.body import LARGEST_BODY
 from kvkeep.serve.http.front import HEADER, Front
-from kvkeep.serve.replicas import Size, labelled
+from kvkeep.serve.replicas import Scale, app, labelled
 
 # -- the front --------------------------------------------------------------------------------------------
 
@@ -190,12 +191,42 @@ def test_servers_that_share_a_folder_go_on_with_each_others_sessions(tmp_path: P
 
 
 def test_numbers_of_replicas() -> None:
-    assert Size.parse("3", 1, 8).options() == {"num_replicas": 3}
-    scale = Size.parse("1:4", 1, 8).options()["autoscaling_config"]
+    assert Scale.parse("3", 1, 8).options() == {"num_replicas": 3}
+    scale = Scale.parse("1:4", 1, 8).options()["autoscaling_config"]
     assert scale == {"min_replicas": 1, "max_replicas": 4, "target_ongoing_requests": 8}
     for wrong in ("", "0", "-1", "x", "2:1", "1:", ":2", "1:2:3"):
         with pytest.raises(UsageError, match="is no number of replicas"):
-            Size.parse(wrong, 1, 8)
+            Scale.parse(wrong, 1, 8)
+
+
+def test_a_file_has_the_options_of_the_command_and_their_checks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("KVKEEP_API_KEYS", raising=False)
+    monkeypatch.setattr(replicas_module, "bound", lambda *given: given)
+    (tmp_path / "keys").write_text("some-key\n")
+    given = {"memory": "8MB", "budget": "25%", "sessions": "/chats", "keys": str(tmp_path / "keys"), "quota": None}
+    service, scale = app(given)
+    assert (service.memory, service.cache, service.folder) == (8 * 10**6, {"budget": "25%"}, "/chats")
+    assert (service.quota, service.age, service.limits.answers, service.logs) == (None, None, 64, False)
+    assert (scale.least, scale.most, scale.cores, scale.ongoing) == (2, 2, 1, 8)
+    given |= {"cors": ["https://chat.example"], "log_requests": "true", "age": "0.5", "time": 2, "waiting": "7"}
+    service, scale = app(given | {"cores": "0.5", "conversations": "3", "replicas": 4, "quota": "1GB"})
+    assert (service.origins, service.logs, service.age) == (("https://chat.example",), True, 43200)
+    assert (service.limits.seconds, service.waiting, service.quota) == (2, 7, 10**9)
+    assert (scale.most, scale.cores, scale.ongoing) == (4, 0.5, 3)
+    wrong: dict[str, tuple[Any, ...]] = {
+        "waiting": ("many", -1, 1.5, True), "answers": (0, "x"), "conversations": (0,), "cores": (0, "nan", "inf"),
+        "age": ("x", -1), "time": (0,), "memory": (-5, "25%"), "quota": ("0B",), "weights": ("int5",),
+        "cors": ("chat.example", ["*", "x"]), "log_requests": ("maybe",), "replicas": ("0",), "method": ("h2p",),
+    }  # fmt: skip
+    for name, values in wrong.items():
+        for value in values:
+            with pytest.raises(UsageError) as error:
+                app(given | {name: value})
+            assert str(error.value).endswith(".") and "'" in str(error.value), (name, value)
+    with pytest.raises(UsageError, match="Without a key"):
+        app(given | {"keys": None, "cors": "*"})
 
 
 def test_what_cannot_be_replicated_is_one_sentence(

@@ -5,12 +5,10 @@ from __future__ import annotations
 import gc
 import ipaddress
 import os
-import re
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -24,7 +22,7 @@ from kvkeep.extras import optional
 if TYPE_CHECKING:
     from kvkeep.models.loading import Loaded
     from kvkeep.serve.engine import Engine
-    from kvkeep.serve.replicas import Service, Size
+    from kvkeep.serve.replicas import Scale, Service
 
 UNBOUNDED = 8192
 """Tokens of a conversation that is planned for, where a model has no number of positions."""
@@ -119,7 +117,7 @@ def serve(
     from kvkeep.serve.engine import Engine
     from kvkeep.serve.http.app import application
     from kvkeep.serve.http.asked import Limits
-    from kvkeep.serve.http.door import log_all
+    from kvkeep.serve.http.door import check_origins, log_all
     from kvkeep.serve.http.keys import Keys, kept_key, keys_given
 
     _check_replicas(replicas, ray, cores, memory, method or budget, sessions)
@@ -127,9 +125,7 @@ def serve(
     if not given and not _own(host):
         key, kept, new = kept_key()
         given = [key]
-    _check_origins(cors or ())
-    if cors and "*" in cors and not given:
-        raise UsageError("Without a key, pages of any origin could use the server; name origins, or give it a key.")
+    check_origins(cors or (), bool(given))
     tls = _tls(certificate, private_key)
     total = None if memory is None else bytes_of(memory)
     cache: dict[str, Any] = {name: one for name, one in (("method", method), ("budget", budget)) if one is not None}
@@ -147,28 +143,22 @@ def serve(
     if ray is None:
         store.check_folder()
     if replicas is not None:
-        from kvkeep.serve.replicas import Service
+        from kvkeep.serve.replicas import Scale, Service
 
-        size = _size(replicas, ray, cores, conversations)
+        own = cores or (1 if ray is not None else max(1, (os.cpu_count() or 1) // Scale.parse(replicas, 1, 1).most))
+        scale = Scale.parse(replicas, own, conversations)
         if ray is None:
-            total, cache = _beforehand(model, weights, device, total, cache, conversations, size.most)
-        assert total is not None
-        service = Service(
-            model=model,
-            weights=weights,
-            device=device,
-            memory=total,
-            waiting=waiting,
-            cache=cache,
-            folder=str(folder.absolute()),
-            quota=limit,
-            age=seconds,
-            keys=Keys(given),
-            limits=limits,
-            origins=tuple(cors or ()),
-            logs=log_requests,
-        )
-        _replicated(service, size, ray, (host, port, tls), grace, [f"sessions: {folder}{kept_for}", access])
+            total, cache = _beforehand(model, weights, device, total, cache, conversations, scale.most)
+        options: dict[str, Any] = {
+            "model": model,
+            "weights": weights,
+            "device": device,
+            "memory": total,
+            "waiting": waiting,
+        }
+        options |= {"sessions": folder.absolute(), "quota": quota, "age": age, "answers": answers, "time": time}
+        service = Service.parse(options | {"cors": cors or (), "log_requests": log_requests}, cache, given)
+        _replicated(service, scale, ray, (host, port, tls), grace, [f"sessions: {folder}{kept_for}", access])
         return
     loaded = load(model, weights=weights, device=device, progress=note)
     total, cache = _settled(loaded, total, cache, conversations)
@@ -213,16 +203,6 @@ def _check_replicas(
             )
 
 
-def _size(replicas: str, ray: str | None, cores: float | None, conversations: int) -> Size:
-    """Return how many replicas are asked for, and of what size."""
-    from kvkeep.serve.replicas import Size
-
-    size = Size.parse(replicas, cores or 1, conversations)
-    if cores is None and ray is None:
-        size = replace(size, cores=max(1, (os.cpu_count() or 1) // size.most))
-    return size
-
-
 def _beforehand(
     model: str,
     weights: str,
@@ -262,7 +242,7 @@ def _settled(
 
 def _replicated(
     service: Service,
-    size: Size,
+    scale: Scale,
     address: str | None,
     listening: tuple[str, int, dict[str, Any]],
     grace: float,
@@ -275,18 +255,18 @@ def _replicated(
     if address is None:
         with _socket(host, port) as free:  # Serve's proxy takes its place
             port = free.getsockname()[1]
-    with replicas.cluster(address, size):
+    with replicas.cluster(address, scale):
         ended = threading.Event()
         if address is None:  # before replicas start, and after Ray has set handlers of its own, which abort
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, lambda *given: ended.set())
-        replicas.deploy(service, size, host, port, tls)
-        kinds = f"{size.least}" if size.least == size.most else f"{size.least} to {size.most}"
+        replicas.deploy(service, scale, host, port, tls)
+        kinds = f"{scale.least}" if scale.least == scale.most else f"{scale.least} to {scale.most}"
         note(
             f"{_where(host, port, tls)}/v1  model '{service.model}', {service.memory / 1e6:.0f} MB for all "
             "conversations of a replica"
         )
-        note(f"{kinds} replicas with {size.cores:g} cores each, {dict(service.cache)}")
+        note(f"{kinds} replicas with {scale.cores:g} cores each, {dict(service.cache)}")
         for line in said:
             note(line)
         if address is not None:
@@ -358,15 +338,6 @@ def _address(host: str) -> str:
 def _where(host: str, port: int, tls: Mapping[str, Any]) -> str:
     """Return the server's address for a browser of this machine."""
     return f"http{'s' if tls else ''}://{_address(host)}:{port}"
-
-
-def _check_origins(origins: Sequence[str]) -> None:
-    """Raise UsageError for what is no origin as browsers send it."""
-    for one in origins:
-        if one != "*" and not re.fullmatch(r"https?://[^/\s?#]+", one):
-            raise UsageError(
-                f"'{one}' is no origin: give scheme and host, without a path (https://chat.example), or *."
-            )
 
 
 def _socket(host: str, port: int) -> Any:
