@@ -43,9 +43,12 @@ def test_pages_name_what_is_exported() -> None:
         assert named <= {*kvkeep.__all__, *rooms, "commands", "parts", "md", "git", "service"}, page.name
 
 
-def test_importing_kvkeep_imports_neither_torch_nor_transformers() -> None:
-    """They take seconds; a name brings in what it needs when it is first asked for."""
-    code = "import sys, kvkeep; kvkeep.UsageError; print(sorted({'torch', 'transformers', 'typer'} & set(sys.modules)))"
+@pytest.mark.parametrize("module", ["kvkeep", "kvkeep.vllm", "kvkeep.serve.http.front"])
+def test_importing_it_imports_neither_torch_nor_transformers(module: str) -> None:
+    """They take seconds; a name brings in what it needs when it is first asked for. The front is in processes that have
+    no model."""
+    slow = "{'torch', 'transformers', 'typer', 'vllm', 'ray'}"
+    code = f"import sys, kvkeep, {module}; kvkeep.UsageError; print(sorted({slow} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
 
 
