@@ -150,14 +150,11 @@ def serve(
         if ray is None:
             total, cache = _beforehand(model, weights, device, total, cache, conversations, scale.most)
         options: dict[str, Any] = {
-            "model": model,
-            "weights": weights,
-            "device": device,
-            "memory": total,
-            "waiting": waiting,
-        }
-        options |= {"sessions": folder.absolute(), "quota": quota, "age": age, "answers": answers, "time": time}
-        service = Service.parse(options | {"cors": cors or (), "log_requests": log_requests}, cache, given)
+            "model": model, "weights": weights, "device": device, "memory": total, "waiting": waiting, "quota": quota,
+            "age": age, "sessions": folder.absolute(), "answers": answers, "time": time, "cors": cors or (),
+            "log_requests": log_requests,
+        }  # fmt: skip
+        service = Service.parse(options, cache, given)
         _replicated(service, scale, ray, (host, port, tls), grace, [f"sessions: {folder}{kept_for}", access])
         return
     loaded = load(model, weights=weights, device=device, progress=note)

@@ -20,9 +20,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Metric, generate_latest
+from prometheus_client import Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.types import ASGIApp
 
@@ -180,7 +181,7 @@ class Replica:
         """End the process when the engine has failed: Serve starts another one at once."""
         self.engine.join()
         if self.engine.fault is not None:
-            time.sleep(1.0)  # those who waited are being told
+            time.sleep(1.0)  # those who waited get their errors first
             os._exit(1)
 
     def check_health(self) -> None:
@@ -214,13 +215,8 @@ def labelled(figures: Iterable[tuple[str, bytes]]) -> bytes:
             family = families.setdefault(one.name, Metric(one.name, one.documentation, one.type))
             family.samples += [sample._replace(labels={"replica": name, **sample.labels}) for sample in one.samples]
 
-    class All:
-        def collect(self) -> Iterable[Metric]:
-            return families.values()
-
-    registry = CollectorRegistry()
-    registry.register(All())
-    return generate_latest(registry)
+    collector: Any = SimpleNamespace(collect=families.values)
+    return generate_latest(collector)
 
 
 # -- in the command ---------------------------------------------------------------------------------------
