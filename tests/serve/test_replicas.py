@@ -9,12 +9,14 @@ import signal
 import sys
 import threading
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from answering import NEW, Alone, Client, run, small, text
+from living import descendants
 from running import KEYS, figures, post, program
 
 import kvkeep
@@ -138,6 +140,9 @@ def test_what_a_replica_did_not_say_the_front_does() -> None:
     assert lost.items() <= json.loads(stream[1].removeprefix("data: "))["error"].items()
     assert [stream[0], *stream[2:]] == ["data: {}", "data: [DONE]", ""]
     assert asked(Behind(events, sent(b"data: [DONE]\n\n")), {}).text == "data: [DONE]\n\n"
+    broken = RuntimeError("of the proxy itself")
+    assert lost.items() <= asked(Behind(error=broken), {}).json()["error"].items()
+    assert asked(Behind(events, sent(b"data: {}\n\n", True), error=broken), {}).text.split("\n\n") == stream
     assert asked(Behind(), b"x" * (LARGEST_BODY + 1)).status_code == 413
 
 
@@ -250,22 +255,12 @@ def test_what_cannot_be_replicated_is_one_sentence(
 
 def replicas() -> set[int]:
     """The processes of replicas that descend from this one."""
-    parents, titles = dict[int, int](), dict[int, bytes]()
-    for path in Path("/proc").iterdir():
-        if path.name.isdecimal():
-            try:
-                parents[int(path.name)] = int((path / "stat").read_text().rpartition(")")[2].split()[1])
-                titles[int(path.name)] = (path / "cmdline").read_bytes()
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-    own, more = {os.getpid()}, True
-    while more:
-        more = False
-        for number, parent in parents.items():
-            if parent in own and number not in own:
-                own.add(number)
-                more = True
-    return {number for number in own if titles[number].startswith(b"ray::ServeReplica")}
+    found = set[int]()
+    for number in descendants(os.getpid()):
+        with suppress(OSError):  # it has just ended
+            if Path(f"/proc/{number}/cmdline").read_bytes().startswith(b"ray::ServeReplica"):
+                found.add(number)
+    return found
 
 
 def names(found: dict[str, float]) -> set[str]:

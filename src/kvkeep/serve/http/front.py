@@ -47,8 +47,10 @@ class Front:
         key = routing_key(scope["path"], headers, body)
         kept = [(name, value) for name, value in scope["headers"] if name.replace(b"_", b"-") != HEADER.encode()]
         own = [] if key is None else [(HEADER.encode(), key.encode())]
-        await self.app({**scope, "headers": [*kept, *own]}, receive, answer.send)
-        await answer.close(scope, receive)
+        try:
+            await self.app({**scope, "headers": [*kept, *own]}, receive, answer.send)
+        finally:
+            await answer.close(scope, receive)
 
 
 def routing_key(path: str, headers: Headers, body: bytes) -> str | None:
