@@ -323,7 +323,7 @@ def test_of_two_replicas_one_is_killed_in_the_middle_of_answers(model_folder: Pa
         assert len(talks) == 4 and len(replicas()) == len(held) == 2
 
         # Another server takes a session of the folder, and goes on with it: the replica has to follow.
-        store, (owner,) = SessionStore(folder, shared=True), {path.name for path in folder.iterdir()}
+        store, (owner,) = SessionStore(folder, shared=True), {path.parent.name for path in folder.rglob("*.session")}
         body = {"model": running.model, "prompt": [*talks[0].ids, 7], "max_tokens": 1, "temperature": 0}
         body |= {"kvkeep": {"session": talks[0].name}}
         with store.open(f"{owner}/{talks[0].name}"):
