@@ -1,9 +1,10 @@
 """Replicas of the server on a Ray cluster: the same application, once in every process of a Ray Serve deployment.
 
 A session belongs to no replica. Its turns are in a folder that all replicas see, and whoever answers holds its lease
-(:mod:`~kvkeep.decode.journal`), so that any replica can answer any request. Consistent hashing on the session lets the
-same one do it as long as there is one, which then has the session in memory. :mod:`~kvkeep.serve.http.front` runs in
-Serve's proxies, names the session where Serve's router looks for it, and tells clients of replicas that ended.
+(:mod:`~kvkeep.decode.shared_journal`), so that any replica can answer any request. Consistent hashing on the session
+gives its requests to the same replica as long as there is one, which then has the session in memory.
+:mod:`~kvkeep.serve.http.front` runs in Serve's proxies: it sets the key that is hashed, and completes answers of
+replicas that ended.
 
 This is the only module that imports ray.serve.
 """
