@@ -55,14 +55,14 @@ def capacity(
     json: options.Json = False,
 ) -> None:
     """Predict how many sessions a machine holds and serves, and what fetching one from elsewhere takes."""
+    from kvkeep.budget import bytes_of
     from kvkeep.plan import capacity as planned
-    from kvkeep.plan.planner import parse_memory
 
     contexts, networks = _numbers(context, "context", whole=True), _numbers(gbit, "network")
     names = list(planned.METHODS) if method is None else listed(method, "--method") or ["none"]
     shape, measured = predicted(model, machine, weights)
     rates = measured()
-    room = parse_memory(memory) if memory is not None else rates.room(shape.weight_bytes)
+    room = bytes_of(memory) if memory is not None else rates.room(shape.weight_bytes)
     found = [
         one
         for tokens in contexts

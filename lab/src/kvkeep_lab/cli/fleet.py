@@ -73,15 +73,21 @@ def fleet(
     json: options.Json = False,
 ) -> None:
     """Simulate a fleet of replicas: routing, parked sessions, failures, tail latency. One row for each combination."""
+    from kvkeep.budget import bytes_of
     from kvkeep.plan.capacity import GBIT
-    from kvkeep.plan.planner import parse_memory
     from kvkeep_lab.fleet.pace import Pace
     from kvkeep_lab.fleet.simulation import RECALLS, ROUTES, Scenario, simulate
 
     counts = _counts(replicas or ["8"])
     routes, recalls = _known(route, ROUTES, "--route"), _known(recall, RECALLS, "--recall")
     given: dict[str, Any] = {"rate": rate, "burst": burst, "turns": turns, "first": first, "prompt": prompt}
-    given |= {"answer": answer, "think": think, "fixed": fixed, "disk": float(parse_memory(disk)), "link": link * GBIT}
+    given |= {
+        "answer": answer,
+        "think": think,
+        "fixed": fixed,
+        "disk": float(bytes_of(disk, "disk")),
+        "link": link * GBIT,
+    }
     given |= {"mtbf": mtbf, "restart": restart, "notice": notice, "seconds": seconds, "warmup": warmup, "seed": seed}
     one = Pace.load(pace) if pace is not None else _planned(model, machine, method, budget, memory, chunk)
     combined: list[Any] = [*product(counts, routes, recalls)]
