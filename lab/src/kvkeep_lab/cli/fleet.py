@@ -108,14 +108,13 @@ def fleet(
 
 
 def _planned(model: str, machine: str | None, method: str, budget: str, memory: str | None, chunk: int) -> Pace:
-    from kvkeep.budget import Budget
-    from kvkeep.plan.planner import parse_memory
+    from kvkeep.budget import Budget, bytes_of
     from kvkeep_lab.fleet.pace import Pace
 
     shape, measured = predicted(model, machine)
     rates = measured()
     entries = Budget.parse(budget).entries(shape.geometry, context=shape.geometry.max_positions)
-    room = parse_memory(memory) if memory is not None else rates.room(shape.weight_bytes)
+    room = bytes_of(memory) if memory is not None else rates.room(shape.weight_bytes)
     return Pace.planned(shape, rates, room, method, entries, chunk)
 
 
