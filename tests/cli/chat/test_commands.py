@@ -127,6 +127,16 @@ def test_another_method_in_mid_conversation(tmp_path: Path) -> None:
     assert again.go_on(max_new_tokens=3).tokens == made.talk.go_on(max_new_tokens=3).tokens
 
 
+def test_a_reading_that_is_due_is_not_denied() -> None:
+    made = chat("the of", "was it", "/budget 24", "/system by from", "/budget 16", "for", "/budget 24", "/undo",
+                "/budget 16")  # fmt: skip
+    notes = [note for note in made.screen.notes if "goes on with" in note]  # type: ignore[attr-defined]
+    due = ["nothing is read again" not in note for note in notes]
+    assert due == [False, True, False, False], notes
+    assert notes[1].endswith("16 entries a layer; what was said is read before the next answer.")
+    assert [turn["timing"]["prefill_tokens"] > 12 for turn in made.turns] == [False, False, True]
+
+
 def test_the_end_of_the_positions_is_an_offer() -> None:
     common: dict[str, Any] = {"method": "full", "budget": None, "positions": 72}
     long = [f"the of and to in was {word}" for word in ("it", "for", "on", "as", "with", "his")]
