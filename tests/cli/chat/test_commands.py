@@ -143,7 +143,11 @@ def test_the_end_of_the_positions_is_an_offer() -> None:
     made = chat(*long, **common)
     assert len(said(made)) == 2 * len(long) - 2 and made.waiting == long[-1]
     offered = "\n".join(made.screen.notes)  # type: ignore[attr-defined]
-    assert "72 positions" in offered and all(f"/window {name}" in offered for name in ENDS)
+    assert "The conversation with your question has 77 tokens, and the model only 72 positions. To go on:" in offered
+    for positions, left in ((77, "none"), (80, "3")):
+        near = notes_of(chat(*long, **common | {"positions": positions}))
+        assert f"Your question leaves {left} of {positions} positions for an answer; at least 6 are needed." in near
+    assert all(f"/window {name}" in offered for name in ENDS)
     for name in ENDS:
         one = chat(*long, f"/window {name}", "/continue", **common)
         assert one.waiting is None and one.turns[-2]["question"] == long[-1], name
@@ -153,7 +157,7 @@ def test_the_end_of_the_positions_is_an_offer() -> None:
         told = chat(*long, at_end=name, **common)
         assert said(told)[-2:] == [long[-1], told.turns[-1]["text"]], "nobody has to be asked"
     alone = chat("the " * 100, "/window drop", **common).screen.notes[-1]  # type: ignore[attr-defined]
-    assert "Without any earlier turn" in alone
+    assert alone.startswith("Without any earlier turn the conversation with your question has 102 tokens")
     new = chat("/window drop", "/window summary", **common)
     assert notes_of(new) == "\n".join(["Nothing was said yet, so there is nothing to forget."] * 2)
     one = chat("the " * 40, "/window drop", "/window", **common)
@@ -185,7 +189,7 @@ def test_a_file_goes_with_its_question_or_not_at_all(tmp_path: Path, monkeypatch
     common: dict[str, Any] = {"method": "full", "budget": None, "positions": 64}
     made = chat(f"/file {path}", "the of", f"/file {path} and to", "/undo", "and to", "/undo", "/undo", **common)
     asked = [turn["question"] for turn in made.turns if "error" not in turn]
-    assert asked == ["the of", "and to"] and "This makes" in made.turns[1]["error"]
+    assert asked == ["the of", "and to"] and "only 64 positions" in made.turns[1]["error"]
     notes = notes_of(made)
     assert notes.count(f"{path} goes before the next question; '/file none' is none.") == 2
     assert "Forgotten: ... the of" in notes and "Forgotten: ... and to" in notes, "what was typed"

@@ -74,7 +74,7 @@ def _room(chat: Chat, tokens: int, question: str | None, asked: str) -> bool:
     if window.fits(chat, tokens):
         return True
     if chat.at_end == window.ASK:
-        chat.fail(asked, window.offer(chat, tokens))
+        chat.fail(asked, window.offer(chat, tokens, question))
         return False
     window.ENDS[chat.at_end].make_room(chat, question)
     return True

@@ -86,7 +86,7 @@ def remark(result: Generation, positions: int | None) -> str | None:
     if result.stopped == "length":
         return f"Cut after {len(result.tokens)} tokens (--max-tokens); /continue goes on."
     if result.stopped == "positions":
-        return f"Cut: all {positions} positions of the model are used; /window says how it can go on."
+        return f"Cut: all {positions:,} positions of the model are used; /window says how it can go on."
     if result.stopped == "interrupted":
         return "Stopped; /continue goes on."
     return None
