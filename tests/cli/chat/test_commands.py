@@ -19,7 +19,7 @@ from kvkeep.cli.chat.endings import Endings
 from kvkeep.cli.chat.keeper import Keeper
 from kvkeep.cli.chat.state import Chat
 from kvkeep.cli.chat.window import ASK, ENDS
-from kvkeep.decode.chat import SUMMARISED
+from kvkeep.decode.chat import SUMMARISED, whole_sentences
 from kvkeep.stock import STOCK, new_cache
 
 PAGE = Path(__file__).parents[3] / "docs" / "chat.md"
@@ -164,6 +164,19 @@ def test_the_end_of_the_positions_is_an_offer() -> None:
     assert "turn alone takes" in notes_of(one) and "no other is there to go" in notes_of(one)
 
 
+def test_a_summary_is_whole_and_the_question_after_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    long = "the of and to in was it for " * 5
+    common: dict[str, Any] = {"method": "full", "budget": None, "positions": 128, "max_tokens": 4}
+    made = chat(*[long] * 3, "by from", "and her " * 20, "/window summary", **common)
+    assert len(said(made)[1].split()) > 4, "--max-tokens is of answers"
+    assert f"Your last question: {' '.join(['and her'] * 20)[:57]}..." in notes_of(made) and made.waiting is None
+    for text, kept in (("They met. It was", "They met."), ("1. one 2", "1. one 2"), ("「は。」と", "「は。」")):
+        assert whole_sentences(text) == kept
+    monkeypatch.setattr(Conversation, "_generate", _without_text(Conversation._generate, "They met. It was"))
+    made = chat(*[long] * 3, "/window summary", **common)
+    assert said(made)[:2] == [SUMMARISED, "They met."] and "tokens; its whole sentences take" in notes_of(made)
+
+
 @pytest.mark.parametrize("method", ["full", "h2o"])
 def test_a_summary_takes_no_more_than_there_is(method: str) -> None:
     """Neither the prompt that asks for it nor what is left with it; a summary is not summarised by itself."""
@@ -249,11 +262,12 @@ def _stopped(answer: Any) -> Any:
     return stopped
 
 
-def _without_text(generated: Any) -> Any:
-    """As where the last token is a special one, of which a text has nothing; the tiny tokenizer has none."""
+def _without_text(generated: Any, text: str = "") -> Any:
+    """As where the last token is a special one, of which a text has nothing; the tiny tokenizer has none. text: another
+    that is written."""
     from dataclasses import replace
 
-    return lambda *given, **options: replace(generated(*given, **options), text="")
+    return lambda *given, **options: replace(generated(*given, **options), text=text)
 
 
 def test_completions_and_the_page() -> None:

@@ -142,6 +142,7 @@ def _window(chat: Chat, rest: str) -> None:
     window.ENDS[rest].make_room(chat, None if chat.waiting is None else answering.whole(chat, chat.waiting))
     answering.save(chat)
     if chat.waiting is not None:
+        chat.screen.note(f"Your last question: {_short(chat.waiting)}")
         answering.ask(chat, chat.waiting)
 
 

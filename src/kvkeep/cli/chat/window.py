@@ -9,7 +9,7 @@ from typing import Any
 from kvkeep.cli.chat.change import change
 from kvkeep.cli.chat.showing import shown
 from kvkeep.cli.chat.state import Chat
-from kvkeep.decode.chat import SUMMARISED
+from kvkeep.decode.chat import SUMMARISED, whole_sentences
 from kvkeep.decode.generate import Generation
 from kvkeep.errors import UsageError
 
@@ -17,6 +17,9 @@ ASK = "ask"
 """At the end, offer what can be done."""
 LEAST = 32
 """Tokens that there has to be room for in an answer, or as many as it may have."""
+
+SUMMARY = 256
+"""Tokens of a summary at most, whatever answers may have: half of one is no summary."""
 
 
 @dataclass(frozen=True)
@@ -84,11 +87,14 @@ def _summary(chat: Chat, question: str | None) -> None:
     chat.screen.note(f"The oldest {_turns(turns)} summarised by the model:")
 
     def summarise(**options: Any) -> Generation:
-        return talk.summarise(turns, question, limit, **options | {"max_new_tokens": min(chat.max_tokens, room)})
+        return talk.summarise(turns, question, limit, **options | {"max_new_tokens": min(SUMMARY, room)})
 
-    if shown(chat, tokens, summarise) is None:
+    written = shown(chat, tokens, summarise)
+    if written is None:
         raise UsageError("There is no summary, so nothing was changed.")
-    chat.screen.note("The summary takes their place; what is left is read again.")
+    cut = written.stopped != "eos" and whole_sentences(written.text) != written.text.strip()
+    which = f"The summary was cut after {len(written.tokens)} tokens; its whole sentences take" if cut else "It takes"
+    chat.screen.note(f"{which} their place, and what is left is read again.")
 
 
 def _endless(chat: Chat, question: str | None) -> None:
