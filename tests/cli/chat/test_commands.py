@@ -12,15 +12,18 @@ import pytest
 from conftest import tokenizer
 from families import tiny
 
-from kvkeep import Conversation, KeepCache, UsageError, generate
+from kvkeep import Conversation, EntryState, KeepCache, UsageError, generate
 from kvkeep.cli.chat import commands, loop
 from kvkeep.cli.chat.command import AtEnd
 from kvkeep.cli.chat.endings import Endings
 from kvkeep.cli.chat.keeper import Keeper
 from kvkeep.cli.chat.state import Chat
+from kvkeep.cli.chat.status import kept, status
 from kvkeep.cli.chat.window import ASK, ENDS
 from kvkeep.decode.chat import SUMMARISED, whole_sentences
+from kvkeep.memory.meter import Memory
 from kvkeep.stock import STOCK, new_cache
+from kvkeep.units import size
 
 PAGE = Path(__file__).parents[3] / "docs" / "chat.md"
 
@@ -170,8 +173,8 @@ def test_a_summary_is_whole_and_the_question_after_it_is_named(monkeypatch: pyte
     made = chat(*[long] * 3, "by from", "and her " * 20, "/window summary", **common)
     assert len(said(made)[1].split()) > 4, "--max-tokens is of answers"
     assert f"Your last question: {' '.join(['and her'] * 20)[:57]}..." in notes_of(made) and made.waiting is None
-    for text, kept in (("They met. It was", "They met."), ("1. one 2", "1. one 2"), ("「は。」と", "「は。」")):
-        assert whole_sentences(text) == kept
+    for text, whole in (("They met. It was", "They met."), ("1. one 2", "1. one 2"), ("「は。」と", "「は。」")):
+        assert whole_sentences(text) == whole
     monkeypatch.setattr(Conversation, "_generate", _without_text(Conversation._generate, "They met. It was"))
     made = chat(*[long] * 3, "/window summary", **common)
     assert said(made)[:2] == [SUMMARISED, "They met."] and "tokens; its whole sentences take" in notes_of(made)
@@ -240,6 +243,47 @@ def test_files_prompts_and_what_is_refused(tmp_path: Path) -> None:
                      "did you mean /continue", "/save talk.session", "'left'", "no answer yet"):  # fmt: skip
         assert sentence in notes, sentence
     assert not said(made) and made.screen.rest == ["never"]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "method, options, there",
+    [
+        ("full", {}, "exact: all 245 tokens in memory ({0})"),
+        ("kv-direct", {"checkpoint": "kv"}, "exact: 72 tokens in memory ({0}), 173 on disk ({disk})"),
+        ("kv-direct", {"checkpoint": "residual", "where": "host"},
+         "exact: 72 tokens in memory ({0}), 173 from {host} on host"),
+        ("kv-direct", {"checkpoint": "tokens"}, "exact: 72 tokens in memory ({0}), 173 from token ids"),
+        ("kv-direct", {"checkpoint": "kv", "where": "device"},
+         "exact: 72 tokens in memory ({1}), 173 on device ({device})"),
+        ("h2o", {}, "72 tokens in memory ({0}), 173 dropped"),
+        ("asymkv", {}, "35 tokens and 210 merged in memory ({0})"),
+        ("revive", {}, "21 tokens and 224 in fewer bits in memory ({0})"),
+        ("quest", {}, "85 tokens and 160 in segments in memory ({0})"),
+        ("h2o+drop+pages:2", {"checkpoint": "kv"}, "72 tokens in memory ({0}), 173 on disk ({disk})"),
+    ],
+)  # fmt: skip
+def test_the_line_says_where_every_token_is(method: str, options: dict[str, Any], there: str) -> None:
+    cache = KeepCache(tiny("llama"), method, None if method == "full" else 72, **options)
+    talk = Conversation(tiny("llama"), tokenizer(), cache)
+    result = talk.answer("the of and " * 80, max_new_tokens=4)
+    memory = result.memory
+    own = memory.resident_bytes + memory.compressed_bytes
+    sizes = {place: size(count) for place, count in memory.checkpoint_bytes.items()}
+    said = there.format(size(own + memory.checkpoint_bytes["device"]), size(own), **sizes)
+    line = status(cache, result)
+    assert line.startswith(said + ", ") and line.endswith(" tokens/s")
+    numbers = "".join(re.sub(r"\(.*?\)|from .*? on", "", said))
+    assert sum(map(int, re.findall(r"\d+", numbers))) == 245
+
+
+@pytest.mark.parametrize("kind", ["kv", "residual"])
+def test_the_line_fits_80_columns(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With as many tokens as SmolLM2 has positions."""
+    counts = {EntryState.RESIDENT: 256, EntryState.CHECKPOINTED: 7920}
+    monkeypatch.setattr("kvkeep.cli.chat.status._counts", lambda cache, length: dict(counts))
+    memory = Memory(5_900_000, checkpoint_bytes={"device": 0, "host": 0, "disk": 182_800_000})
+    line = ", ".join(kept(KeepCache(tiny("llama"), "kv-direct", 72, checkpoint=kind), memory))
+    assert "7,920" in line and len(f"{line}, 8.5 tokens/s") <= 80
 
 
 def test_an_empty_answer_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
