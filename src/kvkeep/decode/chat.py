@@ -183,7 +183,8 @@ class Conversation:
 
     def undo(self) -> str:
         """Forget the last question and its answer; return the question. Raises UsageError where there is none."""
-        self._check_turns()
+        if not self.turns:
+            raise UsageError("There is nothing left to undo: the conversation has no question.")
         question = self.messages[-2]["content"]
         self._changed(self.messages[:-2])
         return question

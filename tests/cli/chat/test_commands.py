@@ -207,7 +207,7 @@ def test_a_file_goes_with_its_question_or_not_at_all(tmp_path: Path, monkeypatch
     asked = [turn["question"] for turn in made.turns if "error" not in turn]
     assert asked == ["the of", "and to"] and "only 64 positions" in made.turns[1]["error"]
     notes = notes_of(made)
-    assert notes.count(f"{path} goes before the next question; '/file none' is none.") == 2
+    assert notes.count(f"{path} goes before the next question; '/file none' takes it back.") == 2
     assert "Forgotten: ... the of" in notes and "Forgotten: ... and to" in notes, "what was typed"
     made = chat(f"/file {path}", "/file none", "the of", **common)
     assert said(made)[0] == "the of"
@@ -232,15 +232,17 @@ def test_files_prompts_and_what_is_refused(tmp_path: Path) -> None:
     made = chat(f"/file {tmp_path}/a b.md", f"/file {tmp_path}/c.txt the of", "/system by from", "and",
                 f"/save {tmp_path}/talk.md", f"/save {tmp_path}/talk.md", "/system none", "/system", "/file",
                 "/file nowhere", "/retry hot", "/contniue", "/etc/hosts is", "/save", "/window left", "/reset",
-                "/undo", "/exit", "never")  # fmt: skip
+                "/undo", "/banana", "/exit", "never")  # fmt: skip
     assert [turn["question"] for turn in made.turns if "text" in turn] == ["the of", "and", "/etc/hosts is"]
     failed = [turn["question"].split()[0] for turn in made.turns if "error" in turn]
-    assert failed == ["/save", "/file", "/file", "/retry", "/contniue", "/save", "/window", "/undo"] and made.failed
+    assert failed == ["/save", "/file", "/file", "/retry", "/contniue", "/save", "/window", "/undo",
+                      "/banana"] and made.failed  # fmt: skip
     written = (tmp_path / "talk.md").read_text()
     assert "was it for\n\non as with\n\nthe of" in written and written.startswith("**System**\n\nby from\n")
     notes = "\n".join(made.screen.notes)  # type: ignore[attr-defined]
     for sentence in ("already; name another", "no system prompt.", "Name a file", "'nowhere' cannot be read", "'hot'",
-                     "did you mean /continue", "/save talk.session", "'left'", "no answer yet"):  # fmt: skip
+                     "did you mean /continue? /help lists all.", "/save talk.session", "'left'",
+                     "nothing left to undo", "Unknown command '/banana': /help lists all."):  # fmt: skip
         assert sentence in notes, sentence
     assert not said(made) and made.screen.rest == ["never"]  # type: ignore[attr-defined]
 

@@ -40,9 +40,8 @@ def whole(chat: Chat, question: str) -> str:
 def attached(chat: Chat) -> str:
     """Return a sentence on the files attached."""
     names = [file.path for file in chat.attached]
-    return (
-        f"{' and '.join(names)} {'goes' if len(names) == 1 else 'go'} before the next question; '/file none' is none."
-    )
+    goes, it = ("goes", "it") if len(names) == 1 else ("go", "them")
+    return f"{' and '.join(names)} {goes} before the next question; '/file none' takes {it} back."
 
 
 def retry(chat: Chat, temperature: float | None) -> None:

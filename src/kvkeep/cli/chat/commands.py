@@ -49,7 +49,7 @@ def run(chat: Chat, line: str) -> None:
     name, *rest = line.split(maxsplit=1)
     command = COMMANDS.get(name.removeprefix("/"))
     if command is None:
-        raise unknown("command", name, [f"/{known}" for known in COMMANDS])
+        raise unknown("command", name, [f"/{known}" for known in COMMANDS], "/help")
     command.run(chat, rest[0].strip() if rest else "")
 
 
