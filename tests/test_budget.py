@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvkeep.budget import DEFAULT_CHUNK, LONGEST_CHUNK, MIN_CHUNK, SPARE, Budget
-from kvkeep.errors import BudgetError, UnsupportedModelError
+from kvkeep.budget import DEFAULT_CHUNK, LONGEST_CHUNK, MIN_CHUNK, SPARE, Budget, bytes_of
+from kvkeep.errors import BudgetError, UnsupportedModelError, UsageError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 
 
@@ -173,3 +173,11 @@ def test_chunks_of_exact_caches_take_a_share_of_all_layers(entries: int, chunk: 
     least = chunk or Budget.parse(entries).chunk_for(entries)
     assert chosen == chunk or least <= chosen <= LONGEST_CHUNK
     assert chosen == least or SPARE * chosen <= entries * layers
+
+
+def test_a_size_is_bytes_and_one_at_least() -> None:
+    assert bytes_of("1.5GiB") == 3 * 2**29 and bytes_of(7) == 7 and bytes_of(" 2 kb ") == 2000
+    wrong: list[Any] = ["64", "25%", "much", "", "0MB", "0.5B", "-5MB", 0, -5, True, None, 1.5, [1]]
+    for text in wrong:
+        with pytest.raises(UsageError, match=r"A quota of '.*' is not understood: give bytes"):
+            bytes_of(text, "quota")

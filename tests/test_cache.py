@@ -98,10 +98,14 @@ def test_one_line_says_what_it_is_and_a_block_ends_with_nothing_held(tmp_path: P
 @pytest.mark.parametrize("method", ["full", "static", "kv-direct", "h2o", "snapkv+verified"])
 def test_another_text_without_a_reset_is_refused(method: str) -> None:
     """As a pipeline would give it: transformers cuts what the cache has read, and is left with nothing."""
-    cache = KeepCache(tiny("llama"), method, None if method == "full" else 64)
+    cache = KeepCache(tiny("llama"), method, None if method == "full" else 128)
     wanted = generate("llama", cache, prompt(1, 20)).sequences
-    with pytest.raises(UsageError, match=r"has read \d+, and the text has no more.*reset\(\)"):
-        generate("llama", cache, prompt(1, 10))
+    read = cache.get_seq_length()
+    for share in (0.2, 0.4, 0.6, 0.9, 1.0):  # cut by what was read, of some something is left
+        with pytest.raises(UsageError, match=rf"has read {read} tokens, and this text has \d+.*reset\(\)"):
+            generate("llama", cache, prompt(1, int(share * read), seed=4))
+    with pytest.raises(UsageError, match=rf"mask is of 20 tokens, and there are {read} that .*and 3 new"):
+        step("llama", cache, prompt(1, 3), torch.ones(1, 20, dtype=torch.int64))
     other = prompt(1, 40, seed=9)
     other[:, :3] = wanted[:, :3]
     other[:, 3] = (wanted[:, 3] + 1) % VOCABULARY
@@ -111,7 +115,16 @@ def test_another_text_without_a_reset_is_refused(method: str) -> None:
         generate("llama", cache, torch.cat([wanted, wanted]))
     assert cache.stream.text == _digest(wanted[:, :-1])  # token by token as at once
     longer = torch.cat([wanted, prompt(1, 5)], 1)
-    assert generate("llama", cache, longer).sequences.shape[1] > longer.shape[1]  # the same text goes on
+    goes_on = generate("llama", cache, longer).sequences[:, longer.shape[1] :]  # the same text goes on
+    new = torch.cat([wanted[:, read:], prompt(1, 30)], 1)  # and so it does where the new tokens come alone
+    alone = KeepCache(tiny("llama"), method, None if method == "full" else 128)
+    generate("llama", alone, prompt(1, 20))
+    told = generate("llama", alone, new[:, : longer.shape[1] - read], torch.ones_like(longer)).sequences
+    assert torch.equal(told[:, longer.shape[1] - read :], goes_on)
+    if method not in ("static", "h2o"):
+        with pytest.raises(UsageError, match="assisted decoding would read them again"):
+            generate("llama", cache, torch.cat([longer, goes_on, new], 1), prompt_lookup_num_tokens=3)
+    generate("llama", alone, new, torch.ones(1, alone.get_seq_length() + new.shape[1], dtype=torch.int64))
     if method not in ("static", "h2o"):
         cache.crop(-4)
         step("llama", cache, prompt(1, 4, seed=5))  # what a model reads by itself is not what generate has told

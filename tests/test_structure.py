@@ -43,10 +43,23 @@ def test_pages_name_what_is_exported() -> None:
         assert named <= {*kvkeep.__all__, *rooms, "commands", "parts", "md", "git", "service"}, page.name
 
 
-def test_importing_kvkeep_imports_neither_torch_nor_transformers() -> None:
-    """They take seconds; a name brings in what it needs when it is first asked for."""
-    code = "import sys, kvkeep; kvkeep.UsageError; print(sorted({'torch', 'transformers', 'typer'} & set(sys.modules)))"
+@pytest.mark.parametrize("module", ["kvkeep", "kvkeep.vllm", "kvkeep.serve.http.front"])
+def test_importing_it_imports_neither_torch_nor_transformers(module: str) -> None:
+    """They take seconds; a name brings in what it needs when it is first asked for. The front is in processes that have
+    no model."""
+    slow = "{'torch', 'transformers', 'typer', 'vllm', 'ray'}"
+    code = f"import sys, kvkeep, {module}; kvkeep.UsageError; print(sorted({slow} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
+
+
+def test_ray_is_started_in_one_place() -> None:
+    """And imported by no more than two modules, as docs/architecture.md says."""
+    files = [*(ROOT / "src").rglob("*.py"), *(ROOT / "lab" / "src").rglob("*.py")]
+    text = {path.name: path.read_text(encoding="utf-8") for path in files}
+    assert [name for name, own in text.items() if re.search(r"\bray\.init\(", own)] == ["ray_cluster.py"]
+    own = {path.name for path in files if path.is_relative_to(ROOT / "src")}
+    ray = re.compile(r"^\s*(import|from) ray\b|optional\(\"ray\b", re.MULTILINE)
+    assert {name for name in own if ray.search(text[name])} == {"ray_cluster.py", "replicas.py"}
 
 
 # -- parts ------------------------------------------------------------------------------------------------

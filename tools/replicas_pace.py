@@ -1,6 +1,7 @@
 """One server process beside two replicas with one thread each, and what a kill costs (the tables of docs/replicas.md).
 
 python tools/replicas_pace.py [ROUNDS]
+python tools/replicas_pace.py --update     # counts what clients notice of an update of two replicas, and no times
 
 Both servers run at the same time and answer in turns, so that other work on the machine meets both: read the ratio,
 not the numbers. Then a replica is killed (SIGKILL) in the middle of its answers. Needs the extra ``ray``, the package
@@ -32,14 +33,23 @@ MODEL, SESSIONS, READ, WRITTEN = "smollm2", 8, 256, 64
 METHOD = ("-x", "full", "--memory", "600MB")
 
 
+def started(folder: str, port: int, *options: str) -> subprocess.Popen[bytes]:
+    """Start ``kvkeep serve``."""
+    own = {**os.environ, "KVKEEP_API_KEYS": "key", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "kvkeep", "serve", "-m", MODEL, *METHOD, "--port", str(port)]
+    return subprocess.Popen([*command, "--sessions", folder, *options], env=own)
+
+
+def free_port() -> int:
+    """Return a port that nobody listens at."""
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        return int(one.getsockname()[1])
+
+
 @contextmanager
 def server(folder: str, *options: str) -> Iterator[tuple[str, int]]:
     """Run ``kvkeep serve``; yield its address and process."""
-    with socket.create_server(("127.0.0.1", 0)) as one:
-        port = one.getsockname()[1]
-    own = {**os.environ, "KVKEEP_API_KEYS": "key", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "kvkeep", "serve", "-m", MODEL, *METHOD, "--port", str(port)]
-    process = subprocess.Popen([*command, "--sessions", folder, *options], env=own)
+    process = started(folder, port := free_port(), *options)
     try:
         while process.poll() is None and not ready(f"http://127.0.0.1:{port}/ready"):
             time.sleep(0.2)
@@ -122,8 +132,63 @@ def together(clients: list[Client], new: int) -> threading.Thread:
     return whole
 
 
+class Counts:
+    """What clients notice, each of which talks in a session of its own until ``ended`` is set."""
+
+    def __init__(self, address: str) -> None:
+        self.address, self.ended = address, threading.Event()
+        self.turns = self.errors = self.again = 0
+        self.lock = threading.Lock()
+
+    def talk(self, name: str) -> None:
+        """Ask turn after turn; a turn is read again if fewer tokens are cached than the one before had asked for."""
+        client, known = Client(self.address, name), 0
+        numbers = random.Random(name)
+        while not self.ended.is_set():
+            client.ask(client.ids, 8)
+            with self.lock:
+                self.turns += 1
+                self.errors += bool(client.failed)
+                self.again += not client.failed and client.cached < known
+            if not client.failed:
+                known = len(client.ids)
+                client.ids = [*client.ids, *numbers.choices(range(1000, 20000), k=8)]
+
+
+def update() -> None:
+    """Have two replicas replaced while four clients talk, and print counts."""
+    from kvkeep import ray_cluster
+    from kvkeep.serve.replicas import FRONT
+
+    with tempfile.TemporaryDirectory() as folder, ray_cluster.connected(None, 2, environment=FRONT):
+        import ray
+
+        cluster = ray.get_runtime_context().gcs_address
+        options = ("--replicas", "2", "--cores", "1", "--ray", cluster)
+        port = free_port()
+        if started(folder, port, *options).wait():
+            sys.exit("The replicas did not start.")
+        before = set(replicas(os.getpid()))
+        counts = Counts(f"http://127.0.0.1:{port}/v1")
+        threads = [threading.Thread(target=counts.talk, args=(f"talk-{number}",)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        failed = started(folder, port, *options, "--waiting", "63").wait()
+        time.sleep(5)
+        counts.ended.set()
+        for thread in threads:
+            thread.join()
+        after = set(replicas(os.getpid()))
+        if failed or len(after) != 2 or before & after:
+            sys.exit(f"There was no update: {before} became {after}.")
+    print(f"update: {counts.turns} turns of 4 clients, {counts.errors} errors, {counts.again} turns read again")
+
+
 def main() -> None:
     """Measure, and print."""
+    if sys.argv[1:] == ["--update"]:
+        update()
+        return
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 5
     with ExitStack() as stack:
         folders = [stack.enter_context(tempfile.TemporaryDirectory()) for _ in range(2)]

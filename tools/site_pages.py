@@ -13,6 +13,7 @@ import re
 import shlex
 from contextlib import redirect_stdout
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import griffe
@@ -43,6 +44,8 @@ LINK = re.compile(r"\]\(([^)#:\s]+)(#[^)]*)?\)")
 TABLE = re.compile(r"^<!-- kvkeep (.*) -->$", re.MULTILINE)
 HELP = re.compile(r"^(\* `[^`\n]*`: )(.*)$", re.MULTILINE)
 """A line of Typer's Markdown: the option, and its help, which is plain text."""
+NAMED = re.compile(r"(?:^|(?<=[.;]\s))\s*`{0,2}([a-z]\w*(?:, [a-z]\w*)*)`{0,2}:\s")
+"""Where the words about a parameter or an attribute begin: at the start of a sentence."""
 ROLE = re.compile(r":(?:attr|class|data|func|meth|mod):`~?([^`]+)`")
 
 
@@ -103,10 +106,25 @@ def interface() -> str:
     return "# Python\n\nAll that `import kvkeep` exports.\n\n" + "\n\n".join(sections)
 
 
-class Roles(griffe.Extension):
-    """Turns the roles of docstrings (``:class:`Budget```) into code: Markdown has none."""
+def listed(paragraph: str) -> str:
+    """Return a paragraph of a docstring that says what parameters or attributes are (``name: ...``), as a list."""
+    text = dedent(paragraph.removeprefix("Args:\n"))
+    parts = NAMED.split(text)  # what stands before, then names and words in turn
+    if len(parts) < 5:
+        return paragraph
+    lines = [
+        f"- **`{names}`**: {' '.join(words.split()).rstrip(';')}"
+        for names, words in zip(parts[1::2], parts[2::2], strict=True)
+    ]
+    last, raises, rest = lines[-1].partition(" Raises ")
+    return "\n\n".join(filter(None, (parts[0].strip(), "\n".join([*lines[:-1], last]), f"{raises}{rest}".strip())))
+
+
+class Docstrings(griffe.Extension):
+    """Turns docstrings into Markdown: lists of what parameters are, and code for roles (``:class:`Budget```)."""
 
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
         """Rewrite one docstring."""
         if obj.docstring:
-            obj.docstring.value = ROLE.sub(r"`\1`", obj.docstring.value)
+            made = "\n\n".join(map(listed, obj.docstring.value.split("\n\n")))
+            obj.docstring.value = ROLE.sub(r"`\1`", made)

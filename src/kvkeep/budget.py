@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal, overload
 
-from kvkeep.errors import BudgetError, UnsupportedModelError
+from kvkeep.errors import BudgetError, UnsupportedModelError, UsageError
 from kvkeep.geometry import ModelGeometry
 
 DEFAULT_CHUNK = 512
@@ -165,6 +165,18 @@ class Budget:
         else:
             remedy = _smallest_share(context or 0, least)
         return BudgetError(f"Budget '{self}' {problem}; {remedy}{hint}.")
+
+
+def bytes_of(size: int | str, what: str = "memory") -> int:
+    """Return the bytes of ``"64MB"`` or ``"1.5GiB"``, or of a number of them. what: the name of it in errors. Raises
+    UsageError for anything else, and for less than one byte."""
+    try:
+        budget = Budget.parse(size)
+    except BudgetError:
+        budget = None
+    if budget is None or not (budget.unit == "bytes" or isinstance(size, int)) or budget.amount < 1:
+        raise UsageError(f"A {what} of '{size}' is not understood: give bytes (64MB, 1.5GiB).")
+    return int(budget.amount)
 
 
 def _smallest_share(context: int, least: int) -> str:

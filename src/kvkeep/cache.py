@@ -42,7 +42,8 @@ class KeepCache(Cache):
     default disk beside a CPU model, host beside an accelerator. capacity: entries the checkpoint may hold. folder:
     for disk. chunk: tokens of a prompt taken at a time. page: rows rebuilt at a time. batch: rows of the batch that
     share a budget given in bytes. recall: how evicted entries are read, as the last part of the method's name would say
-    ("verified", "pages:8"); without a method, that of "snapkv". request: all of it, read before.
+    ("verified", "pages:8"); without a method, that of "snapkv". request: a
+    :class:`~kvkeep.policies.request.Request`, which has all of these, instead of them.
 
     A cache goes on with the text that it has read; :meth:`reset` empties it for another one, and so does the end of a
     ``with`` block, which frees its memory and its files.

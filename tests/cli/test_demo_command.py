@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import os
 import re
@@ -14,7 +15,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from kvkeep.cli import output
-from kvkeep.cli.demo import LOSSY, OWN_TEXT, PASSWORD, PLANTED, plant
+from kvkeep.cli.demo import LOSSY, NEXT, OWN_TEXT, PASSWORD, PLANTED, QUESTION, plant
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -31,6 +32,15 @@ def test_own_text_is_the_licence_with_one_paragraph_more() -> None:
     assert text == (Path(__file__).parents[2] / "LICENSE").read_text("utf-8") and PASSWORD not in text
     before, after = plant(text).split(f"{PLANTED}\n\n")
     assert before + after == text and before.endswith("\n\n") and 0.15 < len(before) / len(text) < 0.2
+
+
+def test_the_picture_shows_what_is_printed() -> None:
+    """Its fixed words, that is: times and bytes are those of one run."""
+    picture = (Path(__file__).parents[2] / "docs" / "pictures" / "demo.svg").read_text("utf-8")
+    shown = " ".join(html.unescape(re.sub("<[^>]+>", " ", picture)).split())
+    place = plant(OWN_TEXT.read_text("utf-8"))
+    wanted = [command for _, command in NEXT] + [f"planted {place.index(PLANTED) / len(place):.0%} into it", QUESTION]
+    assert [words for words in wanted if words not in shown] == []
 
 
 def test_marks_are_measured(run: Run, command: tuple[str, ...]) -> None:

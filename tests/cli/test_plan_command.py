@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -109,7 +110,7 @@ def test_a_budget_of_auto(run: Run, model_folder: Path, words: str, here: None) 
         assert code == 2 and sentence in err and out == ""
 
 
-def test_what_a_machine_carries(run: Run, model_folder: Path, here: None) -> None:
+def test_what_a_machine_carries(run: Run, model_folder: Path, here: None, tmp_path: Path) -> None:
     common = ("capacity", "-m", EIGHT, "-n", "8192,32768", "--machine", SHEET, "--memory", "4GB", "--gbit", "1,25")
     code, out, err = run(*common, "-x", "full,h2o,kv-direct kv@host", "--json")
     assert code == 0, err
@@ -127,7 +128,17 @@ def test_what_a_machine_carries(run: Run, model_folder: Path, here: None) -> Non
     assert code == 0 and "snapkv+pages kv@host" in out and "25 Gbit/s" in out and "not measured" in err, err
     code, out, err = run("capacity", "-m", str(model_folder), "-n", "400", "-b", "64")
     assert code == 0 and "Measuring this machine" in err
-    for wrong, sentence in (("-x", "h3o"), "h2o"), (("-n", "4k"), "not understood"), (("--gbit", "0"), "above 0"):
+    nothing = tmp_path / "sheet.json"
+    nothing.write_text(json.dumps(json.loads(Path(SHEET).read_text()) | {"memory_bytes": math.inf}))
+    for wrong, sentence in (
+        (("-x", "h3o"), "h2o"),
+        (("-x", "none"), "Unknown method"),
+        (("-n", "4k"), "not understood"),
+        (("-n", "nan"), "whole numbers above 0"),
+        (("-n", "8192.5"), "whole numbers above 0"),
+        (("--gbit", "0"), "above 0"),
+        (("--machine", str(nothing)), "finite and above 0"),
+    ):
         code, out, err = run(*common, *wrong)
         assert code == 2 and out == "" and sentence in err and err.count("\n") == 1
     code, _, err = run("capacity", "-m", str(DOCS / "llama-3.1-70b.json"), "--machine", SHEET)

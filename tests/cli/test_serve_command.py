@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ from conftest import tokenizer
 from families import tiny
 
 from kvkeep.cli.serve import _fitting, _planned
-from kvkeep.errors import UsageError
+from kvkeep.errors import KvkeepError, UsageError
+from kvkeep.models import loading
 from kvkeep.models.loading import Loaded
 from kvkeep.plan import planner
 from kvkeep.plan.machine import Machine
@@ -50,3 +52,30 @@ def test_without_a_method_the_planner_chooses_for_the_memory(monkeypatch: pytest
     assert "(exact): " in told and int(told.split("(exact): ")[1].split(" ")[0]) >= 3
     with pytest.raises(UsageError, match="fewer --conversations"):
         _planned(loaded, 6 * whole, 10**6)
+
+
+def test_a_command_with_replicas_has_no_model_of_its_own(
+    run: Any, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the planner needs one, it is gone before replicas start."""
+    replicas = pytest.importorskip("kvkeep.serve.replicas")
+    loaded, load = list[Any](), loading.load
+
+    def noted(*given: Any, **options: Any) -> Loaded:
+        found = load(*given, **options)
+        loaded.append(weakref.ref(found.model))
+        return found
+
+    def started(*given: Any) -> None:
+        assert not [one for one in loaded if one() is not None]
+        raise KvkeepError("It ends here.")
+
+    monkeypatch.setattr(loading, "load", noted)
+    monkeypatch.setattr(replicas, "cluster", started)
+    monkeypatch.setattr(planner, "machine_here", lambda *given: PLAIN)
+    common = ("serve", "--replicas", "2", "--port", "0", "--sessions", str(tmp_path), "--model")
+    for options, count in ((("--memory", "50MB", "-x", "full"), 0), (("--memory", "50MB"), 1), (("-x", "full"), 2)):
+        code, _, err = run(*common, str(model_folder), *options)
+        assert (code, len(loaded)) == (1, count) and "It ends here." in err, err
+    code, _, err = run(*common, str(tmp_path), "--memory", "50MB", "-x", "full")
+    assert code == 1 and "holds no model" in err

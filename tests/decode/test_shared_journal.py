@@ -4,16 +4,19 @@ was committed is lost."""
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from kvkeep.decode import journal, shared_journal
 from kvkeep.decode.journal import Journal, Writer, digest_of
+from kvkeep.decode.session_store import SessionStore
 from kvkeep.decode.shared_journal import SharedWriter
-from kvkeep.errors import SessionBusy, UsageError
+from kvkeep.errors import SessionBusy, SessionError, UsageError
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +50,8 @@ class Paused:
 
     def __init__(self, at: int, meanwhile: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
         self.at, self.meanwhile, self.steps = at, meanwhile, 0
-        for place, name in [(os, "rename"), (os, "link"), (os, "fsync"), (Path, "unlink"), (Path, "exists")]:
+        steps: list[tuple[Any, str]] = [(os, "rename"), (os, "link"), (os, "fsync"), (os, "mkdir"), (os, "listdir")]
+        for place, name in [*steps, (Path, "unlink"), (Path, "exists")]:
             monkeypatch.setattr(place, name, self.noticed(getattr(place, name)))
         for place, name in [(Writer, "_write"), (Writer, "_check_lease"), (Journal, "_scan"), (Journal, "_read")]:
             monkeypatch.setattr(place, name, self.noticed(getattr(place, name)))
@@ -70,6 +74,10 @@ def rewritten(writer: SharedWriter, turns: list[bytes]) -> None:
             fresh.commit(turn)
 
     writer.rewrite(fill)
+
+
+def files(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
 
 
 @pytest.mark.parametrize(("other", "ends"), [("goes on", True), ("is killed", False), ("removes", True)])
@@ -120,7 +128,7 @@ def test_a_pause_of_any_length_anywhere_loses_nothing(
                 pass
             done = pause.steps < at
         if b"gone" in its.saved:
-            assert not [*path.parent.iterdir()] or not own.refused or Journal(path).turns, at
+            assert not files(path.parent) or not own.refused or Journal(path).turns, at
         last = SharedWriter(path)  # neither damaged nor in use
         turns = [*last.turns]
         if b"gone" not in its.saved:
@@ -133,11 +141,46 @@ def test_a_pause_of_any_length_anywhere_loses_nothing(
         for page in last.pages:
             last.page(page)
         last.close()
-        assert all(name.suffix == ".session" for name in path.parent.iterdir()) or not ends, (
-            at,
-            [*path.parent.iterdir()],
-        )
+        assert all(name.suffix == ".session" for name in files(path.parent)) or not ends, (at, files(path.parent))
     assert at > 40
+
+
+def test_a_session_whose_writer_was_killed_while_it_took_it_is_in_the_store(tmp_path: Path) -> None:
+    """It is listed, read, counted, evicted and removed, and another session of a similar name is not taken for it."""
+    store, now = SessionStore(tmp_path, shared=True, quota=10**6), time.time()
+    for name in ("me/talk", "me/talk.session.a"):
+        with store.open(name) as file:
+            file.save({"session.ids": torch.ones(1, 4, dtype=torch.long)}, {"family": "", "method": "", "budget": ""})
+    whole, taken = store.total_bytes(), tmp_path / "me" / shared_journal.TAKEN
+
+    def leave() -> None:
+        taken.mkdir(exist_ok=True)
+        left = taken / "talk.session.0123456789abcdef"
+        store.path("me/talk").rename(left)
+        os.utime(left, (now - 100, now - 100))
+
+    leave()
+    (taken / "talk.session.a.session.0123").write_bytes(b"")  # which the one in its place is later than
+    found = store.sessions()
+    assert [(one.name, one.turns, one.problem) for one in found] == [
+        ("me/talk.session.a", 1, None),
+        ("me/talk", 1, None),
+    ]
+    assert store.sessions("me") == found and store.info("me/talk").used == pytest.approx(now - 100)
+    assert store.total_bytes() == whole and store.read("me/talk").turns == 1
+    with store.open("me/talk") as file:
+        assert file.turns == 1
+    leave()
+    assert SessionStore(tmp_path, shared=True, age=50).evict() == ["me/talk"] and not store.evict()
+    with store.open("me/talk") as file:
+        assert not file.turns
+        file.save({"session.ids": torch.ones(1, 4, dtype=torch.long)}, {})
+    leave()
+    store.remove("me/talk")
+    store.remove("me/talk.session.a")
+    assert not [*tmp_path.iterdir()]
+    with pytest.raises(SessionError, match="There is no session"):
+        store.remove("me/talk")
 
 
 @pytest.mark.parametrize(("place", "name"), [(os, "link"), (shared_journal.fcntl, "flock")])
@@ -151,4 +194,4 @@ def test_a_folder_without_links_or_locks_cannot_be_shared(
     monkeypatch.setattr(place, name, refuse)
     with pytest.raises(UsageError, match="locked and linked: operation not supported"):
         SharedWriter.check_folder(tmp_path)
-    assert not [*tmp_path.iterdir()]
+    assert not files(tmp_path)

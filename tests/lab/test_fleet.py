@@ -3,25 +3,39 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
-from kvkeep_lab.fleet.pace import Pace
+from kvkeep_lab.fleet.pace import Line, Pace
 from kvkeep_lab.fleet.parts import Replica, Ring, Session
 from kvkeep_lab.fleet.simulation import BOUND, Scenario, Simulation, simulate
+from transformers import AutoConfig
 
 from kvkeep.errors import UsageError
+from kvkeep.plan.capacity import METHODS, parse
+from kvkeep.plan.costs import cost
+from kvkeep.plan.grant import grant
+from kvkeep.plan.machine import Machine
+from kvkeep.plan.planner import ACCEPTANCE
+from kvkeep.plan.shape import shape_of
+from kvkeep.plan.sizes import sizes
 
+MACHINES = Path(__file__).parents[2] / "docs" / "machines"
 STEP = 1e-3
-SHARED = Pace("a processor that is shared", ((1, STEP), (2, 2 * STEP)), read_s=0.0, memory=1e18, hot=1.0)
-"""Any number of sessions write together as many tokens a second as one: each has its share."""
+NONE, ALIKE = Line(((0, 0.0),)), Line(((0, 0.0), (1, 1.0)))
+SHARED = Pace("a processor that is shared", Line(((1, STEP), (2, 2 * STEP))), NONE, NONE, NONE, NONE, NONE, 1e18)
+"""Any number of sessions write together as many tokens a second as one: each has its share. A prompt is one step."""
 
 BUSY = Pace(
-    "a small replica", ((1, 2e-3), (8, 4e-3)), read_s=1e-4, memory=12_000.0, hot=1.0, entry_s=1e-7, read_entry_s=1e-9,
-    least_s=2e-3, longest=9_000,
+    "a small replica", step=Line(((1, 2e-3), (8, 4e-3))), past=Line(((0, 0.0), (1000, 1e-4))),
+    prompt=Line(((0, 0.0), (1000, 0.1), (9000, 1.0))), held=ALIKE, granted=Line(((0, 100.0), (1000, 1200.0))),
+    stored=ALIKE, memory=13_000.0, longest=9_000,
 )  # fmt: skip
 HARD = Scenario(
     replicas=4, rate=0.5, think=2.0, disk=30e3, link=20e3, mtbf=20.0, restart=3.0, notice=0.5, seconds=120, warmup=20,
@@ -31,7 +45,7 @@ HARD = Scenario(
 @pytest.mark.parametrize("fixed", [True, False], ids=["M/D/1", "M/M/1"])
 def test_one_replica_is_the_queue_of_the_textbook(fixed: bool) -> None:
     """Processor sharing: the mean stay is E[S] / (1 - rho), whatever the lengths' distribution."""
-    served, load = 200 * STEP, 0.7
+    served, load = 201 * STEP, 0.7  # the prompt, and a step for each token but the first
     given = Scenario(1, load / served, turns=1, first=1, answer=201, fixed=fixed, disk=1e18, link=1e18, seconds=4000)
     found = simulate(SHARED, given)
     assert found.answered > 10_000
@@ -61,7 +75,7 @@ class Logged(Simulation):
 
 def test_single_answers_take_what_their_parts_take() -> None:
     """One session at a time, whose replica fails once: it reads, writes, goes on, is fetched or read again."""
-    pace = replace(BUSY, memory=1e9, longest=10**9)
+    pace = replace(BUSY, memory=1e9, longest=10**9, stored=Line(((0, 0.0), (1000, 1000.0), (2000, 1800.0))))
     given = Scenario(
         1, 1e-9, turns=1e9, first=1000, prompt=100, answer=51, think=0.2, fixed=True, disk=1e4, link=5e3, seconds=20,
         warmup=0, notice=0.5, restart=2.0,
@@ -83,7 +97,7 @@ def test_single_answers_take_what_their_parts_take() -> None:
             new = 100 if past else 1000
             read = pace.reading(0, past + new) if how == "read again" else pace.reading(past, new)
             fetch = pace.stored(past) / link if how == "fetched" else 0.0
-            written = 50 * (2e-3 + 1e-7 * (past + new + 51 / 2))
+            written = 50 * (pace.step(1) + pace.past(past + new + 51 / 2))
             assert took == pytest.approx(fetch + read + written), (how, past)
 
 
@@ -100,7 +114,8 @@ def test_nothing_is_lost_and_nothing_comes_twice() -> None:
         one._admit = watched  # type: ignore[method-assign]
         found = one.run()
         where = Counter(session for replica in one.replicas for session in replica.sessions) + Counter(one.retrying)
-        assert max(where.values()) == 1 and len(where) == found.left == one.load == found.asked - found.answered
+        assert max(where.values()) == 1 and len(where) == found.left == one.load
+        assert found.asked == found.answered + found.refused + found.left and found.refused and not found.before
         assert found.failures > 5 and found.recovered is not None and min(found.turns.values()) > 10
         assert set(found.turns) == {"new", "in memory", "fetched"} and 0.5 * BUSY.memory < max(granted) <= BUSY.memory
         for replica in one.replicas:
@@ -139,39 +154,136 @@ def test_the_command(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -
     code, out, err = run(*common, "--recall", "faster,read", "--json")
     assert code == 0, err
     found = json.loads(out)
-    assert Pace(**found["pace"]) == replace(BUSY, steps=[[1, 2e-3], [8, 4e-3]])  # type: ignore[arg-type]
+    assert Pace.of(found["pace"]) == BUSY
     assert [(row["replicas"], row["route"], row["recall"]) for row in found["rows"][:3]] == [
         (1, "hash", "faster"), (1, "hash", "read"), (1, "least", "faster"),
     ]  # fmt: skip
     assert all(row["answered"] > 10 for row in found["rows"])
     code, out, err = run(*common)
     assert code == 0 and "a small replica" in err and out.count("\n") == 5, err
-    machines = Path(__file__).parents[2] / "docs" / "machines"
-    planned = ("lab", "fleet", "-m", str(machines / "llama-3.1-8b.json"), "--machine", str(machines / "h100-sxm.json"))
+    planned = ("lab", "fleet", "-m", str(MACHINES / "llama-3.1-8b.json"), "--machine", str(MACHINES / "h100-sxm.json"))
     code, out, err = run(*planned, "-x", "h2o", "--seconds", "30", "--warmup", "5", "--json")
-    assert code == 0 and json.loads(out)["pace"]["entries"] == 4096, err
+    assert code == 0 and json.loads(out)["pace"]["longest"] == 131072, err
     for wrong, sentence in (
         (("--route", "hsh"), "did you mean hash"),
         (("--replicas", "0"), "whole numbers"),
         (("--pace", str(tmp_path)), "cannot be read"),
         (("--warmup", "700"), "warm-up"),
-        (("--first", "20000"), "larger than"),
+        (("--first", "20000"), "longer than a session, 9,000"),
+        (("--rate", "nan"), "finite"),
+        (("--seconds", "inf"), "finite"),
+        (("--route", "none"), "Unknown route"),
+        (("--replicas", "²"), "whole numbers"),
     ):
         code, out, err = run("lab", "fleet", "--pace", str(path), *wrong)
         assert code == 2 and sentence in err and err.count("\n") == 1, err
 
 
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ([], "no object"),
+        ({"name": 1}, "no object"),
+        ({"hot": 1}, "has hot, and known are name"),
+        ({"step": [[1, 0]]}, "'step' are too small"),
+        ({"step": [[2, 1], [1, 2]]}, "'step' rise"),
+        ({"prompt": [[1, math.inf]]}, "'prompt' is a list of one point or more"),
+        ({"past": []}, "'past' is a list of one point or more"),
+        ({"stored": [1, 2]}, "'stored' is a list of points"),
+        ({"held": [[0, 1e6]]}, "more is held than granted"),
+        ({"memory": math.nan}, "'memory' is a number above 0"),
+        ({"chunk": 0.5}, "'chunk' is a whole number above 0"),
+    ],
+)
+def test_a_pace_that_is_none_is_refused_in_a_sentence(wrong: Any, sentence: str, tmp_path: Path) -> None:
+    path = tmp_path / "pace.json"
+    path.write_text(json.dumps(BUSY.as_dict() | wrong if wrong else wrong))
+    with pytest.raises(UsageError, match=sentence):
+        Pace.load(path)
+    path.write_text("{1")
+    with pytest.raises(UsageError, match="not a JSON file"):
+        Pace.load(path)
+    path.write_text(json.dumps({"name": "x", "step": [[1, 1]]}))
+    with pytest.raises(UsageError, match="has no past, prompt, held, granted, stored, memory"):
+        Pace.load(path)
+
+
 def test_a_method_that_drafts_has_no_pace() -> None:
     with pytest.raises(UsageError, match="drafts"):
-        Pace.planned(None, None, 0, "snapkv+verified", 512, 4096)  # type: ignore[arg-type]
+        Pace.planned(None, None, 0, "snapkv+verified", 512)  # type: ignore[arg-type]
+
+
+ACCEPTED = [name for name in METHODS if not parse(name).method.recall.drafts]
+
+
+@pytest.mark.parametrize("name", [*ACCEPTED, "quest", "kv-direct kv@disk", "static"])
+def test_a_planned_pace_is_what_the_planner_says_at_any_length(name: str) -> None:
+    """Between its points, too: seconds and bytes of 8B on the H100's data sheet, within a tenth."""
+    machine, candidate = Machine.load(MACHINES / "h100-sxm.json"), parse(name)
+    shape = shape_of(AutoConfig.from_pretrained(MACHINES / "llama-3.1-8b.json"), 2)
+    pace = Pace.planned(shape, machine, 10**11, name, 4096)
+    for tokens in (3_000, 9_000, 45_000, 120_000):
+        own = None if candidate.keeps_all else 4096
+        held = sizes(shape.geometry, candidate, tokens, own, shared=False)
+        one, many = (cost(shape, candidate, held, machine, ACCEPTANCE, count) for count in (1, 24))
+        near = partial(pytest.approx, rel=0.1)
+        assert pace.step(1) + pace.past(tokens) == near(one.step) and pace.past(tokens) == near(one.step - one.own)
+        assert pace.step(24) + 24 * pace.past(tokens) == near(many.step) and pace.prompt(tokens) == near(one.prefill)
+        resting = held.resident + held.compressed
+        assert pace.held(tokens) == near(resting + held.device)
+        assert pace.stored(tokens) == near(resting + held.checkpoints)
+        budget = tokens if name == "static" else own
+        assert pace.granted(tokens) == near(grant(shape.geometry, candidate, budget, tokens, shared=False))
 
 
 def test_bursts_of_two_replicas_take_as_long_as_the_fuller_one() -> None:
     """Eight at once, one turn each: the last token comes when the fuller replica is done, and then eight more come."""
     given = Scenario(2, burst=8, turns=1, first=1, answer=101, fixed=True, seconds=1000, warmup=0, disk=1e18, link=1e18)
     hashed, even = (simulate(SHARED, replace(given, route=route)) for route in ("hash", "least"))
-    assert even.answered == pytest.approx(1000 / (4 * 100 * STEP) * 8, abs=8)
+    assert even.answered == pytest.approx(1000 / (4 * 101 * STEP) * 8, abs=8)
     ring = Simulation(SHARED, given).ring
     there = [ring.pick(Session(number).hash) for number in range(1, hashed.answered + 1)]
     fuller = [max(Counter(there[at : at + 8]).values()) for at in range(0, len(there), 8)]
-    assert sum(fuller) * 100 * STEP == pytest.approx(1000, rel=0.01) and max(fuller) > 5
+    assert sum(fuller) * 101 * STEP == pytest.approx(1000, rel=0.01) and max(fuller) > 5
+
+
+def test_a_burst_comes_when_all_of_the_last_one_have_ended_those_without_room_too() -> None:
+    pace, alive = replace(BUSY, longest=5000), list[int]()
+
+    class Watched(Simulation):
+        def _burst(self, about: None) -> None:
+            assert not self.load and not self.alive
+            super()._burst(about)
+
+        def _area(self) -> None:
+            super()._area()
+            alive.append(self.alive)
+
+    given = Scenario(2, burst=8, turns=3, think=0.1, first=4000, seconds=300, warmup=100)
+    found = Watched(pace, given).run()
+    assert max(alive) == 8 and min(found.refused, found.answered) > 50
+    assert found.before + found.asked == found.answered + found.refused + found.left and found.before
+    for wrong, sentence in ((4900, "longer than a session, 5,000"), (10**6, "longer")):
+        with pytest.raises(UsageError, match=sentence):
+            Simulation(pace, replace(given, first=wrong))
+    with pytest.raises(UsageError, match="larger than a replica's memory"):
+        Simulation(replace(pace, memory=4800.0), given)
+
+
+def test_the_bound_of_loads_is_over_the_replicas_that_are_there() -> None:
+    """After the warm-up, too, and also where one is back before anybody noticed."""
+    one = Simulation(BUSY, replace(HARD, route="bounded", restart=10.0, mtbf=15.0))
+    pick, counts = one.ring.pick, Counter[int]()
+
+    def watched(place: int, most: float) -> Replica | None:
+        there = sum(replica.seen for replica in one.replicas)
+        assert most == math.ceil(BOUND * one.load / max(1, there)) and there == one.there
+        counts[there] += one.now > HARD.warmup
+        return pick(place, most)
+
+    one.ring.pick = watched  # type: ignore[assignment, method-assign]
+    one.run()
+    assert len(counts) > 3 and min(counts.values()) > 3
+    back = Simulation(BUSY, replace(HARD, route="bounded", restart=0.1, notice=3.0))
+    back.run()
+    assert back.failures > 5 and back.there == 4

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvkeep_lab.ray_workers import _contents, connected, cores
+from kvkeep_lab.ray_workers import _contents, cores
 from kvkeep_lab.runner import run
 from kvkeep_lab.store import Store
 from kvkeep_lab.subject import Subject
@@ -18,7 +18,8 @@ from kvkeep_lab.tasks.match import Match
 from living import descendants, living, until
 from results import small, stored
 
-from kvkeep.errors import ModelError, UsageError
+from kvkeep.errors import KvkeepError, ModelError, UsageError
+from kvkeep.ray_cluster import connected
 
 
 class Killed(Match):
@@ -54,7 +55,7 @@ def test_two_workers_of_which_one_is_killed(
         told.append((done, total))
         processes.update(descendants(os.getpid()) - before)
 
-    with connected("local", 2):  # a second cluster would take 15 s; within it a run's own call changes nothing
+    with connected(None, 2):  # a second cluster would take 15 s; within it a run's own call changes nothing
         with pytest.raises(ModelError, match="no model at './nowhere'"):  # as a worker raises it
             run(experiment.with_(models=["./nowhere"]), Store(tmp_path / "no.jsonl"), tmp_path, workers=1, ray="local")
         assert [left.name for left in tmp_path.glob("no.jsonl.*")] == ["no.jsonl.lock"]
@@ -84,6 +85,22 @@ def test_without_ray_it_is_a_sentence(tmp_path: Path, words: str, monkeypatch: p
     (tmp_path / "text.txt").write_text(words)
     with pytest.raises(UsageError, match=r"needs the package 'ray'.*pip install 'kvkeep-lab\[ray\]'"):
         run(small(tmp_path), Store(tmp_path / "r.jsonl"), tmp_path, ray="auto")
+
+
+@pytest.mark.parametrize("address", ["local", "127.0.0.1:1"])
+def test_a_cluster_that_cannot_be_had_is_a_sentence(
+    address: str, tmp_path: Path, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray = pytest.importorskip("ray")
+
+    def refuse(*given: object, **own: object) -> None:
+        raise RuntimeError("Version mismatch: the cluster was started with another one.\nMore.")
+
+    monkeypatch.setattr(ray, "init", refuse)
+    (tmp_path / "text.txt").write_text(words)
+    what = "No Ray cluster can be started here" if address == "local" else f"There is no Ray cluster at '{address}'"
+    with pytest.raises(KvkeepError, match=f"^{what}: RuntimeError: Version mismatch: .* one.$"):
+        run(small(tmp_path), Store(tmp_path / "r.jsonl"), tmp_path, ray=address)
 
 
 def test_data_keep_their_places(tmp_path: Path) -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from families import SMOLLM2
+from families import SMOLLM2, tiny
 
+from kvkeep import KeepCache
 from kvkeep.errors import UsageError
-from kvkeep.plan.capacity import METHODS, balance, loads, parse, rebuilding
+from kvkeep.plan.capacity import METHODS, balance, capacities, parse, rebuilding
 from kvkeep.plan.costs import cost
 from kvkeep.plan.machine import Machine
 from kvkeep.plan.shape import Shape, shape_of
 from kvkeep.plan.sizes import sizes
+from kvkeep.serve.arbiter import Arbiter, most
 
 H100 = Machine.load(Path(__file__).parents[2] / "docs" / "machines" / "h100-sxm.json")
 MEMORY = 10**9
@@ -24,27 +27,38 @@ def shape() -> Shape:
 
 
 def test_sessions_fill_the_memory_and_share_the_weights(shape: Shape) -> None:
-    found = {str(load.candidate): load for load in loads(shape, H100, MEMORY, 8192, "1024")}
+    found = {str(one.candidate): one for one in capacities(shape, H100, MEMORY, 8192, "1024")}
     assert tuple(found) == METHODS
-    for name, load in found.items():
-        shared = load.sizes.hand + load.sizes.workspace
-        assert load.sessions * load.held + shared <= MEMORY < (load.sessions + 1) * load.held + shared, name
-        assert load.together is not None and load.rate > 1 / load.alone.step
-        assert load.together.step >= load.alone.step and 0 < load.together.own < load.together.step
-        assert load.fetched(load.pays_from) == pytest.approx(load.alone.prefill)
-        if not load.alone.drafts:  # what is not the pasts' is paid once, the pasts as often as there are sessions
-            pasts = [one.step - one.own for one in (load.alone, load.together)]
-            assert pasts[1] == pytest.approx(load.sessions * pasts[0])
+    for name, one in found.items():
+        assert one.held < one.granted, name
+        assert one.sessions * one.granted <= MEMORY < (one.sessions + 1) * one.granted, name
+        assert one.together is not None and one.rate > 1 / one.alone.step
+        assert one.together.step >= one.alone.step and 0 < one.together.own < one.together.step
+        assert one.fetched(one.pays_from) == pytest.approx(one.alone.prefill)
+        if not one.alone.drafts:  # what is not the pasts' is paid once, the pasts as often as there are sessions
+            pasts = [each.step - each.own for each in (one.alone, one.together)]
+            assert pasts[1] == pytest.approx(one.sessions * pasts[0])
     assert found["full"].sessions < found["h2o"].sessions and found["full"].stored == found["full"].held
     token = shape.geometry.full_bytes_per_token
     assert found["kv-direct kv@host"].alone.moved == token * (8192 - 1024)
     assert 0 < found["snapkv+pages kv@host"].alone.moved < token * 8192
     assert 0 < found["snapkv+verified kv@host"].alone.moved < token * 8192  # a round yields more than one token
     assert not found["full"].alone.moved and not found["kv-direct residual@device"].alone.moved
-    (few,) = loads(shape, H100, 10**6, 8192, "1024", ["full"])
+    (few,) = capacities(shape, H100, 10**6, 8192, "1024", ["full"])
     assert few.sessions == few.rate == 0 and few.together is None and few.own_share is None
-    names = [str(load.candidate) for load in loads(shape, H100, MEMORY, 512, "1024")]
+    names = [str(one.candidate) for one in capacities(shape, H100, MEMORY, 512, "1024")]
     assert names == ["full"]  # others need no budget of 1,024 for 512 tokens
+
+
+@pytest.mark.parametrize("name", [*METHODS, "static", "quest", "kv-direct kv@disk", "kvzip+checkpoint"])
+def test_a_server_lets_in_as_many(name: str) -> None:
+    """The sessions of ``kvkeep capacity`` are those that the server's arbiter grants memory to."""
+    model, here = tiny("llama"), replace(H100, link=None)
+    shape, candidate = shape_of(model.config, next(model.parameters()).dtype.itemsize), parse(name)
+    (one,) = capacities(shape, here, 10**7, 400, "200", [name], answer=16)
+    budget = 400 if name == "static" else one.sizes.budget
+    cache = KeepCache(model, candidate.spec, budget, checkpoint=candidate.checkpoint, where=candidate.where)
+    assert one.sessions == Arbiter(10**7).fitting(cache, 400) > 5 and one.granted == most(cache, 400)
 
 
 def test_where_entries_outweigh_weights_and_links_outrun_projections(shape: Shape) -> None:
@@ -65,6 +79,6 @@ def test_caches_are_named_as_the_planner_names_them(shape: Shape) -> None:
         with pytest.raises(UsageError, match=sentence):
             parse(name)
     with pytest.raises(UsageError, match="8,192 positions"):
-        list(loads(shape, H100, MEMORY, 10000, "1024"))
+        list(capacities(shape, H100, MEMORY, 10000, "1024"))
     with pytest.raises(UsageError, match="no room"):
-        list(loads(shape, H100, MEMORY, 256, "1024"))
+        list(capacities(shape, H100, MEMORY, 256, "1024"))

@@ -18,7 +18,7 @@ from kvkeep.plan import planner
 from kvkeep.plan.candidates import candidates
 from kvkeep.plan.costs import cost, verified
 from kvkeep.plan.machine import SHEET, Machine, at
-from kvkeep.plan.planner import parse_memory, plan, recommend
+from kvkeep.plan.planner import plan, recommend
 from kvkeep.plan.shape import Shape, shape_of
 from kvkeep.plan.sizes import sizes
 from kvkeep.policies.registry import FATES, PRESETS, RECALLS, SELECTORS, Preset
@@ -108,10 +108,6 @@ def test_bad_requests_are_refused() -> None:
         plan(shape_of(MistralConfig(num_hidden_layers=2, sliding_window=64)), PLAIN, 100, 10**9)
     with pytest.raises(UnsupportedModelError):
         shape_of(MambaConfig())
-    for text in ("64", "25%", "much"):
-        with pytest.raises(UsageError, match="give bytes"):
-            parse_memory(text)
-    assert parse_memory("1.5GiB") == 3 * 2**29
 
 
 def test_rounds_of_drafts() -> None:

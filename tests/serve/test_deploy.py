@@ -97,9 +97,9 @@ def test_the_application_of_kuberay_is_one_and_wrong_options_are_told(monkeypatc
         assert {one["name"] for one in container["volumeMounts"]} == {one["name"] for one in pod["volumes"]}
         assert pod["volumes"][0]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
     for wrong, told in (
-        ({"port": 1}, "port"),
-        ({"memory": None}, "memory"),
-        ({"method": None, "budget": None}, "needs"),
+        ({"weigths": 1}, "Unknown option 'weigths': did you mean weights?"),
+        ({"memory": None}, "needs 'memory'; give"),
+        ({"sessions": None, "method": None, "budget": None}, "needs 'sessions' and 'method' or 'budget'; give"),
     ):
         args = {name: value for name, value in {**app["args"], **wrong}.items() if value is not None}
         with pytest.raises(UsageError, match=told):

@@ -9,21 +9,25 @@ import signal
 import sys
 import threading
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from answering import NEW, Alone, Client, run, small, text
+from living import descendants
 from running import KEYS, figures, post, program
 
 import kvkeep
 from kvkeep.decode.session_store import SessionStore
+from kvkeep.decode.shared_journal import TAKEN
 from kvkeep.errors import SessionBusy, UsageError
+from kvkeep.serve import replicas as replicas_module
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.http.body import LARGEST_BODY
 from kvkeep.serve.http.front import HEADER, Front
-from kvkeep.serve.replicas import Size, labelled
+from kvkeep.serve.replicas import Scale, app, labelled
 
 # -- the front --------------------------------------------------------------------------------------------
 
@@ -37,8 +41,9 @@ class Behind:
         self.body = b""
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        given = [value.decode() for name, value in scope["headers"] if name == HEADER.encode()]
-        (self.header,) = given
+        given = [value.decode() for name, value in scope["headers"] if name.replace(b"_", b"-") == HEADER.encode()]
+        assert len(given) <= 1
+        self.header = given[0] if given else None
         self.body = (await receive()).get("body", b"")
         for one in self.messages:
             await send(one)
@@ -68,15 +73,15 @@ def asked(behind: Behind, body: Any = None, path: str = "/v1/chat/completions", 
     return asyncio.run(ask())
 
 
-def key(body: Any = None, path: str = "/v1/chat/completions", **headers: str) -> str:
-    """What the router is told of a request."""
+def key(body: Any = None, path: str = "/v1/chat/completions", **headers: str) -> str | None:
+    """The routing key of a request."""
     behind = Behind(started(), sent(b"{}"))
-    assert asked(behind, body, path, **headers).status_code == 200 and behind.header
+    assert asked(behind, body, path, **headers).status_code == 200
     assert behind.body == (b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode())
     return behind.header
 
 
-def test_requests_of_a_conversation_are_told_by_one_key_and_others_by_another() -> None:
+def test_requests_of_a_conversation_have_one_routing_key_and_others_another() -> None:
     first = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "One?"}]
     later = [*first, {"role": "assistant", "content": "Two."}, {"role": "user", "content": "Three?"}]
     talk = {"kvkeep": {"session": "talk"}}
@@ -86,14 +91,22 @@ def test_requests_of_a_conversation_are_told_by_one_key_and_others_by_another() 
     assert named == key({"messages": first}, x_session_id="talk")
     begun = key({"messages": first})
     assert begun == key({"messages": later}) != key({"messages": [first[0], later[3]]})
-    assert key({"prompt": "a" * 600}) == key({"prompt": "a" * 700}) != key({"prompt": "b"})
     others = [
         key({"messages": first, **talk}, authorization="Bearer k"),
         key({"messages": first, "kvkeep": {"session": "walk"}}),
         begun,
         key(path="/v1/sessions/walk"),
     ]
-    assert len({named, *others[:3]}) == 4 and others[1] == others[3]
+    assert len({named, *others[:3], None}) == 5 and others[1] == others[3]
+
+
+def test_without_a_session_only_a_conversation_has_a_routing_key() -> None:
+    """Prompts that begin alike, as examples of an evaluation do, go to all replicas."""
+    assert key({"prompt": "a" * 600}, "/v1/completions") is key({"prompt": [1] * 600}, "/v1/completions") is None
+    assert key(path="/v1/models") is key(path="/v1/sessions") is key(path="/metrics") is None
+    assert (
+        key({"prompt": "a", "kvkeep": {"session": "talk"}}, "/v1/completions") == key(x_session_id="talk") is not None
+    )
     for odd in (
         b"",
         b"[" * 10**5,
@@ -101,10 +114,11 @@ def test_requests_of_a_conversation_are_told_by_one_key_and_others_by_another() 
         [],
         {"kvkeep": 1},
         {"messages": [1]},
-        {"prompt": {}},
         {"messages": "\ud800"},
+        {"messages": [{"role": "assistant", "content": "Yes."}]},
     ):
-        assert key(odd)
+        assert key(odd) is None
+    assert key({"messages": [{"role": "user", "content": "\ud800"}]}) is not None
 
 
 def test_what_a_replica_did_not_say_the_front_does() -> None:
@@ -126,6 +140,9 @@ def test_what_a_replica_did_not_say_the_front_does() -> None:
     assert lost.items() <= json.loads(stream[1].removeprefix("data: "))["error"].items()
     assert [stream[0], *stream[2:]] == ["data: {}", "data: [DONE]", ""]
     assert asked(Behind(events, sent(b"data: [DONE]\n\n")), {}).text == "data: [DONE]\n\n"
+    broken = RuntimeError("of the proxy itself")
+    assert lost.items() <= asked(Behind(error=broken), {}).json()["error"].items()
+    assert asked(Behind(events, sent(b"data: {}\n\n", True), error=broken), {}).text.split("\n\n") == stream
     assert asked(Behind(), b"x" * (LARGEST_BODY + 1)).status_code == 413
 
 
@@ -160,7 +177,7 @@ def test_servers_that_share_a_folder_go_on_with_each_others_sessions(tmp_path: P
     assert isinstance(refused.events[-1], SessionBusy)
     session = first.sessions.memory[("me", "talk")]
     assert session.file is not None
-    os.rename(session.file.path, tmp_path / "me" / ".talk.session.taken-0")  # as a server does whom no lock stops
+    os.rename(session.file.path, tmp_path / "me" / TAKEN / "talk.session.0")  # as a server does whom no lock stops
     client = Client(second, ids, name=("me", "talk"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kvkeep.decode.shared_journal.lock", lambda file: None)
@@ -172,19 +189,49 @@ def test_servers_that_share_a_folder_go_on_with_each_others_sessions(tmp_path: P
         assert file.turns == 8 and file.stored["session.ids"].shape == (1, len(ids) + NEW - 1)
     for server in servers:
         server.close()
-    assert [path.name for path in tmp_path.rglob("*.*")] == ["talk.session"]
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["talk.session"]
 
 
 # -- the command ------------------------------------------------------------------------------------------
 
 
 def test_numbers_of_replicas() -> None:
-    assert Size.parse("3", 1, 8).options() == {"num_replicas": 3}
-    scale = Size.parse("1:4", 1, 8).options()["autoscaling_config"]
+    assert Scale.parse("3", 1, 8).options() == {"num_replicas": 3}
+    scale = Scale.parse("1:4", 1, 8).options()["autoscaling_config"]
     assert scale == {"min_replicas": 1, "max_replicas": 4, "target_ongoing_requests": 8}
     for wrong in ("", "0", "-1", "x", "2:1", "1:", ":2", "1:2:3"):
         with pytest.raises(UsageError, match="is no number of replicas"):
-            Size.parse(wrong, 1, 8)
+            Scale.parse(wrong, 1, 8)
+
+
+def test_a_file_has_the_options_of_the_command_and_their_checks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("KVKEEP_API_KEYS", raising=False)
+    monkeypatch.setattr(replicas_module, "bound", lambda *given: given)
+    (tmp_path / "keys").write_text("some-key\n")
+    given = {"memory": "8MB", "budget": "25%", "sessions": "/chats", "keys": str(tmp_path / "keys"), "quota": None}
+    service, scale = app(given)
+    assert (service.memory, service.cache, service.folder) == (8 * 10**6, {"budget": "25%"}, "/chats")
+    assert (service.quota, service.age, service.limits.answers, service.logs) == (None, None, 64, False)
+    assert (scale.least, scale.most, scale.cores, scale.ongoing) == (2, 2, 1, 8)
+    given |= {"cors": ["https://chat.example"], "log_requests": "true", "age": "0.5", "time": 2, "waiting": "7"}
+    service, scale = app(given | {"cores": "0.5", "conversations": "3", "replicas": 4, "quota": "1GB"})
+    assert (service.origins, service.logs, service.age) == (("https://chat.example",), True, 43200)
+    assert (service.limits.seconds, service.waiting, service.quota) == (2, 7, 10**9)
+    assert (scale.most, scale.cores, scale.ongoing) == (4, 0.5, 3)
+    wrong: dict[str, tuple[Any, ...]] = {
+        "waiting": ("many", -1, 1.5, True), "answers": (0, "x"), "conversations": (0,), "cores": (0, "nan", "inf"),
+        "age": ("x", -1), "time": (0,), "memory": (-5, "25%"), "quota": ("0B",), "weights": ("int5",),
+        "cors": ("chat.example", ["*", "x"]), "log_requests": ("maybe",), "replicas": ("0",), "method": ("h2p",),
+    }  # fmt: skip
+    for name, values in wrong.items():
+        for value in values:
+            with pytest.raises(UsageError) as error:
+                app(given | {name: value})
+            assert str(error.value).endswith(".") and "'" in str(error.value), (name, value)
+    with pytest.raises(UsageError, match="Without a key"):
+        app(given | {"keys": None, "cors": "*"})
 
 
 def test_what_cannot_be_replicated_is_one_sentence(
@@ -208,22 +255,12 @@ def test_what_cannot_be_replicated_is_one_sentence(
 
 def replicas() -> set[int]:
     """The processes of replicas that descend from this one."""
-    parents, titles = dict[int, int](), dict[int, bytes]()
-    for path in Path("/proc").iterdir():
-        if path.name.isdecimal():
-            try:
-                parents[int(path.name)] = int((path / "stat").read_text().rpartition(")")[2].split()[1])
-                titles[int(path.name)] = (path / "cmdline").read_bytes()
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-    own, more = {os.getpid()}, True
-    while more:
-        more = False
-        for number, parent in parents.items():
-            if parent in own and number not in own:
-                own.add(number)
-                more = True
-    return {number for number in own if titles[number].startswith(b"ray::ServeReplica")}
+    found = set[int]()
+    for number in descendants(os.getpid()):
+        with suppress(OSError):  # it has just ended
+            if Path(f"/proc/{number}/cmdline").read_bytes().startswith(b"ray::ServeReplica"):
+                found.add(number)
+    return found
 
 
 def names(found: dict[str, float]) -> set[str]:
@@ -286,7 +323,7 @@ def test_of_two_replicas_one_is_killed_in_the_middle_of_answers(model_folder: Pa
         assert len(talks) == 4 and len(replicas()) == len(held) == 2
 
         # Another server takes a session of the folder, and goes on with it: the replica has to follow.
-        store, (owner,) = SessionStore(folder, shared=True), {path.name for path in folder.iterdir()}
+        store, (owner,) = SessionStore(folder, shared=True), {path.parent.name for path in folder.rglob("*.session")}
         body = {"model": running.model, "prompt": [*talks[0].ids, 7], "max_tokens": 1, "temperature": 0}
         body |= {"kvkeep": {"session": talks[0].name}}
         with store.open(f"{owner}/{talks[0].name}"):

@@ -56,6 +56,9 @@ def test_any_flipped_byte_any_length_and_any_other_name_is_a_miss(tmp_path: Path
         folder.path(other).write_bytes(good)
         with pytest.raises(BlockDamaged):
             folder.read(other)
+    os.mkfifo(folder.path(name(7)))
+    with pytest.raises(BlockDamaged):  # nobody is waited for
+        folder.read(name(7))
 
 
 def test_what_was_used_stays_within_the_quota_however_it_was_left(tmp_path: Path) -> None:

@@ -213,10 +213,10 @@ def test_settings_are_understood_or_refused_by_name(tmp_path: Path) -> None:
     for wrong, said in (
         ({"codec": "int3"}, "Unknown codec 'int3'"),
         ({"quote": "1GB"}, "did you mean quota"),
-        ({"quota": "25%"}, "a number of bytes such as '10GB', not '25%'"),
-        ({"quota": 0}, "not '0'"),
-        ({"queue": "lots"}, "The queue of KeepConnector"),
-        ({"quota": None}, "not 'None'"),
+        ({"quota": "25%"}, "A quota of '25%' is not understood: give bytes"),
+        ({"quota": 0}, "A quota of '0'"),
+        ({"queue": "lots"}, "A queue of 'lots'"),
+        ({"quota": None}, "A quota of 'None'"),
     ):
         with pytest.raises(UsageError, match=said):
             Options.parse(wrong)

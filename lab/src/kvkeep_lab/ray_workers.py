@@ -9,24 +9,20 @@ from __future__ import annotations
 
 import math
 import os
-import secrets
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.models.folders import cache_folder
 from kvkeep.models.scratch import scratch
+from kvkeep.ray_cluster import connected
 from kvkeep_lab.store import Store
 from kvkeep_lab.workers import POLL, Job, packed, unpacked
 
 Files = dict[str, bytes]
 """Contents by path, within the folder that all of them lie in."""
-
-_OBJECTS = 100 * 2**20  # bytes of Ray's own object store, where it is started here; it wants 75 MiB
 
 
 def work_on_ray(job: Job, store: Store, address: str, poll: Callable[[], None]) -> None:
@@ -44,7 +40,8 @@ def work_on_ray(job: Job, store: Store, address: str, poll: Callable[[], None]) 
         raise UsageError("--ray needs the package 'ray', which is missing: pip install 'kvkeep-lab[ray]'.") from error
     files = _contents(job.sources)
     size = sum(map(len, files.values()))
-    with connected(address, job.workers, 2 * size):
+    own = max(os.cpu_count() or 1, job.workers)
+    with connected(None if address == "local" else address, own, data=2 * size):
         machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         gpus = 0 if job.device == "cpu" else int(sum(machine.get("GPU", 0) for machine in machines))
         count = job.workers or gpus or len(machines)
@@ -110,32 +107,6 @@ def _work(order: bytes, files: Files, actor: Any, number: int) -> None:
             path.write_bytes(content)
         store: Any = _Remote(actor)
         replace(unpacked(order), sources=tuple(paths)).work(store, number)
-
-
-@contextmanager
-def connected(address: str, count: int, size: int = 0) -> Iterator[None]:
-    """Be the driver of a cluster within the block: of the one that this process is the driver of already, if it is of
-    any. count, size: workers, and bytes of data, that one that is started here has to have room for."""
-    import ray
-
-    if ray.is_initialized():
-        yield
-        return
-    own: dict[str, Any] = {}
-    with ExitStack() as ending:
-        if address == "local":
-            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # else Ray puts one into the user's home
-            short = "/tmp" if os.path.isdir("/tmp") else None  # paths of sockets have to be short
-            folder = TemporaryDirectory(prefix="kvkeep-", dir=short, ignore_cleanup_errors=True)
-            own = {"num_cpus": max(os.cpu_count() or 1, count), "_temp_dir": ending.enter_context(folder)}
-            own |= {"include_dashboard": False, "object_store_memory": _OBJECTS + size}
-        ending.callback(ray.shutdown)
-        try:
-            ray.init(address, log_to_driver=False, logging_level="error", **own)
-        except (ConnectionError, ValueError) as error:
-            raise KvkeepError(f"There is no Ray cluster at '{address}': {str(error).splitlines()[0]}") from error
-        yield
 
 
 def cores(machines: Sequence[int], count: int) -> int:

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from statistics import median, quantiles
 from typing import Any
 
+from kvkeep.budget import bytes_of
 from kvkeep.cache import KeepCache
 from kvkeep.errors import KvkeepError
 from kvkeep.models.loading import Loaded
-from kvkeep.plan.planner import parse_memory
 from kvkeep.serve.arbiter import Arbiter
 from kvkeep_lab.peers.servers import Ours, Running, Server, server_of
 from kvkeep_lab.tables import Table, fixed, megabytes, number, refusals
@@ -131,7 +131,7 @@ def fitting(server: Server, tokens: int, memory: str) -> int | None:
     if not isinstance(server, Ours):
         return None
     cache = KeepCache(server.loaded.model, server.method, server.asked)  # as it is started
-    return Arbiter(parse_memory(memory)).fitting(cache, tokens)
+    return Arbiter(bytes_of(memory)).fitting(cache, tokens)
 
 
 def _asked(server: Server, running: Running, context: int, count: int, steps: int) -> tuple[list[Stream], int]:

@@ -90,9 +90,9 @@ def asked(
         if value is not None:
             raise UsageError(f"With '--budget auto' the planner chooses; leave --{name} out.")
     if memory is not None:
-        from kvkeep.plan.planner import parse_memory
+        from kvkeep.budget import bytes_of
 
-        parse_memory(memory)
+        bytes_of(memory)
     return Asked(None, True, memory)
 
 

@@ -16,7 +16,7 @@ from kvkeep.errors import UsageError
 from kvkeep.units import size
 
 if TYPE_CHECKING:
-    from kvkeep.plan.capacity import Load, Rebuilding
+    from kvkeep.plan.capacity import Capacity, Rebuilding
     from kvkeep.plan.machine import Machine
 
 SHARED = (1, 8, 64)
@@ -55,26 +55,26 @@ def capacity(
     json: options.Json = False,
 ) -> None:
     """Predict how many sessions a machine holds and serves, and what fetching one from elsewhere takes."""
+    from kvkeep.budget import bytes_of
     from kvkeep.plan import capacity as planned
-    from kvkeep.plan.planner import parse_memory
 
-    contexts, networks = _numbers(context, "context"), _numbers(gbit, "network")
-    names = list(planned.METHODS) if method is None else listed(method, "--method")
+    contexts, networks = _numbers(context, "context", whole=True), _numbers(gbit, "network")
+    names = list(planned.METHODS) if method is None else listed(method, "--method") or ["none"]
     shape, measured = predicted(model, machine, weights)
     rates = measured()
-    room = parse_memory(memory) if memory is not None else rates.room(shape.weight_bytes)
+    room = bytes_of(memory) if memory is not None else rates.room(shape.weight_bytes)
     found = [
-        load
+        one
         for tokens in contexts
-        for load in planned.loads(
+        for one in planned.capacities(
             shape, rates, room, int(tokens), budget, names, answer=answer, acceptance=acceptance
         )
     ]  # fmt: skip
     rebuilt = [planned.rebuilding(shape, rates, int(tokens)) for tokens in contexts]
     balances = {count: planned.balance(shape, rates, count) for count in SHARED}
     if json:
-        fetched = [{f"{rate:g}": load.fetched(rate * planned.GBIT) for rate in networks} for load in found]
-        rows = [load.as_dict() | {"fetched_s": times} for load, times in zip(found, fetched, strict=True)]
+        fetched = [{f"{rate:g}": one.fetched(rate * planned.GBIT) for rate in networks} for one in found]
+        rows = [one.as_dict() | {"fetched_s": times} for one, times in zip(found, fetched, strict=True)]
         both = [asdict(one) | {"pays_below_bytes_s": one.pays_below} for one in rebuilt]
         given = {"model": model, "memory_bytes": room, "weight_bytes": shape.weight_bytes, "machine": rates.name}
         print_json(given | {"rows": rows, "rebuilding": both, "balance_tokens": balances})
@@ -93,39 +93,41 @@ def capacity(
         )
 
 
-def _numbers(text: str, what: str) -> list[float]:
+def _numbers(text: str, what: str, whole: bool = False) -> list[float]:
     try:
         found = [float(part) for part in text.split(",")]
     except ValueError:
         found = []
-    if not found or not all(0 < number < 1e12 for number in found):
-        raise UsageError(f"A {what} of '{text}' is not understood: give numbers above 0, by commas.")
+    if not found or not all(0 < number < 1e12 and (not whole or number.is_integer()) for number in found):
+        kind = "whole numbers" if whole else "numbers"
+        raise UsageError(f"A {what} of '{text}' is not understood: give {kind} above 0, by commas.")
     return found
 
 
-def _carried(found: list[Load]) -> Table:
+def _carried(found: list[Capacity]) -> Table:
     table = Table(box=None, header_style="bold")
-    headings = ("held", "elsewhere", "sessions", "tokens/s of one", "of all", "weights %", "prompt s")
+    headings = ("held", "granted", "elsewhere", "sessions", "tokens/s of one", "of all", "weights %", "prompt s")
     for heading in ("tokens", "cache", "class", *headings):
         table.add_column(heading, justify="left" if heading in ("cache", "class") else "right", no_wrap=True)
-    for load in found:
-        away = load.sizes.host + load.sizes.disk
+    for one in found:
+        away = one.sizes.host + one.sizes.disk
         table.add_row(
-            f"{load.sizes.tokens:,}",
-            str(load.candidate),
-            str(load.candidate.exactness),
-            size(load.held),
+            f"{one.sizes.tokens:,}",
+            str(one.candidate),
+            str(one.candidate.exactness),
+            size(one.held),
+            size(one.granted),
             size(away) if away else "-",
-            f"{load.sessions:,}",
-            f"{1 / load.alone.step:,.3g}",
-            f"{load.rate:,.0f}" if load.rate > 10 else f"{load.rate:.2g}",
-            "-" if load.own_share is None else f"{100 * load.own_share:.0f}",
-            f"{load.alone.prefill:.3g}",
+            f"{one.sessions:,}",
+            f"{1 / one.alone.step:,.3g}",
+            f"{one.rate:,.0f}" if one.rate > 10 else f"{one.rate:.2g}",
+            "-" if one.own_share is None else f"{100 * one.own_share:.0f}",
+            f"{one.alone.prefill:.3g}",
         )
     return table
 
 
-def _fetched(found: list[Load], networks: list[float], machine: Machine) -> Table:
+def _fetched(found: list[Capacity], networks: list[float], machine: Machine) -> Table:
     from kvkeep.plan.capacity import GBIT
 
     table = Table(box=None, header_style="bold")
@@ -133,15 +135,15 @@ def _fetched(found: list[Load], networks: list[float], machine: Machine) -> Tabl
     headings = ("tokens", "cache", "at rest", *speeds, "disk", "read again", "pays from Gbit/s", "moved a token")
     for heading in headings:
         table.add_column(heading, justify="left" if heading == "cache" else "right", no_wrap=True)
-    for load in found:
-        times = [load.fetched(rate * GBIT) for rate in networks] + [load.fetched(machine.disk), load.alone.prefill]
+    for one in found:
+        times = [one.fetched(rate * GBIT) for rate in networks] + [one.fetched(machine.disk), one.alone.prefill]
         table.add_row(
-            f"{load.sizes.tokens:,}",
-            str(load.candidate),
-            size(load.stored),
+            f"{one.sizes.tokens:,}",
+            str(one.candidate),
+            size(one.stored),
             *(f"{seconds:.3g} s" for seconds in times),
-            f"{load.pays_from / GBIT:.3g}",
-            size(int(load.alone.moved)) if load.alone.moved else "-",
+            f"{one.pays_from / GBIT:.3g}",
+            size(int(one.alone.moved)) if one.alone.moved else "-",
         )
     return table
 

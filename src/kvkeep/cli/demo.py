@@ -232,7 +232,7 @@ def _foot(full: Generation, exact: Generation, same: int, expect: str | None) ->
     out.print(
         Text(
             f"{EXACT} wrote {same} of the {len(full.tokens)} tokens of {FULL} with {share:.0%} of its cache in memory"
-            f"{f' ({away})' if away else ''}. Process: memory that is of no file, Python and weights included."
+            f"{f' ({away})' if away else ''}. Process: its private memory, Python and weights included."
         )
     )
     out.print()

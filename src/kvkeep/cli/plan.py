@@ -89,9 +89,9 @@ def _contexts(text: str) -> list[int]:
 
 
 def _memory(text: str | None) -> int | None:
-    from kvkeep.plan.planner import parse_memory
+    from kvkeep.budget import bytes_of
 
-    return None if text is None else parse_memory(text)
+    return None if text is None else bytes_of(text)
 
 
 def _device(device: str | None) -> str:

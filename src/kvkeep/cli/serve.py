@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import ipaddress
 import os
-import re
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -23,7 +22,7 @@ from kvkeep.extras import optional
 if TYPE_CHECKING:
     from kvkeep.models.loading import Loaded
     from kvkeep.serve.engine import Engine
-    from kvkeep.serve.replicas import Service, Size
+    from kvkeep.serve.replicas import Scale, Service
 
 UNBOUNDED = 8192
 """Tokens of a conversation that is planned for, where a model has no number of positions."""
@@ -111,15 +110,14 @@ def serve(
     uvicorn = optional("uvicorn", "serve")
     optional("fastapi", "serve")
     optional("prometheus_client", "serve")
+    from kvkeep.budget import bytes_of
     from kvkeep.decode.session_store import DAY_S, SessionStore, sessions_folder
     from kvkeep.models.loading import load
-    from kvkeep.models.room import free_memory
-    from kvkeep.plan.planner import parse_memory
     from kvkeep.policies.request import Request
     from kvkeep.serve.engine import Engine
     from kvkeep.serve.http.app import application
     from kvkeep.serve.http.asked import Limits
-    from kvkeep.serve.http.door import log_all
+    from kvkeep.serve.http.door import check_origins, log_all
     from kvkeep.serve.http.keys import Keys, kept_key, keys_given
 
     _check_replicas(replicas, ray, cores, memory, method or budget, sessions)
@@ -127,44 +125,42 @@ def serve(
     if not given and not _own(host):
         key, kept, new = kept_key()
         given = [key]
-    _check_origins(cors or ())
-    if cors and "*" in cors and not given:
-        raise UsageError("Without a key, pages of any origin could use the server; name origins, or give it a key.")
+    check_origins(cors or (), bool(given))
     tls = _tls(certificate, private_key)
-    total = None if memory is None else parse_memory(memory)
+    total = None if memory is None else bytes_of(memory)
     cache: dict[str, Any] = {name: one for name, one in (("method", method), ("budget", budget)) if one is not None}
     Request.parse(**cache)
-    folder, limit = sessions_folder(sessions), None if quota is None else parse_memory(quota)
-    store = SessionStore(folder, quota=limit, age=None if age is None else age * DAY_S, shared=replicas is not None)
-    if ray is None:
-        store.check_folder()
-    limits, size = Limits(answers if given else None, time), _size(replicas, ray, cores, conversations)
-    if ray is None:
-        loaded = load(model, weights=weights, device=device, progress=note)
-        if total is None:
-            total = free_memory(next(loaded.model.parameters()).device) // 2 // (1 if size is None else size.most)
-        cache = cache or _planned(loaded, total, conversations)
-    assert total is not None
+    folder, limit = sessions_folder(sessions), None if quota is None else bytes_of(quota, "quota")
+    seconds = None if age is None else age * DAY_S
+    limits = Limits(answers if given else None, time)
     kept_for = "" if limit is None else f", at most {quota} together: the least recently used are removed"
     kept_for += "" if age is None else f", {age:g} days at most"
     if kept is not None:
         access = f"key: {given[0] if new else 'as before'}  (kept in {kept})"
     else:
         access = f"{len(given)} keys" if given else "no key: only this machine can reach it"
-    listening = _socket(host, port) if ray is None else None
-    port = port if listening is None else listening.getsockname()[1]
-    where = f"http{'s' if tls else ''}://{_address(host)}:{port}"
-    if size is not None:
-        from kvkeep.serve.replicas import Service
+    store = SessionStore(folder, quota=limit, age=seconds, shared=replicas is not None)
+    if ray is None:
+        store.check_folder()
+    if replicas is not None:
+        from kvkeep.serve.replicas import Scale, Service
 
-        kept_in = str(folder.absolute()), limit, store.age
-        allowed = Keys(given), limits, tuple(cors or ())
-        service = Service(model, weights, device, total, waiting, cache, *kept_in, *allowed, log_requests)
-        if listening is not None:
-            listening.close()  # Serve's proxy takes its place
-        said = f"{where}/v1  model '{model}', {total / 1e6:.0f} MB for all conversations of a replica"
-        _replicated(service, size, ray, (host, port, tls), grace, [said, f"sessions: {folder}{kept_for}", access])
+        own = cores or (1 if ray is not None else max(1, (os.cpu_count() or 1) // Scale.parse(replicas, 1, 1).most))
+        scale = Scale.parse(replicas, own, conversations)
+        if ray is None:
+            total, cache = _beforehand(model, weights, device, total, cache, conversations, scale.most)
+        options: dict[str, Any] = {
+            "model": model, "weights": weights, "device": device, "memory": total, "waiting": waiting, "quota": quota,
+            "age": age, "sessions": folder.absolute(), "answers": answers, "time": time, "cors": cors or (),
+            "log_requests": log_requests,
+        }  # fmt: skip
+        service = Service.parse(options, cache, given)
+        _replicated(service, scale, ray, (host, port, tls), grace, [f"sessions: {folder}{kept_for}", access])
         return
+    loaded = load(model, weights=weights, device=device, progress=note)
+    total, cache = _settled(loaded, total, cache, conversations)
+    listening = _socket(host, port)
+    where = _where(host, listening.getsockname()[1], tls)
     engine = Engine(loaded, total, waiting, store, **cache)
     app = application(engine, loaded, Keys(given), limits, cors or ())
     server = _server(uvicorn, app, timeout_graceful_shutdown=int(grace) + 1, **tls)
@@ -204,21 +200,46 @@ def _check_replicas(
             )
 
 
-def _size(replicas: str | None, ray: str | None, cores: float | None, conversations: int) -> Size | None:
-    """Return how many replicas are asked for, and of what size."""
-    if replicas is None:
-        return None
-    from kvkeep.serve.replicas import Size
+def _beforehand(
+    model: str,
+    weights: str,
+    device: str | None,
+    total: int | None,
+    cache: dict[str, Any],
+    conversations: int,
+    most: int,
+) -> tuple[int, dict[str, Any]]:
+    """Return what :func:`_settled` does for each of ``most`` replicas here. A model that is loaded for that is gone
+    afterwards. Raises as loading does for one that cannot be served."""
+    from kvkeep.models.freed import give_back
+    from kvkeep.models.loading import describe, load
 
-    size = Size.parse(replicas, cores or 1, conversations)
-    if cores is None and ray is None:
-        size = replace(size, cores=max(1, (os.cpu_count() or 1) // size.most))
-    return size
+    if total is not None and cache:
+        describe(model, weights=weights, device=device or "cpu", progress=note)
+        return total, cache
+    loaded = load(model, weights=weights, device=device, progress=note)
+    found = _settled(loaded, total, cache, conversations, most)
+    del loaded
+    gc.collect()  # a model refers to itself
+    give_back()
+    return found
+
+
+def _settled(
+    loaded: Loaded, total: int | None, cache: dict[str, Any], conversations: int, processes: int = 1
+) -> tuple[int, dict[str, Any]]:
+    """Return the bytes for conversations, and what sessions are that name nothing: as given, else half of what is free
+    for all ``processes``, and the planner's choice."""
+    from kvkeep.models.room import free_memory
+
+    if total is None:
+        total = free_memory(next(loaded.model.parameters()).device) // 2 // processes
+    return total, cache or _planned(loaded, total, conversations)
 
 
 def _replicated(
     service: Service,
-    size: Size,
+    scale: Scale,
     address: str | None,
     listening: tuple[str, int, dict[str, Any]],
     grace: float,
@@ -227,14 +248,22 @@ def _replicated(
     """Have Ray Serve run replicas: until SIGTERM or Ctrl-C in a cluster that ends with them, else for good."""
     from kvkeep.serve import replicas
 
-    with replicas.cluster(address, size):
+    host, port, tls = listening
+    if address is None:
+        with _socket(host, port) as free:  # Serve's proxy takes its place
+            port = free.getsockname()[1]
+    with replicas.cluster(address, scale):
         ended = threading.Event()
         if address is None:  # before replicas start, and after Ray has set handlers of its own, which abort
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, lambda *given: ended.set())
-        replicas.deploy(service, size, *listening)
-        kinds = f"{size.least}" if size.least == size.most else f"{size.least} to {size.most}"
-        said.insert(1, f"{kinds} replicas with {size.cores:g} cores each, {dict(service.cache)}")
+        replicas.deploy(service, scale, host, port, tls)
+        kinds = f"{scale.least}" if scale.least == scale.most else f"{scale.least} to {scale.most}"
+        note(
+            f"{_where(host, port, tls)}/v1  model '{service.model}', {service.memory / 1e6:.0f} MB for all "
+            "conversations of a replica"
+        )
+        note(f"{kinds} replicas with {scale.cores:g} cores each, {dict(service.cache)}")
         for line in said:
             note(line)
         if address is not None:
@@ -303,13 +332,9 @@ def _address(host: str) -> str:
     return f"[{own}]" if ":" in own else own
 
 
-def _check_origins(origins: Sequence[str]) -> None:
-    """Raise UsageError for what is no origin as browsers send it."""
-    for one in origins:
-        if one != "*" and not re.fullmatch(r"https?://[^/\s?#]+", one):
-            raise UsageError(
-                f"'{one}' is no origin: give scheme and host, without a path (https://chat.example), or *."
-            )
+def _where(host: str, port: int, tls: Mapping[str, Any]) -> str:
+    """Return the server's address for a browser of this machine."""
+    return f"http{'s' if tls else ''}://{_address(host)}:{port}"
 
 
 def _socket(host: str, port: int) -> Any:

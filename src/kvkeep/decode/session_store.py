@@ -13,7 +13,7 @@ from pathlib import Path
 
 from kvkeep.decode.journal import held, unwritable
 from kvkeep.decode.session_file import NAME_OF_IDS, SessionFile
-from kvkeep.decode.shared_journal import SharedWriter
+from kvkeep.decode.shared_journal import TAKEN, SharedWriter, forget_taken, left_in, left_of
 from kvkeep.errors import SessionBusy, SessionError, SessionUnwritable, UsageError
 from kvkeep.models.folders import data_folder
 
@@ -97,7 +97,7 @@ class SessionStore:
 
     def read(self, name: str) -> SessionFile:
         """Return the session as it was last saved, open for reading, whoever writes to it."""
-        return SessionFile(self._existing(name))
+        return SessionFile(self._file(self._existing(name)))
 
     def sessions(self, owner: str | None = None) -> list[SessionInfo]:
         """Return all sessions, or those of one owner, last used first."""
@@ -123,7 +123,7 @@ class SessionStore:
         gone: list[str] = []
         for path in self._paths():
             with suppress(OSError):  # another program was first
-                facts = path.stat()
+                facts = self._file(path).stat()
                 known.append((facts.st_mtime, facts.st_size, path))
         total, now = sum(size for _, size, _ in known), time.time()
         for used, size, path in sorted(known):
@@ -140,7 +140,7 @@ class SessionStore:
         total = 0
         for path in self._paths():
             with suppress(OSError):  # another program removed it
-                total += path.stat().st_size
+                total += self._file(path).stat().st_size
         return total
 
     def set_aside(self, name: str) -> str:
@@ -150,7 +150,7 @@ class SessionStore:
             other = f"{owner}{slash}{word[:80]}.damaged-{number}"
             if not self.path(other).exists():
                 try:
-                    path.rename(self.path(other))
+                    self._file(path).rename(self.path(other))
                 except OSError as error:
                     raise unwritable(path, error) from error
                 return other
@@ -168,7 +168,7 @@ class SessionStore:
 
     def _existing(self, name: str) -> Path:
         path = self.path(name)
-        if not path.is_file():
+        if not self._file(path).is_file():
             raise SessionError(f"There is no session '{name}' in '{self.folder}'; 'kvkeep sessions list' shows them.")
         return path
 
@@ -181,22 +181,35 @@ class SessionStore:
             raise unwritable(path, error) from error
         return path
 
+    def _file(self, path: Path) -> Path:
+        """Return where the file of a session is: at ``path``, or where a writer has left it that was killed while it
+        took it (or is about to put it back)."""
+        if not self.shared or path.is_file():
+            return path
+        return next(iter(left_of(path)), path)
+
     def _paths(self, owner: str | None = None) -> Iterator[Path]:
+        """Yield the place of each session, once."""
         patterns = [f"*{SUFFIX}", f"*/*{SUFFIX}"] if owner is None else [f"{owner}/*{SUFFIX}"]
-        for pattern in patterns:
-            for path in self.folder.glob(pattern):
-                if _NAME.fullmatch(self._name(path)) and path.is_file():
-                    yield path
+        found = [path for pattern in patterns for path in self.folder.glob(pattern)]
+        if self.shared:
+            folders = [TAKEN, f"*/{TAKEN}"] if owner is None else [f"{owner}/{TAKEN}"]
+            taken = [path.parent for pattern in folders for path in self.folder.glob(pattern)]
+            found += [place for folder in taken for place, _ in left_in(folder)]
+        for path in dict.fromkeys(found):
+            name = self._name(path)
+            if _NAME.fullmatch(name) and path.suffix == SUFFIX and self._file(path).is_file():
+                yield path
 
     def _name(self, path: Path) -> str:
         return path.relative_to(self.folder).as_posix().removesuffix(SUFFIX)
 
     def _info(self, path: Path) -> SessionInfo:
-        return info_of(path, self._name(path))
+        return info_of(self._file(path), self._name(path))
 
     def _removed(self, path: Path) -> bool:
         """Remove a file unless it is open for writing; return whether it is gone. Raises SessionError."""
-        if held(path):
+        if held(self._file(path)):
             return False
         try:
             try:
@@ -214,6 +227,8 @@ class SessionStore:
             ) from error
         if path.parent != self.folder:
             with suppress(OSError):
+                if [*os.listdir(path.parent)] == [TAKEN]:
+                    forget_taken(path.parent)
                 path.parent.rmdir()
         return True
 

@@ -2,13 +2,14 @@
 
 A lock keeps writers apart, as it does on one machine. Over a network it can be lost: a server gives up the lock of a
 machine that it has not heard of, which goes on later, after a pause of any length, wherever it was. What stops that one
-is that a name can be renamed once. A writer *takes* the file by giving it a name of its own, reads what was committed,
+is that a name can be renamed once. A writer *takes* the file by moving it to ``.taken/``, beside, under a name of its
+own, reads what was committed,
 appends its lease, and links the file to its place, which fails where there is one. Unless the writer before it has said
 that it ended, that one may still write to the file that it has open; then a copy of what was committed gets the name. A
 writer looks after every turn whether its file is still at its place. As a file is taken before it is read, either the
 turn is in what was read, or its writer finds the file gone, and is refused. Nothing depends on a clock.
 
-A writer that ends between the two leaves a file with a name of its own, which the next one takes in its turn. Several
+A writer that ends between the two leaves a file in ``.taken/``, which the next one takes in its turn. Several
 that take a session in the same moment need the lock; a folder without locks is refused.
 """
 
@@ -33,6 +34,8 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 _TRIES, _EACH_S = 20, 0.005
+TAKEN = ".taken"
+"""The folder of files that were taken, beside the sessions; empty but for moments, so that looking into it is cheap."""
 _SCANS = 2
 """A name that is changed while a folder is listed may be missing in the list."""
 _COPIED = 1 << 20
@@ -58,17 +61,18 @@ class SharedWriter(Writer):
 
     @staticmethod
     def check_folder(folder: Path) -> None:
-        """Raise UsageError for a folder in which no file can be linked, or locked."""
-        name = folder / f".links-{secrets.token_hex(8)}"
+        """Raise UsageError for a folder in which no file can be locked, or linked from one folder to another."""
+        name = folder / TAKEN / f".links-{secrets.token_hex(8)}"
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            name.parent.mkdir(exist_ok=True, mode=0o700)  # it stays: others may be checking, too
             name.touch()
             try:
                 if fcntl is not None:
                     with FileIO(str(name), "r+") as file:
                         fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.link(name, folder / f"{name.name}-too")
-                (folder / f"{name.name}-too").unlink()
+                os.link(name, folder / name.name)
+                (folder / name.name).unlink()
             finally:
                 name.unlink()
         except OSError as error:
@@ -79,7 +83,7 @@ class SharedWriter(Writer):
 
     def _open(self) -> None:
         """Take the file, or make it. Raises OSError where another one is at it."""
-        left = [self.path] if self.path.exists() else self._left()
+        left = [self.path] if self.path.exists() else left_of(self.path)
         place = left[0] if left else self._name()
         self._file = FileIO(str(place), "r+" if left else "x+")
         try:
@@ -98,16 +102,15 @@ class SharedWriter(Writer):
         name.unlink(missing_ok=True)
         return name
 
-    def _left(self) -> list[Path]:
-        """Return files that were taken, and not put in their place yet, or never; that with the last lease first."""
-        names = {name for _ in range(_SCANS) for name in self.path.parent.glob(f".{self.path.name}.taken-*")}
-        return sorted(names, key=_lease_of, reverse=True)
-
     def _taken(self, place: Path) -> Path:
-        """Give the file at ``place`` a name of one's own, and return that. Raises FileNotFoundError if it is not the
+        """Move the file at ``place`` to a name of one's own, and return that. Raises FileNotFoundError if it is not the
         one that is open."""
-        own = self.path.with_name(f".{self.path.name}.taken-{secrets.token_hex(8)}")
-        os.rename(place, own)
+        own = self.path.parent / TAKEN / f"{self.path.name}.{secrets.token_hex(8)}"
+        try:
+            os.rename(place, own)
+        except FileNotFoundError:  # the one, or the folder
+            own.parent.mkdir(exist_ok=True, mode=0o700)
+            os.rename(place, own)
         if not is_at(self._file, own):
             self._put(own, own)
             raise FileNotFoundError(2, "No such file or directory", str(place))
@@ -128,7 +131,7 @@ class SharedWriter(Writer):
         """Check that no other file is of a later lease, now that this one is in its place: one that was on its way.
         Raises FileExistsError."""
         self._named = True
-        for name in self._left():
+        for name in left_of(self.path):
             if _lease_of(name) >= self.lease:
                 self._taken(self.path).unlink()
                 raise FileExistsError
@@ -218,17 +221,41 @@ class SharedWriter(Writer):
                 self._check_lease()
                 self._record(LEASE, [NUMBER.pack(self.lease), self.mark, b"\1"])
             elif self._named:
-                self._taken(self.path).unlink()
-        for name in self._left():  # of those that ended in the middle: it would come back
-            name.unlink(missing_ok=True)
+                self._unlink()
         self._file.close()
 
     def remove(self) -> None:
         """Remove the file, and release it. Raises OSError if it is another writer's."""
-        self._taken(self.path).unlink()
-        for name in self._left():  # of those that ended in the middle: it would come back
-            name.unlink(missing_ok=True)
+        self._unlink()
         self._file.close()
+
+    def _unlink(self) -> None:
+        """Remove the file. Raises FileNotFoundError if it is another writer's."""
+        self._taken(self.path).unlink()
+        for name in left_of(self.path):  # of those that ended in the middle: it would come back
+            name.unlink(missing_ok=True)
+
+
+def left_of(path: Path) -> list[Path]:
+    """Return files of a session that were taken, and not put in their place yet, or never; that with the last lease
+    first."""
+    found = {name for _ in range(_SCANS) for place, name in left_in(path.parent) if place == path}
+    return sorted(found, key=_lease_of, reverse=True)
+
+
+def left_in(folder: Path) -> list[tuple[Path, Path]]:
+    """Return the place of each file of ``folder`` that was taken, and where it is."""
+    try:
+        names = os.listdir(folder / TAKEN)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return [(folder / name.rpartition(".")[0], folder / TAKEN / name) for name in names]
+
+
+def forget_taken(folder: Path) -> None:
+    """Remove the folder of files that were taken, if it is empty; whoever takes one makes it."""
+    with suppress(OSError):
+        (folder / TAKEN).rmdir()
 
 
 def _lease_of(path: Path) -> int:

@@ -1,8 +1,8 @@
-"""Compiles the CPU kernels once a machine, and loads them.
+"""Compiles the CPU kernels once a machine and release of torch's OpenMP, and loads them.
 
-The sources need no headers of torch and are called through ctypes: they compile in seconds with any compiler,
-fit every version of torch, and a call costs a few microseconds. It runs on the OpenMP runtime that torch has loaded,
-with as many threads. ``KVKEEP_KERNELS=0`` turns the kernels off.
+The sources need no headers of torch and are called through ctypes: any compiler will do, they fit every version of
+torch, and a call costs a few microseconds. They run on the OpenMP runtime that torch has loaded, with as many threads.
+``KVKEEP_KERNELS=0`` turns the kernels off.
 """
 
 from __future__ import annotations
@@ -81,8 +81,9 @@ def library() -> ctypes.CDLL | None:
 
 def _built() -> Path:
     """Return the compiled library, compiling it the first time; from then on it needs no compiler."""
-    stamp = hashlib.sha256(" ".join((*FLAGS, _processor(), _openmp())).encode())
-    for path in (*HEADERS, *SOURCES):
+    openmp = _openmp()
+    stamp = hashlib.sha256(" ".join((*FLAGS, _processor())).encode())
+    for path in (*HEADERS, *SOURCES, *openmp):
         stamp.update(path.read_bytes())
     target = cache_folder() / "kernels" / f"cpu-{stamp.hexdigest()[:16]}.so"
     if target.is_file():
@@ -91,11 +92,13 @@ def _built() -> Path:
     if compiler is None:
         raise RuntimeError(f"no compiler ({', '.join(COMPILERS)}) is on the path.")
     target.parent.mkdir(parents=True, exist_ok=True)
+    log.warning("Compiling the CPU kernels for this machine, once: some 30 s ...")  # who waits wants to know for what
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         made = Path(folder) / "cpu.so"
-        openmp = ["-fopenmp", _openmp()] if _openmp() else []
         # Objects are linked with torch's own OpenMP by its path: a second runtime would fight for the same cores.
-        command = [compiler, *FLAGS, *map(str, SOURCES), "-o", str(made), *openmp]
+        command = [compiler, *FLAGS, *map(str, SOURCES), "-o", str(made)]
+        if openmp:
+            command += ["-fopenmp", str(openmp[0])]
         done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
         if done.returncode:
             raise RuntimeError((done.stderr.strip().splitlines() or ["the compiler failed"])[0][:300])
@@ -112,9 +115,9 @@ def _processor() -> str:
     return " ".join(sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))}))
 
 
-def _openmp() -> str:
-    """Return the path of torch's OpenMP runtime, "" where there is none that gcc's code can use."""
+def _openmp() -> list[Path]:
+    """Return torch's OpenMP runtime, nothing where there is none that gcc's code can use."""
     found = sorted(Path(torch.__file__).parent.glob("lib/libgomp*")) + sorted(
         Path(torch.__file__).parents[1].glob("torch.libs/libgomp*")
     )
-    return str(found[0]) if found else ""
+    return found[:1]

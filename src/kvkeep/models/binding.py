@@ -40,6 +40,7 @@ _ALONG_SEQUENCE = (
 _LOCK = threading.RLock()
 """Of binding: threads may make a model's first caches at once."""
 _BY_LAYER = ("output_hidden_states", "output_attentions", "output_router_logits")  # outputs of each layer
+_GOES_ON = "A cache goes on with the text that it has read; call reset() before another one, or make a cache for each."
 # Last positions whose outputs the caller uses (0: all), set by the outermost forward.
 _keep_last: ContextVar[int] = ContextVar("kvkeep_keep_last", default=0)
 
@@ -203,20 +204,33 @@ _enter_uncompiled = torch.compiler.disable(_enter)
 def _prepare(model: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
     """Compare the text that ``generate`` begins with to what its cache has read."""
     cache: Taking | None = getattr(kwargs.get("past_key_values"), "stream", None)
-    if cache is not None and _goes_on(cache, input_ids):
-        read, begins, known = cache.length, kwargs.get("is_first_iteration"), cache.text
-        if begins and known is not None and known[0] == read and known != _digest(input_ids[:, :read]):
-            raise UsageError(
-                f"The cache has read {read} tokens of another text. A cache goes on with the text that it has read; "
-                "call reset() before another one, or make a cache for each."
-            )
-        cache.text = _digest(input_ids, None if begins else known)
+    if cache is not None and isinstance(input_ids, Tensor) and input_ids.ndim == 2:
+        begins, cut = kwargs.get("is_first_iteration"), kwargs.get("next_sequence_length")
+        if begins and cache.length:
+            _compare(cache, input_ids, cut)
+        if begins and cache.length and cut is None:  # the new tokens alone
+            cache.text = None
+        elif input_ids.shape[1] > cache.length and cache.rows in (0, len(input_ids)):  # else its pass is refused
+            cache.text = _digest(input_ids, None if begins else cache.text)
     return getattr(type(model), PREPARE)(model, input_ids, *args, **kwargs)
 
 
-def _goes_on(cache: Taking, ids: Any) -> bool:
-    """Whether ``ids`` are longer than what was read, and the same batch; others are refused when their pass begins."""
-    return isinstance(ids, Tensor) and ids.ndim == 2 and cache.length < ids.shape[1] and cache.rows in (0, len(ids))
+def _compare(cache: Taking, ids: Tensor, cut: int | None) -> None:
+    """Raise UsageError where ``generate`` begins with another text than ``cache`` has read. cut: how many of ``ids``
+    transformers takes for new; None where it passes all of them on."""
+    read, text, length = cache.length, cache.text, ids.shape[1]
+    if cut is not None and cut <= 0:
+        raise UsageError(f"The cache has read {read} tokens, and this text has {length}. {_GOES_ON}")
+    if text is None or text[0] != read or len(text[1]) != len(ids) or length < read:
+        return
+    same = text == _digest(ids[:, :read])
+    if cut is not None and not same:
+        raise UsageError(f"The cache has read {read} tokens of another text. {_GOES_ON}")
+    if cut is None and same:
+        raise UsageError(
+            f"The cache has read the first {read} tokens, and transformers' assisted decoding would read them again; "
+            "call reset() first."
+        )
 
 
 def _digest(ids: Tensor, known: tuple[int, list[int]] | None = None) -> tuple[int, list[int]]:
@@ -258,10 +272,13 @@ def _open(decoder: nn.Module, given: dict[str, Any], cache: Taking | None) -> tu
     if cache.decoder not in (None, decoder):
         raise UsageError("This cache was made for another model; make one for this model.")
     total = tokens.shape[1]
-    if not total:  # as generate and pipelines cut a prompt that is no longer than what the cache has read
+    if not total:
+        raise UsageError(f"There is no new token to read after the {cache.length} that the cache has read.")
+    mask = given.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] < cache.length + total:
         raise UsageError(
-            f"There is no new token to read: the cache has read {cache.length}, and the text has no more. A cache goes "
-            "on with the text that it has read; call reset() before another one, or make a cache for each."
+            f"The attention mask is of {mask.shape[1]} tokens, and there are {cache.length} that the cache has read, "
+            f"and {total} new ones. {_GOES_ON}"
         )
     if cache.length and cache.rows != len(tokens):
         raise UsageError(

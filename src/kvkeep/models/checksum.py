@@ -18,12 +18,13 @@ def sha256(path: Path) -> str:
 
 
 def remembered_sha256(path: Path) -> str:
-    """Return the SHA-256 of a file, read again only if its size or modification time changed."""
+    """Return the SHA-256 of a file, read again only if the system's facts of it changed: archives and copies keep the
+    time of modification, so that of the last change and the file's number count, too."""
     memory, key, stat = cache_folder() / "gguf" / "checksums.json", str(path.resolve()), path.stat()
-    facts = [stat.st_size, stat.st_mtime_ns]
+    facts = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
     known = _known(memory)
     match known.get(key):
-        case [int(size), int(changed), str(checksum)] if [size, changed] == facts:
+        case [*before, str(checksum)] if before == facts:
             return checksum
     checksum = sha256(path)
     kept = {name: value for name, value in known.items() if Path(name).is_file()} | {key: [*facts, checksum]}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +36,11 @@ class Loaded:
     weights: what every tensor became, None for a model that was quantised before (``model.kvkeep_weights`` too).
     """
 
-    model: Any
-    tokenizer: Any
+    model: Any = field(repr=False)
+    tokenizer: Any = field(repr=False)
     name: str
     source: str
-    weights: Weights | None = None
+    weights: Weights | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)

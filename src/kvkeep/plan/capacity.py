@@ -4,7 +4,7 @@ one of them there from another place."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from kvkeep.budget import MIN_CHUNK, Budget
@@ -12,6 +12,7 @@ from kvkeep.errors import BudgetError, UsageError
 from kvkeep.plan import costs
 from kvkeep.plan.candidates import Candidate
 from kvkeep.plan.costs import Cost, cost
+from kvkeep.plan.grant import grant
 from kvkeep.plan.machine import Machine
 from kvkeep.plan.planner import ACCEPTANCE, ANSWER
 from kvkeep.plan.shape import Shape
@@ -30,21 +31,24 @@ GBIT = 1e9 / 8
 
 
 @dataclass(frozen=True)
-class Load:
+class Capacity:
     """Sessions of one length in one kind of cache, on one machine.
 
-    alone: the costs of one session. together: those of ``sessions``, as many as fit; None where none does.
+    granted: bytes of the device's memory that a session can come to hold while it is answered, as a server counts them
+    (:func:`~kvkeep.plan.grant.grant`); on the device alone, where the host's memory is another. sessions: how many are
+    answered at once. alone: the costs of one. together: those of all; None where none fits.
     """
 
     candidate: Candidate
     sizes: Sizes
+    granted: int
     sessions: int
     alone: Cost
     together: Cost | None
 
     @property
     def held(self) -> int:
-        """Bytes of the device's memory that a session has for itself; what one layer takes for a moment is shared."""
+        """Bytes of the device's memory that a session has while nothing is read or written."""
         return self.sizes.resident + self.sizes.compressed + self.sizes.device
 
     @property
@@ -79,6 +83,7 @@ class Load:
             "context": self.sizes.tokens,
             "budget": self.sizes.budget,
             "held_bytes": self.held,
+            "granted_bytes": self.granted,
             "stored_bytes": self.stored,
             "moved_bytes": self.alone.moved,
             "sessions": self.sessions,
@@ -106,7 +111,7 @@ class Rebuilding:
         return self.entries / self.seconds
 
 
-def loads(
+def capacities(
     shape: Shape,
     machine: Machine,
     memory: int,
@@ -116,7 +121,7 @@ def loads(
     *,
     answer: int = ANSWER,
     acceptance: float = ACCEPTANCE,
-) -> Iterator[Load]:
+) -> Iterator[Capacity]:
     """Yield what ``machine`` carries in ``memory`` bytes of sessions of ``context`` tokens, answer included, cache by
     cache.
 
@@ -133,7 +138,7 @@ def loads(
         if candidate.keeps_all or entries < context:
             try:
                 own = None if candidate.keeps_all else entries
-                yield _load(shape, machine, memory, context, candidate, own, answer, acceptance)
+                yield _capacity(shape, machine, memory, context, candidate, own, answer, acceptance)
             except BudgetError:
                 continue
 
@@ -152,7 +157,7 @@ def parse(name: str) -> Candidate:
     return Candidate(spec, str(parsed), parsed.where)
 
 
-def _load(
+def _capacity(
     shape: Shape,
     machine: Machine,
     memory: int,
@@ -161,19 +166,18 @@ def _load(
     budget: int | None,
     answer: int,
     acceptance: float,
-) -> Load:
+) -> Capacity:
     prompt = context - answer
     held = sizes(shape.geometry, candidate, prompt, budget, answer, shared=machine.shared, steps=answer)
     read = sizes(shape.geometry, candidate, context, budget, shared=machine.shared)
-    alone = cost(shape, candidate, read, machine, acceptance)
-    load = Load(candidate, held, 0, alone, None)
-    own = load.held + (held.host if machine.shared else 0)
-    count = max(0, memory - held.hand - held.workspace) // own
+    entries = context if candidate.method.selector.layout == "static" else budget
+    granted = grant(shape.geometry, candidate, entries, context, shared=machine.shared)
+    count = memory // granted
     if held.host and not machine.shared:
         count = min(count, machine.host_bytes // held.host)
-    if not count:
-        return load
-    return replace(load, sessions=count, together=cost(shape, candidate, read, machine, acceptance, count))
+    alone = cost(shape, candidate, read, machine, acceptance)
+    together = cost(shape, candidate, read, machine, acceptance, count) if count else None
+    return Capacity(candidate, held, granted, count, alone, together)
 
 
 def rebuilding(shape: Shape, machine: Machine, tokens: int) -> Rebuilding:

@@ -144,8 +144,8 @@ class Machine:
         many as fast as the arithmetic.
         """
         numbers = (flops, memory, disk, memory_bytes, host_bytes, layer_step, dtype_bytes, reached)
-        if min(numbers) <= 0 or (link is not None and link <= 0):
-            raise UsageError(f"The rates and sizes of the machine '{name}' have to be above 0.")
+        if not all(0 < number < math.inf for number in (*numbers, *(() if link is None else (link,)))):
+            raise UsageError(f"The rates and sizes of the machine '{name}' have to be finite and above 0.")
         flops, memory, disk = reached * flops, reached * memory, reached * disk
         rows = [2**power for power in range(13)]
         product = tuple((float(row), min(flops, 2 * row * memory / dtype_bytes)) for row in rows)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from kvkeep.budget import MIN_CHUNK, Budget
+from kvkeep.budget import MIN_CHUNK, Budget, bytes_of
 from kvkeep.contracts.exactness import Exactness
 from kvkeep.errors import BudgetError, UsageError
 from kvkeep.geometry import ModelGeometry
@@ -272,21 +272,8 @@ def recommend(
     """
     parameter = next(model.parameters())
     machine = machine_here(str(parameter.device), parameter.dtype, tell)
-    amount = parse_memory(memory) if memory is not None else free_memory(parameter.device) // 2
+    amount = bytes_of(memory) if memory is not None else free_memory(parameter.device) // 2
     shape = shape_of(model.config, parameter.dtype.itemsize)
     planned = plan(shape, machine, context, amount, exact=exact, answer=answer)
     best = planned.best
     return Choice(best.candidate.spec, best.budget, best.candidate.checkpoint, best.candidate.where, planned.reason)
-
-
-def parse_memory(text: int | str) -> int:
-    """Return bytes of ``"64MB"``. Raises UsageError for anything that is not a size."""
-    if isinstance(text, int):
-        return text
-    try:
-        budget = Budget.parse(text)
-    except BudgetError:
-        budget = None
-    if budget is None or budget.unit != "bytes":
-        raise UsageError(f"A memory of '{text}' is not understood: give bytes (64MB, 1.5GiB).")
-    return int(budget.amount)

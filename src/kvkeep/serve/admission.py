@@ -13,8 +13,9 @@ from kvkeep.cache import KeepCache
 from kvkeep.decode.past import Past
 from kvkeep.errors import KvkeepError, place_of
 from kvkeep.geometry import ModelGeometry
+from kvkeep.plan.grant import widest_bytes
 from kvkeep.policies.request import Request
-from kvkeep.serve.arbiter import Arbiter, widest_bytes
+from kvkeep.serve.arbiter import Arbiter
 from kvkeep.serve.job import Differs, Ended, Event, Full, Job, Reading
 from kvkeep.serve.prefixes import Prefix, find
 from kvkeep.serve.sessions import Name, Session, Sessions

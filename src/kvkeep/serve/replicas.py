@@ -1,11 +1,12 @@
 """Replicas of the server on a Ray cluster: the same application, once in every process of a Ray Serve deployment.
 
 A session belongs to no replica. Its turns are in a folder that all replicas see, and whoever answers holds its lease
-(:mod:`~kvkeep.decode.journal`), so that any replica can answer any request. Consistent hashing on the session lets the
-same one do it as long as there is one, which then has the session in memory. :mod:`~kvkeep.serve.http.front` runs in
-Serve's proxies, names the session where Serve's router looks for it, and tells clients of replicas that ended.
+(:mod:`~kvkeep.decode.shared_journal`), so that any replica can answer any request. Consistent hashing on the session
+gives its requests to the same replica as long as there is one, which then has the session in memory.
+:mod:`~kvkeep.serve.http.front` runs in Serve's proxies: it sets the key that is hashed, and completes answers of
+replicas that ended.
 
-This is the only module that imports ray.
+This is the only module that imports ray.serve.
 """
 
 from __future__ import annotations
@@ -15,30 +16,32 @@ import logging
 import math
 import os
 import re
-import secrets
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Metric, generate_latest
+from prometheus_client import Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.types import ASGIApp
 
+from kvkeep.budget import bytes_of
 from kvkeep.decode.session_store import DAY_S, SessionStore
-from kvkeep.errors import KvkeepError, UsageError
+from kvkeep.errors import KvkeepError, UsageError, unknown
 from kvkeep.extras import optional
+from kvkeep.models.formats import known
 from kvkeep.models.loading import DEFAULT, load
-from kvkeep.plan.planner import parse_memory
+from kvkeep.plugins import first_line
 from kvkeep.policies.request import Request
+from kvkeep.ray_cluster import connected
 from kvkeep.serve.engine import WAITING, Engine
 from kvkeep.serve.http.app import alive, application
 from kvkeep.serve.http.asked import Limits
 from kvkeep.serve.http.connection import IDLE_S
-from kvkeep.serve.http.door import log_all
+from kvkeep.serve.http.door import check_origins, log_all
 from kvkeep.serve.http.keys import Keys, keys_given
 
 ROUTER = "ray.serve.experimental.consistent_hash_router:ConsistentHashRouter"
@@ -54,19 +57,21 @@ QUIET = {"enable_access_log": False, "log_level": "WARNING"}
 """What Serve logs."""
 OPTIONS: dict[str, Any] = {
     "model": DEFAULT, "weights": "auto", "device": None, "waiting": WAITING, "quota": None, "age": None, "keys": None,
-    "answers": 64, "time": None, "replicas": "2", "cores": 1, "conversations": 8,
+    "answers": 64, "time": None, "cors": (), "log_requests": False, "replicas": "2", "cores": 1, "conversations": 8,
 }  # fmt: skip
-"""Of :func:`app`, and what they are where they are not given."""
-OBJECTS = 100 * 2**20
-"""Bytes of Ray's own object store, where it is started here; it wants 75 MiB."""
+"""Options of ``kvkeep serve`` that :func:`app` need not be given, and their values then."""
+NEEDED = ("memory", "sessions")
+CACHE = ("method", "budget")
+"""Options that it has to be given; of the cache's, one."""
 ONGOING = 1000
 """Requests that Serve passes to a replica at once: an engine refuses by itself what is too many."""
 
 
 @dataclass(frozen=True)
 class Service:
-    """What every replica serves; all but ``keys`` as ``kvkeep serve`` takes it. memory: bytes of one replica. cache:
-    method and budget of sessions that name none."""
+    """What every replica serves. memory: bytes of one replica. waiting: requests that may wait. cache: options of the
+    cache of sessions that name none. folder, quota, age: of the sessions, bytes and seconds. origins: of pages of other
+    hosts that may speak to it. logs: a line for each request."""
 
     model: str
     weights: str
@@ -79,12 +84,41 @@ class Service:
     age: float | None
     keys: Keys
     limits: Limits
-    origins: tuple[str, ...] = ()
-    logs: bool = False
+    origins: tuple[str, ...]
+    logs: bool
+
+    @classmethod
+    def parse(cls, given: Mapping[str, Any], cache: Mapping[str, Any], keys: Sequence[str]) -> Service:
+        """Read the options of ``kvkeep serve`` by name, numbers as such or as text, None where one is not given. cache:
+        of sessions that name none. Raises UsageError."""
+        Request.parse(**cache)
+        cors, logs, quota, age = (given[name] for name in ("cors", "log_requests", "quota", "age"))
+        origins = (cors,) if isinstance(cors, str) else tuple(cors)
+        check_origins(origins, bool(keys))
+        if str(logs).lower() not in ("true", "false"):
+            raise UsageError(f"The option 'log_requests' is true or false, not '{logs}'.")
+        return cls(
+            model=str(given["model"]),
+            weights=known(given["weights"]),
+            device=given["device"],
+            memory=bytes_of(given["memory"]),
+            waiting=_number("waiting", given["waiting"], 0, int),
+            cache=cache,
+            folder=str(given["sessions"]),
+            quota=None if quota is None else bytes_of(quota, "quota"),
+            age=None if age is None else _number("age", age, 0) * DAY_S,
+            keys=Keys(keys),
+            limits=Limits(
+                _number("answers", given["answers"], 1, int) if keys else None,
+                None if given["time"] is None else _number("time", given["time"], 0.1),
+            ),
+            origins=origins,
+            logs=str(logs).lower() == "true",
+        )
 
 
 @dataclass(frozen=True)
-class Size:
+class Scale:
     """How many replicas there are, between ``least`` and ``most`` by Serve's autoscaling, each with so many cores.
     ongoing: answers of one replica at which autoscaling aims."""
 
@@ -94,19 +128,32 @@ class Size:
     ongoing: int
 
     @classmethod
-    def parse(cls, text: str, cores: float, ongoing: int) -> Size:
-        """Read ``N`` or ``MIN:MAX``. Raises UsageError."""
-        numbers = [int(one) for one in text.split(":")] if re.fullmatch("[0-9]+(:[0-9]+)?", text) else [0]
+    def parse(cls, text: Any, cores: Any, ongoing: Any) -> Scale:
+        """Read ``N`` or ``MIN:MAX``, and two numbers. Raises UsageError."""
+        numbers = [int(one) for one in str(text).split(":")] if re.fullmatch("[0-9]+(:[0-9]+)?", str(text)) else [0]
         if not 1 <= numbers[0] <= numbers[-1]:
             raise UsageError(f"'{text}' is no number of replicas: give one (2), or the least and the most (1:8).")
-        return cls(numbers[0], numbers[-1], cores, ongoing)
+        own = _number("cores", cores, 0.1), _number("conversations", ongoing, 1, int)
+        return cls(numbers[0], numbers[-1], *own)
 
     def options(self) -> dict[str, Any]:
         """Return it as Serve takes it."""
         if self.least == self.most:
             return {"num_replicas": self.least}
-        scale = {"min_replicas": self.least, "max_replicas": self.most, "target_ongoing_requests": self.ongoing}
-        return {"autoscaling_config": scale}
+        own = {"min_replicas": self.least, "max_replicas": self.most, "target_ongoing_requests": self.ongoing}
+        return {"autoscaling_config": own}
+
+
+def _number(name: str, value: Any, least: float, kind: Callable[[str], Any] = float) -> Any:
+    """Return the value of the option ``name`` as a number. Raises UsageError unless it is one of ``least`` or more."""
+    try:
+        number = kind(str(value))
+    except ValueError:
+        number = math.nan
+    if not least <= number < math.inf:
+        what = "a whole number" if kind is int else "a number"
+        raise UsageError(f"The option '{name}' is {what} of {least:g} or more, not '{value}'.")
+    return number
 
 
 class Replica:
@@ -135,7 +182,7 @@ class Replica:
         """End the process when the engine has failed: Serve starts another one at once."""
         self.engine.join()
         if self.engine.fault is not None:
-            time.sleep(1.0)  # those who waited are being told
+            time.sleep(1.0)  # those who waited get their errors first
             os._exit(1)
 
     def check_health(self) -> None:
@@ -169,13 +216,8 @@ def labelled(figures: Iterable[tuple[str, bytes]]) -> bytes:
             family = families.setdefault(one.name, Metric(one.name, one.documentation, one.type))
             family.samples += [sample._replace(labels={"replica": name, **sample.labels}) for sample in one.samples]
 
-    class All:
-        def collect(self) -> Iterable[Metric]:
-            return families.values()
-
-    registry = CollectorRegistry()
-    registry.register(All())
-    return generate_latest(registry)
+    collector: Any = SimpleNamespace(collect=families.values)
+    return generate_latest(collector)
 
 
 # -- in the command ---------------------------------------------------------------------------------------
@@ -188,33 +230,16 @@ def ray_serve() -> Any:
 
 
 @contextmanager
-def cluster(address: str | None, size: Size) -> Iterator[None]:
+def cluster(address: str | None, scale: Scale) -> Iterator[None]:
     """Be connected to a Ray cluster within the block, or start one on this machine, which ends with it. Raises
     KvkeepError where there is none."""
     ray_serve()
-    ray = optional("ray", "ray")
     logging.getLogger("ray.serve").setLevel(logging.ERROR)  # of this process: what happens, it says itself
-    own: dict[str, Any] = {}
-    with ExitStack() as ending:
-        if address is None:
-            os.environ.update(FRONT)
-            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-            os.environ.setdefault("RAY_worker_niceness", "0")  # else anything else on the machine comes first
-            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # else Ray puts one into the user's home
-            short = "/tmp" if os.path.isdir("/tmp") else None  # paths of sockets have to be short
-            folder = TemporaryDirectory(prefix="kvkeep-", dir=short, ignore_cleanup_errors=True)
-            own = {"num_cpus": math.ceil(size.most * size.cores), "_temp_dir": ending.enter_context(folder)}
-            own |= {"include_dashboard": False, "object_store_memory": OBJECTS}
-        ending.callback(ray.shutdown)
-        try:
-            ray.init(address or "local", log_to_driver=False, logging_level="error", **own)
-        except (ConnectionError, ValueError, RuntimeError, TimeoutError, ray.exceptions.RayError) as error:
-            where = "can be started here" if address is None else f"at '{address}'"
-            raise KvkeepError(f"There is no Ray cluster {where}: {_line(error)}") from error
+    with connected(address, math.ceil(scale.most * scale.cores), environment=FRONT):
         yield
 
 
-def deploy(service: Service, size: Size, host: str, port: int, tls: Mapping[str, str]) -> None:
+def deploy(service: Service, scale: Scale, host: str, port: int, tls: Mapping[str, str]) -> None:
     """Let the cluster run the replicas, and return when all of them take requests. Those of an earlier call go one by
     one, each when its answers have ended. host, port, tls: of the proxies, if the cluster has none yet. Raises
     KvkeepError where the replicas cannot start."""
@@ -222,9 +247,9 @@ def deploy(service: Service, size: Size, host: str, port: int, tls: Mapping[str,
     http = {"host": host, "port": port, "request_timeout_s": None, "keep_alive_timeout_s": IDLE_S, **tls}
     try:
         serve.start(proxy_location="EveryNode", http_options=http, logging_config=QUIET)
-        serve.run(bound(service, size), name=NAME, route_prefix="/", logging_config=QUIET)
+        serve.run(bound(service, scale), name=NAME, route_prefix="/", logging_config=QUIET)
     except (RuntimeError, TimeoutError, optional("ray", "ray").exceptions.RayError) as error:
-        raise KvkeepError(f"The replicas did not start: {_why(serve) or _line(error)}") from error
+        raise KvkeepError(f"The replicas did not start: {_why(serve) or first_line(error)}") from error
 
 
 def _why(serve: Any) -> str:
@@ -235,55 +260,39 @@ def _why(serve: Any) -> str:
     return ""
 
 
-def _line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def bound(service: Service, size: Size) -> Any:
+def bound(service: Service, scale: Scale) -> Any:
     """Return the application as Serve runs it."""
     serve = ray_serve()
     made = serve.deployment(
         serve.ingress()(Replica),
         name=NAME,
         max_ongoing_requests=ONGOING,
-        ray_actor_options={"num_cpus": size.cores, "num_gpus": int((service.device or "").startswith("cuda"))},
+        ray_actor_options={"num_cpus": scale.cores, "num_gpus": int((service.device or "").startswith("cuda"))},
         request_router_config={"request_router_class": ROUTER},
         graceful_shutdown_timeout_s=(service.limits.seconds or WHOLE_S) + 30,
         graceful_shutdown_wait_loop_s=0.5,
         logging_config=QUIET,
-        **size.options(),
+        **scale.options(),
     )
     return made.bind(service)
 
 
-def app(given: Mapping[str, str]) -> Any:
+def app(given: Mapping[str, Any]) -> Any:
     """Return the application for Serve's own files of configuration, where it is ``kvkeep.serve.replicas:app``.
 
-    given: options of ``kvkeep serve`` by name: ``memory`` and ``sessions``, ``method`` or ``budget`` or both, and as
-    wanted :data:`OPTIONS`. Keys come from KVKEEP_API_KEYS and from the file ``keys``. Raises UsageError.
+    given: options of ``kvkeep serve`` by name, with underscores: :data:`NEEDED`, of :data:`CACHE` one at least, and any
+    of :data:`OPTIONS`. Keys come from KVKEEP_API_KEYS and from the file ``keys``. Raises UsageError.
     """
-    own: dict[str, Any] = OPTIONS | {**given}
-    cache: dict[str, Any] = {name: own.pop(name) for name in ("method", "budget") if name in own}
-    if wrong := {*own} ^ {*OPTIONS, "memory", "sessions"}:
-        raise UsageError(f"The application has other options: {', '.join(sorted(wrong))} is missing or too many.")
-    if not cache:
-        raise UsageError("The application needs a 'method' or a 'budget'.")
-    Request.parse(**cache)
-    keys, age, seconds, quota = keys_given(own["keys"]), own["age"], own["time"], own["quota"]
-    service = Service(
-        own["model"],
-        own["weights"],
-        own["device"],
-        parse_memory(own["memory"]),
-        int(own["waiting"]),
-        cache,
-        own["sessions"],
-        None if quota is None else parse_memory(quota),
-        None if age is None else float(age) * DAY_S,
-        Keys(keys),
-        Limits(int(own["answers"]) if keys else None, None if seconds is None else float(seconds)),
-    )
-    return bound(service, Size.parse(str(own["replicas"]), float(own["cores"]), int(own["conversations"])))
+    for name in given:
+        if name not in (every := {*OPTIONS, *NEEDED, *CACHE}):
+            raise unknown("option", name, every)
+    own = OPTIONS | {name: value for name, value in given.items() if value is not None}
+    cache = {name: own[name] for name in CACHE if name in own}
+    missing = [f"'{name}'" for name in NEEDED if name not in own] + ([] if cache else ["'method' or 'budget'"])
+    if missing:
+        raise UsageError(f"The application needs {' and '.join(missing)}; give it among its arguments.")
+    scale = Scale.parse(own["replicas"], own["cores"], own["conversations"])
+    return bound(Service.parse(own, cache, keys_given(own["keys"])), scale)
 
 
 def drain(grace: float) -> None:

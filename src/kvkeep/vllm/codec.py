@@ -29,7 +29,11 @@ Store = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 
 
 class Codec(Protocol):
-    """How a block is kept."""
+    """How a block is kept, in ``nbytes``."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a block."""
 
     def encode(self, raw: np.ndarray) -> Sequence[Any]:
         """Return a block (bytes,) uint8 as objects with bytes."""

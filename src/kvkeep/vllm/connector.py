@@ -28,7 +28,7 @@ from kvkeep.errors import UsageError
 from kvkeep.vllm import pinned
 from kvkeep.vllm.behind import Counts, WriteBehind
 from kvkeep.vllm.codec import Codec, Coded, Exact, bits_of
-from kvkeep.vllm.folder import BlockFolder
+from kvkeep.vllm.folder import HEADER, BlockFolder
 from kvkeep.vllm.identity import namespace, settings_of, weights_of
 from kvkeep.vllm.loading import Loader
 from kvkeep.vllm.options import Options
@@ -234,6 +234,8 @@ class _Work:
     def __init__(self, config: Any, options: Options, folder: BlockFolder, caches: dict[str, Tensor]) -> None:
         self.folder, self.pages, self.counts, self._told = folder, Pages(caches), Counts(), Counts()
         codec = _codec(config, options, self.pages)
+        if options.quota < (size := HEADER.size + codec.nbytes):
+            raise UsageError(f"KeepConnector's quota of {options.quota:,} bytes holds no block of {size:,}.")
         self.behind = WriteBehind(folder, codec.encode, options.queue, self.counts)
         self.loader = Loader(folder, codec, self.pages, self.counts)
 

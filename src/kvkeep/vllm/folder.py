@@ -75,8 +75,8 @@ class BlockFolder:
         removes a damaged file."""
         path = self.path(name)
         try:
-            with open(path, "rb") as file:
-                data = file.read()
+            with open(path, "rb", opener=_without_waiting) as file:
+                data = file.read() or b""  # None of a pipe that nobody writes to
         except OSError as error:
             raise BlockMissing(f"There is no block at '{path}': {(error.strerror or str(error)).lower()}.") from error
         payload = memoryview(data)[HEADER.size :]
@@ -154,6 +154,11 @@ class BlockFolder:
             with suppress(OSError):  # a file system without locks: the quota is then each program's own
                 fcntl.flock(file, fcntl.LOCK_EX)
             yield file
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """Open a file; of something else that has its name, as a pipe, nothing is waited for."""
+    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 def _header(name: Name, payload: Sequence[Any]) -> bytes:

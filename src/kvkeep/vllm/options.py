@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from kvkeep.budget import Budget
-from kvkeep.errors import BudgetError, UsageError, unknown
+from kvkeep.budget import bytes_of
+from kvkeep.errors import unknown
 from kvkeep.models.folders import cache_folder
 from kvkeep.vllm.codec import bits_of
 
@@ -25,7 +25,7 @@ class Options:
 
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> Options:
-        """Read ``folder``, ``quota`` and ``queue`` (such as "10GB"), and ``codec``, each of which may be missing.
+        """Read ``folder``, ``quota`` and ``queue`` ("10GB", or bytes), and ``codec``, each of which may be missing.
         Raises UsageError for what cannot be understood."""
         known = {field.name for field in fields(cls)}
         for name in given:
@@ -35,17 +35,7 @@ class Options:
         bits_of(codec)
         return cls(
             cache_folder() / "vllm" if folder is None else Path(folder).expanduser().absolute(),
-            _bytes("quota", given.get("quota", "10GB")),
+            bytes_of(given.get("quota", "10GB"), "quota"),
             codec,
-            _bytes("queue", given.get("queue", "256MB")),
+            bytes_of(given.get("queue", "256MB"), "queue"),
         )
-
-
-def _bytes(name: str, value: Any) -> int:
-    try:
-        budget = Budget.parse(value)
-    except BudgetError:
-        budget = None
-    if budget is None or budget.unit != "bytes" or budget.amount < 1:
-        raise UsageError(f"The {name} of KeepConnector is a number of bytes such as '10GB', not '{value}'.")
-    return int(budget.amount)

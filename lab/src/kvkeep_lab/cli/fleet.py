@@ -37,7 +37,12 @@ def fleet(
         str, typer.Option("--method", "-x", help="For the planner: a cache, as 'kvkeep plan' names it.")
     ] = ("full"),
     budget: Annotated[str, typer.Option("--budget", "-b", help="For the planner: of every session.")] = "4096",
-    context: Annotated[int, typer.Option(min=1024, help="For the planner: sessions that lines are drawn for.")] = 8192,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            help="For the planner: bytes for all caches.", show_default="what the weights leave of nine tenths"
+        ),
+    ] = None,
     chunk: Annotated[int, typer.Option(min=1, help="For the planner: prompt tokens in a step of others.")] = 512,
     replicas: Annotated[list[str] | None, typer.Option(help="How many. By commas.", show_default="8")] = None,
     route: Annotated[
@@ -68,17 +73,23 @@ def fleet(
     json: options.Json = False,
 ) -> None:
     """Simulate a fleet of replicas: routing, parked sessions, failures, tail latency. One row for each combination."""
+    from kvkeep.budget import bytes_of
     from kvkeep.plan.capacity import GBIT
-    from kvkeep.plan.planner import parse_memory
     from kvkeep_lab.fleet.pace import Pace
     from kvkeep_lab.fleet.simulation import RECALLS, ROUTES, Scenario, simulate
 
     counts = _counts(replicas or ["8"])
     routes, recalls = _known(route, ROUTES, "--route"), _known(recall, RECALLS, "--recall")
     given: dict[str, Any] = {"rate": rate, "burst": burst, "turns": turns, "first": first, "prompt": prompt}
-    given |= {"answer": answer, "think": think, "fixed": fixed, "disk": float(parse_memory(disk)), "link": link * GBIT}
+    given |= {
+        "answer": answer,
+        "think": think,
+        "fixed": fixed,
+        "disk": float(bytes_of(disk, "disk")),
+        "link": link * GBIT,
+    }
     given |= {"mtbf": mtbf, "restart": restart, "notice": notice, "seconds": seconds, "warmup": warmup, "seed": seed}
-    one = Pace.load(pace) if pace is not None else _planned(model, machine, method, budget, context, chunk)
+    one = Pace.load(pace) if pace is not None else _planned(model, machine, method, budget, memory, chunk)
     combined: list[Any] = [*product(counts, routes, recalls)]
     scenarios = [Scenario(count, route=how, recall=back, **given) for count, how, back in combined]
     found: list[tuple[Scenario, Outcome]] = []
@@ -96,26 +107,27 @@ def fleet(
     show(_table(found))
 
 
-def _planned(model: str, machine: str | None, method: str, budget: str, context: int, chunk: int) -> Pace:
-    from kvkeep.budget import Budget
+def _planned(model: str, machine: str | None, method: str, budget: str, memory: str | None, chunk: int) -> Pace:
+    from kvkeep.budget import Budget, bytes_of
     from kvkeep_lab.fleet.pace import Pace
 
     shape, measured = predicted(model, machine)
     rates = measured()
-    entries = Budget.parse(budget).entries(shape.geometry, context=context)
-    return Pace.planned(shape, rates, rates.room(shape.weight_bytes), method, entries, context, chunk)
+    entries = Budget.parse(budget).entries(shape.geometry, context=shape.geometry.max_positions)
+    room = bytes_of(memory) if memory is not None else rates.room(shape.weight_bytes)
+    return Pace.planned(shape, rates, room, method, entries, chunk)
 
 
 def _counts(texts: list[str]) -> list[int]:
     found = listed(texts, "--replicas")
-    if not all(text.isdigit() and int(text) for text in found):
-        raise UsageError(f"Replicas are whole numbers from 1 on, not '{','.join(found)}'.")
+    if not found or not all(text.isdecimal() and int(text) for text in found):
+        raise UsageError(f"Replicas are whole numbers from 1 on, not '{','.join(texts)}'.")
     return [int(text) for text in found]
 
 
 def _known(texts: list[str] | None, known: tuple[str, ...], option: str) -> list[str]:
     found = listed(texts or [known[0]], option)
-    for text in found:
+    for text in found or ["none"]:
         if text not in known:
             raise unknown(option.strip("-"), text, known)
     return found
@@ -136,6 +148,7 @@ def _table(found: list[tuple[Scenario, Outcome]]) -> Table:
     headings = ("first token s, 50/95/99 %", "between ms, 50/95/99 %", "after a failure s", "tokens/s")
     for heading in (
         *headings,
+        "refused",
         "under way",
         "busy %",
         "in memory %",
@@ -154,6 +167,7 @@ def _table(found: list[tuple[Scenario, Outcome]]) -> Table:
             _three(outcome.gap, 1e3),
             _three(outcome.recovered),
             f"{outcome.tokens_s:,.0f}",
+            f"{outcome.refused:,}",
             f"{outcome.left:,}",
             f"{100 * outcome.busy:.0f}",
             *(f"{100 * outcome.share(how):.1f}" for how in ("in memory", "fetched", "read again")),

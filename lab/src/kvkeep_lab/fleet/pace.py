@@ -6,59 +6,117 @@ import json
 import math
 import os
 from bisect import bisect
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from kvkeep.errors import UsageError
+from kvkeep.memory.rows import BLOCK
 from kvkeep.plan.capacity import parse
 from kvkeep.plan.costs import cost
+from kvkeep.plan.grant import grant
 from kvkeep.plan.machine import Machine
 from kvkeep.plan.planner import ACCEPTANCE
 from kvkeep.plan.shape import Shape
 from kvkeep.plan.sizes import sizes
 
+_UNBOUNDED = 2**20  # tokens that points are made for where a model has no limit
+
+
+@dataclass(frozen=True)
+class Line:
+    """Points (x, y), x rising, y from 0 on: lines between them, the first y before them, the last line after them."""
+
+    points: tuple[tuple[float, float], ...]
+
+    def __call__(self, x: float) -> float:
+        """Return y at ``x``."""
+        points = self.points
+        if x <= points[0][0] or len(points) == 1:
+            return points[0][1]
+        at = min(bisect(points, (x, math.inf)), len(points) - 1)
+        (low, first), (high, last) = points[at - 1], points[at]
+        return first + (last - first) * (x - low) / (high - low)
+
+    @classmethod
+    def of(cls, given: Any, name: str, least: float = 0.0) -> Line:
+        """Check points from a file. Raises ValueError for what is no such line."""
+        try:
+            points = tuple((float(x), float(y)) for x, y in given)
+        except (TypeError, ValueError):
+            raise ValueError(f"'{name}' is a list of points, each of two numbers") from None
+        if not points or not all(math.isfinite(number) for point in points for number in point):
+            raise ValueError(f"'{name}' is a list of one point or more, each of two numbers")
+        if points[0][0] < 0 or any(low >= high for (low, _), (high, _) in pairwise(points)):
+            raise ValueError(f"the first numbers of the points of '{name}' rise from 0 on")
+        if min(y for _, y in points) < least or points[-1][1] < points[-2:][0][1]:
+            raise ValueError(f"the second numbers of the points of '{name}' are too small or fall at the end")
+        return cls(points)
+
 
 @dataclass(frozen=True)
 class Pace:
-    """Seconds and bytes of one replica.
+    """Seconds and bytes of one replica, as lines.
 
-    name: a few words. steps: points (sessions, seconds) of a step that reads nothing of their pasts; lines between them
-    and beyond. entry_s: seconds that a step takes for each token of a past that it reads. read_s: seconds to read a
-    token of a prompt, alone; read_entry_s: the same for each token before it; least_s: of a whole prompt, at least.
-    chunk: tokens of a prompt that are read in a step of others. memory: bytes for caches. longest: tokens of a session.
-    entries: tokens of a past that are read and held, None for all. hot, cold: bytes of the replica's memory for each of
-    those, and for every token. away: bytes at rest for every token beside these.
+    name: a few words. step: seconds of a step that reads nothing of the pasts, by its sessions. past: seconds that a
+    step takes beside these for a session, by its tokens. prompt: seconds to read a prompt, alone, by its tokens. held:
+    bytes of the replica's memory that an idle session holds, granted: those that one is granted while it is answered,
+    stored: those of one at rest, by its tokens. memory: bytes for caches. chunk: tokens of a prompt that are read in a
+    step of others. longest: tokens of a session.
     """
 
     name: str
-    steps: tuple[tuple[float, float], ...]
-    read_s: float
+    step: Line
+    past: Line
+    prompt: Line
+    held: Line
+    granted: Line
+    stored: Line
     memory: float
-    hot: float
-    entry_s: float = 0.0
-    read_entry_s: float = 0.0
-    least_s: float = 0.0
     chunk: int = 128
     longest: int = 131072
-    entries: int | None = None
-    cold: float = 0.0
-    away: float = 0.0
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Pace:
         """Read a JSON object of the fields. Raises UsageError for anything else."""
         try:
             given = json.loads(Path(path).read_text(encoding="utf-8"))
-            return cls(**given | {"steps": tuple((float(count), float(took)) for count, took in given["steps"])})
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise UsageError(f"The pace '{path}' cannot be read as the figures of a replica: {error}.") from None
+            return cls.of(given)
+        except OSError as error:
+            raise UsageError(f"The pace '{path}' cannot be read: {(error.strerror or str(error)).lower()}.") from None
+        except (json.JSONDecodeError, UnicodeDecodeError):
+            raise UsageError(f"The pace '{path}' is not a JSON file.") from None
+        except ValueError as error:
+            raise UsageError(f"The pace '{path}' is not understood: {error}.") from None
 
     @classmethod
-    def planned(
-        cls, shape: Shape, machine: Machine, memory: int, name: str, budget: int, tokens: int, chunk: int = 512
-    ) -> Pace:
-        """Return what the planner predicts of a machine, as straight lines about sessions of ``tokens``.
+    def of(cls, given: Any) -> Pace:
+        """Return the pace of the fields as plain types (:meth:`as_dict`). Raises ValueError for anything else."""
+        known = {field.name: field for field in fields(cls)}
+        if not isinstance(given, dict) or not isinstance(given.get("name", ""), str):
+            raise ValueError("it is no object of a name and the figures of a replica")
+        if missing := [name for name in known if name not in given and name not in _DEFAULTS]:
+            raise ValueError(f"it has no {', '.join(missing)}")
+        if strange := [name for name in given if name not in known]:
+            raise ValueError(f"it has {', '.join(strange)}, and known are {', '.join(known)}")
+        lines = {name: Line.of(given[name], name, _LEAST.get(name, 0.0)) for name in _LINES}
+        numbers = {name: given[name] for name in ("memory", *_DEFAULTS) if name in given}
+        for name, number in numbers.items():
+            whole = name in _DEFAULTS
+            if type(number) not in ((int,) if whole else (int, float)) or not 0 < number < math.inf:
+                raise ValueError(f"'{name}' is a {'whole ' if whole else ''}number above 0")
+        for tokens, size in lines["held"].points:
+            if size > lines["granted"](tokens):
+                raise ValueError(f"more is held than granted at {tokens:g} tokens")
+        checked: dict[str, Any] = {"name": given["name"], **lines, **numbers}
+        return cls(**checked)
+
+    @classmethod
+    def planned(cls, shape: Shape, machine: Machine, memory: int, name: str, budget: int, chunk: int = 512) -> Pace:
+        """Return what the planner predicts of a machine, for sessions of up to as many tokens as the model has
+        positions.
 
         name, budget: of the cache, as ``kvkeep capacity`` takes them. Raises UsageError for methods that draft, whose
         rounds are no steps.
@@ -66,60 +124,56 @@ class Pace:
         candidate = parse(name)
         if candidate.method.recall.drafts:
             raise UsageError(f"'{name}' drafts, and rounds are not simulated; take another method.")
-        own = None if candidate.keeps_all else min(budget, tokens)
-        few, many = (
-            sizes(shape.geometry, candidate, count, own, shared=machine.shared) for count in (tokens // 4, tokens)
-        )
+        own, longest = None if candidate.keeps_all else budget, shape.geometry.max_positions or _UNBOUNDED
+        lengths = _lengths(longest, budget)
+        every = [sizes(shape.geometry, candidate, count, own, shared=machine.shared) for count in lengths]
+        costs = [cost(shape, candidate, held, machine, ACCEPTANCE) for held in every]
         counts = [2**power for power in range(11)]
-        costs = [cost(shape, candidate, many, machine, ACCEPTANCE, count) for count in counts]
-        before = cost(shape, candidate, few, machine, ACCEPTANCE).prefill
-        # The prompt is a t + b t²/2 seconds: b for each token before.
-        growth = (costs[0].prefill / tokens - before / (tokens // 4)) / (tokens - tokens // 4)
-        whole = own is None or candidate.method.checkpoints
-        read = many.tokens if whole else min(tokens, own or tokens)
-        resident = min(tokens, own or tokens)
+        steps = [cost(shape, candidate, every[0], machine, ACCEPTANCE, count).own for count in counts]
+        static = candidate.method.selector.layout == "static"
+        granted = [
+            grant(shape.geometry, candidate, count if static else own, count, shared=machine.shared)
+            for count in lengths
+        ]  # fmt: skip
+        held = [one.memory(machine.shared) - one.hand - one.workspace for one in every]
+        stored = [one.resident + one.compressed + one.checkpoints for one in every]
         return cls(
             name=f"{candidate}, {machine.name}",
-            steps=tuple((float(count), one.own) for count, one in zip(counts, costs, strict=True)),
-            read_s=max(0.0, costs[0].prefill / tokens - growth * tokens),
-            read_entry_s=max(0.0, 2 * growth),
-            memory=float(memory - many.hand - many.workspace),
-            hot=(many.resident + many.compressed) / resident,
-            entry_s=(costs[0].step - costs[0].own) / read,
-            least_s=costs[0].own,
+            step=_line(counts, steps),
+            past=_line(lengths, [one.step - one.own for one in costs]),
+            prompt=_line(lengths, [one.prefill for one in costs]),
+            held=_line(lengths, held),
+            granted=_line(lengths, granted),
+            stored=_line([0, *lengths[1:]], [0, *stored[1:]]),  # rows are stored, and not whole blocks
+            memory=float(memory),
             chunk=chunk,
-            longest=shape.geometry.max_positions or 10**9,
-            entries=own,
-            cold=many.device / tokens,
-            away=(many.host + many.disk) / tokens,
+            longest=longest,
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields as plain types."""
-        return asdict(self)
-
-    def own(self, sessions: int) -> float:
-        """Return the seconds of a step of so many sessions without their pasts."""
-        points = self.steps
-        at = min(max(1, bisect(points, (sessions, math.inf))), len(points) - 1)
-        if len(points) == 1:
-            return points[0][1]
-        (low, first), (high, last) = points[at - 1], points[at]
-        return first + (last - first) * (sessions - low) / (high - low)
-
-    def past(self, tokens: float) -> float:
-        """Return how many tokens of a past a step reads."""
-        return tokens if self.entries is None or self.cold or self.away else min(tokens, self.entries)
+        """Return the fields as plain types, lines as their points (:meth:`of`)."""
+        own = {field.name: getattr(self, field.name) for field in fields(self)}
+        return own | {name: own[name].points for name in _LINES}
 
     def reading(self, past: float, new: float) -> float:
-        """Return the seconds to read ``new`` tokens after ``past``, alone."""
-        return max(self.least_s, new * (self.read_s + self.read_entry_s * (past + new / 2)))
+        """Return the seconds to read ``new`` tokens after ``past``, alone: no less than a step of one session."""
+        before = self.prompt(past) if past else 0.0
+        return max(self.step(1), self.prompt(past + new) - before)
 
-    def held(self, tokens: float) -> float:
-        """Return the bytes of memory that a session takes."""
-        hot = tokens if self.entries is None else min(tokens, self.entries)
-        return self.hot * hot + self.cold * tokens
 
-    def stored(self, tokens: float) -> float:
-        """Return the bytes of a session at rest."""
-        return self.held(tokens) + self.away * tokens
+_LINES = ("step", "past", "prompt", "held", "granted", "stored")
+_DEFAULTS = ("chunk", "longest")
+_LEAST = {"step": 1e-9}  # seconds: without, a fleet does everything at once
+
+
+def _lengths(longest: int, budget: int) -> list[int]:
+    """Return tokens to work figures out for: whole blocks, two to a doubling, and where a budget is full."""
+    found, count = {1, longest, *(edge for edge in (budget, budget + BLOCK) if 1 < edge < longest)}, float(BLOCK)
+    while count < longest:
+        found.add(round(count / BLOCK) * BLOCK)
+        count *= math.sqrt(2)
+    return sorted(found)
+
+
+def _line(x: Sequence[float], y: Sequence[float]) -> Line:
+    return Line(tuple((float(one), float(other)) for one, other in zip(x, y, strict=True)))

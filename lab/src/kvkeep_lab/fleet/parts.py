@@ -80,9 +80,8 @@ class Replica:
         self.reading, self.writing = Clock(), Clock()
         self.reading.at = self.writing.at = now
         self.idle: OrderedDict[int, Session] = OrderedDict()  # the least recently used first
-        self.granted = self.held = self.pasts = (
-            0.0  # bytes of answers, of idle sessions; tokens of pasts read in a step
-        )
+        self.granted = self.held = 0.0  # bytes of answers, and of idle sessions
+        self.pasts = 0.0  # seconds that a step takes for the pasts of those that write
 
     @property
     def sessions(self) -> list[Session]:

@@ -71,18 +71,36 @@ class Scenario:
     warmup: float = 120.0
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        """Raise UsageError for what cannot be simulated."""
+        above = {name: getattr(self, name) for name in ("replicas", "rate", "disk", "link", "notice", "seconds")}
+        above |= {"mtbf": self.mtbf} if self.mtbf is not None else {}
+        ones = {name: getattr(self, name) for name in ("turns", "first", "prompt", "answer")}
+        others = {name: getattr(self, name) for name in ("burst", "think", "restart", "warmup")}
+        for least, named in ((0, above), (1, ones), (0, others)):
+            for name, value in named.items():
+                if not math.isfinite(value) or value < least or (named is above and not value):
+                    bound = "above 0" if named is above else f"from {least} on"
+                    raise UsageError(f"The '{name}' of a fleet is a finite number {bound}, not {value:g}.")
+        if self.warmup >= self.seconds:
+            raise UsageError("The warm-up has to be shorter than what is simulated.")
+
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of it, after the warm-up. left: answers under way at the end. first_token, recovered: seconds at the
-    50th, 95th and 99th percentile, until the first token of a turn, and from a failure until the first token of a
-    client's next try; until the end, where there is none yet. gap: the same between tokens. None where there were none.
-    turns: by how their past came there. in_system: answers under way, on the mean; answer_s: mean seconds of one from
-    its request to its last token. busy: share of time that replicas work. writing: sessions that share a step, on the
-    mean of busy time. events: how many were simulated."""
+    """What came of it, after the warm-up. before: answers under way when it ended. asked: for an answer, refused: of
+    those, for which a session has no room, in its tokens or in a replica's memory; it ends there. left: answers under
+    way at the end. So before + asked is answered + refused + left. first_token, recovered: seconds at the 50th, 95th
+    and 99th percentile, until the first token of a turn, and from a failure until the first token of a client's next
+    try; until the end, where there is none yet. gap: the same between tokens. None where there were none. turns: by how
+    their past came there. in_system: answers under way, on the mean; answer_s: mean seconds of one from its request to
+    its last token. busy: share of time that replicas work. writing: sessions that share a step, on the mean of busy
+    time. events: how many were simulated."""
 
+    before: int
     asked: int
     answered: int
+    refused: int
     left: int
     failures: int
     first_token: tuple[float, float, float] | None
@@ -111,31 +129,29 @@ class Simulation:
     """Events in order. Use :meth:`run` once."""
 
     def __init__(self, pace: Pace, scenario: Scenario) -> None:
-        if pace.held(scenario.first) > pace.memory:
-            raise UsageError(f"A session of {scenario.first:,.0f} tokens is larger than a replica's memory.")
-        if scenario.warmup >= scenario.seconds:
-            raise UsageError("The warm-up has to be shorter than what is simulated.")
-        if (
-            min(scenario.rate, scenario.notice, scenario.disk, scenario.link, scenario.replicas, scenario.turns - 1e-9)
-            <= 0
-        ):
-            raise UsageError("Replicas, rates, turns and the time until a failure is noticed are above 0.")
+        tokens = scenario.first + scenario.answer
+        if tokens > pace.longest:
+            raise UsageError(f"A first turn of {tokens:,.0f} tokens is longer than a session, {pace.longest:,}.")
+        if pace.granted(tokens) > pace.memory:
+            raise UsageError(f"A first turn of {tokens:,.0f} tokens is larger than a replica's memory.")
         self.pace, self.scenario = pace, scenario
         self.random = Random(scenario.seed)
         self.replicas = [Replica(number) for number in range(scenario.replicas)]
         self.ring = Ring(self.replicas)
+        self.there = scenario.replicas  # as the router knows
         self.disk, self.disk_version = Clock(), 0
         self.retrying: set[Session] = set()
         self.now, self.order, self.load, self.number, self.alive = 0.0, 0, 0, 0, 0
         self._events: list[tuple[float, int, Callable[[Any], None], Any]] = []
         self._least: list[tuple[int, float, int, Replica]] = []  # by load; outdated ones are skipped
         self._own: dict[int, float] = {}
-        self._chunk_s = pace.chunk * pace.read_s
+        self._chunk_s = pace.reading(pace.chunk, pace.chunk)  # one more, in a step that has its weights in any case
         self._reset()
 
     def _reset(self) -> None:
         """Count from now on."""
-        self.asked = self.answered = self.failures = 0
+        self.asked = self.answered = self.refused = self.failures = 0
+        self.before = self.load
         self.turns: Counter[str] = Counter()
         self.first_token, self.recovered = array("d"), array("d")
         self.gaps: defaultdict[int, float] = defaultdict(float)
@@ -149,7 +165,7 @@ class Simulation:
         given = self.scenario
         for replica in self.replicas:
             self._count(replica, 0)
-            self._doom(replica)
+            self._schedule_failure(replica)
         if given.burst:
             self._at(0.0, self._burst, None)
         else:
@@ -173,11 +189,6 @@ class Simulation:
         self._area()
         return self._outcome(shown)
 
-    @property
-    def under_way(self) -> int:
-        """How many answers are asked for and have not ended, wherever they are."""
-        return len(self.retrying) + sum(len(replica.sessions) for replica in self.replicas)
-
     def _outcome(self, events: int) -> Outcome:
         span = self.now - self.since
         for session in self.retrying.union(*(replica.sessions for replica in self.replicas)):
@@ -187,22 +198,24 @@ class Simulation:
                 self.recovered.append(self.now - session.lost)
         busy = sum(replica.busy for replica in self.replicas)
         return Outcome(
-            self.asked,
-            self.answered,
-            self.under_way,
-            self.failures,
-            _percentiles(self.first_token),
-            _weighted(self.gaps),
-            _percentiles(self.recovered),
-            sum(self.gaps.values()) / span,
-            dict(sorted(self.turns.items())),
-            self.read_bytes / span,
-            self.written_bytes / span,
-            self.area / span,
-            self.lived / max(1, self.answered),
-            busy / span / len(self.replicas),
-            sum(replica.written for replica in self.replicas) / busy if busy else 0.0,
-            events,
+            before=self.before,
+            asked=self.asked,
+            answered=self.answered,
+            refused=self.refused,
+            left=self.load,
+            failures=self.failures,
+            first_token=_percentiles(self.first_token),
+            gap=_weighted(self.gaps),
+            recovered=_percentiles(self.recovered),
+            tokens_s=sum(self.gaps.values()) / span,
+            turns=dict(sorted(self.turns.items())),
+            read_bytes_s=self.read_bytes / span,
+            written_bytes_s=self.written_bytes / span,
+            in_system=self.area / span,
+            answer_s=self.lived / max(1, self.answered),
+            busy=busy / span / len(self.replicas),
+            writing=sum(replica.written for replica in self.replicas) / busy if busy else 0.0,
+            events=events,
         )
 
     # -- time and chance ----------------------------------------------------------------------------
@@ -225,12 +238,12 @@ class Simulation:
         self._come()
 
     def _burst(self, _: None) -> None:
+        self.alive += self.scenario.burst  # before any of them ends
         for _each in range(self.scenario.burst):
             self._come()
 
     def _come(self) -> None:
         self.number += 1
-        self.alive += 1
         self._ask(Session(self.number))
 
     def _ask(self, session: Session) -> None:
@@ -239,13 +252,14 @@ class Simulation:
         session.new = self._length(given.prompt if session.past else given.first)
         session.answer = self._length(given.answer)
         whole = session.past + session.new + session.answer
-        if whole > self.pace.longest or self.pace.held(whole) > self.pace.memory:
+        self.asked += 1
+        if whole > self.pace.longest or self.pace.granted(whole) > self.pace.memory:
+            self.refused += 1
             self._forget(session)
             return
         session.asked, session.told, session.lost = self.now, False, None
         self._area()
         self.load += 1
-        self.asked += 1
         self._send(session)
 
     def _send(self, session: Session) -> None:
@@ -266,8 +280,7 @@ class Simulation:
         if route == "hash":
             return self.ring.pick(session.hash)
         if route == "bounded":
-            there = sum(replica.seen for replica in self.replicas) if self.failures else len(self.replicas)
-            return self.ring.pick(session.hash, math.ceil(BOUND * self.load / max(1, there)))
+            return self.ring.pick(session.hash, math.ceil(BOUND * self.load / max(1, self.there)))
         while self._least:
             load, _, life, replica = self._least[0]
             if replica.seen and replica.load == load and replica.life == life:
@@ -290,9 +303,10 @@ class Simulation:
         """End a session."""
         if session.home is not None:
             self._leave(session.home, session)
-        self.alive -= 1
-        if self.scenario.burst and not self.alive:
-            self._at(self.now, self._burst, None)
+        if self.scenario.burst:
+            self.alive -= 1
+            if not self.alive:
+                self._at(self.now, self._burst, None)
 
     def _leave(self, replica: Replica, session: Session) -> None:
         """Take an idle session out of memory; its file stays."""
@@ -311,7 +325,7 @@ class Simulation:
         pace = self.pace
         while replica.waiting:
             session = replica.waiting[0]
-            need = pace.held(session.past + session.new + session.answer)
+            need = pace.granted(session.past + session.new + session.answer)
             if need > pace.memory - replica.granted:
                 return
             replica.waiting.popleft()
@@ -371,13 +385,11 @@ class Simulation:
         step = 0.0
         if written:
             if written not in self._own:
-                self._own[written] = self.pace.own(written)
-            step = self._own[written] + self.pace.entry_s * replica.pasts
+                self._own[written] = self.pace.step(written)
+            step = self._own[written] + replica.pasts
         whole = step + self._chunk_s if read else step
         writing.rate = 1 / whole if written else 0.0
-        reading.rate = (
-            0.0 if not read else 1 / read if not written or not self._chunk_s else self._chunk_s / whole / read
-        )
+        reading.rate = (self._chunk_s / whole if written else 1.0) / read if read else 0.0
         replica.version += 1
         if read or written:
             self._at(min(reading.next, writing.next), self._work, (replica, replica.version))
@@ -404,18 +416,18 @@ class Simulation:
         if session.lost is not None:
             self.recovered.append(self.now - session.lost)
             session.lost = None
-        replica.pasts += self._read_of(session)
+        replica.pasts += self._past_s(session)
         self.order += 1
         replica.writing.add(session.answer - 1, self.order, session)
 
-    def _read_of(self, session: Session) -> float:
-        """Return the tokens that a step reads for a session, on the mean of its answer."""
+    def _past_s(self, session: Session) -> float:
+        """Return the seconds that a step takes for a session's past, on the mean of its answer."""
         return self.pace.past(session.past + session.new + session.answer / 2)
 
     def _end(self, replica: Replica, session: Session) -> None:
         """An answer ended: its turn is written to the disk, and the session idles."""
         pace, given = self.pace, self.scenario
-        replica.pasts -= self._read_of(session)
+        replica.pasts -= self._past_s(session)
         if not replica.writing.jobs:
             replica.pasts = 0.0  # and no rest of rounding
         replica.granted -= session.grant
@@ -478,7 +490,7 @@ class Simulation:
 
     # -- failures -----------------------------------------------------------------------------------
 
-    def _doom(self, replica: Replica) -> None:
+    def _schedule_failure(self, replica: Replica) -> None:
         if self.scenario.mtbf is not None:
             self._at(self.now + self._exponential(self.scenario.mtbf), self.fail, replica)
 
@@ -503,11 +515,13 @@ class Simulation:
         replica, life = about
         if replica.life == life and not replica.up:
             replica.seen = False
+            self.there -= 1
 
     def _restart(self, replica: Replica) -> None:
+        self.there += not replica.seen
         replica.up = replica.seen = True
         self._count(replica, 0)
-        self._doom(replica)
+        self._schedule_failure(replica)
 
 
 def simulate(pace: Pace, scenario: Scenario, progress: Callable[[float], None] = lambda now: None) -> Outcome:

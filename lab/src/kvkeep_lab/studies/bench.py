@@ -11,12 +11,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from kvkeep.budget import Budget
+from kvkeep.budget import Budget, bytes_of
 from kvkeep.contracts.exactness import Exactness
 from kvkeep.errors import BudgetError, UsageError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.plan.candidates import specs
-from kvkeep.plan.planner import parse_memory
 from kvkeep.policies.methods import resolve
 from kvkeep.stock import STOCK
 from kvkeep_lab.limits import memory_rate, step_limit_ms, weight_bytes
@@ -105,7 +104,7 @@ class Bench(EngineStudy):
         if self.serve:
             if self.process or self.clock != "wall":
                 raise UsageError("With --serve there is no other clock and no --process; leave those out.")
-            parse_memory(self.memory)
+            bytes_of(self.memory)
             if find_spec("openai") is None:
                 raise UsageError(
                     "Servers are asked by the package 'openai', which is missing: pip install 'kvkeep-lab[serve]'."

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+import re
 import secrets
 import sys
 import time
+from collections.abc import Sequence
 from urllib.parse import quote
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvkeep.errors import place_of
+from kvkeep.errors import UsageError, place_of
 from kvkeep.serve.http.body import LARGEST_BODY, limited, too_large
 from kvkeep.serve.http.keys import Keys
 from kvkeep.serve.http.metrics import Metrics
@@ -80,6 +82,17 @@ class Door:
         length = headers.get("content-length", "")
         if length.isdecimal() and int(length) > LARGEST_BODY:
             raise too_large()
+
+
+def check_origins(origins: Sequence[str], keyed: bool) -> None:
+    """Raise UsageError for what is no origin as browsers send it, and for any origin where no key is asked for."""
+    for one in origins:
+        if one != "*" and not re.fullmatch(r"https?://[^/\s?#]+", one):
+            raise UsageError(
+                f"'{one}' is no origin: give scheme and host, without a path (https://chat.example), or *."
+            )
+    if "*" in origins and not keyed:
+        raise UsageError("Without a key, pages of any origin could use the server; name origins, or give it a key.")
 
 
 def log_all() -> None:

@@ -1,5 +1,4 @@
-"""What stands before several replicas, in the proxies of Ray Serve: it says which session a request is of, and what
-became of an answer whose replica has ended.
+"""ASGI middleware of Ray Serve's proxies: sets the routing key, and completes answers of replicas that ended.
 
 A proxy is a process without a model, so nothing here imports torch.
 """
@@ -18,9 +17,7 @@ from kvkeep.serve.http.body import limited
 from kvkeep.serve.http.refused import Refused
 
 HEADER = "x-session-id"
-"""Where Ray Serve's router looks for the session."""
-BEGINNING = 512
-"""Characters or tokens of a text by which requests without a session are told apart."""
+"""Where Ray Serve's router looks for the routing key."""
 
 
 def front() -> list[Middleware]:
@@ -29,8 +26,8 @@ def front() -> list[Middleware]:
 
 
 class Front:
-    """Tells Serve's router which session a request is of, and clients what Serve does not: an answer that its replica
-    did not begin is a 503 with ``Retry-After``, and a stream that it did not end ends with an error."""
+    """Sets the header by which Serve's router chooses a replica. An answer that its replica did not begin becomes a 503
+    with ``Retry-After``, and a stream that it did not end ends with an error."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -47,23 +44,31 @@ class Front:
             await error.response()(scope, receive, send)
             return
         headers = MutableHeaders(scope={**scope})
-        key = _key(scope["path"], headers, body)
+        key = routing_key(scope["path"], headers, body)
         kept = [(name, value) for name, value in scope["headers"] if name.replace(b"_", b"-") != HEADER.encode()]
-        await self.app({**scope, "headers": [*kept, (HEADER.encode(), key.encode())]}, receive, answer.send)
-        await answer.close(scope, receive)
+        own = [] if key is None else [(HEADER.encode(), key.encode())]
+        try:
+            await self.app({**scope, "headers": [*kept, *own]}, receive, answer.send)
+        finally:
+            await answer.close(scope, receive)
 
 
-def _key(path: str, headers: Headers, body: bytes) -> str:
-    """Return by what a request is told to a replica: its key of access and its session; where it names none, the text
-    that it begins with. Requests of one conversation have one, whichever way it is named; it tells nothing of them."""
+def routing_key(path: str, headers: Headers, body: bytes) -> str | None:
+    """Return the routing key of a request: a digest of access key and session, else of the messages that all requests
+    of its conversation begin with. None where there are neither: Serve's router then spreads requests evenly."""
     try:
         asked = json.loads(body) if body else None
     except (ValueError, RecursionError):  # the replica says what is wrong
         asked = None
-    named = _named(path, asked) or headers.get(HEADER)
-    told = ["session", named] if named else ["beginning", _beginning(asked)]
-    known = json.dumps([headers.get("authorization"), *told])
-    return blake2b(known.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+    what: list[Any]
+    if named := _named(path, asked) or headers.get(HEADER):
+        what = ["session", named]
+    elif opening := _opening(asked):
+        what = ["opening", opening]
+    else:
+        return None
+    whole = json.dumps([headers.get("authorization"), *what])
+    return blake2b(whole.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 def _named(path: str, asked: Any) -> str | None:
@@ -75,15 +80,14 @@ def _named(path: str, asked: Any) -> str | None:
     return named if isinstance(named, str) else None
 
 
-def _beginning(asked: Any) -> Any:
-    """Return what a conversation's requests all begin with: messages up to the user's first, or a text's beginning."""
-    if not isinstance(asked, dict):
+def _opening(asked: Any) -> list[Any] | None:
+    """Return the messages up to the user's first one, with which all requests of a conversation begin; None without."""
+    messages = asked.get("messages") if isinstance(asked, dict) else None
+    if not isinstance(messages, list):
         return None
-    messages, prompt = asked.get("messages"), asked.get("prompt")
-    if isinstance(messages, list):
-        users = [at for at, one in enumerate(messages) if isinstance(one, dict) and one.get("role") == "user"]
-        return messages[: users[0] + 1] if users else messages[:1]
-    return prompt[:BEGINNING] if isinstance(prompt, str | list) else None
+    users = (at for at, one in enumerate(messages) if isinstance(one, dict) and one.get("role") == "user")
+    first = next(users, None)
+    return None if first is None else messages[: first + 1]
 
 
 async def _read(scope: Scope, receive: Receive) -> tuple[bytes, Receive]:
@@ -113,7 +117,8 @@ def _again(message: Message, receive: Receive) -> Receive:
 
 
 class _Answer:
-    """What a client is told of one request."""
+    """The answer to one request as it goes to the client. lost: Serve sent an error of its own instead; begun, whole:
+    the replica's answer; streams: it is a stream of events."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -134,7 +139,7 @@ class _Answer:
             await self._send(message)
 
     async def close(self, scope: Scope, receive: Receive) -> None:
-        """Tell of an answer that was not begun, or not ended."""
+        """Send the error for an answer that was not begun, or the end of a stream that has none."""
         gone = Refused(
             503, "The replica that answered has ended; ask again, another one goes on.", "replica_lost",
             headers={"Retry-After": "1"},
