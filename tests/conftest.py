@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,10 @@ import torch
 from cases import TURN
 from families import tiny
 
+from kvkeep import plugins
+from kvkeep.cli.lazy import GROUP
 from kvkeep.models.folders import cache_folder
+from kvkeep.plugins import PARTS
 
 WORDS = (  # noqa: SIM905
     "the a of and to in is was it for on as with his he at by from her she that which or be this had not are but "
@@ -40,6 +44,23 @@ def pytest_configure(config: pytest.Config) -> None:
     terminal = config.pluginmanager.get_plugin("terminalreporter")
     if terminal is not None:  # a worker of xdist has none
         config.pluginmanager.register(AsTheyHappen(terminal))
+    plugins.entry_points = without(installed())  # before tests are collected: cases are made of the methods there are
+
+
+def installed() -> frozenset[str]:
+    """The packages that add parts or commands here, but for the lab: the user's own, which no test is about. Those that
+    a test lays in a folder come later."""
+    dists = [point.dist for group in (PARTS, GROUP) for point in entry_points(group=group)]
+    return frozenset(dist.name for dist in dists if dist is not None) - {"kvkeep-lab"}
+
+
+def without(packages: frozenset[str]) -> Callable[..., list[EntryPoint]]:
+    """``entry_points`` without those of some packages."""
+
+    def others(**group: str) -> list[EntryPoint]:
+        return [point for point in entry_points(**group) if point.dist is None or point.dist.name not in packages]
+
+    return others
 
 
 class AsTheyHappen:

@@ -136,7 +136,7 @@ class Budget:
             return chunk or DEFAULT_CHUNK
         least = chunk or MIN_CHUNK
         if entries < least:
-            raise BudgetError(f"Budget '{self}' holds {entries} entries, below one chunk of {least}.")
+            raise BudgetError(f"Budget '{self}' holds {_entries(entries)}, below one chunk of {least}.")
         return chunk or max(min(DEFAULT_CHUNK, entries), min(LONGEST_CHUNK, entries * layers // SPARE))
 
     def _fitting(self, geometry: ModelGeometry, context: int | None, batch: int) -> int:
@@ -156,7 +156,7 @@ class Budget:
         if entries < 0:
             problem = f"is less than the {fixed}B that the sliding-window layers hold by themselves"
         else:
-            problem = f"holds {entries} entries, below one chunk of {least}"
+            problem = f"holds {_entries(entries)}, below one chunk of {least}"
         if self.unit == "tokens":
             remedy = f"the smallest is {least}{re.sub(r'[0-9]', '', self.text).strip()}"
         elif self.unit == "bytes":
@@ -210,3 +210,7 @@ def _positive(name: str, value: int | None) -> None:
 
 def _unreadable(value: object, why: str) -> BudgetError:
     return BudgetError(f"Budget {value!r} cannot be read, {why}; what works: {_EXAMPLES}.")
+
+
+def _entries(count: int) -> str:
+    return f"{count} entr{'y' if count == 1 else 'ies'}"

@@ -67,12 +67,13 @@ class SessionUnwritable(SessionError):
     """The file of a session could not be written (full disk, read-only folder)."""
 
 
-def unknown(kind: str, name: str, known: Iterable[str]) -> UsageError:
-    """Return the error for an unknown name, with near matches and all known names."""
+def unknown(kind: str, name: str, known: Iterable[str], lists: str = "") -> UsageError:
+    """Return the error for an unknown name, with near matches and all known names; of many, what ``lists`` them."""
     names = sorted(known)
     near = get_close_matches(name, names, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
-    return UsageError(f"Unknown {kind} '{name}': {hint}known are {', '.join(names)}.")
+    rest = f"{lists} lists all" if lists else f"known are {', '.join(names)}"
+    return UsageError(f"Unknown {kind} '{name}': {hint}{rest}.")
 
 
 class Interrupted(KvkeepError):

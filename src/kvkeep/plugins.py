@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Callable, Sequence
-from importlib.metadata import entry_points
+from collections.abc import Callable, Iterable, Sequence
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,17 @@ class PartlyLeftOut(UsageError):
         self.names = names
 
 
+def points(group: str) -> Iterable[EntryPoint]:
+    """Return the entry points of ``group`` of all installed packages."""
+    return entry_points(group=group)
+
+
 def each_plugin(group: str, use: Callable[[str, Any], None]) -> None:
     """Call ``use`` with name and object of every entry point of ``group``. Where an object cannot be imported, or
     ``use`` raises, a warning says so in a sentence for each package and reason: on standard error, unless a program has
     set up logging."""
     failed: dict[tuple[str, str], list[str]] = {}
-    for point in entry_points(group=group):
+    for point in points(group):
         try:
             use(point.name, point.load())
         except (Exception, SystemExit) as error:  # whatever is wrong with a package, the others work
@@ -39,8 +44,8 @@ def each_plugin(group: str, use: Callable[[str, Any], None]) -> None:
             names = error.names if isinstance(error, PartlyLeftOut) else [point.name]
             own = failed.setdefault((package, first_line(error)), [])
             own += [f"'{name}' ({point.value})" for name in names]
-    for (package, reason), points in failed.items():
-        log.warning("%s of %s %s left out: %s", ", ".join(points), package, "is" if len(points) == 1 else "are", reason)
+    for (package, reason), out in failed.items():
+        log.warning("%s of %s %s left out: %s", ", ".join(out), package, "is" if len(out) == 1 else "are", reason)
 
 
 def first_line(error: BaseException) -> str:

@@ -112,7 +112,7 @@ def test_chat_remembers_and_goes_on_another_day(run: Run, model_folder: Path, tm
     common = ("chat", "-m", str(model_folder), "-n", "6", "--json", "--session", session)
     code, out, err = run(*common, "-b", "16", stdin="the of and\n/memory\nwas it for\n/exit\n")
     assert code == 0, err
-    assert len(json.loads(out)["turns"]) == 2 and "kept 16 of" in err
+    assert len(json.loads(out)["turns"]) == 2 and "16 tokens in memory" in err
     code, out, err = run(*common, stdin="by from her\n")
     assert code == 0 and "4 messages" in err
     assert len(json.loads(out)["turns"]) == 1

@@ -71,7 +71,7 @@ def test_two_chats_cannot_write_one_session(run: Run, model_folder: Path, tmp_pa
     with started(kvkeep(*given), stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
         assert process.stdin is not None and process.stderr is not None
         print("the of", file=process.stdin, flush=True)
-        next(line for line in process.stderr if "kept" in line)
+        next(line for line in process.stderr if "exact: all" in line)
         code, out, err = run(*given, stdin="was it\n")
         assert (code, out, len(err.splitlines())) == (1, "", 1) and "in use by another program" in err
         process.communicate("and her\n", timeout=60)

@@ -67,7 +67,7 @@ def test_a_terminal_is_left_as_it_was(model_folder: Path) -> None:
     with Terminal("chat", "-m", str(model_folder), "-n", "3", within=compared) as terminal:
         terminal.asked()
         terminal.type("the man\r")
-        terminal.until("kept all")
+        terminal.until("exact: all")
         terminal.process.send_signal(signal.SIGTERM)
         assert terminal.ended() == 128 + signal.SIGTERM
         assert "the same" in terminal.text
@@ -80,7 +80,7 @@ def test_a_closed_window_loses_nothing_that_was_said(model_folder: Path, tmp_pat
     with Terminal(*arguments, program=MAIN) as terminal:
         terminal.asked()
         terminal.type("the man was here\r")
-        terminal.until("kept all")
+        terminal.until("exact: all")
         terminal.type("and the\r")
         terminal.until("reading", 2)
         terminal.close()

@@ -115,8 +115,13 @@ def test_passages_of_several_texts_are_compared_one_by_one(
     Path("short.txt").write_text("the of and")
     common = ("compare", "-m", str(model_folder), "-f", "*.txt", "-x", "full,h2o", "-b", "25%", "-n", "4")
     drawn = (*common, "--limit", "64", "--seeds", "2")
+    monkeypatch.setattr("kvkeep_lab.cli.study.BETWEEN_S", 0.0)
     code, out, err = run(*drawn, "--json", "--csv", "c.csv", "--latex", "c.tex")
     assert code == 0, err
+    assert [line for line in err.splitlines() if "2 of 4" in line] == [
+        f"passage 2 of 4: {what} of all." for what in ("the reference is done, 25 %", "full is done, 38 %",
+                                                        "h2o at 25% is done, 50 %")
+    ]  # fmt: skip
     found = json.loads(out)
     places = [("a_b.txt", 0), ("a_b.txt", 1), ("c.txt", 0), ("c.txt", 1)]
     assert [(one["text"], one["seed"]) for one in found["passages"]] == places and found["asked"] == 4
@@ -131,6 +136,7 @@ def test_passages_of_several_texts_are_compared_one_by_one(
     assert h2o["kl_mean"]["mean"] == pytest.approx(sum(kls) / 4) and h2o["kl_mean"]["low"] < h2o["kl_mean"]["high"]
     assert kls == [one["rows"][1]["kl_mean"] for one in found["passages"]]
     text = Path("c.tex").read_text()
+    assert r"& held (\% of bf16) \\" in text and "an entry in float32 counts twice" in text
     assert r"a\_b.txt (2), c.txt (2)" in text and "(n = 4)" in text and text.count(r" \\") == 3
     code, out, _ = run(*common, "--limit", "80")
     assert (

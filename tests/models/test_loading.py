@@ -91,6 +91,11 @@ def test_a_hub_that_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPatch) 
     assert said == ["Asking the Hugging Face hub for some/model ..."]
 
 
+def test_no_name_is_no_folder() -> None:
+    with pytest.raises(UsageError, match="A model has a name"):
+        load("")
+
+
 @pytest.mark.parametrize(
     ("without", "sentence"),
     [

@@ -56,7 +56,8 @@ def test_all_parts_take_parameters() -> None:
     [
         ("h20", ["Unknown method 'h20'", "did you mean h2o?"]),
         ("snapvk:window=3", ["Unknown method 'snapvk'", "snapkv"]),
-        ("stok", ["did you mean stock"]),
+        ("stok", ["did you mean stock or tova? 'kvkeep methods' lists all."]),
+        ("banana", ["Unknown method 'banana': 'kvkeep methods' lists all."]),
         ("h2o+chekpoint", ["Unknown fate 'chekpoint'", "did you mean checkpoint?", "drop"]),
         ("h2o+", ["Unknown fate ''"]),
         ("h2o+drop+drop", ["Unknown fate 'drop+drop'"]),

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import re
 from contextlib import suppress
-from importlib.metadata import entry_points
 from pathlib import Path
 
 import kvkeep
 from kvkeep.models.folders import cache_folder
-from kvkeep.plugins import PARTS
+from kvkeep.plugins import PARTS, points
 
 
 def methods(incomplete: str) -> list[str]:
@@ -25,8 +24,8 @@ def _known() -> dict[str, list[str]]:
     """Return the names of methods, and of what may stand behind a ``+``. They are kept in the cache folder, by what is
     installed: to find them anew takes seconds, since parts import torch."""
     registry = Path(kvkeep.__file__).parent / "policies" / "registry.py"
-    points = sorted(f"{point.name} {point.value}" for point in entry_points(group=PARTS))
-    of = [kvkeep.__version__, registry.stat().st_mtime_ns, *points]
+    plugged = sorted(f"{point.name} {point.value}" for point in points(PARTS))
+    of = [kvkeep.__version__, registry.stat().st_mtime_ns, *plugged]
     path = cache_folder() / "completion.json"
     with suppress(OSError, ValueError, KeyError, TypeError):
         kept = json.loads(path.read_text(encoding="utf-8"))

@@ -67,7 +67,7 @@ def demo(
     """
     # OpenMP reads it when torch is imported. Threads that spin while they wait slow a busy machine down a lot.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    from kvkeep.decode.generate import generate, positions_of
+    from kvkeep.decode.generate import generate, positions_of, room_after
     from kvkeep.decode.prompt import encode, read_text, shortened
     from kvkeep.decode.prompt import question as ask
     from kvkeep.models.loading import load
@@ -91,10 +91,8 @@ def demo(
         own = wanted.get(method) or asked(method, budget)
         return own.cache(loaded.model, len(ids) + max_tokens, max_tokens)
 
-    with cache_of(FULL) as cache:
-        positions = positions_of(loaded.model, cache)
-    if positions is not None:  # also of the method that does without an end
-        max_tokens = max(1, min(max_tokens, positions - len(ids)))
+    with cache_of(FULL) as cache:  # for the method that does without an end, too
+        max_tokens = min(max_tokens, room_after(len(ids), positions_of(loaded.model, cache)))
     cache_of(EXACT).reset()  # a budget that it refuses is refused before anything is read
     if not json:
         _head(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,6 +24,10 @@ SUMMARISE = "Summarise our conversation so far in a few sentences: names, facts,
 """What the model is asked for where a summary takes the place of turns."""
 SUMMARISED = "What have we talked about so far?"
 """The question that the summary then answers: a template may want questions and answers to take turns."""
+
+_END = re.compile(r"(?<!\d)[.!?\u2026][\"'\u2019\u201d)*]*(?=\s|$)|[\u3002\uff01\uff1f][\u300d\u300f]*")
+"""The end of a sentence, with the quotes, brackets and asterisks that close there; a point after a number may be a
+list's."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +183,8 @@ class Conversation:
 
     def undo(self) -> str:
         """Forget the last question and its answer; return the question. Raises UsageError where there is none."""
-        self._check_turns()
+        if not self.turns:
+            raise UsageError("There is nothing left to undo: the conversation has no question.")
         question = self.messages[-2]["content"]
         self._changed(self.messages[:-2])
         return question
@@ -244,13 +250,15 @@ class Conversation:
         self, turns: int, question: str | None = None, limit: int | None = None, **options: Unpack[GenerateOptions]
     ) -> Generation:
         """Put a summary of the oldest ``turns``, which the model writes, in their place. After an error or interrupt
-        the conversation is as before. limit: the most tokens that the prompt for ``question``, as of :meth:`excess`,
-        may have then. Raises UsageError where the model writes no summary, or one that is too long for that."""
+        the conversation is as before. Of a summary that was cut its whole sentences are taken. limit: the most tokens
+        that the prompt for ``question``, as of :meth:`excess`, may have then. Raises UsageError where the model writes
+        no summary, or one that is too long for that."""
         result = self._generate(self.summary_prompt(turns), **options)
         if result.stopped == "interrupted":
             self._crop()
             raise KeyboardInterrupt
-        messages, problem = self._with_summary(turns, result.text), None
+        text = result.text if result.stopped == "eos" else whole_sentences(result.text)
+        messages, problem = self._with_summary(turns, text), None
         if not result.text.strip():
             problem = "The model wrote no summary"
         elif limit is not None and self._tokens(messages, question) > limit:
@@ -306,6 +314,12 @@ class Conversation:
     def _read_again(self) -> None:
         self.cache.reset()
         self.past.settle([])
+
+
+def whole_sentences(text: str) -> str:
+    """Return a text up to the end of its last whole sentence; all of it where it has none."""
+    *_, end = (0, *(one.end() for one in _END.finditer(text)))
+    return (text[:end] if end else text).strip()
 
 
 def _is_message(value: Any) -> bool:

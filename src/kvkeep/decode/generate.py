@@ -84,17 +84,9 @@ class _Run(BaseStreamer, StoppingCriteria):
 
     def room(self) -> int:
         """Return how many tokens fit after the prompt. Raises UsageError if it is empty or too long."""
-        positions, count = positions_of(self.model, self.cache), len(self.prompt)
-        if count == 0:
+        if not self.prompt:
             raise UsageError("There is nothing to answer: the prompt is empty.")
-        if positions is None:
-            return 2**31
-        if count >= positions:
-            raise UsageError(
-                f"The prompt has {count} tokens and the model has {positions} positions; shorten the text to "
-                f"at most {positions - 1} tokens or take a model with more."
-            )
-        return positions - count
+        return room_after(len(self.prompt), positions_of(self.model, self.cache))
 
     def decode(self, max_new_tokens: int, copies: int | None, options: dict[str, Any]) -> list[int]:
         """Return all token ids, the prompt's included."""
@@ -180,6 +172,19 @@ class _Run(BaseStreamer, StoppingCriteria):
 
     def _text(self, tokens: list[int]) -> str:
         return "" if self.tokenizer is None else self.tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+def room_after(count: int, positions: int | None) -> int:
+    """Return how many tokens fit after a prompt of ``count`` within ``positions`` (None: they do not run out). Raises
+    UsageError where none does."""
+    if positions is None:
+        return 2**31
+    if count >= positions:
+        raise UsageError(
+            f"The prompt has {count} tokens and the model has {positions} positions; shorten the text to "
+            f"at most {positions - 1} tokens or take a model with more."
+        )
+    return positions - count
 
 
 def positions_of(model: Any, cache: Cache) -> int | None:

@@ -157,6 +157,8 @@ def available() -> list[Available]:
 
 def _source(text: str, revision: str | None, progress: Callable[[str], None]) -> Source:
     """Return where the model is, a GGUF file converted first if needed."""
+    if not text.strip():
+        raise UsageError("A model has a name: give an embedded model's, a GGUF file, a folder or a hub id.")
     path = Path(text).expanduser()
     on_hub = text not in EMBEDDED and not path.exists() and _HUB_ID.fullmatch(text) is not None
     if revision is not None and not on_hub:

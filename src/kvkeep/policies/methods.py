@@ -207,7 +207,7 @@ def _resolved(spec: str) -> Method:
     elif name == STOCK:
         raise UsageError(f"'{STOCK}' is transformers' own cache and cannot be used here; 'full' keeps everything, too.")
     else:
-        raise unknown("method", name, [*names(), STOCK])
+        raise unknown("method", name, [*names(), STOCK], "'kvkeep methods'")
     method = replace(method, oneshot=oneshot)
     if (reason := method.refusal()) is not None:
         raise UsageError(f"'{spec}' is not understood. {reason}")

@@ -12,15 +12,18 @@ import pytest
 from conftest import tokenizer
 from families import tiny
 
-from kvkeep import Conversation, KeepCache, UsageError, generate
+from kvkeep import Conversation, EntryState, KeepCache, UsageError, generate
 from kvkeep.cli.chat import commands, loop
 from kvkeep.cli.chat.command import AtEnd
 from kvkeep.cli.chat.endings import Endings
 from kvkeep.cli.chat.keeper import Keeper
 from kvkeep.cli.chat.state import Chat
+from kvkeep.cli.chat.status import kept, status
 from kvkeep.cli.chat.window import ASK, ENDS
-from kvkeep.decode.chat import SUMMARISED
+from kvkeep.decode.chat import SUMMARISED, whole_sentences
+from kvkeep.memory.meter import Memory
 from kvkeep.stock import STOCK, new_cache
+from kvkeep.units import size
 
 PAGE = Path(__file__).parents[3] / "docs" / "chat.md"
 
@@ -127,13 +130,27 @@ def test_another_method_in_mid_conversation(tmp_path: Path) -> None:
     assert again.go_on(max_new_tokens=3).tokens == made.talk.go_on(max_new_tokens=3).tokens
 
 
+def test_a_reading_that_is_due_is_not_denied() -> None:
+    made = chat("the of", "was it", "/budget 24", "/system by from", "/budget 16", "for", "/budget 24", "/undo",
+                "/budget 16")  # fmt: skip
+    notes = [note for note in made.screen.notes if "goes on with" in note]  # type: ignore[attr-defined]
+    due = ["nothing is read again" not in note for note in notes]
+    assert due == [False, True, False, False], notes
+    assert notes[1].endswith("16 entries a layer; what was said is read before the next answer.")
+    assert [turn["timing"]["prefill_tokens"] > 12 for turn in made.turns] == [False, False, True]
+
+
 def test_the_end_of_the_positions_is_an_offer() -> None:
     common: dict[str, Any] = {"method": "full", "budget": None, "positions": 72}
     long = [f"the of and to in was {word}" for word in ("it", "for", "on", "as", "with", "his")]
     made = chat(*long, **common)
     assert len(said(made)) == 2 * len(long) - 2 and made.waiting == long[-1]
     offered = "\n".join(made.screen.notes)  # type: ignore[attr-defined]
-    assert "72 positions" in offered and all(f"/window {name}" in offered for name in ENDS)
+    assert "The conversation with your question has 77 tokens, and the model only 72 positions. To go on:" in offered
+    for positions, left in ((77, "none"), (80, "3")):
+        near = notes_of(chat(*long, **common | {"positions": positions}))
+        assert f"Your question leaves {left} of {positions} positions for an answer; at least 6 are needed." in near
+    assert all(f"/window {name}" in offered for name in ENDS)
     for name in ENDS:
         one = chat(*long, f"/window {name}", "/continue", **common)
         assert one.waiting is None and one.turns[-2]["question"] == long[-1], name
@@ -143,11 +160,24 @@ def test_the_end_of_the_positions_is_an_offer() -> None:
         told = chat(*long, at_end=name, **common)
         assert said(told)[-2:] == [long[-1], told.turns[-1]["text"]], "nobody has to be asked"
     alone = chat("the " * 100, "/window drop", **common).screen.notes[-1]  # type: ignore[attr-defined]
-    assert "Without any earlier turn" in alone
+    assert alone.startswith("Without any earlier turn the conversation with your question has 102 tokens")
     new = chat("/window drop", "/window summary", **common)
     assert notes_of(new) == "\n".join(["Nothing was said yet, so there is nothing to forget."] * 2)
     one = chat("the " * 40, "/window drop", "/window", **common)
     assert "turn alone takes" in notes_of(one) and "no other is there to go" in notes_of(one)
+
+
+def test_a_summary_is_whole_and_the_question_after_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    long = "the of and to in was it for " * 5
+    common: dict[str, Any] = {"method": "full", "budget": None, "positions": 128, "max_tokens": 4}
+    made = chat(*[long] * 3, "by from", "and her " * 20, "/window summary", **common)
+    assert len(said(made)[1].split()) > 4, "--max-tokens is of answers"
+    assert f"Your last question: {' '.join(['and her'] * 20)[:57]}..." in notes_of(made) and made.waiting is None
+    for text, whole in (("They met. It was", "They met."), ("1. one 2", "1. one 2"), ("「は。」と", "「は。」")):
+        assert whole_sentences(text) == whole
+    monkeypatch.setattr(Conversation, "_generate", _without_text(Conversation._generate, "They met. It was"))
+    made = chat(*[long] * 3, "/window summary", **common)
+    assert said(made)[:2] == [SUMMARISED, "They met."] and "tokens; its whole sentences take" in notes_of(made)
 
 
 @pytest.mark.parametrize("method", ["full", "h2o"])
@@ -175,9 +205,9 @@ def test_a_file_goes_with_its_question_or_not_at_all(tmp_path: Path, monkeypatch
     common: dict[str, Any] = {"method": "full", "budget": None, "positions": 64}
     made = chat(f"/file {path}", "the of", f"/file {path} and to", "/undo", "and to", "/undo", "/undo", **common)
     asked = [turn["question"] for turn in made.turns if "error" not in turn]
-    assert asked == ["the of", "and to"] and "This makes" in made.turns[1]["error"]
+    assert asked == ["the of", "and to"] and "only 64 positions" in made.turns[1]["error"]
     notes = notes_of(made)
-    assert notes.count(f"{path} goes before the next question; '/file none' is none.") == 2
+    assert notes.count(f"{path} goes before the next question; '/file none' takes it back.") == 2
     assert "Forgotten: ... the of" in notes and "Forgotten: ... and to" in notes, "what was typed"
     made = chat(f"/file {path}", "/file none", "the of", **common)
     assert said(made)[0] == "the of"
@@ -202,17 +232,60 @@ def test_files_prompts_and_what_is_refused(tmp_path: Path) -> None:
     made = chat(f"/file {tmp_path}/a b.md", f"/file {tmp_path}/c.txt the of", "/system by from", "and",
                 f"/save {tmp_path}/talk.md", f"/save {tmp_path}/talk.md", "/system none", "/system", "/file",
                 "/file nowhere", "/retry hot", "/contniue", "/etc/hosts is", "/save", "/window left", "/reset",
-                "/undo", "/exit", "never")  # fmt: skip
+                "/undo", "/banana", "/exit", "never")  # fmt: skip
     assert [turn["question"] for turn in made.turns if "text" in turn] == ["the of", "and", "/etc/hosts is"]
     failed = [turn["question"].split()[0] for turn in made.turns if "error" in turn]
-    assert failed == ["/save", "/file", "/file", "/retry", "/contniue", "/save", "/window", "/undo"] and made.failed
+    assert failed == ["/save", "/file", "/file", "/retry", "/contniue", "/save", "/window", "/undo",
+                      "/banana"] and made.failed  # fmt: skip
     written = (tmp_path / "talk.md").read_text()
     assert "was it for\n\non as with\n\nthe of" in written and written.startswith("**System**\n\nby from\n")
     notes = "\n".join(made.screen.notes)  # type: ignore[attr-defined]
     for sentence in ("already; name another", "no system prompt.", "Name a file", "'nowhere' cannot be read", "'hot'",
-                     "did you mean /continue", "/save talk.session", "'left'", "no answer yet"):  # fmt: skip
+                     "did you mean /continue? /help lists all.", "/save talk.session", "'left'",
+                     "nothing left to undo", "Unknown command '/banana': /help lists all."):  # fmt: skip
         assert sentence in notes, sentence
     assert not said(made) and made.screen.rest == ["never"]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "method, options, there",
+    [
+        ("full", {}, "exact: all 245 tokens in memory ({0})"),
+        ("kv-direct", {"checkpoint": "kv"}, "exact: 72 tokens in memory ({0}), 173 on disk ({disk})"),
+        ("kv-direct", {"checkpoint": "residual", "where": "host"},
+         "exact: 72 tokens in memory ({0}), 173 from {host} on host"),
+        ("kv-direct", {"checkpoint": "tokens"}, "exact: 72 tokens in memory ({0}), 173 from token ids"),
+        ("kv-direct", {"checkpoint": "kv", "where": "device"},
+         "exact: 72 tokens in memory ({1}), 173 on device ({device})"),
+        ("h2o", {}, "72 tokens in memory ({0}), 173 dropped"),
+        ("asymkv", {}, "35 tokens and 210 merged in memory ({0})"),
+        ("revive", {}, "21 tokens and 224 in fewer bits in memory ({0})"),
+        ("quest", {}, "85 tokens and 160 in segments in memory ({0})"),
+        ("h2o+drop+pages:2", {"checkpoint": "kv"}, "72 tokens in memory ({0}), 173 on disk ({disk})"),
+    ],
+)  # fmt: skip
+def test_the_line_says_where_every_token_is(method: str, options: dict[str, Any], there: str) -> None:
+    cache = KeepCache(tiny("llama"), method, None if method == "full" else 72, **options)
+    talk = Conversation(tiny("llama"), tokenizer(), cache)
+    result = talk.answer("the of and " * 80, max_new_tokens=4)
+    memory = result.memory
+    own = memory.resident_bytes + memory.compressed_bytes
+    sizes = {place: size(count) for place, count in memory.checkpoint_bytes.items()}
+    said = there.format(size(own + memory.checkpoint_bytes["device"]), size(own), **sizes)
+    line = status(cache, result)
+    assert line.startswith(said + ", ") and line.endswith(" tokens/s")
+    numbers = "".join(re.sub(r"\(.*?\)|from .*? on", "", said))
+    assert sum(map(int, re.findall(r"\d+", numbers))) == 245
+
+
+@pytest.mark.parametrize("kind", ["kv", "residual"])
+def test_the_line_fits_80_columns(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With as many tokens as SmolLM2 has positions."""
+    counts = {EntryState.RESIDENT: 256, EntryState.CHECKPOINTED: 7920}
+    monkeypatch.setattr("kvkeep.cli.chat.status._counts", lambda cache, length: dict(counts))
+    memory = Memory(5_900_000, checkpoint_bytes={"device": 0, "host": 0, "disk": 182_800_000})
+    line = ", ".join(kept(KeepCache(tiny("llama"), "kv-direct", 72, checkpoint=kind), memory))
+    assert "7,920" in line and len(f"{line}, 8.5 tokens/s") <= 80
 
 
 def test_an_empty_answer_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,11 +308,12 @@ def _stopped(answer: Any) -> Any:
     return stopped
 
 
-def _without_text(generated: Any) -> Any:
-    """As where the last token is a special one, of which a text has nothing; the tiny tokenizer has none."""
+def _without_text(generated: Any, text: str = "") -> Any:
+    """As where the last token is a special one, of which a text has nothing; the tiny tokenizer has none. text: another
+    that is written."""
     from dataclasses import replace
 
-    return lambda *given, **options: replace(generated(*given, **options), text="")
+    return lambda *given, **options: replace(generated(*given, **options), text=text)
 
 
 def test_completions_and_the_page() -> None:

@@ -124,7 +124,7 @@ def test_a_chat_on_a_terminal(run: Run, model_folder: Path, tmp_path: Path, colu
         terminal.asked(2)
         lines = terminal.text.splitlines()
         painted = "".join(line for line in lines if line)
-        assert answer.split()[0] in painted and "kept 16 of 17 tokens" in " ".join(lines)
+        assert answer.split()[0] in painted and "16 tokens in memory (9.2 KB), 1" in " ".join(lines)
         terminal.type("/unk\r")
         terminal.until("Unknown command")
         terminal.asked(3)

@@ -246,10 +246,13 @@ def test_files_are_a_page_its_source_and_pictures(tmp_path: Path, changes: dict[
     assert html.count("data:image/svg+xml;base64,") == len(drawn)
 
 
-def test_a_folder_that_cannot_be_is_told(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match=r"The folder '.*file' cannot be made: file exists\."):
         write([], tmp_path / "file")
+    monkeypatch.setattr("os.access", lambda *given, **own: False)  # root may write anywhere
+    with pytest.raises(StoreError, match=r"The report cannot be written: the folder '.*out' is write-protected\."):
+        write([], tmp_path / "out")
 
 
 def test_axes_of_names_have_a_table_of_their_own_and_a_map(tmp_path: Path) -> None:

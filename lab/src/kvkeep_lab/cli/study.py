@@ -7,6 +7,7 @@ and a device, print tables for people and one JSON object for programs, and draw
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,6 +41,8 @@ FILE = (
 OUTPUT = "Also draw a figure: a .png, .svg or .pdf file."
 CSV = "Also write every number to a .csv file."
 LATEX = "Also write a table for a paper: a .tex file."
+BETWEEN_S = 5.0
+"""Seconds between two lines on the progress, at least."""
 
 
 def command(study: type[Study]) -> Callable[..., None]:
@@ -202,11 +205,28 @@ def _write(study: Study, found: Any, where: Mapping[str, Any], output: str | Non
 
 @contextmanager
 def _bar() -> Iterator[Report]:
-    """Show a bar while something is measured."""
+    """Show a bar while something is measured; unless on a terminal, a line where something else begins."""
+    if not err.is_terminal:
+        yield _lines()
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
+    with Progress(*columns, console=err, transient=True) as bar:
         task = bar.add_task("", total=None)
         yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
+
+
+def _lines() -> Report:
+    """Return what notes progress in lines."""
+    last, noted = "", time.monotonic()
+
+    def report(what: str, done: float, total: float) -> None:
+        nonlocal last, noted
+        if what != last and last and time.monotonic() - noted >= BETWEEN_S:
+            note(f"{last} is done, {100 * done / max(total, 1e-9):.0f} % of all.")
+            noted = time.monotonic()
+        last = what
+
+    return report
 
 
 analyse = typer.Typer(

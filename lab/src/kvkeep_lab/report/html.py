@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import os
 import re
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
@@ -37,6 +38,8 @@ def write(chapters: Sequence[Chapter], folder: Path) -> list[Path]:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise StoreError(f"The folder '{folder}' cannot be made: {(error.strerror or str(error)).lower()}.") from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise StoreError(f"The report cannot be written: the folder '{folder}' is write-protected.")
     check_figure(folder / "report.png")
     files: list[Path] = []
     for picture in (picture for chapter in chapters for picture in chapter.pictures):

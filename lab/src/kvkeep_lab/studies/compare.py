@@ -29,6 +29,7 @@ from kvkeep_lab.tasks.texts import ShortText, pieces
 log = logging.getLogger(__name__)
 
 METHODS = ["kv-direct", "streaming-llm", "h2o", "snapkv", "tova", "window"]
+_WHOLE = "the full cache's in bfloat16, where an entry in float32 counts twice"
 
 
 class Compare(Study):
@@ -170,7 +171,7 @@ class Compare(Study):
             notes=[
                 f"{found.reference.method.capitalize()} is the reference; KL in nats, the best of a budget in bold.",
                 "Free-running: match, KL where texts may have parted. Teacher-forced: other KLs, top-1, perplexity.",
-                "Of bfloat16: held bytes as a share of the full cache's in bfloat16.",
+                f"Of bfloat16: held bytes as a share of {_WHOLE}.",
                 *(self._of_passages(found) if several else ()),
                 *found.refusals,
                 *(_merged(line) for line in lines if any(row.merges[0] > 0 for row in line.rows)),
@@ -225,8 +226,9 @@ class Compare(Study):
         caption = (
             f"{Path(str(where['model'])).name} ({where['weights']}): {found.measured}, greedily{texts}. Match with the "
             f"unbounded cache ({found.reference.method}) is free-running; KL (nats) and top-1 are teacher-forced, KL, "
-            "free is not. Held: bytes that attention reads, as a share of the full cache's in bfloat16. In bold: the "
-            f"best of a budget.{several} {' '.join([*missing, version()])}."
+            "free is not. Held: bytes that attention reads, as a share of "
+            f"{_WHOLE}; budgets in percent are of a cache in the run's own precision. In bold: the best of a "
+            f"budget.{several} {' '.join([*missing, version()])}."
         )
         return booktabs(table, caption, "tab:kvkeep-compare", [line.budget or "" for line in lines])
 
@@ -332,7 +334,7 @@ _PAPER: list[Column] = [
     ("KL", lambda line: spread(line.estimate("kl_mean"), nats), _lowest("kl_mean")),
     ("KL, free", lambda line: spread(line.estimate("kl_free_mean"), nats), None),
     ("top-1 (%)", lambda line: spread(line.estimate("top1"), _hundredths), _highest("top1")),
-    ("held (%)", lambda line: "-" if line.share is None else _hundredths(line.share), None),
+    ("held (% of bf16)", lambda line: "-" if line.share is None else _hundredths(line.share), None),
 ]
 """Of the table for a paper."""
 

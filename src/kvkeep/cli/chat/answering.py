@@ -40,9 +40,8 @@ def whole(chat: Chat, question: str) -> str:
 def attached(chat: Chat) -> str:
     """Return a sentence on the files attached."""
     names = [file.path for file in chat.attached]
-    return (
-        f"{' and '.join(names)} {'goes' if len(names) == 1 else 'go'} before the next question; '/file none' is none."
-    )
+    goes, it = ("goes", "it") if len(names) == 1 else ("go", "them")
+    return f"{' and '.join(names)} {goes} before the next question; '/file none' takes {it} back."
 
 
 def retry(chat: Chat, temperature: float | None) -> None:
@@ -74,7 +73,7 @@ def _room(chat: Chat, tokens: int, question: str | None, asked: str) -> bool:
     if window.fits(chat, tokens):
         return True
     if chat.at_end == window.ASK:
-        chat.fail(asked, window.offer(chat, tokens))
+        chat.fail(asked, window.offer(chat, tokens, question))
         return False
     window.ENDS[chat.at_end].make_room(chat, question)
     return True

@@ -8,6 +8,7 @@ from transformers import Cache
 
 from kvkeep.cache import KeepCache
 from kvkeep.cli.chat.state import Chat
+from kvkeep.decode.chat import Conversation
 from kvkeep.decode.session import check_savable
 from kvkeep.errors import NotCarried
 from kvkeep.policies.methods import resolve
@@ -26,13 +27,21 @@ def change(chat: Chat, method: str | None, budget: str | None) -> None:
     if chat.keeper.session is not None:
         check_savable(cache)
     line = f"The conversation goes on with {described(cache)}"
-    if not talk.ids:
-        chat.screen.note(f"{line}; what was said is read before the next answer." if talk.turns else f"{line}.")
+    if not talk.turns:
+        chat.screen.note(f"{line}.")
+    elif _unread(talk):
+        chat.screen.note(f"{line}; what was said is read before the next answer.")
     elif reason is None:
         chat.screen.note(f"{line}; nothing is read again.")
     else:
         chat.screen.note(f"{line}, and is read again before the next answer: {reason}.")
     talk.use(cache)
+
+
+def _unread(talk: Conversation) -> bool:
+    """Return whether the next answer reads turns anyway, as where the system prompt was changed since the last one."""
+    prompt = talk.last_prompt()
+    return talk.ids[: len(prompt)] != prompt
 
 
 def described(cache: Cache) -> str:

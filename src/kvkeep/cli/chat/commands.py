@@ -49,7 +49,7 @@ def run(chat: Chat, line: str) -> None:
     name, *rest = line.split(maxsplit=1)
     command = COMMANDS.get(name.removeprefix("/"))
     if command is None:
-        raise unknown("command", name, [f"/{known}" for known in COMMANDS])
+        raise unknown("command", name, [f"/{known}" for known in COMMANDS], "/help")
     command.run(chat, rest[0].strip() if rest else "")
 
 
@@ -142,6 +142,7 @@ def _window(chat: Chat, rest: str) -> None:
     window.ENDS[rest].make_room(chat, None if chat.waiting is None else answering.whole(chat, chat.waiting))
     answering.save(chat)
     if chat.waiting is not None:
+        chat.screen.note(f"Your last question: {_short(chat.waiting)}")
         answering.ask(chat, chat.waiting)
 
 

@@ -10,43 +10,62 @@ from kvkeep.cache import KeepCache
 from kvkeep.contracts.entries import EntryState
 from kvkeep.contracts.exactness import Exactness
 from kvkeep.decode.generate import Generation
+from kvkeep.memory.meter import Memory
+from kvkeep.stores.checkpoints.spec import CheckpointSpec
 from kvkeep.units import size
 
 _BECAME = {
-    EntryState.CHECKPOINTED: "stored",
+    EntryState.CHECKPOINTED: "in segments",  # of a method that has no checkpoint
     EntryState.QUANTISED: "in fewer bits",
     EntryState.MERGED: "merged",
     EntryState.SKETCHED: "in a sketch",
-    EntryState.DROPPED: "dropped",
 }
+"""What entries became that are in memory in another form."""
 
 
 def status(cache: Any, result: Generation) -> str:
-    """Return the line after an answer: "kept 57 of 256 tokens, all of it exact, 3.1 MB + 12.0 MB on disk, 41
-    tokens/s"."""
-    parts = [kept(cache), held(result)]
+    """Return the line after an answer: "exact: 57 tokens in memory (3.1 MB), 199 on disk (12.0 MB), 41 tokens/s"."""
+    parts = kept(cache, result.memory)
     if rate := result.timing.decode_tokens_per_s:
         parts.append(f"{rate:.0f} tokens/s" if rate >= 10 else f"{rate:.1f} tokens/s")
     return ", ".join(parts)
 
 
-def kept(cache: Any) -> str:
-    """Return how many tokens are resident, on average over layers and heads, and what became of the others."""
-    length, exact = cache.get_seq_length(), True
-    shares = {EntryState.RESIDENT: 1.0}
+def kept(cache: Any, memory: Memory) -> list[str]:
+    """Return what of the tokens is in memory, on average over layers and heads, where the others are or what they are
+    rebuilt from, and how many were dropped, with the bytes."""
+    length, exact, spec = cache.get_seq_length(), True, None
+    counts = {EntryState.RESIDENT: length}
     if isinstance(cache, KeepCache):
-        shares, exact = _shares(cache), cache.exactness is Exactness.EXACT
-    counts = {state: round(share * length) for state, share in shares.items()}
-    resident = counts.pop(EntryState.RESIDENT, 0)
-    if resident == length:
-        return f"kept all {length} tokens" + (", exact" if exact else "")
-    line = f"kept {resident} of {length} tokens"
-    if exact:
-        return f"{line}, all of it exact"
-    others = [(count, _BECAME[state]) for state, count in sorted(counts.items()) if count]
-    if len(others) == 1:
-        return f"{line}, the others {others[0][1]}"
-    return ", ".join([line, *(f"{count} {became}" for count, became in others)])
+        counts, exact, spec = _counts(cache, length), cache.exactness is Exactness.EXACT, cache.spec
+    resident, dropped = counts.pop(EntryState.RESIDENT, 0), counts.pop(EntryState.DROPPED, 0)
+    away = counts.pop(EntryState.CHECKPOINTED, 0) if spec is not None else 0
+    tokens = f"{'all ' if resident == length else ''}{resident:,} token{'' if resident == 1 else 's'}"
+    here = " and ".join([tokens, *(f"{count:,} {_BECAME[state]}" for state, count in counts.items())])
+    own, stored = memory.resident_bytes + memory.compressed_bytes + memory.checkpoint_bytes["device"], 0
+    if spec is not None and spec.kind != "tokens":  # of which a checkpoint has the ids alone, on the device
+        stored = memory.checkpoint_bytes[spec.where]
+        own -= stored if spec.where == "device" else 0
+    parts = [f"{'exact: ' if exact else ''}{here} in memory ({size(own)})"]
+    if away and spec is not None:
+        parts.append(f"{away:,} {_source(spec, stored)}")
+    elif stored and spec is not None:
+        parts.append(f"{size(stored)} on {spec.where}")
+    return parts + ([f"{dropped:,} dropped"] if dropped else [])
+
+
+def _source(spec: CheckpointSpec, count: int) -> str:
+    """Return where evicted entries are, or what they are rebuilt from, of so many bytes."""
+    if spec.kind == "tokens":
+        return "from token ids"
+    return f"on {spec.where} ({size(count)})" if spec.kind == "kv" else f"from {size(count)} on {spec.where}"
+
+
+def _counts(cache: KeepCache, length: int) -> dict[EntryState, int]:
+    """Return how many of ``length`` tokens are in each state that has any, on average."""
+    counts = {state: round(share * length) for state, share in _shares(cache).items()}
+    counts[max(counts, key=lambda state: counts[state])] += length - sum(counts.values())
+    return {state: count for state, count in counts.items() if count}
 
 
 def _shares(cache: KeepCache) -> dict[EntryState, float]:
@@ -58,14 +77,6 @@ def _shares(cache: KeepCache) -> dict[EntryState, float]:
         counts += torch.bincount(states[layer.index].flatten().long(), minlength=len(EntryState))
     total = max(int(counts.sum()), 1)
     return {state: int(counts[state]) / total for state in EntryState}
-
-
-def held(result: Generation) -> str:
-    """Return the bytes beside the model, and those of checkpoints in other places."""
-    memory = result.memory
-    own = memory.resident_bytes + memory.compressed_bytes + memory.checkpoint_bytes["device"]
-    places = {place: count for place, count in memory.checkpoint_bytes.items() if count and place != "device"}
-    return " + ".join([size(own), *(f"{size(count)} on {place}" for place, count in places.items())])
 
 
 def remark(result: Generation, positions: int | None) -> str | None:
@@ -86,7 +97,7 @@ def remark(result: Generation, positions: int | None) -> str | None:
     if result.stopped == "length":
         return f"Cut after {len(result.tokens)} tokens (--max-tokens); /continue goes on."
     if result.stopped == "positions":
-        return f"Cut: all {positions} positions of the model are used; /window says how it can go on."
+        return f"Cut: all {positions:,} positions of the model are used; /window says how it can go on."
     if result.stopped == "interrupted":
         return "Stopped; /continue goes on."
     return None

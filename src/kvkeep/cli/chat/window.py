@@ -9,7 +9,7 @@ from typing import Any
 from kvkeep.cli.chat.change import change
 from kvkeep.cli.chat.showing import shown
 from kvkeep.cli.chat.state import Chat
-from kvkeep.decode.chat import SUMMARISED
+from kvkeep.decode.chat import SUMMARISED, whole_sentences
 from kvkeep.decode.generate import Generation
 from kvkeep.errors import UsageError
 
@@ -17,6 +17,9 @@ ASK = "ask"
 """At the end, offer what can be done."""
 LEAST = 32
 """Tokens that there has to be room for in an answer, or as many as it may have."""
+
+SUMMARY = 256
+"""Tokens of a summary at most, whatever answers may have: half of one is no summary."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +37,26 @@ def fits(chat: Chat, tokens: int) -> bool:
     return positions is None or tokens + _least(chat) <= positions
 
 
-def offer(chat: Chat, tokens: int) -> str:
-    """Say that the positions are used up, and what can be done; return the first."""
-    problem = f"This makes {tokens} tokens, and the model has {chat.talk.positions} positions."
+def offer(chat: Chat, tokens: int, question: str | None) -> str:
+    """Say that the positions are used up, and what can be done; return the first. question: as of :class:`End`."""
+    problem = _lacking(chat, tokens, question)
     chat.screen.note(f"{problem} To go on:")
     chat.screen.table([(f"/window {end.name}", end.help) for end in ENDS.values()])
     return problem
+
+
+def _lacking(chat: Chat, tokens: int, question: str | None, start: str = "") -> str:
+    """Return a sentence, which may begin with ``start``, on a prompt of so many tokens for ``question``, after which
+    there are too few positions for an answer."""
+    positions, least = chat.talk.positions or 0, _least(chat)
+    if tokens > positions:
+        what = "the conversation" + (" with your question" if question is not None else "")
+        line = f"{start}{what} has {tokens:,} tokens, and the model only {positions:,} positions."
+    else:
+        what = "the conversation" if question is None else "your question"
+        left, need = positions - tokens or "none", f"at least {least} {'is' if least == 1 else 'are'} needed"
+        line = f"{start}{what} leaves {left} of {positions:,} positions for an answer; {need}."
+    return line[0].upper() + line[1:]
 
 
 def told(chat: Chat) -> str:
@@ -47,7 +64,7 @@ def told(chat: Chat) -> str:
     used, positions = chat.talk.used, chat.talk.positions
     if positions is None:
         return f"{used} tokens; with this method the model's positions do not run out."
-    return f"{used} of {positions} positions are used."
+    return f"{used:,} of {positions:,} positions are used."
 
 
 def _drop(chat: Chat, question: str | None) -> None:
@@ -64,17 +81,20 @@ def _summary(chat: Chat, question: str | None) -> None:
     room = limit - talk.summarised(turns, question)
     if room < _least(chat) or not fits(chat, tokens):
         raise UsageError(
-            f"A summary has no room in the {talk.positions} positions of the model, so nothing was changed; "
+            f"A summary has no room in the {talk.positions:,} positions of the model, so nothing was changed; "
             "'/window drop' and '/window endless' go on."
         )
     chat.screen.note(f"The oldest {_turns(turns)} summarised by the model:")
 
     def summarise(**options: Any) -> Generation:
-        return talk.summarise(turns, question, limit, **options | {"max_new_tokens": min(chat.max_tokens, room)})
+        return talk.summarise(turns, question, limit, **options | {"max_new_tokens": min(SUMMARY, room)})
 
-    if shown(chat, tokens, summarise) is None:
+    written = shown(chat, tokens, summarise)
+    if written is None:
         raise UsageError("There is no summary, so nothing was changed.")
-    chat.screen.note("The summary takes their place; what is left is read again.")
+    cut = written.stopped != "eos" and whole_sentences(written.text) != written.text.strip()
+    which = f"The summary was cut after {len(written.tokens)} tokens; its whole sentences take" if cut else "It takes"
+    chat.screen.note(f"{which} their place, and what is left is read again.")
 
 
 def _endless(chat: Chat, question: str | None) -> None:
@@ -95,12 +115,12 @@ def _oldest(chat: Chat, question: str | None) -> int:
         raise UsageError("Nothing was said yet, so there is nothing to forget.")
     turns, tokens = chat.talk.excess(question, positions // 2)
     if not fits(chat, tokens):
-        raise UsageError(
-            f"Without any earlier turn there are {tokens} tokens, and the model has {positions} positions: give a "
-            "shorter text, or '/window endless'."
-        )
+        lacking = _lacking(chat, tokens, question, "without any earlier turn ")
+        raise UsageError(f"{lacking} Give a shorter text, or '/window endless'.")
     if not turns and tokens > positions // 2:
-        raise UsageError(f"The newest turn alone takes {tokens} of {positions} positions, and no other is there to go.")
+        raise UsageError(
+            f"The newest turn alone takes {tokens:,} of {positions:,} positions, and no other is there to go."
+        )
     if not turns:
         raise UsageError("Half of the positions are free, so no turn would have to go.")
     return turns
