@@ -49,6 +49,9 @@ class Conversation:
         self.last: Last | None = None  # None too where messages were changed since
         self._forgot = False  # since it was saved
 
+    def __repr__(self) -> str:
+        return f"Conversation(turns={self.turns}, tokens={len(self.ids)}, cache={self.cache!r})"
+
     @property
     def cache(self) -> Cache:
         """What holds the entries."""
