@@ -46,8 +46,10 @@ def test_sessions_fill_the_memory_and_share_the_weights(shape: Shape) -> None:
     assert not found["full"].alone.moved and not found["kv-direct residual@device"].alone.moved
     (few,) = capacities(shape, H100, 10**6, 8192, "1024", ["full"])
     assert few.sessions == few.rate == 0 and few.together is None and few.own_share is None
-    names = [str(one.candidate) for one in capacities(shape, H100, MEMORY, 512, "1024")]
-    assert names == ["full"]  # others need no budget of 1,024 for 512 tokens
+    told: list[str] = []
+    names = [str(one.candidate) for one in capacities(shape, H100, MEMORY, 512, "1024", tell=told.append)]
+    assert names == ["full"] and len(told) == len(METHODS) - 1  # others need no budget of 1,024 for 512 tokens
+    assert all("left out at 512 tokens: 1,024 entries hold them" in line for line in told)
 
 
 @pytest.mark.parametrize("name", [*METHODS, "static", "quest", "kv-direct kv@disk", "kvzip+checkpoint"])

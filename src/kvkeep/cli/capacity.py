@@ -67,9 +67,11 @@ def capacity(
         one
         for tokens in contexts
         for one in planned.capacities(
-            shape, rates, room, int(tokens), budget, names, answer=answer, acceptance=acceptance
+            shape, rates, room, int(tokens), budget, names, answer=answer, acceptance=acceptance, tell=note
         )
     ]  # fmt: skip
+    if not found:
+        raise UsageError("No cache is left; give other methods, or another budget.")
     rebuilt = [planned.rebuilding(shape, rates, int(tokens)) for tokens in contexts]
     balances = {count: planned.balance(shape, rates, count) for count in SHARED}
     if json:

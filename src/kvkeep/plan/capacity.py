@@ -3,7 +3,7 @@ one of them there from another place."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,12 +121,13 @@ def capacities(
     *,
     answer: int = ANSWER,
     acceptance: float = ACCEPTANCE,
+    tell: Callable[[str], object] = lambda text: None,
 ) -> Iterator[Capacity]:
     """Yield what ``machine`` carries in ``memory`` bytes of sessions of ``context`` tokens, answer included, cache by
     cache.
 
     budget: of each session, as everywhere. methods: as :func:`parse` takes them. A cache that cannot work in this
-    budget, or needs none of it because it is no smaller than the context, is left out.
+    budget, or needs none of it because it is no smaller than the context, is left out, and ``tell`` gets the reason.
     """
     positions = shape.geometry.max_positions
     if context <= answer:
@@ -135,12 +136,14 @@ def capacities(
         raise UsageError(f"The model has {positions:,} positions, and {context:,} tokens are more.")
     entries = Budget.parse(budget).entries(shape.geometry, context=context)
     for candidate in map(parse, methods):
-        if candidate.keeps_all or entries < context:
-            try:
-                own = None if candidate.keeps_all else entries
-                yield _capacity(shape, machine, memory, context, candidate, own, answer, acceptance)
-            except BudgetError:
-                continue
+        if not candidate.keeps_all and entries >= context:
+            tell(f"'{candidate}' is left out at {context:,} tokens: {entries:,} entries hold them as they are.")
+            continue
+        try:
+            own = None if candidate.keeps_all else entries
+            yield _capacity(shape, machine, memory, context, candidate, own, answer, acceptance)
+        except BudgetError as error:
+            tell(f"'{candidate}' is left out at {context:,} tokens: {error}")
 
 
 def parse(name: str) -> Candidate:
