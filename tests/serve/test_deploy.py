@@ -93,7 +93,7 @@ def test_the_application_of_kuberay_is_one_and_wrong_options_are_told(monkeypatc
     for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
         pod = group["template"]["spec"]
         (container,) = pod["containers"]
-        assert {one["name"]: one["value"] for one in container["env"]}.items() >= replicas.FRONT.items()
+        assert {one["name"]: one["value"] for one in container["env"]}.items() >= replicas.ENVIRONMENT.items()
         assert {one["name"] for one in container["volumeMounts"]} == {one["name"] for one in pod["volumes"]}
         assert pod["volumes"][0]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
     for wrong, told in (

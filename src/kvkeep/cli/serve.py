@@ -267,11 +267,9 @@ def _replicated(
         for line in said:
             note(line)
         if address is not None:
-            if not replicas.fronted():
-                own = " ".join(f"{name}={value}" for name, value in replicas.FRONT.items())
-                note(
-                    f"Sessions that a request's body names go to any replica: start the cluster's processes with {own}"
-                )
+            if missing := replicas.lacking():
+                own = " ".join(f"{name}={value}" for name, value in missing.items())
+                note(f"start the cluster's processes with {own}: docs/replicas.md says what they do")
             note("the cluster runs them; 'serve shutdown' ends them, and the same command again replaces them")
             return
         ended.wait()

@@ -45,8 +45,12 @@ from kvkeep.serve.http.door import check_origins, log_all
 from kvkeep.serve.http.keys import Keys, keys_given
 
 ROUTER = "ray.serve.experimental.consistent_hash_router:ConsistentHashRouter"
-FRONT = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "kvkeep.serve.http.front:front"}
-"""What the processes of the cluster have to have in their environment, so that its proxies have the front."""
+ENVIRONMENT = {
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "kvkeep.serve.http.front:front",
+    "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
+}
+"""What the processes of the cluster have to have in their environment: its proxies the front, and Serve's controller
+that it kills a replica which fails its health check; else it waits an hour for its answers to end."""
 NAME = "kvkeep"
 """Of the application within the cluster."""
 WHOLE_S = 3600.0
@@ -235,7 +239,7 @@ def cluster(address: str | None, scale: Scale) -> Iterator[None]:
     KvkeepError where there is none."""
     ray_serve()
     logging.getLogger("ray.serve").setLevel(logging.ERROR)  # of this process: what happens, it says itself
-    with connected(address, math.ceil(scale.most * scale.cores), environment=FRONT):
+    with connected(address, math.ceil(scale.most * scale.cores), environment=ENVIRONMENT):
         yield
 
 
@@ -302,8 +306,8 @@ def drain(grace: float) -> None:
     asked.results(timeout_s=grace + 30, return_exceptions=True)
 
 
-def fronted() -> bool:
-    """Return whether the cluster was started with :data:`FRONT` in its environment."""
+def lacking() -> dict[str, str]:
+    """Return what of :data:`ENVIRONMENT` the cluster was started without."""
     ray = optional("ray", "ray")
-    found: Any = ray.get(ray.remote(num_cpus=0)(lambda: {name: os.environ.get(name) for name in FRONT}).remote())
-    return bool(found == FRONT)
+    there: Any = ray.get(ray.remote(num_cpus=0)(lambda: {name: os.environ.get(name) for name in ENVIRONMENT}).remote())
+    return {name: value for name, value in ENVIRONMENT.items() if there[name] != value}
