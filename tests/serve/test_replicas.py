@@ -98,6 +98,7 @@ def test_requests_of_a_conversation_have_one_routing_key_and_others_another() ->
         key(path="/v1/sessions/walk"),
     ]
     assert len({named, *others[:3], None}) == 5 and others[1] == others[3]
+    assert others[0] == key(path="/v1/sessions/talk", authorization="bearer  k")  # as the replica reads the key
 
 
 def test_without_a_session_only_a_conversation_has_a_routing_key() -> None:
@@ -143,7 +144,8 @@ def test_what_a_replica_did_not_say_the_front_does() -> None:
     broken = RuntimeError("of the proxy itself")
     assert lost.items() <= asked(Behind(error=broken), {}).json()["error"].items()
     assert asked(Behind(events, sent(b"data: {}\n\n", True), error=broken), {}).text.split("\n\n") == stream
-    assert asked(Behind(), b"x" * (LARGEST_BODY + 1)).status_code == 413
+    large = asked(Behind(), b"x" * (LARGEST_BODY + 1))
+    assert large.status_code == 413 and large.headers["x-request-id"].startswith("req-")
 
 
 def test_figures_of_several_replicas_have_their_names() -> None:
