@@ -247,6 +247,18 @@ def test_what_cannot_be_replicated_is_one_sentence(
     ):
         code, _, err = run(*common, *wrong)
         assert code == 2 and sentence in err and "Traceback" not in err
+    pytest.importorskip("ray.serve")
+    there = ("--replicas", "2", "--sessions", str(tmp_path), "--ray")
+    for address, status, sentence in (
+        ("", 2, "'' is no address of a Ray cluster"),
+        ("local", 2, "'local' is no address"),
+        ("127.0.0.1:1", 1, "There is no Ray cluster at '127.0.0.1:1': connection refused."),
+        ("ray://localhost:1", 1, "There is no Ray cluster at 'ray://localhost:1': connection refused."),
+    ):
+        code, _, err = run(*common, *there, address)
+        assert code == status and sentence in err and "Traceback" not in err
+    code, _, err = run(*common, "--replicas", "2", "--cores", "inf")
+    assert code == 2 and "'cores' is a number" in err and "Traceback" not in err
     monkeypatch.setitem(sys.modules, "ray.serve", None)
     code, _, err = run(*common, "--replicas", "2")
     assert code == 2 and "pip install 'kvkeep[ray]'" in err and "Traceback" not in err
