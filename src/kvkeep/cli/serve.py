@@ -137,8 +137,12 @@ def serve(
     kept_for += "" if age is None else f", {age:g} days at most"
     if kept is not None:
         access = f"key: {given[0] if new else 'as before'}  (kept in {kept})"
+    elif given:
+        access = f"{len(given)} keys"
     else:
-        access = f"{len(given)} keys" if given else "no key: only this machine can reach it"
+        access = "no key: " + (
+            "only this machine can reach it" if ray is None else "whoever reaches a proxy may use it"
+        )
     store = SessionStore(folder, quota=limit, age=seconds, shared=replicas is not None)
     if ray is None:
         store.check_folder()
@@ -270,6 +274,8 @@ def _replicated(
             if missing := replicas.lacking():
                 own = " ".join(f"{name}={value}" for name, value in missing.items())
                 note(f"start the cluster's processes with {own}: docs/replicas.md says what they do")
+                if replicas.TOKEN.items() <= missing.items():
+                    note("the cluster has no token: whoever reaches the ports of its machines can run code there")
             note("the cluster runs them; 'serve shutdown' ends them, and the same command again replaces them")
             return
         ended.wait()

@@ -51,6 +51,8 @@ ENVIRONMENT = {
 }
 """What the processes of the cluster have to have in their environment: its proxies the front, and Serve's controller
 that it kills a replica which fails its health check; else it waits an hour for its answers to end."""
+TOKEN = {"RAY_AUTH_MODE": "token"}
+"""Without it in their environment, whoever reaches the ports of the cluster's machines can run code there."""
 NAME = "kvkeep"
 """Of the application within the cluster."""
 WHOLE_S = 3600.0
@@ -307,7 +309,7 @@ def drain(grace: float) -> None:
 
 
 def lacking() -> dict[str, str]:
-    """Return what of :data:`ENVIRONMENT` the cluster was started without."""
-    ray = optional("ray", "ray")
-    there: Any = ray.get(ray.remote(num_cpus=0)(lambda: {name: os.environ.get(name) for name in ENVIRONMENT}).remote())
-    return {name: value for name, value in ENVIRONMENT.items() if there[name] != value}
+    """Return what of :data:`ENVIRONMENT` and :data:`TOKEN` the cluster was started without."""
+    ray, wanted = optional("ray", "ray"), ENVIRONMENT | TOKEN
+    there: Any = ray.get(ray.remote(num_cpus=0)(lambda: {name: os.environ.get(name) for name in wanted}).remote())
+    return {name: value for name, value in wanted.items() if there[name] != value}
