@@ -248,7 +248,7 @@ def cluster(address: str | None, scale: Scale) -> Iterator[None]:
 def deploy(service: Service, scale: Scale, host: str, port: int, tls: Mapping[str, str]) -> None:
     """Let the cluster run the replicas, and return when all of them take requests. Those of an earlier call go one by
     one, each when its answers have ended. host, port, tls: of the proxies, if the cluster has none yet. Raises
-    KvkeepError where the replicas cannot start."""
+    KvkeepError where the replicas cannot start; those of an earlier call that have not gone yet go on."""
     serve = ray_serve()
     http = {"host": host, "port": port, "request_timeout_s": None, "keep_alive_timeout_s": IDLE_S, **tls}
     try:
@@ -259,10 +259,14 @@ def deploy(service: Service, scale: Scale, host: str, port: int, tls: Mapping[st
 
 
 def _why(serve: Any) -> str:
-    """Return what Serve knows of an application that did not start: the last line of its replica's error."""
+    """Return what Serve knows of an application that did not start: the last line of its replica's error, and how many
+    replicas run."""
     with suppress(Exception):
-        lines = [line.strip() for line in serve.status().applications[NAME].message.splitlines() if line.strip()]
-        return str(lines[-1]) if lines else ""
+        found = serve.status().applications[NAME]
+        own = found.deployments[NAME]
+        lines = [line.strip() for line in (own.message or found.message).splitlines() if line.strip()]
+        why = re.sub(r"^kvkeep\.errors\.\w+: ", "", lines[-1])
+        return f"{why} Replicas that run: {own.replica_states.get('RUNNING', 0)}."
     return ""
 
 
