@@ -16,10 +16,11 @@ import logging
 import math
 import os
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -241,7 +242,9 @@ def cluster(address: str | None, scale: Scale) -> Iterator[None]:
     KvkeepError where there is none."""
     ray_serve()
     logging.getLogger("ray.serve").setLevel(logging.ERROR)  # of this process: what happens, it says itself
-    with connected(address, math.ceil(scale.most * scale.cores), environment=ENVIRONMENT):
+    cores = math.ceil(scale.most * scale.cores)
+    # Ray prints that a process died: here at once, and not at the end, when a buffer is written.
+    with redirect_stdout(sys.stderr), connected(address, cores, environment=ENVIRONMENT):
         yield
 
 
