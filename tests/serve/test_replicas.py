@@ -11,6 +11,7 @@ import threading
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -22,7 +23,7 @@ from running import KEYS, figures, post, program
 import kvkeep
 from kvkeep.decode.session_store import SessionStore
 from kvkeep.decode.shared_journal import TAKEN
-from kvkeep.errors import SessionBusy, UsageError
+from kvkeep.errors import KvkeepError, SessionBusy, UsageError
 from kvkeep.serve import replicas as replicas_module
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.http.body import LARGEST_BODY
@@ -234,6 +235,45 @@ def test_a_file_has_the_options_of_the_command_and_their_checks(
             assert str(error.value).endswith(".") and "'" in str(error.value), (name, value)
     with pytest.raises(UsageError, match="Without a key"):
         app(given | {"keys": None, "cors": "*"})
+
+
+def test_what_serve_knows_of_replicas_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray, scale = pytest.importorskip("ray"), Scale.parse("2", 1, 8)
+    found = SimpleNamespace(message="Failed to update the deployments ['kvkeep'].", deployments={})
+    grants = list[float]()
+
+    def fail(*given: Any, **options: Any) -> None:
+        raise RuntimeError(found.message)
+
+    def told(**states: int) -> None:
+        trace = "Traceback:\n  in load\nkvkeep.errors.ModelError: There is no model at '/none'.\n"
+        found.deployments = {"kvkeep": SimpleNamespace(message=trace, replica_states=states)}
+
+    def answered(*ends: Any) -> int:
+        def results(timeout_s: float, return_exceptions: bool) -> list[Any]:
+            grants.append(timeout_s)
+            if ends == ("none",):
+                raise TimeoutError
+            return [*ends]
+
+        serve.get_app_handle = lambda name: SimpleNamespace(broadcast=lambda *what: SimpleNamespace(results=results))
+        return replicas_module.drain(2)
+
+    serve: Any = SimpleNamespace(start=fail, status=lambda: SimpleNamespace(applications={"kvkeep": found}))
+    monkeypatch.setattr(replicas_module, "ray_serve", lambda: serve)
+    told(RUNNING=1, STARTING=1)
+    with pytest.raises(KvkeepError) as error:
+        replicas_module.deploy(None, scale, "", 0, {})  # type: ignore[arg-type]
+    assert str(error.value) == "The replicas did not start: There is no model at '/none'. Replicas that run: 1."
+    found.deployments = {}
+    with pytest.raises(KvkeepError, match="RuntimeError: Failed to update"):
+        replicas_module.deploy(None, scale, "", 0, {})  # type: ignore[arg-type]
+
+    told(RUNNING=2, STARTING=1)
+    silent, dead = TimeoutError(), ray.exceptions.ActorDiedError()
+    assert (answered(None, None), answered(None, dead), answered(None, silent), answered("none")) == (0, 0, 1, 2)
+    told(RUNNING=1, STOPPING=1)
+    assert answered(None) == 1 and min(grants) > 2
 
 
 def test_what_cannot_be_replicated_is_one_sentence(

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 UNBOUNDED = 8192
 """Tokens of a conversation that is planned for, where a model has no number of positions."""
+ENDED = "ended; every turn is saved"
 
 
 def serve(
@@ -185,7 +186,7 @@ def serve(
     if engine.fault is not None:
         raise KvkeepError("The server ends, because its engine has failed.")  # where, the engine has logged
     engine.stop(0.0)
-    note("ended; every turn is saved" if refusal is None else "ended")
+    note(ENDED if refusal is None else "ended")
 
 
 def _check_replicas(
@@ -280,8 +281,8 @@ def _replicated(
             return
         ended.wait()
         note(f"ending: answers have {grace:g} s")
-        replicas.drain(grace)
-    note("ended; every turn is saved")
+        silent = replicas.drain(grace)
+    note(f"ended; {silent} replicas did not answer, and what they had not saved is lost" if silent else ENDED)
 
 
 def _planned(loaded: Loaded, total: int, conversations: int) -> dict[str, Any]:
