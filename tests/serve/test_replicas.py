@@ -243,7 +243,7 @@ def test_what_serve_knows_of_replicas_is_told(monkeypatch: pytest.MonkeyPatch) -
     grants = list[float]()
 
     def fail(*given: Any, **options: Any) -> None:
-        raise RuntimeError(found.message)
+        raise RuntimeError("Failed to update the deployments ['kvkeep'].")
 
     def told(**states: int) -> None:
         trace = "Traceback:\n  in load\nkvkeep.errors.ModelError: There is no model at '/none'.\n"
@@ -266,8 +266,10 @@ def test_what_serve_knows_of_replicas_is_told(monkeypatch: pytest.MonkeyPatch) -
         replicas_module.deploy(None, scale, "", 0, {})  # type: ignore[arg-type]
     assert str(error.value) == "The replicas did not start: There is no model at '/none'. Replicas that run: 1."
     found.deployments = {}
-    with pytest.raises(KvkeepError, match="RuntimeError: Failed to update"):
-        replicas_module.deploy(None, scale, "", 0, {})  # type: ignore[arg-type]
+    for known, sentence in (("Its arguments are wrong.", "start: Its arg.* wrong.$"), ("", "RuntimeError: Failed to")):
+        found.message = known
+        with pytest.raises(KvkeepError, match=sentence):
+            replicas_module.deploy(None, scale, "", 0, {})  # type: ignore[arg-type]
 
     told(RUNNING=2, STARTING=1)
     silent, dead = TimeoutError(), ray.exceptions.ActorDiedError()

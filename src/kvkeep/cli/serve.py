@@ -282,7 +282,7 @@ def _replicated(
         ended.wait()
         note(f"ending: answers have {grace:g} s")
         silent = replicas.drain(grace)
-    note(f"ended; {silent} replicas did not answer, and what they had not saved is lost" if silent else ENDED)
+    note(f"ended; replicas that did not answer, and lost what they had not saved: {silent}" if silent else ENDED)
 
 
 def _planned(loaded: Loaded, total: int, conversations: int) -> dict[str, Any]:

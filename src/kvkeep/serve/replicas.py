@@ -266,10 +266,10 @@ def _why(serve: Any) -> str:
     replicas run."""
     with suppress(Exception):
         found = serve.status().applications[NAME]
-        own = found.deployments[NAME]
-        lines = [line.strip() for line in (own.message or found.message).splitlines() if line.strip()]
+        own = found.deployments.get(NAME)
+        lines = [line.strip() for line in ((own and own.message) or found.message).splitlines() if line.strip()]
         why = re.sub(r"^kvkeep\.errors\.\w+: ", "", lines[-1])
-        return f"{why} Replicas that run: {own.replica_states.get('RUNNING', 0)}."
+        return why if own is None else f"{why} Replicas that run: {own.replica_states.get('RUNNING', 0)}."
     return ""
 
 
