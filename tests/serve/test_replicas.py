@@ -202,9 +202,12 @@ def test_numbers_of_replicas() -> None:
     assert Scale.parse("3", 1, 8).options() == {"num_replicas": 3}
     scale = Scale.parse("1:4", 1, 8).options()["autoscaling_config"]
     assert scale == {"min_replicas": 1, "max_replicas": 4, "target_ongoing_requests": 8}
-    for wrong in ("", "0", "-1", "x", "2:1", "1:", ":2", "1:2:3"):
+    for wrong in ("", "0", "-1", "x", "2:1", "1:", ":2", "1:2:3", "9" * 5000):
         with pytest.raises(UsageError, match="is no number of replicas"):
             Scale.parse(wrong, 1, 8)
+    for many, cores in (("2", 1e308), ("999999999", 1), ("1:10000001", 0.1)):
+        with pytest.raises(UsageError, match="no cluster has as many cores"):
+            Scale.parse(many, cores, 8)
 
 
 def test_a_file_has_the_options_of_the_command_and_their_checks(

@@ -70,6 +70,7 @@ OPTIONS: dict[str, Any] = {
 NEEDED = ("memory", "sessions")
 CACHE = ("method", "budget")
 """Options that it has to be given; of the cache's, one."""
+MOST_CORES = 10**6
 ONGOING = 1000
 """Requests that Serve passes to a replica at once: an engine refuses by itself what is too many."""
 
@@ -137,10 +138,14 @@ class Scale:
     @classmethod
     def parse(cls, text: Any, cores: Any, ongoing: Any) -> Scale:
         """Read ``N`` or ``MIN:MAX``, and two numbers. Raises UsageError."""
-        numbers = [int(one) for one in str(text).split(":")] if re.fullmatch("[0-9]+(:[0-9]+)?", str(text)) else [0]
+        numbers = (
+            [int(one) for one in str(text).split(":")] if re.fullmatch("[0-9]{1,9}(:[0-9]{1,9})?", str(text)) else [0]
+        )
         if not 1 <= numbers[0] <= numbers[-1]:
             raise UsageError(f"'{text}' is no number of replicas: give one (2), or the least and the most (1:8).")
         own = _number("cores", cores, 0.1), _number("conversations", ongoing, 1, int)
+        if numbers[-1] > MOST_CORES / own[0]:
+            raise UsageError(f"{numbers[-1]} replicas with {own[0]:g} cores each: no cluster has as many cores.")
         return cls(numbers[0], numbers[-1], *own)
 
     def options(self) -> dict[str, Any]:
