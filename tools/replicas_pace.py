@@ -158,9 +158,9 @@ class Counts:
 def update() -> None:
     """Have two replicas replaced while four clients talk, and print counts."""
     from kvkeep import ray_cluster
-    from kvkeep.serve.replicas import FRONT
+    from kvkeep.serve.replicas import ENVIRONMENT
 
-    with tempfile.TemporaryDirectory() as folder, ray_cluster.connected(None, 2, environment=FRONT):
+    with tempfile.TemporaryDirectory() as folder, ray_cluster.connected(None, 2, environment=ENVIRONMENT):
         import ray
 
         cluster = ray.get_runtime_context().gcs_address

@@ -59,9 +59,14 @@ def owner() -> str:
 def abandoned(path: Path, mark: str) -> bool:
     """Return whether the process in ``mark``, from :func:`owner`, is dead or ``path`` is stale. Raises OSError or
     ValueError for a file or mark that cannot be read."""
+    return dead(mark) or time.time() - path.stat().st_mtime > STALE
+
+
+def dead(mark: str) -> bool:
+    """Return whether the process in ``mark``, from :func:`owner`, was of this host, and has ended. Raises ValueError
+    for a mark that cannot be read."""
     host, process = mark.rsplit("-", 1)
-    dead = host == socket.gethostname() and not _alive(int(process))
-    return dead or time.time() - path.stat().st_mtime > STALE
+    return host == socket.gethostname() and not _alive(int(process))
 
 
 def _mode(target: Path) -> int | None:

@@ -7,14 +7,19 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
+import socket
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from tempfile import TemporaryDirectory
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory, gettempdir
 from types import MappingProxyType
 from typing import Any
+from urllib.parse import urlsplit
 
-from kvkeep.errors import KvkeepError
+from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.extras import optional
+from kvkeep.files import dead, owner
 from kvkeep.plugins import first_line
 
 OBJECTS = 100 * 2**20
@@ -23,6 +28,10 @@ _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_worker_niceness": "0",  # else anything else on the machine comes first
 }
+ANSWER_S = 5.0
+"""Seconds in which the machine at an address has to answer; Ray itself tries for minutes."""
+_CLIENT_PORT = 10001
+"""Of ``ray://HOST``."""
 
 
 @contextmanager
@@ -33,8 +42,8 @@ def connected(
     any.
 
     address: of the cluster, ``auto`` for the one that this machine is part of; None starts one here with so many
-    ``cores``, room for so many bytes of ``data``, and this ``environment``. Raises UsageError where Ray is missing,
-    KvkeepError where there is no cluster.
+    ``cores``, room for so many bytes of ``data``, and this ``environment``. Raises UsageError where Ray is missing and
+    for what is no address, KvkeepError where there is no cluster.
     """
     ray = optional("ray", "ray")
     if ray.is_initialized():
@@ -47,16 +56,45 @@ def connected(
             # Without a token Ray puts one into the user's home.
             for name, value in {**_ENVIRONMENT, "RAY_AUTH_TOKEN": secrets.token_hex(32)}.items():
                 os.environ.setdefault(name, value)
-            short = "/tmp" if os.path.isdir("/tmp") else None  # paths of sockets have to be short
-            folder = TemporaryDirectory(prefix="kvkeep-", dir=short, ignore_cleanup_errors=True)
-            own = {"num_cpus": cores, "_temp_dir": ending.enter_context(folder)}
+            own = {"num_cpus": cores, "_temp_dir": ending.enter_context(_folder())}
             own |= {"include_dashboard": False, "object_store_memory": OBJECTS + data}
         ending.callback(ray.shutdown)
         try:
-            ray.init(address or "local", log_to_driver=False, logging_level="error", **own)
-        except (ConnectionError, ValueError, RuntimeError, TimeoutError, ray.exceptions.RayError) as error:
+            if address is not None:
+                _reach(address)
+            ray.init("local" if address is None else address, log_to_driver=False, logging_level="error", **own)
+        except UsageError:
+            raise
+        except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
             what = (
                 "No Ray cluster can be started here" if address is None else f"There is no Ray cluster at '{address}'"
             )
-            raise KvkeepError(f"{what}: {first_line(error)}") from error
+            system = isinstance(error, OSError) and error.strerror
+            raise KvkeepError(f"{what}: {system.lower() + '.' if system else first_line(error)}") from error
         yield
+
+
+def _reach(address: str) -> None:
+    """Raise OSError unless something answers at an address, and UsageError for what names no cluster."""
+    where = os.environ.get("RAY_ADDRESS") or None if address == "auto" else address
+    if where is None:
+        return  # Ray looks for one among the processes of this machine
+    if where in ("", "local"):
+        raise UsageError(f"'{where}' is no address of a Ray cluster: give HOST:PORT, or auto for this machine's own.")
+    parts = urlsplit(where if "://" in where else f"//{where}")
+    port = parts.port or (_CLIENT_PORT if parts.scheme == "ray" else None)
+    if parts.hostname is not None and port is not None:  # else Ray says what is wrong with it
+        socket.create_connection((parts.hostname, port), ANSWER_S).close()
+
+
+@contextmanager
+def _folder() -> Iterator[str]:
+    """Have a folder for the files of a cluster within the block. Those of killed processes are removed, too."""
+    parent = Path("/tmp" if os.path.isdir("/tmp") else gettempdir())  # paths of sockets have to be short
+    for left in parent.glob("kvkeep-*/owner"):
+        with suppress(OSError, ValueError):
+            if left.is_file() and dead(left.read_text(encoding="utf-8")):
+                shutil.rmtree(left.parent, ignore_errors=True)
+    with TemporaryDirectory(prefix="kvkeep-", dir=parent, ignore_cleanup_errors=True) as folder:
+        (Path(folder) / "owner").write_text(owner(), encoding="utf-8")
+        yield folder

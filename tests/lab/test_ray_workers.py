@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +23,7 @@ from living import descendants, living, until
 from results import small, stored
 
 from kvkeep.errors import KvkeepError, ModelError, UsageError
+from kvkeep.files import owner
 from kvkeep.ray_cluster import connected
 
 
@@ -55,6 +60,10 @@ def test_two_workers_of_which_one_is_killed(
         told.append((done, total))
         processes.update(descendants(os.getpid()) - before)
 
+    killed = Path(tempfile.mkdtemp(prefix="kvkeep-", dir="/tmp" if Path("/tmp").is_dir() else None))
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    (killed / "owner").write_text(f"{owner().rpartition('-')[0]}-{gone.pid}")  # as a killed command leaves it
     with connected(None, 2):  # a second cluster would take 15 s; within it a run's own call changes nothing
         with pytest.raises(ModelError, match="no model at './nowhere'"):  # as a worker raises it
             run(experiment.with_(models=["./nowhere"]), Store(tmp_path / "no.jsonl"), tmp_path, workers=1, ray="local")
@@ -65,7 +74,7 @@ def test_two_workers_of_which_one_is_killed(
     assert (tally.done, tally.found, tally.elsewhere, len(tally.failed)) == (6, 0, 0, 2)
     assert (tmp_path / "killed").exists() and told[-1] == (8, 8)
     assert list((Path(os.environ["KVKEEP_CACHE"]) / "lab-data").glob("[!.]*")) == []  # data are there for a while
-    assert not ray.is_initialized() and len(processes) > 3
+    assert not ray.is_initialized() and len(processes) > 3 and not killed.exists()
     until(lambda: not processes & living())
 
     here = run(experiment, Store(tmp_path / "here.jsonl"), tmp_path)
@@ -87,9 +96,8 @@ def test_without_ray_it_is_a_sentence(tmp_path: Path, words: str, monkeypatch: p
         run(small(tmp_path), Store(tmp_path / "r.jsonl"), tmp_path, ray="auto")
 
 
-@pytest.mark.parametrize("address", ["local", "127.0.0.1:1"])
 def test_a_cluster_that_cannot_be_had_is_a_sentence(
-    address: str, tmp_path: Path, words: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ray = pytest.importorskip("ray")
 
@@ -98,9 +106,15 @@ def test_a_cluster_that_cannot_be_had_is_a_sentence(
 
     monkeypatch.setattr(ray, "init", refuse)
     (tmp_path / "text.txt").write_text(words)
-    what = "No Ray cluster can be started here" if address == "local" else f"There is no Ray cluster at '{address}'"
-    with pytest.raises(KvkeepError, match=f"^{what}: RuntimeError: Version mismatch: .* one.$"):
-        run(small(tmp_path), Store(tmp_path / "r.jsonl"), tmp_path, ray=address)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        there = f"127.0.0.1:{listening.getsockname()[1]}"
+        for address, what in (
+            ("local", "No Ray cluster can be started here: RuntimeError: Version mismatch: .* one."),
+            (there, f"There is no Ray cluster at '{there}': RuntimeError: Version mismatch: .* one."),
+            ("127.0.0.1:1", "There is no Ray cluster at '127.0.0.1:1': connection refused."),
+        ):
+            with pytest.raises(KvkeepError, match=f"^{what}$"):
+                run(small(tmp_path), Store(tmp_path / "r.jsonl"), tmp_path, ray=address)
 
 
 def test_data_keep_their_places(tmp_path: Path) -> None:

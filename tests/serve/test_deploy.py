@@ -90,10 +90,11 @@ def test_the_application_of_kuberay_is_one_and_wrong_options_are_told(monkeypatc
     assert given.cache == {"method": "kv-direct", "budget": "512"} and given.memory == 8 * 10**9 and given.keys
     assert given.limits.answers == 64 and app["args"]["sessions"].startswith("/data/")
     cluster = service["spec"]["rayClusterConfig"]
+    assert cluster["authOptions"] == {"mode": "token"}
     for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
         pod = group["template"]["spec"]
         (container,) = pod["containers"]
-        assert {one["name"]: one["value"] for one in container["env"]}.items() >= replicas.FRONT.items()
+        assert {one["name"]: one["value"] for one in container["env"]}.items() >= replicas.ENVIRONMENT.items()
         assert {one["name"] for one in container["volumeMounts"]} == {one["name"] for one in pod["volumes"]}
         assert pod["volumes"][0]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
     for wrong, told in (

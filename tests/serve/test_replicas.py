@@ -11,6 +11,7 @@ import threading
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -22,7 +23,7 @@ from running import KEYS, figures, post, program
 import kvkeep
 from kvkeep.decode.session_store import SessionStore
 from kvkeep.decode.shared_journal import TAKEN
-from kvkeep.errors import SessionBusy, UsageError
+from kvkeep.errors import KvkeepError, SessionBusy, UsageError
 from kvkeep.serve import replicas as replicas_module
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.http.body import LARGEST_BODY
@@ -98,6 +99,7 @@ def test_requests_of_a_conversation_have_one_routing_key_and_others_another() ->
         key(path="/v1/sessions/walk"),
     ]
     assert len({named, *others[:3], None}) == 5 and others[1] == others[3]
+    assert others[0] == key(path="/v1/sessions/talk", authorization="bearer  k")  # as the replica reads the key
 
 
 def test_without_a_session_only_a_conversation_has_a_routing_key() -> None:
@@ -143,7 +145,8 @@ def test_what_a_replica_did_not_say_the_front_does() -> None:
     broken = RuntimeError("of the proxy itself")
     assert lost.items() <= asked(Behind(error=broken), {}).json()["error"].items()
     assert asked(Behind(events, sent(b"data: {}\n\n", True), error=broken), {}).text.split("\n\n") == stream
-    assert asked(Behind(), b"x" * (LARGEST_BODY + 1)).status_code == 413
+    large = asked(Behind(), b"x" * (LARGEST_BODY + 1))
+    assert large.status_code == 413 and large.headers["x-request-id"].startswith("req-")
 
 
 def test_figures_of_several_replicas_have_their_names() -> None:
@@ -199,9 +202,12 @@ def test_numbers_of_replicas() -> None:
     assert Scale.parse("3", 1, 8).options() == {"num_replicas": 3}
     scale = Scale.parse("1:4", 1, 8).options()["autoscaling_config"]
     assert scale == {"min_replicas": 1, "max_replicas": 4, "target_ongoing_requests": 8}
-    for wrong in ("", "0", "-1", "x", "2:1", "1:", ":2", "1:2:3"):
+    for wrong in ("", "0", "-1", "x", "2:1", "1:", ":2", "1:2:3", "9" * 5000):
         with pytest.raises(UsageError, match="is no number of replicas"):
             Scale.parse(wrong, 1, 8)
+    for many, cores in (("2", 1e308), ("999999999", 1), ("1:10000001", 0.1)):
+        with pytest.raises(UsageError, match="no cluster has as many cores"):
+            Scale.parse(many, cores, 8)
 
 
 def test_a_file_has_the_options_of_the_command_and_their_checks(
@@ -234,6 +240,47 @@ def test_a_file_has_the_options_of_the_command_and_their_checks(
         app(given | {"keys": None, "cors": "*"})
 
 
+def test_what_serve_knows_of_replicas_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray, scale = pytest.importorskip("ray"), Scale.parse("2", 1, 8)
+    found = SimpleNamespace(message="Failed to update the deployments ['kvkeep'].", deployments={})
+    grants = list[float]()
+
+    def fail(*given: Any, **options: Any) -> None:
+        raise RuntimeError("Failed to update the deployments ['kvkeep'].")
+
+    def told(**states: int) -> None:
+        trace = "Traceback:\n  in load\nkvkeep.errors.ModelError: There is no model at '/none'.\n"
+        found.deployments = {"kvkeep": SimpleNamespace(message=trace, replica_states=states)}
+
+    def answered(*ends: Any) -> int:
+        def results(timeout_s: float, return_exceptions: bool) -> list[Any]:
+            grants.append(timeout_s)
+            if ends == ("none",):
+                raise TimeoutError
+            return [*ends]
+
+        serve.get_app_handle = lambda name: SimpleNamespace(broadcast=lambda *what: SimpleNamespace(results=results))
+        return replicas_module.drain(2)
+
+    serve: Any = SimpleNamespace(start=fail, status=lambda: SimpleNamespace(applications={"kvkeep": found}))
+    monkeypatch.setattr(replicas_module, "ray_serve", lambda: serve)
+    told(RUNNING=1, STARTING=1)
+    with pytest.raises(KvkeepError) as error:
+        replicas_module.deploy(None, scale, "", 0, {})  # type: ignore[arg-type]
+    assert str(error.value) == "The replicas did not start: There is no model at '/none'. Replicas that run: 1."
+    found.deployments = {}
+    for known, sentence in (("Its arguments are wrong.", "start: Its arg.* wrong.$"), ("", "RuntimeError: Failed to")):
+        found.message = known
+        with pytest.raises(KvkeepError, match=sentence):
+            replicas_module.deploy(None, scale, "", 0, {})  # type: ignore[arg-type]
+
+    told(RUNNING=2, STARTING=1)
+    silent, dead = TimeoutError(), ray.exceptions.ActorDiedError()
+    assert (answered(None, None), answered(None, dead), answered(None, silent), answered("none")) == (0, 0, 1, 2)
+    told(RUNNING=1, STOPPING=1)
+    assert answered(None) == 1 and min(grants) > 2
+
+
 def test_what_cannot_be_replicated_is_one_sentence(
     run: Any, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,6 +292,18 @@ def test_what_cannot_be_replicated_is_one_sentence(
     ):
         code, _, err = run(*common, *wrong)
         assert code == 2 and sentence in err and "Traceback" not in err
+    pytest.importorskip("ray.serve")
+    there = ("--replicas", "2", "--sessions", str(tmp_path), "--ray")
+    for address, status, sentence in (
+        ("", 2, "'' is no address of a Ray cluster"),
+        ("local", 2, "'local' is no address"),
+        ("127.0.0.1:1", 1, "There is no Ray cluster at '127.0.0.1:1': connection refused."),
+        ("ray://localhost:1", 1, "There is no Ray cluster at 'ray://localhost:1': connection refused."),
+    ):
+        code, _, err = run(*common, *there, address)
+        assert code == status and sentence in err and "Traceback" not in err
+    code, _, err = run(*common, "--replicas", "2", "--cores", "inf")
+    assert code == 2 and "'cores' is a number" in err and "Traceback" not in err
     monkeypatch.setitem(sys.modules, "ray.serve", None)
     code, _, err = run(*common, "--replicas", "2")
     assert code == 2 and "pip install 'kvkeep[ray]'" in err and "Traceback" not in err

@@ -69,6 +69,43 @@ def test_a_key_sees_and_ends_its_own_sessions_and_no_others(tmp_path: Path, monk
     assert call("GET", "/v1/sessions/two").status_code == 503
 
 
+def test_of_servers_that_share_a_folder_each_tells_what_the_file_has(tmp_path: Path) -> None:
+    engines = [Engine(small(), 10**8, store=SessionStore(tmp_path, shared=True)) for _ in range(2)]
+    apps = [application(engine, small(), Keys([])) for engine in engines]
+    one, two = (TestClient(app, base_url="http://localhost") for app in apps)
+    for engine in engines:
+        engine.start()
+
+    def ask(client: TestClient, prompt: str) -> None:
+        assert client.post("/v1/completions", json=body(prompt, 4)).status_code == 200
+
+    def told(client: TestClient) -> list[tuple[int, int, bool]]:
+        listed = client.get("/v1/sessions").json()["data"]
+        (facts,) = listed or [None]
+        single = client.get("/v1/sessions/talk")
+        assert single.json() == facts if facts else single.status_code == 404
+        return [(facts["turns"], facts["tokens"], facts["state"] == "idle")] if facts else []
+
+    ask(one, "the river")
+    ((_, first, here),) = told(one)
+    assert here and told(two) == [(1, first, False)]
+    ask(two, "the river and the stone")
+    ((turns, second, here),) = told(two)
+    assert here and turns == 2 and second > first and told(one) == [(2, second, False)]
+    assert two.delete("/v1/sessions/talk").status_code == 200
+    assert engines[0].sessions.memory and told(one) == told(two) == [] and not engines[0].sessions.memory
+    ask(one, "the river")
+    ask(two, "the river")
+    assert two.delete("/v1/sessions/talk").status_code == 200 and one.delete("/v1/sessions/talk").status_code == 404
+    with SessionStore(tmp_path, shared=True).open("local/talk"):
+        refused = one.post("/v1/completions", json=body("the river", 4))
+        message = "The session 'talk' is in use by another program; ask again in a moment."
+        assert (refused.status_code, refused.json()["error"]["message"]) == (409, message)
+        assert refused.headers["retry-after"] == "1"
+    for engine in engines:
+        engine.stop(0)
+
+
 def test_what_was_answered_outlives_a_kill_and_sigterm_saves_the_rest(model_folder: Path, tmp_path: Path) -> None:
     """A lossy method, whose answers would differ if its session were read anew."""
     folder, loaded = tmp_path / "s", kvkeep.load(str(model_folder))

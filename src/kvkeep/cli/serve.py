@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 UNBOUNDED = 8192
 """Tokens of a conversation that is planned for, where a model has no number of positions."""
+ENDED = "ended; every turn is saved"
 
 
 def serve(
@@ -137,8 +138,12 @@ def serve(
     kept_for += "" if age is None else f", {age:g} days at most"
     if kept is not None:
         access = f"key: {given[0] if new else 'as before'}  (kept in {kept})"
+    elif given:
+        access = f"{len(given)} keys"
     else:
-        access = f"{len(given)} keys" if given else "no key: only this machine can reach it"
+        access = "no key: " + (
+            "only this machine can reach it" if ray is None else "whoever reaches a proxy may use it"
+        )
     store = SessionStore(folder, quota=limit, age=seconds, shared=replicas is not None)
     if ray is None:
         store.check_folder()
@@ -181,7 +186,7 @@ def serve(
     if engine.fault is not None:
         raise KvkeepError("The server ends, because its engine has failed.")  # where, the engine has logged
     engine.stop(0.0)
-    note("ended; every turn is saved" if refusal is None else "ended")
+    note(ENDED if refusal is None else "ended")
 
 
 def _check_replicas(
@@ -267,17 +272,17 @@ def _replicated(
         for line in said:
             note(line)
         if address is not None:
-            if not replicas.fronted():
-                own = " ".join(f"{name}={value}" for name, value in replicas.FRONT.items())
-                note(
-                    f"Sessions that a request's body names go to any replica: start the cluster's processes with {own}"
-                )
+            if missing := replicas.lacking():
+                own = " ".join(f"{name}={value}" for name, value in missing.items())
+                note(f"start the cluster's processes with {own}: docs/replicas.md says what they do")
+                if replicas.TOKEN.items() <= missing.items():
+                    note("the cluster has no token: whoever reaches the ports of its machines can run code there")
             note("the cluster runs them; 'serve shutdown' ends them, and the same command again replaces them")
             return
         ended.wait()
         note(f"ending: answers have {grace:g} s")
-        replicas.drain(grace)
-    note("ended; every turn is saved")
+        silent = replicas.drain(grace)
+    note(f"ended; replicas that did not answer, and lost what they had not saved: {silent}" if silent else ENDED)
 
 
 def _planned(loaded: Loaded, total: int, conversations: int) -> dict[str, Any]:

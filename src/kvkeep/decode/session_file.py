@@ -135,6 +135,11 @@ class SessionFile:
         return isinstance(own, SharedWriter) and own.before == other._journal.mark
 
     @property
+    def mark(self) -> str:
+        """What its last writer is known by, as no other one is."""
+        return self._journal.mark.hex()
+
+    @property
     def closed(self) -> bool:
         """Whether it was closed."""
         return self._journal.closed

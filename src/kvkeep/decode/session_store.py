@@ -31,7 +31,8 @@ class SessionInfo:
 
     path: its file; bytes: of the file; used, created: seconds since 1970, ``used`` of the last time that it was opened
     for writing or saved; held: a program has it open for writing; problem: why it cannot be read, with None and 0 for
-    all that follows; turns: how often it was saved; tokens: in the cache; family, method, budget: of model and cache.
+    all that follows; turns: how often it was saved; tokens: in the cache; family, method, budget: of model and
+    cache; mark: of the file's last writer.
     """
 
     name: str
@@ -46,6 +47,7 @@ class SessionInfo:
     family: str | None = None
     method: str | None = None
     budget: str | None = None
+    mark: str = ""
 
 
 def sessions_folder(named: str | os.PathLike[str] | None = None) -> Path:
@@ -240,11 +242,11 @@ def info_of(path: Path, name: str) -> SessionInfo:
     try:
         with SessionFile(path) as file:
             if file.about is None:
-                return SessionInfo(*common, UNSAVED)
+                return SessionInfo(*common, UNSAVED, mark=file.mark)
             about, ids = file.about, file.stored[NAME_OF_IDS].shape
             family, method, budget = (about[key] for key in ("family", "method", "budget"))
             tokens = ids[0] * ids[1] if len(ids) == 2 else 0
-            return SessionInfo(*common, None, file.created, file.turns, tokens, family, method, budget)
+            return SessionInfo(*common, None, file.created, file.turns, tokens, family, method, budget, file.mark)
     except SessionError as error:
         return SessionInfo(*common, str(error))
     except LookupError:

@@ -16,10 +16,11 @@ import logging
 import math
 import os
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -45,8 +46,14 @@ from kvkeep.serve.http.door import check_origins, log_all
 from kvkeep.serve.http.keys import Keys, keys_given
 
 ROUTER = "ray.serve.experimental.consistent_hash_router:ConsistentHashRouter"
-FRONT = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "kvkeep.serve.http.front:front"}
-"""What the processes of the cluster have to have in their environment, so that its proxies have the front."""
+ENVIRONMENT = {
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "kvkeep.serve.http.front:front",
+    "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
+}
+"""What the processes of the cluster have to have in their environment: its proxies the front, and Serve's controller
+that it kills a replica which fails its health check; else it waits an hour for its answers to end."""
+TOKEN = {"RAY_AUTH_MODE": "token"}
+"""Without it in their environment, whoever reaches the ports of the cluster's machines can run code there."""
 NAME = "kvkeep"
 """Of the application within the cluster."""
 WHOLE_S = 3600.0
@@ -63,6 +70,7 @@ OPTIONS: dict[str, Any] = {
 NEEDED = ("memory", "sessions")
 CACHE = ("method", "budget")
 """Options that it has to be given; of the cache's, one."""
+MOST_CORES = 10**6
 ONGOING = 1000
 """Requests that Serve passes to a replica at once: an engine refuses by itself what is too many."""
 
@@ -130,10 +138,14 @@ class Scale:
     @classmethod
     def parse(cls, text: Any, cores: Any, ongoing: Any) -> Scale:
         """Read ``N`` or ``MIN:MAX``, and two numbers. Raises UsageError."""
-        numbers = [int(one) for one in str(text).split(":")] if re.fullmatch("[0-9]+(:[0-9]+)?", str(text)) else [0]
+        numbers = (
+            [int(one) for one in str(text).split(":")] if re.fullmatch("[0-9]{1,9}(:[0-9]{1,9})?", str(text)) else [0]
+        )
         if not 1 <= numbers[0] <= numbers[-1]:
             raise UsageError(f"'{text}' is no number of replicas: give one (2), or the least and the most (1:8).")
         own = _number("cores", cores, 0.1), _number("conversations", ongoing, 1, int)
+        if numbers[-1] > MOST_CORES / own[0]:
+            raise UsageError(f"{numbers[-1]} replicas with {own[0]:g} cores each: no cluster has as many cores.")
         return cls(numbers[0], numbers[-1], *own)
 
     def options(self) -> dict[str, Any]:
@@ -235,14 +247,16 @@ def cluster(address: str | None, scale: Scale) -> Iterator[None]:
     KvkeepError where there is none."""
     ray_serve()
     logging.getLogger("ray.serve").setLevel(logging.ERROR)  # of this process: what happens, it says itself
-    with connected(address, math.ceil(scale.most * scale.cores), environment=FRONT):
+    cores = math.ceil(scale.most * scale.cores)
+    # Ray prints that a process died: here at once, and not at the end, when a buffer is written.
+    with redirect_stdout(sys.stderr), connected(address, cores, environment=ENVIRONMENT):
         yield
 
 
 def deploy(service: Service, scale: Scale, host: str, port: int, tls: Mapping[str, str]) -> None:
     """Let the cluster run the replicas, and return when all of them take requests. Those of an earlier call go one by
     one, each when its answers have ended. host, port, tls: of the proxies, if the cluster has none yet. Raises
-    KvkeepError where the replicas cannot start."""
+    KvkeepError where the replicas cannot start; those of an earlier call that have not gone yet go on."""
     serve = ray_serve()
     http = {"host": host, "port": port, "request_timeout_s": None, "keep_alive_timeout_s": IDLE_S, **tls}
     try:
@@ -253,10 +267,14 @@ def deploy(service: Service, scale: Scale, host: str, port: int, tls: Mapping[st
 
 
 def _why(serve: Any) -> str:
-    """Return what Serve knows of an application that did not start: the last line of its replica's error."""
+    """Return what Serve knows of an application that did not start: the last line of its replica's error, and how many
+    replicas run."""
     with suppress(Exception):
-        lines = [line.strip() for line in serve.status().applications[NAME].message.splitlines() if line.strip()]
-        return str(lines[-1]) if lines else ""
+        found = serve.status().applications[NAME]
+        own = found.deployments.get(NAME)
+        lines = [line.strip() for line in ((own and own.message) or found.message).splitlines() if line.strip()]
+        why = re.sub(r"^kvkeep\.errors\.\w+: ", "", lines[-1])
+        return why if own is None else f"{why} Replicas that run: {own.replica_states.get('RUNNING', 0)}."
     return ""
 
 
@@ -295,15 +313,22 @@ def app(given: Mapping[str, Any]) -> Any:
     return bound(Service.parse(own, cache, keys_given(own["keys"])), scale)
 
 
-def drain(grace: float) -> None:
-    """Let all replicas end their answers within ``grace`` seconds, and save all turns."""
-    serve = ray_serve()
+def drain(grace: float) -> int:
+    """Let all replicas end their answers within ``grace`` seconds, and save all turns. Return how many did not say that
+    they have; of one that had died its clients know."""
+    serve, died = ray_serve(), optional("ray", "ray").exceptions.ActorDiedError
+    states = serve.status().applications[NAME].deployments[NAME].replica_states
     asked = serve.get_app_handle(NAME).broadcast("drain", grace)
-    asked.results(timeout_s=grace + 30, return_exceptions=True)
+    try:
+        found = asked.results(timeout_s=grace + 30, return_exceptions=True)
+    except TimeoutError as error:
+        found = [error] * states.get("RUNNING", 0)
+    silent = [one for one in found if isinstance(one, BaseException) and not isinstance(one, died)]
+    return len(silent) + states.get("STOPPING", 0)  # those that go are not asked
 
 
-def fronted() -> bool:
-    """Return whether the cluster was started with :data:`FRONT` in its environment."""
-    ray = optional("ray", "ray")
-    found: Any = ray.get(ray.remote(num_cpus=0)(lambda: {name: os.environ.get(name) for name in FRONT}).remote())
-    return bool(found == FRONT)
+def lacking() -> dict[str, str]:
+    """Return what of :data:`ENVIRONMENT` and :data:`TOKEN` the cluster was started without."""
+    ray, wanted = optional("ray", "ray"), ENVIRONMENT | TOKEN
+    there: Any = ray.get(ray.remote(num_cpus=0)(lambda: {name: os.environ.get(name) for name in wanted}).remote())
+    return {name: value for name, value in wanted.items() if there[name] != value}

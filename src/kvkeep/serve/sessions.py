@@ -216,10 +216,19 @@ class Sessions:
         self.park(session)
         return True
 
-    def facts(self, owner: str) -> dict[str, dict[str, Any]]:
-        """Return what is known of the owner's sessions in memory, by name, and notes of those that made way."""
-        gone = {name[1]: {"note": note} for name, note in [*self._gone.items()] if name[0] == owner}
-        return gone | {one.name[1]: _facts(one) for one in self.memory.values() if one.name and one.name[0] == owner}
+    def facts(self, owner: str, name: str | None = None, marks: Mapping[str, str] | None = None) -> dict[str, Any]:
+        """Return what is known of the owner's sessions in memory, or of one of them, by name, and notes of those that
+        made way. marks: of the last writers of their files, where other servers write to the folder, too: what is in
+        memory and in its file counts only as this server has written it, and makes way where the file is gone."""
+        own = {each[1]: one for each, one in self.memory.items() if each[0] == owner and name in (None, each[1])}
+        if marks is not None:
+            for each, one in [*own.items()]:
+                if not one.busy and one.unsaved is None and one.file is not None and one.file.mark != marks.get(each):
+                    del own[each]
+                    if each not in marks:
+                        self.park(one)
+        gone = {each[1]: {"note": note} for each, note in [*self._gone.items()] if each[0] == owner}
+        return gone | {each: _facts(one) for each, one in own.items()}
 
     # -- files ----------------------------------------------------------------------------------------
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ipaddress
 import logging
 import re
-import secrets
 import sys
 import time
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from kvkeep.errors import UsageError, place_of
 from kvkeep.serve.http.body import LARGEST_BODY, limited, too_large
 from kvkeep.serve.http.keys import Keys
 from kvkeep.serve.http.metrics import Metrics
-from kvkeep.serve.http.refused import Refused
+from kvkeep.serve.http.refused import Refused, new_id
 
 OPEN = ("/health", "/ready", "/openapi.json", "/docs", "/")
 PAGE = "/page/"
@@ -47,7 +46,7 @@ class Door:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        begun, status, name = time.monotonic(), 0, f"req-{secrets.token_hex(8)}"
+        begun, status, name = time.monotonic(), 0, new_id()
         head = scope["method"] == "HEAD"
         # A HEAD is answered as a GET, without a body; with a slash at the end a path is the same.
         scope = {**scope, "method": "GET" if head else scope["method"], "path": scope["path"].rstrip("/") or "/"}

@@ -74,7 +74,8 @@ def refused(error: Exception) -> Refused:
     if isinstance(error, UsageError):
         return Refused(400, str(error), "context_length_exceeded" if isinstance(error, TooLong) else "invalid_value")
     if isinstance(error, SessionBusy):
-        return Refused(409, str(error), "session_in_use")
+        what = str(error).partition(";")[0].rstrip(".")  # the rest is for who can end the other program
+        return Refused(409, f"{what}; ask again in a moment.", "session_in_use", headers={"Retry-After": "1"})
     if isinstance(error, SessionError) and not isinstance(error, SessionDamaged | SessionUnwritable):
         return Refused(409, str(error), "session")  # of another model, tokenizer or version
     if isinstance(error, KvkeepError):

@@ -14,14 +14,15 @@ from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvkeep.serve.http.body import limited
-from kvkeep.serve.http.refused import Refused
+from kvkeep.serve.http.keys import bearer
+from kvkeep.serve.http.refused import Refused, new_id
 
 HEADER = "x-session-id"
 """Where Ray Serve's router looks for the routing key."""
 
 
 def front() -> list[Middleware]:
-    """Return what Serve's proxies put before every request; :data:`FRONT` names it."""
+    """Return what Serve's proxies put before every request; :data:`ENVIRONMENT` names it."""
     return [Middleware(Front)]
 
 
@@ -41,7 +42,7 @@ class Front:
         try:
             body, receive = await _read(scope, limited(receive))
         except Refused as error:
-            await error.response()(scope, receive, send)
+            await _told(error)(scope, receive, send)
             return
         headers = MutableHeaders(scope={**scope})
         key = routing_key(scope["path"], headers, body)
@@ -67,7 +68,7 @@ def routing_key(path: str, headers: Headers, body: bytes) -> str | None:
         what = ["opening", opening]
     else:
         return None
-    whole = json.dumps([headers.get("authorization"), *what])
+    whole = json.dumps([bearer(headers.get("authorization")), *what])
     return blake2b(whole.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
@@ -116,6 +117,13 @@ def _again(message: Message, receive: Receive) -> Receive:
     return again
 
 
+def _told(error: Refused) -> ASGIApp:
+    """Return an error of the front itself as an answer."""
+    answer = error.response()
+    answer.headers["x-request-id"] = new_id()
+    return answer
+
+
 class _Answer:
     """The answer to one request as it goes to the client. lost: Serve sent an error of its own instead; begun, whole:
     the replica's answer; streams: it is a stream of events."""
@@ -145,7 +153,7 @@ class _Answer:
             headers={"Retry-After": "1"},
         )  # fmt: skip
         if not self._begun:
-            await gone.response()(scope, receive, self._send)
+            await _told(gone)(scope, receive, self._send)
         elif self._streams and not self._whole:
             text = f"data: {json.dumps(gone.body())}\n\ndata: [DONE]\n\n"
             await self._send({"type": "http.response.body", "body": text.encode(), "more_body": False})

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from kvkeep.errors import UsageError
 from kvkeep.models.folders import data_folder
-from kvkeep.serve.http.errors import Refused
+from kvkeep.serve.http.refused import Refused
 
 VARIABLE = "KVKEEP_API_KEYS"
 
@@ -30,14 +30,20 @@ class Keys:
         """Return whose request has this Authorization ``header``. Raises Refused for a wrong key or none."""
         if not self._digests:
             return "local"
-        scheme, _, key = (header or "").partition(" ")
-        given, owner = _digest(key.strip()), ""
+        key = bearer(header)
+        given, owner = _digest(key or ""), ""
         for digest in self._digests:  # all of them: time does not tell which one
             if hmac.compare_digest(digest, given):
                 owner = digest[:16]
-        if scheme.lower() != "bearer" or not owner:
+        if key is None or not owner:
             raise Refused(401, "The key is wrong or missing: send 'Authorization: Bearer KEY'.", "invalid_api_key")
         return owner
+
+
+def bearer(header: str | None) -> str | None:
+    """Return the key in an Authorization ``header``; None without one."""
+    scheme, _, key = (header or "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else None
 
 
 def keys_given(path: str | None = None) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,11 @@ from fastapi.responses import JSONResponse
 
 AGAIN_S = 5
 """Seconds after which a client may ask again."""
+
+
+def new_id() -> str:
+    """Return an id for a request, which its answer has as ``x-request-id``."""
+    return f"req-{secrets.token_hex(8)}"
 
 
 class Refused(HTTPException):

@@ -24,8 +24,10 @@ def sessions_of(engine: Engine) -> APIRouter:
     async def known(owner: str, name: str | None = None) -> dict[str, dict[str, Any]]:
         """Return the facts of an owner's sessions by name, or of one of them at least."""
         files = await asyncio.to_thread(_files, sessions.store, owner, name)
-        found = {info.name.rpartition("/")[2]: _facts(info) for info in files}
-        for one, own in (await asyncio.wrap_future(engine.call(lambda: sessions.facts(owner)))).items():
+        shared = sessions.store is not None and sessions.store.shared
+        marks = {_name(info): info.mark for info in files} if shared else None
+        found = {_name(info): _facts(info) for info in files}
+        for one, own in (await asyncio.wrap_future(engine.call(lambda: sessions.facts(owner, name, marks)))).items():
             if one in found or "state" in own:
                 found[one] = found.get(one, {"name": one, "object": "session", "bytes": 0}) | own
         return found
@@ -52,16 +54,15 @@ def sessions_of(engine: Engine) -> APIRouter:
             Sessions.check_name(own)
         except UsageError:
             raise _unknown(name) from None
-        there = await asyncio.wrap_future(engine.call(lambda: sessions.drop(own)))
-        if sessions.store is not None and sessions.store.path("/".join(own)).is_file():
+        if name not in await known(*own):
+            raise _unknown(name)
+        await asyncio.wrap_future(engine.call(lambda: sessions.drop(own)))
+        if sessions.store is not None:
             try:
                 await asyncio.to_thread(sessions.by_name, own, partial(sessions.store.remove, "/".join(own)))
             except SessionError:
-                if sessions.store.path("/".join(own)).is_file():  # else another program was first
+                if await asyncio.to_thread(_files, sessions.store, *own):  # else it has none, or another was first
                     raise
-            there = True
-        if not there:
-            raise _unknown(name)
         return {"name": name, "object": "session", "deleted": True}
 
     return routes
@@ -69,6 +70,10 @@ def sessions_of(engine: Engine) -> APIRouter:
 
 def _unknown(name: str) -> Refused:
     return Refused(404, f"There is no session '{name}' of this key.", "session_not_found")
+
+
+def _name(info: SessionInfo) -> str:
+    return info.name.rpartition("/")[2]
 
 
 def _files(store: SessionStore | None, owner: str, name: str | None) -> list[SessionInfo]:
@@ -88,7 +93,7 @@ NEVER, DAMAGED = "Its first turn was never saved.", "The file cannot be read."
 def _facts(info: SessionInfo) -> dict[str, Any]:
     """Return what a file tells, without its path."""
     return {
-        "name": info.name.rpartition("/")[2],
+        "name": _name(info),
         "object": "session",
         "state": "in use elsewhere" if info.held else "parked",
         "tokens": info.tokens,
