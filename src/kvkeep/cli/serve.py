@@ -268,7 +268,10 @@ def _replicated(
             f"{_where(host, port, tls)}/v1  model '{service.model}', {service.memory / 1e6:.0f} MB for all "
             "conversations of a replica"
         )
-        note(f"{kinds} replicas with {scale.cores:g} cores each, {dict(service.cache)}")
+        threads = "a core" if scale.cores == 1 else f"{scale.cores:g} cores"
+        note(
+            f"{kinds} replicas with {threads} each; by default {', '.join(f'{k} {v}' for k, v in service.cache.items())}"
+        )
         for line in said:
             note(line)
         if address is not None:
