@@ -269,9 +269,8 @@ def _replicated(
             "conversations of a replica"
         )
         threads = "a core" if scale.cores == 1 else f"{scale.cores:g} cores"
-        note(
-            f"{kinds} replicas with {threads} each; by default {', '.join(f'{k} {v}' for k, v in service.cache.items())}"
-        )
+        kept = ", ".join(f"{name} {value}" for name, value in service.cache.items())
+        note(f"{kinds} replicas with {threads} each; by default {kept}")
         for line in said:
             note(line)
         if address is not None:
