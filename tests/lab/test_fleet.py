@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 from kvkeep_lab.fleet.pace import Line, Pace
 from kvkeep_lab.fleet.parts import Replica, Ring, Session
-from kvkeep_lab.fleet.simulation import BOUND, Scenario, Simulation, simulate
+from kvkeep_lab.fleet.scenario import BOUND, Scenario
+from kvkeep_lab.fleet.simulation import Simulation, simulate
 from transformers import AutoConfig
 
 from kvkeep.errors import UsageError

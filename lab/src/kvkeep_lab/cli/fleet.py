@@ -21,8 +21,9 @@ from kvkeep.errors import UsageError, unknown
 from kvkeep.units import size
 
 if TYPE_CHECKING:
+    from kvkeep_lab.fleet.outcome import Outcome
     from kvkeep_lab.fleet.pace import Pace
-    from kvkeep_lab.fleet.simulation import Outcome, Scenario
+    from kvkeep_lab.fleet.scenario import Scenario
 
 
 def fleet(
@@ -76,7 +77,8 @@ def fleet(
     from kvkeep.budget import bytes_of
     from kvkeep.plan.capacity import GBIT
     from kvkeep_lab.fleet.pace import Pace
-    from kvkeep_lab.fleet.simulation import RECALLS, ROUTES, Scenario, simulate
+    from kvkeep_lab.fleet.scenario import RECALLS, ROUTES, Scenario
+    from kvkeep_lab.fleet.simulation import simulate
 
     counts = _counts(replicas or ["8"])
     routes, recalls = _known(route, ROUTES, "--route"), _known(recall, RECALLS, "--recall")

@@ -16,113 +16,16 @@ from __future__ import annotations
 import math
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
 from heapq import heappop, heappush
 from random import Random
-from typing import Any, Literal, get_args
+from typing import Any
 
 from kvkeep.errors import UsageError
+from kvkeep_lab.fleet.outcome import Outcome, bucket, percentiles, spread
 from kvkeep_lab.fleet.pace import Pace
 from kvkeep_lab.fleet.parts import Clock, Replica, Ring, Session, Transfer
-
-Route = Literal["hash", "bounded", "least"]
-Recall = Literal["fetch", "read", "faster"]
-ROUTES: tuple[Route, ...] = get_args(Route)
-RECALLS: tuple[Recall, ...] = get_args(Recall)
-
-BOUND = 1.25
-"""Times the mean of all answers under way that a replica has at most, where loads are bounded."""
-
-_GRAIN = 200  # buckets of gaps for each factor of e: half a per cent wide
-
-
-@dataclass(frozen=True)
-class Scenario:
-    """A fleet and who asks it. Seconds, tokens, bytes.
-
-    rate: new sessions a second, at each replica. burst: instead, so many at once, and as many more when all of them
-    have ended. turns: of a session, on the mean (geometric). first, prompt, answer: tokens of the first prompt, of the
-    later ones and of answers, means of exponentials, or the numbers themselves where lengths are ``fixed``. think: mean
-    between an answer and the next turn. route: ``hash`` (consistent hashing of sessions), ``bounded`` (the same, past
-    replicas that have more than BOUND times the mean), ``least`` (the fewest answers under way). recall: whether a
-    session comes back from the disk, by reading its text again, or by what is faster. disk: bytes a second of all
-    replicas together; link: of one. mtbf: mean time until a replica fails, None for never; restart: until it is back;
-    notice: until clients ask elsewhere. seconds: that are simulated, the first ``warmup`` of them not counted.
-    """
-
-    replicas: int = 8
-    rate: float = 0.05
-    burst: int = 0
-    turns: float = 8.0
-    first: float = 2000.0
-    prompt: float = 200.0
-    answer: float = 300.0
-    think: float = 30.0
-    fixed: bool = False
-    route: Route = "hash"
-    recall: Recall = "fetch"
-    disk: float = 20e9
-    link: float = 12.5e9
-    mtbf: float | None = None
-    restart: float = 60.0
-    notice: float = 1.0
-    seconds: float = 600.0
-    warmup: float = 120.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        """Raise UsageError for what cannot be simulated."""
-        above = {name: getattr(self, name) for name in ("replicas", "rate", "disk", "link", "notice", "seconds")}
-        above |= {"mtbf": self.mtbf} if self.mtbf is not None else {}
-        ones = {name: getattr(self, name) for name in ("turns", "first", "prompt", "answer")}
-        others = {name: getattr(self, name) for name in ("burst", "think", "restart", "warmup")}
-        for least, named in ((0, above), (1, ones), (0, others)):
-            for name, value in named.items():
-                if not math.isfinite(value) or value < least or (named is above and not value):
-                    bound = "above 0" if named is above else f"from {least} on"
-                    raise UsageError(f"The '{name}' of a fleet is a finite number {bound}, not {value:g}.")
-        if self.warmup >= self.seconds:
-            raise UsageError("The warm-up has to be shorter than what is simulated.")
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What came of it, after the warm-up. before: answers under way when it ended. asked: for an answer, refused: of
-    those, for which a session has no room, in its tokens or in a replica's memory; it ends there. left: answers under
-    way at the end. So before + asked is answered + refused + left. first_token, recovered: seconds at the 50th, 95th
-    and 99th percentile, until the first token of a turn, and from a failure until the first token of a client's next
-    try; until the end, where there is none yet. gap: the same between tokens. None where there were none. turns: by how
-    their past came there. in_system: answers under way, on the mean; answer_s: mean seconds of one from its request to
-    its last token. busy: share of time that replicas work. writing: sessions that share a step, on the mean of busy
-    time. events: how many were simulated."""
-
-    before: int
-    asked: int
-    answered: int
-    refused: int
-    left: int
-    failures: int
-    first_token: tuple[float, float, float] | None
-    gap: tuple[float, float, float] | None
-    recovered: tuple[float, float, float] | None
-    tokens_s: float
-    turns: dict[str, int]
-    read_bytes_s: float
-    written_bytes_s: float
-    in_system: float
-    answer_s: float
-    busy: float
-    writing: float
-    events: int
-
-    def share(self, how: str) -> float:
-        """Return the share of turns whose past came there so."""
-        return self.turns.get(how, 0) / max(1, sum(self.turns.values()))
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the figures as plain types."""
-        return asdict(self)
+from kvkeep_lab.fleet.scenario import BOUND, Scenario
 
 
 class Simulation:
@@ -204,9 +107,9 @@ class Simulation:
             refused=self.refused,
             left=self.load,
             failures=self.failures,
-            first_token=_percentiles(self.first_token),
-            gap=_weighted(self.gaps),
-            recovered=_percentiles(self.recovered),
+            first_token=percentiles(self.first_token),
+            gap=spread(self.gaps),
+            recovered=percentiles(self.recovered),
             tokens_s=sum(self.gaps.values()) / span,
             turns=dict(sorted(self.turns.items())),
             read_bytes_s=self.read_bytes / span,
@@ -371,7 +274,7 @@ class Simulation:
         if passed > 0:
             if writing:
                 rate = replica.writing.rate
-                self.gaps[round(-_GRAIN * math.log(rate))] += writing * rate * passed
+                self.gaps[bucket(rate)] += writing * rate * passed
                 replica.written += writing * passed
             if writing or replica.reading.jobs:
                 replica.busy += passed
@@ -527,21 +430,3 @@ class Simulation:
 def simulate(pace: Pace, scenario: Scenario, progress: Callable[[float], None] = lambda now: None) -> Outcome:
     """Return what comes of a scenario, the same for the same seed."""
     return Simulation(pace, scenario).run(progress)
-
-
-def _percentiles(values: Iterable[float]) -> tuple[float, float, float] | None:
-    ordered = sorted(values)
-    if not ordered:
-        return None
-    fifty, high, highest = (ordered[min(len(ordered) - 1, int(share * len(ordered)))] for share in (0.5, 0.95, 0.99))
-    return fifty, high, highest
-
-
-def _weighted(gaps: Mapping[int, float]) -> tuple[float, float, float] | None:
-    """Return the same of buckets of gaps."""
-    total, past, found = sum(gaps.values()), 0.0, list[float]()
-    for bucket, count in sorted(gaps.items()):
-        past += count
-        while len(found) < 3 and past >= (0.5, 0.95, 0.99)[len(found)] * total:
-            found.append(math.exp(bucket / _GRAIN))
-    return (found[0], found[1], found[2]) if len(found) == 3 else None
