@@ -10,7 +10,7 @@ import pytest
 from conftest import tokenizer
 from families import tiny
 
-from kvkeep.cli.serve import _fitting, _planned
+from kvkeep.cli.serve.defaults import fitting, planned
 from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.models import loading
 from kvkeep.models.loading import Loaded
@@ -43,15 +43,15 @@ def test_without_a_method_the_planner_chooses_for_the_memory(monkeypatch: pytest
     assert positions is not None
     whole = engine.geometry.kv_bytes_per_token * positions
     roomy, tight = (
-        _planned(loaded, 2 * conversations * whole // share, conversations) for conversations, share in ((3, 1), (3, 4))
+        planned(loaded, 2 * conversations * whole // share, conversations) for conversations, share in ((3, 1), (3, 4))
     )
     assert roomy == {"method": "full"} and "budget" in tight
     for given in (roomy, tight):
-        told = _fitting(Engine(loaded, 6 * whole, **given))
+        told = fitting(Engine(loaded, 6 * whole, **given))
         assert given["method"] in told and f"conversations of {positions:,} tokens" in told
     assert "(exact): " in told and int(told.split("(exact): ")[1].split(" ")[0]) >= 3
     with pytest.raises(UsageError, match="fewer --conversations"):
-        _planned(loaded, 6 * whole, 10**6)
+        planned(loaded, 6 * whole, 10**6)
 
 
 def test_a_command_with_replicas_has_no_model_of_its_own(

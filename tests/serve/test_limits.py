@@ -20,7 +20,7 @@ import pytest
 from answering import small
 from running import BODY, KEYS, bearer, figures, held, post, raw, serving, streamed, within
 
-from kvkeep.cli.serve import _address, _tls
+from kvkeep.cli.serve.listening import Listening, https
 from kvkeep.decode.session_store import SessionStore
 from kvkeep.errors import UsageError
 from kvkeep.serve.answer import Piece, Told
@@ -225,7 +225,8 @@ def test_heads_slashes_and_wrong_methods() -> None:
     assert reply(method="HEAD").status_code == 401
     wrong = reply("/v1/chat/completions", method="HEAD", headers=bearer())
     assert (wrong.status_code, wrong.headers["allow"], wrong.content) == (405, "POST", b"")
-    assert [_address(one) for one in ("0.0.0.0", "::", "::1", "chat")] == ["127.0.0.1", "[::1]", "[::1]", "chat"]
+    hosts = ("0.0.0.0", "::", "::1", "chat")
+    assert [Listening(one, 0).near for one in hosts] == ["127.0.0.1", "[::1]", "[::1]", "chat"]
 
 
 def test_deep_json_is_refused_and_a_fault_is_logged_without_its_words(
@@ -255,7 +256,7 @@ def test_https_by_a_certificate(tmp_path: Path) -> None:
     make += ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-out", names[0], "-keyout", names[1]]
     subprocess.run(make, check=True, capture_output=True)
     with pytest.raises(UsageError, match="takes both"):
-        _tls(names[0], None)
-    with serving(tls=_tls(names[0], names[1])) as (address, _):
+        https(names[0], None)
+    with serving(tls=https(names[0], names[1])) as (address, _):
         context = ssl.create_default_context(cafile=names[0])
         assert httpx.get(f"{address}/v1/models", headers=bearer(), verify=context).status_code == 200

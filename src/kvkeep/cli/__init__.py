@@ -15,7 +15,7 @@ from kvkeep.errors import KvkeepError
 COMMANDS = {
     "generate": ("kvkeep.cli.generate:generate", "Answer a prompt, or a question about a file, inside a cache budget."),
     "chat": ("kvkeep.cli.chat.command:chat", "Talk with a model; Ctrl-C stops an answer, not the program."),
-    "serve": ("kvkeep.cli.serve:serve", "Serve many conversations over HTTP within one memory, to OpenAI's clients."),
+    "serve": ("kvkeep.cli.serve.command:serve", "Serve conversations over HTTP within one memory to OpenAI's clients."),
     "sessions": ("kvkeep.cli.sessions:app", "List, show, remove, export and import saved sessions."),
     "plan": ("kvkeep.cli.plan:plan", "Predict bytes and times of every cache that fits in a memory."),
     "capacity": ("kvkeep.cli.capacity:capacity", "Predict how many sessions a machine carries, by method and length."),

@@ -3,11 +3,11 @@
 A lock keeps writers apart, as it does on one machine. Over a network it can be lost: a server gives up the lock of a
 machine that it has not heard of, which goes on later, after a pause of any length, wherever it was. What stops that one
 is that a name can be renamed once. A writer *takes* the file by moving it to ``.taken/``, beside, under a name of its
-own, reads what was committed,
-appends its lease, and links the file to its place, which fails where there is one. Unless the writer before it has said
-that it ended, that one may still write to the file that it has open; then a copy of what was committed gets the name. A
-writer looks after every turn whether its file is still at its place. As a file is taken before it is read, either the
-turn is in what was read, or its writer finds the file gone, and is refused. Nothing depends on a clock.
+own, reads what was committed, appends its lease, and links the file to its place, which fails where there is one.
+Unless the writer before it has said that it ended, that one may still write to the file that it has open; then a copy
+of what was committed gets the name. A writer looks after every turn whether its file is still at its place. As a file
+is taken before it is read, either the turn is in what was read, or its writer finds the file gone, and is refused.
+Nothing depends on a clock.
 
 A writer that ends between the two leaves a file in ``.taken/``, which the next one takes in its turn. Several
 that take a session in the same moment need the lock; a folder without locks is refused.

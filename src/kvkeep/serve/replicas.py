@@ -19,7 +19,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -29,21 +29,17 @@ from prometheus_client import Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.types import ASGIApp
 
-from kvkeep.budget import bytes_of
-from kvkeep.decode.session_store import DAY_S, SessionStore
 from kvkeep.errors import KvkeepError, UsageError, unknown
 from kvkeep.extras import optional
-from kvkeep.models.formats import known
 from kvkeep.models.loading import DEFAULT, load
 from kvkeep.plugins import first_line
-from kvkeep.policies.request import Request
 from kvkeep.ray_cluster import connected
-from kvkeep.serve.engine import WAITING, Engine
-from kvkeep.serve.http.app import alive, application
-from kvkeep.serve.http.asked import Limits
+from kvkeep.serve.engine import WAITING
+from kvkeep.serve.http.app import alive
 from kvkeep.serve.http.connection import IDLE_S
-from kvkeep.serve.http.door import check_origins, log_all
-from kvkeep.serve.http.keys import Keys, keys_given
+from kvkeep.serve.http.door import log_all
+from kvkeep.serve.http.keys import keys_given
+from kvkeep.serve.service import Service, number
 
 ROUTER = "ray.serve.experimental.consistent_hash_router:ConsistentHashRouter"
 ENVIRONMENT = {
@@ -76,56 +72,6 @@ ONGOING = 1000
 
 
 @dataclass(frozen=True)
-class Service:
-    """What every replica serves. memory: bytes of one replica. waiting: requests that may wait. cache: options of the
-    cache of sessions that name none. folder, quota, age: of the sessions, bytes and seconds. origins: of pages of other
-    hosts that may speak to it. logs: a line for each request."""
-
-    model: str
-    weights: str
-    device: str | None
-    memory: int
-    waiting: int
-    cache: Mapping[str, Any]
-    folder: str
-    quota: int | None
-    age: float | None
-    keys: Keys
-    limits: Limits
-    origins: tuple[str, ...]
-    logs: bool
-
-    @classmethod
-    def parse(cls, given: Mapping[str, Any], cache: Mapping[str, Any], keys: Sequence[str]) -> Service:
-        """Read the options of ``kvkeep serve`` by name, numbers as such or as text, None where one is not given. cache:
-        of sessions that name none. Raises UsageError."""
-        Request.parse(**cache)
-        cors, logs, quota, age = (given[name] for name in ("cors", "log_requests", "quota", "age"))
-        origins = (cors,) if isinstance(cors, str) else tuple(cors)
-        check_origins(origins, bool(keys))
-        if str(logs).lower() not in ("true", "false"):
-            raise UsageError(f"The option 'log_requests' is true or false, not '{logs}'.")
-        return cls(
-            model=str(given["model"]),
-            weights=known(given["weights"]),
-            device=given["device"],
-            memory=bytes_of(given["memory"]),
-            waiting=_number("waiting", given["waiting"], 0, int),
-            cache=cache,
-            folder=str(given["sessions"]),
-            quota=None if quota is None else bytes_of(quota, "quota"),
-            age=None if age is None else _number("age", age, 0) * DAY_S,
-            keys=Keys(keys),
-            limits=Limits(
-                _number("answers", given["answers"], 1, int) if keys else None,
-                None if given["time"] is None else _number("time", given["time"], 0.1),
-            ),
-            origins=origins,
-            logs=str(logs).lower() == "true",
-        )
-
-
-@dataclass(frozen=True)
 class Scale:
     """How many replicas there are, between ``least`` and ``most`` by Serve's autoscaling, each with so many cores.
     ongoing: answers of one replica at which autoscaling aims."""
@@ -143,7 +89,7 @@ class Scale:
         )
         if not 1 <= numbers[0] <= numbers[-1]:
             raise UsageError(f"'{text}' is no number of replicas: give one (2), or the least and the most (1:8).")
-        own = _number("cores", cores, 0.1), _number("conversations", ongoing, 1, int)
+        own = number("cores", cores, 0.1), number("conversations", ongoing, 1, int)
         if numbers[-1] > MOST_CORES / own[0]:
             raise UsageError(f"{numbers[-1]} replicas with {own[0]:g} cores each: no cluster has as many cores.")
         return cls(numbers[0], numbers[-1], *own)
@@ -156,27 +102,12 @@ class Scale:
         return {"autoscaling_config": own}
 
 
-def _number(name: str, value: Any, least: float, kind: Callable[[str], Any] = float) -> Any:
-    """Return the value of the option ``name`` as a number. Raises UsageError unless it is one of ``least`` or more."""
-    try:
-        number = kind(str(value))
-    except ValueError:
-        number = math.nan
-    if not least <= number < math.inf:
-        what = "a whole number" if kind is int else "a number"
-        raise UsageError(f"The option '{name}' is {what} of {least:g} or more, not '{value}'.")
-    return number
-
-
 class Replica:
     """One process: a model, its engine, and the application of ``kvkeep serve``. Serve makes and asks it."""
 
     def __init__(self, service: Service) -> None:
-        own = service
-        self.loaded = load(own.model, weights=own.weights, device=own.device)
-        store = SessionStore(own.folder, quota=own.quota, age=own.age, shared=True)
-        store.check_folder()
-        self.engine = Engine(self.loaded, own.memory, own.waiting, store, **own.cache)
+        self.loaded = load(service.model, weights=service.weights, device=service.device)
+        self.engine = service.engine(self.loaded, shared=True)
         self.service, self.context = service, ray_serve().get_replica_context()
         if service.logs:
             log_all()
@@ -185,8 +116,7 @@ class Replica:
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Return the application."""
-        own = self.service
-        made = application(self.engine, self.loaded, own.keys, own.limits, own.origins, self._everywhere)
+        made = self.service.application(self.engine, self.loaded, self._everywhere)
         self._metrics = made.state.metrics
         return made
 

@@ -1,0 +1,96 @@
+"""A server in this process."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import uvicorn
+
+from kvkeep.cli.output import note
+from kvkeep.cli.serve.defaults import fitting, settled
+from kvkeep.cli.serve.listening import Listening
+from kvkeep.errors import KvkeepError
+from kvkeep.models.loading import load
+from kvkeep.serve.engine import Engine
+from kvkeep.serve.http.connection import configured
+from kvkeep.serve.http.door import log_all
+from kvkeep.serve.service import Service
+
+ENDED = "ended; every turn is saved"
+
+
+def answer(service: Service, listening: Listening, conversations: int, grace: float, kept: str, access: str) -> None:
+    """Answer until SIGTERM or Ctrl-C, after which answers have ``grace`` seconds. conversations: as many share the
+    memory where no cache is named. kept, access: the lines about sessions and keys. Raises KvkeepError when the engine
+    fails."""
+    loaded = load(service.model, weights=service.weights, device=service.device, progress=note)
+    service = settled(service, loaded, conversations)
+    with listening.socket() as own:
+        url = listening.url(own.getsockname()[1])
+        engine = service.engine(loaded, shared=False)
+        server = _server(service.application(engine, loaded), timeout_graceful_shutdown=int(grace) + 1, **listening.tls)
+        _many_files()
+        fit = fitting(engine)  # makes a cache, for which a method may measure the model: before it is the engine's
+        engine.start()
+        size = f"{engine.arbiter.total / 1e6:.0f} MB for all conversations"
+        note(f"{url}/v1  model '{loaded.name}', {size}; a page at {url}/")
+        if listening.everywhere:
+            note("from elsewhere: this machine's name or address instead")
+        note(fit)
+        refusal = engine.sessions.refusal
+        note(kept if refusal is None else f"sessions end with the server. {refusal}")
+        note(access)
+        if service.logs:
+            log_all()
+        _drain(server, engine, grace)
+        server.run(sockets=[own])
+    if engine.fault is not None:
+        raise KvkeepError("The server ends, because its engine has failed.")  # where, the engine has logged
+    engine.stop(0.0)
+    note(ENDED if refusal is None else "ended")
+
+
+def _many_files() -> None:
+    """Let as many files be open as the system allows: one for each session in memory and each connection."""
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit
+        return
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def _server(app: Any, **given: Any) -> uvicorn.Server:
+    """Return a server that leaves signals to us: answers end before connections do."""
+
+    class Server(uvicorn.Server):
+        @contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            yield
+
+    return Server(configured(app, **given))
+
+
+def _drain(server: Any, engine: Engine, grace: float) -> None:
+    """On SIGTERM and Ctrl-C take no more, let answers end within ``grace`` seconds, and leave; leave also when the
+    engine ends by itself."""
+
+    def watch() -> None:
+        engine.join()
+        server.should_exit = True
+
+    def stop() -> None:
+        note(f"ending: answers have {grace:g} s")
+        engine.stop(grace)
+
+    def drain(*given: Any) -> None:
+        threading.Thread(target=stop, daemon=True).start()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, drain)
+    threading.Thread(target=watch, daemon=True).start()
