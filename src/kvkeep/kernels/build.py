@@ -16,6 +16,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -25,7 +26,7 @@ from kvkeep.models.folders import cache_folder
 log = logging.getLogger(__name__)
 SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
 HEADERS = sorted(Path(__file__).parent.glob("*.h"))
-FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-std=c++17", "-fPIC", "-shared", "-w")
+FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-std=c++17", "-fPIC", "-w")
 COMPILERS = ("c++", "g++", "clang++")
 PATIENCE_S = 180
 
@@ -93,17 +94,23 @@ def _built() -> Path:
         raise RuntimeError(f"no compiler ({', '.join(COMPILERS)}) is on the path.")
     target.parent.mkdir(parents=True, exist_ok=True)
     log.warning("Compiling the CPU kernels for this machine, once: some 30 s ...")  # who waits wants to know for what
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+    # Objects are linked with torch's own OpenMP by its path: a second runtime would fight for the same cores.
+    flags, linked = (FLAGS, ()) if not openmp else ((*FLAGS, "-fopenmp"), (str(openmp[0]),))
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = {source: str(Path(folder) / f"{source.stem}.o") for source in SOURCES}
+        for _ in pool.map(lambda one: _run(compiler, *flags, "-c", str(one), "-o", objects[one]), SOURCES):
+            pass
         made = Path(folder) / "cpu.so"
-        # Objects are linked with torch's own OpenMP by its path: a second runtime would fight for the same cores.
-        command = [compiler, *FLAGS, *map(str, SOURCES), "-o", str(made)]
-        if openmp:
-            command += ["-fopenmp", str(openmp[0])]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
-        if done.returncode:
-            raise RuntimeError((done.stderr.strip().splitlines() or ["the compiler failed"])[0][:300])
+        _run(compiler, *flags, "-shared", *objects.values(), "-o", str(made), *linked)
         os.replace(made, target)
     return target
+
+
+def _run(*command: str) -> None:
+    """Run a compiler. Raises RuntimeError with the first line of what it says if it fails."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
+    if done.returncode:
+        raise RuntimeError((done.stderr.strip().splitlines() or ["the compiler failed"])[0][:300])
 
 
 def _processor() -> str:
