@@ -18,7 +18,7 @@ from kvkeep_lab.store import Store
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
 COUNTS = re.compile(r"^\| \[`([\w-]+)`\]\(lab-\1\.jsonl\), (\S+) \| (.*?) \|(?: \d+ \|){5}\n", re.M)
 TOTAL = re.compile(r"^\| \*\*all \d+\*\* \| \|(?: \*\*\d+\*\* \|){5}$", re.M)
-TABLE = re.compile(r"(\]\((\S+\.jsonl)\)[^|]*?\n\n\| (smollm2|gemma3-270m) \|(.*)\n\| -.*\n)((?:\|.*\n)+)")
+TABLE = re.compile(r"(\]\((\S+\.jsonl)\)[^|\]]*?\n\n\| (smollm2|gemma3-270m) \|(.*)\n\| -.*\n)((?:\|.*\n)+)")
 
 
 def main() -> None:
@@ -49,7 +49,9 @@ def _verdicts(page: str) -> str:
             if counts := Counter(verdict.outcome for verdict in group.judged()):
                 judged.setdefault((group.experiment.name, group.model), [counts[outcome] for outcome in Outcome])
                 paper = group.experiment.paper
-                beside.setdefault((group.experiment.name, group.model), f"{paper.title.split(':')[0]}, {paper.where}")
+                beside.setdefault(
+                    (group.experiment.name, group.model), f"{re.split('[:(]', paper.title)[0].strip()}, {paper.where}"
+                )
     rows = [
         f"| [`{name}`](lab-{name}.jsonl), {model} | {words} | {' | '.join(map(str, judged[name, model]))} |\n"
         for (name, model), words in beside.items()

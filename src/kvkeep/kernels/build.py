@@ -93,7 +93,7 @@ def _built() -> Path:
     if compiler is None:
         raise RuntimeError(f"no compiler ({', '.join(COMPILERS)}) is on the path.")
     target.parent.mkdir(parents=True, exist_ok=True)
-    log.warning("Compiling the CPU kernels for this machine, once: some 30 s ...")  # who waits wants to know for what
+    log.warning("Compiling the CPU kernels for this machine, once: some 20 s ...")  # who waits wants to know for what
     # Objects are linked with torch's own OpenMP by its path: a second runtime would fight for the same cores.
     flags, linked = (FLAGS, ()) if not openmp else ((*FLAGS, "-fopenmp"), (str(openmp[0]),))
     with tempfile.TemporaryDirectory(dir=target.parent) as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
