@@ -12,6 +12,7 @@ from kvkeep.decode.prompt import encode, question, read_text, shortened
 from kvkeep.errors import UsageError
 
 _CHARACTERS = 8  # cut for each token wanted: more than a token of any usual text is long
+_NEAR = 8192  # characters in which the end of a paragraph is looked for
 _TRIES = 200  # places that a seed may choose before a text counts as full
 
 
@@ -63,16 +64,24 @@ def joined(sources: Sequence[Path]) -> str:
 
 
 def passage(tokenizer: Any, text: str, tokens: int, draw: random.Random) -> list[int]:
-    """Return ``tokens`` token ids of ``text``, from the first sentence after a place that ``draw`` chooses; a text that
-    ends begins again. Raises UsageError where the text is shorter than that."""
+    """Return ``tokens`` token ids of ``text``, from a sentence after a place that ``draw`` chooses: after the end of a
+    paragraph if one is near. A text that ends begins again. Raises UsageError where the text is shorter than that."""
     place = draw.randrange(len(text))
-    start = max(text.find(". ", place) + 2, text.find(".\n", place) + 2, 0)
+    start = _sentence(text, place) or 0
+    if (paragraph := text.find(".\n", place, place + _NEAR)) >= 0:
+        start = max(start, paragraph + 2, text.find(". ", place) + 2)
     ids = list(
         tokenizer((text + "\n\n" + text)[start : start + _CHARACTERS * tokens], add_special_tokens=False).input_ids
     )
     if len(ids) < tokens:
         raise UsageError(f"The texts have too few words for a prompt of {tokens:,} tokens; give more of them (--data).")
     return ids[:tokens]
+
+
+def _sentence(text: str, place: int) -> int | None:
+    """Return where the first sentence after ``place`` begins; None where none does."""
+    ends = [end + 2 for mark in (". ", ".\n") if (end := text.find(mark, place)) >= 0]
+    return min(ends, default=None)
 
 
 def pieces(tokenizer: Any, text: str, tokens: int, count: int) -> list[str]:
@@ -85,8 +94,7 @@ def pieces(tokenizer: Any, text: str, tokens: int, count: int) -> list[str]:
         draw = random.Random(seed)
         for _ in range(_TRIES):
             place = draw.randrange(len(text))
-            ends = [end for mark in (". ", ".\n") if (end := text.find(mark, place)) >= 0]
-            start = min(ends) + 2 if ends else text.find(" ", place) + 1
+            start = _sentence(text, place) or text.find(" ", place) + 1
             if any(low <= start < high for low, high in found):
                 continue
             piece, there = shortened(tokenizer, text[start : start + _CHARACTERS * tokens], tokens)
