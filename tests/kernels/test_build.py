@@ -38,10 +38,11 @@ def forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 
 @pytest.fixture
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The only source, which compiles at once."""
-    path = tmp_path / "brief.cpp"
+    """The first of two sources, which are compiled in a moment."""
+    path, other = tmp_path / "brief.cpp", tmp_path / "other.cpp"
     path.write_text(BRIEF)
-    monkeypatch.setattr(build, "SOURCES", [path])
+    other.write_text('extern "C" int other() { return 2; }')
+    monkeypatch.setattr(build, "SOURCES", [path, other])
     return path
 
 
@@ -71,6 +72,21 @@ def test_without_a_compiler_torch_does_all(
     assert not any(report.same_bits for report in cache.describe())
 
 
+def test_without_a_folder_to_keep_them_torch_does_all(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("KVKEEP_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", homeless)
+    with caplog.at_level(logging.WARNING):
+        assert build.library() is None
+    assert "set KVKEEP_CACHE to a folder" in caplog.text
+
+
 def test_kernels_are_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVKEEP_KERNELS", "0")
     assert build.library() is None and not made()
@@ -83,6 +99,9 @@ def test_a_source_that_does_not_compile_is_named(source: Path, caplog: pytest.Lo
         assert build.library() is None
     assert "cannot be built" in caplog.text and "brief.cpp" in caplog.text
     assert not [*(cache_folder() / "kernels").iterdir()]
+    build.library.cache_clear()
+    source.write_text(BRIEF)
+    assert (library := build.library()) is not None and library.other() == 2 and library.kk_native() == 1
 
 
 @needs_compiler

@@ -103,6 +103,17 @@ def test_only_some_methods_are_searched(experiment: Experiment, data: Path, tmp_
     assert run(experiment, Store(store.path), data).searched == 2
 
 
+def test_candidates_that_fail_are_counted_and_the_others_choose(
+    experiment: Experiment, data: Path, tmp_path: Path
+) -> None:
+    large = "quantized:8,exact=4096"  # more than the budget
+    tune = {**TUNE, "candidates": {"quantized": [large]}}
+    store = Store(tmp_path / "r.jsonl")
+    tally = run(experiment.with_(tune=tune), store, data, only=["quantized"])
+    assert [(one.experiment, one.method) for one in tally.failed] == [("small-tuning", large)]
+    assert tally.done == 1 and stored(store.path).records[-1].method == "quantized"
+
+
 def test_what_cannot_be_tuned_is_told(experiment: Experiment, data: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="'full' takes no budget"):
         experiment.with_(tune={**TUNE, "candidates": {"h2o": ["full"]}})

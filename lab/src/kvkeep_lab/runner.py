@@ -111,7 +111,8 @@ class Runner:
 @dataclass(frozen=True)
 class Tally:
     """What became of an experiment's cells. found: measured before. done, failed: since the run began, by it or by
-    another run. elsewhere: another run is measuring them. searched: cells of the search that were done, besides."""
+    another run, those of a search among them. elsewhere: another run is measuring them. searched: cells of the search
+    that were done, besides."""
 
     done: int = 0
     found: int = 0
@@ -160,7 +161,7 @@ def run(
     chosen = (one for model in experiment.chosen.values() for at in model.values() for one in at.items())
     only = [*only, *(one for name, one in chosen if name in only)]
     then = measure(experiment, tuple(one for one in sources if one not in passages), only)
-    return replace(then, searched=first.done)
+    return replace(then, failed=first.failed + then.failed, searched=first.done)
 
 
 def _run(

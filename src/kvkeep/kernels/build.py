@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 
+from kvkeep.errors import KvkeepError
 from kvkeep.models.folders import cache_folder
 
 log = logging.getLogger(__name__)
@@ -68,7 +69,7 @@ def library() -> ctypes.CDLL | None:
         return None
     try:
         loaded = ctypes.CDLL(str(_built()))
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+    except (OSError, RuntimeError, subprocess.SubprocessError, KvkeepError) as error:
         log.warning("The CPU kernels cannot be built, plain operations of torch are used: %s", error)
         return None
     for name, kinds in SIGNATURES.items():
@@ -108,7 +109,7 @@ def _built() -> Path:
 
 def _run(*command: str) -> None:
     """Run a compiler. Raises RuntimeError with the first line of what it says if it fails."""
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=PATIENCE_S)
     if done.returncode:
         raise RuntimeError((done.stderr.strip().splitlines() or ["the compiler failed"])[0][:300])
 

@@ -18,7 +18,7 @@ SPEC.loader.exec_module(TOOL)
 
 def test_the_numbers_are_those_of_the_stores() -> None:
     assert TOOL.remade(PAGE) == PAGE
-    assert len(TOOL.COUNTS.findall(PAGE)) > 20 and len(TOOL.TABLE.findall(PAGE)) == 5
+    assert len(TOOL.COUNTS.findall(PAGE)) > 20 and len(TOOL.TABLE.findall(PAGE)) >= 2
 
 
 @pytest.mark.parametrize(

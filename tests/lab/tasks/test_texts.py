@@ -1,0 +1,38 @@
+"""Where passages of texts begin."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from kvkeep_lab.tasks.texts import passage
+
+from kvkeep.errors import UsageError
+
+
+def letters(text: str, add_special_tokens: bool) -> Any:
+    """A tokenizer whose tokens are letters."""
+    return SimpleNamespace(input_ids=text)
+
+
+def begins(text: str, tokens: int = 9) -> set[str]:
+    """What passages of ``text`` begin with, over many seeds."""
+    return {"".join(passage(letters, text, tokens, random.Random(seed))) for seed in range(400)}
+
+
+def test_passages_begin_with_paragraphs_and_without_them_with_sentences() -> None:
+    paragraphs = "".join(f"Part {n} is. Not here. Nor here.\n" for n in range(4, 8))
+    assert begins(paragraphs) == {f"Part {n} is" for n in (5, 6, 7)} | {"Not here.", "\n\nPart 4 "}  # the text again
+    line = "".join(f"Part {n:02} ends. " for n in range(40))
+    assert begins(line) == {f"Part {n:02} e" for n in range(40)}
+    long = f"{'Here a sentence ends. ' * 2000}\nNew line. " * 2  # its end of a line is far
+    assert len({random.Random(seed).randrange(len(long)) for seed in range(400)}) > 300
+    assert begins(long, 4) == {"Here"}
+
+
+def test_a_text_without_sentences_begins_at_its_beginning_and_one_too_short_is_refused() -> None:
+    assert begins("one two three four") == {"one two t"}
+    with pytest.raises(UsageError, match="too few words"):
+        begins("one", 200)
