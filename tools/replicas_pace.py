@@ -1,4 +1,4 @@
-"""One server process beside two replicas with one thread each, and what a kill costs (the tables of docs/replicas.md).
+"""One server process beside two replicas with one thread each, and what a kill costs (the numbers of docs/replicas.md).
 
 python tools/replicas_pace.py [ROUNDS]
 python tools/replicas_pace.py --update     # counts what clients notice of an update of two replicas, and no times

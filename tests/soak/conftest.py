@@ -43,7 +43,7 @@ class Say:
         self._lines.write(f"{self._number}: {text} ...", end="" if sys.stdout.isatty() else "\n")
 
     def __call__(self, text: str) -> None:
-        """Say what was found, in a line that is the check's row of the table."""
+        """Say what was found, in a line that is the check's row of the list."""
         self._lines.write(f"{self._number}: {text}")
         self._lines.rows.append((self._number, text))
 
