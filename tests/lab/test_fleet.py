@@ -217,24 +217,25 @@ def test_a_method_that_drafts_has_no_pace() -> None:
 ACCEPTED = [name for name in METHODS if not parse(name).method.recall.drafts]
 
 
+@pytest.mark.parametrize("link", [64e9, None], ids=["link", "shared"])
 @pytest.mark.parametrize("name", [*ACCEPTED, "quest", "kv-direct kv@disk", "static"])
-def test_a_planned_pace_is_what_the_planner_says_at_any_length(name: str) -> None:
+def test_a_planned_pace_is_what_the_planner_says_at_any_length(name: str, link: float | None) -> None:
     """Between its points, too: seconds and bytes of 8B on the H100's data sheet, within a tenth."""
-    machine, candidate = Machine.load(MACHINES / "h100-sxm.json"), parse(name)
+    machine, candidate = replace(Machine.load(MACHINES / "h100-sxm.json"), link=link), parse(name)
     shape = shape_of(AutoConfig.from_pretrained(MACHINES / "llama-3.1-8b.json"), 2)
     pace = Pace.planned(shape, machine, 10**11, name, 4096)
     for tokens in (3_000, 9_000, 45_000, 120_000):
         own = None if candidate.keeps_all else 4096
-        held = sizes(shape.geometry, candidate, tokens, own, shared=False)
+        held = sizes(shape.geometry, candidate, tokens, own, shared=machine.shared)
         one, many = (cost(shape, candidate, held, machine, ACCEPTANCE, count) for count in (1, 24))
         near = partial(pytest.approx, rel=0.1)
         assert pace.step(1) + pace.past(tokens) == near(one.step) and pace.past(tokens) == near(one.step - one.own)
         assert pace.step(24) + 24 * pace.past(tokens) == near(many.step) and pace.prompt(tokens) == near(one.prefill)
         resting = held.resident + held.compressed
-        assert pace.held(tokens) == near(resting + held.device)
+        assert pace.held(tokens) == near(resting + held.device + (held.host if machine.shared else 0))
         assert pace.stored(tokens) == near(resting + held.checkpoints)
         budget = tokens if name == "static" else own
-        assert pace.granted(tokens) == near(grant(shape.geometry, candidate, budget, tokens, shared=False))
+        assert pace.granted(tokens) == near(grant(shape.geometry, candidate, budget, tokens, shared=machine.shared))
 
 
 def test_bursts_of_two_replicas_take_as_long_as_the_fuller_one() -> None:

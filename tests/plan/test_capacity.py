@@ -63,6 +63,15 @@ def test_a_server_lets_in_as_many(name: str) -> None:
     assert one.sessions == Arbiter(10**7).fitting(cache, 400) > 5 and one.granted == most(cache, 400)
 
 
+def test_what_the_host_holds_is_held_where_it_is_the_same_memory(shape: Shape) -> None:
+    names, token = ["full", "kv-direct kv@host", "kv-direct kv@disk"], shape.geometry.full_bytes_per_token
+    full, host, disk = capacities(shape, replace(H100, link=None), MEMORY, 8192, "1024", names)
+    assert host.granted > host.held == host.stored == disk.stored > 8192 * token
+    assert disk.held < 0.2 * disk.stored and full.held == full.stored
+    away = [one.held for one in capacities(shape, H100, MEMORY, 8192, "1024", names)]
+    assert away == [full.held, disk.held, disk.held]
+
+
 def test_where_entries_outweigh_weights_and_links_outrun_projections(shape: Shape) -> None:
     for sessions in (1, 16):
         tokens = round(balance(shape, H100, sessions))

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import json
+import math
 import re
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 from families import FAMILIES, SMOLLM2, tiny
 from transformers import MambaConfig, MistralConfig, Qwen3MoeConfig
 
 from kvkeep import Fate, KeepCache
+from kvkeep.budget import MIN_CHUNK
 from kvkeep.errors import BudgetError, KvkeepError, UnsupportedModelError, UsageError
-from kvkeep.plan import planner
-from kvkeep.plan.candidates import candidates
+from kvkeep.plan import calibrate, planner
+from kvkeep.plan.calibrate import machine_here
+from kvkeep.plan.candidates import Candidate, candidates
 from kvkeep.plan.costs import cost, verified
-from kvkeep.plan.machine import SHEET, Machine, at
+from kvkeep.plan.machine import LAYERS, SHEET, Machine, at
 from kvkeep.plan.planner import plan, recommend
 from kvkeep.plan.shape import Shape, shape_of
 from kvkeep.plan.sizes import sizes
@@ -49,6 +55,19 @@ def test_a_mixture_reads_the_experts_that_were_chosen() -> None:
     assert shape.touched(1) == pytest.approx(shape.active)
     assert shape.active < shape.touched(4) < shape.touched(64) < shape.layer * 1.0001
     assert shape.touched(1000) == pytest.approx(shape.layer)
+
+
+@pytest.mark.parametrize("chosen", [2, 8])
+def test_a_mixture_of_gemma_4_is_planned(chosen: int) -> None:
+    """It names what a token goes through as no other does; all its experts are a mixture, too."""
+    config = FAMILIES["gemma4"]()
+    config.update({"enable_moe_block": True, "num_experts": 8, "top_k_experts": chosen, "moe_intermediate_size": 24})
+    shape = shape_of(config, 4)
+    assert (shape.experts, shape.chosen) == (8, chosen)
+    experts = 8 * 3 * config.hidden_size * 24
+    assert shape.layer - shape.active == pytest.approx(experts * (8 - chosen) / 8)
+    assert shape.touched(1) == pytest.approx(shape.active) and shape.touched(10**4) == pytest.approx(shape.layer)
+    assert plan(shape, PLAIN, 200, 10**8).best.cost.step > 0
 
 
 @pytest.mark.parametrize("machine", [PLAIN, H100], ids=["cpu", "accelerator"])
@@ -98,6 +117,24 @@ def test_too_little_memory_names_the_least_that_would_do() -> None:
         plan(llama(), PLAIN, 4096, least - 1)
 
 
+@pytest.mark.parametrize("spec", ["lowrank:32", "quantized:8", "asymkv", "kvslimmer"])
+def test_a_method_that_cannot_do_with_few_entries_is_planned_from_its_least_on(spec: str) -> None:
+    def memory(entries: int) -> int:
+        return sizes(llama().geometry, Candidate(spec), 1024, entries, steps=8).memory(PLAIN.shared)
+
+    def works(entries: int) -> bool:
+        try:
+            return memory(entries) > 0
+        except BudgetError:
+            return False
+
+    least = next(filter(works, range(MIN_CHUNK, 1024)))
+    given = memory(least + 10)
+    most = max(entries for entries in range(least, 512) if memory(entries) <= given)
+    rows = [row for row in plan(llama(), PLAIN, 1024, given, answer=8).rows if row.method == spec]
+    assert MIN_CHUNK < least < most and {least, most} <= {row.budget for row in rows}
+
+
 def test_bad_requests_are_refused() -> None:
     for tokens, given, sentence in (
         (8193, {}, "8,192 positions"), (100, {"acceptance": 1.5}, "share from 0 to 1"), (0, {}, "1 token"),
@@ -145,6 +182,43 @@ def test_a_machine_that_cannot_be_read_is_one_sentence(tmp_path: Path, text: str
         Machine.load(tmp_path / "machine.json")
     with pytest.raises(UsageError, match="no such file"):
         Machine.load(tmp_path / "nowhere.json")
+
+
+OVERHEAD = dict.fromkeys(LAYERS, 0.0)
+"""Of a machine whose trials leave nothing to explain."""
+
+WRONG = {
+    "copy": ("fast", None, 0, -1, True, math.nan, math.inf, 10**400),
+    **{name: (0,) for name in ("memory", "link", "disk", "disk_cold", "disk_write", "score", "simple")},
+    **{name: (0,) for name in ("dtype_bytes", "memory_bytes", "host_bytes")},
+    "coded": ({}, {"4": [1, 1]}, {"4": [1, 1, "x"]}, {"4": [1, 1, 0]}),
+    "overhead": tuple(OVERHEAD | {"full": wrong} for wrong in ("x", None, -1.0, math.inf)),
+    "matrix": ({}, {"0": [[1, 1]]}, {"512": [[1, math.nan]]}),
+    "attention": ([], [[1, 0]], [[1, math.inf]], [[2, 1], [1, 1]], [["1", 1]]),
+}
+
+
+@pytest.mark.parametrize("field", WRONG)
+def test_a_machine_that_was_measured_has_numbers_to_calculate_with(tmp_path: Path, field: str) -> None:
+    path = tmp_path / "machine.json"
+    replace(PLAIN, overhead=OVERHEAD).save(path)
+    assert Machine.load(path).overhead == OVERHEAD
+    given = json.loads(path.read_text())
+    for wrong in WRONG[field]:
+        path.write_text(json.dumps(given | {field: wrong}))
+        with pytest.raises(UsageError, match="cannot be understood"):
+            Machine.load(path)
+
+
+def test_a_place_is_measured_once_with_the_kernels_and_once_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However the place is written."""
+    measured = []
+    monkeypatch.setattr(calibrate, "calibrate", lambda *place: measured.append(place) or PLAIN)
+    for kernels in (object(), None, object()):
+        monkeypatch.setattr(calibrate, "library", lambda kernels=kernels: kernels)
+        for place in ("cpu", "cpu:0"):
+            assert machine_here(place, torch.bfloat16) == PLAIN
+    assert measured == 2 * [("cpu", torch.bfloat16)]
 
 
 def test_a_recommendation_builds_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:

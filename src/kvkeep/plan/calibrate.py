@@ -21,6 +21,7 @@ from torch import Tensor
 from kvkeep.attention import Segment, attend
 from kvkeep.attention.received import received
 from kvkeep.errors import UsageError
+from kvkeep.kernels.build import library
 from kvkeep.memory.places import Disk
 from kvkeep.models.folders import cache_folder
 from kvkeep.plan.machine import Machine
@@ -42,8 +43,9 @@ Tell = Callable[[str], None]
 def machine_here(device: str = "cpu", dtype: torch.dtype = torch.float32, tell: Tell = lambda text: None) -> Machine:
     """Return this machine's rates, from the user's cache folder or measured now; ``tell`` gets a line if so.
 
-    They are kept for each hardware, number of threads, dtype, and version of torch.
+    They are kept for each hardware, number of threads, dtype, and version of torch, with the CPU kernels and without.
     """
+    device = str(torch.empty(0, device=device).device)  # "cuda" is "cuda:0"
     path = _path(device, dtype)
     if path.is_file():
         with suppress(UsageError):
@@ -58,7 +60,8 @@ def machine_here(device: str = "cpu", dtype: torch.dtype = torch.float32, tell: 
 
 def _path(device: str, dtype: torch.dtype) -> Path:
     facts = [VERSION, platform.node(), _processor(device), os.cpu_count(), torch.get_num_threads(), torch.__version__]
-    key = hashlib.sha256(json.dumps([*facts, device, str(dtype)]).encode()).hexdigest()[:16]
+    kernels = device == "cpu" and library() is not None
+    key = hashlib.sha256(json.dumps([*facts, device, str(dtype), kernels]).encode()).hexdigest()[:16]
     return cache_folder() / "machines" / f"{device.replace(':', '-')}-{key}.json"
 
 

@@ -34,22 +34,19 @@ GBIT = 1e9 / 8
 class Capacity:
     """Sessions of one length in one kind of cache, on one machine.
 
-    granted: bytes of the device's memory that a session can come to hold while it is answered, as a server counts them
-    (:func:`~kvkeep.plan.grant.grant`); on the device alone, where the host's memory is another. sessions: how many are
-    answered at once. alone: the costs of one. together: those of all; None where none fits.
+    held: bytes of the device's memory that a session has while nothing is read or written. granted: those that it can
+    come to hold while it is answered, as a server counts them (:func:`~kvkeep.plan.grant.grant`). Both have what is on
+    the host where its memory is the device's. sessions: how many are answered at once. alone: the costs of one.
+    together: those of all; None where none fits.
     """
 
     candidate: Candidate
     sizes: Sizes
+    held: int
     granted: int
     sessions: int
     alone: Cost
     together: Cost | None
-
-    @property
-    def held(self) -> int:
-        """Bytes of the device's memory that a session has while nothing is read or written."""
-        return self.sizes.resident + self.sizes.compressed + self.sizes.device
 
     @property
     def stored(self) -> int:
@@ -180,7 +177,7 @@ def _capacity(
         count = min(count, machine.host_bytes // held.host)
     alone = cost(shape, candidate, read, machine, acceptance)
     together = cost(shape, candidate, read, machine, acceptance, count) if count else None
-    return Capacity(candidate, held, granted, count, alone, together)
+    return Capacity(candidate, held, held.held(machine.shared), granted, count, alone, together)
 
 
 def rebuilding(shape: Shape, machine: Machine, tokens: int) -> Rebuilding:

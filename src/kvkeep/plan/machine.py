@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -114,9 +115,18 @@ class Machine:
     def _measured(cls, given: dict[str, Any]) -> Machine:
         curves = {name: _curve(given[name]) for name in ("attention", "causal", "elementwise")}
         matrix = {int(width): _curve(curve) for width, curve in given["matrix"].items()}
-        coded = {int(bits): (float(a), float(b), float(c)) for bits, (a, b, c) in given["coded"].items()}
+        coded = {int(bits): (a, b, c) for bits, (a, b, c) in given["coded"].items()}
+        if not matrix or not _positive(*matrix):
+            raise ValueError("'matrix' has a curve for each width above 0")
+        if not coded or not _positive(*chain(*coded.values())):
+            raise ValueError("'coded' has three numbers above 0 for each number of bits")
         if missing := set(LAYERS) - set(given["overhead"]):
             raise ValueError(f"no overhead of {', '.join(sorted(missing))}")
+        if not all(seconds == 0 or _positive(seconds) for seconds in given["overhead"].values()):
+            raise ValueError("an overhead is a number of seconds, 0 or above")
+        for name in _NUMBERS:
+            if name in given and not _positive(given[name]) and not (name == "link" and given[name] is None):
+                raise ValueError(f"'{name}' is a finite number above 0")
         return cls(**{**given, **curves, "matrix": matrix, "coded": coded})
 
     @classmethod
@@ -144,7 +154,7 @@ class Machine:
         many as fast as the arithmetic.
         """
         numbers = (flops, memory, disk, memory_bytes, host_bytes, layer_step, dtype_bytes, reached)
-        if not all(0 < number < math.inf for number in (*numbers, *(() if link is None else (link,)))):
+        if not _positive(*numbers, *(() if link is None else (link,))):
             raise UsageError(f"The rates and sizes of the machine '{name}' have to be finite and above 0.")
         flops, memory, disk = reached * flops, reached * memory, reached * disk
         rows = [2**power for power in range(13)]
@@ -187,8 +197,22 @@ def at(curve: Curve, x: float) -> float:
     return curve[-1][1]
 
 
+_NUMBERS = (
+    *("memory", "copy", "link", "disk", "disk_cold", "disk_write", "score", "simple"),
+    *("dtype_bytes", "memory_bytes", "host_bytes"),
+)
+
+
+def _positive(*numbers: Any) -> bool:
+    """Tell whether all are finite numbers above 0."""
+    return all(
+        isinstance(number, int | float) and not isinstance(number, bool) and 0 < number <= sys.float_info.max
+        for number in numbers
+    )
+
+
 def _curve(points: Any) -> Curve:
-    curve = tuple((float(x), float(y)) for x, y in points)
-    if not curve or min(min(point) for point in curve) <= 0 or list(curve) != sorted(set(curve)):
+    curve = [(x, y) for x, y in points]
+    if not curve or not _positive(*chain(*curve)) or curve != sorted(set(curve)):
         raise ValueError("a curve is a list of rising points above 0")
-    return curve
+    return tuple((float(x), float(y)) for x, y in curve)

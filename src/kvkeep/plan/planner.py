@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -179,26 +180,20 @@ def _budgets(
         yield None
         return
 
-    def fits(entries: int) -> bool:
+    def needed(entries: int) -> int:
+        """Return the bytes with so many entries, 0 where they are too few for the method."""
         try:
             held = sizes(geometry, candidate, context, entries, shared=machine.shared, steps=answer)
         except BudgetError:
-            return False
-        return held.memory(machine.shared) <= memory
+            return 0
+        return held.memory(machine.shared)
 
-    wanted = {int(share * context) for share in SHARES} | {MIN_CHUNK, 4 * MIN_CHUNK, 16 * MIN_CHUNK}
-    low, high = MIN_CHUNK, context
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    if low < context:
-        wanted.add(low)
-    for entries in sorted(wanted):
-        if MIN_CHUNK <= entries < context and (fits(entries) or entries <= 16 * MIN_CHUNK):
-            try:
-                sizes(geometry, candidate, context, entries, shared=machine.shared)
-            except BudgetError:
-                continue
+    counts = range(context + 1)
+    least = bisect_left(counts, 1, MIN_CHUNK, key=needed)
+    largest = bisect_right(counts, memory, least, key=needed) - 1
+    small = 16 * MIN_CHUNK
+    for entries in sorted({least, 4 * MIN_CHUNK, small, largest, *(int(share * context) for share in SHARES)}):
+        if least <= entries < context and (entries <= max(least, small) or needed(entries) <= memory):
             yield entries
 
 

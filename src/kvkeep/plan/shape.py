@@ -32,7 +32,7 @@ class Shape:
 
     def touched(self, rows: float) -> float:
         """Return the elements of one layer that ``rows`` tokens read: every expert that one of them chose."""
-        if self.experts == 1:
+        if self.chosen == self.experts:
             return self.active
         share = self.chosen / self.experts
         own = (self.layer - self.active) / (1 - share)  # of all experts
@@ -50,8 +50,8 @@ def shape_of(config: Any, dtype_bytes: int | None = None, weight_bytes: int | No
     geometry = ModelGeometry.from_config(config, dtype_bytes)
     model = built(config)
     text = config.get_text_config(decoder=True)
-    experts = max((int(getattr(text, name, 0) or 0) for name in _EXPERTS), default=0) or 1
-    chosen = min(experts, int(getattr(text, "num_experts_per_tok", None) or experts))
+    experts = _most(text, _EXPERTS) or 1
+    chosen = min(experts, _most(text, _CHOSEN) or experts)
     layers = layers_of(decoder_of(model))
     total = active = 0.0
     for layer in layers:
@@ -59,7 +59,7 @@ def shape_of(config: Any, dtype_bytes: int | None = None, weight_bytes: int | No
             if parameter.ndim < 2:
                 continue
             total += parameter.numel()
-            active += parameter.numel() * (chosen / experts if ".experts." in name else 1.0)
+            active += parameter.numel() * (chosen / experts if "experts" in name.split(".") else 1.0)
     head = model.get_output_embeddings()
     hidden = geometry.hidden_size
     inner = int(getattr(text, "intermediate_size", 0) or 4 * hidden)
@@ -80,3 +80,9 @@ def shape_of(config: Any, dtype_bytes: int | None = None, weight_bytes: int | No
 
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_CHOSEN = ("num_experts_per_tok", "top_k_experts")
+
+
+def _most(config: Any, names: tuple[str, ...]) -> int:
+    """Return the largest number that ``config`` has under one of ``names``, 0 where it has none."""
+    return max(int(getattr(config, name, None) or 0) for name in names)

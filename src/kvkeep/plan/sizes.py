@@ -47,10 +47,14 @@ class Sizes:
         """Bytes of checkpoints in all places."""
         return self.device + self.host + self.disk
 
+    def held(self, shared: bool) -> int:
+        """Return the bytes of the device's memory while nothing is read or written; ``shared``: it is the host's,
+        too."""
+        return self.resident + self.compressed + self.device + (self.host if shared else 0)
+
     def memory(self, shared: bool) -> int:
         """Return the bytes of the device's memory at the worst moment; ``shared``: it is the host's, too."""
-        held = self.resident + self.compressed + self.device + self.hand + self.workspace
-        return held + (self.host if shared else 0)
+        return self.held(shared) + self.hand + self.workspace
 
 
 def sizes(

@@ -135,7 +135,7 @@ class Pace:
             grant(shape.geometry, candidate, count if static else own, count, shared=machine.shared)
             for count in lengths
         ]  # fmt: skip
-        held = [one.memory(machine.shared) - one.hand - one.workspace for one in every]
+        held = [one.held(machine.shared) for one in every]
         stored = [one.resident + one.compressed + one.checkpoints for one in every]
         return cls(
             name=f"{candidate}, {machine.name}",
