@@ -117,7 +117,7 @@ def test_nothing_is_lost_and_nothing_comes_twice() -> None:
         where = Counter(session for replica in one.replicas for session in replica.sessions) + Counter(one.retrying)
         assert max(where.values()) == 1 and len(where) == found.left == one.load
         assert found.asked == found.answered + found.refused + found.left and found.refused and not found.before
-        assert found.failures > 5 and found.recovered is not None and min(found.turns.values()) > 10
+        assert found.failures > 5 and found.recovered is not None and min(found.turns.values()) > 5
         assert set(found.turns) == {"new", "in memory", "fetched"} and 0.5 * BUSY.memory < max(granted) <= BUSY.memory
         for replica in one.replicas:
             assert replica.held == pytest.approx(sum(BUSY.held(idle.past) for idle in replica.idle.values()))
@@ -191,7 +191,9 @@ def test_the_command(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -
         ({"prompt": [[1, math.inf]]}, "'prompt' is a list of one point or more"),
         ({"past": []}, "'past' is a list of one point or more"),
         ({"stored": [1, 2]}, "'stored' is a list of points"),
-        ({"held": [[0, 1e6]]}, "more is held than granted"),
+        ({"held": [[0, 1e6]]}, "more is held than granted at 0 tokens"),
+        ({"held": [[0, 0], [1000, 1e3]], "granted": [[0, 0], [500, 10], [1000, 1e3]]}, "than granted at 500 tokens"),
+        ({"held": [[0, 0], [1000, 1e3]], "granted": [[0, 1e3], [1000, 1e3]]}, "than granted at 9000 tokens"),
         ({"memory": math.nan}, "'memory' is a number above 0"),
         ({"chunk": 0.5}, "'chunk' is a whole number above 0"),
     ],
@@ -289,3 +291,51 @@ def test_the_bound_of_loads_is_over_the_replicas_that_are_there() -> None:
     back = Simulation(BUSY, replace(HARD, route="bounded", restart=0.1, notice=3.0))
     back.run()
     assert back.failures > 5 and back.there == 4
+
+
+def test_every_route_sends_to_a_replica_that_is_down_until_it_is_noticed() -> None:
+    for route in ("hash", "bounded", "least"):
+        given = replace(HARD, route=route, mtbf=None, rate=1e-9, notice=5.0)  # type: ignore[arg-type]
+        one, sessions = Simulation(BUSY, given), [Session(number) for number in range(200)]
+        for replica in one.replicas:
+            one._count(replica, 1)
+        one.load = len(one.replicas)
+        one.fail(down := one.replicas[2])
+        assert down in [one._route(session) for session in sessions] and not down.load, route
+        one.now = 5.0
+        one._notice((down, down.life))
+        assert down not in [one._route(session) for session in sessions], route
+        one._restart(down)
+        assert down in [one._route(session) for session in sessions], route
+
+
+def test_the_replicas_by_load_are_no_more_than_a_few_for_each() -> None:
+    """And the one that is asked is always one of the fewest answers, of those that the router knows."""
+    one = Simulation(BUSY, replace(HARD, route="least"))
+    route, sizes = one._route, list[int]()
+
+    def watched(session: Session) -> Replica | None:
+        picked = route(session)
+        loads = [replica.load for replica in one.replicas if replica.seen]
+        assert (picked.load if picked else None) == min(loads, default=None) and (picked is None or picked.seen)
+        sizes.append(len(one._least))
+        return picked
+
+    one._route = watched  # type: ignore[method-assign]
+    found = one.run()
+    assert found.failures > 5 and len(sizes) > 500 and max(sizes) <= 8 * len(one.replicas)
+
+
+def test_failures_of_the_warm_up_are_not_counted() -> None:
+    """Neither one that a client recovers from after it, nor one that it never does."""
+    for restart, sooner in ((2.0, True), (1e3, False)):
+        given = Scenario(1, 1e-9, first=100, think=1e6, restart=restart, seconds=20, warmup=10, notice=0.5)
+        one = Simulation(replace(BUSY, step=Line(((1, 0.1),))), given)
+        one._ask(Session(1))
+        one._at(9.5, one.fail, one.replicas[0])
+        found = one.run()
+        assert found.recovered is None and found.failures == 0 and bool(one.retrying) != sooner
+        late = Simulation(replace(BUSY, step=Line(((1, 0.1),))), given)
+        late._ask(Session(1))
+        late._at(10.5, late.fail, late.replicas[0])
+        assert late.run().recovered is not None

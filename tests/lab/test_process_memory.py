@@ -11,7 +11,8 @@ import pytest
 import torch
 from kvkeep_lab import process_memory
 from kvkeep_lab.page_cache import Mapped, mapped_below
-from kvkeep_lab.process_memory import measure, measure_each, process_table
+from kvkeep_lab.partial import INTERRUPTED, Interruption
+from kvkeep_lab.process_memory import InProcess, measure, measure_each, process_table
 from kvkeep_lab.studies.base import Trial
 from kvkeep_lab.studies.bench import Bench, process_cases
 from kvkeep_lab.timing import Case
@@ -88,6 +89,31 @@ def test_each_case_has_a_process_of_its_own(model_folder: Path, monkeypatch: pyt
     (table,) = study.tables(found)
     assert len(table.rows) == 2 and "MADV_PAGEOUT" in " ".join(table.notes)
     assert study.plain(study.restored(study.plain(found))) == study.plain(found)
+
+
+def test_an_interrupt_and_a_fault_leave_the_processes_that_were_measured(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each case in a thread, in place of a process."""
+    ends: list[BaseException | None] = [None, RuntimeError("a fault\nof a method"), KeyboardInterrupt()]
+
+    def measured(*given: object) -> InProcess:
+        if (end := ends.pop(0)) is not None:
+            raise end
+        return InProcess("stock", 80)
+
+    monkeypatch.setattr(process_memory, "ProcessPoolExecutor", lambda workers, mp_context: ThreadPoolExecutor(workers))
+    monkeypatch.setattr(process_memory, "measure", measured)
+    trial = Trial(load(str(model_folder), device="cpu"))
+    study = Bench(contexts=[80], budget="32", steps=4, process=True)
+    with pytest.raises(Interruption) as stop:
+        study.measure(trial)
+    errors = [row.error for row in stop.value.found.processes]
+    assert errors == ["", "RuntimeError: a fault.", INTERRUPTED, INTERRUPTED]
+    ends = [KeyboardInterrupt()]
+    with pytest.raises(KeyboardInterrupt) as nothing:
+        study.measure(trial)
+    assert not isinstance(nothing.value, Interruption)
 
 
 def test_a_case_that_cannot_be_or_dies_is_a_sentence(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from conftest import tokenizer
 from families import tiny
-from kvkeep_lab.peers.servers import SERVERS, Ours, server_of
+from kvkeep_lab import serving
+from kvkeep_lab.partial import INTERRUPTED, Interruption
+from kvkeep_lab.peers.servers import SERVERS, Ours, Running, server_of
 from kvkeep_lab.serving import Stream, fitting, writing_rate
+from kvkeep_lab.studies.base import Trial
+from kvkeep_lab.studies.bench import Bench
 
 from kvkeep import KeepCache
 from kvkeep.errors import UsageError
@@ -46,6 +51,48 @@ def test_a_server_is_measured_as_its_clients_see_it(run: Run, model_folder: Path
     assert [(row["label"], row["sessions"], row["error"]) for row in rows] == [("kvkeep h2o", n, "") for n in (1, 2)]
     for row in rows:
         assert row["tokens_s"] > 0 and row["first_s"] > 0 and row["peak_bytes"] > 10**7 and row["fit"] > 2
+
+
+def test_an_interrupt_and_a_fault_leave_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of servers that are not started: one has a fault, one does not start, the last one is interrupted."""
+    asked: list[tuple[str, int, int]] = []
+
+    @contextmanager
+    def running(server: Ours) -> Iterator[Running]:
+        if server.method == "full":
+            raise OSError("no port")
+        yield Running(0, "")
+
+    def answers(server: Ours, running: Running, context: int, count: int, steps: int) -> tuple[list[Stream], int]:
+        if steps > 2:
+            asked.append((server.method, context, count))
+            if count == 2:
+                raise RuntimeError("a fault\nof a server")
+            if len(asked) == stops_at:
+                raise KeyboardInterrupt
+        return [Stream(0.0, [1.0, 2.0], 2)], 10
+
+    monkeypatch.setattr(Ours, "running", running)
+    monkeypatch.setattr(serving, "_asked", answers)
+    trial = Trial(Loaded(tiny("llama"), tokenizer(), "tiny", "tiny"))
+    study = Bench(serve=True, contexts=[40, 50], sessions=[1, 2], steps=3, memory="20MB", budget="20")
+    study = study.model_copy(update={"methods": ["h2o", "full", "window"]})
+    stops_at = 7
+    with pytest.raises(Interruption) as stop:
+        study.measure(trial)
+    rows = stop.value.found.servers
+    places = [(context, count) for context in (40, 50) for count in (1, 2)]
+    labels = [f"kvkeep {method}" for method in ("h2o", "full", "window")]
+    assert [(row.label, row.context, row.sessions) for row in rows] == [(one, *at) for one in labels for at in places]
+    fault = "RuntimeError: a fault."
+    assert [row.error for row in rows] == [
+        *("", fault, "", fault), *["OSError: no port."] * 4, *("", fault, INTERRUPTED, INTERRUPTED),
+    ]  # fmt: skip
+    asked.clear()
+    stops_at = 1
+    with pytest.raises(KeyboardInterrupt) as nothing:
+        study.measure(trial)
+    assert not isinstance(nothing.value, Interruption)
 
 
 def test_what_cannot_be_measured_is_said(run: Run, model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

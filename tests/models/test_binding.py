@@ -14,6 +14,7 @@ from helpers import forward
 from transformers import DynamicCache
 
 from kvkeep import KeepCache, KvkeepError, UnsupportedModelError, UsageError
+from kvkeep.models import binding
 from kvkeep.models.binding import NAME, bind, unbind
 
 TEXT = torch.randint(2, VOCABULARY, (1, 60), generator=torch.Generator().manual_seed(0))
@@ -56,6 +57,47 @@ def test_unbinding_leaves_a_stock_model(own: Any) -> None:
     assert own.config._attn_implementation == "sdpa" and not hasattr(own, "_kvkeep_binding") and hooks() == plain
     with pytest.raises(UsageError, match="outside a forward pass of the model that this cache was made for"):
         forward(own, cache, TEXT)
+
+
+def interrupted(*given: Any, **options: Any) -> Any:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("at", ["adapter", "third layer"])
+def test_an_interrupted_binding_leaves_stock_layers(own: Any, at: str) -> None:
+    """Bound again, all that reads residuals works; unbound right away, the model is stock."""
+    layers = own.model.layers
+    for again in (True, False):
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            place = (binding, "Adapter") if at == "adapter" else (layers[2], "register_forward_pre_hook")
+            patch.setattr(*place, interrupted)
+            bind(own)
+        assert own.config._attn_implementation == "sdpa" and not any(layer._forward_pre_hooks for layer in layers)
+        for kind in ("residual", "tokens") if again else ():
+            forward(own, KeepCache(own, "kv-direct", 16, checkpoint=kind), TEXT)
+            assert own.config._attn_implementation == NAME
+            assert [len(layer._forward_pre_hooks) for layer in layers] == [1] * 4
+        unbind(own)
+        assert own.config._attn_implementation == "sdpa" and not any(layer._forward_pre_hooks for layer in layers)
+
+
+def test_a_model_is_not_unbound_while_another_thread_binds_one(own: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    undo, free = binding.Binding.undo, list[bool]()
+
+    def look() -> bool:
+        if found := binding._LOCK.acquire(blocking=False):
+            binding._LOCK.release()
+        return found
+
+    def watched(one: binding.Binding) -> None:
+        with ThreadPoolExecutor(1) as threads:
+            free.append(threads.submit(look).result())
+        undo(one)
+
+    monkeypatch.setattr(binding.Binding, "undo", watched)
+    bind(own)
+    unbind(own)
+    assert free == [False]
 
 
 def test_threads_that_make_its_first_caches_bind_a_model_once(own: Any, monkeypatch: pytest.MonkeyPatch) -> None:

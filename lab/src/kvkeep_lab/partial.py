@@ -6,10 +6,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from kvkeep.errors import UsageError
+from kvkeep.errors import KvkeepError, UsageError
+from kvkeep.plugins import first_line
 
 INTERRUPTED = "interrupted before it was measured"
 """What is said of a row that an interruption left without figures."""
+
+
+def reason(error: Exception) -> str:
+    """Return what a row says of the error that left it without figures: a refusal, or a fault of one method, perhaps of
+    another package, which leaves the others their rows."""
+    return str(error) if isinstance(error, KvkeepError) else f"{first_line(error)}."
 
 
 class Interruption(KeyboardInterrupt):

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 from kvkeep.decode.generate import Generation, generate
-from kvkeep.errors import KvkeepError
 from kvkeep.memory.process import Held, held_now
 from kvkeep.models.folders import cache_folder
 from kvkeep.models.loading import Loaded, load, weights_of
 from kvkeep.stock import new_cache
 from kvkeep_lab.page_cache import Mapped, mapped_below
+from kvkeep_lab.partial import INTERRUPTED, Interruption, reason
 from kvkeep_lab.tables import Table, fixed, megabytes, percent, refusals
 from kvkeep_lab.timing import Case, random_ids
 
@@ -88,18 +88,25 @@ def _stayed(rows: Sequence[InProcess]) -> str:
 def measure_each(
     loaded: Loaded, listed: Sequence[Case], steps: int, progress: Callable[[str, float, float], None]
 ) -> list[InProcess]:
-    """Measure every case in a new process, which loads the model by its name."""
+    """Measure every case in a new process, which loads the model by its name. Raises :class:`Interruption` with the
+    rows, when it is interrupted after the first."""
     about = loaded.name, weights_of(loaded), str(loaded.model.device), torch.get_num_threads()
-    rows = []
-    for done, case in enumerate(listed):
-        progress(f"{case.label} at {case.length}", done, len(listed))
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-            try:
-                rows.append(pool.submit(measure, *about, case, steps).result())
-            except KvkeepError as error:
-                rows.append(InProcess(case.label, case.length, error=str(error)))
-            except BrokenProcessPool:
-                rows.append(InProcess(case.label, case.length, error="The process ended; memory may have run out."))
+    rows: list[InProcess] = []
+    try:
+        for done, case in enumerate(listed):
+            progress(f"{case.label} at {case.length}", done, len(listed))
+            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+                try:
+                    rows.append(pool.submit(measure, *about, case, steps).result())
+                except BrokenProcessPool:
+                    rows.append(InProcess(case.label, case.length, error="The process ended; memory may have run out."))
+                except Exception as error:
+                    rows.append(InProcess(case.label, case.length, error=reason(error)))
+    except KeyboardInterrupt:
+        if not rows:
+            raise
+        rows += [InProcess(case.label, case.length, error=INTERRUPTED) for case in listed[len(rows) :]]
+        raise Interruption(rows) from None
     return rows
 
 

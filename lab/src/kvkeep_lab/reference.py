@@ -27,12 +27,11 @@ from torch import Tensor
 
 from kvkeep.cache import KeepCache
 from kvkeep.contracts.exactness import Exactness
-from kvkeep.errors import KvkeepError, UsageError
+from kvkeep.errors import UsageError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.memory.meter import Memory
-from kvkeep.plugins import first_line
 from kvkeep.stock import STOCK, memory_of
-from kvkeep_lab.partial import INTERRUPTED, Interruption
+from kvkeep_lab.partial import INTERRUPTED, Interruption, reason
 from kvkeep_lab.reading import cache_for, read, takes
 from kvkeep_lab.statistics import mean
 
@@ -179,10 +178,8 @@ def compare(
         report(0.0)
         try:
             rows.append(reference.measure(case, report))
-        except KvkeepError as error:
-            rows.append(Row(case.method, case.budget, error=str(error)))
-        except Exception as error:  # a fault of a method, perhaps of another package, leaves the others their rows
-            rows.append(Row(case.method, case.budget, error=f"{first_line(error)}."))
+        except Exception as error:
+            rows.append(Row(case.method, case.budget, error=reason(error)))
         except KeyboardInterrupt:
             rows += [Row(missing.method, missing.budget, error=INTERRUPTED) for missing in listed[number:]]
             raise Interruption(Comparison(len(prompt), new, reference.row, rows)) from None

@@ -16,6 +16,7 @@ from kvkeep.cache import KeepCache
 from kvkeep.errors import KvkeepError
 from kvkeep.models.loading import Loaded
 from kvkeep.serve.arbiter import Arbiter
+from kvkeep_lab.partial import INTERRUPTED, Interruption, reason
 from kvkeep_lab.peers.servers import Ours, Running, Server, server_of
 from kvkeep_lab.tables import Table, fixed, megabytes, number, refusals
 
@@ -70,7 +71,8 @@ def measure_servers(
     only: Sequence[str] | None,
     progress: Callable[[str, float, float], None],
 ) -> list[Served]:
-    """Start one server after the other, and ask each for ``steps`` tokens of as many sessions as are given, in turn."""
+    """Start one server after the other, and ask each for ``steps`` tokens of as many sessions as are given, in turn.
+    Raises :class:`Interruption` with the rows, when it is interrupted after the first."""
     most_tokens, most_sessions = max(contexts) + steps + 64, max(sessions)
     servers: list[Server] = [
         Ours(loaded, most_tokens, most_sessions, method, budget, memory)
@@ -81,25 +83,33 @@ def measure_servers(
         kind = server_of(name)
         python = None if kind.engine is None else interpreters.get(kind.engine.python)
         servers.append(kind(loaded, most_tokens, most_sessions, python))
+    cases = [(context, count) for context in contexts for count in sessions]
     rows: list[Served] = []
-    for place, server in enumerate(servers):
-        progress(server.label, place, len(servers))
-        cases = [(context, count) for context in contexts for count in sessions]
-        try:
-            with server.running() as running:
-                _asked(server, running, 16, 1, 2)  # what it does at first only
-                for context, count in cases:
-                    rows.append(_measured(server, running, context, count, steps, memory))
-        except KvkeepError as error:
-            rows += [Served(server.label, *case, error=str(error)) for case in cases]
+    try:
+        for place, server in enumerate(servers):
+            progress(server.label, place, len(servers))
+            before = len(rows)
+            try:
+                with server.running() as running:
+                    _asked(server, running, 16, 1, 2)  # what it does at first only
+                    for context, count in cases:
+                        rows.append(_measured(server, running, context, count, steps, memory))
+            except Exception as error:
+                rows += [Served(server.label, *case, error=reason(error)) for case in cases[len(rows) - before :]]
+    except KeyboardInterrupt:
+        if not rows:
+            raise
+        every = [(server.label, *case) for server in servers for case in cases]
+        rows += [Served(*case, error=INTERRUPTED) for case in every[len(rows) :]]
+        raise Interruption(rows) from None
     return rows
 
 
 def _measured(server: Server, running: Running, context: int, count: int, steps: int, memory: str) -> Served:
     try:
         streams, peak = _asked(server, running, context, count, steps)
-    except KvkeepError as error:
-        return Served(server.label, context, count, error=str(error))
+    except Exception as error:
+        return Served(server.label, context, count, error=reason(error))
     gaps = [after - before for one in streams for before, after in zip(one.times, one.times[1:], strict=False)]
     begin, end = min(one.asked for one in streams), max(one.times[-1] for one in streams)
     return Served(

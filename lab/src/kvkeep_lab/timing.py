@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache import KeepCache
-from kvkeep.errors import KvkeepError, UsageError
+from kvkeep.errors import UsageError
 from kvkeep.memory.meter import Memory
-from kvkeep.plugins import first_line
 from kvkeep.stock import STOCK, memory_of, new_cache
 from kvkeep_lab.limits import entry_bytes
-from kvkeep_lab.partial import INTERRUPTED, Interruption
+from kvkeep_lab.partial import INTERRUPTED, Interruption, reason
 
 NAIVE = "naive"
 """No cache: the whole sequence is computed again for every token."""
@@ -133,10 +132,8 @@ def run(
                 continue
             try:
                 _measure(model, case, own, steps, patience_s, CLOCKS[clock])
-            except KvkeepError as error:
-                own.error = str(error)
-            except Exception as error:  # a fault of a method, perhaps of another package, leaves the others their rows
-                own.error = f"{first_line(error)}."
+            except Exception as error:
+                own.error = reason(error)
     except KeyboardInterrupt:
         for own in taken:
             own.error = own.error or ("" if own.steps else INTERRUPTED)

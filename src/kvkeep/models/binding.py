@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
@@ -38,7 +39,7 @@ _ALONG_SEQUENCE = (
     "per_layer_inputs",
 )
 _LOCK = threading.RLock()
-"""Of binding: threads may make a model's first caches at once."""
+"""Of binding and unbinding: threads may make a model's first caches at once."""
 _BY_LAYER = ("output_hidden_states", "output_attentions", "output_router_logits")  # outputs of each layer
 _GOES_ON = "A cache goes on with the text that it has read; call reset() before another one, or make a cache for each."
 # Last positions whose outputs the caller uses (0: all), set by the outermost forward.
@@ -126,7 +127,8 @@ class Binding:
             setattr(model, PREPARE, partial(_prepare, model))
 
     def stream(self) -> Adapter:
-        """Register streamed attention and the hooks of the layers' residuals."""
+        """Register streamed attention and the hooks of the layers' residuals: all of it, or after an error or an
+        interrupt none."""
         if self.adapter is not None:
             return self.adapter
         model, layers = self.model, layers_of(self.decoder)
@@ -136,27 +138,34 @@ class Binding:
                 f"'{type(model).__name__}' runs '{before}' attention; bounded caches stream theirs beside SDPA. Load "
                 "it with attn_implementation='sdpa', or use method 'full' if it does not support that."
             )
-        model.set_attn_implementation(NAME)
-        if model.config._attn_implementation != NAME:
-            raise UnsupportedModelError(
-                f"'{type(model).__name__}' does not take its attention from transformers' attention interface, so no "
-                "bounded cache can stream it; use method 'full'."
-            )
-        self._handles += [
-            layer.register_forward_pre_hook(partial(_entering, index), with_kwargs=True)
-            for index, layer in enumerate(layers)
-        ]
-        self.adapter = Adapter(model)
+        handles: list[RemovableHandle] = []
+        try:
+            model.set_attn_implementation(NAME)
+            if model.config._attn_implementation != NAME:
+                raise UnsupportedModelError(
+                    f"'{type(model).__name__}' does not take its attention from transformers' attention interface, so "
+                    "no bounded cache can stream it; use method 'full'."
+                )
+            for index, layer in enumerate(layers):
+                handles.append(layer.register_forward_pre_hook(partial(_entering, index), with_kwargs=True))
+            self.adapter, self._handles = Adapter(model), self._handles + handles
+        except BaseException:
+            self._restore(handles)
+            raise
         return self.adapter
 
     def undo(self) -> None:
         """Remove the hooks and restore stock attention."""
-        for handle in self._handles:
-            handle.remove()
-        if self.adapter is not None:
-            self.model.set_attn_implementation("sdpa")
+        self._restore(self._handles)
         vars(self.model).pop(PREPARE, None)
         del self.model._kvkeep_binding
+
+    def _restore(self, handles: list[RemovableHandle]) -> None:
+        """Remove ``handles`` and restore stock attention."""
+        for handle in handles:
+            handle.remove()
+        if self.model.config._attn_implementation == NAME:
+            self.model.set_attn_implementation("sdpa")
 
 
 def watch(model: Any) -> Binding:
@@ -177,8 +186,9 @@ def bind(model: Any) -> Adapter:
 
 def unbind(model: Any) -> None:
     """Undo :func:`bind` and :func:`watch`."""
-    if (binding := getattr(model, "_kvkeep_binding", None)) is not None:
-        binding.undo()
+    with _LOCK:
+        if (binding := getattr(model, "_kvkeep_binding", None)) is not None:
+            binding.undo()
 
 
 def _entering(index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -107,8 +107,10 @@ class Pace:
             whole = name in _DEFAULTS
             if type(number) not in ((int,) if whole else (int, float)) or not 0 < number < math.inf:
                 raise ValueError(f"'{name}' is a {'whole ' if whole else ''}number above 0")
-        for tokens, size in lines["held"].points:
-            if size > lines["granted"](tokens):
+        longest = numbers.get("longest", cls.longest)
+        corners = {tokens for name in ("held", "granted") for tokens, _ in lines[name].points if tokens < longest}
+        for tokens in sorted(corners | {longest}):  # between these both are straight
+            if lines["held"](tokens) > lines["granted"](tokens):
                 raise ValueError(f"more is held than granted at {tokens:g} tokens")
         checked: dict[str, Any] = {"name": given["name"], **lines, **numbers}
         return cls(**checked)

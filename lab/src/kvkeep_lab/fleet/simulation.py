@@ -17,7 +17,7 @@ import math
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from random import Random
 from typing import Any
 
@@ -26,6 +26,8 @@ from kvkeep_lab.fleet.outcome import Outcome, bucket, percentiles, spread
 from kvkeep_lab.fleet.pace import Pace
 from kvkeep_lab.fleet.parts import Clock, Replica, Ring, Session, Transfer
 from kvkeep_lab.fleet.scenario import BOUND, Scenario
+
+_OUTDATED = 8  # entries of the heap by load for each replica, before it is made anew
 
 
 class Simulation:
@@ -46,7 +48,7 @@ class Simulation:
         self.retrying: set[Session] = set()
         self.now, self.order, self.load, self.number, self.alive = 0.0, 0, 0, 0, 0
         self._events: list[tuple[float, int, Callable[[Any], None], Any]] = []
-        self._least: list[tuple[int, float, int, Replica]] = []  # by load; outdated ones are skipped
+        self._least: list[tuple[int, float, Replica]] = []  # a heap by load; those of another load are skipped
         self._own: dict[int, float] = {}
         self._chunk_s = pace.reading(pace.chunk, pace.chunk)  # one more, in a step that has its weights in any case
         self._reset()
@@ -97,7 +99,7 @@ class Simulation:
         for session in self.retrying.union(*(replica.sessions for replica in self.replicas)):
             if not session.told and session.asked >= self.since:
                 self.first_token.append(self.now - session.asked)
-            if session.lost is not None:
+            if session.lost is not None and session.lost >= self.since:
                 self.recovered.append(self.now - session.lost)
         busy = sum(replica.busy for replica in self.replicas)
         return Outcome(
@@ -185,8 +187,8 @@ class Simulation:
         if route == "bounded":
             return self.ring.pick(session.hash, math.ceil(BOUND * self.load / max(1, self.there)))
         while self._least:
-            load, _, life, replica = self._least[0]
-            if replica.seen and replica.load == load and replica.life == life:
+            load, _, replica = self._least[0]
+            if replica.seen and replica.load == load:
                 return replica
             heappop(self._least)
         return None
@@ -194,8 +196,13 @@ class Simulation:
     def _count(self, replica: Replica, more: int) -> None:
         """Count answers of a replica."""
         replica.load += more
-        if self.scenario.route == "least":
-            heappush(self._least, (replica.load, self.random.random(), replica.life, replica))
+        if self.scenario.route != "least":
+            return
+        if len(self._least) < _OUTDATED * len(self.replicas):
+            heappush(self._least, (replica.load, self.random.random(), replica))
+        else:
+            self._least = [(one.load, self.random.random(), one) for one in self.replicas if one.seen]
+            heapify(self._least)
 
     def _retry(self, session: Session) -> None:
         """Let a client ask again once the router has noticed."""
@@ -317,7 +324,8 @@ class Simulation:
             if session.asked >= self.since:
                 self.first_token.append(self.now - session.asked)
         if session.lost is not None:
-            self.recovered.append(self.now - session.lost)
+            if session.lost >= self.since:
+                self.recovered.append(self.now - session.lost)
             session.lost = None
         replica.pasts += self._past_s(session)
         self.order += 1
@@ -410,7 +418,7 @@ class Simulation:
         for session in replica.sessions:
             session.lost = self.now if session.lost is None else session.lost
             self._retry(session)
-        replica.load = 0
+        self._count(replica, -replica.load)
         replica.clear(self.now)
         self._at(self.now + self.scenario.restart, self._restart, replica)
 

@@ -122,7 +122,10 @@ class Bench(EngineStudy):
 
     def measure(self, trial: Trial) -> Benched:
         if self.serve:
-            return Benched([], servers=self._served(trial))
+            try:
+                return Benched([], servers=self._served(trial))
+            except Interruption as stop:
+                raise Interruption(Benched([], servers=stop.found)) from None
         listed = (
             process_cases(self.contexts, self.budget, self.methods)
             if self.process
@@ -131,7 +134,10 @@ class Bench(EngineStudy):
         if self.only is not None:
             listed = [one for one in listed if one.method == STOCK or any(part in one.label for part in self.only)]
         if self.process:
-            return Benched([], processes=measure_each(trial.loaded, listed, self.steps, trial.progress))
+            try:
+                return Benched([], processes=measure_each(trial.loaded, listed, self.steps, trial.progress))
+            except Interruption as stop:
+                raise Interruption(Benched([], processes=stop.found)) from None
         options: dict[str, Any] = {"rounds": self.rounds, "steps": self.steps, "clock": self.clock}
         with self.engines(trial, max(self.contexts) + self.steps) as (engines, notes):
             listed += [case for length in self.contexts for engine in engines for case in engine.cases(length)]
