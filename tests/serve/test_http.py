@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from answering import small
 from conftest import tokenizer
 from families import tiny
 from prometheus_client import Counter, Gauge, Histogram
@@ -210,6 +212,30 @@ def test_what_changes_nothing_is_taken_as_clients_send_it(client: openai.OpenAI,
     answers = [post(address, {**text, "prompt": one}, path=TEXT) for one in ("the river", ["the river"], ids, [ids])]
     assert len({one.json()["choices"][0]["text"] for one in answers}) == 1
     assert "one prompt at a time" in post(address, {**text, "prompt": ["a", "b"]}, path=TEXT).text
+
+
+def test_no_request_names_a_file_but_for_the_servers_own_method(address: str, tmp_path: Path) -> None:
+    """Whatever is there, the answer is the same, and nothing is opened: who opens a pipe waits for its writer."""
+    there, pipe, scores = tmp_path / "there", tmp_path / "pipe", tmp_path / "scores"
+    there.write_text("another-key\n")
+    os.mkfifo(pipe)
+    text = {"model": "tiny", "prompt": "the river", "max_tokens": 2}
+    for path, asked in ((CHAT, BODY), (TEXT, text), (TEXT, text | {"stream": True})):
+        for own in ({}, {"session": "of-files"}):
+            told = set()
+            for place in (there, pipe, tmp_path / "nowhere", "/dev/zero"):
+                kind = own | {"method": f"duo-attention:scores={place}", "budget": 64}
+                error = (found := post(address, asked | {"kvkeep": kind}, path=path)).json()["error"]
+                assert found.status_code == 400 and error["param"] == "kvkeep.method"
+                told.add(error["message"])
+            assert len(told) == 1 and "may name a file" in told.pop()
+    scores.write_text("0.9 0.1\n0.2 0.8\n0.3 0.1\n0.7 0.2\n")
+    kind = {"method": f"duo-attention:scores={scores}", "budget": 64}
+    with serving(engine=Engine(small(), 10**8, **kind)) as (own, _):  # type: ignore[arg-type]
+        for said in ({}, kind):
+            assert post(own, BODY | {"kvkeep": said}).status_code == 200
+        other = post(own, BODY | {"kvkeep": kind | {"method": f"{kind['method']}x"}}).json()["error"]
+        assert "may name a file" in other["message"]
 
 
 def test_texts_are_refused_by_their_fields_too(address: str) -> None:

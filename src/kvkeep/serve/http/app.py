@@ -107,7 +107,7 @@ class Server:
         """Return the answer to a request, whole or as a stream. A client that leaves cancels it."""
         owner, cache = request.state.owner, asked.cache()
         name = None if asked.kvkeep.session is None else (owner, asked.kvkeep.session)
-        await asyncio.to_thread(_check, name, cache)
+        await asyncio.to_thread(self._check, name, cache)
         ask = asked.ask(prompt, self.most(asked.most, prompt, cache), asked.likeliest)
         chat, told = isinstance(asked, ChatRequest), asked.likeliest is not None
         reply = Reply(self.name, chat, told, self.decoded, self.metrics.rejected)
@@ -124,17 +124,18 @@ class Server:
         finally:
             answer.leave()
 
-
-def _check(name: tuple[str, str] | None, cache: dict[str, Any]) -> None:
-    """Raise Refused, by its field, for what no model could make right of a session's name, method and budget."""
-    if name is not None:
-        with by_field("kvkeep.session"):
-            Sessions.check_name(name)
-    if cache:
-        with by_field("kvkeep.method"):
-            resolve(cache.get("method", "full"))
-        with by_field("kvkeep.budget"):
-            CacheRequest.parse(**cache)
+    def _check(self, name: tuple[str, str] | None, cache: dict[str, Any]) -> None:
+        """Raise Refused, by its field, for what no model could make right of a session's name, method and budget, and
+        for a method that may name a file, unless it is the server's own."""
+        if name is not None:
+            with by_field("kvkeep.session"):
+                Sessions.check_name(name)
+        if cache:
+            method = cache.get("method", "full")
+            with by_field("kvkeep.method"):
+                resolve(method, files=method == CacheRequest.parse(**self.engine.cache).method.name)
+            with by_field("kvkeep.budget"):
+                CacheRequest.parse(**cache)
 
 
 async def _closing(text: AsyncIterator[str], answer: Asked) -> AsyncIterator[str]:
