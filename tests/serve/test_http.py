@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from answering import small
 from conftest import tokenizer
 from families import tiny
 from prometheus_client import Counter, Gauge, Histogram
-from running import ASK, BODY, CHAT, KEYS, TEXT, bearer, figures, post, program, serving, streamed
+from running import ASK, BODY, CHAT, KEYS, TEXT, bearer, figures, held, post, program, serving, streamed
 
 import kvkeep
 from kvkeep import KeepCache
@@ -107,6 +108,33 @@ def test_tokens_of_probabilities_are_the_text_up_to_a_stop_string_and_no_end(
     tokens, offsets = found["logprobs"]["tokens"], found["logprobs"]["text_offset"]
     assert found["finish_reason"] == "stop" and len(tokens) == whole.tokens.index(end) > 2
     assert "".join(tokens) == found["text"] and offsets == [len("".join(tokens[:n])) for n in range(len(tokens))]
+
+
+def test_a_stream_with_probabilities_goes_on_while_a_text_is_tokenized(
+    server: tuple[str, Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop does not wait for the tokenizer, which a worker uses."""
+    (address, engine), begun, gate, waited = server, threading.Event(), threading.Event(), list[bool]()
+
+    def slow(*given: Any) -> list[int]:
+        begun.set()
+        waited.append(gate.wait(10))
+        return [1]
+
+    asked = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 40, "temperature": 0, "logprobs": 2}
+    with streamed(address, asked, path=TEXT) as found:
+        lines = found.iter_lines()
+        next(lines)
+        with held(engine):
+            monkeypatch.setattr("kvkeep.serve.http.app.encode", slow)
+            other = threading.Thread(target=post, args=(address, {"messages": ASK}), kwargs={"path": "/tokenize"})
+            other.start()
+            assert begun.wait(10)
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+        assert httpx.get(f"{address}/health").status_code == 200 and not waited
+    gate.set()
+    other.join()
+    assert waited == [True]
 
 
 def test_a_session_is_its_keys_own(address: str) -> None:
@@ -212,6 +240,15 @@ def test_what_changes_nothing_is_taken_as_clients_send_it(client: openai.OpenAI,
     answers = [post(address, {**text, "prompt": one}, path=TEXT) for one in ("the river", ["the river"], ids, [ids])]
     assert len({one.json()["choices"][0]["text"] for one in answers}) == 1
     assert "one prompt at a time" in post(address, {**text, "prompt": ["a", "b"]}, path=TEXT).text
+
+
+def test_an_answer_that_no_cache_can_hold_is_refused_where_positions_do_not_run_out(address: str) -> None:
+    kind = {"method": "streaming-llm", "budget": 64}
+    for path, asked in ((CHAT, BODY), (TEXT, {"model": "tiny", "prompt": "the river"})):
+        error = post(address, asked | {"max_tokens": 2**31 + 5, "kvkeep": kind}, path=path).json()["error"]
+        assert error["param"] == "max_tokens" and error["code"] == "invalid_value"
+        assert error["message"] == "An answer has at most 2147483648 tokens, and not 2147483653; ask for fewer."
+        assert post(address, asked | {"max_tokens": 2, "kvkeep": kind}, path=path).status_code == 200
 
 
 def test_no_request_names_a_file_but_for_the_servers_own_method(address: str, tmp_path: Path) -> None:

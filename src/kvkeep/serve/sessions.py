@@ -9,8 +9,8 @@ engine's thread, as a method may run the model for it (``h2o-fisher`` and ``duo-
 Where several servers share the folder, a session's file is closed whenever nobody is answered, so that any of them can
 go on with it. What is in memory counts as long as nobody else has written to the file.
 
-The engine's thread calls the methods, but for ``by_name`` and ``check_name``, which any thread may call. What they queue
-is done in the thread of files. ``park`` saves and closes in the engine's thread, where nothing is queued of the session
+The engine's thread calls the methods, but for ``by_name`` and ``check_name``, which any thread may. What they queue is
+done in the thread of files. ``park`` saves and closes in the engine's thread, where nothing is queued of the session
 but the close of its file. What a file fails by is its session's, and never the engine's.
 """
 
