@@ -212,7 +212,7 @@ def test_a_folder_that_cannot_be_looked_through_ends_nothing(
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(places, "EVERY_S", 0.0)
-    for name in ("total_bytes", "evict"):
+    for name in ("over_quota", "evict"):
         monkeypatch.setattr(SessionStore, name, broken)
     engine = serving(folder=tmp_path, quota=10**6, age=10**6)
     client = Client(engine, text(40, 1), name=("me", "talk"), **H2O)

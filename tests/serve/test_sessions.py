@@ -295,6 +295,7 @@ def test_quota_and_age_are_kept_but_never_against_an_answer(tmp_path: Path, monk
         run(engine)
     left = {info.name for info in SessionStore(tmp_path).sessions()}
     assert "me/4" in left and "me/0" not in left and SessionStore(tmp_path).total_bytes() <= 150_000
+    assert {f"me/{name}" for _, name in engine.sessions.memory} == left  # what may stay in the folder does in memory
     monkeypatch.setattr(places, "EVERY_S", 10**9)
     engine.close()
     old = serving(tmp_path, age=0.0)
@@ -357,6 +358,24 @@ def refused(engine: Engine, ids: list[int], how: str, monkeypatch: pytest.Monkey
     engine._admission._refused = None
     client.job.cancel()
     return client
+
+
+@pytest.mark.parametrize("limit", [{"quota": 1}, {"age": 0.0}])
+def test_what_has_no_file_is_not_of_the_folder(
+    limit: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(places, "EVERY_S", 0.0)
+    engine = serving(tmp_path, **limit)
+    ids = text(64, 1)
+    one = Client(engine, ids, method="full")
+    told(engine, text(40, 2), "talk", method="full")
+    for _ in range(3):
+        run(engine)
+    assert ("me", "talk") not in engine.sessions.memory and not [*tmp_path.rglob("*.session")]
+    two = Client(engine, [*ids, *one.ended.tokens, 5], method="full")
+    run(engine)
+    assert two.ended.cached == len(ids) + one.ended.written - 1
+    engine.close()
 
 
 @pytest.mark.parametrize("away", [False, True])

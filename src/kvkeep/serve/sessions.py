@@ -154,7 +154,7 @@ class Sessions:
         self._gone: dict[Name, str] = {}  # what those in files should know that made way without their last turn
         self._looked = 0.0
         self.freed = 0  # bytes, of what is parked and of buffers that grew
-        self._over: Future[bool] | None = None  # whether the folder is over its quota, as long as it is looked at
+        self._over: Future[list[str]] | None = None  # what is over the folder's quota, as long as it is looked at
 
     @staticmethod
     def check_name(name: Name) -> None:
@@ -287,17 +287,18 @@ class Sessions:
 
     def look(self) -> None:
         """Keep quota and age, now and then: what is over them and idle is parked, and removed from the folder, which is
-        looked through in the thread of files."""
+        looked through in the thread of files. What has no file is not of the folder, and stays."""
         store = self.store
         if store is None or (store.quota is None and store.age is None):
             return
         if self._over is None and time.monotonic() - self._looked >= EVERY_S:
-            self._over = self._do(self._is_over)
+            self._over = self._do(self._over_quota)
         if self._over is None or not self._over.done():
             return
         over, self._over, self._looked = self._over.result(), None, time.monotonic()
         for session in self.idle():
-            if over or (store.age is not None and time.time() - session.used > store.age):
+            old = store.age is not None and time.time() - session.used > store.age
+            if session.file is not None and (old or "/".join(session.key) in over):
                 self.park(session)
         self._do(self._evicted)
 
@@ -400,13 +401,13 @@ class Sessions:
         session.past, session.away = Past(saved.cache, saved.ids[0] if saved.ids else ()), False
         self.restored += 1
 
-    def _is_over(self) -> bool:
+    def _over_quota(self) -> list[str]:
         assert self.store is not None
         try:
-            return self.store.quota is not None and self.store.total_bytes() > self.store.quota
+            return self.store.over_quota()
         except OSError as error:
             log.warning("The folder of sessions cannot be looked through: %s", error)
-            return False
+            return []
 
     def _evicted(self) -> None:
         assert self.store is not None
