@@ -196,7 +196,7 @@ def test_a_session_whose_writer_was_killed_while_it_took_it_is_in_the_store(tmp_
     for name in ("me/talk", "me/talk.session.a"):
         with store.open(name) as file:
             file.save({"session.ids": torch.ones(1, 4, dtype=torch.long)}, {"family": "", "method": "", "budget": ""})
-    whole, taken = store.total_bytes(), tmp_path / "me" / shared_journal.TAKEN
+    whole, taken = sum(one.bytes for one in store.sessions()), tmp_path / "me" / shared_journal.TAKEN
 
     def leave() -> None:
         taken.mkdir(exist_ok=True)
@@ -212,7 +212,9 @@ def test_a_session_whose_writer_was_killed_while_it_took_it_is_in_the_store(tmp_
         ("me/talk", 1, None),
     ]
     assert store.sessions("me") == found and store.info("me/talk").used == pytest.approx(now - 100)
-    assert store.total_bytes() == whole and store.read("me/talk").turns == 1
+    for quota, over in ((whole, []), (whole - 1, ["me/talk"]), (0, ["me/talk", "me/talk.session.a"])):
+        assert SessionStore(tmp_path, shared=True, quota=quota).over_quota() == over
+    assert sum(one.bytes for one in found) == whole and store.read("me/talk").turns == 1
     with store.open("me/talk") as file:
         assert file.turns == 1
     leave()

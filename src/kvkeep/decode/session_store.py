@@ -153,14 +153,6 @@ class SessionStore:
                 known.append((facts.st_mtime, facts.st_size, path))
         return sorted(known)
 
-    def total_bytes(self) -> int:
-        """Return the bytes of all sessions together."""
-        total = 0
-        for path in self._paths():
-            with suppress(OSError):  # another program removed it
-                total += self._file(path).stat().st_size
-        return total
-
     def set_aside(self, name: str) -> str:
         """Rename a session that cannot be read, so that a new one can have its name; return its own."""
         path, (owner, slash, word) = self._existing(name), name.rpartition("/")
