@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass, field
-from typing import Any, ClassVar
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, ClassVar, get_type_hints
 
 import pytest
 from families import tiny
@@ -53,6 +53,45 @@ def test_what_is_registered_is_a_method_and_may_be_registered_again() -> None:
         assert spec != "oldest" or all(states[..., :80].all() for states in cache.entry_states())
 
 
+def test_a_parameter_that_may_name_a_file_is_marked_and_can_be_refused() -> None:
+    """Every parameter that is text is either marked or one of a few words; a part of others is refused as our own."""
+
+    class Taught(Oldest):
+        files = ("taught",)
+        taught: str = ""
+
+    class Told(Drop):
+        files = ("told",)
+        told: str = ""
+
+    register("taught", dataclass(frozen=True)(Taught))
+    register("told", dataclass(frozen=True)(Told))
+    words = {"checkpoint": {"kind"}, "merge": {"by"}, "sketch": {"estimate", "by", "keys"}, "tiers": {"without"}}
+    words |= {"streaming-llm": {"positions"}, "kvpress": {"press"}}
+    marked = set()
+    for known in (SELECTORS, FATES, RECALLS):
+        for name, part in known.items():
+            types = get_type_hints(part)
+            text = {one.name for one in fields(part) if types[one.name] not in (int, float)}
+            assert text == {*part.files} | words.get(name, set()), name
+            marked |= {(name, one) for one in part.files}
+    assert marked == {
+        *((name, "scores") for name in ("duo-attention", "h2o-fisher")), ("kvpress", "options"), ("taught", "taught"),
+        ("told", "told"),
+    }  # fmt: skip
+    for name, one in marked - {("kvpress", "options")}:  # whose package need not be here
+        spec = f"h2o+{name}" if name in FATES else name
+        with pytest.raises(UsageError, match=f"The '{one}' of '{name}' may name a file"):
+            resolve(f"{spec}:{one}=/none", files=False)
+        with pytest.raises(UsageError, match="may name a file"):
+            resolve(f"{spec}:{one}=/none+quantize:4" if name in SELECTORS else f"{spec}:/none+pages", files=False)
+        assert resolve(spec, files=False) and resolve(f"{spec}:{one}=/none")
+    register("of-a-spec", type("OfASpec", (Taught,), {"from_spec": classmethod(lambda cls, text: cls(taught=text))}))
+    with pytest.raises(UsageError, match="may name a file"):
+        resolve("of-a-spec:/none", files=False)
+    assert resolve("of-a-spec", files=False)
+
+
 @pytest.mark.parametrize(
     ("name", "part", "words"),
     [
@@ -61,6 +100,7 @@ def test_what_is_registered_is_a_method_and_may_be_registered_again() -> None:
         *((name, Oldest, "cannot be the name of a part") for name in ("peer-oldest", "stock-oldest")),
         ("abstract", Fate, "'Fate' does not implement store"),
         ("selector", Selector, "'Selector' does not say its leaves and source"),
+        ("mismarked", type("Mismarked", (Oldest,), {"files": "few"}), "names of parameters, and not 'f'"),
         ("verified", Drop, "'verified' is the name of another part"),
         *(("thing", part, "no selector, fate, recall or preset") for part in (int, Oldest())),
     ],

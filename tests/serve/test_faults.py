@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -160,6 +161,27 @@ def test_what_is_no_sessions_fault_ends_the_engine(error: Exception) -> None:
         run(engine)
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_an_answer_whose_turn_is_being_saved_when_the_engine_fails_is_told(
+    shared: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, save = serving(folder=tmp_path, shared=shared), places.save_session
+    end = engine._save
+
+    def fail(*given: Any) -> None:
+        end(*given)
+        raise TypeError("a mistake")
+
+    monkeypatch.setattr(places, "save_session", lambda *given, **own: (time.sleep(0.1), save(*given, **own)))
+    monkeypatch.setattr(engine, "_save", fail)
+    client = Client(engine, text(40, 1), name=("me", "talk"), **H2O)
+    engine.start()
+    engine.join()
+    assert isinstance(engine.fault, TypeError) and client.ended.written == NEW
+    (info,) = SessionStore(tmp_path, shared=shared).sessions()
+    assert (info.turns, info.held) == (1, False)
+
+
 def test_who_comes_as_the_engine_ends_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request and a stop come while a step looks whether anything is left."""
     engine, late = serving(), list[Client]()
@@ -190,7 +212,7 @@ def test_a_folder_that_cannot_be_looked_through_ends_nothing(
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(places, "EVERY_S", 0.0)
-    for name in ("total_bytes", "evict"):
+    for name in ("over_quota", "evict"):
         monkeypatch.setattr(SessionStore, name, broken)
     engine = serving(folder=tmp_path, quota=10**6, age=10**6)
     client = Client(engine, text(40, 1), name=("me", "talk"), **H2O)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,11 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from answering import small
 from conftest import tokenizer
 from families import tiny
 from prometheus_client import Counter, Gauge, Histogram
-from running import ASK, BODY, CHAT, KEYS, TEXT, bearer, figures, post, program, serving, streamed
+from running import ASK, BODY, CHAT, KEYS, TEXT, bearer, figures, held, post, program, serving, streamed
 
 import kvkeep
 from kvkeep import KeepCache
@@ -105,6 +108,33 @@ def test_tokens_of_probabilities_are_the_text_up_to_a_stop_string_and_no_end(
     tokens, offsets = found["logprobs"]["tokens"], found["logprobs"]["text_offset"]
     assert found["finish_reason"] == "stop" and len(tokens) == whole.tokens.index(end) > 2
     assert "".join(tokens) == found["text"] and offsets == [len("".join(tokens[:n])) for n in range(len(tokens))]
+
+
+def test_a_stream_with_probabilities_goes_on_while_a_text_is_tokenized(
+    server: tuple[str, Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop does not wait for the tokenizer, which a worker uses."""
+    (address, engine), begun, gate, waited = server, threading.Event(), threading.Event(), list[bool]()
+
+    def slow(*given: Any) -> list[int]:
+        begun.set()
+        waited.append(gate.wait(10))
+        return [1]
+
+    asked = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 40, "temperature": 0, "logprobs": 2}
+    with streamed(address, asked, path=TEXT) as found:
+        lines = found.iter_lines()
+        next(lines)
+        with held(engine):
+            monkeypatch.setattr("kvkeep.serve.http.app.encode", slow)
+            other = threading.Thread(target=post, args=(address, {"messages": ASK}), kwargs={"path": "/tokenize"})
+            other.start()
+            assert begun.wait(10)
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+        assert httpx.get(f"{address}/health").status_code == 200 and not waited
+    gate.set()
+    other.join()
+    assert waited == [True]
 
 
 def test_a_session_is_its_keys_own(address: str) -> None:
@@ -210,6 +240,39 @@ def test_what_changes_nothing_is_taken_as_clients_send_it(client: openai.OpenAI,
     answers = [post(address, {**text, "prompt": one}, path=TEXT) for one in ("the river", ["the river"], ids, [ids])]
     assert len({one.json()["choices"][0]["text"] for one in answers}) == 1
     assert "one prompt at a time" in post(address, {**text, "prompt": ["a", "b"]}, path=TEXT).text
+
+
+def test_an_answer_that_no_cache_can_hold_is_refused_where_positions_do_not_run_out(address: str) -> None:
+    kind = {"method": "streaming-llm", "budget": 64}
+    for path, asked in ((CHAT, BODY), (TEXT, {"model": "tiny", "prompt": "the river"})):
+        error = post(address, asked | {"max_tokens": 2**31 + 5, "kvkeep": kind}, path=path).json()["error"]
+        assert error["param"] == "max_tokens" and error["code"] == "invalid_value"
+        assert error["message"] == "An answer has at most 2147483648 tokens, and not 2147483653; ask for fewer."
+        assert post(address, asked | {"max_tokens": 2, "kvkeep": kind}, path=path).status_code == 200
+
+
+def test_no_request_names_a_file_but_for_the_servers_own_method(address: str, tmp_path: Path) -> None:
+    """Whatever is there, the answer is the same, and nothing is opened: who opens a pipe waits for its writer."""
+    there, pipe, scores = tmp_path / "there", tmp_path / "pipe", tmp_path / "scores"
+    there.write_text("another-key\n")
+    os.mkfifo(pipe)
+    text = {"model": "tiny", "prompt": "the river", "max_tokens": 2}
+    for path, asked in ((CHAT, BODY), (TEXT, text), (TEXT, text | {"stream": True})):
+        for own in ({}, {"session": "of-files"}):
+            told = set()
+            for place in (there, pipe, tmp_path / "nowhere", "/dev/zero"):
+                kind = own | {"method": f"duo-attention:scores={place}", "budget": 64}
+                error = (found := post(address, asked | {"kvkeep": kind}, path=path)).json()["error"]
+                assert found.status_code == 400 and error["param"] == "kvkeep.method"
+                told.add(error["message"])
+            assert len(told) == 1 and "may name a file" in told.pop()
+    scores.write_text("0.9 0.1\n0.2 0.8\n0.3 0.1\n0.7 0.2\n")
+    kind = {"method": f"duo-attention:scores={scores}", "budget": 64}
+    with serving(engine=Engine(small(), 10**8, **kind)) as (own, _):  # type: ignore[arg-type]
+        for said in ({}, kind):
+            assert post(own, BODY | {"kvkeep": said}).status_code == 200
+        other = post(own, BODY | {"kvkeep": kind | {"method": f"{kind['method']}x"}}).json()["error"]
+        assert "may name a file" in other["message"]
 
 
 def test_texts_are_refused_by_their_fields_too(address: str) -> None:

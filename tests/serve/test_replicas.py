@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 from collections import Counter
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +21,8 @@ from living import descendants
 from running import KEYS, figures, post, program
 
 import kvkeep
+from kvkeep.cli.serve import replicated
+from kvkeep.cli.serve.listening import Listening
 from kvkeep.decode.session_store import SessionStore
 from kvkeep.decode.shared_journal import TAKEN
 from kvkeep.errors import KvkeepError, SessionBusy, UsageError
@@ -281,6 +283,39 @@ def test_what_serve_knows_of_replicas_is_told(monkeypatch: pytest.MonkeyPatch) -
     assert answered(None) == 1 and min(grants) > 2
 
 
+def test_proxies_that_a_cluster_has_are_told_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("ray")
+    own = SimpleNamespace(host="0.0.0.0", port=8123, ssl_certfile=None, ssl_keyfile=None)
+    context = SimpleNamespace(_get_global_client=lambda: SimpleNamespace(http_config=own))
+    ran = list[Any]()
+    serve: Any = SimpleNamespace(start=lambda **given: None, run=lambda *given, **named: ran.append(1), context=context)
+    monkeypatch.setattr(replicas_module, "ray_serve", lambda: serve)
+    monkeypatch.setattr(replicas_module, "bound", lambda *given: None)
+    monkeypatch.setattr(replicas_module, "cluster", lambda *given: nullcontext())
+    monkeypatch.setattr(replicas_module, "lacking", dict)
+    service: Any = SimpleNamespace(memory=10**6, model="tiny", cache={"method": "full"})
+
+    def said(**given: Any) -> str:
+        asked = Listening(**{"host": "127.0.0.1", "port": 8000, **given})
+        replicated.answer(service, Scale.parse("2", 1, 8), "auto", asked, 0.0, [])
+        return capsys.readouterr().err
+
+    tls = {"ssl_certfile": "a.pem", "ssl_keyfile": "a.key"}
+    told = said()
+    assert "http://127.0.0.1:8123/v1" in told and "--host and --port do not change that" in told
+    assert "do not change" not in said(host="0.0.0.0", port=8123)
+    with pytest.raises(UsageError, match="proxies that speak HTTP, which --certificate"):
+        said(tls=tls)
+    own.ssl_certfile, own.ssl_keyfile = "b.pem", "b.key"
+    with pytest.raises(UsageError, match="HTTPS by other files"):
+        said(tls=tls)
+    assert len(ran) == 2  # and nothing was replaced
+    own.ssl_certfile, own.ssl_keyfile = tls.values()
+    assert "https://127.0.0.1:8123/v1" in said(tls=tls) and "https://" in said()
+
+
 def test_what_cannot_be_replicated_is_one_sentence(
     run: Any, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -289,6 +324,8 @@ def test_what_cannot_be_replicated_is_one_sentence(
         (("--ray", "auto"), "are for --replicas"),
         (("--replicas", "none"), "is no number of replicas"),
         (("--replicas", "2", "--ray", "auto"), "give --sessions"),
+        (("--replicas", "2", "--ray", "auto", "--sessions", str(tmp_path), "--port", "0"), "name one, and not 0"),
+        (("--replicas", "2", "--ray", "auto", "--sessions", str(tmp_path), "--grace", "10"), "leave --grace out"),
     ):
         code, _, err = run(*common, *wrong)
         assert code == 2 and sentence in err and "Traceback" not in err

@@ -15,8 +15,10 @@ from families import tiny
 from kvkeep import KeepCache, SessionError, UsageError
 from kvkeep.decode import session_file
 from kvkeep.decode.past import Past
+from kvkeep.decode.session import load_session, request_of
 from kvkeep.decode.session_store import SessionStore
-from kvkeep.errors import SessionBusy
+from kvkeep.errors import KvkeepError, SessionBusy, SessionDamaged
+from kvkeep.serve import engine as passes
 from kvkeep.serve import sessions as places
 from kvkeep.serve.batch import Batch
 from kvkeep.serve.engine import Engine
@@ -291,8 +293,10 @@ def test_quota_and_age_are_kept_but_never_against_an_answer(tmp_path: Path, monk
         time.sleep(0.02)
     for _ in range(3):  # one to look, one to remove what is over
         run(engine)
-    left = {info.name for info in SessionStore(tmp_path).sessions()}
-    assert "me/4" in left and "me/0" not in left and SessionStore(tmp_path).total_bytes() <= 150_000
+    kept = SessionStore(tmp_path).sessions()
+    left = {info.name for info in kept}
+    assert "me/4" in left and "me/0" not in left and sum(info.bytes for info in kept) <= 150_000
+    assert {f"me/{name}" for _, name in engine.sessions.memory} == left  # what may stay in the folder does in memory
     monkeypatch.setattr(places, "EVERY_S", 10**9)
     engine.close()
     old = serving(tmp_path, age=0.0)
@@ -303,3 +307,127 @@ def test_quota_and_age_are_kept_but_never_against_an_answer(tmp_path: Path, monk
         run(old)
     assert not [*tmp_path.rglob("*.session")]
     old.close()
+
+
+# -- a folder that several servers share ------------------------------------------------------------------
+
+
+def closing_slowly(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Let files be closed slowly; how many closes each one began beside, itself included."""
+    real, under_way, found = session_file.SessionFile.close, list[Any](), list[int]()
+
+    def close(file: session_file.SessionFile) -> None:
+        under_way.append(file)
+        found.append(len(under_way))
+        time.sleep(0.05)
+        real(file)
+        under_way.remove(file)
+
+    monkeypatch.setattr(session_file.SessionFile, "close", close)
+    return found
+
+
+def refused(engine: Engine, ids: list[int], how: str, monkeypatch: pytest.MonkeyPatch) -> Client:
+    """An answer of a session that is not going to be given, so far that it may be refused with the next step."""
+    sessions, key = engine.sessions, ("me", "talk")
+    if how == "of another kind":
+        return Client(engine, ids, name=key, method="tova", budget=99)
+    if how == "too large":
+        return Client(engine, ids, 10**8, name=key)
+    if how == "fails":
+        forward, recover = passes.forward, Past.recover
+
+        def fail(model: Any, reads: list[Any]) -> list[Any]:
+            cache = sessions.memory[key].cache if key in sessions.memory else None
+            found, own = forward(model, reads), [read.cache is cache for read in reads]
+            if any(own):
+                monkeypatch.setattr(passes, "forward", forward)
+            return [RuntimeError("no luck") if mine else one for mine, one in zip(own, found, strict=True)]
+
+        def reset(past: Past, known: list[int]) -> None:  # the worst that may be
+            monkeypatch.setattr(Past, "recover", recover)
+            past.cache.reset()
+
+        monkeypatch.setattr(passes, "forward", fail)
+        monkeypatch.setattr(Past, "recover", reset)
+        return Client(engine, ids, name=key)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.arbiter, "grants", lambda *given: False)
+        client = Client(engine, ids, name=key)
+        while key not in sessions.memory or not sessions.is_open(sessions.memory[key]):
+            engine.step()
+    engine._admission._refused = None
+    client.job.cancel()
+    return client
+
+
+@pytest.mark.parametrize("limit", [{"quota": 1}, {"age": 0.0}])
+def test_what_has_no_file_is_not_of_the_folder(
+    limit: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(places, "EVERY_S", 0.0)
+    engine = serving(tmp_path, **limit)
+    ids = text(64, 1)
+    one = Client(engine, ids, method="full")
+    told(engine, text(40, 2), "talk", method="full")
+    for _ in range(3):
+        run(engine)
+    assert ("me", "talk") not in engine.sessions.memory and not [*tmp_path.rglob("*.session")]
+    two = Client(engine, [*ids, *one.ended.tokens, 5], method="full")
+    run(engine)
+    assert two.ended.cached == len(ids) + one.ended.written - 1
+    engine.close()
+
+
+@pytest.mark.parametrize("away", [False, True])
+@pytest.mark.parametrize("how", ["of another kind", "too large", "is cancelled", "fails"])
+def test_an_answer_that_is_refused_costs_the_next_one_nothing(
+    how: str, away: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next one waits already, the session is away or in memory, and a third one writes, so that steps do not wait
+    for files."""
+    engine, parts, kind = serving(tmp_path, shared=True), turns(2), METHODS[0]
+    one = told(engine, parts[0], "talk", **kind)
+    if away:
+        engine.close()
+        engine = serving(tmp_path, shared=True)
+    closing_slowly(monkeypatch)
+    Client(engine, text(30, 9), 120)
+    engine.step()
+    ids = [*parts[0], *one.ended.tokens, *parts[1]]
+    bad, two = refused(engine, ids, how, monkeypatch), Client(engine, ids, NEW, name=("me", "talk"))
+    run(engine)
+    assert not bad.events[-1].written if how == "is cancelled" else isinstance(bad.events[-1], KvkeepError)
+    assert two.ended.cached == len(ids) - len(parts[1]) - 1
+    assert [[*one.ended.tokens], [*two.ended.tokens]] == alone(parts[:2], kind)
+    assert engine.sessions.facts("me")["talk"]["note"] is None
+    (info,) = SessionStore(tmp_path, shared=True).sessions()
+    assert (info.name, info.turns, info.held, info.problem) == ("me/talk", 2, False, None)
+    engine.close()
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["talk.session"]
+
+
+def test_a_file_that_is_being_closed_is_not_closed_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, parts = serving(tmp_path, shared=True), turns(1)
+    told(engine, parts[0], "talk", **METHODS[0])
+    begun = closing_slowly(monkeypatch)
+    Client(engine, text(30, 9), 200)
+    engine.step()
+    refused(engine, parts[0], "of another kind", monkeypatch)
+    while not begun:
+        engine.step()
+    assert engine.sessions.drop(("me", "talk"))
+    SessionStore(tmp_path, shared=True).remove("me/talk")
+    engine.close()
+    assert len(begun) > 1 and {*begun} == {1}
+
+
+def test_a_closed_file_is_not_taken_for_a_damaged_one(tmp_path: Path) -> None:
+    engine, path = serving(tmp_path), tmp_path / "me" / "talk.session"
+    told(engine, text(20, 1), "talk", method="full")
+    engine.close()
+    with session_file.SessionFile(path, writing=True) as file:
+        cache = KeepCache(tiny("llama"), request=request_of(file, tiny("llama")))
+    with pytest.raises(SessionError, match="closed while it was read; ask again") as error:
+        load_session(file, tiny("llama"), cache=cache)
+    assert not isinstance(error.value, SessionDamaged)

@@ -220,3 +220,8 @@ def test_settings_are_understood_or_refused_by_name(tmp_path: Path) -> None:
     ):
         with pytest.raises(UsageError, match=said):
             Options.parse(wrong)
+    options = Options.parse({"quota": 100, "queue": 50})
+    options.check(50, 100)
+    for block, said in (((50, 101), "quota of 100 bytes holds no block of 101"), ((51, 9), "queue of 50 bytes holds")):
+        with pytest.raises(UsageError, match=said):
+            options.check(*block)

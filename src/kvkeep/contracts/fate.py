@@ -40,7 +40,8 @@ class Fate(ABC):
     all tokens are needed. work: whose overhead a step has (:data:`kvkeep.plan.machine.LAYERS`), the selector's where it
     is none of those. leaves: who leaves, where that is the fate's to say. readings: how often a chunk of a prompt is
     read, passes back through the model included; gradients: there are such. keeps, merges, makes_room: as of the store
-    it makes. across_heads: what becomes of an entry of one KV head depends on others.
+    it makes. across_heads: what becomes of an entry of one KV head depends on others. files: parameters that may name
+    files of this machine, which no request to a server may give.
     """
 
     label: ClassVar[str]
@@ -57,6 +58,7 @@ class Fate(ABC):
     merges: ClassVar[bool] = False
     makes_room: ClassVar[bool] = False
     across_heads: ClassVar[bool] = False
+    files: ClassVar[Sequence[str]] = ()
 
     @property
     def kind(self) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -83,7 +83,8 @@ class Recall(ABC):
     fate's. backed: it needs every entry in a checkpoint. reads_single: it brings back single entries, so none may be
     merged into others. place: where its checkpoints are by default, None: as for every method. loses: it goes on where
     a checkpoint of limited capacity has lost entries. drafts: it decodes in rounds of draft and verify.
-    across_heads: what comes back in one KV head depends on others.
+    across_heads: what comes back in one KV head depends on others. files: parameters that may name files of this
+    machine, which no request to a server may give.
     """
 
     label: ClassVar[str]
@@ -95,6 +96,7 @@ class Recall(ABC):
     loses: ClassVar[bool] = False
     drafts: ClassVar[bool] = False
     across_heads: ClassVar[bool] = False
+    files: ClassVar[Sequence[str]] = ()
 
     def tail(self, entries: int) -> int:
         """Return how many of a budget's ``entries`` are for tokens that wait for a decision, 0 where none does."""

@@ -73,7 +73,8 @@ class Selector(ABC):
     themselves. of_any_layer: lanes of several layers may be shown to it as rows of one. may_tie: several entries may
     well rank the same; the oldest of them leaves first. across_heads: what leaves in one KV head depends on others.
     reduce: how the attention of several queries and heads becomes one number: "sum" over queries of the mean over
-    heads, or "max" over both.
+    heads, or "max" over both. files: parameters that may name files of this machine, which no request to a server may
+    give.
     """
 
     leaves: ClassVar[str]
@@ -87,6 +88,7 @@ class Selector(ABC):
     may_tie: ClassVar[bool] = False
     across_heads: ClassVar[bool] = False
     reduce: ClassVar[str] = "sum"
+    files: ClassVar[Sequence[str]] = ()
 
     @property
     def budgeted(self) -> bool:

@@ -198,6 +198,8 @@ def _restored(file: SessionFile, model: Any, tokenizer: str | None, cache: KeepC
     except KvkeepError:
         raise
     except Exception as error:  # restoring malformed tensors may raise anything
+        if file.closed:
+            raise SessionError("its file was closed while it was read; ask again.") from error
         raise _odd(f"its tensors are not those of a cache of method '{cache.method.name}'") from error
     return Session(cache, file.tensor(NAME_OF_IDS).tolist(), about["notes"], about["tokenizer"])
 

@@ -121,14 +121,9 @@ class SessionStore:
     def evict(self) -> list[str]:
         """Remove sessions older than the age, and then the least recently used ones until all are within the quota;
         never one that is open for writing. Return their names."""
-        known: list[tuple[float, int, Path]] = []
-        gone: list[str] = []
-        for path in self._paths():
-            with suppress(OSError):  # another program was first
-                facts = self._file(path).stat()
-                known.append((facts.st_mtime, facts.st_size, path))
-        total, now = sum(size for _, size, _ in known), time.time()
-        for used, size, path in sorted(known):
+        known, now, gone = self._by_use(), time.time(), list[str]()
+        total = sum(size for _, size, _ in known)
+        for used, size, path in known:
             old = self.age is not None and now - used > self.age
             if old or (self.quota is not None and total > self.quota):
                 with suppress(SessionError):  # one that cannot be removed keeps no other one
@@ -137,13 +132,26 @@ class SessionStore:
                         gone.append(self._name(path))
         return gone
 
-    def total_bytes(self) -> int:
-        """Return the bytes of all sessions together."""
-        total = 0
+    def over_quota(self) -> list[str]:
+        """Return the names of the least recently used sessions, open or not, without which the others are within the
+        quota."""
+        known, gone = self._by_use(), list[str]()
+        total = sum(size for _, size, _ in known)
+        for _, size, path in known:
+            if self.quota is None or total <= self.quota:
+                break
+            total -= size
+            gone.append(self._name(path))
+        return gone
+
+    def _by_use(self) -> list[tuple[float, int, Path]]:
+        """Return when each session was used, its bytes and its path, the least recently used first."""
+        known: list[tuple[float, int, Path]] = []
         for path in self._paths():
-            with suppress(OSError):  # another program removed it
-                total += self._file(path).stat().st_size
-        return total
+            with suppress(OSError):  # another program was first
+                facts = self._file(path).stat()
+                known.append((facts.st_mtime, facts.st_size, path))
+        return sorted(known)
 
     def set_aside(self, name: str) -> str:
         """Rename a session that cannot be read, so that a new one can have its name; return its own."""

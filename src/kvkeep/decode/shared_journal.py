@@ -148,17 +148,17 @@ class SharedWriter(Writer):
         self._placed()
 
     def _take(self, place: Path) -> None:
-        own = self._taken(place)
+        own = file = self._taken(place)
         try:
-            self._start()  # what was committed before it was taken
-            self.before, file = self.mark, own
-            if not self.released:
-                file = self._copy()
-            self._begin()
-        except BaseException:
-            self._put(own, own)
-            raise
-        try:
+            try:
+                self._start()  # what was committed before it was taken
+                self.before = self.mark
+                if not self.released:
+                    file = self._copy()
+                self._begin()
+            except BaseException:
+                self._put(own, own)
+                raise
             self._put(file, own)
         finally:
             if file != own:

@@ -179,31 +179,31 @@ class Method:
         return None
 
 
-def resolve(spec: str) -> Method:
+def resolve(spec: str, *, files: bool = True) -> Method:
     """Return the method that ``spec`` names: a preset's name, ``SELECTOR``, ``SELECTOR+FATE``, ``SELECTOR+FATE+RECALL``
     or ``PRESET+RECALL``, each part with parameters after a colon (``streaming-llm:sinks=8+quantize:4``), and behind it
     ``+oneshot`` where prompts are read at once. Where the fate is left out, what leaves is dropped, or left to the
-    recall.
+    recall. files: parameters that may name files may be given.
 
     Raises UsageError: for an unknown name with the near matches, for parts that mean nothing together with the reason.
     """
     load_plugins()
-    return _resolved(spec)
+    return _resolved(spec, files)
 
 
-def _resolved(spec: str) -> Method:
+def _resolved(spec: str, files: bool = True) -> Method:
     spec = "+".join(map(_current, spec.split("+")))
     first, *rest = spec.split("+")
     name, oneshot = first.partition(":")[0], rest[-1:] == [ONESHOT]
     if oneshot:
         rest.pop()
     recalls = bool(rest) and rest[-1].partition(":")[0] in RECALLS
-    recall: Recall = build("recall", rest.pop(), RECALLS) if recalls else Evicted()
+    recall: Recall = build("recall", rest.pop(), RECALLS, files=files) if recalls else Evicted()
     if name in PRESETS:
-        method = _of_preset(spec, first, PRESETS[name], rest, recall)
+        method = _of_preset(spec, first, PRESETS[name], rest, recall, files)
     elif name in SELECTORS:
-        fate = build("fate", "+".join(rest) if rest else "drop", FATES)
-        method = combined(spec, build("selector", first, SELECTORS), fate, recall)
+        fate = build("fate", "+".join(rest) if rest else "drop", FATES, files=files)
+        method = combined(spec, build("selector", first, SELECTORS, files=files), fate, recall)
     elif name == STOCK:
         raise UsageError(f"'{STOCK}' is transformers' own cache and cannot be used here; 'full' keeps everything, too.")
     else:
@@ -226,12 +226,12 @@ def combined(name: str, selector: Selector, fate: Fate, recall: Recall) -> Metho
     return Method(name, selector, fate, recall, _first_sentence(about), about.source or selector.source)
 
 
-def _of_preset(spec: str, first: str, preset: Preset, rest: list[str], recall: Recall) -> Method:
+def _of_preset(spec: str, first: str, preset: Preset, rest: list[str], recall: Recall, files: bool) -> Method:
     name, _, given = first.partition(":")
     if rest or (preset.closed and given) or (recall.label and preset.recall.label):
         without = "another fate" if rest else "parameters" if given else "another recall"
         raise UsageError(f"'{spec}' is not understood: '{name}' is a method of its own, without {without}.")
-    fate: Any = build("method", first, {name: preset.fate})
+    fate: Any = build("method", first, {name: preset.fate}, files=files)
     own = {key for key, value in vars(fate).items() if value != getattr(preset.fate(), key)}
     fate = replace(fate, **{key: value for key, value in preset.defaults.items() if key not in own})
     return Method(spec, preset.selector, fate, recall if recall.label else preset.recall, preset.summary, preset.source)

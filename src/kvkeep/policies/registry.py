@@ -51,6 +51,7 @@ from kvkeep.policies.selectors.snapkv import SnapKV
 from kvkeep.policies.selectors.streaming_llm import StreamingLLM
 from kvkeep.policies.selectors.tova import Tova
 from kvkeep.policies.selectors.window import InOrder, Window
+from kvkeep.policies.specs import parameters
 
 SELECTORS: dict[str, type[Selector]] = {
     "window": Window,
@@ -256,6 +257,8 @@ def _home(name: str, part: Any) -> dict[str, Any]:
         raise UsageError(f"'{name}' cannot be registered: '{part.__name__}' does not implement {missing}.")
     if unsaid := [field for field in get_annotations(kind) if not hasattr(part, field)]:
         raise UsageError(f"'{name}' cannot be registered: '{part.__name__}' does not say its {' and '.join(unsaid)}.")
+    if wrong := [one for one in part.files if one not in parameters(part)]:
+        raise UsageError(f"'{name}' cannot be registered: its 'files' are names of parameters, and not '{wrong[0]}'.")
     if kind is Selector and not _ranks(part):
         raise UsageError(
             f"'{name}' cannot be registered: '{part.__name__}' does not implement rank, and has no scores to rank by "

@@ -7,8 +7,7 @@ the attention that each repeated token pays to what followed it the first time, 
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy
 import torch
@@ -31,10 +30,7 @@ def retrieval_scores(model: Any, geometry: ModelGeometry, path: str = "") -> Ten
     layers = geometry.full_layers
     shape = len(layers), layers[0].kv_heads
     if path:
-        try:
-            scores = torch.from_numpy(numpy.loadtxt(Path(path), ndmin=2)).float()
-        except (OSError, ValueError) as error:
-            raise UsageError(f"Head scores cannot be read from '{path}': {error}.") from None
+        scores = numbers(path, 2).float()
         if tuple(scores.shape) != shape:
             raise UsageError(
                 f"'{path}' has scores for {scores.shape[0]} layers of {scores.shape[1]} heads; this model has "
@@ -45,6 +41,19 @@ def retrieval_scores(model: Any, geometry: ModelGeometry, path: str = "") -> Ten
     if known is None:
         known = model._kvkeep_retrieval_scores = _measured(model, geometry)
     return known
+
+
+def numbers(path: str, axes: Literal[1, 2]) -> Tensor:
+    """Return the numbers of a text file as a tensor of so many axes at least. Raises UsageError for one that cannot be
+    read, without what is in it."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            return torch.from_numpy(numpy.loadtxt(file, ndmin=axes))
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+    except ValueError:
+        reason = "it is no table of numbers"
+    raise UsageError(f"Scores cannot be read from '{path}': {reason}.")
 
 
 @torch.no_grad()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
 from typing import Any, TypeVar
 
@@ -13,8 +13,9 @@ from kvkeep.errors import UsageError, unknown
 T = TypeVar("T")
 
 
-def build(kind: str, text: str, registry: Mapping[str, type[T]]) -> T:
-    """Return the dataclass that ``text`` names in ``registry``, with the parameters given after a colon.
+def build(kind: str, text: str, registry: Mapping[str, type[T]], *, files: bool = True) -> T:
+    """Return the dataclass that ``text`` names in ``registry``, with the parameters given after a colon. files: those
+    that may name files may be given.
 
     A first value without a name is the first parameter's; a class with ``from_spec`` reads what follows it itself.
     Raises UsageError, naming what there is.
@@ -23,10 +24,13 @@ def build(kind: str, text: str, registry: Mapping[str, type[T]]) -> T:
     if name not in registry:
         raise unknown(kind, name, list(registry))
     made = registry[name]
-    if (own := getattr(made, "from_spec", None)) is not None:
-        return own(rest)
-    types = typing.get_type_hints(made)
     names = [field.name for field in fields(made)]  # type: ignore[arg-type]
+    if (own := getattr(made, "from_spec", None)) is not None:
+        read: T = own(rest)
+        if not files:
+            _check_files(name, made, [one for one in names if getattr(read, one)])
+        return read
+    types = typing.get_type_hints(made)
     given: dict[str, Any] = {}
     for number, part in enumerate(part for part in rest.split(",") if part):
         key, equals, value = part.partition("=")
@@ -35,6 +39,8 @@ def build(kind: str, text: str, registry: Mapping[str, type[T]]) -> T:
         if key not in names:
             takes = f"takes {', '.join(names)}" if names else "takes no parameters"
             raise UsageError(f"'{text}' is not understood: {kind} '{name}' {takes}.")
+        if not files:
+            _check_files(name, made, [key])
         try:
             given[key] = types[key](value)
             if types[key] is float and not math.isfinite(given[key]):
@@ -57,6 +63,16 @@ def parameters(made: type[Any]) -> dict[str, Any]:
 def required(made: type[Any]) -> list[str]:
     """Return the parameters that have no default."""
     return [name for name, default in parameters(made).items() if default is MISSING]
+
+
+def _check_files(name: str, made: Any, given: Sequence[str]) -> None:
+    """Raise UsageError for parameters that may name files."""
+    for key in given:
+        if key in made.files:
+            raise UsageError(
+                f"The '{key}' of '{name}' may name a file, which is for the server's own method (kvkeep serve -x), and "
+                "for no request; leave it out."
+            )
 
 
 _WORDS = {int: "whole number", float: "number", str: "text"}

@@ -41,13 +41,14 @@ class Ask:
 
 @dataclass(frozen=True)
 class Told:
-    """A token of an answer, its part of the text, ln of its probability, and the likeliest ones with theirs. Where
-    several tokens make one character, the last of them has it; what a stop string cuts off is no part of a text."""
+    """A token of an answer, its part of the text, ln of its probability, and the likeliest ones, each with its text
+    alone and ln of its probability. Where several tokens make one character, the last of them has it; what a stop
+    string cuts off is no part of a text."""
 
     token: int
     text: str
     logprob: float
-    likeliest: tuple[tuple[int, float], ...]
+    likeliest: tuple[tuple[int, str, float], ...]
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ class Answer:
         self, ask: Ask, cache: KeepCache, tokenizer: Any, ends: Sequence[int], tell: Callable[[Piece], None]
     ) -> None:
         self.ask, self.cache, self.ends, self.tell = ask, cache, frozenset(ends), tell
+        self._tokenizer = tokenizer
         self.known = cache.get_seq_length()
         self.tokens: list[int] = []
         self.text, self.reason = "", ""
@@ -123,12 +125,20 @@ class Answer:
             return
         text = self._pieces.add([token])
         if self.ask.likeliest is not None and logits is not None:
-            self._told.append(_told(token, text, logits, self.ask.likeliest))
+            self._told.append(self._of(token, text, logits, self.ask.likeliest))
         self._tell(self._stops.add(text))
         if self._stops.met:
             self._end("stop")
         elif len(self.tokens) >= self.ask.most:
             self._end("length")
+
+    def _of(self, token: int, text: str, logits: Tensor, likeliest: int) -> Told:
+        """Return what is told of a token that was chosen by ``logits``."""
+        logs = logits.float().log_softmax(-1)
+        best = logs.topk(likeliest)
+        pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        likely = tuple((one, str(self._tokenizer.decode([one])), value) for one, value in pairs)
+        return Told(token, text, float(logs[token]), likely)
 
     def _end(self, reason: str) -> None:
         if not self._stops.met:
@@ -177,10 +187,3 @@ class _Sink:
 
     def end(self) -> None:
         """Nothing is buffered."""
-
-
-def _told(token: int, text: str, logits: Tensor, likeliest: int) -> Told:
-    logs = logits.float().log_softmax(-1)
-    best = logs.topk(likeliest) if likeliest else None
-    pairs = [] if best is None else zip(best.indices.tolist(), best.values.tolist(), strict=True)
-    return Told(token, text, float(logs[token]), tuple(pairs))

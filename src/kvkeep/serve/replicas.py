@@ -183,17 +183,35 @@ def cluster(address: str | None, scale: Scale) -> Iterator[None]:
         yield
 
 
-def deploy(service: Service, scale: Scale, host: str, port: int, tls: Mapping[str, str]) -> None:
-    """Let the cluster run the replicas, and return when all of them take requests. Those of an earlier call go one by
-    one, each when its answers have ended. host, port, tls: of the proxies, if the cluster has none yet. Raises
-    KvkeepError where the replicas cannot start; those of an earlier call that have not gone yet go on."""
+def deploy(
+    service: Service, scale: Scale, host: str, port: int, tls: Mapping[str, str]
+) -> tuple[str, int, Mapping[str, str]]:
+    """Let the cluster run the replicas, and return when all of them take requests: host, port and tls of its proxies,
+    which are those given if it had none yet. Replicas of an earlier call go one by one, each when its answers have
+    ended. Raises UsageError for files for HTTPS that are not those of proxies that it has, and KvkeepError where the
+    replicas cannot start; those of an earlier call that have not gone yet go on."""
     serve = ray_serve()
     http = {"host": host, "port": port, "request_timeout_s": None, "keep_alive_timeout_s": IDLE_S, **tls}
     try:
         serve.start(proxy_location="EveryNode", http_options=http, logging_config=QUIET)
+        there = _proxies(serve)
+        if tls and there[2] != tls:
+            speak = "HTTPS by other files" if there[2] else "HTTP"
+            raise UsageError(
+                f"The cluster has proxies that speak {speak}, which --certificate and --private-key do not change; "
+                "leave them out, or end Serve before ('serve shutdown')."
+            )
         serve.run(bound(service, scale), name=NAME, route_prefix="/", logging_config=QUIET)
     except (RuntimeError, TimeoutError, optional("ray", "ray").exceptions.RayError) as error:
         raise KvkeepError(f"The replicas did not start: {_why(serve) or first_line(error)}") from error
+    return there
+
+
+def _proxies(serve: Any) -> tuple[str, int, Mapping[str, str]]:
+    """Return host, port and files for HTTPS of the cluster's proxies: Serve ignores others once it has some."""
+    own = serve.context._get_global_client().http_config
+    files = {name: getattr(own, name) for name in ("ssl_certfile", "ssl_keyfile")}
+    return own.host, own.port, {name: file for name, file in files.items() if file}
 
 
 def _why(serve: Any) -> str:

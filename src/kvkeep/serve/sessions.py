@@ -9,13 +9,16 @@ engine's thread, as a method may run the model for it (``h2o-fisher`` and ``duo-
 Where several servers share the folder, a session's file is closed whenever nobody is answered, so that any of them can
 go on with it. What is in memory counts as long as nobody else has written to the file.
 
-All of it is called by the engine's thread. What a file fails by is its session's, and never the engine's.
+The engine's thread calls the methods, but for ``by_name`` and ``check_name``, which any thread may. What they queue is
+done in the thread of files. ``park`` saves and closes in the engine's thread, where nothing is queued of the session
+but the close of its file. What a file fails by is its session's, and never the engine's.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -65,6 +68,7 @@ class Session:
     note: str | None = None
     unsaved: str | None = None  # why the last turn is not in its file; it is tried again with each turn
     lost: bool = False  # another program goes on with it
+    closing: SessionFile | None = None  # its file, from when its close is queued
     used: float = field(default_factory=time.time)
     _counted: tuple[int, Mapping[int, int]] | None = None
 
@@ -146,10 +150,11 @@ class Sessions:
         self._tokenizer = None if store is None else fingerprint_of_tokenizer(tokenizer)
         self._files = None if store is None else ThreadPoolExecutor(1, "kvkeep-sessions")
         self._futures: list[Future[Any]] = []
+        self._one_closes = threading.Lock()
         self._gone: dict[Name, str] = {}  # what those in files should know that made way without their last turn
         self._looked = 0.0
         self.freed = 0  # bytes, of what is parked and of buffers that grew
-        self._over: Future[bool] | None = None  # whether the folder is over its quota, as long as it is looked at
+        self._over: Future[list[str]] | None = None  # what is over the folder's quota, as long as it is looked at
 
     @staticmethod
     def check_name(name: Name) -> None:
@@ -160,6 +165,11 @@ class Sessions:
             raise UsageError(
                 f"'{name[1]}' cannot be the name of a session: up to 100 letters, digits, '.', '_' and '-' make one."
             ) from error
+
+    @property
+    def _shared(self) -> bool:
+        """Whether other servers have the folder, too."""
+        return self.store is not None and self.store.shared
 
     # -- in memory ------------------------------------------------------------------------------------
 
@@ -183,11 +193,12 @@ class Sessions:
 
     def leave(self, session: Session, stay: bool = True) -> None:
         """Let a session that does not answer any more be idle; one that has read nothing is none."""
-        session.busy, session._counted = False, None
+        session.busy, session._counted, file = False, None, session.file
         if not (stay and (session.away or session.past.cache.get_seq_length())):
             self.park(session)
-        elif self.store is not None and self.store.shared and session.file is not None and session.unsaved is None:
-            self._do(partial(_close, session.file))
+        elif self._shared and file is not None and session.unsaved is None and self.is_open(session):
+            session.closing = file
+            self._do(partial(self._close, file))
 
     def park(self, session: Session) -> None:
         """Let go of a session's memory; its turns are in its file, if it has one. A save that failed is tried again,
@@ -202,7 +213,7 @@ class Sessions:
         self.freed += session.counted[0]
         if session.file is not None:
             self.parked += not session.away
-            _close(session.file)
+            self._close(session.file)
 
     def drop(self, name: Name) -> bool:
         """Let a session go whose file is to be removed; return whether it was in memory. Raises SessionBusy."""
@@ -249,8 +260,8 @@ class Sessions:
         return self._do(opened)
 
     def is_open(self, session: Session) -> bool:
-        """Return whether a session that is in memory is this server's alone."""
-        return session.file is None or not session.file.closed
+        """Return whether a session that is in memory is this server's alone, and goes on to be."""
+        return session.file is None or not (session.file.closed or session.file is session.closing)
 
     def _known(self, found: Opened) -> Session | None:
         """Return the session as it is in memory, None unless that is what is in its file."""
@@ -276,17 +287,18 @@ class Sessions:
 
     def look(self) -> None:
         """Keep quota and age, now and then: what is over them and idle is parked, and removed from the folder, which is
-        looked through in the thread of files."""
+        looked through in the thread of files. What has no file is not of the folder, and stays."""
         store = self.store
         if store is None or (store.quota is None and store.age is None):
             return
         if self._over is None and time.monotonic() - self._looked >= EVERY_S:
-            self._over = self._do(self._is_over)
+            self._over = self._do(self._over_quota)
         if self._over is None or not self._over.done():
             return
         over, self._over, self._looked = self._over.result(), None, time.monotonic()
         for session in self.idle():
-            if over or (store.age is not None and time.time() - session.used > store.age):
+            old = store.age is not None and time.time() - session.used > store.age
+            if session.file is not None and (old or "/".join(session.key) in over):
                 self.park(session)
         self._do(self._evicted)
 
@@ -301,6 +313,7 @@ class Sessions:
         """Finish what is under way, and close all files."""
         if self._files is not None:
             self._files.shutdown()
+            self._files = None  # what comes later is done at once
         for session in [*self.memory.values()]:
             self.park(session)
 
@@ -388,13 +401,13 @@ class Sessions:
         session.past, session.away = Past(saved.cache, saved.ids[0] if saved.ids else ()), False
         self.restored += 1
 
-    def _is_over(self) -> bool:
+    def _over_quota(self) -> list[str]:
         assert self.store is not None
         try:
-            return self.store.quota is not None and self.store.total_bytes() > self.store.quota
+            return self.store.over_quota()
         except OSError as error:
             log.warning("The folder of sessions cannot be looked through: %s", error)
-            return False
+            return []
 
     def _evicted(self) -> None:
         assert self.store is not None
@@ -433,15 +446,16 @@ class Sessions:
         else:
             session.unsaved, session.turns = None, file.turns
             self.saved += 1
-            if self.store.shared:  # before anybody is told: whoever asks next may ask another server
-                _close(file)
+            if self._shared:  # before anybody is told: whoever asks next may ask another server
+                self._close(file)
 
-
-def _close(file: SessionFile) -> None:
-    try:
-        file.close()
-    except OSError as error:
-        log.warning("A session's file cannot be closed: %s", error)
+    def _close(self, file: SessionFile) -> None:
+        """Close a file, unless it is closed; from the engine's thread, too."""
+        try:
+            with self._one_closes:
+                file.close()
+        except OSError as error:
+            log.warning("A session's file cannot be closed: %s", error)
 
 
 def _now(work: Callable[[], T]) -> Future[T]:

@@ -234,8 +234,7 @@ class _Work:
     def __init__(self, config: Any, options: Options, folder: BlockFolder, caches: dict[str, Tensor]) -> None:
         self.folder, self.pages, self.counts, self._told = folder, Pages(caches), Counts(), Counts()
         codec = _codec(config, options, self.pages)
-        if options.quota < (size := HEADER.size + codec.nbytes):
-            raise UsageError(f"KeepConnector's quota of {options.quota:,} bytes holds no block of {size:,}.")
+        options.check(self.pages.nbytes, HEADER.size + codec.nbytes)
         self.behind = WriteBehind(folder, codec.encode, options.queue, self.counts)
         self.loader = Loader(folder, codec, self.pages, self.counts)
 

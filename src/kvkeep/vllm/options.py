@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvkeep.budget import bytes_of
-from kvkeep.errors import unknown
+from kvkeep.errors import UsageError, unknown
 from kvkeep.models.folders import cache_folder
 from kvkeep.vllm.codec import bits_of
 
@@ -22,6 +22,12 @@ class Options:
     quota: int
     codec: str
     queue: int
+
+    def check(self, held: int, stored: int) -> None:
+        """Raise UsageError where a block of ``held`` bytes, of ``stored`` in the folder, has no room."""
+        for name, room, block in (("quota", self.quota, stored), ("queue", self.queue, held)):
+            if room < block:
+                raise UsageError(f"KeepConnector's {name} of {room:,} bytes holds no block of {block:,}; give it more.")
 
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> Options:

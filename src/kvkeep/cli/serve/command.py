@@ -13,6 +13,9 @@ from kvkeep.cli.serve.listening import Listening, https
 from kvkeep.errors import UsageError
 from kvkeep.extras import optional
 
+GRACE_S = 10.0
+"""Seconds that answers have to end in, where nothing is said."""
+
 
 def serve(
     memory: Annotated[
@@ -45,7 +48,10 @@ def serve(
     ] = 8,
     weights: o.Weights = "auto",
     device: o.Device = None,
-    grace: Annotated[float, typer.Option(min=0, help="Seconds that answers have to end in after SIGTERM.")] = 10.0,
+    grace: Annotated[
+        float | None,
+        typer.Option(min=0, help="Seconds that answers have to end in after SIGTERM.", show_default=f"{GRACE_S:g}"),
+    ] = None,
     waiting: Annotated[int, typer.Option(min=0, help="Requests that may wait, for memory or for another answer.")] = 64,
     keys: Annotated[str | None, typer.Option(metavar="FILE", help="A file of keys, one a line; '#': comment.")] = None,
     answers: Annotated[int, typer.Option(min=1, help="Answers of one key at once, waiting ones included.")] = 64,
@@ -101,6 +107,8 @@ def serve(
     from kvkeep.serve.service import Service
 
     _check_replicas(replicas, ray, cores, memory, method or budget, sessions)
+    _check_cluster(ray, port, grace)
+    grace = GRACE_S if grace is None else grace
     listening = Listening(host, port, https(certificate, private_key))
     given, access = _access(keys, listening.own, ray)
     folder = sessions_folder(sessions)
@@ -154,3 +162,13 @@ def _check_replicas(
                 f"With --ray give {' and '.join(missing)}: machines differ in memory, and sessions have to be in a "
                 "folder that all of them share."
             )
+
+
+def _check_cluster(ray: str | None, port: int, grace: float | None) -> None:
+    """Raise UsageError for options that mean nothing to a cluster elsewhere."""
+    if ray is not None and port == 0:
+        raise UsageError("With --ray every machine of the cluster listens at the port: name one, and not 0.")
+    if ray is not None and grace is not None:
+        raise UsageError(
+            "With --ray the command ends at once, and the cluster goes on: leave --grace out; --time limits an answer."
+        )

@@ -31,10 +31,12 @@ def answer(
         if address is None:  # before replicas start, and after Ray has set handlers of its own, which abort
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, lambda *given: ended.set())
-        replicas.deploy(service, scale, listening.host, port, listening.tls)
+        there = Listening(*replicas.deploy(service, scale, listening.host, port, listening.tls))
         kinds = f"{scale.least}" if scale.least == scale.most else f"{scale.least} to {scale.most}"
         size = f"{(service.memory or 0) / 1e6:.0f} MB for all conversations of a replica"
-        note(f"{listening.url(port)}/v1  model '{service.model}', {size}")
+        note(f"{there.url(there.port)}/v1  model '{service.model}', {size}")
+        if (there.host, there.port) != (listening.host, port):
+            note("the cluster's proxies listen there already; --host and --port do not change that")
         threads = "a core" if scale.cores == 1 else f"{scale.cores:g} cores"
         kept = ", ".join(f"{name} {value}" for name, value in service.cache.items())
         note(f"{kinds} replicas with {threads} each; by default {kept}")

@@ -27,6 +27,7 @@ class DuoAttention(Selector):
     leaves: ClassVar[str] = "in streaming heads, all but sinks and newest"
     source: ClassVar[str] = "arXiv:2410.10819"
     across_heads: ClassVar[bool] = True
+    files: ClassVar[Sequence[str]] = ("scores",)
 
     retrieval: float = 0.5
     streaming: float = 0.25

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy
 import torch
 from torch import Tensor
 
 from kvkeep.errors import UsageError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.policies.fisher import information
+from kvkeep.policies.retrieval_heads import numbers
 from kvkeep.policies.selectors.h2o import H2O
 
 
@@ -25,6 +24,7 @@ class H2OFisher(H2O):
     leaves: ClassVar[str] = "as h2o; layers that matter less keep fewer"
     source: ClassVar[str] = "KVReviver, appendix D"
     across_heads: ClassVar[bool] = True
+    files: ClassVar[Sequence[str]] = ("scores",)
 
     least: float = 0.25
     scores: str = ""
@@ -49,10 +49,7 @@ class H2OFisher(H2O):
         return budgets
 
     def _read(self, layers: int) -> Tensor:
-        try:
-            scores = torch.from_numpy(numpy.loadtxt(Path(self.scores), ndmin=1)).double()
-        except (OSError, ValueError) as error:
-            raise UsageError(f"Layer scores cannot be read from '{self.scores}': {error}.") from None
+        scores = numbers(self.scores, 1).double()
         if scores.shape != (layers,) or not (scores >= 0).all() or not scores.sum() > 0:
             raise UsageError(f"'{self.scores}' must have a number from 0 on for each of this model's {layers} layers.")
         return scores

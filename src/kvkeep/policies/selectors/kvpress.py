@@ -51,6 +51,7 @@ class KVPress(Scored):
     leaves: ClassVar[str] = "least scored by a press"
     source: ClassVar[str] = "github.com/NVIDIA/kvpress"
     across_heads: ClassVar[bool] = True
+    files: ClassVar[Sequence[str]] = ("options",)
 
     needs_kv: ClassVar[bool] = True
 

@@ -35,12 +35,15 @@ from kvkeep.serve.http.sessions import sessions_of
 from kvkeep.serve.sessions import Sessions
 
 T = TypeVar("T")
+MOST_TOKENS = 2**31
+"""Tokens of an answer whose positions do not run out: slots are int32."""
 LATE_S = 120.0
 """Seconds without a step, while there is work, after which the engine counts as dead."""
 
 
 class Server:
-    """What routes share: the engine, its model's name, and a tokenizer of their own."""
+    """What routes share: the engine, its model's name, and a tokenizer of their own, which one thread uses at a time:
+    the loop, which may not wait, never does."""
 
     def __init__(self, engine: Engine, loaded: Loaded, limits: Limits) -> None:
         self.engine, self.name, self.metrics, self.limits = engine, loaded.name, Metrics(engine), limits
@@ -78,11 +81,6 @@ class Server:
             raise Refused(400, "'prompt' has ids that the model has no tokens for.", "invalid_value", "prompt")
         return ids
 
-    def decoded(self, ids: Any) -> str:
-        """Return the text of ids."""
-        with self._lock:
-            return str(self._tokenizer.decode(ids))
-
     def texts(self, ids: Sequence[int]) -> list[str]:
         """Return the text of each id, which joined are the whole."""
         with self._lock:
@@ -90,9 +88,14 @@ class Server:
 
     def most(self, wanted: int | None, prompt: list[int], cache: Mapping[str, Any]) -> int:
         """Return how many tokens an answer with a cache of these options may have. Raises Refused for more than there
-        are positions."""
+        are positions, or slots."""
         positions = self.engine.positions(cache)
-        room = 2**31 if positions is None else positions - len(prompt)
+        if positions is None:
+            if wanted is not None and wanted > MOST_TOKENS:
+                reason = f"An answer has at most {MOST_TOKENS} tokens, and not {wanted}; ask for fewer."
+                raise Refused(400, reason, "invalid_value", "max_tokens")
+            return wanted or DEFAULT_TOKENS
+        room = positions - len(prompt)
         if wanted is not None and wanted > room > 0:
             raise Refused(
                 400,
@@ -107,10 +110,10 @@ class Server:
         """Return the answer to a request, whole or as a stream. A client that leaves cancels it."""
         owner, cache = request.state.owner, asked.cache()
         name = None if asked.kvkeep.session is None else (owner, asked.kvkeep.session)
-        await asyncio.to_thread(_check, name, cache)
+        await asyncio.to_thread(self._check, name, cache)
         ask = asked.ask(prompt, self.most(asked.most, prompt, cache), asked.likeliest)
         chat, told = isinstance(asked, ChatRequest), asked.likeliest is not None
-        reply = Reply(self.name, chat, told, self.decoded, self.metrics.rejected)
+        reply = Reply(self.name, chat, told, self.metrics.rejected)
         answer = Asked(self.engine, self.metrics, self.limits, owner, ask, name, cache)
         if asked.stream:
             first = await _unless_gone(request, answer.first())
@@ -124,17 +127,18 @@ class Server:
         finally:
             answer.leave()
 
-
-def _check(name: tuple[str, str] | None, cache: dict[str, Any]) -> None:
-    """Raise Refused, by its field, for what no model could make right of a session's name, method and budget."""
-    if name is not None:
-        with by_field("kvkeep.session"):
-            Sessions.check_name(name)
-    if cache:
-        with by_field("kvkeep.method"):
-            resolve(cache.get("method", "full"))
-        with by_field("kvkeep.budget"):
-            CacheRequest.parse(**cache)
+    def _check(self, name: tuple[str, str] | None, cache: dict[str, Any]) -> None:
+        """Raise Refused, by its field, for what no model could make right of a session's name, method and budget, and
+        for a method that may name a file, unless it is the server's own."""
+        if name is not None:
+            with by_field("kvkeep.session"):
+                Sessions.check_name(name)
+        if cache:
+            method = cache.get("method", "full")
+            with by_field("kvkeep.method"):
+                resolve(method, files=method == CacheRequest.parse(**self.engine.cache).method.name)
+            with by_field("kvkeep.budget"):
+                CacheRequest.parse(**cache)
 
 
 async def _closing(text: AsyncIterator[str], answer: Asked) -> AsyncIterator[str]:

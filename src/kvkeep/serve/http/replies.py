@@ -14,17 +14,13 @@ from kvkeep.serve.http.asked import News
 from kvkeep.serve.http.errors import Refused, refused
 from kvkeep.serve.job import Ended
 
-Decode = Callable[[Sequence[int]], str]
-
 
 class Reply:
     """One answer on its way. chat: of a conversation, else of a text. told: whether probabilities are. refuse: how an
     error in mid-stream is told."""
 
-    def __init__(
-        self, model: str, chat: bool, told: bool, decode: Decode, refuse: Callable[[Exception], Refused] = refused
-    ) -> None:
-        self.chat, self.told, self.decode, self.refuse = chat, told, decode, refuse
+    def __init__(self, model: str, chat: bool, told: bool, refuse: Callable[[Exception], Refused] = refused) -> None:
+        self.chat, self.told, self.refuse = chat, told, refuse
         self._offset = 0  # characters of the text whose tokens are told
         kind = ("chatcmpl", "chat.completion") if chat else ("cmpl", "text_completion")
         self.head = {"id": f"{kind[0]}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
@@ -69,18 +65,19 @@ class Reply:
 
     def _logprobs(self, told: Sequence[Told]) -> dict[str, Any]:
         if self.chat:
-            return {"content": [_token(one.text, one.logprob) | self._likeliest(one) for one in told]}
+            return {"content": [_token(one.text, one.logprob) | _likeliest(one) for one in told]}
         offsets = [*accumulate((len(one.text) for one in told), initial=self._offset)]
         self._offset = offsets[-1]
         return {
             "tokens": [one.text for one in told],
             "token_logprobs": [one.logprob for one in told],
-            "top_logprobs": [{self.decode([token]): value for token, value in one.likeliest} for one in told],
+            "top_logprobs": [{text: value for _, text, value in one.likeliest} for one in told],
             "text_offset": offsets[:-1],
         }
 
-    def _likeliest(self, told: Told) -> dict[str, Any]:
-        return {"top_logprobs": [_token(self.decode([token]), value) for token, value in told.likeliest]}
+
+def _likeliest(told: Told) -> dict[str, Any]:
+    return {"top_logprobs": [_token(text, value) for _, text, value in told.likeliest]}
 
 
 def _token(text: str, logprob: float) -> dict[str, Any]:
