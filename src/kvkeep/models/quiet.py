@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging as standard
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
 
@@ -22,14 +23,30 @@ def without_warnings() -> Iterator[None]:
 
 
 @contextmanager
+def _told() -> Iterator[None]:
+    """Let kvkeep's warnings go to the standard error of before the block, where no program handles them."""
+    own = standard.getLogger("kvkeep")
+    if own.hasHandlers():
+        yield
+        return
+    handler = standard.StreamHandler(sys.stderr)
+    handler.setLevel(standard.WARNING)
+    own.addHandler(handler)
+    try:
+        yield
+    finally:
+        own.removeHandler(handler)
+
+
+@contextmanager
 def quiet() -> Iterator[None]:
-    """Silence transformers within the block."""
+    """Silence transformers within the block; kvkeep's own warnings are still told."""
     bars, hub = logging.is_progress_bar_enabled(), standard.getLogger("huggingface_hub")
     level = hub.level
     hub.setLevel(standard.ERROR + 1)
     logging.disable_progress_bar()
     try:
-        with without_warnings(), redirect_stderr(io.StringIO()):  # gguf's bars have no switch
+        with without_warnings(), _told(), redirect_stderr(io.StringIO()):  # gguf's bars have no switch
             yield
     finally:
         hub.setLevel(level)

@@ -1,0 +1,24 @@
+"""What is silenced while a model loads, and what is not."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import pytest
+
+from kvkeep.models.quiet import quiet
+
+
+@pytest.mark.parametrize("handled", [False, True])
+def test_kvkeeps_warnings_are_told_once_and_bars_are_not(
+    handled: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(logging.root, "handlers", [logging.StreamHandler(sys.stderr)] if handled else [])
+    log = logging.getLogger("kvkeep.kernels.build")
+    with quiet():
+        log.warning("Compiling ...")
+        log.info("a detail")
+        print("50 % of a bar", file=sys.stderr)
+    log.warning("after")
+    assert capsys.readouterr().err == "Compiling ...\nafter\n"
