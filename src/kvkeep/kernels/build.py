@@ -99,8 +99,7 @@ def _built() -> Path:
     flags, linked = (FLAGS, ()) if not openmp else ((*FLAGS, "-fopenmp"), (str(openmp[0]),))
     with tempfile.TemporaryDirectory(dir=target.parent) as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = {source: str(Path(folder) / f"{source.stem}.o") for source in SOURCES}
-        for _ in pool.map(lambda one: _run(compiler, *flags, "-c", str(one), "-o", objects[one]), SOURCES):
-            pass
+        list(pool.map(lambda one: _run(compiler, *flags, "-c", str(one), "-o", objects[one]), SOURCES))
         made = Path(folder) / "cpu.so"
         _run(compiler, *flags, "-shared", *objects.values(), "-o", str(made), *linked)
         os.replace(made, target)

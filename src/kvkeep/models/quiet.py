@@ -23,8 +23,8 @@ def without_warnings() -> Iterator[None]:
 
 
 @contextmanager
-def _told() -> Iterator[None]:
-    """Let kvkeep's warnings go to the standard error of before the block, where no program handles them."""
+def _shown() -> Iterator[None]:
+    """Let kvkeep's own warnings go to the standard error of before the block, where no program handles them."""
     own = standard.getLogger("kvkeep")
     if own.hasHandlers():
         yield
@@ -40,13 +40,13 @@ def _told() -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence transformers within the block; kvkeep's own warnings are still told."""
+    """Silence transformers within the block; kvkeep's own warnings are still shown."""
     bars, hub = logging.is_progress_bar_enabled(), standard.getLogger("huggingface_hub")
     level = hub.level
     hub.setLevel(standard.ERROR + 1)
     logging.disable_progress_bar()
     try:
-        with without_warnings(), _told(), redirect_stderr(io.StringIO()):  # gguf's bars have no switch
+        with without_warnings(), _shown(), redirect_stderr(io.StringIO()):  # gguf's bars have no switch
             yield
     finally:
         hub.setLevel(level)

@@ -7,9 +7,8 @@ the attention that each repeated token pays to what followed it the first time, 
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
-import numpy
 import torch
 from torch import Tensor
 
@@ -19,6 +18,7 @@ from kvkeep.geometry import ModelGeometry
 from kvkeep.models.adapter import decoder_of
 from kvkeep.models.binding import bind
 from kvkeep.models.forward import attending, probing
+from kvkeep.policies.score_file import numbers
 
 LENGTH, PASSKEY, SAMPLES = 512, 32, 4
 """Tokens of a sample, of its passkey, and how many samples are averaged."""
@@ -41,19 +41,6 @@ def retrieval_scores(model: Any, geometry: ModelGeometry, path: str = "") -> Ten
     if known is None:
         known = model._kvkeep_retrieval_scores = _measured(model, geometry)
     return known
-
-
-def numbers(path: str, axes: Literal[1, 2]) -> Tensor:
-    """Return the numbers of a text file as a tensor of so many axes at least. Raises UsageError for one that cannot be
-    read, without what is in it."""
-    try:
-        with open(path, encoding="utf-8") as file:
-            return torch.from_numpy(numpy.loadtxt(file, ndmin=axes))
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-    except ValueError:
-        reason = "it is no table of numbers"
-    raise UsageError(f"Scores cannot be read from '{path}': {reason}.")
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""What a server is told, read and checked once, for one process or several."""
+"""The options of a server, read and checked once, for one process or several."""
 
 from __future__ import annotations
 

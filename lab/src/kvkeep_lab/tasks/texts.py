@@ -67,9 +67,8 @@ def passage(tokenizer: Any, text: str, tokens: int, draw: random.Random) -> list
     """Return ``tokens`` token ids of ``text``, from a sentence after a place that ``draw`` chooses: after the end of a
     paragraph if one is near. A text that ends begins again. Raises UsageError where the text is shorter than that."""
     place = draw.randrange(len(text))
-    start = _sentence(text, place) or 0
-    if (paragraph := text.find(".\n", place, place + _NEAR)) >= 0:
-        start = max(start, paragraph + 2, text.find(". ", place) + 2)
+    paragraph = text.find(".\n", place, place + _NEAR)
+    start = max(paragraph, text.find(". ", place)) + 2 if paragraph >= 0 else _sentence(text, place) or 0
     ids = list(
         tokenizer((text + "\n\n" + text)[start : start + _CHARACTERS * tokens], add_special_tokens=False).input_ids
     )

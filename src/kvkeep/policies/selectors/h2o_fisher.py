@@ -12,7 +12,7 @@ from torch import Tensor
 from kvkeep.errors import UsageError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.policies.fisher import information
-from kvkeep.policies.retrieval_heads import numbers
+from kvkeep.policies.score_file import numbers
 from kvkeep.policies.selectors.h2o import H2O
 
 

@@ -1,0 +1,24 @@
+"""Files of scores that a user names: rows of numbers as text."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy
+import torch
+from torch import Tensor
+
+from kvkeep.errors import UsageError
+
+
+def numbers(path: str, axes: Literal[1, 2]) -> Tensor:
+    """Return the numbers of a text file as a tensor of so many axes at least. Raises UsageError for one that cannot be
+    read, without what is in it."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            return torch.from_numpy(numpy.loadtxt(file, ndmin=axes))
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+    except ValueError:
+        reason = "it is no table of numbers"
+    raise UsageError(f"Scores cannot be read from '{path}': {reason}.")
