@@ -4,12 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 USED := $(VENV)/used
+# What the native library is made of: when it changes, the library is built anew.
+NATIVE := CMakeLists.txt $(wildcard cmake/*.cmake cmake/editable/CMakeLists.txt src/kvkeep/native/*.cpp src/kvkeep/native/*.h)
 
-.PHONY: venv model demo test test-quick soak lint docs bench clean
+.PHONY: venv model demo test test-quick soak lint docs hashes bench clean
 .DEFAULT_GOAL := test
 
 # What a user needs, and what the tests need besides: the lab, ray and lm-eval.
-$(USED): pyproject.toml tools/install.py
+$(USED): pyproject.toml tools/install.py $(NATIVE)
 	$(PYTHON) tools/install.py $(VENV)
 	@touch $@
 
@@ -53,8 +55,13 @@ soak: $(STAMP) model
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
+# Whether kernels compute the same on every instruction set that can run here.
+hashes: $(STAMP)
+	$(BIN)/python tools/kernel_hash.py
+
 bench: $(STAMP) model
 	$(BIN)/kvkeep bench
 
 clean:
-	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build site .pytest_cache .mypy_cache .ruff_cache .hypothesis src/kvkeep/native/libkvkeep.so
+	find cmake/editable -mindepth 1 ! -name CMakeLists.txt -delete

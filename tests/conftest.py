@@ -124,7 +124,7 @@ def own_cache_folder(
 @pytest.fixture
 def kernels() -> None:
     """The CPU kernels; a test is skipped where there are none."""
-    from kvkeep.kernels.build import library
+    from kvkeep.native.library import library
 
     if library() is None:
         pytest.skip("no kernels on this machine")

@@ -1,7 +1,8 @@
 """The contract of bits: where a cache says ``same_bits``, every logit is that of one token at a time without a budget.
 
 Texts are longer than a block of the attention kernel (512 entries), and read in chunks, as a padded row of a batch and
-beside one: by every exact method, each on another family (for each KVKEEP_TURN as well).
+beside one: by every exact method, each on another family (for each KVKEEP_TURN as well). Every combination of
+registered parts whose class is exact reads a shorter text and writes on.
 """
 
 from __future__ import annotations
@@ -12,15 +13,20 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CASES, DRAFTING, EXACT, LOSSY, TURN, taken
+from cases import CASES, DRAFTING, ELSEWHERE, EXACT, LOSSY, TURN, taken
 from conftest import tokenizer
 from families import FAMILIES, VOCABULARY, tiny
 from kvkeep_lab.bits import greatest_difference, one_at_a_time
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import kvkeep
 from kvkeep import KeepCache
+from kvkeep.contracts.exactness import Exactness
+from kvkeep.errors import BudgetError, UsageError
 from kvkeep.models.loading import load
+from kvkeep.policies.methods import parts, resolve
+from kvkeep.policies.registry import PRESETS
 
 LENGTH = 530
 EVEN = ("llama", "gemma3", "phi3", "gemma4", "qwen2", "qwen3", "mistral")
@@ -73,15 +79,9 @@ def new_cache(model: Any, name: str) -> KeepCache:
     return KeepCache(model, case.spec, **({"budget": budget, "chunk": case.chunk} | options))
 
 
-def in_order(name: str) -> bool:
-    """Whether attention goes through the entries in the order of the text, wherever they are, by the kernel alone."""
-    selector = CASES[name].method.selector
-    return selector.keeps_all or selector.in_order or CASES[name].backed
-
-
 def rotated() -> list[tuple[str, str]]:
     found = []
-    for row, name in enumerate(name for name in EXACT | DRAFTING if CASES[name].promise == "exact" and in_order(name)):
+    for row, name in enumerate(name for name in EXACT | DRAFTING if CASES[name].promise == "exact"):
         own = [family for family in EVEN if taken(name, family)]
         found.append((name, own[(row + TURN) % len(own)]))
     return found
@@ -111,11 +111,9 @@ def test_quantised_weights_have_the_same_bits(weights: str, packed: Any) -> None
 
 
 def test_no_other_cache_promises_bits(packed: Any) -> None:
-    """A lossy one, one that attends to entries as a selector holds them, one that expands latents, float32, and a
-    family whose products are torch's."""
+    """One that is not exact, one that expands latents, float32, and a family whose products are torch's."""
     model = packed("llama")
-    others = [*LOSSY, *(name for name in EXACT | DRAFTING if not in_order(name) or CASES[name].promise != "exact")]
-    assert "h2o+kv" in others
+    others = [*LOSSY, *(name for name in EXACT | DRAFTING if CASES[name].promise != "exact")]
     for name in others:
         if taken(name, "llama") and "fisher" not in name and not CASES[name].method.fate.gradients:
             assert not any(report.same_bits for report in new_cache(model, name).describe()), name
@@ -141,3 +139,97 @@ def test_answers_in_rounds_have_the_same_bits(packed: Any, single: Any) -> None:
         )  # fmt: skip
         wanted = one_at_a_time(model, answer.sequences[:, :-1], KeepCache(model, "full"))
         assert torch.equal(torch.cat(answer.logits), wanted[ids.shape[1] - 1 :].to(answer.logits[0].dtype))
+
+
+# -- every combination whose class is exact ---------------------------------------------------------------
+
+KINDS = ("kv", "residual", "residual:3", "tokens")
+SHORT, NEW = TEXT[:, :150], 6
+STEPS = (90, 40, 15, 1, 1, 1)
+"""Tokens of the short text that are read at once, before the last two."""
+
+
+def exact_combinations() -> dict[str, list[str]]:
+    """Return all methods made of registered parts whose class is exact, by their selector or preset."""
+    known = parts()
+    fates, recalls = ([*(f"+{name}" for name in known[kind]), ""] for kind in ("fates", "recalls"))
+    found: dict[str, list[str]] = {}
+    for first in (*known["selectors"], *PRESETS):
+        for fate in [""] if first in PRESETS else fates:
+            for spec in () if first in ELSEWHERE else (first + fate + recall for recall in recalls):
+                try:
+                    method = resolve(spec)
+                except UsageError:  # the parts mean nothing together
+                    continue
+                if method.exactness is Exactness.EXACT:
+                    found.setdefault(first, []).append(spec)
+    return found
+
+
+COMBINATIONS = exact_combinations()
+
+
+@pytest.fixture(scope="module")
+def layer_scores(tmp_path_factory: pytest.TempPathFactory, packed: Any) -> Any:
+    """A file with a number a layer, for ``h2o-fisher``: packed weights have no gradients."""
+    path = tmp_path_factory.mktemp("scores") / "layers.txt"
+    path.write_text("\n".join(str(1 + layer) for layer in range(packed("llama").config.num_hidden_layers)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def written(packed: Any) -> tuple[Tensor, Tensor]:
+    """The short text and what ``full`` writes behind it, (1, n), and its logits one token at a time."""
+    model, cache = packed("llama"), KeepCache(packed("llama"), "full")
+    ids, logits = SHORT, one_at_a_time(model, SHORT, cache)
+    for _ in range(NEW):
+        ids = torch.cat([ids, logits[None, -1:].argmax(-1)], 1)
+        logits = torch.cat([logits, one_at_a_time(model, ids[:, -1:], cache)])
+    return ids, logits
+
+
+def smallest(model: Any, spec: str, kind: str) -> KeepCache:
+    """Return a cache of a method with the smallest of some budgets that is enough for it."""
+    method = resolve(spec)
+    options = {"checkpoint": kind, "where": "host"} if method.checkpoints and not method.kind else {}
+    if not method.budgeted:
+        return KeepCache(model, spec)
+    for budget in (200,) if method.selector.keeps_all else (40, 64, 120, 155):
+        try:
+            return KeepCache(model, spec, budget, **options)
+        except BudgetError as error:
+            reason = error
+    raise reason
+
+
+def test_combinations_are_found() -> None:
+    every = {spec for specs in COMBINATIONS.values() for spec in specs}
+    assert every >= {"full", "static", "paged", "kv-direct", "h2o+checkpoint", "tova+quantize+verified"}
+    assert not every & {"h2o", "snapkv+checkpoint+pages"}
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("first", COMBINATIONS)
+def test_whatever_is_called_exact_has_the_bits_of_full(
+    first: str, packed: Any, written: tuple[Tensor, Tensor], layer_scores: Any
+) -> None:
+    """It says so of itself, reads with these bits, and writes with them, in rounds where it drafts."""
+    model, (ids, wanted) = packed("llama"), written
+    for row, spec in enumerate(COMBINATIONS[first]):
+        kind = "kv" if resolve(spec).reading is not None else KINDS[(row + TURN) % len(KINDS)]
+        cache = smallest(model, spec.replace("h2o-fisher", f"h2o-fisher:scores={layer_scores}"), kind)
+        assert all(report.exactness == "exact" and report.same_bits for report in cache.describe()), (spec, kind)
+        start = 0
+        for count in STEPS:
+            logits = model(ids[:, start : start + count], past_key_values=cache).logits[0]
+            assert torch.equal(logits, wanted[start : start + count]), (spec, kind, start)
+            start += count
+        prompt = ids[:, : SHORT.shape[1]]
+        answer = model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), past_key_values=cache, max_new_tokens=NEW, do_sample=False,
+            return_dict_in_generate=True, output_logits=True, pad_token_id=0, eos_token_id=None,
+            **({"custom_generate": kvkeep.verified} if cache.method.recall.drafts else {}),
+        )  # fmt: skip
+        assert torch.equal(answer.sequences, ids), (spec, kind)
+        logits = torch.cat(answer.logits).to(wanted.dtype)
+        assert torch.equal(logits, wanted[SHORT.shape[1] - 1 : -1]), (spec, kind)

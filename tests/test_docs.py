@@ -70,7 +70,7 @@ def test_command_examples_are_understood() -> None:
     from kvkeep.cli import COMMANDS
     from kvkeep.cli.lazy import application
 
-    lines = [shlex.split(line.partition("<")[0])[1:] for line in commands()]
+    lines = [shlex.split(line.partition("<")[0].partition(" > ")[0])[1:] for line in commands()]
     assert len(lines) >= 7
     group: Any = application(COMMANDS)
     for command in lines:

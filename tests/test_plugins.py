@@ -20,7 +20,6 @@ from forked import kvkeep, started
 from running import bearer, post, program
 
 from kvkeep.models.folders import cache_folder
-from kvkeep.plan.machine import Machine
 from kvkeep.policies.methods import load_plugins
 
 Run = Callable[..., tuple[int, str, str]]
@@ -194,11 +193,6 @@ def test_a_method_of_a_package_reaches_every_command(
     stdin = f"the of\n/method {method} 20\nof\n"
     chat = json.loads(answered("chat", *common, "-b", "16", "-x", "h2o", stdin=stdin))
     assert chat["turns"][1]["method"] == method
-    machine = Machine.from_sheet(
-        name="made up", device="cpu", flops=2e11, memory=2e10, link=None, disk=1e9, memory_bytes=16e9, host_bytes=16e9,
-        layer_step=3e-4, dtype_bytes=4,
-    )  # fmt: skip
-    monkeypatch.setattr("kvkeep.plan.calibrate.calibrate", lambda device, dtype: machine)
     plan = json.loads(answered("plan", *model, "-n", "300", "--memory", "60KB", "--json"))
     assert {"large-values", "values-checked"} <= (planned := {row["method"] for row in plan["rows"]})
     assert "faulty" not in planned and "'faulty' is left out of the plan: RuntimeError: no budgets" in caplog.text

@@ -19,6 +19,10 @@ TORCH = "torch==2.13.0"
 USED = ("--editable", ".[cli,gguf]")
 TESTED = ("--editable", ".[dev]", "--editable", "lab[harness,ray]")
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+LIBRARY = Path(__file__).parents[1] / "src" / "kvkeep" / "native" / "libkvkeep.so"
+WITHOUT = (
+    "kvkeep uses plain torch operations, about ten times slower; install g++ or clang++ and run the command again."
+)
 
 
 def main() -> None:
@@ -36,9 +40,11 @@ def main() -> None:
     if not answers(python, "-c", "import torch"):
         print("Installing torch ...", flush=True)
         pip(python, "install", *torch_arguments(python))
-    print("Installing kvkeep ...", flush=True)
+    print("Installing kvkeep; its native library is built (some 20 s) ...", flush=True)
     tests = sys.argv[2:] == ["--tests"]
     pip(python, "install", *(TESTED if tests else USED))
+    if not LIBRARY.is_file():
+        print(f"There is no native library: no C++ compiler was found. {WITHOUT}", flush=True)
 
 
 def answers(python: Path, *arguments: str) -> bool:

@@ -1,5 +1,5 @@
 """``python -m kvkeep``: the command line."""
 
-from kvkeep.cli import main
+from kvkeep.cli import program
 
-main()
+program()

@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Literal, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 from kvkeep.errors import BudgetError, UnsupportedModelError, UsageError
-from kvkeep.geometry import ModelGeometry
+
+if TYPE_CHECKING:
+    from kvkeep.geometry import ModelGeometry
 
 DEFAULT_CHUNK = 512
 """Tokens per prefill chunk when the budget has room for them."""

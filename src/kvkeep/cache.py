@@ -9,7 +9,8 @@ from typing import Any, Literal, Self, Unpack
 
 import torch
 from torch import Tensor
-from transformers import Cache, PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.modeling_utils import PreTrainedModel
 
 from kvkeep import report
 from kvkeep.budget import Budget
@@ -104,6 +105,25 @@ class KeepCache(Cache):
         if made.streams:
             limit = made.entries if self.reading else None
             self.stream = Stream(request.method, self.geometry, made, limit)
+
+    # -- all layers in one call -----------------------------------------------------------------------
+
+    sessions = 1
+
+    @property
+    def arrivals(self) -> list[int]:
+        """By layer, where the kernel finds what it does for the one token of a pass; empty where a layer has more to
+        do (:class:`~kvkeep.models.fused.FusedLayers`)."""
+        return [one.address for one in self.stream.prepared]
+
+    @property
+    def passed(self) -> bool:
+        """Whether all layers of this pass have run in one call."""
+        return bool(self.stream.passed)
+
+    @passed.setter
+    def passed(self, value: bool) -> None:
+        self.stream.passed = value
 
     # -- a text that is read once more --------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvkeep.attention import Segment, attend
 from kvkeep.attention.kernel import whole
-from kvkeep.attention.together import Arrival
+from kvkeep.attention.together import Arrival, Together
 from kvkeep.errors import KvkeepError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.policies.assembly import Assembly
@@ -24,13 +24,15 @@ class Passes:
     decoder: the only decoder whose passes count, None: any. open: a step is in progress or unfinished. chunk: tokens of
     a prompt read at a time. earlier_outputs: outputs of a prompt's earlier chunks. on_progress: called with the tokens
     so far, after every pass. exact: attention is the kernel's, whose bits depend on the entries alone. cut: what is
-    read now is a part of a text, and not its last.
+    read now is a part of a text, and not its last. prepared: by layer, what the kernel does for the one token of a
+    pass; empty where that is not all there is to do in every layer. passed: all layers have run so, in one call.
     """
 
     streams = observes = False
     last_outputs = 0
     text: tuple[int, list[int]] | None = None
     cut = False
+    passed = False
 
     def __init__(self, geometry: ModelGeometry, made: Assembly) -> None:
         self.geometry, self.layers, self.decoder = geometry, made.layers, made.decoder
@@ -45,6 +47,7 @@ class Passes:
         self.exact = made.exact
         self.first: Tensor | None = None
         self.masks_itself = made.exact
+        self.prepared: list[Together] = []
 
     @property
     def due(self) -> bool:
@@ -105,6 +108,17 @@ class Passes:
         found = {index: self.layers[index].arrival() for index in self._single}
         return {index: arrival for index, arrival in found.items() if arrival is not None}
 
+    def prepare(self, layers: Sequence[Any]) -> None:
+        """Prepare all ``layers`` of a decoder to run in one call, for a pass of one token that has begun."""
+        self.prepared, self.passed = [], False
+        count = len(self.geometry.layers)
+        fused = getattr(vars(layers[0]).get("forward"), "all", None)
+        if fused is None or len(self._single) < count or self.wants_residuals or not fused.runs(count):
+            return
+        arrivals = self.arrivals()
+        if len(arrivals) == count:
+            self.prepared = [Together([arrivals[index]], [0]) for index in range(count)]
+
     def took(self, layers: Iterable[int], completed: bool) -> None:
         """Note in which ``layers`` the kernel did as :meth:`arrivals` said; ``completed``: in all of them."""
         for index in layers:
@@ -139,12 +153,20 @@ class Passes:
 
     def end_forward(self, completed: bool) -> None:
         """End the step; after an exception it is rolled back where possible."""
+        self.end_prepared(completed)
         if not completed:
             if not self.moving:
                 self.roll_back()
             return
         self.open = False
         self._report_progress()
+
+    def end_prepared(self, completed: bool) -> None:
+        """Note that all layers have run in one call, if they have."""
+        if self.passed:
+            self.passed = False
+            self.took(self._single, completed)
+        self.prepared = []
 
     def _report_progress(self) -> None:
         if self.on_progress is not None:

@@ -22,11 +22,10 @@ class LayerReport:
     """Requested and effective settings of one layer; ``note``: why they differ, or when the budget does not hold.
     same_bits: logits have the bits of one token at a time through the unbounded cache, for any chunk, budget and batch:
     the method is exact, attention the kernel's over entries in the order of the text, and a trial showed that the
-    model's products do not depend on the number of rows. Not so where a selector chooses what is resident and entries
-    are read as they are held, and where latents are expanded in the step: attention is as exact then, but adds in
-    another order. Beyond 512 entries that is also so for rows of a batch that were answered in rounds and accepted
-    different numbers of tokens: what they did not accept stays as holes between their entries, which have none
-    alone."""
+    model's products do not depend on the number of rows. Not so where latents are expanded in the step: attention is as
+    exact then, but adds in another order. Beyond 512 entries that is also so for rows of a batch that were answered in
+    rounds and accepted different numbers of tokens: what they did not accept stays as holes between their entries,
+    which have none alone."""
 
     layer: int
     kind: str

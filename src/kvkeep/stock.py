@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import Cache, DynamicCache
+from transformers.cache_utils import Cache, DynamicCache
 
 from kvkeep.cache import KeepCache
 from kvkeep.errors import UsageError

@@ -45,7 +45,8 @@ class Stream(Passes):
         self.positions, self.round, self.redecoder = made.positions, made.round, made.redecoder
         self.lookahead = made.lookahead
         # Positions are limited if evicted entries are dropped; recalled ones keep those of the text.
-        self.ends = made.budgets is not None and made.positions is None and not method.store_fate.keeps
+        recalls = method.store_fate.keeps or method.recall.reads_all
+        self.ends = made.budgets is not None and made.positions is None and not recalls
         self._readers = {layer.source: layer.index for layer in geometry.layers}
         self.observes = method.exactness != "exact"
         self._alike: list[Alike] = []  # layers that are ranked at once
@@ -209,6 +210,7 @@ class Stream(Passes):
     @lasting
     def end_forward(self, completed: bool) -> None:
         """End the step; after an exception it is rolled back where possible."""
+        self.end_prepared(completed)
         if not completed:
             if self._drafting or not self.moving:
                 self.roll_back()

@@ -16,14 +16,14 @@ DOCS = Path(__file__).parents[2] / "docs" / "machines"
 EIGHT, SHEET = str(DOCS / "llama-3.1-8b.json"), str(DOCS / "rtx-4090.json")
 
 
-@pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A calibration that takes no time."""
-    machine = Machine.from_sheet(
-        name="made up", device="cpu", flops=2e11, memory=2e10, link=None, disk=1e9, memory_bytes=16e9, host_bytes=16e9,
-        layer_step=3e-4, dtype_bytes=4,
-    )  # fmt: skip
-    monkeypatch.setattr("kvkeep.plan.calibrate.calibrate", lambda device, dtype: machine)
+@pytest.fixture(autouse=True)
+def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No command measures the machine by itself."""
+
+    def measured(*given: object) -> None:
+        raise AssertionError("the machine was measured")
+
+    monkeypatch.setattr("kvkeep.plan.calibrate.calibrate", measured)
 
 
 def test_a_large_model_is_planned_from_its_config(run: Run, tmp_path: Path) -> None:
@@ -43,13 +43,14 @@ def test_a_large_model_is_planned_from_its_config(run: Run, tmp_path: Path) -> N
     assert code == 0 and "recommended" in out and "Take 'full'" in out.replace("\n", " ")
 
 
-def test_a_table_names_what_to_take(run: Run, model_folder: Path, here: None) -> None:
+def test_a_table_names_what_to_take(run: Run, model_folder: Path) -> None:
     code, out, err = run("plan", "-m", str(model_folder), "-n", "500", "--memory", "100KB", "--all")
     assert code == 0, err
-    assert "recommended" in out and "frontier" in out and "kv-direct" in out and "Measuring this machine" in err
+    assert "recommended" in out and "frontier" in out and "kv-direct" in out
+    assert "(estimated; run `kvkeep calibrate --dtype float32` to measure)" in err
 
 
-def test_predictions_are_checked(run: Run, model_folder: Path, here: None) -> None:
+def test_predictions_are_checked(run: Run, model_folder: Path) -> None:
     common = ("plan", "-m", str(model_folder), "--check", "--only")
     code, out, err = run(*common, "full,kv-direct kv@,window", "-n", "300,400", "-b", "40%", "--json")
     assert code == 0, err
@@ -90,14 +91,14 @@ def test_without_matplotlib_a_figure_is_refused_first(run: Run, monkeypatch: pyt
     assert code == 2 and "pip install" in err
 
 
-def test_a_budget_of_auto(run: Run, model_folder: Path, words: str, here: None) -> None:
+def test_a_budget_of_auto(run: Run, model_folder: Path, words: str) -> None:
     common = ("generate", "-m", str(model_folder), "-f", "-", "-n", "9", "--json")
     expected = json.loads(run(*common, "-x", "stock", stdin=words)[1])["tokens"]
-    for memory, method in (("64KB", "kv-direct"), ("64MB", "full")):
+    for memory, methods in (("64KB", ("kv-direct", "snapkv+verified")), ("64MB", ("full",))):
         code, out, err = run(*common, "-b", "auto", "--memory", memory, stdin=words)
         assert code == 0, err
-        assert json.loads(out)["method"] == method and json.loads(out)["tokens"] == expected
-        assert "Take '" in err
+        assert json.loads(out)["method"] in methods and json.loads(out)["tokens"] == expected
+        assert "Take '" in err and "Times are estimated; run `kvkeep calibrate" in err
     code, out, err = run("chat", "-m", str(model_folder), "-b", "auto", "-n", "5", "--json", stdin="the of\n")
     assert code == 0 and len(json.loads(out)["turns"]) == 1, err
     for extra, sentence in (
@@ -110,7 +111,7 @@ def test_a_budget_of_auto(run: Run, model_folder: Path, words: str, here: None) 
         assert code == 2 and sentence in err and out == ""
 
 
-def test_what_a_machine_carries(run: Run, model_folder: Path, here: None, tmp_path: Path) -> None:
+def test_what_a_machine_carries(run: Run, model_folder: Path, tmp_path: Path) -> None:
     common = ("capacity", "-m", EIGHT, "-n", "8192,32768", "--machine", SHEET, "--memory", "4GB", "--gbit", "1,25")
     code, out, err = run(*common, "-x", "full,h2o,kv-direct kv@host", "--json")
     assert code == 0, err
@@ -127,7 +128,7 @@ def test_what_a_machine_carries(run: Run, model_folder: Path, here: None, tmp_pa
     code, out, err = run(*common)
     assert code == 0 and "snapkv+pages kv@host" in out and "25 Gbit/s" in out and "not measured" in err, err
     code, out, err = run("capacity", "-m", str(model_folder), "-n", "400", "-b", "64")
-    assert code == 0 and "Measuring this machine" in err
+    assert code == 0 and "estimated; run `kvkeep calibrate" in err
     nothing = tmp_path / "sheet.json"
     nothing.write_text(json.dumps(json.loads(Path(SHEET).read_text()) | {"memory_bytes": math.inf}))
     for wrong, sentence in (
@@ -143,3 +144,20 @@ def test_what_a_machine_carries(run: Run, model_folder: Path, here: None, tmp_pa
         assert code == 2 and out == "" and sentence in err and err.count("\n") == 1
     code, _, err = run("capacity", "-m", str(DOCS / "llama-3.1-70b.json"), "--machine", SHEET)
     assert code == 2 and "weights alone" in err
+
+
+def test_a_machine_is_measured_when_asked_to(run: Run, model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And plans say that they use what was found."""
+    machine = Machine.from_sheet(
+        name="made up", device="cpu", flops=2e11, memory=2e10, link=None, disk=1e9, memory_bytes=16e9, host_bytes=16e9,
+        layer_step=3e-4, dtype_bytes=4, source="measured",
+    )  # fmt: skip
+    monkeypatch.setattr("kvkeep.plan.calibrate.calibrate", lambda *given: machine)
+    code, out, err = run("calibrate", "--dtype", "float32")
+    assert code == 0 and "takes a minute" in err and "memory, GB/s" in out and "kept in" in out, err
+    found = json.loads(run("calibrate", "--dtype", "float32", "--json")[1])
+    assert Machine.load(found["path"]) == machine and found["machine"]["name"] == "made up"
+    code, _, err = run("plan", "-m", str(model_folder), "-n", "500", "--memory", "100KB")
+    assert code == 0 and "made up (measured)" in err and "estimated" not in err
+    code, out, err = run("calibrate", "--dtype", "float31")
+    assert code == 2 and out == "" and "float32" in err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import weakref
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from conftest import tokenizer
 from families import tiny
 
+from kvkeep.cli.serve import alone
 from kvkeep.cli.serve.defaults import fitting, planned
 from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.models import loading
@@ -52,6 +54,38 @@ def test_without_a_method_the_planner_chooses_for_the_memory(monkeypatch: pytest
     assert "(exact): " in told and int(told.split("(exact): ")[1].split(" ")[0]) >= 3
     with pytest.raises(UsageError, match="fewer --conversations"):
         planned(loaded, 6 * whole, 10**6)
+
+
+def test_it_listens_before_anything_is_measured(
+    run: Any, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And says which memory it takes, and why."""
+    listening = []
+
+    class Server:
+        def run(self, sockets: list[socket.socket]) -> None:
+            sockets[0].listen()
+            listening.append(sockets[0].getsockname())
+
+    def measured(*given: Any) -> None:
+        raise AssertionError("the machine was measured")
+
+    monkeypatch.setattr("kvkeep.plan.calibrate.calibrate", measured)
+    monkeypatch.setattr(alone, "_server", lambda *given, **options: Server())
+    monkeypatch.setattr(alone, "_drain", lambda *given: None)
+    common = ("serve", "--model", str(model_folder), "--port", "0", "--sessions", str(tmp_path))
+    code, _, err = run(*common)
+    assert code == 0 and len(listening) == 1, err
+    assert "for 8 conversations of" in err and "'full' (exact): 8 conversations of" in err
+    code, _, err = run(*common, "--memory", "400KB")
+    assert code == 0 and "the planner chose" in err and "estimated; run `kvkeep calibrate" in err
+    code, _, err = run(*common, "-x", "full", "--conversations", "3", "--no-measure")
+    assert (
+        code == 0 and "for 3 conversations of" in err and "(exact): 3 conversations" in err and "estimated" not in err
+    )
+    monkeypatch.setattr("kvkeep.models.room.free_memory", lambda device: 4 * 10**6)
+    code, _, err = run(*common, "--conversations", "1000", "-x", "full")
+    assert code == 0 and "memory: 1.0 MB, a quarter of the 4.0 MB that are free; 1000 conversations" in err
 
 
 def test_a_command_with_replicas_has_no_model_of_its_own(

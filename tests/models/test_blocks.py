@@ -8,21 +8,51 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
-from kvkeep.models.blocks import KINDS, coded
+from kvkeep.models.blocks import KINDS, Blocks, quantised
+from kvkeep.models.packed import Packed
+
+STORED = [kind for kind in KINDS if kind != "BF16"]
+
+
+def random_rows(kind: str, count: int = 24, blocks: int = 3) -> np.ndarray:
+    """Random bytes: every code, scale and offset comes up. Halves that are not finite are made so."""
+    about = KINDS[kind]
+    rows = np.random.default_rng(3).integers(0, 256, (count, blocks * about.size), dtype=np.uint8)
+    rows.reshape(-1, about.size)[:, [1, 3, 209 % about.size]] &= 0xBF  # exponents below 16: halves lie here
+    return rows
+
+
+@pytest.mark.parametrize("kind", STORED)
+def test_weights_are_the_blocks_exactly(kind: str) -> None:
+    about, theirs = KINDS[kind], GGMLQuantizationType[kind]
+    assert GGML_QUANT_SIZES[theirs] == (about.elements, about.size)
+    rows = random_rows(kind)
+    made, expected = Blocks(kind, torch.from_numpy(rows)), torch.from_numpy(dequantize(rows, theirs))
+    assert made.shape == expected.shape
+    assert bool(expected.isfinite().all()) and float(expected.std()) > 0
+    assert torch.equal(made.dense(), expected)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_codes_are_the_blocks_exactly(kind: str) -> None:
-    """Random bytes: every code, scale and offset comes up. Halves that are not finite are made so."""
-    about, theirs = KINDS[kind], GGMLQuantizationType[kind]
-    assert GGML_QUANT_SIZES[theirs] == (about.elements, about.size)
-    generator = np.random.default_rng(3)
-    rows = generator.integers(0, 256, (24, 3 * about.size), dtype=np.uint8)
-    blocks = rows.reshape(-1, about.size)
-    blocks[:, [1, 3, 209 % about.size]] &= 0xBF  # exponents below 16: the halves of some kinds lie here
-    made = coded(kind, rows)
-    assert (made.codes.shape, made.bits, made.group) == ((24, 3 * about.elements), about.bits, about.group)
-    assert made.codes.dtype == (torch.uint8 if about.bits == 4 else torch.int8)
-    expected = torch.from_numpy(dequantize(rows, theirs))
-    assert bool(expected.isfinite().all()) and float(expected.std()) > 0
-    assert torch.equal(made.dense(), expected)
+def test_panels_hold_every_bit(kind: str, kernels: None) -> None:
+    """Blocks come out as they went in, a row's values are those of its blocks, and memory is at most 1.03 of the
+    file's, of whole panels."""
+    about = KINDS[kind]
+    rows = random_rows(kind, 48, 2) if kind != "BF16" else torch.randn(48, 64).bfloat16().view(torch.uint8).numpy()
+    for count in (48, 37, 1):
+        blocks = Blocks(kind, torch.from_numpy(rows[:count].copy()))
+        packed = Packed(blocks)
+        assert packed.native and torch.equal(packed.blocks().rows, blocks.rows)
+        index = torch.tensor([count - 1, 0, count // 2])
+        assert torch.equal(packed.rows(index), blocks.dense()[index])
+        if count % 16 == 0:
+            assert packed.nbytes == count * rows.shape[1] // about.size * about.packed <= 1.03 * blocks.rows.nbytes
+
+
+@pytest.mark.parametrize(("bits", "furthest"), [(4, 0.55 / 15), (8, 0.51 / 127), (16, 2**-8)])
+def test_what_is_quantised_is_near(bits: int, furthest: float) -> None:
+    weight = torch.randn(40, 96, generator=torch.Generator().manual_seed(0))
+    groups = weight.unflatten(1, (-1, 32))
+    size = groups.amax(-1) - groups.amin(-1) if bits == 4 else groups.abs().amax(-1)
+    apart = (quantised(weight, bits).dense() - weight).unflatten(1, (-1, 32)).abs().amax(-1)
+    assert bool((apart <= furthest * size + 2e-3).all())

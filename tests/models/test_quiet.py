@@ -15,7 +15,7 @@ def test_kvkeeps_warnings_are_told_once_and_bars_are_not(
     handled: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(logging.root, "handlers", [logging.StreamHandler(sys.stderr)] if handled else [])
-    log = logging.getLogger("kvkeep.kernels.build")
+    log = logging.getLogger("kvkeep.native.library")
     with quiet():
         log.warning("Compiling ...")
         log.info("a detail")

@@ -12,15 +12,13 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch
 from families import FAMILIES, SMOLLM2, tiny
 from transformers import MambaConfig, MistralConfig, Qwen3MoeConfig
 
 from kvkeep import Fate, KeepCache
 from kvkeep.budget import MIN_CHUNK
 from kvkeep.errors import BudgetError, KvkeepError, UnsupportedModelError, UsageError
-from kvkeep.plan import calibrate, planner
-from kvkeep.plan.calibrate import machine_here
+from kvkeep.plan import planner
 from kvkeep.plan.candidates import Candidate, candidates
 from kvkeep.plan.costs import cost, verified
 from kvkeep.plan.machine import LAYERS, SHEET, Machine, at
@@ -210,24 +208,13 @@ def test_a_machine_that_was_measured_has_numbers_to_calculate_with(tmp_path: Pat
             Machine.load(path)
 
 
-def test_a_place_is_measured_once_with_the_kernels_and_once_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However the place is written."""
-    measured = []
-    monkeypatch.setattr(calibrate, "calibrate", lambda *place: measured.append(place) or PLAIN)
-    for kernels in (object(), None, object()):
-        monkeypatch.setattr(calibrate, "library", lambda kernels=kernels: kernels)
-        for place in ("cpu", "cpu:0"):
-            assert machine_here(place, torch.bfloat16) == PLAIN
-    assert measured == 2 * [("cpu", torch.bfloat16)]
-
-
 def test_a_recommendation_builds_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner, "machine_here", lambda *given: PLAIN)
     model = tiny("llama")
     for memory in (10**9, 100_000):
         choice = recommend(model, 400, memory, answer=20)
         built = KeepCache(model, **choice.options())
-        assert built.method.name == choice.method and "exact" in choice.reason
+        assert built.method.name == choice.method and "exact" in choice.reason and choice.rates == SHEET
     assert choice.method == "snapkv+verified"
 
 

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from kvkeep import KeepCache, UsageError
 from kvkeep.geometry import ModelGeometry
-from kvkeep.models.packed import PackedLinear, quantised
+from kvkeep.models.blocks import quantised
+from kvkeep.models.packed import PackedLinear
 from kvkeep.policies import retrieval_heads as heads
 from kvkeep.policies.fisher import information
 
@@ -47,7 +48,7 @@ def test_information_is_the_squared_gradient_summed_over_texts(family: str) -> N
     dense = deepcopy(packed)
     plain = dense.model.layers[geometry(family).full_layers[0].index].self_attn
     plain.v_proj = torch.nn.Linear(*projection.v_proj.weight.shape[::-1], bias=False)
-    plain.v_proj.weight.data = projection.v_proj.coded().dense()
+    plain.v_proj.weight.data = projection.v_proj.dense()
     found, expected = (information(one, geometry(family), IDS) for one in (packed, dense))
     torch.testing.assert_close(found, expected, rtol=2e-2, atol=1e-9)  # its products are in bfloat16
     assert [weight.requires_grad for weight in model.parameters()] == flags

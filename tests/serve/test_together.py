@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,12 +18,13 @@ from kvkeep.attention.together import Together
 from kvkeep.models.bits import row_independent
 from kvkeep.models.fused import FusedLayers
 from kvkeep.models.loading import load
+from kvkeep.passes import Passes
 from kvkeep.serve.batch import Read, forward
 
 pytestmark = pytest.mark.usefixtures("kernels")
 METHODS: list[tuple[str, int | None, dict[str, str]]] = [
     ("full", None, {}), ("kv-direct", 20, {"checkpoint": "kv"}), ("kv-direct", 150, {"checkpoint": "kv"}),
-    ("h2o", 20, {}), ("h2o", 170, {}), ("window", 20, {}), ("tova", 260, {}),
+    ("h2o", 20, {}), ("h2o", 170, {}), ("window", 20, {}), ("tova", 260, {}), ("snapkv", 60, {}),
 ]  # fmt: skip
 
 
@@ -38,6 +40,13 @@ def loaded(family: str, folder: Path, bits: bool = True) -> Any:
 
 @torch.no_grad()
 def alone(model: Any, cache: KeepCache, ids: list[int]) -> Tensor:
+    """One session, layer by layer."""
+    with patch.object(Passes, "prepare", lambda self, layers: None):
+        return in_one_call(model, cache, ids)
+
+
+def in_one_call(model: Any, cache: KeepCache, ids: list[int]) -> Tensor:
+    """One session, all layers of a single token in one call where the kernel does all of it."""
     return model(input_ids=torch.tensor([ids]), past_key_values=cache, use_cache=True).logits[0, -1]
 
 
@@ -75,6 +84,19 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(FusedLayers, "__call__", counted)
     return calls
+
+
+def test_a_token_of_one_cache_goes_through_all_layers_in_one_call(tmp_path: Path, passes: list[int]) -> None:
+    model = loaded("llama", tmp_path)
+    for name, budget, options in METHODS:
+        caches = [KeepCache(model, name, budget, **options) for _ in range(2)]
+        text, before = prompt(1, 190, 3)[0].tolist(), len(passes)
+        for run, cache in zip((in_one_call, alone), caches, strict=True):
+            run(model, cache, text[:-45])
+        for token in text[-45:]:
+            assert torch.equal(in_one_call(model, caches[0], [token]), alone(model, caches[1], [token])), name
+        assert len(passes) - before > 30, name
+        assert caches[0].get_seq_length() == caches[1].get_seq_length() == len(text)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])

@@ -18,7 +18,6 @@ METHODS = [
     ("window", 40),
     ("h2o", 40),
     ("kv-direct", 40),
-    ("h2o+checkpoint", 40),
     ("quantized:8", 200),
     ("snapkv+quantize:4", 120),
     ("revive", 100),
@@ -33,7 +32,7 @@ def test_one_call_gives_what_segments_give(spec: str, budget: int, monkeypatch: 
     config = FAMILIES["llama"]()
     config.head_dim = 16  # of codes the kernel reads whole vectors
     model = AutoModelForCausalLM.from_config(config).bfloat16().eval()
-    options: dict[str, Any] = {"checkpoint": "kv"} if spec in CHECKPOINTED else {}
+    options: dict[str, Any] = {"checkpoint": "kv"} if spec == "kv-direct" else {}
     calls: list[bool] = []
     own = Layer.attended_at_once
 

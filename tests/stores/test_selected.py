@@ -128,16 +128,6 @@ def test_entries_that_come_back_are_struck_out_of_what_was_written(monkeypatch: 
     assert asked and max(asked) <= 173
 
 
-def test_where_no_entry_is_missing_nothing_is_masked() -> None:
-    """A decoding step of one row reads what left without a mask, as "kv-direct" does."""
-    cache = new_cache("h2o+kv", "llama")
-    step("llama", cache, prompt(1, 64))
-    step("llama", cache, prompt(1, 1))
-    for layer in bounded(cache):
-        pieces = [*layer.evicted.pieces(torch.empty(0), layer.resident, layer.length)]
-        assert pieces and not any(piece.holes for piece in pieces)
-
-
 # -- memory -------------------------------------------------------------------------------------------
 
 

@@ -242,7 +242,7 @@ def test_methods_without_all_entries_in_checkpoints_say_so() -> None:
         step("llama", cache, prompt(1, 40))
         return cache
 
-    for method in ("h2o", "kv-direct", "h2o+checkpoint", "h2o+quantize:4", "h2o+merge+verified"):
+    for method in ("h2o", "kv-direct", "h2o+quantize:4", "h2o+merge+verified"):
         cache = new(method, 300)
         for call in (lambda cache=cache: cache.evict(1), lambda cache=cache: cache.recall([0])):
             with pytest.raises(UsageError, match="kv-lru"):

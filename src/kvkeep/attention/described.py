@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from kvkeep.native.library import KvPiece, piece_table
+
 TILE = 32
-"""Entries of a tile, as kernels/attention.cpp has it."""
-
-
-class PieceStruct(ctypes.Structure):
-    """``Piece`` of kernels/attention.cpp."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("keys", "values")),
-        *((name, ctypes.c_int64) for name in ("count", "lanes", "key_lane", "key_row", "value_lane", "value_row")),
-        *((name, ctypes.c_void_p) for name in ("key_scale", "key_offset", "value_scale", "value_offset")),
-        *((name, ctypes.c_void_p) for name in ("mean", "deviation")),
-        *((name, ctypes.c_int64) for name in ("key_bits", "value_bits", "width", "key_scale_lane", "value_scale_lane")),
-        *((name, ctypes.c_void_p) for name in ("places", "key_mean")),
-        *((name, ctypes.c_int64) for name in ("sums", "median")),
-    ]
+"""Entries of a tile, as native/attention.h has it."""
 
 
 class Described:
@@ -35,7 +22,7 @@ class Described:
     """
 
     def __init__(self, pieces: Sequence[tuple[Any, Any]]) -> None:
-        self.rows = (PieceStruct * len(pieces))()
+        self.rows = piece_table(len(pieces))
         self.value_dim: int = pieces[0][1].shape[-1]
         self.grouped = grouped(pieces[0][0])
         self._held = [part for row, pair in zip(self.rows, pieces, strict=True) for part in _describe(row, *pair)]
@@ -114,14 +101,14 @@ class Turning:
         return table
 
 
-def _describe(row: PieceStruct, keys: Any, values: Any) -> list[Tensor]:
+def _describe(row: KvPiece, keys: Any, values: Any) -> list[Tensor]:
     """Fill a row of the kernel's table; return the tensors that it points to, some of them copies."""
     if isinstance(keys, Tensor):
         return _entries(row, keys, values)
     return {"grouped": _codes, "by channel": _by_channel, "sketched": _estimates}[keys.layout](row, keys, values)
 
 
-def _entries(row: PieceStruct, keys: Tensor, values: Tensor) -> list[Tensor]:
+def _entries(row: KvPiece, keys: Tensor, values: Tensor) -> list[Tensor]:
     if keys.stride(-1) != 1 or values.stride(-1) != 1:
         keys, values = keys.contiguous(), values.contiguous()
     row.keys, row.values, (row.lanes, row.count, _) = keys.data_ptr(), values.data_ptr(), keys.shape
@@ -130,7 +117,7 @@ def _entries(row: PieceStruct, keys: Tensor, values: Tensor) -> list[Tensor]:
     return [keys, values]
 
 
-def _codes(row: PieceStruct, keys: Any, values: Any) -> list[Tensor]:
+def _codes(row: KvPiece, keys: Any, values: Any) -> list[Tensor]:
     held: list[Tensor] = []
     lanes, _, row.count, _ = keys.shape
     row.lanes, row.key_bits, row.value_bits, row.width = lanes, keys.bits, values.bits, values.width
@@ -153,7 +140,7 @@ def _codes(row: PieceStruct, keys: Any, values: Any) -> list[Tensor]:
     return held
 
 
-def _by_channel(row: PieceStruct, keys: Any, values: Any) -> list[Tensor]:
+def _by_channel(row: KvPiece, keys: Any, values: Any) -> list[Tensor]:
     row.lanes, _, row.count, _ = keys.shape
     row.key_bits = row.value_bits = 8
     for name, part in (("key", keys), ("value", values)):
@@ -166,7 +153,7 @@ def _by_channel(row: PieceStruct, keys: Any, values: Any) -> list[Tensor]:
     return [tensor for part in (keys, values) for tensor in (part.codes, part.scale, part.offset)]
 
 
-def _estimates(row: PieceStruct, keys: Any, values: Any) -> list[Tensor]:
+def _estimates(row: KvPiece, keys: Any, values: Any) -> list[Tensor]:
     row.sums, row.lanes, row.count = keys.at.shape
     row.median = keys.by == "median"
     places = keys.at.int().contiguous()

@@ -1,34 +1,30 @@
 """Attention by the CPU kernel: entries in pieces, bits that do not depend on anything else than the entries.
 
-The kernel (kernels/attention.cpp) counts entries from a row's first token and goes through them in blocks of 512 in
+The kernel (native/attention.h) counts entries from a row's first token and goes through them in blocks of 512 in
 order, so a query's result is the same to the bit whether it comes alone or with others, and wherever entries lie.
 """
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvkeep.attention.described import Described, PieceStruct, Stretch, grouped
-from kvkeep.kernels.build import address, kernels, library
+from kvkeep.attention.described import Described, Stretch, grouped
+from kvkeep.native.library import (
+    KvAttention,
+    address,
+    address_of,
+    copy_pieces,
+    kernels,
+    library,
+    piece_table,
+)
 
 BLOCK = 512
-"""Entries of a block, as kernels/attention.cpp has it."""
-
-
-class AttentionStruct(ctypes.Structure):
-    """``Attention`` of kernels/attention.cpp."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("query", "pieces", "first", "stop", "shift", "mask")),
-        *((name, ctypes.c_int64) for name in ("lanes", "groups", "queries", "dim", "value_dim", "count", "entries")),
-        *((name, ctypes.c_int64) for name in ("past", "mask_lane", "mask_query")),
-        ("scaling", ctypes.c_float),
-    ]
+"""Entries of a block, as native/attention.h has it."""
 
 
 def runs(query: Tensor, keys: Any, values: Any) -> bool:
@@ -112,15 +108,12 @@ class Call:
         self.value_dim = self._parts[0].value_dim
         self.bounds = [None if part is None else part.int().contiguous() for part in (first, stop, shift)]
         self.mask = None if mask is None else mask.contiguous().view(torch.uint8)
-        rows = (PieceStruct * sum(len(table.rows) for table in self._parts))()
-        self.entries, at = 0, ctypes.addressof(rows)
-        for table in self._parts:
-            ctypes.memmove(at, table.rows, ctypes.sizeof(table.rows))
-            at, self.entries = at + ctypes.sizeof(table.rows), self.entries + table.entries
-        self._rows = rows
-        self.struct = AttentionStruct(
+        self._rows = rows = piece_table(sum(len(table.rows) for table in self._parts))
+        copy_pieces(rows, [table.rows for table in self._parts])
+        self.entries = sum(table.entries for table in self._parts)
+        self.struct = KvAttention(
             self.query.data_ptr(),
-            ctypes.addressof(rows),
+            address_of(rows),
             *map(address, self.bounds),
             address(self.mask),
             lanes,
@@ -147,8 +140,8 @@ class Call:
         """
         output = torch.empty(*self.query.shape[:3], self.value_dim, dtype=dtype) if last else None
         lse = torch.empty(self.query.shape[:3], dtype=torch.float32) if last else None
-        kernels().kk_attend(
-            ctypes.addressof(self.struct),
+        kernels().kvkeep_attend(
+            address_of(self.struct),
             address(output),
             dtype == torch.float32,
             address(lse),
@@ -168,7 +161,7 @@ class Call:
         out = torch.empty(len(self.query), self.entries, dtype=torch.float32)
         queries = self.query.shape[2]
         wanted = queries if last is None else min(last, queries)
-        kernels().kk_received(ctypes.addressof(self.struct), lse.data_ptr(), wanted, greatest, out.data_ptr())
+        kernels().kvkeep_received(address_of(self.struct), lse.data_ptr(), wanted, greatest, out.data_ptr())
         return out
 
 
@@ -224,7 +217,7 @@ def alone(query: Tensor, key: Tensor, value: Tensor, scaling: float, reduce: str
     output = torch.empty(lanes, groups, queries, value_dim, dtype=torch.bfloat16)
     lse = torch.empty(lanes, groups, queries)
     received = torch.empty(lanes, entries) if reduce else None
-    kernels().kk_attend_alone(
+    kernels().kvkeep_attend_rows(
         query.data_ptr(),
         key.data_ptr(),
         value.data_ptr(),

@@ -6,29 +6,23 @@ lie, what leaves for it, and what its query will attend to. So in a pass nothing
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvkeep.attention.described import Described, PieceStruct
-from kvkeep.attention.kernel import AttentionStruct
-from kvkeep.kernels.build import kernels
-from kvkeep.kernels.entering import Entering
-
-
-class _ArrivalStruct(ctypes.Structure):
-    """``Arrival`` of kernels/attention.cpp."""
-
-    _fields_ = [
-        ("attention", AttentionStruct),
-        ("entering", Entering),
-        ("received", ctypes.c_void_p),
-        ("greatest", ctypes.c_int64),
-        ("token", ctypes.c_int64),
-    ]
+from kvkeep.attention.described import Described
+from kvkeep.native.library import (
+    KvAttention,
+    KvInsert,
+    KvStep,
+    address_of,
+    address_table,
+    copy_pieces,
+    kernels,
+    piece_table,
+)
 
 
 def plain(*rows: Tensor | None) -> bool:
@@ -40,17 +34,17 @@ class Arrival:
     """The next entry of each lane of one layer, of one row: how the kernel keeps it, and attends once it is there.
 
     keys, values: (1, lanes, rows, dim) or (lanes, rows, dim), where it goes, in whatever row. They have to stay where
-    they are; what changes from one token to the next is told by :attr:`entering` and :meth:`sees`.
+    they are; what changes from one token to the next is told by :attr:`insert` and :meth:`sees`.
     """
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         self.keys, self.values = keys, values
-        attention = AttentionStruct(
+        attention = KvAttention(
             lanes=keys.shape[-3], queries=1, dim=keys.shape[-1], value_dim=values.shape[-1], past=-1
         )
-        self.struct = _ArrivalStruct(attention, Entering.into(keys, values))
-        self.entering: Entering = self.struct.entering
-        self._attention: AttentionStruct = self.struct.attention
+        self.struct = KvStep(attention, KvInsert.into(keys, values))
+        self.insert: KvInsert = self.struct.insert
+        self._attention: KvAttention = self.struct.attention
         self._rows: Any = None
         self._parts: Sequence[Described] = ()
 
@@ -68,13 +62,10 @@ class Arrival:
         text where there is one."""
         count = sum(len(part.rows) for part in parts)
         if self._rows is None or len(self._rows) != count:
-            self._rows = (PieceStruct * count)()
-            self._attention.pieces, self._attention.count = ctypes.addressof(self._rows), count
-        at, entries = self._attention.pieces, 0
-        for part in parts:
-            ctypes.memmove(at, part.rows, size := ctypes.sizeof(part.rows))
-            at, entries = at + size, entries + part.entries
-        self._attention.entries, self._parts = entries, parts
+            self._rows = piece_table(count)
+            self._attention.pieces, self._attention.count = address_of(self._rows), count
+        copy_pieces(self._rows, [part.rows for part in parts])
+        self._attention.entries, self._parts = sum(part.entries for part in parts), parts
         return self
 
     def report(self, received: int | None, greatest: bool = False) -> None:
@@ -90,12 +81,12 @@ class Together:
         self._arrivals = arrivals
         for arrival, token in zip(arrivals, tokens, strict=True):
             arrival.struct.token = token
-        self._table = (ctypes.c_void_p * len(arrivals))(*(ctypes.addressof(one.struct) for one in arrivals))
+        self._table = address_table([address_of(one.struct) for one in arrivals])
 
     @property
     def address(self) -> int:
         """Where the kernel finds the arrivals."""
-        return ctypes.addressof(self._table)
+        return address_of(self._table)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """Keep each token's entry and return attention, (1, tokens, heads, value_dim); that of tokens that are not here
@@ -107,7 +98,7 @@ class Together:
         query, key, value = query.transpose(1, 2).contiguous(), key.contiguous(), value.contiguous()
         out = torch.empty(1, tokens, heads, value.shape[3], dtype=torch.bfloat16)
         lse = torch.empty(tokens, heads)
-        kernels().kk_together(
+        kernels().kvkeep_attend_sessions(
             self.address,
             len(self._arrivals),
             query.data_ptr(),

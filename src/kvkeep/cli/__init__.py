@@ -5,12 +5,15 @@ Other packages add commands by an entry point of the group ``kvkeep.commands`` t
 
 from __future__ import annotations
 
+import atexit
+import os
 import sys
 from contextlib import suppress
 from importlib.util import find_spec
 from typing import NoReturn
 
 from kvkeep.errors import KvkeepError
+from kvkeep.native.library import check_environment
 
 COMMANDS = {
     "generate": ("kvkeep.cli.generate:generate", "Answer a prompt, or a question about a file, inside a cache budget."),
@@ -19,6 +22,7 @@ COMMANDS = {
     "sessions": ("kvkeep.cli.sessions:app", "List, show, remove, export and import saved sessions."),
     "plan": ("kvkeep.cli.plan:plan", "Predict bytes and times of every cache that fits in a memory."),
     "capacity": ("kvkeep.cli.capacity:capacity", "Predict how many sessions a machine carries, by method and length."),
+    "calibrate": ("kvkeep.cli.calibrate:calibrate", "Measure this machine once, for the times that plans predict."),
     "methods": ("kvkeep.cli.methods:methods", "List the methods: what they evict, store and recall."),
     "models": ("kvkeep.cli.models:models", "List the embedded models, and whether they are on this machine."),
     "demo": ("kvkeep.cli.demo:demo", "Answer a question about a long text, with the full cache and within a budget."),
@@ -28,6 +32,32 @@ COMMANDS = {
 
 LAB = ("verify", "prove", "bench", "compare", "inspect", "stream", "longchat", "recompute", "analyse", "lab")
 """Commands of the lab, a distribution of its own (package ``kvkeep_lab``, ``pip install 'kvkeep[lab]'``)."""
+
+
+def program() -> None:
+    """Run the command line as a process of its own, which ends without taking two thousand modules apart."""
+    codes: list[int] = []
+    atexit.register(_end, codes)  # the first one, which runs last
+    try:
+        main()
+    except SystemExit as error:
+        codes.append(error.code if isinstance(error.code, int) else int(error.code is not None))
+        raise
+    codes.append(0)
+
+
+def _end(codes: list[int]) -> None:
+    """End the process with the code that ``codes`` holds: threads are joined by now, and other functions of
+    :mod:`atexit` have run. Without one an exception ended the program, and Python does the rest."""
+    if not codes:
+        return
+    try:
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
+    except (OSError, ValueError):
+        return  # as Python reports it
+    os._exit(codes[0])
 
 
 def main() -> None:
@@ -42,6 +72,7 @@ def main() -> None:
         sys.exit(2)
     try:
         streams.prepare()
+        check_environment()
         _run()
     except KvkeepError as error:
         _leave(str(error), error.exit_code)

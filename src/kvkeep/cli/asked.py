@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from kvkeep.cli.checked import AUTO, check_cache
 from kvkeep.cli.output import note
-from kvkeep.errors import UsageError
 
 if TYPE_CHECKING:
     from kvkeep.policies.request import Request
-
-AUTO = "auto"
 
 
 @dataclass(frozen=True)
@@ -26,7 +24,7 @@ class Asked:
     def cache(self, model: Any, context: int | None = None, answer: int = 0) -> Any:
         """Return the cache for ``context`` tokens, of which the last ``answer`` are generated; where the model's
         positions run out, no more than those."""
-        from transformers import DynamicCache
+        from transformers.cache_utils import DynamicCache
 
         from kvkeep.cache import KeepCache
 
@@ -46,7 +44,7 @@ class Asked:
         from kvkeep.plan.planner import recommend
         from kvkeep.policies.request import Request
 
-        choice = recommend(model, prompt, self.memory, answer=answer, tell=note)
+        choice = recommend(model, prompt, self.memory, answer=answer)
         note(choice.reason)
         return Request.parse(choice.method, choice.budget, checkpoint=choice.checkpoint, where=choice.where)
 
@@ -71,29 +69,13 @@ def asked(
     Raises:
         UsageError: contradicting options, and as :meth:`~kvkeep.policies.request.Request.parse`.
     """
+    limits = {"kv_budget_tokens": kv_budget_tokens, "kv_budget_mb": kv_budget_mb}
+    method, budget = check_cache(method, budget, exact=exact, memory=memory, **limits, **options)
+    if budget == AUTO:
+        return Asked(None, True, memory)
     from kvkeep.stock import requested
 
-    given = [f"{kv_budget_tokens}" if kv_budget_tokens else "", f"{kv_budget_mb}MB" if kv_budget_mb else ""]
-    if any(given):
-        if method is not None or budget is not None or exact or all(given):
-            raise UsageError(
-                "--kv-budget-tokens and --kv-budget-mb are method kv-lru with a budget; give one of them, "
-                "without --budget, --method and --exact."
-            )
-        method, budget = "kv-lru", "".join(given)
-    if budget != AUTO:
-        if memory is not None:
-            raise UsageError("A memory is for '--budget auto'; leave it out.")
-        return Asked(requested(method, budget, recall="verified" if exact else None, **options))
-    chosen = {"method": method, "checkpoint": options.get("checkpoint"), "where": options.get("where")}
-    for name, value in chosen.items():
-        if value is not None:
-            raise UsageError(f"With '--budget auto' the planner chooses; leave --{name} out.")
-    if memory is not None:
-        from kvkeep.budget import bytes_of
-
-        bytes_of(memory)
-    return Asked(None, True, memory)
+    return Asked(requested(method, budget, recall="verified" if exact else None, **options))
 
 
 def _positions(model: Any) -> int | None:

@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
+from kvkeep.budget import Budget, bytes_of
 from kvkeep.cli import completion, options
+from kvkeep.cli.checked import check_model
 from kvkeep.cli.listed import listed
 from kvkeep.cli.output import note, out, print_json, show
 from kvkeep.cli.predicted import predicted
+from kvkeep.cli.starting import starting
 from kvkeep.errors import UsageError
 from kvkeep.units import size
 
@@ -40,7 +43,7 @@ def capacity(
     ] = None,
     budget: Annotated[str, typer.Option("--budget", "-b", help="Of every session, as everywhere.")] = "4096",
     machine: Annotated[
-        str | None, typer.Option(help="Another machine's rates or data sheet.", show_default="this one, measured once")
+        str | None, typer.Option(help="Another machine's rates or data sheet.", show_default="this one")
     ] = None,
     memory: Annotated[
         str | None,
@@ -55,14 +58,16 @@ def capacity(
     json: options.Json = False,
 ) -> None:
     """Predict how many sessions a machine holds and serves, and what fetching one from elsewhere takes."""
-    from kvkeep.budget import bytes_of
-    from kvkeep.plan import capacity as planned
-
+    Budget.parse(budget)
+    check_model(model, weights, config=True)
+    given_bytes = None if memory is None else bytes_of(memory)
     contexts, networks = _numbers(context, "context", whole=True), _numbers(gbit, "network")
-    names = list(planned.METHODS) if method is None else listed(method, "--method") or ["none"]
-    shape, measured = predicted(model, machine, weights)
-    rates = measured()
-    room = bytes_of(memory) if memory is not None else rates.room(shape.weight_bytes)
+    with starting():
+        from kvkeep.plan import capacity as planned
+
+        names = list(planned.METHODS) if method is None else listed(method, "--method") or ["none"]
+        shape, rates = predicted(model, machine, weights)
+    room = rates.room(shape.weight_bytes) if given_bytes is None else given_bytes
     found = [
         one
         for tokens in contexts
@@ -79,6 +84,7 @@ def capacity(
         rows = [one.as_dict() | {"fetched_s": times} for one, times in zip(found, fetched, strict=True)]
         both = [asdict(one) | {"pays_below_bytes_s": one.pays_below} for one in rebuilt]
         given = {"model": model, "memory_bytes": room, "weight_bytes": shape.weight_bytes, "machine": rates.name}
+        given["rates"] = rates.source
         print_json(given | {"rows": rows, "rebuilding": both, "balance_tokens": balances})
         return
     note(f"{rates.name} ({rates.source}); weights {size(shape.weight_bytes)}, {size(room)} for caches")

@@ -15,8 +15,10 @@ from rich.text import Text
 
 from kvkeep.cli import options
 from kvkeep.cli.asked import AUTO, asked
+from kvkeep.cli.checked import check_cache, check_model
 from kvkeep.cli.generate import as_json
 from kvkeep.cli.output import note, out, print_json, printable, reading
+from kvkeep.cli.starting import starting
 from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.units import size
 
@@ -67,21 +69,25 @@ def demo(
     """
     # OpenMP reads it when torch is imported. Threads that spin while they wait slow a busy machine down a lot.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    from kvkeep.decode.generate import generate, positions_of, room_after
     from kvkeep.decode.prompt import encode, read_text, shortened
     from kvkeep.decode.prompt import question as ask
-    from kvkeep.models.loading import load
 
     if budget == AUTO:
         raise UsageError("A demo takes entries, bytes or a share as its budget; 'kvkeep plan' chooses one.")
-    wanted = {FULL: asked(FULL, None), EXACT: asked(EXACT, budget, checkpoint=checkpoint, where=where)}
+    check_cache(EXACT, budget, checkpoint=checkpoint, where=where)
+    check_model(model)
     planted = doc is None
     text = read_text(doc) if doc is not None else plant(OWN_TEXT.read_text("utf-8"))
     if planted and question is None and expect is None:
         expect = PASSWORD
     expect = expect or None
     question = question or (QUESTION if planted else SUMMARISE)
-    loaded = load(model, progress=note)
+    with starting():
+        from kvkeep.decode.generate import generate, positions_of, room_after
+        from kvkeep.models.loading import load
+
+        wanted = {FULL: asked(FULL, None), EXACT: asked(EXACT, budget, checkpoint=checkpoint, where=where)}
+        loaded = load(model, progress=note)
     text, count = shortened(loaded.tokenizer, text, LONGEST)
     if count > LONGEST:
         note(f"The first {LONGEST:,} of {count:,} tokens are read; 'kvkeep compare' reads all of it.")

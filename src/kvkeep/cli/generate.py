@@ -9,7 +9,9 @@ import typer
 
 from kvkeep.cli import options
 from kvkeep.cli.asked import asked
+from kvkeep.cli.checked import check_cache, check_model
 from kvkeep.cli.output import interruptible, note, print_json, reading, write, write_answer
+from kvkeep.cli.starting import starting
 from kvkeep.errors import Interrupted
 from kvkeep.units import size
 
@@ -38,15 +40,19 @@ def generate(
     json: options.Json = False,
 ) -> None:
     """Answer a prompt, or a question about a file, inside a cache budget."""
-    from kvkeep.decode.generate import generate as run
     from kvkeep.decode.prompt import encode, question, read_text
-    from kvkeep.models.loading import load
 
     limits: dict[str, Any] = {"kv_budget_tokens": kv_budget_tokens, "kv_budget_mb": kv_budget_mb, "chunk": chunk}
     store: dict[str, Any] = {"checkpoint": checkpoint, "where": where, "capacity": capacity, "folder": folder}
-    wanted = asked(method, budget, exact=exact, memory=memory, **limits, **store)
+    check_cache(method, budget, exact=exact, memory=memory, **limits, **store)
+    check_model(model, weights, device)
     messages = question(read_text(file) if file else None, prompt)
-    loaded = load(model, weights=weights, device=device, progress=note)
+    with starting():
+        from kvkeep.decode.generate import generate as run
+        from kvkeep.models.loading import load
+
+        wanted = asked(method, budget, exact=exact, memory=memory, **limits, **store)
+        loaded = load(model, weights=weights, device=device, progress=note)
     ids = encode(loaded.tokenizer, messages, raw=raw)
     cache = wanted.cache(loaded.model, len(ids) + max_tokens, max_tokens)
     sampling: dict[str, Any] = {"max_new_tokens": max_tokens, "temperature": temperature, "seed": seed}

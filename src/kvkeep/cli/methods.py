@@ -13,7 +13,10 @@ from rich.table import Table
 from kvkeep.cli import completion, options
 from kvkeep.cli.listed import listed
 from kvkeep.cli.output import out, print_json, show
+from kvkeep.cli.remembered import remembered
+from kvkeep.cli.starting import starting
 from kvkeep.errors import UsageError, unknown
+from kvkeep.plugins import PARTS, points
 
 Rows = list[list[str]]  # the first are headings
 
@@ -44,19 +47,12 @@ def methods(
             raise unknown("table", table, list(TABLES))
         typer.echo(_markdown(made()))
         return
-    from kvkeep.policies.methods import parts
-    from kvkeep.policies.specs import parameters
-
-    rows, known = _rows(), parts()
+    # What is wrong with a package is said each time.
+    found = _registered() if any(points(PARTS)) else remembered("methods", _registered)
     if json:
-        defaults = {
-            kind: {
-                name: {key: _plain(value) for key, value in parameters(made).items()} for name, made in registry.items()
-            }
-            for kind, registry in known.items()
-        }
-        print_json({"methods": rows, **defaults})
+        print_json(found)
         return
+    rows = found.pop("methods")
     _print([list(_COLUMNS.values()), *([row[key] for key in _COLUMNS] for row in rows)])
     out.print(
         "\nAny SELECTOR+FATE+RECALL is a method, too; a fate or a recall may be left out, and each may have parameters:"
@@ -64,8 +60,21 @@ def methods(
         "\n+oneshot behind it reads prompts at once and compresses them then: h2o+oneshot"
         "\n'kvkeep methods --table combinations' lists the combinations, and why others are refused."
     )
-    for kind, registry in known.items():
-        _print([[kind, "parameters"], *([name, _parameters(made)] for name, made in registry.items())])
+    for kind, registry in found.items():
+        _print([[kind, "parameters"], *([name, _given(parameters)] for name, parameters in registry.items())])
+
+
+def _registered() -> dict[str, Any]:
+    """Return all methods with a name, and all parts with their parameters."""
+    with starting():
+        from kvkeep.policies.methods import parts
+        from kvkeep.policies.specs import parameters
+
+    defaults = {
+        kind: {name: {key: _plain(value) for key, value in parameters(made).items()} for name, made in registry.items()}
+        for kind, registry in parts().items()
+    }
+    return {"methods": _rows(), **defaults}
 
 
 def _bibtex(given: str) -> str:
@@ -211,7 +220,10 @@ def _distinct(answers: Any) -> str:
 def _parameters(made: type[Any]) -> str:
     from kvkeep.policies.specs import parameters
 
-    given = {key: _plain(value) for key, value in parameters(made).items()}
+    return _given({key: _plain(value) for key, value in parameters(made).items()})
+
+
+def _given(given: dict[str, Any]) -> str:
     return ", ".join(key if value is None else f"{key}={value}" for key, value in given.items())
 
 

@@ -9,7 +9,9 @@ import typer
 from rich.table import Table
 
 from kvkeep.cli import options
+from kvkeep.cli.checked import check_model
 from kvkeep.cli.output import note, out, print_json
+from kvkeep.cli.starting import starting
 from kvkeep.units import size
 
 
@@ -18,10 +20,13 @@ def models(
     json: options.Json = False,
 ) -> None:
     """List the embedded models, and whether they are on this machine."""
-    from kvkeep.models.loading import available, load
-
     if fetch is not None:
-        load(fetch, device="cpu", progress=note)
+        check_model(fetch)
+    with starting():
+        from kvkeep.models.loading import available, load
+
+        if fetch is not None:
+            load(fetch, device="cpu", progress=note)
 
     rows = available()
     if json:

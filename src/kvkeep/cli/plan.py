@@ -9,9 +9,12 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from kvkeep.budget import bytes_of
 from kvkeep.cli import options
+from kvkeep.cli.checked import check_cache, check_model
 from kvkeep.cli.output import err, note, out, print_json, show
 from kvkeep.cli.predicted import predicted
+from kvkeep.cli.starting import starting
 from kvkeep.errors import UsageError
 from kvkeep.extras import optional
 from kvkeep.units import size
@@ -19,6 +22,9 @@ from kvkeep.units import size
 if TYPE_CHECKING:
     from kvkeep.plan.planner import Planned
     from kvkeep.plan.shape import Shape
+
+BUDGET = "12.5%"
+"""Of the caches that --check measures, where none is given."""
 
 
 def plan(
@@ -32,12 +38,14 @@ def plan(
     acceptance: Annotated[float, typer.Option(help="Share of drafted tokens that are accepted.")] = 0.95,
     answer: Annotated[int, typer.Option(min=1, help="Tokens of the answer the recommendation is for.")] = 256,
     machine: Annotated[
-        str | None, typer.Option(help="Another machine's rates or data sheet.", show_default="this one, measured once")
+        str | None, typer.Option(help="Another machine's rates or data sheet.", show_default="this one")
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Show all rows, not the frontier only.")] = False,
     output: Annotated[str | None, typer.Option("--output", "-o", help="A figure: a .png, .svg or .pdf file.")] = None,
     check: Annotated[bool, typer.Option("--check", help="Measure every row and compare with its prediction.")] = False,
-    budget: Annotated[str, typer.Option("--budget", "-b", help="For --check: the cache budget.")] = "12.5%",
+    budget: Annotated[
+        str | None, typer.Option("--budget", "-b", help="For --check: the cache budget.", show_default=BUDGET)
+    ] = None,
     only: Annotated[str | None, typer.Option(help="For --check: rows whose name contains one of these.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="For --check: how often everything is measured.")] = 1,
     weights: options.Weights = "auto",
@@ -45,22 +53,26 @@ def plan(
     json: options.Json = False,
 ) -> None:
     """Predict bytes and times of every cache that fits in a memory, and recommend one."""
-    from kvkeep.plan.planner import plan as run
-
     contexts = _contexts(context)
     if len(contexts) > 1 and not check:
         raise UsageError("A plan takes one context; --check takes several.")
+    if budget is not None and not check:
+        raise UsageError("A plan tries every budget; one of your own is for --check, so leave --budget out.")
     if check and machine is not None:
         raise UsageError("A prediction for another machine cannot be checked on this one; leave --machine out.")
     if output is not None:
         optional("kvkeep_lab.figures", "lab").check_figure(output)
-    amount = _memory(memory)
-    place = _device(device)
-    shape, measured = predicted(model, machine, weights, place)
+    check_cache(budget=budget)
+    check_model(model, weights, None if machine is not None else device, config=True)
+    amount = None if memory is None else bytes_of(memory)
+    with starting():
+        from kvkeep.plan.planner import plan as run
+
+        place = _device(device)
+        shape, rates = predicted(model, machine, weights, place)
     if check:
-        _check(model, shape, contexts, budget, only, rounds, weights, device, json)
+        _check(model, shape, contexts, budget or BUDGET, only, rounds, weights, device, json)
         return
-    rates = measured()
     if amount is None:
         amount = _free(place) if machine is None else rates.room(shape.weight_bytes)
     planned = run(shape, rates, contexts[0], amount, exact=exact, acceptance=acceptance, answer=answer)
@@ -86,12 +98,6 @@ def _contexts(text: str) -> list[int]:
     if not all(part.isdigit() and int(part) for part in parts):
         raise UsageError(f"A context of '{text}' is not understood: give a whole number of tokens (4096).")
     return [int(part) for part in parts]
-
-
-def _memory(text: str | None) -> int | None:
-    from kvkeep.budget import bytes_of
-
-    return None if text is None else bytes_of(text)
 
 
 def _device(device: str | None) -> str:
@@ -162,12 +168,12 @@ def _check(
     json: bool,
 ) -> None:
     from kvkeep.models.loading import load
-    from kvkeep.plan.calibrate import machine_here
+    from kvkeep.plan.rates import machine_here
 
     check = optional("kvkeep_lab.plan_check", "lab").check
     wanted = None if only is None else [part.strip() for part in only.split(",")]
     loaded = load(model, weights=weights, device=device, progress=note)
-    rates = machine_here(_device(device), loaded.model.dtype, note)
+    rates = machine_here(_device(device), loaded.model.dtype)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
         task = progress.add_task("", total=None)
@@ -189,7 +195,7 @@ def _check(
         ]
         print_json({"machine": asdict(rates), "rows": listed, "good": good, "measured": measured})
         return
-    note(rates.name)
+    note(f"{rates.name} ({rates.source})")
     show(_checked(rows))
     out.print(f"{good} of {measured} rows are within 25 % for a token and for the prompt.")
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from kvkeep.attention.described import Described
 from kvkeep.contracts.entries import Piece
-from kvkeep.kernels.entering import Entering
 from kvkeep.memory.rows import Rows
+from kvkeep.native.library import KvInsert
 
 
 class Checkpoint(ABC):
@@ -54,7 +54,7 @@ class Checkpoint(ABC):
         """Return the first ``stop`` entries as the kernel reads them where they lie; None where it cannot."""
         return None
 
-    def receives(self, layer: int, entering: Entering) -> bool:
+    def receives(self, layer: int, insert: KvInsert) -> bool:
         """Tell the kernel where the next entry of a layer's lanes is to be copied; False where that cannot be told."""
         return False
 

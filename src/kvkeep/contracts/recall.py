@@ -82,9 +82,10 @@ class Recall(ABC):
     label: in a few words, empty where methods do not name it; source: the paper; exactness: the promise, None: the
     fate's. backed: it needs every entry in a checkpoint. reads_single: it brings back single entries, so none may be
     merged into others. place: where its checkpoints are by default, None: as for every method. loses: it goes on where
-    a checkpoint of limited capacity has lost entries. drafts: it decodes in rounds of draft and verify.
-    across_heads: what comes back in one KV head depends on others. files: parameters that may name files of this
-    machine, which no request to a server may give.
+    a checkpoint of limited capacity has lost entries. reads_all: every step attends to all entries of the checkpoint,
+    so that none has to be resident. drafts: it decodes in rounds of draft and verify. across_heads: what comes back in
+    one KV head depends on others. files: parameters that may name files of this machine, which no request to a server
+    may give.
     """
 
     label: ClassVar[str]
@@ -94,6 +95,7 @@ class Recall(ABC):
     reads_single: ClassVar[bool] = False
     place: ClassVar[str | None] = None
     loses: ClassVar[bool] = False
+    reads_all: ClassVar[bool] = False
     drafts: ClassVar[bool] = False
     across_heads: ClassVar[bool] = False
     files: ClassVar[Sequence[str]] = ()

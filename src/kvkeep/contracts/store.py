@@ -14,7 +14,7 @@ from kvkeep.attention.step import Step
 from kvkeep.contracts.entries import EntryState, Evicted, Piece
 from kvkeep.contracts.part import Part
 from kvkeep.contracts.resident import Resident, WorkingSet
-from kvkeep.kernels.entering import Entering
+from kvkeep.native.library import KvInsert
 
 
 class EvictedStore(Part):
@@ -41,7 +41,7 @@ class EvictedStore(Part):
     def take(self, left: Evicted, resident: WorkingSet) -> None:
         """Take entries that leave; ``resident`` is what stays."""
 
-    def receives(self, entering: Entering, leaves: bool) -> Sequence[Described] | None:
+    def receives(self, insert: KvInsert, leaves: bool) -> Sequence[Described] | None:
         """Tell the kernel where to copy what will leave for the next entry of each lane, if something ``leaves``:
         there, where :meth:`take` puts it. Return what will be here then, as :meth:`described` does; None where more
         than that is to be done."""

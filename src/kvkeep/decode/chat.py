@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Unpack, cast
 
-from transformers import Cache
+from transformers.cache_utils import Cache
 
 from kvkeep.cache import KeepCache
 from kvkeep.contracts.exactness import Exactness

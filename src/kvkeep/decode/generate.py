@@ -9,7 +9,8 @@ from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
-from transformers import Cache, StoppingCriteria, StoppingCriteriaList
+from transformers.cache_utils import Cache
+from transformers.generation import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from kvkeep.cache import KeepCache

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache
+from transformers.cache_utils import Cache
 
 from kvkeep import transfer
 from kvkeep.cache import KeepCache

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from kvkeep.errors import StoreError, unknown
+from kvkeep.memory.place_names import PLACES
 from kvkeep.models.folders import cache_folder
-
-PLACES = ("device", "host", "disk")
 
 
 class Device:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import mmap
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvkeep.errors import KvkeepError
+from kvkeep.native.library import trim_memory
 
 
 @dataclass(frozen=True)
@@ -30,8 +29,7 @@ def held_now(rollup: Path = Path("/proc/self/smaps_rollup")) -> Held:
     """Return what this process holds, freed memory given back first. Raises KvkeepError where the system does not
     say."""
     gc.collect()
-    with suppress(OSError, AttributeError, TypeError):  # not glibc
-        ctypes.CDLL(None).malloc_trim(0)
+    trim_memory()
     try:
         return held_by(rollup)
     except OSError as error:

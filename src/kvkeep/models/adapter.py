@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
+from transformers.cache_utils import DynamicCache
 
 from kvkeep.errors import UnsupportedModelError
 from kvkeep.models.forward import attending, probing, set_attender
@@ -52,7 +52,7 @@ class Adapter:
         self.family = str(getattr(self.config, "model_type", type(model).__name__))
         self._rotary = getattr(self.decoder, "rotary_emb", None)
         self._rotary_by_type = (
-            self._rotary is not None and "layer_type" in inspect.signature(self._rotary.forward).parameters
+            self._rotary is not None and "layer_type" in inspect.signature(type(self._rotary).forward).parameters
         )
         self.latent = any(hasattr(module, "expand_kv") for module in self.decoder.modules())
         self._checked: dict[str, str | None] = {}

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import causal_mask_function, sdpa_mask
+from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
+from transformers.modeling_utils import AttentionInterface
 
 from kvkeep.errors import UnsupportedModelError, UsageError
 from kvkeep.models.adapter import Adapter, decoder_of, layers_of
@@ -311,6 +311,8 @@ def _open(decoder: nn.Module, given: dict[str, Any], cache: Taking | None) -> tu
     positions = cache.begin_forward(ids, embeddings, given.get("position_ids"), given.get("attention_mask"))
     if positions is not None:
         given["position_ids"] = positions
+    if new.shape[:2] == (1, 1) and current_probe() is None:
+        cache.prepare(layers_of(decoder))
     set_attender(cache)
     return (), given
 

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from kvkeep.geometry import ModelGeometry
-from kvkeep.kernels.build import library
-from kvkeep.models.packed import Packed, multiplies
+from kvkeep.models.packed import Packed
+from kvkeep.native.library import library
 
 ROWS = (2, 3, 7, 13)
 """Rows of a trial, which products take in other ways than one: in tiles, and written out first."""
@@ -40,7 +40,7 @@ def _by_kernels(model: Any) -> bool:
         return False
     for module in model.modules():
         if isinstance(module, Packed):
-            if not multiplies(module):
+            if not module.native:
                 return False
         elif not isinstance(module, nn.Embedding) and any(one.ndim > 1 for one in module.parameters(recurse=False)):
             return False

@@ -1,7 +1,8 @@
-"""Blocks of a GGUF file as codes: a weight of each is ``scale * code + offset``, so nothing is rounded.
+"""Matrices as rows of blocks, as GGUF files have them: a weight is ``scale * code + offset``.
 
 A block is 32 (Q*_0, Q*_1) or 256 (Q*_K) elements of one row, with its scales. The layouts are ggml's, as
-``gguf.quants`` of llama.cpp dequantises them; values are equal to its float32 values, bit by bit.
+``gguf.quants`` of llama.cpp dequantises them; values are equal to its float32 values, bit by bit. What kvkeep quantises
+itself becomes blocks as well, Q8_0 or Q4_1, and what it does not is of the kind BF16.
 """
 
 from __future__ import annotations
@@ -13,37 +14,100 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-
-from kvkeep.models.packed import Coded
+from torch import Tensor
 
 Bytes = NDArray[np.uint8]
 Parts = tuple[NDArray[Any], NDArray[Any], NDArray[Any] | None]
 """codes (blocks, elements), scales and offsets (blocks, elements / group)."""
 
+AT_ONCE = 1 << 22
+"""Elements that are decoded or quantised at a time: the steps take several times their memory."""
+
 
 @dataclass(frozen=True)
 class Kind:
-    """What becomes of a kind of block. scales: bytes of a group's scale and offset. elements and size: of a block, size
-    in bytes. read: (blocks, size) to parts."""
+    """A kind of block."""
 
+    number: int
+    """As kvkeep.h counts kinds."""
     bits: int
-    group: int
-    scales: int
+    """Of a code."""
+    group: int | None
+    """Elements that share a scale; None without."""
     elements: int
+    """Of a block."""
     size: int
-    read: Callable[[Bytes], Parts]
+    """Bytes of a block in a file."""
+    packed: int
+    """Bytes of a block in the native library's panels."""
+    read: Callable[[Bytes], Parts] | None
+    """(blocks, size) to parts; None for bfloat16."""
 
 
-def coded(kind: str, rows: Bytes) -> Coded:
-    """Return rows of blocks (outputs, bytes of a row), of one of :data:`KINDS`, as codes."""
-    found = KINDS[kind]
-    codes, scales, offsets = found.read(rows.reshape(-1, found.size))
-    taken = torch.from_numpy(np.ascontiguousarray(codes)).view(len(rows), -1)
-    scale, offset = (
-        None if part is None else torch.from_numpy(np.ascontiguousarray(part)).view(len(rows), -1)
-        for part in (scales, offsets)
-    )
-    return Coded(taken, found.bits, scale, offset)
+@dataclass(frozen=True)
+class Blocks:
+    """A matrix in blocks of one of :data:`KINDS`."""
+
+    kind: str
+    rows: Tensor
+    """(outputs, bytes of a row) uint8."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(outputs, inputs)."""
+        about = KINDS[self.kind]
+        return len(self.rows), self.rows.shape[1] // about.size * about.elements
+
+    def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return the weights, (outputs, inputs)."""
+        outputs, inputs = self.shape
+        made = torch.empty(outputs, inputs, dtype=dtype)
+        step = max(1, AT_ONCE // inputs)
+        for first in range(0, outputs, step):
+            made[first : first + step] = _decoded(self.kind, self.rows[first : first + step]).to(dtype)
+        return made
+
+    def __getitem__(self, index: Tensor | slice) -> Blocks:
+        """Return some rows, or all in another order."""
+        return Blocks(self.kind, self.rows[index])
+
+
+def quantised(weight: Tensor, bits: int) -> Blocks:
+    """Return ``weight`` (outputs, inputs) in 4 bits (by least and greatest of a group of 32) or 8 (by the greatest), or
+    in bfloat16 (16); in bfloat16 as well where its rows are no whole groups."""
+    if bits == 16 or weight.shape[1] % GROUP:
+        return Blocks("BF16", weight.detach().to(torch.bfloat16).contiguous().view(torch.uint8))
+    step, encode = max(1, AT_ONCE // weight.shape[1]), _in_8_bits if bits == 8 else _in_4_bits
+    parts = [encode(rows.detach().float().unflatten(1, (-1, GROUP))) for rows in weight.split(step)]
+    return Blocks("Q8_0" if bits == 8 else "Q4_1", torch.cat(parts))
+
+
+def _in_8_bits(rows: Tensor) -> Tensor:
+    scales = (rows.abs().amax(-1) / 127).half()
+    codes = (rows / scales.float().clamp(min=1e-12)[..., None]).round_().clamp_(-127, 127).to(torch.int8)
+    return torch.cat([scales[..., None].view(torch.uint8), codes.view(torch.uint8)], -1).flatten(1)
+
+
+def _in_4_bits(rows: Tensor) -> Tensor:
+    least, greatest = rows.aminmax(dim=-1)
+    scales, offsets = ((greatest - least) / 15).half(), least.half()
+    codes = ((rows - offsets.float()[..., None]) / scales.float().clamp(min=1e-12)[..., None]).round_().clamp_(0, 15)
+    low, high = codes.to(torch.uint8).chunk(2, -1)
+    halves = [part[..., None].view(torch.uint8) for part in (scales, offsets)]
+    return torch.cat([*halves, low | high << 4], -1).flatten(1)
+
+
+def _decoded(kind: str, rows: Tensor) -> Tensor:
+    """Return rows of blocks in float32."""
+    about = KINDS[kind]
+    if about.read is None:
+        return rows.contiguous().view(torch.bfloat16).float()
+    codes, scales, offsets = about.read(rows.numpy().reshape(-1, about.size))
+    groups = codes.shape[1] // scales.shape[1]
+    made = codes.reshape(*scales.shape, groups).astype(np.float32) * scales.astype(np.float32)[..., None]
+    if offsets is not None:
+        made += offsets.astype(np.float32)[..., None]
+    return torch.from_numpy(made.reshape(len(rows), -1))
 
 
 def _half(data: Bytes) -> NDArray[np.float16]:
@@ -112,13 +176,16 @@ def _q6_k(data: Bytes) -> Parts:
 
 
 KINDS = {
-    "Q4_0": Kind(4, 32, 4, 32, 18, _q4_0),
-    "Q4_1": Kind(4, 32, 4, 32, 20, _q4_1),
-    "Q5_0": Kind(8, 32, 2, 32, 22, _q5_0),
-    "Q5_1": Kind(8, 32, 4, 32, 24, _q5_1),
-    "Q8_0": Kind(8, 32, 2, 32, 34, _q8_0),
-    "Q4_K": Kind(4, 32, 8, 256, 144, _q4_k),
-    "Q5_K": Kind(8, 32, 8, 256, 176, _q5_k),
-    "Q6_K": Kind(8, 16, 4, 256, 210, _q6_k),
+    "BF16": Kind(0, 16, None, 2, 4, 4, None),
+    "Q4_0": Kind(1, 4, 32, 32, 18, 18, _q4_0),
+    "Q4_1": Kind(2, 4, 32, 32, 20, 20, _q4_1),
+    "Q5_0": Kind(3, 5, 32, 32, 22, 22, _q5_0),
+    "Q5_1": Kind(4, 5, 32, 32, 24, 24, _q5_1),
+    "Q8_0": Kind(5, 8, 32, 32, 34, 34, _q8_0),
+    "Q4_K": Kind(6, 4, 32, 256, 144, 148, _q4_k),
+    "Q5_K": Kind(7, 5, 32, 256, 176, 180, _q5_k),
+    "Q6_K": Kind(8, 6, 16, 256, 210, 210, _q6_k),
 }
-"""The kinds whose bits are kept, 5 and 6 bits in 8; every other becomes bfloat16."""
+"""The kinds whose bits are kept; every other becomes bfloat16."""
+GROUP = 32
+"""Elements that share a scale, where kvkeep quantises itself."""

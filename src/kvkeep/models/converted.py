@@ -68,7 +68,9 @@ def tensors(folder: Path) -> Table:
 def _read(gguf: Path) -> tuple[Any, Any, Table]:
     """Return the file's model without weights (on torch's meta device), its tokenizer, and its table of tensors."""
     import torch
-    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+    from transformers.generation import GenerationConfig
+    from transformers.models.auto.configuration_auto import AutoConfig
+    from transformers.models.auto.tokenization_auto import AutoTokenizer
 
     try:
         reader = optional("gguf", "gguf").GGUFReader(gguf)

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from kvkeep.errors import UsageError, unknown
-from kvkeep.kernels.build import library
+from kvkeep.errors import UsageError
+from kvkeep.native.library import library
 
-FORMATS = ("auto", "float32", "bfloat16", "float16", "int8", "int4")
 BITS = {"int8": 8, "int4": 4}
 
 
@@ -23,18 +22,11 @@ class Format:
     bits: int | None = None
 
 
-def known(weights: str) -> str:
-    """Return the format as asked for. Raises UsageError, with the nearest name, for an unknown one."""
-    if weights not in FORMATS:
-        raise unknown("weight format", str(weights), FORMATS)
-    return weights
-
-
 def settled(weights: str, device: torch.device, gguf: bool, stated: torch.dtype) -> Format:
     """Return what ``weights`` means on ``device``, for a GGUF file or a model whose config states a dtype.
 
-    auto: a GGUF file keeps its bits; bfloat16 stays so where products in it are fast; all else is float32 on a CPU, and
-    as stored on an accelerator. Raises UsageError for a format that the device has no product for.
+    auto: a GGUF file keeps its bits; bfloat16 stays so where the native library multiplies it; all else is float32 on a
+    CPU, and as stored on an accelerator. Raises UsageError for a format that the device has no product for.
     """
     cpu = device.type == "cpu"
     if weights in BITS:
@@ -48,12 +40,6 @@ def settled(weights: str, device: torch.device, gguf: bool, stated: torch.dtype)
             return Format(torch.bfloat16 if gguf else stated)
         if gguf:
             return Format(torch.bfloat16, True)
-        weights = "bfloat16" if stated == torch.bfloat16 and fast() else "float32"
+        weights = "bfloat16" if stated == torch.bfloat16 and library() is not None else "float32"
     packed = weights == "bfloat16" and cpu and library() is not None
     return Format(getattr(torch, weights), packed, 16 if packed else None)
-
-
-def fast() -> bool:
-    """Return whether the processor has products in bfloat16, and the kernels use them."""
-    kernels = library()
-    return kernels is not None and bool(kernels.kk_native() == 2)

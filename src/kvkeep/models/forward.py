@@ -66,6 +66,9 @@ class Taking(Attender, Protocol):
     ) -> Tensor | None:
         """Record the tokens of a pass (at most ``chunk``); return positions for the model, None for its own."""
 
+    def prepare(self, layers: Any) -> None:
+        """Prepare all ``layers`` of the decoder to run in one call, for a pass of one token that has begun."""
+
     def admit(self, tokens: int) -> None:
         """Raise if there is no room for ``tokens`` more, before any of them is processed."""
 

@@ -2,22 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
-import functools
-from typing import Any
-
-
-@functools.cache
-def _trim() -> Any:
-    """Return glibc's malloc_trim, None where there is none."""
-    try:
-        return ctypes.CDLL(None).malloc_trim
-    except (AttributeError, OSError, TypeError):
-        return None
+from kvkeep.native.library import trim_memory
 
 
 def give_back() -> None:
     """Return freed memory to the system: what is packed lies between steps that are freed, and would keep their pages
     (1.6 GB for a model of 8 billion)."""
-    if (trim := _trim()) is not None:
-        trim(0)
+    trim_memory()

@@ -2,14 +2,13 @@
 
 A step of a small model is mostly the overhead of some forty operations a layer. For layers laid out like Llama's, with
 small weights, the kernels do all that lies between residual and attention, by the same chains as the modules alone
-(kernels/products.cpp), so that keys and values rebuilt by a module have the same bits. As in the adapter, nothing is
+(native/layer.h), so that keys and values rebuilt by a module have the same bits. As in the adapter, nothing is
 believed of a family: each layer is compared with its own modules on random residuals first, and one that differs, or
 whose modules are hooked, runs as transformers wrote it.
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import logging
 from collections.abc import Sequence
@@ -20,32 +19,14 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvkeep.kernels.build import address, kernels, library
 from kvkeep.models.freed import give_back
-from kvkeep.models.packed import PANEL, Packed, PackedLinear, WeightStruct
+from kvkeep.models.packed import PANEL, Packed, PackedLinear
+from kvkeep.models.rotary import replace_rotary
+from kvkeep.native.library import KvLayer, address, address_of, address_table, float_table, kernels, library
 
 log = logging.getLogger(__name__)
 _GATES = ("silu", "gelu by tanh")
 _TRIAL = "kvkeep_trial"
-
-
-class _LayerStruct(ctypes.Structure):
-    """``Layer`` of kernels/products.cpp."""
-
-    _fields_ = [
-        ("qkv", WeightStruct * 3),
-        ("out", WeightStruct),
-        ("gates", WeightStruct * 2),
-        ("down", WeightStruct),
-        ("qkv_bias", ctypes.c_void_p * 3),
-        ("out_bias", ctypes.c_void_p),
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("before", "query_norm", "key_norm", "after_attention", "before_mlp", "after_mlp")
-        ),
-        *((name, ctypes.c_int64) for name in ("hidden", "heads", "kv_heads", "dim", "inner", "kind")),
-        ("eps", ctypes.c_float),
-    ]
 
 
 class FusedNorm:
@@ -63,7 +44,7 @@ class FusedNorm:
         x = x.contiguous()
         out = torch.empty_like(x)
         width = x.shape[-1]
-        kernels().kk_norm(x.data_ptr(), self.weight.data_ptr(), self.eps, x.numel() // width, width, out.data_ptr())
+        kernels().kvkeep_norm(x.data_ptr(), self.weight.data_ptr(), self.eps, x.numel() // width, width, out.data_ptr())
         return out
 
 
@@ -98,16 +79,17 @@ class FusedLayer:
         self.heads, self.kv_heads = (part.out_features // self.dim for part in projections[:2])
         self.hidden, self.inner = attention.q_proj.in_features, mlp.gate_proj.out_features
         self.all: FusedLayers | None = None  # the first layer's: what runs all of them
-        if self.inner % 16 or self.dim % 2 or any(type(part) is not PackedLinear for part in projections):
-            raise TypeError("its widths are not multiples of 16")
+        linear = [*projections, attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+        if self.inner % 16 or self.dim % 2 or not all(type(part) is PackedLinear and part.native for part in linear):
+            raise TypeError("its matrices are not the library's, or its widths not multiples of 16")
         if any(part.bias is not None for part in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)):
             raise TypeError("its MLP has biases")
 
     @functools.cached_property
-    def struct(self) -> _LayerStruct:
+    def struct(self) -> KvLayer:
         """The layer as the kernels take it; its tensors must outlive it."""
         qkv, (out,), gates, (down,) = self._parts
-        struct = _LayerStruct(
+        struct = KvLayer(
             qkv=tuple(part.struct for part in qkv),
             out=out.struct,
             gates=tuple(part.struct for part in gates),
@@ -119,7 +101,7 @@ class FusedLayer:
             kv_heads=self.kv_heads,
             dim=self.dim,
             inner=self.inner,
-            kind=self.kind,
+            gate=self.kind,
         )
         for name, norm in self._weights.items():
             setattr(struct, name, None if norm is None else norm.weight.data_ptr())
@@ -132,7 +114,7 @@ class FusedLayer:
     @functools.cached_property
     def address(self) -> int:
         """Where that lies."""
-        return ctypes.addressof(self.struct)
+        return address_of(self.struct)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what is copied or saved: without pointers."""
@@ -188,10 +170,7 @@ class FusedLayer:
         query = torch.empty(batch, self.heads, count, self.dim, dtype=torch.bfloat16)
         key = torch.empty(batch, self.kv_heads, count, self.dim, dtype=torch.bfloat16)
         value = torch.empty_like(key)
-        room = torch.empty(
-            batch * count, self.hidden + (self.heads + 2 * self.kv_heads) * self.dim, dtype=torch.bfloat16
-        )
-        kernels().kk_enter(
+        kernels().kvkeep_enter_layer(
             self.address,
             x.data_ptr(),
             batch,
@@ -202,8 +181,6 @@ class FusedLayer:
             query.data_ptr(),
             key.data_ptr(),
             value.data_ptr(),
-            room.data_ptr(),
-            room.data_ptr() + 2 * batch * count * self.hidden,
         )
         return query, key, value, x
 
@@ -211,18 +188,7 @@ class FusedLayer:
         output = output.contiguous()
         rows = residual.shape[0] * residual.shape[1]
         result = torch.empty_like(residual)
-        room = residual.new_empty(rows, self.hidden + 3 * self.inner)
-        at = room.data_ptr()
-        kernels().kk_leave(
-            self.address,
-            output.data_ptr(),
-            residual.data_ptr(),
-            rows,
-            result.data_ptr(),
-            at,
-            at + 2 * rows * self.hidden,
-            at + 2 * rows * (self.hidden + 2 * self.inner),
-        )
+        kernels().kvkeep_leave_layer(self.address, output.data_ptr(), residual.data_ptr(), rows, result.data_ptr())
         return result
 
 
@@ -253,9 +219,10 @@ class FusedLayers:
     @functools.cached_property
     def tables(self) -> tuple[Any, Any]:
         """The layers' addresses, and the scaling of each one's attention."""
-        count = len(self.layers)
-        addresses = (ctypes.c_void_p * count)(*(one.address for one in self.layers))
-        return addresses, (ctypes.c_float * count)(*(one.attention.scaling for one in self.layers))
+        return (
+            address_table([one.address for one in self.layers]),
+            float_table([one.attention.scaling for one in self.layers]),
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what is copied or saved: without pointers."""
@@ -266,10 +233,10 @@ class FusedLayers:
         kernel does for so many sessions."""
         x = x.clone(memory_format=torch.contiguous_format)
         (addresses, scaling), (cos, sin) = self.tables, _turns(angles)
-        kernels().kk_layers(
-            ctypes.addressof(addresses),
-            ctypes.addressof(table := (ctypes.c_void_p * len(arrivals))(*arrivals)),
-            ctypes.addressof(scaling),
+        kernels().kvkeep_run_layers(
+            address_of(addresses),
+            address_of(table := address_table(arrivals)),
+            address_of(scaling),
             len(table),
             sessions,
             x.shape[1],
@@ -293,8 +260,10 @@ def fuse(model: Any, layers: Any) -> int:
     layers do. Without kernels nothing changes."""
     if library() is None:
         return 0
+    replace_rotary(model)
     for module in model.modules():
-        if isinstance(getattr(module, "weight", None), nn.Parameter) and "RMSNorm" in type(module).__name__:
+        # In this order: a packed matrix writes its weights out when it is asked for them.
+        if "RMSNorm" in type(module).__name__ and isinstance(getattr(module, "weight", None), nn.Parameter):
             _fuse_norm(module)
     found: int | None = None
     done: list[FusedLayer] = []
@@ -363,17 +332,15 @@ def _agrees(fused: FusedLayer, layer: Any) -> bool:
 
 def _joined(parts: list[Any]) -> list[Any]:
     """Return linear layers as one where their codes are alike; the layers then are views of it."""
-    alike = len({(part.bits, part.group, part.scales is None, part.offsets is None) for part in parts}) == 1
-    dtypes = {None if part.scales is None else part.scales.dtype for part in parts}
+    kinds = {(part.kind, part.native, part.bias is None) for part in parts}
     panels = all(part.out_features % PANEL == 0 for part in parts)
-    biased = {part.bias is None for part in parts}
-    if not (alike and panels and len(dtypes) == 1 and len(biased) == 1):
+    if not (panels and len(kinds) == 1 and parts[0].native):
         return parts
     whole = Packed.__new__(PackedLinear)
     nn.Module.__init__(whole)
-    whole.in_features, whole.bits, whole.group = parts[0].in_features, parts[0].bits, parts[0].group
+    whole.in_features, whole.kind, whole.native = parts[0].in_features, parts[0].kind, True
     whole.out_features = sum(part.out_features for part in parts)
-    for name in ("codes", "scales", "offsets", "bias"):
+    for name in ("data", "bias"):
         tensors = [getattr(part, name) for part in parts]
         whole.register_buffer(name, None if tensors[0] is None else torch.cat(tensors))
         start = 0

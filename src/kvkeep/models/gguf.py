@@ -19,9 +19,8 @@ from torch import Tensor
 
 from kvkeep.errors import ModelError
 from kvkeep.extras import optional
-from kvkeep.models.blocks import KINDS, Bytes, coded
+from kvkeep.models.blocks import KINDS, Blocks, Bytes
 from kvkeep.models.matrices import matrices
-from kvkeep.models.packed import Coded, joined
 
 AT_ONCE = 1 << 24
 """Elements that are read and decoded at a time."""
@@ -106,7 +105,7 @@ class Stored:
         return self
 
     def to(self, device: Any = None, dtype: torch.dtype | None = None) -> Tensor | Stored:
-        """Return the values in ``dtype``, or itself where a matrix is yet to be packed (:meth:`coded`)."""
+        """Return the values in ``dtype``, or itself where a matrix is yet to be packed (:meth:`blocks`)."""
         return self if self.keep and self.parts[0].packs else self.dense().to(dtype)
 
     @property
@@ -130,11 +129,14 @@ class Stored:
             return results["tensors"][self.to_name]
         return torch.from_numpy(np.array(values, dtype=np.float32))
 
-    def coded(self) -> Coded:
-        """Return the file's own codes, with rows in the model's order."""
+    def blocks(self) -> Blocks:
+        """Return the file's own blocks, with rows in the model's order."""
         (part,) = self.parts
-        made = joined([coded(part.kind, rows) for rows in _rows(self.file, part)])
-        return made.rows(self.family.order(part.name, part.shape))
+        data = np.fromfile(self.file, np.uint8, part.size, offset=part.offset)
+        if len(data) != part.size:
+            raise _cut_short(self.file, part)
+        rows = torch.from_numpy(data).view(part.shape[0], -1)
+        return Blocks(part.kind, rows)[self.family.order(part.name, part.shape)]
 
 
 @dataclass(frozen=True)
@@ -189,5 +191,9 @@ def _rows(file: Path, part: Entry) -> Iterator[Bytes]:
         taken = min(most, count - first)
         data = np.fromfile(file, np.uint8, taken * width, offset=part.offset + first * width)
         if len(data) != taken * width:
-            raise ModelError(f"'{file}' is cut short: {part.name} is not whole; get the file again.")
+            raise _cut_short(file, part)
         yield data.reshape(taken, width)
+
+
+def _cut_short(file: Path, part: Entry) -> ModelError:
+    return ModelError(f"'{file}' is cut short: {part.name} is not whole; get the file again.")

@@ -178,6 +178,6 @@ def _matrix(module: nn.Module, hidden: int, like: Tensor) -> Tensor:
     if type(module) is nn.Linear:
         return module.weight.detach().float()
     if isinstance(module, PackedLinear):
-        return module.coded().dense()
+        return module.dense()
     unit = torch.eye(hidden, device=like.device, dtype=like.dtype)
     return (module(unit) - module(torch.zeros_like(unit[:1]))).T.float()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 import os
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,13 +11,15 @@ from typing import Any
 
 import torch
 
-from kvkeep.errors import ModelError, UnsupportedModelError, UsageError, unknown
+from kvkeep.errors import ModelError, UnsupportedModelError, UsageError
 from kvkeep.models.adapter import decoder_of, layers_of
 from kvkeep.models.converted import TABLE, converted, copy_folder, tensors
 from kvkeep.models.embedded import EMBEDDED, fetch, gguf_path
-from kvkeep.models.formats import Format, known, settled
+from kvkeep.models.formats import Format, settled
+from kvkeep.models.freed import give_back
 from kvkeep.models.fused import fuse
 from kvkeep.models.gguf import Table
+from kvkeep.models.named import check_device, known, place_of
 from kvkeep.models.quiet import quiet
 from kvkeep.models.room import Tensor, Weights, check_room, own_bits
 from kvkeep.models.room import weights as weights_in
@@ -25,8 +27,6 @@ from kvkeep.models.weights import read_weights
 
 DEFAULT = "smollm2"
 MOST_LAYERS = 10_000
-DEVICES = ("cpu", "cuda", "mps")
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(?<!\.gguf)")
 
 
 @dataclass(frozen=True)
@@ -157,33 +157,13 @@ def available() -> list[Available]:
 
 def _source(text: str, revision: str | None, progress: Callable[[str], None]) -> Source:
     """Return where the model is, a GGUF file converted first if needed."""
-    if not text.strip():
-        raise UsageError("A model has a name: give an embedded model's, a GGUF file, a folder or a hub id.")
-    path = Path(text).expanduser()
-    on_hub = text not in EMBEDDED and not path.exists() and _HUB_ID.fullmatch(text) is not None
-    if revision is not None and not on_hub:
-        raise UsageError(f"A revision is for a model on the hub, and '{text}' is not a hub id; leave it out.")
+    path = place_of(text, revision)
     if text in EMBEDDED:
         return _file(text, fetch(EMBEDDED[text], progress), progress)
-    if on_hub:
+    if path is None:
         progress(f"Asking the Hugging Face hub for {text} ...")
         return Source(text, text, revision=revision)
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ModelError(f"The folder '{text}' holds no model: it has no config.json.")
-        return Source(text, str(path))
-    if path.is_file():
-        try:
-            with path.open("rb") as file:
-                magic = file.read(4)
-        except OSError as error:
-            raise ModelError(f"The file '{text}' cannot be read: {(error.strerror or str(error)).lower()}.") from error
-        if magic != b"GGUF":
-            raise ModelError(f"The file '{text}' is not a GGUF file; give a GGUF file or a folder with config.json.")
-        return _file(text, path.resolve(), progress)
-    if "/" in text or path.suffix == ".gguf" or path.is_absolute() or text.startswith((".", "~")):
-        raise ModelError(f"There is no model at '{text}'.")
-    raise unknown("model", text, EMBEDDED)
+    return Source(text, str(path)) if path.is_dir() else _file(text, path.resolve(), progress)
 
 
 def _file(text: str, gguf: Path, progress: Callable[[str], None]) -> Source:
@@ -193,8 +173,7 @@ def _file(text: str, gguf: Path, progress: Callable[[str], None]) -> Source:
 def _device(device: str | None) -> torch.device:
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if str(device).split(":")[0] not in DEVICES:
-        raise unknown("device", str(device), DEVICES)
+    check_device(device)
     try:
         target = torch.device(device)
         torch.empty(1, device=target)
@@ -204,12 +183,11 @@ def _device(device: str | None) -> torch.device:
 
 
 def _read(source: Source, asked: str, device: torch.device) -> tuple[Any, Any]:
-    from transformers import AutoTokenizer
-
     try:
         with quiet():
             config = _read_config(source)
-            tokenizer = AutoTokenizer.from_pretrained(source.place, revision=source.revision, trust_remote_code=False)
+            tokenizer = _tokenizer(source)
+            give_back()  # its files as Python objects
             model = _model(source, config, asked, device)
     except (ModelError, UsageError):
         raise
@@ -218,9 +196,21 @@ def _read(source: Source, asked: str, device: torch.device) -> tuple[Any, Any]:
     return model, tokenizer
 
 
+def _tokenizer(source: Source) -> Any:
+    if source.gguf is not None:  # a converted copy, whose tokenizer is of one class unless it says another
+        stated = json.loads((Path(source.place) / "tokenizer_config.json").read_text("utf-8"))
+        if stated.get("tokenizer_class") in ("TokenizersBackend", "PreTrainedTokenizerFast"):
+            from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
+
+            return PreTrainedTokenizerFast.from_pretrained(source.place)
+    from transformers.models.auto.tokenization_auto import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(source.place, revision=source.revision, trust_remote_code=False)
+
+
 def _model(source: Source, config: Any, asked: str, device: torch.device) -> Any:
     """Return the model in the format ``asked`` for, once it is known that there is room for it."""
-    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
     options = {"revision": source.revision, "trust_remote_code": False}
     if getattr(config, "quantization_config", None) is not None:
@@ -233,28 +223,29 @@ def _model(source: Source, config: Any, asked: str, device: torch.device) -> Any
     made = settled(asked, device, held is not None, _stated(config))
     needed = weights_in(config, asked, made, held)
     check_room(source.name, config, needed, device, held)
-    form: dict[str, Any] = {"dtype": made.dtype}
-    if made.packed:
-        from kvkeep.models.small import Packing
-
-        form["quantization_config"] = Packing(made.bits)
-    if source.gguf is None or held is None:
-        model = read_weights(AutoModelForCausalLM, source.place, source.name, **form, **options)
+    if source.gguf is not None and held is not None:
+        model = _of_file(source, source.gguf, config, held, made)
     else:
-        model = _of_file(source, source.gguf, config, held, made, form)
+        form: dict[str, Any] = {"dtype": made.dtype}
+        if made.packed:
+            from kvkeep.models.small import Packing
+
+            form["quantization_config"] = Packing(made.bits)
+        model = read_weights(AutoModelForCausalLM, source.place, source.name, **form, **options)
     model.kvkeep_weights = needed
     if made.packed:
         fuse(model, layers_of(decoder_of(model)))
     return model
 
 
-def _of_file(source: Source, gguf: Path, config: Any, held: Table, made: Format, form: dict[str, Any]) -> Any:
-    from transformers import GenerationConfig
+def _of_file(source: Source, gguf: Path, config: Any, held: Table, made: Format) -> Any:
+    from transformers.generation import GenerationConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+    from kvkeep.models.filled import filled
+
     read = held.stored(gguf, config, keep=made.packed and made.bits is None)
-    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    model = read_weights(kind, None, source.name, config=config, state_dict=read, **form)
+    model = filled(source.name, MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config, read, made)
     model.generation_config = GenerationConfig.from_pretrained(source.place)
     model.name_or_path = model.config.name_or_path = source.place
     return model
@@ -272,7 +263,8 @@ def _stated(config: Any) -> torch.dtype:
 
 
 def _read_config(source: Source) -> Any:
-    from transformers import AutoConfig, PreTrainedConfig
+    from transformers.configuration_utils import PreTrainedConfig
+    from transformers.models.auto.configuration_auto import AutoConfig
 
     stated, _ = PreTrainedConfig.get_config_dict(source.place, revision=source.revision)
     _refuse_unknown(stated.get("model_type"), source.name)

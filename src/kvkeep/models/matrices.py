@@ -2,27 +2,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from kvkeep.errors import UnsupportedModelError
 from kvkeep.models.quiet import quiet
 
 
 def built(config: Any, dtype: torch.dtype | None = None) -> Any:
-    """Return the model of ``config`` on torch's meta device. Raises UnsupportedModelError where transformers cannot
-    build it."""
-    from transformers import AutoModelForCausalLM
+    """Return the model of ``config`` with its weights on torch's meta device. Raises UnsupportedModelError where
+    transformers cannot build it."""
+    from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
     try:
-        with torch.device("meta"), quiet():
-            return AutoModelForCausalLM.from_config(config, dtype=dtype)
+        with quiet(), without_memory():
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model.tie_weights(recompute_mapping=False)
+        return model
     except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:
         raise UnsupportedModelError(
             f"A '{config.model_type}' model cannot be built from its config ({str(error).splitlines()[0][:160]})."
         ) from error
+
+
+@contextmanager
+def without_memory() -> Iterator[None]:
+    """Within the block, models of transformers are built with their weights on torch's meta device, not drawn at random
+    and not tied. Tables of positions are computed: to do that on the meta device torch imports sympy."""
+    from transformers.initialization import no_init_weights
+
+    with _WeightsOnMeta(), no_init_weights():
+        yield
+
+
+class _WeightsOnMeta(TorchFunctionMode):
+    """Makes tensors that are allocated and not filled, as weights are, on the meta device."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        if func is torch.empty and given.get("device") is None:
+            given = given | {"device": "meta"}
+        return func(*args, **given)
 
 
 def matrices(model: Any) -> dict[str, nn.Module]:

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 
 from kvkeep.errors import ModelError
-from kvkeep.models.blocks import KINDS
-from kvkeep.models.formats import FORMATS, Format, settled
+from kvkeep.models.blocks import GROUP, KINDS, Kind
+from kvkeep.models.formats import Format, settled
 from kvkeep.models.gguf import Table
 from kvkeep.models.matrices import built, matrices, outer, packed_bits
-from kvkeep.models.packed import GROUP, fits
+from kvkeep.models.named import FORMATS
 from kvkeep.units import size
 
-SCALES = {4: 4, 8: 2}
-"""Bytes of scale and offset of a group, where kvkeep quantises itself."""
+QUANTISED = {4: "Q4_1", 8: "Q8_0"}
+"""The kinds of blocks that kvkeep makes itself, by bits."""
 
 
 @dataclass(frozen=True)
@@ -49,18 +49,17 @@ class Weights:
 def weights(config: Any, asked: str, made: Format, table: Table | None = None) -> Weights:
     """Return what the weights of the model of ``config`` become. table: of its GGUF file. Raises UnsupportedModelError
     where transformers cannot build it."""
+    if table is not None and made.packed and made.bits is None:  # which has every weight, as its file was converted
+        return Weights(asked, own_bits(table))
     model = built(config, made.dtype)
     places, outside = (matrices(model), outer(model)) if made.packed else ({}, set())
-    own = {} if table is None or not made.packed or made.bits is not None else own_bits(table)
     kinds = {} if table is None else {entry.to: entry.kind for entry in table.entries}
     found = {}
     for name, weight in model.named_parameters():
-        bits, group, scales = 8 * weight.element_size(), None, 0
-        whole = name.removesuffix(".weight") in places and fits(weight.shape[0], weight.shape[1], GROUP)
-        if whole and made.bits in SCALES:
-            bits = packed_bits(made.bits, name.removesuffix(".weight") in outside)
-            group, scales = GROUP, SCALES[bits]
-        found[name] = own.get(name) or _tensor(kinds.get(name), weight.numel(), bits, group, scales)
+        place, kind = name.removesuffix(".weight"), None
+        if made.bits in QUANTISED and place in places and weight.shape[1] % GROUP == 0:
+            kind = KINDS[QUANTISED[packed_bits(made.bits, place in outside)]]
+        found[name] = _tensor(kinds.get(name), weight.numel(), 8 * weight.element_size(), kind)
     return Weights(asked, found)
 
 
@@ -69,13 +68,15 @@ def own_bits(table: Table) -> dict[str, Tensor]:
     made = {}
     for entry in table.entries:
         kind = KINDS.get(entry.kind) if entry.packs else None
-        bits, group, scales = (16, None, 0) if kind is None else (kind.bits, kind.group, kind.scales)
-        made[entry.to] = _tensor(entry.kind, math.prod(entry.shape), bits, group, scales)
+        made[entry.to] = _tensor(entry.kind, math.prod(entry.shape), 16, kind)
     return made
 
 
-def _tensor(stored: str | None, count: int, bits: int, group: int | None, scales: int) -> Tensor:
-    return Tensor(stored, bits, group, count * bits // 8 + (count // group * scales if group else 0))
+def _tensor(stored: str | None, count: int, bits: int, kind: Kind | None) -> Tensor:
+    """Return a tensor of ``count`` elements of so many bits, or in blocks of a kind."""
+    if kind is None:
+        return Tensor(stored, bits, None, count * bits // 8)
+    return Tensor(stored, kind.bits, kind.group, count // kind.elements * kind.packed)
 
 
 def check_room(name: str, config: Any, needed: Weights, device: torch.device, table: Table | None) -> None:

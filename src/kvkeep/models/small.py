@@ -16,10 +16,11 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from kvkeep.errors import UsageError
+from kvkeep.models.blocks import quantised
 from kvkeep.models.freed import give_back
-from kvkeep.models.gguf import AT_ONCE, Stored
+from kvkeep.models.gguf import Stored
 from kvkeep.models.matrices import matrices, outer, packed_bits
-from kvkeep.models.packed import Coded, PackedEmbedding, PackedLinear, joined, quantised
+from kvkeep.models.packed import PackedEmbedding, PackedLinear
 
 
 @register_quantization_config("kvkeep")
@@ -63,9 +64,9 @@ class Packer(HfQuantizer):
             self.misshapen.add(name)
             return False
         matrix = (
-            value.coded()
+            value.blocks()
             if isinstance(value, Stored)
-            else _quantised(value, packed_bits(self.bits or 16, name.removesuffix(".weight") in self.outer))
+            else quantised(value, packed_bits(self.bits or 16, name.removesuffix(".weight") in self.outer))
         )
         self.made[name.removesuffix(".weight")] = PackedLinear(matrix)
         expected._is_hf_initialized = True  # type: ignore[attr-defined]
@@ -95,7 +96,7 @@ class Packer(HfQuantizer):
         hold twice."""
         for name, other in getattr(model, "all_tied_weights_keys", {}).items():
             mine, source = (self.made.get(one.removesuffix(".weight")) for one in (name, other))
-            if mine is not None and source is not None and torch.equal(mine.codes, source.codes):
+            if mine is not None and source is not None and torch.equal(mine.data, source.data):
                 self.made[name.removesuffix(".weight")] = source
         held = {id(self.places[name].weight): packed for name, packed in self.made.items()}
         tied = {name: held.get(id(module.weight)) for name, module in self.places.items()}
@@ -131,8 +132,3 @@ class _Pack(ConversionOps):
             else:
                 left[name] = torch.empty(value.shape, device="meta")  # transformers names it
         return left
-
-
-def _quantised(weight: Tensor, bits: int) -> Coded:
-    """As :func:`quantised`, some rows at a time: the steps of a large matrix need several times its memory."""
-    return joined([quantised(rows, bits) for rows in weight.split(max(1, AT_ONCE // weight.shape[1]))])

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
-import platform
 import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,88 +19,69 @@ from torch import Tensor
 
 from kvkeep.attention import Segment, attend
 from kvkeep.attention.received import received
-from kvkeep.errors import UsageError
-from kvkeep.kernels.build import library
 from kvkeep.memory.places import Disk
-from kvkeep.models.folders import cache_folder
-from kvkeep.plan.machine import Machine
-from kvkeep.plan.trial import with_overheads
+from kvkeep.models.blocks import quantised
+from kvkeep.models.packed import PackedLinear
+from kvkeep.plan.estimate import DTYPE, described, device_bytes, host_bytes
+from kvkeep.plan.machine import MEASURED, Curve, Machine
+from kvkeep.plan.rates import only_one, rates_file, store
+from kvkeep.plan.trial import PACKED_BITS, packs, with_overheads
 from kvkeep.stores.coded import CodedKeys, CodedValues, encode_keys, encode_values
 from kvkeep.stores.groups import GROUP
-
-VERSION = 4
-"""Raised whenever what is measured changes, so that older calibrations are made anew."""
 
 COLD = 128 * 2**20
 """Bytes that a product's matrices take together: no cache keeps them from one round to the next."""
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 256, 1024)
 WIDTHS = (512, 2048)
+
+
 Tell = Callable[[str], None]
 
 
-def machine_here(device: str = "cpu", dtype: torch.dtype = torch.float32, tell: Tell = lambda text: None) -> Machine:
-    """Return this machine's rates, from the user's cache folder or measured now; ``tell`` gets a line if so.
-
-    They are kept for each hardware, number of threads, dtype, and version of torch, with the CPU kernels and without.
+def measure_here(device: str = "cpu", dtype: torch.dtype = DTYPE, tell: Tell = lambda part: None) -> Path:
+    """Measure this machine, keep its rates for :func:`~kvkeep.plan.rates.machine_here`, and return their file. tell:
+    gets what is measured next. Raises BusyError while another process does so, KvkeepError where they cannot be kept.
     """
-    device = str(torch.empty(0, device=device).device)  # "cuda" is "cuda:0"
-    path = _path(device, dtype)
-    if path.is_file():
-        with suppress(UsageError):
-            return Machine.load(path)
-    tell("Measuring this machine, once (about a minute) ...")
-    machine = calibrate(device, dtype)
-    with suppress(OSError):  # a folder that cannot be written only means measuring again
-        path.parent.mkdir(parents=True, exist_ok=True)
-        machine.save(path)
-    return machine
-
-
-def _path(device: str, dtype: torch.dtype) -> Path:
-    facts = [VERSION, platform.node(), _processor(device), os.cpu_count(), torch.get_num_threads(), torch.__version__]
-    kernels = device == "cpu" and library() is not None
-    key = hashlib.sha256(json.dumps([*facts, device, str(dtype), kernels]).encode()).hexdigest()[:16]
-    return cache_folder() / "machines" / f"{device.replace(':', '-')}-{key}.json"
-
-
-def _processor(device: str) -> str:
-    if device.startswith("cuda"):
-        return torch.cuda.get_device_name(device)
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    path = rates_file(device, dtype)
+    with only_one(path.parent):
+        store(calibrate(device, dtype, tell), path)
+    return path
 
 
 @torch.inference_mode()
-def calibrate(device: str = "cpu", dtype: torch.dtype = torch.float32) -> Machine:
+def calibrate(device: str = "cpu", dtype: torch.dtype = DTYPE, tell: Tell = lambda part: None) -> Machine:
     """Measure. device, dtype: what models will run on and in."""
     lab = _Lab(device, dtype)
-    read, copied = lab.memory()
-    disk, cold, written = lab.disk()
+    tell("memory and disk")
+    (read, copied), (disk, cold, written), link = lab.memory(), lab.disk(), lab.link()
+    tell("products")
+    matrix = {width: lab.matrix(width) for width in WIDTHS}
+    tell("attention")
+    attention = tuple((float(rows), lab.attention(rows)) for rows in ROWS)
+    causal = tuple((float(tokens), lab.causal(tokens)) for tokens in (256, 1024, 4096))
     machine = Machine(
-        f"{_processor(device)}, {torch.get_num_threads()} threads, {str(dtype).removeprefix('torch.')}",
-        "measured",
-        device.partition(":")[0],
-        dtype.itemsize,
-        {width: tuple((float(rows), lab.matrix(width, rows)) for rows in ROWS) for width in WIDTHS},
-        tuple((float(rows), lab.attention(rows)) for rows in ROWS),
-        tuple((float(tokens), lab.causal(tokens)) for tokens in (256, 1024, 4096)),
-        tuple((float(size), lab.elementwise(size)) for size in (2**14, 2**17, 2**20, 2**23, 2**26)),
-        read,
-        copied,
-        lab.link(),
-        disk,
-        cold,
-        written,
-        lab.score(),
-        {bits: lab.coded(bits) for bits in (8, 4, 2)},
-        {},
-        lab.memory_bytes(),
-        _host_bytes(),
+        name=described(device, dtype),
+        source=MEASURED,
+        device=device.partition(":")[0],
+        dtype_bytes=dtype.itemsize,
+        matrix=matrix,
+        attention=attention,
+        causal=causal,
+        elementwise=tuple((float(size), lab.elementwise(size)) for size in (2**14, 2**17, 2**20, 2**23, 2**26)),
+        memory=read,
+        copy=copied,
+        link=link,
+        disk=disk,
+        disk_cold=cold,
+        disk_write=written,
+        score=lab.score(),
+        coded={bits: lab.coded(bits) for bits in (8, 4, 2)},
+        overhead={},
+        memory_bytes=device_bytes(device),
+        host_bytes=host_bytes(),
     )
+    tell("layers")
     return with_overheads(machine, device, dtype)
 
 
@@ -133,13 +113,23 @@ class _Lab:
         elif self.device.type == "mps":
             torch.mps.synchronize()
 
-    def matrix(self, width: int, rows: int) -> float:
+    def matrix(self, width: int) -> Curve:
+        """Return operations a second by rows, of products as a loaded model has them."""
         weight = self.make(3 * width, width)
-        count = max(1, COLD // weight.nbytes) if rows <= 64 else max(1, 2**23 // (weight.numel()))
-        weights = [weight.clone() for _ in range(count)]
-        x = self.make(rows, width)
-        took = self.seconds(lambda: [F.linear(x, one) for one in weights])
-        return 2 * rows * count * weight.numel() / took
+        if packs(self.device, self.dtype):
+            first: Callable[[Tensor], Tensor] = PackedLinear(quantised(weight, PACKED_BITS))
+            size = first.nbytes  # type: ignore[attr-defined]
+        else:
+            first, size = partial(F.linear, weight=weight), weight.nbytes
+        products = [first, *(deepcopy(first) for _ in range(COLD // size))]
+
+        def rate(rows: int) -> float:
+            count = len(products) if rows <= 64 else max(1, 2**23 // weight.numel())
+            x = self.make(rows, width)
+            took = self.seconds(lambda: [product(x) for product in products[:count]])
+            return 2 * rows * count * weight.numel() / took
+
+        return tuple((float(rows), rate(rows)) for rows in ROWS)
 
     def attention(self, rows: int, entries: int = 2048, heads: int = 8, dim: int = 64) -> float:
         keys = self.make(1, heads, entries, dim)
@@ -205,14 +195,3 @@ class _Lab:
         dense = self.seconds(lambda: (keys.dense(self.dtype), values.dense(self.dtype)), rounds=9)
         elements = 2 * lanes * GROUP * dim
         return folded / (elements * groups), dense / (elements * groups), encoded / elements
-
-    def memory_bytes(self) -> int:
-        if self.device.type == "cuda":
-            return int(torch.cuda.get_device_properties(self.device).total_memory)
-        return _host_bytes()
-
-
-def _host_bytes() -> int:
-    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return 8 * 10**9

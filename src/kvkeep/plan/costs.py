@@ -119,7 +119,8 @@ class _Work:
 
     def step(self) -> float:
         """Seconds of one token of each session after the prompt."""
-        return self.draft() + self.sessions * self.recalled(1, self.held.away)
+        resident = self.own(1) if self.recall.reads_all else self.draft()
+        return resident + self.sessions * self.recalled(1, self.held.away)
 
     def draft(self) -> float:
         """Seconds of one step over the resident entries and nothing else."""

@@ -61,8 +61,6 @@ def _held(
     lanes = sum(layer.kv_heads for layer in layers)
     entries = size.exact + size.stored if size.budget is not None else 0
     tables = BOOKKEEPING * lanes * entries + OF_TOKEN * up(tokens + 1)
-    if method.checkpoints and not method.recall.backed:  # which entries each lane has lost
-        tables += FLOAT * lanes * up(tokens + 1)
     if method.recall.drafts:  # queries by which resident entries are chosen anew, and what they gave
         elements = sum(layer.key_dim + layer.value_dim + 1 for layer in layers)
         queries = min(VOTERS, method.selector.observation_window or VOTERS)

@@ -1,4 +1,4 @@
-"""A machine as the cost model sees it: rates that were measured here, or worked out from a data sheet."""
+"""A machine as the cost model sees it: rates that were measured here, estimated, or worked out from a data sheet."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.units import size
 
 SHEET = "from the data sheet, not measured"
+MEASURED = "measured"
+ESTIMATED = "estimated"
 LAYERS = (
     *("full", "paged", "kv-direct", "piece", "rebuilt", "selected", "watched", "chunk"),
     *("coded", "lowrank", "tiers", "sketched", "estimate", "segments", "merged", "neighbours", "selective"),
@@ -69,6 +71,11 @@ class Machine:
         rates = {known: at(curve, rows) for known, curve in self.matrix.items()}
         rate = at(tuple(sorted(rates.items())), width)
         return 2 * rows * elements / rate
+
+    @property
+    def estimated(self) -> bool:
+        """Whether the rates are those of a table; ``source`` then names the command that measures them."""
+        return self.source.startswith(ESTIMATED)
 
     @property
     def shared(self) -> bool:

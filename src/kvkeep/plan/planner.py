@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -13,10 +13,10 @@ from kvkeep.contracts.exactness import Exactness
 from kvkeep.errors import BudgetError, UsageError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.models.room import free_memory
-from kvkeep.plan.calibrate import machine_here
 from kvkeep.plan.candidates import SHARES, Candidate, candidates, specs
 from kvkeep.plan.costs import Cost, cost
 from kvkeep.plan.machine import Machine
+from kvkeep.plan.rates import machine_here
 from kvkeep.plan.shape import Shape, shape_of
 from kvkeep.plan.sizes import Sizes, sizes
 from kvkeep.plugins import first_line
@@ -245,6 +245,9 @@ class Choice:
     checkpoint: str | None
     where: str | None
     reason: str
+    """Why, in a sentence; and that times are estimated, where they are."""
+    rates: str
+    """Where the machine's rates come from: "measured", or "estimated" and how they are measured."""
 
     def options(self) -> dict[str, Any]:
         """Return method, budget, checkpoint and where."""
@@ -258,17 +261,17 @@ def recommend(
     *,
     exact: bool = True,
     answer: int = ANSWER,
-    tell: Callable[[str], None] = lambda text: None,
 ) -> Choice:
     """Return the cache to take for a loaded ``model`` and a prompt of ``context`` tokens.
 
-    memory: bytes for the cache ("64MB"); by default half of what is free where the model is. tell: gets a line if the
-    machine has to be measured first. Raises as :func:`plan`.
+    memory: bytes for the cache ("64MB"); by default half of what is free where the model is. Nothing is measured: rates
+    are those of an earlier ``kvkeep calibrate``, or estimates. Raises as :func:`plan`.
     """
     parameter = next(model.parameters())
-    machine = machine_here(str(parameter.device), parameter.dtype, tell)
+    machine = machine_here(str(parameter.device), parameter.dtype)
     amount = bytes_of(memory) if memory is not None else free_memory(parameter.device) // 2
     shape = shape_of(model.config, parameter.dtype.itemsize)
     planned = plan(shape, machine, context, amount, exact=exact, answer=answer)
-    best = planned.best
-    return Choice(best.candidate.spec, best.budget, best.candidate.checkpoint, best.candidate.where, planned.reason)
+    best = planned.best.candidate
+    reason = f"{planned.reason} Times are {machine.source}." if machine.estimated else planned.reason
+    return Choice(best.spec, planned.best.budget, best.checkpoint, best.where, reason, machine.source)

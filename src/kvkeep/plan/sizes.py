@@ -169,8 +169,6 @@ def _checkpointed(
         places[where] += vectors * sum(pages) * geometry.residual_bytes_per_token
         if 0 in anchors:
             places["device"] += 4 * up(held.tokens, BLOCK)
-        if not method.selector.in_order and away:
-            away = held.tokens  # every entry is rebuilt, and what is resident is masked
         if stride > 1:
             work = away * (geometry.residual_bytes_per_token + largest)
         else:

@@ -8,19 +8,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import DynamicCache
+from transformers.cache_utils import DynamicCache
 
 from kvkeep.attention.kernel import takes
 from kvkeep.contracts.checkpoint import Checkpoint
 from kvkeep.contracts.site import Site
 from kvkeep.errors import BudgetError, UnsupportedModelError, UsageError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
-from kvkeep.kernels.build import library
 from kvkeep.memory.ledger import Ledger
 from kvkeep.memory.meter import Meter
 from kvkeep.memory.places import place
 from kvkeep.models.binding import bind, watch
 from kvkeep.models.sharded import devices, processes
+from kvkeep.native.library import library
 from kvkeep.policies.methods import Method
 from kvkeep.policies.request import Request
 from kvkeep.stores.cache_positions import CachePositions

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers.cache_utils import DynamicCache
 
 from kvkeep.errors import UnsupportedModelError
 from kvkeep.geometry import ModelGeometry

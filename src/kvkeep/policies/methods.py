@@ -17,6 +17,7 @@ from kvkeep.geometry import ModelGeometry
 from kvkeep.plugins import PARTS, each_plugin
 from kvkeep.policies.fates.checkpoint import Recorded
 from kvkeep.policies.fates.drop import Drop
+from kvkeep.policies.recalls.everything import Everything
 from kvkeep.policies.recalls.evicted import Evicted
 from kvkeep.policies.registry import (
     FATES,
@@ -137,9 +138,9 @@ class Method:
         """Return what a budget of ``entries`` is for. Raises BudgetError where they are too few."""
         tail, fate = self.recall.tail(entries), self.store_fate
         within = entries - tail
-        if self.recall.backed and within < 1:
+        if self.recall.backed and within < 1 and not self.recall.reads_all:
             raise BudgetError(f"A budget of {entries} entries leaves '{self.name}' nothing to attend to; give it more.")
-        fate.fits(self.name, geometry, within)
+        (self.fate if self.recall.reads_all else fate).fits(self.name, geometry, within)
         resident, sinks = fate.resident(within), self.sinks
         return Division(tail, within, resident if sinks is None else max(resident - (sinks + 1) // 2, 1), sinks)
 
@@ -223,7 +224,14 @@ def _current(part: str) -> str:
 def combined(name: str, selector: Selector, fate: Fate, recall: Recall) -> Method:
     """Return the method of three parts, described by the one that tells it from others."""
     about = recall if recall.label else selector
+    recall = _default_recall(selector, fate, recall)
     return Method(name, selector, fate, recall, _first_sentence(about), about.source or selector.source)
+
+
+def _default_recall(selector: Selector, fate: Fate, recall: Recall) -> Recall:
+    """Return ``recall``, unless it is none and a checkpoint is to be read whose resident entries are in another order
+    than that of the text: every step then attends to the checkpoint, which holds all entries."""
+    return Everything() if fate.checkpoints and not selector.in_order and not recall.label else recall
 
 
 def _of_preset(spec: str, first: str, preset: Preset, rest: list[str], recall: Recall, files: bool) -> Method:
@@ -234,7 +242,8 @@ def _of_preset(spec: str, first: str, preset: Preset, rest: list[str], recall: R
     fate: Any = build("method", first, {name: preset.fate}, files=files)
     own = {key for key, value in vars(fate).items() if value != getattr(preset.fate(), key)}
     fate = replace(fate, **{key: value for key, value in preset.defaults.items() if key not in own})
-    return Method(spec, preset.selector, fate, recall if recall.label else preset.recall, preset.summary, preset.source)
+    recall = _default_recall(preset.selector, fate, recall if recall.label else preset.recall)
+    return Method(spec, preset.selector, fate, recall, preset.summary, preset.source)
 
 
 @cache

@@ -30,6 +30,7 @@ from kvkeep.policies.fates.quantize import Quantize
 from kvkeep.policies.fates.segments import Segments
 from kvkeep.policies.fates.sketch import Sketch
 from kvkeep.policies.fates.tiers import InTiers
+from kvkeep.policies.names import FORMER, ONESHOT, STOCK
 from kvkeep.policies.recalls.certified import Certified
 from kvkeep.policies.recalls.evicted import Evicted
 from kvkeep.policies.recalls.fetch_on_miss import FetchOnMiss
@@ -95,17 +96,8 @@ RECALLS: dict[str, type[Recall]] = {
     "redecode": Redecode,
 }
 
-STOCK = "stock"
-"""transformers' own cache, which is asked for as a method where the two are compared."""
-
-ONESHOT = "oneshot"
-"""What a method ends with whose prompts are read at once, and compressed then: "h2o+oneshot"."""
-
 PEERS = ("stock-", "peer-")
 """What names of the lab begin with that are implementations by others."""
-
-FORMER = {"ladder": "tiers", "missed": "fetch-on-miss", "longcache": "quest"}
-"""Names that a part or a method had in stores and sessions of earlier versions."""
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,8 @@ class Request:
                 )
         exact = self.method.exactness is Exactness.EXACT
         least = min(self.chunk, MIN_CHUNK) if exact and self.chunk else self.chunk
-        zero = self.method.fate.checkpoints and not self.method.recall.backed
+        recall = self.method.recall
+        zero = self.method.fate.checkpoints and (not recall.backed or recall.reads_all)
         entries = self.budget.entries(geometry, context=self.context, batch=self.batch, chunk=least, zero=zero)
         return entries, self.method.chunk(geometry, self.budget, entries, self.chunk)
 

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
-from transformers import PreTrainedModel
+from transformers.modeling_utils import PreTrainedModel
 
 from kvkeep.cache import KeepCache
 from kvkeep.decode.past import Past

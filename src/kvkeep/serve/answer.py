@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
+from transformers.generation import (
     GenerationConfig,
     LogitsProcessorList,
     MaxLengthCriteria,

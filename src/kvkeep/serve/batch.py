@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache
+from transformers.cache_utils import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kvkeep.attention.together import Arrival, Together
@@ -147,6 +147,9 @@ class _BatchStream:
 
     def admit(self, tokens: int) -> None:
         """What a session has room for it tells when its span begins."""
+
+    def prepare(self, layers: Any) -> None:
+        """:meth:`begin_forward` has prepared all sessions."""
 
     def looks_ahead(self, count: int) -> bool:
         return False

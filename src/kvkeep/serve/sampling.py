@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import (
+from transformers.generation import (
     LogitsProcessor,
     LogitsProcessorList,
     MinPLogitsWarper,

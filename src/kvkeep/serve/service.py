@@ -12,8 +12,8 @@ from fastapi import FastAPI
 from kvkeep.budget import bytes_of
 from kvkeep.decode.session_store import DAY_S, SessionStore
 from kvkeep.errors import UsageError
-from kvkeep.models.formats import known
 from kvkeep.models.loading import Loaded
+from kvkeep.models.named import known
 from kvkeep.policies.request import Request
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.http.app import application

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvkeep.attention.together import Arrival
 from kvkeep.contracts.selector import Candidates
-from kvkeep.kernels.build import address
+from kvkeep.native.library import address
 from kvkeep.stores.selected import Selected
 
 
@@ -59,11 +59,11 @@ class Alike:
         whole = self._ranks is not None and self._ranks.dtype == torch.int32
         oldest, greatest = self.selector.may_tie or one.ranking.scored, self.selector.reduce == "max"
         for number, arrival in enumerate(arrivals):
-            entering, first = arrival.entering, number * size
+            insert, first = arrival.insert, number * size
             assert slots is not None
-            entering.slots, entering.scores = slots + first, None if scores is None else scores + first
+            insert.slots, insert.scores = slots + first, None if scores is None else scores + first
             if ranks is not None:
-                entering.at, entering.ranks, entering.whole, entering.oldest = 0, ranks + first, whole, oldest
+                insert.at, insert.ranks, insert.whole, insert.oldest = 0, ranks + first, whole, oldest
             arrival.report(None if received is None else received + number * room, greatest)
 
     def learn(self) -> None:

@@ -62,11 +62,12 @@ class Backed(Reader):
                 yield layer.segment(piece, step, wide, keep)
 
     def everything(self, layer: Layer, step: Step) -> tuple[Tensor, Tensor]:
-        """Return attention over all entries and what is new, and its log-sum-exp."""
+        """Return attention over all entries, those in hand included, and its log-sum-exp."""
 
         def segments() -> Iterator[Segment]:
             yield from self.segments(layer, step, wide=step.wide(layer.length))
-            yield step.arriving()
+            if layer.pending is not None:
+                yield step.arriving()
 
         return attend(step.query, segments(), step.scaling, origin=layer.origin)
 

@@ -17,13 +17,12 @@ from torch import Tensor
 
 from kvkeep.attention.described import Described
 from kvkeep.contracts.entries import Evicted
-from kvkeep.kernels.build import address
-from kvkeep.kernels.entering import Entering
 from kvkeep.memory.extent import Extent, Misfit, fits, within
 from kvkeep.memory.ledger import Ledger
 from kvkeep.memory.meter import Meter, nbytes
 from kvkeep.memory.places import Place
 from kvkeep.memory.rows import up
+from kvkeep.native.library import KvInsert, address
 
 BLOCK = 128
 """Columns by which a bank grows until it has its budget."""
@@ -97,13 +96,13 @@ class Bank:
             self.table = Described([(self.keys, self.values)])
         return self.table.end(stop)
 
-    def entering(self, slot: int) -> Entering:
-        """Return where the kernels may put the entry of ``slot``: in which column, they have to be told."""
-        entering = Entering.into(self.keys, self.values)
-        entering.columns, entering.slot = self.columns, slot
+    def insert(self, slot: int) -> KvInsert:
+        """Return where the kernels may put the entry of ``slot``; the caller fills in which column."""
+        insert = KvInsert.into(self.keys, self.values)
+        insert.columns, insert.slot = self.columns, slot
         for name in ("slots", "scores", "extra", "newest"):
-            setattr(entering, name, address(getattr(self, name)))
-        return entering
+            setattr(insert, name, address(getattr(self, name)))
+        return insert
 
     def counts(self) -> Tensor:
         """Return for how many tokens each column in use stands, (lanes, used) float32, 0 for an empty one."""

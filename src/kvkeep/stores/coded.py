@@ -84,7 +84,7 @@ class Codes:
     bits: int
 
     def _numbers(self) -> Tensor:
-        return torch.addcmul(self.offset.float(), unpack(self.codes, self.bits, torch.float32), self.scale.float())
+        return (unpack(self.codes, self.bits, torch.float32) * self.scale.float()).add_(self.offset.float())
 
 
 @dataclass(frozen=True)

@@ -138,7 +138,7 @@ class DynamicLayer(CacheLayerMixin):
             pairs = zip((*self._keys.head, data), (*self._values.head, others), strict=True)
             self._next = Arrival(data, others), Described([(keys[0], values[0]) for keys, values in pairs])
         arrival, table = self._next
-        arrival.entering.at = row
+        arrival.insert.at = row
         return arrival.sees([table.end(self._keys.length + 1)])
 
     def took(self) -> None:

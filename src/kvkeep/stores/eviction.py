@@ -6,7 +6,6 @@ budget's entries, itself included. The entries of a chunk are attended first, an
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -16,8 +15,8 @@ from torch import Tensor
 
 from kvkeep.contracts.entries import Evicted
 from kvkeep.contracts.selector import Candidates, Selector
-from kvkeep.kernels.build import address, kernels, library
 from kvkeep.memory.ledger import Ledger
+from kvkeep.native.library import address, address_of, kernels, library
 from kvkeep.stores.banks import Bank, Banks
 
 # Ranks below every entry's: those of empty columns rise from the lowest, so that the first is filled first.
@@ -165,16 +164,16 @@ def _replaced(bank: Bank, new: Arriving, ranking: Ranking, rank: Tensor, oldest:
     scores = None if scores is None else scores.float().contiguous()
     bank.slots = bank.slots.contiguous()
     bank.scores = None if bank.scores is None else bank.scores.contiguous()
-    entering = bank.entering(new.first)
-    entering.ranks, entering.whole, entering.oldest = rank.data_ptr(), rank.dtype == torch.int32, oldest
-    entering.new_scores = address(scores)
+    insert = bank.insert(new.first)
+    insert.ranks, insert.whole, insert.oldest = rank.data_ptr(), rank.dtype == torch.int32, oldest
+    insert.new_scores = address(scores)
     if left is not None:
-        entering.left_keys, entering.left_values = left.keys.data_ptr(), left.values.data_ptr()
-        entering.left_key_lane, entering.left_value_lane = entering.key_bytes, entering.value_bytes
+        insert.left_keys, insert.left_values = left.keys.data_ptr(), left.values.data_ptr()
+        insert.left_key_lane, insert.left_value_lane = insert.key_bytes, insert.value_bytes
         parts = (left.slots, left.scores, left.extra, left.newest)
         for name, part in zip(("slots", "scores", "extra", "newest"), parts, strict=True):
-            setattr(entering, f"left_{name}", address(part))
-    kernels().kk_replace(ctypes.addressof(entering), len(rank), keys.data_ptr(), values.data_ptr())
+            setattr(insert, f"left_{name}", address(part))
+    kernels().kvkeep_insert(address_of(insert), len(rank), keys.data_ptr(), values.data_ptr())
 
 
 def compete(bank: Bank, new: Arriving, ranking: Ranking, wanted: bool) -> Evicted | None:

@@ -69,9 +69,9 @@ class Newest(Resident):
             if not plain(keys, values):
                 return None
             self._next = Arrival(keys, values)
-        entering, leaves = self._next.entering, self.length - self.evicted == capacity
-        entering.at, entering.left_keys = row, None  # that of the oldest, if the ring is full
-        others = self.store.receives(entering, leaves)
+        insert, leaves = self._next.insert, self.length - self.evicted == capacity
+        insert.at, insert.left_keys = row, None  # that of the oldest, if the ring is full
+        others = self.store.receives(insert, leaves)
         own = None if others is None else self._between(self.evicted + leaves, self.length + 1)
         return None if others is None or own is None else self._next.sees([*others, own])
 

@@ -74,6 +74,16 @@ class Selected(WorkingSet):
         stop = self._seen_by_all(tail)
         return self.banks.banks[0].described(stop) if stop else None
 
+    def whole_text(self) -> Piece | None:
+        """Return everything so far as one piece in the order of the text; None where it is not all here, or not so."""
+        bank = self.banks.banks[0] if len(self.banks) == 1 else None
+        if bank is None or not self.length or self._seen_by_all(0) != self.length:
+            return None
+        stop = self.length
+        if not bool((bank.slots[:, :stop] == torch.arange(stop, device=bank.slots.device)).all()):
+            return None
+        return Piece(bank.keys[:, None, :stop], bank.values[:, None, :stop])
+
     def _seen_by_all(self, tail: int) -> int:
         """Return how many columns hold all entries, the first ``tail`` of the tail among them, where they lie behind
         each other and a later query sees all of them; else 0."""
@@ -168,10 +178,10 @@ class Selected(WorkingSet):
             if not plain(bank.keys, bank.values):
                 return None
             self._next = Arrival(bank.keys, bank.values)
-        entering, arrival = self._next.entering, self._next
-        entering.columns, entering.slot, entering.slots = bank.columns, self.length, bank.slots.data_ptr()
-        entering.at, entering.ranks = bank.used, None  # where something leaves, all are ranked
-        others = self.store.receives(entering, leaves)
+        insert, arrival = self._next.insert, self._next
+        insert.columns, insert.slot, insert.slots = bank.columns, self.length, bank.slots.data_ptr()
+        insert.at, insert.ranks = bank.used, None  # where something leaves, all are ranked
+        others = self.store.receives(insert, leaves)
         return None if others is None else arrival.sees([*others, bank.described(bank.used + (not leaves))])
 
     def took(self) -> None:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.memory.meter import Meter, nbytes
+from kvkeep.portable import summed
 from kvkeep.stores.hashes import scattered
 
 MEDIAN = {1: 1.0, 3: 0.4487, 5: 0.2868}
@@ -87,7 +88,7 @@ class CountSketch:
             self.counts.view(-1).index_add_(0, index, factor.flatten().float())
         if self.total is not None:
             own = vectors if there is None else vectors * there[..., None]
-            self.total.add_(own.sum(1, keepdim=True, dtype=torch.float32), alpha=times)
+            self.total.add_(summed(own.float(), 1), alpha=times)
 
     def query(self, at: Tensor) -> Tensor:
         """Return the medians, (lanes, n, dim)."""

@@ -28,6 +28,7 @@ from kvkeep.contracts.store import EvictedStore
 from kvkeep.geometry import LayerGeometry
 from kvkeep.memory.extent import Extent, Misfit, alike, fits, within
 from kvkeep.memory.meter import Meter, nbytes
+from kvkeep.portable import summed
 from kvkeep.stores.coded import CodedKeys, Codes, encode, multiplied
 from kvkeep.stores.groups import GROUP
 from kvkeep.stores.slots import codes_of, without
@@ -106,8 +107,8 @@ class Channels(NamedTuple):
         there = (entries.slots.flatten(1) >= 0)[..., None]
         number = there.sum(1, keepdim=True).clamp(min=1)
         values = entries.values.flatten(1, 2).float()
-        mean = (values * there).sum(1, keepdim=True) / number
-        deviation = (((values - mean) * there).square().sum(1, keepdim=True) / number).sqrt().clamp(min=1e-3)
+        mean = summed(values * there, 1) / number
+        deviation = (summed(((values - mean) * there).square(), 1) / number).sqrt().clamp(min=1e-3)
         return cls(mean, torch.where(there.any(1, keepdim=True), deviation, 1.0))
 
 
@@ -139,7 +140,7 @@ class Tier:
             self.parts = parts if held else [part.clone(memory_format=whole) for part in parts]
             return slots, scores, Entries(*(part[:, :0] for part in coming))
         with meter.holding(*parts):
-            order = scores.masked_fill(slots < 0, 0.0).sum(2).argsort(dim=1, descending=True, stable=True)
+            order = summed(scores.masked_fill(slots < 0, 0.0), 2)[..., 0].argsort(dim=1, descending=True, stable=True)
             falling, staying = order[:, count:], order[:, :count]
             keys, values = self._written(picked(parts, falling), channels, coming.keys.dtype)
             if coming.groups:  # what passes by falls from what it was

@@ -49,7 +49,7 @@ class ByChannel:
         return (weights @ self.codes.float()).mul_(self.scale).add_(weights.sum(-1, keepdim=True) * self.offset)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        return torch.addcmul(self.offset.float(), self.codes.float(), self.scale.float()).to(dtype)
+        return (self.codes.float() * self.scale.float()).add_(self.offset.float()).to(dtype)
 
 
 class Waiting:

@@ -113,8 +113,8 @@ def _planned(model: str, machine: str | None, method: str, budget: str, memory: 
     from kvkeep.budget import Budget, bytes_of
     from kvkeep_lab.fleet.pace import Pace
 
-    shape, measured = predicted(model, machine)
-    rates = measured()
+    shape, rates = predicted(model, machine)
+    note(f"{rates.name} ({rates.source})")
     entries = Budget.parse(budget).entries(shape.geometry, context=shape.geometry.max_positions)
     room = bytes_of(memory) if memory is not None else rates.room(shape.weight_bytes)
     return Pace.planned(shape, rates, room, method, entries, chunk)

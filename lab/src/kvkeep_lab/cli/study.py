@@ -21,7 +21,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from kvkeep.cli import completion, options
 from kvkeep.cli.listed import listed
-from kvkeep.cli.output import err, machine, note, print_json
+from kvkeep.cli.output import err, machine, note, print_json, write
 from kvkeep.errors import Interrupted, KvkeepError, StoreError, UsageError
 from kvkeep.models.loading import load
 from kvkeep_lab.cli.console import show
@@ -65,7 +65,7 @@ def command(study: type[Study]) -> Callable[..., None]:
 
     def run(**given: Any) -> None:
         sizes = {name: given.pop(name) for name in fields}
-        _run(_made(study, sizes), **given)
+        _run(_made(study, sizes).variant(), **given)
 
     listed = fields | shared
     kind = inspect.Parameter.KEYWORD_ONLY
@@ -179,7 +179,9 @@ def _run(
         print_json({"machine": where, **study.as_json(found), **drawn})
     else:
         note(" ".join(f"{name}={value}" for name, value in where.items()))
-        for table in (*study.details(found), *study.tables(found)):
+        if (text := study.printed(found)) is not None:
+            write(f"{text}\n")
+        for table in (*study.details(found), *study.tables(found)) if text is None else ():
             show(table)
         if output is not None and problem is None:
             note(f"The figure is in {output}.")

@@ -186,6 +186,15 @@ class Study(BaseModel, ABC):
         """Return the sentence a command fails with after it has shown what was found; None where all is well."""
         return None
 
+    def variant(self) -> Study:
+        """Return the study that a command with these fields runs: this one, unless a field asks for another. Raises
+        UsageError for fields that the other one has no use for."""
+        return self
+
+    def printed(self, found: Any) -> str | None:
+        """Return what a command prints instead of tables; None for tables."""
+        return None
+
     def conditions(self) -> dict[str, Any]:
         """Return what a command says beside model, machine and versions: what else figures depend on."""
         return {}

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kvkeep.cli.output import machine
 from kvkeep.decode.generate import Generation
-from kvkeep.errors import KvkeepError
+from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.models.loading import Loaded
 from kvkeep.stock import STOCK, new_cache
 from kvkeep_lab.answers import Answer, Case, judged, written
@@ -42,9 +42,12 @@ from kvkeep_lab.studies.base import (
     text_of,
     unique,
 )
+from kvkeep_lab.studies.receipt import ReceiptStudy
 from kvkeep_lab.tables import Table, fixed, number, percent, times
 
 _ANSWER = TypeAdapter(Answer)
+_OF_RECEIPTS = ("receipt", "markdown")
+"""Fields of receipts."""
 _BITS = (
     "Logits: the greatest difference of any logit of prompt and answer from full's, one token at a time, when the text "
     "is read in chunks of random sizes, and in a batch, padded and beside that; 0 is the same to the bit."
@@ -129,6 +132,27 @@ class Prove(Study):
         False, description="compare every logit, too, with kvkeep's own unbounded cache, one token at a time"
     )
     store: Path | None = Field(None, description="a file that keeps each answer as it comes; run again, and it goes on")
+    receipt: Annotated[bool | None, Flag("--receipt")] = Field(
+        None, description="print digests of logits, tokens and saved sessions for fixed prompts, to compare machines"
+    )
+    markdown: Annotated[bool | None, Flag("--markdown")] = Field(
+        None, description="print the receipt's table as Markdown"
+    )
+
+    def variant(self) -> Study:
+        """Return the study of receipts where ``receipt`` is set."""
+        if not self.receipt:
+            if self.markdown:
+                raise UsageError("--markdown prints a receipt; add --receipt.")
+            return self
+        defaults = type(self).model_validate({})
+        for name, field in type(self).model_fields.items():
+            if name not in ("methods", *_OF_RECEIPTS) and getattr(self, name) != getattr(defaults, name):
+                flag = next((one for one in field.metadata if isinstance(one, Flag)), Flag())
+                option = (flag.names or (f"--{name}",))[0]
+                raise UsageError(f"A receipt has prompts and budgets of its own and takes no {option}.")
+        methods = self.methods if self.methods != defaults.methods else []
+        return ReceiptStudy(methods=methods, markdown=bool(self.markdown))
 
     def measure(self, trial: Trial) -> Proof:
         """Answer prompts made of the files, or of the built-in text. Raises StoreError for a store that cannot be read

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from transformers import Cache
+from transformers.cache_utils import Cache
 
 from kvkeep.cache import KeepCache
 from kvkeep.cli.chat.state import Chat

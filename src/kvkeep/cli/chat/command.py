@@ -10,7 +10,9 @@ import typer
 
 from kvkeep.cli import options
 from kvkeep.cli.asked import Asked, asked
+from kvkeep.cli.checked import check_cache, check_model
 from kvkeep.cli.output import note, print_json
+from kvkeep.cli.starting import starting
 from kvkeep.errors import UsageError
 
 if TYPE_CHECKING:
@@ -63,22 +65,26 @@ def chat(
     json: options.Json = False,
 ) -> None:
     """Talk with a model; Ctrl-C stops an answer, not the program, and /help lists the commands."""
-    from kvkeep.cli.chat import loop
-    from kvkeep.cli.chat.endings import Endings
-    from kvkeep.cli.chat.keeper import Keeper, rescued
-    from kvkeep.cli.chat.state import Chat
-    from kvkeep.decode.chat import Conversation
     from kvkeep.decode.prompt import check_text
-    from kvkeep.models.loading import load
-    from kvkeep.models.quiet import without_warnings
 
     limits: dict[str, Any] = {"kv_budget_tokens": kv_budget_tokens, "kv_budget_mb": kv_budget_mb}
     store: dict[str, Any] = {"checkpoint": checkpoint, "where": where, "capacity": capacity, "folder": folder}
-    wanted = asked(method, budget, exact=exact, memory=memory, **limits, **store)
+    check_cache(method, budget, exact=exact, memory=memory, **limits, **store)
+    check_model(model, weights, device)
     check_text(system or "", "the system prompt")
+    with starting():
+        from kvkeep.cli.chat import loop
+        from kvkeep.cli.chat.endings import Endings
+        from kvkeep.cli.chat.keeper import Keeper, rescued
+        from kvkeep.cli.chat.state import Chat
+        from kvkeep.decode.chat import Conversation
+        from kvkeep.models.loading import load
+        from kvkeep.models.quiet import without_warnings
+
+        wanted = asked(method, budget, exact=exact, memory=memory, **limits, **store)
     screen = _screen(json, plain, history)
     with Endings() as endings, Keeper(session, sessions) as keeper:
-        with endings.waiting():
+        with endings.waiting(), starting():
             loaded = load(model, weights=weights, device=device, progress=note)
         kept = keeper.session
         if kept is not None and kept.turns:

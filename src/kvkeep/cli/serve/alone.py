@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -13,21 +13,33 @@ import uvicorn
 from kvkeep.cli.output import note
 from kvkeep.cli.serve.defaults import fitting, settled
 from kvkeep.cli.serve.listening import Listening
+from kvkeep.cli.starting import starting
 from kvkeep.errors import KvkeepError
 from kvkeep.models.loading import load
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.http.connection import configured
 from kvkeep.serve.http.door import log_all
+from kvkeep.serve.measuring import Measuring
 from kvkeep.serve.service import Service
 
 ENDED = "ended; every turn is saved"
 
 
-def answer(service: Service, listening: Listening, conversations: int, grace: float, kept: str, access: str) -> None:
+def answer(
+    service: Service,
+    listening: Listening,
+    conversations: int,
+    grace: float,
+    said: Sequence[str],
+    *,
+    measure: bool,
+) -> None:
     """Answer until SIGTERM or Ctrl-C, after which answers have ``grace`` seconds. conversations: as many share the
-    memory where no cache is named. kept, access: the lines about sessions and keys. Raises KvkeepError when the engine
-    fails."""
-    loaded = load(service.model, weights=service.weights, device=service.device, progress=note)
+    memory where no cache is named. said: the lines about sessions and keys. measure: measure this machine when there is
+    nothing to do. Raises KvkeepError when the engine fails."""
+    kept, access = said
+    with starting():
+        loaded = load(service.model, weights=service.weights, device=service.device, progress=note)
     service = settled(service, loaded, conversations)
     with listening.socket() as own:
         url = listening.url(own.getsockname()[1])
@@ -47,7 +59,11 @@ def answer(service: Service, listening: Listening, conversations: int, grace: fl
         if service.logs:
             log_all()
         _drain(server, engine, grace)
+        measuring = Measuring(engine, note)
+        if measure:
+            measuring.start()
         server.run(sockets=[own])
+        measuring.stop()
     if engine.fault is not None:
         raise KvkeepError("The server ends, because its engine has failed.")  # where, the engine has logged
     engine.stop(0.0)

@@ -7,9 +7,12 @@ from typing import Annotated, Any
 
 import typer
 
+from kvkeep.budget import bytes_of
 from kvkeep.cli import completion
 from kvkeep.cli import options as o
+from kvkeep.cli.checked import check_cache, check_model
 from kvkeep.cli.serve.listening import Listening, https
+from kvkeep.cli.starting import starting
 from kvkeep.errors import UsageError
 from kvkeep.extras import optional
 
@@ -21,7 +24,8 @@ def serve(
     memory: Annotated[
         str | None,
         typer.Option(
-            help="Bytes that all conversations together may hold (512MB).", show_default="half of what is free"
+            help="Bytes that all conversations together may hold (512MB).",
+            show_default="for --conversations, at most a quarter of what is free",
         ),
     ] = None,
     host: Annotated[str, typer.Option(help="The address to listen at.")] = "127.0.0.1",
@@ -44,7 +48,7 @@ def serve(
         ),
     ] = None,
     conversations: Annotated[
-        int, typer.Option(min=1, help="Without method and budget: as many at full length share the memory.")
+        int, typer.Option(min=1, help="Without --memory, or without method and budget: as many share the memory.")
     ] = 8,
     weights: o.Weights = "auto",
     device: o.Device = None,
@@ -65,6 +69,9 @@ def serve(
     log_requests: Annotated[
         bool, typer.Option("--log-requests", help="A line on standard error for each request; nothing of its text.")
     ] = False,
+    measure: Annotated[
+        bool, typer.Option(help="Measure this machine once, when nothing is asked, for the times of plans.")
+    ] = True,
     sessions: o.Sessions = None,
     quota: Annotated[
         str | None,
@@ -99,15 +106,20 @@ def serve(
     Keys come from KVKEEP_API_KEYS, by commas, and from --keys; listening beyond this machine without any makes one,
     which is kept in the user's folder and used again.
     """
+    check_cache(method, budget)
+    check_model(model, weights, device)
+    if memory is not None:
+        bytes_of(memory)
     for package in ("uvicorn", "fastapi", "prometheus_client"):
         optional(package, "serve")
-    from kvkeep.cli.serve import alone, replicated
-    from kvkeep.decode.session_store import sessions_folder
-    from kvkeep.serve.replicas import Scale
-    from kvkeep.serve.service import Service
+    _check_cluster(ray, port, grace)
+    with starting():
+        from kvkeep.cli.serve import alone, replicated
+        from kvkeep.decode.session_store import sessions_folder
+        from kvkeep.serve.replicas import Scale
+        from kvkeep.serve.service import Service
 
     _check_replicas(replicas, ray, cores, memory, method or budget, sessions)
-    _check_cluster(ray, port, grace)
     grace = GRACE_S if grace is None else grace
     listening = Listening(host, port, https(certificate, private_key))
     given, access = _access(keys, listening.own, ray)
@@ -123,7 +135,7 @@ def serve(
         service.store(shared=replicas is not None).check_folder()
     kept = f"sessions: {folder}" + _limits(quota, age)
     if replicas is None:
-        alone.answer(service, listening, conversations, grace, kept, access)
+        alone.answer(service, listening, conversations, grace, [kept, access], measure=measure)
         return
     own = cores or (1 if ray is not None else max(1, (os.cpu_count() or 1) // Scale.parse(replicas, 1, 1).most))
     replicated.answer(service, Scale.parse(replicas, own, conversations), ray, listening, grace, [kept, access])

@@ -16,17 +16,39 @@ if TYPE_CHECKING:
 
 UNBOUNDED = 8192
 """Tokens of a conversation that is planned for, where a model has no number of positions."""
+USUAL = 8192
+"""Tokens of a conversation that memory is taken for at most, where nothing is said of memory."""
+SHARE = 4
+"""At most this part of what is free is taken."""
 
 
 def settled(service: Service, loaded: Loaded, conversations: int, processes: int = 1) -> Service:
-    """Return ``service`` with what it names, else with half of what is free for all ``processes``, and the planner's
-    choice for so many conversations."""
-    from kvkeep.models.room import free_memory
-
+    """Return ``service`` with what it names, else with memory for so many conversations in each of ``processes``, and
+    an exact method for them. Says what it takes, and why."""
     memory = service.memory
     if memory is None:
-        memory = free_memory(next(loaded.model.parameters()).device) // 2 // processes
+        memory, why = modest(loaded, conversations, processes)
+        note(why)
     return replace(service, memory=memory, cache=service.cache or planned(loaded, memory, conversations))
+
+
+def modest(loaded: Loaded, conversations: int, processes: int = 1) -> tuple[int, str]:
+    """Return the bytes for a process where nothing was said: for so many usual conversations with all their entries,
+    but no more than the processes' part of what is free; and a line that says so."""
+    from kvkeep.models.room import free_memory
+    from kvkeep.units import size
+
+    tokens, free = min(_positions(loaded), USUAL), free_memory(next(loaded.model.parameters()).device)
+    wanted, limit = conversations * _whole(loaded, tokens), free // SHARE // processes
+    kind = f"{conversations} conversations of {tokens:,} tokens"
+    each = "" if processes == 1 else " for each replica"
+    if wanted <= limit:
+        return wanted, f"memory: {size(wanted)}{each}, for {kind} with all their entries (--memory for another)"
+    part = "a quarter of" if processes == 1 else "this replica's part of a quarter of"
+    return limit, (
+        f"memory: {size(limit)}{each}, {part} the {size(free)} that are free; {kind} with all their entries would take "
+        f"{size(wanted)} (--memory for another)"
+    )
 
 
 def settled_beforehand(service: Service, conversations: int, processes: int) -> Service:
@@ -47,18 +69,35 @@ def settled_beforehand(service: Service, conversations: int, processes: int) -> 
 
 
 def planned(loaded: Loaded, total: int, conversations: int) -> dict[str, Any]:
-    """Return the planner's choice of exact caches for so many conversations of as many tokens as there are positions.
-    Raises UsageError where nothing fits."""
-    from kvkeep.geometry import ModelGeometry
+    """Return ``full`` where so many conversations of all the model's positions fit with all their entries, else the
+    planner's choice of exact caches for them. Raises UsageError where nothing fits."""
     from kvkeep.plan.planner import ANSWER, recommend
 
-    positions = ModelGeometry.from_config(loaded.model.config, 2).max_positions or UNBOUNDED
+    positions, share = _positions(loaded), total // conversations
+    if _whole(loaded, positions) <= share:
+        return {"method": "full"}
     answer = min(ANSWER, positions // 2)
     try:
-        choice = recommend(loaded.model, positions - answer, total // conversations, answer=answer, tell=note)
+        choice = recommend(loaded.model, positions - answer, share, answer=answer)
     except BudgetError as error:
         raise UsageError(f"{error} Give more --memory, fewer --conversations, or a --method.") from error
+    note(f"the planner chose '{choice.method}' among exact methods; times are {choice.rates}")
     return {name: value for name, value in choice.options().items() if value is not None}
+
+
+def _positions(loaded: Loaded) -> int:
+    """Return the tokens of the longest conversation."""
+    from kvkeep.geometry import ModelGeometry
+
+    return ModelGeometry.from_config(loaded.model.config, 2).max_positions or UNBOUNDED
+
+
+def _whole(loaded: Loaded, tokens: int) -> int:
+    """Return the bytes that a conversation of ``tokens`` tokens is granted with all its entries."""
+    from kvkeep.cache import KeepCache
+    from kvkeep.serve.arbiter import most
+
+    return most(KeepCache(loaded.model, "full"), tokens)
 
 
 def fitting(engine: Engine) -> str:

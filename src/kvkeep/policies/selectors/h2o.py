@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvkeep.contracts.selector import STAYS, Candidates, Selector
 from kvkeep.errors import UsageError
+from kvkeep.portable import interpolated
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,8 @@ class H2O(Selector):
             return entries.scores + weights
         seen = entries.length - entries.slots
         share = (queries / seen).clamp(1 - 0.5 ** (queries / self.halflife), 1.0)
-        return entries.scores.lerp(weights if queries == 1 else weights / seen.clamp(max=queries), share)
+        mean = weights if queries == 1 else weights / seen.clamp(max=queries)
+        return interpolated(entries.scores, mean, share)
 
     def rank(self, entries: Candidates) -> Tensor:
         assert entries.scores is not None

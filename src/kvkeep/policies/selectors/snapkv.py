@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvkeep.contracts.selector import STAYS, Candidates, Selector
 from kvkeep.errors import UsageError
+from kvkeep.portable import interpolated
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class SnapKV(Selector):
 
     leaves: ClassVar[str] = "least attended by the last 32 queries"
     source: ClassVar[str] = "arXiv:2404.14469"
+    of_any_layer: ClassVar[bool] = True
     may_tie: ClassVar[bool] = True  # pooling makes neighbours equal
 
     window: int = 32
@@ -41,8 +43,8 @@ class SnapKV(Selector):
         assert entries.scores is not None
         if entries.new > 1:
             weights = self._pooled(entries, weights / queries)
-            return torch.lerp(entries.scores, weights, min(1.0, queries / self.window))
-        return torch.lerp(entries.scores, weights, 1 / self.window)
+            return interpolated(entries.scores, weights, min(1.0, queries / self.window))
+        return interpolated(entries.scores, weights, 1 / self.window)
 
     def _pooled(self, entries: Candidates, votes: Tensor) -> Tensor:
         """Spread each vote to its neighbours among the entries held; the window's own are not spread."""

@@ -11,11 +11,10 @@ from kvkeep.attention.described import Stretch
 from kvkeep.attention.kernel import takes
 from kvkeep.contracts.checkpoint import Checkpoint
 from kvkeep.contracts.entries import Piece
-from kvkeep.kernels.build import library
-from kvkeep.kernels.entering import Entering
 from kvkeep.memory.meter import Meter
 from kvkeep.memory.places import Place
 from kvkeep.memory.rows import Pages, Ring, Rows
+from kvkeep.native.library import KvInsert, library
 from kvkeep.stores.checkpoints.spec import CheckpointSpec
 
 
@@ -76,11 +75,11 @@ class Entries(Checkpoint):
         known[1].end(stop)
         return known[1]
 
-    def receives(self, layer: int, entering: Entering) -> bool:
+    def receives(self, layer: int, insert: KvInsert) -> bool:
         keys, values = (rows.next_row() if isinstance(rows, Pages) else None for rows in self._rows[layer])
         if keys is None or values is None:
             return False
-        (entering.left_keys, entering.left_key_lane), (entering.left_values, entering.left_value_lane) = keys, values
+        (insert.left_keys, insert.left_key_lane), (insert.left_values, insert.left_value_lane) = keys, values
         return True
 
     def received(self, layer: int) -> None:

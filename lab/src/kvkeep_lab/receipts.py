@@ -1,0 +1,219 @@
+"""Receipts: digests of what a model computes for fixed prompts, equal on every processor.
+
+The native library gives the same bits on every processor, so a digest of logits is enough to show that another machine
+gives the same answers. A receipt has one row for each method: a digest of logits and tokens, and a digest of the saved
+session. docs/receipts.md says what is hashed, in which order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from importlib.resources import files
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvkeep.cache import KeepCache
+from kvkeep.contracts.exactness import Exactness
+from kvkeep.decode.session import Session, save_session
+from kvkeep.decode.session_file import SessionFile
+from kvkeep.decode.verified import verified
+from kvkeep.errors import KvkeepError, UsageError
+from kvkeep.geometry import ModelGeometry
+from kvkeep.models.bits import row_independent
+from kvkeep.models.fingerprint import fingerprint
+from kvkeep.models.loading import Loaded, weights_of
+from kvkeep.native.library import NUMERICS_VERSION, library
+from kvkeep.policies.methods import resolve
+from kvkeep_lab.answers import Case
+from kvkeep_lab.reading import takes
+
+LENGTHS = (40, 560)
+"""Tokens of the prompts: one within every budget, and one that outgrows it and a block of the attention kernel."""
+NEW_TOKENS = 12
+"""Tokens of each answer."""
+CHUNK = 128
+"""Tokens of a prompt read at a time: what a lossy method keeps depends on it."""
+SHOWN = 16
+"""Digits of a digest in a table."""
+_BUDGET = "128"
+CASES = (
+    Case("full"),
+    Case("kv-direct", _BUDGET, "kv", "disk"),
+    Case("kv-direct", _BUDGET, "residual", "host"),
+    Case("snapkv+verified", _BUDGET, "kv", "host"),
+    Case("window", _BUDGET),
+    Case("streaming-llm", _BUDGET),
+    Case("h2o", _BUDGET),
+    Case("snapkv", _BUDGET),
+    Case("h2o+quantize:4", _BUDGET),
+    Case("revive", _BUDGET),
+    Case("kvreviver", _BUDGET),
+)
+"""The caches of a receipt, each with a budget in entries per layer."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """The digests of one cache. logits: of prompts, logits and tokens; session: of the saved sessions. promised:
+    whether the digest of logits is the same on every processor by design, not by measurement. error: why there is
+    no digest."""
+
+    label: str
+    exactness: str
+    promised: bool
+    logits: str = ""
+    session: str = ""
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """The digests of one model. family, weights, fingerprint: the model as loaded. prompts: the digest of the prompts'
+    token ids."""
+
+    family: str
+    weights: str
+    fingerprint: str
+    numerics: int
+    prompts: str
+    rows: list[Row]
+
+    @property
+    def exact(self) -> str:
+        """One digest for the rows that are promised."""
+        return self._digest(row for row in self.rows if row.promised)
+
+    @property
+    def all(self) -> str:
+        """One digest for all rows."""
+        return self._digest(self.rows)
+
+    def _digest(self, rows: Iterable[Row]) -> str:
+        head = f"{self.fingerprint} {self.numerics} {self.prompts}\n"
+        lines = (f"{row.label} {row.logits} {row.session}\n" for row in rows if not row.error)
+        return sha256("".join([head, *lines]).encode()).hexdigest()
+
+
+def check_library() -> None:
+    """Raise UsageError where there is no native library."""
+    if library() is None:
+        raise UsageError(
+            "A receipt needs the native library: without it torch computes the logits, and their bits differ from one "
+            "processor to another."
+        )
+
+
+def text() -> str:
+    """Return the text that prompts are made of."""
+    return (files("kvkeep_lab") / "receipt.txt").read_text(encoding="utf-8")
+
+
+def prompts(loaded: Loaded, source: str) -> list[list[int]]:
+    """Return the token ids of the prompts, shorter where the model has fewer positions. Raises UsageError for a text
+    that is too short."""
+    ids = loaded.tokenizer(source, verbose=False).input_ids
+    if len(ids) < max(LENGTHS):
+        raise UsageError(f"The text has {len(ids)} tokens; a receipt needs {max(LENGTHS)}.")
+    positions = ModelGeometry.from_config(loaded.model.config).max_positions
+    limit = max(LENGTHS) if positions is None else positions - NEW_TOKENS
+    return [ids[: min(length, limit)] for length in LENGTHS]
+
+
+def start(loaded: Loaded, asked: Sequence[Sequence[int]]) -> Receipt:
+    """Return a receipt without rows. Raises UsageError for a model whose products are torch's."""
+    check_library()
+    if not row_independent(loaded.model):
+        raise UsageError(
+            f"The weights of '{loaded.name}' ({weights_of(loaded)}, {loaded.model.device}) are multiplied by torch, "
+            "whose bits differ from one processor to another; a receipt needs a GGUF file, or --weights bfloat16, int8 "
+            "or int4 on the cpu."
+        )
+    ids = sha256(b"".join(_ids(prompt) for prompt in asked)).hexdigest()
+    family = ModelGeometry.from_config(loaded.model.config).model_type
+    return Receipt(family, weights_of(loaded), fingerprint(loaded.model), NUMERICS_VERSION, ids, [])
+
+
+def rows(
+    loaded: Loaded, cases: Sequence[Case], asked: Sequence[Sequence[int]], progress: Callable[[str, int], None]
+) -> Iterator[Row]:
+    """Yield the row of each case. progress: gets a label and the number of cases done."""
+    for number, case in enumerate(cases):
+        progress(case.label, number)
+        yield _row(loaded.model, case, asked)
+
+
+def _row(model: Any, case: Case, asked: Sequence[Sequence[int]]) -> Row:
+    logits, session = sha256(), sha256()
+    exactness, promised = "", False
+    for prompt in asked:
+        try:
+            cache = _new_cache(model, case, len(prompt) + NEW_TOKENS)
+            exactness, promised = str(cache.exactness), all(report.same_bits for report in cache.describe())
+            sequence, found = _answer(model, prompt, cache)
+        except KvkeepError as error:
+            return Row(case.label, exactness, promised, error=str(error))
+        for part in (_ids(prompt), _bytes(found), _ids(sequence[len(prompt) :])):
+            logits.update(part)
+        for part in _saved(cache, sequence):
+            session.update(part)
+    return Row(case.label, exactness, promised, logits.hexdigest(), session.hexdigest())
+
+
+def _new_cache(model: Any, case: Case, context: int) -> KeepCache:
+    options = case.options(context)
+    if "chunk" in takes(case.method):
+        options["chunk"] = CHUNK
+    return KeepCache(model, case.method, **options)
+
+
+@torch.inference_mode()
+def _answer(model: Any, prompt: Sequence[int], cache: KeepCache) -> tuple[list[int], Tensor]:
+    """Return all token ids, and the logits of each new one, (new, vocabulary) in float32."""
+    ids = torch.tensor([prompt], device=model.device)
+    output = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        past_key_values=cache,
+        max_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        eos_token_id=None,
+        return_dict_in_generate=True,
+        output_logits=True,
+        **({"custom_generate": verified} if cache.method.recall.drafts else {}),
+    )
+    return output.sequences[0].tolist(), torch.cat(output.logits)
+
+
+def _saved(cache: KeepCache, sequence: Sequence[int]) -> Iterator[bytes]:
+    """Save the session to a file; yield names, forms and bytes of its tensors. How many tokens a round drafts depends
+    on measured seconds, and what stays resident on the rounds: of a method that drafts, only the checkpoint."""
+    with TemporaryDirectory(prefix="kvkeep-receipt-") as folder:
+        path = Path(folder) / "session"
+        save_session(path, Session(cache, [list(sequence[: cache.get_seq_length()])]))
+        with SessionFile(path) as file:
+            for name, form in sorted(file.stored.items()):
+                if cache.method.recall.drafts and name.startswith("layer."):
+                    continue
+                dtype = str(form.dtype).removeprefix("torch.")
+                yield f"{name} {dtype} {' '.join(map(str, form.shape))}\n".encode()
+                yield _bytes(file.tensor(name))
+
+
+def _ids(tokens: Sequence[int]) -> bytes:
+    return b"".join(token.to_bytes(4, "little") for token in tokens)
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    """Return the bytes of a tensor in the order of its elements, each little-endian as on all supported processors."""
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+def exact_cases() -> list[Case]:
+    """Return the cases whose method is exact."""
+    return [case for case in CASES if resolve(case.method).exactness is Exactness.EXACT]

@@ -1,1 +1,0 @@
-"""Kernels for the CPU, compiled on the machine: products with small weights, and attention."""

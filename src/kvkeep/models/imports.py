@@ -1,0 +1,135 @@
+"""Importing transformers without what one process that runs a model never uses.
+
+``import transformers.modeling_utils`` takes four times as long as ``import torch`` needs, and 200 MB: it brings in
+torch's compiler, its distributed tensors, sympy and scipy, and reads the import structure of all models twice.
+:func:`import_transformers` leaves them out by what Python and transformers provide for packages that are not there:
+
+* optional packages are hidden while transformers looks for them (``sys.modules[name] = None``);
+* ``is_torch_distributed_available()`` is asked once, as in a build of torch without it; transformers keeps the answer;
+* :data:`WHOLE` and ``torch._dynamo`` are modules whose own code runs when a name of theirs is first used, other than a
+  submodule's (:class:`Deferred`). Until then torch's decorators that only matter to ``torch.compile`` return the
+  function as it is.
+
+kvkeep imports names of transformers from the modules that they are in (``transformers.cache_utils``): the package
+itself would first read the files of all its models, to know what is in which.
+
+Only the command line calls it: its process is its own. A program that uses kvkeep as a library gets transformers whole.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from importlib.metadata import version
+from importlib.util import find_spec, module_from_spec
+from types import ModuleType
+from typing import Any, Unpack
+
+UNUSED = ("scipy", "sklearn")
+"""Optional packages that transformers imports for losses and for assisted decoding by several tokenizers."""
+
+WHOLE = ("transformers", "transformers.models", "transformers.processing_utils")
+"""Modules that read the files of all models. What is used of the last one is typing's Unpack."""
+
+_LOCK = threading.RLock()
+
+
+def import_transformers() -> None:
+    """Import ``transformers.modeling_utils``, without what is unused where a model runs on the CPU."""
+    if "transformers.modeling_utils" in sys.modules:
+        return
+    import torch
+
+    if torch.cuda.is_available():  # where transformers may compile
+        return
+    with _hidden(UNUSED):
+        known = {"__version__": version("transformers"), "Unpack": Unpack}
+        for name in WHOLE:
+            defer(name, known)
+        _decide_distributed()
+        decorators = {name: _undecorated for name in ("allow_in_graph", "assume_constant_result", "disable")}
+        defer("torch._dynamo", decorators, ("_trace_wrapped_higher_order_op",))  # which masks are made with
+        import transformers.modeling_utils  # noqa: F401 - for what it leaves in sys.modules
+
+
+def defer(name: str, given: dict[str, Any] | None = None, parts: tuple[str, ...] | None = None) -> None:
+    """Make the module ``name`` one whose code runs when a name of it is first used, other than those ``given``. parts:
+    the only submodules that are imported without it; None: all."""
+    if name in sys.modules or (spec := find_spec(name)) is None:
+        return
+    module: ModuleType = module_from_spec(spec)
+    vars(module).update(given or {})
+    module.__class__ = Deferred
+    sys.modules[name] = module
+    parent, _, child = name.rpartition(".")
+    if parent in sys.modules:
+        setattr(sys.modules[parent], child, module)
+    if parts is not None:
+        for part in parts:
+            with suppress(ImportError):
+                import_module(f"{name}.{part}")
+        vars(module).pop("__path__", None)  # for others Python asks for it
+
+
+class Deferred(ModuleType):
+    """A module that was not run yet. :class:`importlib.util.LazyLoader` makes modules like it, but runs a package for
+    each of its submodules."""
+
+    def __getattr__(self, name: str) -> Any:
+        package = self.__spec__ is not None and self.__spec__.submodule_search_locations is not None
+        if name.startswith("__") and not (package and name == "__path__"):
+            raise AttributeError(f"module '{self.__name__}' has no attribute '{name}'")
+        with _LOCK:
+            if self.__class__ is Deferred and not self._has(name):
+                self._run()
+        return getattr(sys.modules[self.__name__], name)
+
+    def _has(self, name: str) -> bool:
+        """Import the submodule ``name``, if it is one."""
+        if "__path__" not in vars(self) or find_spec(child := f"{self.__name__}.{name}") is None:
+            return False
+        vars(self)[name] = import_module(child)
+        return True
+
+    def _run(self) -> None:
+        """Run the module in place."""
+        object.__setattr__(self, "__class__", ModuleType)
+        assert self.__spec__ is not None and self.__spec__.loader is not None
+        if (folders := self.__spec__.submodule_search_locations) is not None:
+            self.__path__ = list(folders)
+        self.__spec__.loader.exec_module(self)
+        made = sys.modules[self.__name__]  # transformers puts a module of its own in its place
+        if made is not self:
+            vars(self)["__getattr__"] = lambda name: getattr(made, name)
+
+
+def _undecorated(function: Any = None, *given: Any, **options: Any) -> Any:
+    return (lambda one: one) if function is None else function
+
+
+def _decide_distributed() -> None:
+    """Let transformers find no distributed torch: it keeps the answer."""
+    import torch.distributed
+    from transformers.utils.import_utils import is_torch_distributed_available
+
+    stated: Callable[[], bool] = torch.distributed.is_available
+    torch.distributed.is_available = lambda: False
+    try:
+        is_torch_distributed_available()
+    finally:
+        torch.distributed.is_available = stated
+
+
+@contextmanager
+def _hidden(names: tuple[str, ...]) -> Iterator[None]:
+    """Within the block the packages ``names`` cannot be imported, unless they were before."""
+    hidden = [name for name in names if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type] # None: as Python documents
+    try:
+        yield
+    finally:
+        for name in hidden:
+            sys.modules.pop(name, None)

@@ -1,0 +1,59 @@
+"""What a user names: a model, a format of weights, a device. Looked at before torch is imported."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from kvkeep.errors import ModelError, UsageError, unknown
+from kvkeep.models.embedded import EMBEDDED
+
+FORMATS = ("auto", "float32", "bfloat16", "float16", "int8", "int4")
+DEVICES = ("cpu", "cuda", "mps")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(?<!\.gguf)")
+
+
+def known(weights: str) -> str:
+    """Return the format as asked for. Raises UsageError, with the nearest name, for an unknown one."""
+    if weights not in FORMATS:
+        raise unknown("weight format", str(weights), FORMATS)
+    return weights
+
+
+def check_device(device: str | None) -> None:
+    """Raise UsageError for a device of an unknown kind."""
+    if device is not None and str(device).split(":")[0] not in DEVICES:
+        raise unknown("device", str(device), DEVICES)
+
+
+def place_of(text: str, revision: str | None = None) -> Path | None:
+    """Return the folder or the GGUF file that ``text`` names, None for an embedded model or a hub id. Raises UsageError
+    for a name that means nothing, ModelError for what holds no model."""
+    if not text.strip():
+        raise UsageError("A model has a name: give an embedded model's, a GGUF file, a folder or a hub id.")
+    path = Path(text).expanduser()
+    on_hub = text not in EMBEDDED and not path.exists() and _HUB_ID.fullmatch(text) is not None
+    if revision is not None and not on_hub:
+        raise UsageError(f"A revision is for a model on the hub, and '{text}' is not a hub id; leave it out.")
+    if text in EMBEDDED or on_hub:
+        return None
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelError(f"The folder '{text}' holds no model: it has no config.json.")
+        return path
+    if path.is_file():
+        _check_magic(text, path)
+        return path
+    if "/" in text or path.suffix == ".gguf" or path.is_absolute() or text.startswith((".", "~")):
+        raise ModelError(f"There is no model at '{text}'.")
+    raise unknown("model", text, EMBEDDED)
+
+
+def _check_magic(text: str, path: Path) -> None:
+    try:
+        with path.open("rb") as file:
+            magic = file.read(4)
+    except OSError as error:
+        raise ModelError(f"The file '{text}' cannot be read: {(error.strerror or str(error)).lower()}.") from error
+    if magic != b"GGUF":
+        raise ModelError(f"The file '{text}' is not a GGUF file; give a GGUF file or a folder with config.json.")

@@ -1,0 +1,1 @@
+"""The native library: C++ kernels behind one C header, and the one module that calls them (``library.py``)."""

@@ -1,0 +1,113 @@
+// Entries that are kept as codes or as cells of a sketch, read back as bfloat16.
+#pragma once
+
+#include "kvkeep.h"
+#include "simd.h"
+
+namespace {
+
+constexpr int64_t TILE_ENTRIES = 32;  // of a tile, and of a group of codes
+
+INLINE vf rounded(vf v) {  // to bfloat16, as floats; numbers only
+  PARTWISE {
+    const I u = as_int(v.part[i]), odd = iand(ishr<16>(u), iset(1));
+    v.part[i] = as_f(iand(iadd(u, iadd(iset(0x7fff), odd)), iset(int32_t(0xffff0000))));
+  }
+  return v;
+}
+
+INLINE vf signed_words(const uint8_t* p) {  // 16 whole numbers of 16 bits
+  vf r;
+  PARTWISE {
+    const I u = u16_to_int((const uint16_t*)p + i * W);
+    r.part[i] = to_float(isub(iand(iadd(u, iset(0x8000)), iset(0xffff)), iset(0x8000)));
+  }
+  return r;
+}
+
+// Codes first .. first + 15 of `count`, packed as stores/coded.py packs them: of n bytes, byte j has codes j, j + n, ..
+INLINE vf codes_of(const uint8_t* codes, int64_t bits, int64_t count, int64_t first) {
+  if (bits == 16) return signed_words(codes + 2 * first) * vset(1.0f / 256);
+  if (bits == 8) return vload_ubytes(codes + first);
+  const int64_t n = count * bits / 8, mask = (1 << bits) - 1;
+  uint8_t bytes[16];
+  if (n % 8 == 0) {
+    for (int64_t i = 0; i < 16; i += 8) {  // eight codes at a time
+      uint64_t eight;
+      memcpy(&eight, codes + (first + i) % n, 8);
+      eight = eight >> ((first + i) / n * bits) & uint64_t(mask) * 0x0101010101010101u;
+      memcpy(bytes + i, &eight, 8);
+    }
+  } else {
+    for (int64_t i = 0; i < 16; i++) bytes[i] = uint8_t(codes[(first + i) % n] >> ((first + i) / n * bits) & mask);
+  }
+  return vload_ubytes(bytes);
+}
+
+// A group of keys as a tile, [dim][32] floats.
+static void write_group_of_keys(const KvPiece& p, int64_t lane, int64_t group, int64_t dim, float* tile) {
+  const uint8_t* codes = (const uint8_t*)p.keys + lane * p.key_lane + group * p.key_row;
+  const uint16_t* scales = p.key_scale + lane * p.key_scale_lane + group * dim;
+  const uint16_t* offsets = p.key_offset + lane * p.key_scale_lane + group * dim;
+  const int64_t bits = p.key_bits, bytes = TILE_ENTRIES * bits / 8;
+  for (int64_t d = 0; d < dim; d++) {
+    const vf scale = vset(half_to_float(scales[d])), offset = vset(half_to_float(offsets[d]));
+    for (int64_t i = 0; i < TILE_ENTRIES; i += 16)
+      vstore(tile + d * TILE_ENTRIES + i,
+             rounded(vfma(codes_of(codes + d * bytes, bits, TILE_ENTRIES, i), scale, offset)));
+  }
+}
+
+// A group of values as a tile, 32 rows of floats, `across` apart.
+static void write_group_of_values(const KvPiece& p, int64_t lane, int64_t group, int64_t dim, float* tile,
+                                  int64_t across) {
+  const int64_t bits = p.value_bits, width = p.width, parts = dim / width, bytes = width * bits / 8;
+  const uint8_t* codes = (const uint8_t*)p.values + lane * p.value_lane + group * p.value_row;
+  const uint16_t* scales = p.value_scale + lane * p.value_scale_lane + group * parts * TILE_ENTRIES;
+  const uint16_t* offsets = p.value_offset + lane * p.value_scale_lane + group * parts * TILE_ENTRIES;
+  for (int64_t part = 0; part < parts; part++)
+    for (int64_t i = 0; i < TILE_ENTRIES; i++) {
+      const int64_t at = part * TILE_ENTRIES + i;
+      const vf scale = vset(half_to_float(scales[at])), offset = vset(half_to_float(offsets[at]));
+      for (int64_t c = 0; c < width; c += 16) {
+        const int64_t channel = part * width + c;
+        vf x = vfma(codes_of(codes + at * bytes, bits, width, c), scale, offset);
+        if (p.mean) x = vfma(x, vload(p.deviation + lane * dim + channel), vload(p.mean + lane * dim + channel));
+        vstore(tile + i * across + channel, rounded(x));
+      }
+    }
+}
+
+// n entries of codes of 8 bits, offset + scale * code of each channel.
+static void write_codes(const int8_t* codes, int64_t row, const uint16_t* scale, const uint16_t* offset, int64_t n,
+                        int64_t dim, bf16* out) {
+  for (int64_t d = 0; d < dim; d += 16) {
+    const vf times = vload_half(scale + d), plus = vload_half(offset + d);
+    for (int64_t i = 0; i < n; i++)
+      vstore_bf16(out + i * dim + d, vfma(vload_bytes(codes + i * row + d), times, plus));
+  }
+}
+
+INLINE vf median_of_3(vf a, vf b, vf c) { return vmax(vmin(a, b), vmin(vmax(a, b), c)); }
+
+// What n entries of a sketch are estimated to be, the first of them having `places`, `apart` from one sum to the next.
+static void write_estimates(const bf16* cells, const int32_t* places, int64_t apart, int64_t sums, bool median,
+                            const float* mean, int64_t n, int64_t dim, bf16* out) {
+  for (int64_t i = 0; i < n; i++, out += dim)
+    for (int64_t d = 0; d < dim; d += 16) {
+      auto cell = [&](int64_t s) { return vload_bf16(cells + places[s * apart + i] * dim + d); };
+      vf estimate = vset(0.0f);
+      if (!median || sums == 1) {
+        for (int64_t s = 0; s < sums; s++) estimate = estimate + cell(s);
+        estimate = estimate * vset(1.0f / float(sums));
+      } else if (sums == 3) {
+        estimate = median_of_3(cell(0), cell(1), cell(2));
+      } else {  // neither the least nor the greatest of four is the median of five
+        const vf a = cell(0), b = cell(1), c = cell(2), e = cell(3);
+        estimate = median_of_3(vmax(vmin(a, b), vmin(c, e)), vmin(vmax(a, b), vmax(c, e)), cell(4));
+      }
+      vstore_bf16(out + d, mean ? estimate + vload(mean + d) : estimate);
+    }
+}
+
+}  // namespace

@@ -1,0 +1,13 @@
+// All kernels of one instruction set: compiled once for each, with KVKEEP_TABLE as the name of its table. Only the table
+// is visible to the rest of the library.
+
+#include "simd.h"
+#include "runtime.h"
+#include "kernels.h"
+#include "matmul.h"
+#include "attention.h"
+#include "layer.h"
+
+extern "C" __attribute__((visibility("hidden"))) const KvKernels KVKEEP_TABLE;
+const KvKernels KVKEEP_TABLE = {KVKEEP_NAME, product, norm,     angles, enter_layer,     leave_layer, attend,
+                                attend_rows, received, insert, attend_sessions, run_layers};

@@ -1,0 +1,19 @@
+// The kernels of one instruction set, as dispatch.cpp chooses between them.
+#pragma once
+
+#include "kvkeep.h"
+
+struct KvKernels {
+  const char* name;
+  decltype(&kvkeep_product) product;
+  decltype(&kvkeep_norm) norm;
+  decltype(&kvkeep_angles) angles;
+  decltype(&kvkeep_enter_layer) enter_layer;
+  decltype(&kvkeep_leave_layer) leave_layer;
+  decltype(&kvkeep_attend) attend;
+  decltype(&kvkeep_attend_rows) attend_rows;
+  decltype(&kvkeep_received) received;
+  decltype(&kvkeep_insert) insert;
+  decltype(&kvkeep_attend_sessions) attend_sessions;
+  decltype(&kvkeep_run_layers) run_layers;
+};

@@ -1,0 +1,289 @@
+// Panels from the blocks of a GGUF file, and back. Nothing is rounded: codes, scales and offsets are moved.
+
+#include <string.h>
+
+#include "panels.h"
+#include "runtime.h"
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+struct Unit {  // one output's block: codes without a sign where there is a zero, its scales and offsets
+  uint8_t codes[256];
+  uint8_t scales[16], offsets[8];  // of K kinds
+  uint16_t scale, offset;          // float16
+};
+
+// Low halves of `width` bytes, then their high halves, and so on.
+void split_halves(const uint8_t* data, int bytes, int width, uint8_t* codes) {
+  for (int at = 0; at < bytes; at += width, codes += 2 * width)
+    for (int i = 0; i < width; i++) {
+      codes[i] = data[at + i] & 15;
+      codes[width + i] = data[at + i] >> 4;
+    }
+}
+void join_halves(const uint8_t* codes, int bytes, int width, uint8_t* data) {
+  for (int at = 0; at < bytes; at += width, codes += 2 * width)
+    for (int i = 0; i < width; i++) data[at + i] = uint8_t((codes[i] & 15) | codes[width + i] << 4);
+}
+
+void split_k_scales(const uint8_t* data, Unit& u) {  // 6 bits of each in 12 bytes
+  for (int i = 0; i < 4; i++) {
+    u.scales[i] = data[i] & 63;
+    u.offsets[i] = data[4 + i] & 63;
+    u.scales[4 + i] = uint8_t((data[8 + i] & 15) | (data[i] >> 2 & 48));
+    u.offsets[4 + i] = uint8_t(data[8 + i] >> 4 | (data[4 + i] >> 2 & 48));
+  }
+}
+void join_k_scales(const Unit& u, uint8_t* data) {
+  for (int i = 0; i < 4; i++) {
+    data[i] = uint8_t(u.scales[i] | (u.scales[4 + i] & 48) << 2);
+    data[4 + i] = uint8_t(u.offsets[i] | (u.offsets[4 + i] & 48) << 2);
+    data[8 + i] = uint8_t((u.scales[4 + i] & 15) | u.offsets[4 + i] << 4);
+  }
+}
+
+void split(int64_t kind, const uint8_t* block, Unit& u) {
+  u.offset = 0;
+  switch (kind) {
+    case KV_Q4_0: memcpy(&u.scale, block, 2); split_halves(block + 2, 16, 16, u.codes); return;
+    case KV_Q4_1:
+      memcpy(&u.scale, block, 2);
+      memcpy(&u.offset, block + 2, 2);
+      return split_halves(block + 4, 16, 16, u.codes);
+    case KV_Q5_0:
+    case KV_Q5_1: {
+      int at = kind == KV_Q5_0 ? 2 : 4;
+      memcpy(&u.scale, block, 2);
+      if (kind == KV_Q5_1) memcpy(&u.offset, block + 2, 2);
+      split_halves(block + at + 4, 16, 16, u.codes);
+      for (int i = 0; i < 32; i++) u.codes[i] |= uint8_t((block[at + i / 8] >> i % 8 & 1) << 4);
+      return;
+    }
+    case KV_Q8_0: memcpy(&u.scale, block, 2); memcpy(u.codes, block + 2, 32); return;
+    case KV_Q4_K:
+    case KV_Q5_K: {
+      memcpy(&u.scale, block, 2);
+      memcpy(&u.offset, block + 2, 2);
+      split_k_scales(block + 4, u);
+      split_halves(block + (kind == KV_Q4_K ? 16 : 48), 128, 32, u.codes);
+      if (kind == KV_Q5_K)
+        for (int i = 0; i < 256; i++) u.codes[i] |= uint8_t((block[16 + i % 32] >> i / 32 & 1) << 4);
+      return;
+    }
+    default:  // Q6_K
+      split_halves(block, 128, 64, u.codes);
+      for (int i = 0; i < 256; i++)
+        u.codes[i] |= uint8_t((block[128 + i / 128 * 32 + i % 32] >> i % 128 / 32 * 2 & 3) << 4);
+      memcpy(u.scales, block + 192, 16);
+      memcpy(&u.scale, block + 208, 2);
+  }
+}
+
+void join(int64_t kind, const Unit& u, uint8_t* block) {
+  memset(block, 0, LAYOUTS[kind].block_bytes);
+  switch (kind) {
+    case KV_Q4_0: memcpy(block, &u.scale, 2); join_halves(u.codes, 16, 16, block + 2); return;
+    case KV_Q4_1:
+      memcpy(block, &u.scale, 2);
+      memcpy(block + 2, &u.offset, 2);
+      return join_halves(u.codes, 16, 16, block + 4);
+    case KV_Q5_0:
+    case KV_Q5_1: {
+      int at = kind == KV_Q5_0 ? 2 : 4;
+      memcpy(block, &u.scale, 2);
+      if (kind == KV_Q5_1) memcpy(block + 2, &u.offset, 2);
+      join_halves(u.codes, 16, 16, block + at + 4);
+      for (int i = 0; i < 32; i++) block[at + i / 8] |= uint8_t((u.codes[i] >> 4 & 1) << i % 8);
+      return;
+    }
+    case KV_Q8_0: memcpy(block, &u.scale, 2); memcpy(block + 2, u.codes, 32); return;
+    case KV_Q4_K:
+    case KV_Q5_K: {
+      memcpy(block, &u.scale, 2);
+      memcpy(block + 2, &u.offset, 2);
+      join_k_scales(u, block + 4);
+      join_halves(u.codes, 128, 32, block + (kind == KV_Q4_K ? 16 : 48));
+      if (kind == KV_Q5_K)
+        for (int i = 0; i < 256; i++) block[16 + i % 32] |= uint8_t((u.codes[i] >> 4 & 1) << i / 32);
+      return;
+    }
+    default:
+      join_halves(u.codes, 128, 64, block);
+      for (int i = 0; i < 256; i++)
+        block[128 + i / 128 * 32 + i % 32] |= uint8_t((u.codes[i] >> 4 & 3) << i % 128 / 32 * 2);
+      memcpy(block + 192, u.scales, 16);
+      memcpy(block + 208, &u.scale, 2);
+  }
+}
+
+// A group's codes, to or from the lane of one output.
+void put_group(int bits, const uint8_t* codes, int lane, uint8_t* out) {
+  uint8_t* at = out + lane * 4;
+  if (bits == 8) {
+    for (int i = 0; i < 8; i++) memcpy(at + i * 64, codes + 4 * i, 4);
+    return;
+  }
+  for (int j = 0; j < 4; j++)
+    for (int b = 0; b < 4; b++) at[j * 64 + b] = uint8_t((codes[8 * j + b] & 15) | codes[8 * j + 4 + b] << 4);
+  if (bits == 5)
+    for (int b = 0; b < 4; b++) {
+      int all = 0;
+      for (int i = 0; i < 8; i++) all |= (codes[4 * i + b] >> 4 & 1) << i;
+      at[256 + b] = uint8_t(all);
+    }
+  if (bits == 6)
+    for (int half = 0; half < 2; half++)
+      for (int b = 0; b < 4; b++) {
+        int all = 0;
+        for (int i = 0; i < 4; i++) all |= (codes[16 * half + 4 * i + b] >> 4 & 3) << 2 * i;
+        at[256 + half * 64 + b] = uint8_t(all);
+      }
+}
+void get_group(int bits, const uint8_t* in, int lane, uint8_t* codes) {
+  const uint8_t* at = in + lane * 4;
+  for (int i = 0; i < 8; i++)
+    for (int b = 0; b < 4; b++) {
+      uint8_t& code = codes[4 * i + b];
+      if (bits == 8) { code = at[i * 64 + b]; continue; }
+      code = uint8_t(at[i / 2 * 64 + b] >> i % 2 * 4 & 15);
+      if (bits == 5) code |= uint8_t((at[256 + b] >> i & 1) << 4);
+      if (bits == 6) code |= uint8_t((at[256 + i / 4 * 64 + b] >> i % 4 * 2 & 3) << 4);
+    }
+}
+
+void put(int64_t kind, const Unit& u, int lane, uint8_t* unit) {
+  const KindLayout& l = LAYOUTS[kind];
+  int groups = l.unit / 32;
+  for (int g = 0; g < groups; g++) put_group(l.bits, u.codes + 32 * g, lane, unit + g * l.group_bytes);
+  uint8_t* rest = unit + groups * l.group_bytes;
+  if (groups == 8) {
+    int count = kind == KV_Q6_K ? 16 : 8;
+    for (int i = 0; i < count; i++) rest[i * 16 + lane] = u.scales[i];
+    rest += count * 16;
+    if (l.offsets) {
+      for (int i = 0; i < 8; i++) rest[i * 16 + lane] = u.offsets[i];
+      rest += 128;
+    }
+  }
+  memcpy(rest + lane * 2, &u.scale, 2);
+  if (l.offsets) memcpy(rest + 32 + lane * 2, &u.offset, 2);
+}
+void get(int64_t kind, const uint8_t* unit, int lane, Unit& u) {
+  const KindLayout& l = LAYOUTS[kind];
+  int groups = l.unit / 32;
+  for (int g = 0; g < groups; g++) get_group(l.bits, unit + g * l.group_bytes, lane, u.codes + 32 * g);
+  const uint8_t* rest = unit + groups * l.group_bytes;
+  if (groups == 8) {
+    int count = kind == KV_Q6_K ? 16 : 8;
+    for (int i = 0; i < count; i++) u.scales[i] = rest[i * 16 + lane];
+    rest += count * 16;
+    if (l.offsets) {
+      for (int i = 0; i < 8; i++) u.offsets[i] = rest[i * 16 + lane];
+      rest += 128;
+    }
+  }
+  memcpy(&u.scale, rest + lane * 2, 2);
+  u.offset = 0;
+  if (l.offsets) memcpy(&u.offset, rest + 32 + lane * 2, 2);
+}
+
+float from_half(uint16_t h) {
+  uint32_t sign = uint32_t(h & 0x8000) << 16, rest = h & 0x7fff, u;
+  if (rest >= 0x7c00) u = sign | 0x7f800000 | (rest & 0x3ff) << 13;
+  else if (rest >= 0x400) u = sign | ((rest + (112 << 10)) << 13);
+  else {
+    float tiny = float(rest) * (1.0f / 16777216.0f);
+    memcpy(&u, &tiny, 4);
+    u |= sign;
+  }
+  float f;
+  memcpy(&f, &u, 4);
+  return f;
+}
+
+void write_out(int64_t kind, const Unit& u, float* row) {
+  const KindLayout& l = LAYOUTS[kind];
+  float scale = from_half(u.scale), offset = from_half(u.offset);
+  for (int i = 0; i < l.unit; i++) {
+    float s = scale, o = offset;
+    if (kind == KV_Q6_K) s = scale * float(int8_t(u.scales[i / 16]));
+    else if (l.unit == 256) { s = scale * float(u.scales[i / 32]); o = -(offset * float(u.offsets[i / 32])); }
+    int code = l.bits == 8 ? int8_t(u.codes[i]) : u.codes[i] - l.zero;
+    row[i] = l.offsets ? s * float(code) + o : s * float(code);
+  }
+}
+
+}  // namespace
+
+EXPORT int64_t kvkeep_packed_bytes(int64_t kind, int64_t inputs, int64_t outputs) {
+  if (kind < 0 || kind >= KV_KINDS || inputs <= 0 || inputs % LAYOUTS[kind].unit) return 0;
+  return panels_of(outputs) * panel_bytes(kind, inputs);
+}
+
+EXPORT void kvkeep_pack(int64_t kind, int64_t inputs, int64_t outputs, const uint8_t* rows, int64_t row_bytes, uint8_t* panels) {
+  const KindLayout& l = LAYOUTS[kind];
+  int64_t size = panel_bytes(kind, inputs), units = inputs / l.unit;
+  each(panels_of(outputs), [&](int64_t panel) {
+    uint8_t* to = panels + panel * size;
+    Unit unit, nothing;
+    memset(&nothing, 0, sizeof nothing);
+    memset(nothing.codes, l.zero, sizeof nothing.codes);
+    for (int lane = 0; lane < PANEL; lane++) {
+      int64_t output = panel * PANEL + lane;
+      const uint8_t* row = rows + output * row_bytes;
+      for (int64_t u = 0; u < units; u++) {
+        if (kind == KV_BF16) {
+          if (output < outputs) memcpy(to + u * 64 + lane * 4, row + u * 4, 4);
+          else memset(to + u * 64 + lane * 4, 0, 4);
+          continue;
+        }
+        if (output < outputs) split(kind, row + u * l.block_bytes, unit);
+        put(kind, output < outputs ? unit : nothing, lane, to + u * l.unit_bytes);
+      }
+    }
+  });
+}
+
+EXPORT void kvkeep_unpack(const KvMatrix* matrix, uint8_t* rows, int64_t row_bytes) {
+  const KindLayout& l = LAYOUTS[matrix->kind];
+  int64_t size = panel_bytes(matrix->kind, matrix->inputs), units = matrix->inputs / l.unit;
+  each(panels_of(matrix->outputs), [&](int64_t panel) {
+    const uint8_t* from = (const uint8_t*)matrix->panels + panel * size;
+    Unit unit;
+    memset(&unit, 0, sizeof unit);
+    for (int lane = 0; lane < PANEL && panel * PANEL + lane < matrix->outputs; lane++) {
+      uint8_t* row = rows + (panel * PANEL + lane) * row_bytes;
+      for (int64_t u = 0; u < units; u++) {
+        if (matrix->kind == KV_BF16) { memcpy(row + u * 4, from + u * 64 + lane * 4, 4); continue; }
+        get(matrix->kind, from + u * l.unit_bytes, lane, unit);
+        join(matrix->kind, unit, row + u * l.block_bytes);
+      }
+    }
+  });
+}
+
+EXPORT void kvkeep_rows(const KvMatrix* matrix, const int64_t* outputs, int64_t count, float* rows) {
+  const KindLayout& l = LAYOUTS[matrix->kind];
+  int64_t size = panel_bytes(matrix->kind, matrix->inputs), units = matrix->inputs / l.unit;
+  Unit unit;
+  memset(&unit, 0, sizeof unit);
+  for (int64_t r = 0; r < count; r++, rows += matrix->inputs) {
+    const uint8_t* from = (const uint8_t*)matrix->panels + outputs[r] / PANEL * size;
+    int lane = int(outputs[r] % PANEL);
+    for (int64_t u = 0; u < units; u++) {
+      if (matrix->kind == KV_BF16) {
+        uint32_t two, low;
+        memcpy(&two, from + u * 64 + lane * 4, 4);
+        low = two << 16;
+        two &= 0xffff0000u;
+        memcpy(rows + 2 * u, &low, 4);
+        memcpy(rows + 2 * u + 1, &two, 4);
+        continue;
+      }
+      get(matrix->kind, from + u * l.unit_bytes, lane, unit);
+      write_out(matrix->kind, unit, rows + u * l.unit);
+    }
+  }
+}

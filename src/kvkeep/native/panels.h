@@ -1,0 +1,47 @@
+// How a matrix lies in memory: panels of 16 outputs, in units of 32 or 256 inputs.
+//
+// A unit holds, for its 16 outputs: codes by groups of 32 inputs, then scales and offsets. A weight is
+// scale * (code - zero) + offset. Of a group of 32 inputs, number 4 i + b belongs to dword i of an output's lane, byte b:
+//   nibbles: [4][16 lanes][4 bytes], dword 2 j in the low halves of step j, dword 2 j + 1 in the high ones;
+//   a fifth bit: [16 lanes][4 bytes], that of dword i in bit i;
+//   a fifth and a sixth: [2][16 lanes][4 bytes], those of dword i in bits 2 (i % 4) and the next of part i / 4;
+//   bytes: [8][16 lanes][4 bytes], with a sign.
+// K kinds have one float16 scale (and offset) of a unit, times whole numbers: [8 groups][16 lanes] bytes, offsets' behind
+// those of scales; Q6_K: [16 halves of groups][16 lanes] signed bytes.
+// bfloat16: [inputs / 2][16 lanes][2].
+#pragma once
+
+#include "kvkeep.h"
+
+namespace {
+
+struct KindLayout {
+  int bits;        // of a code
+  int zero;        // the code of nothing
+  bool offsets;    // added beside the scaled code
+  int unit;        // inputs
+  int group_bytes; // codes of 32 inputs of 16 outputs
+  int unit_bytes;
+  int block_bytes; // of one output's unit in a GGUF file
+};
+
+constexpr KindLayout LAYOUTS[KV_KINDS] = {
+    {16, 0, false, 2, 0, 64, 4},              // BF16
+    {4, 8, false, 32, 256, 288, 18},          // Q4_0
+    {4, 0, true, 32, 256, 320, 20},           // Q4_1
+    {5, 16, false, 32, 320, 352, 22},         // Q5_0
+    {5, 0, true, 32, 320, 384, 24},           // Q5_1
+    {8, 0, false, 32, 512, 544, 34},          // Q8_0
+    {4, 0, true, 256, 256, 8 * 256 + 320, 144},   // Q4_K
+    {5, 0, true, 256, 320, 8 * 320 + 320, 176},   // Q5_K
+    {6, 32, false, 256, 384, 8 * 384 + 288, 210}, // Q6_K
+};
+
+constexpr int PANEL = 16;
+
+inline int64_t panel_bytes(int64_t kind, int64_t inputs) {
+  return inputs / LAYOUTS[kind].unit * LAYOUTS[kind].unit_bytes;
+}
+inline int64_t panels_of(int64_t outputs) { return (outputs + PANEL - 1) / PANEL; }
+
+}  // namespace

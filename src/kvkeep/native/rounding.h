@@ -1,0 +1,34 @@
+// Floats as kernels expect them in every thread: rounded to nearest, subnormal numbers kept. A program may have changed
+// that for a thread (torch.set_flush_denormal does), or a library that was compiled with -ffast-math for all of them.
+#pragma once
+
+#include <stdint.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+class Rounding {  // while there is one; what the program had set comes back after it
+#if defined(__x86_64__)
+  static constexpr unsigned CHANGED = 0xe040;  // flush to zero, the direction, subnormal inputs are zeros
+  unsigned before = _mm_getcsr();
+  static void set(unsigned to) { _mm_setcsr(to); }
+#elif defined(__aarch64__)
+  static constexpr uint64_t CHANGED = 0x1c80007;  // FZ, the direction, FZ16; FIZ, AH and NEP of FEAT_AFP
+  uint64_t before = get();
+  static uint64_t get() { uint64_t value; __asm__ volatile("mrs %0, fpcr" : "=r"(value)); return value; }
+  static void set(uint64_t to) { __asm__ volatile("msr fpcr, %0" : : "r"(to)); }
+#else
+  static constexpr unsigned CHANGED = 0;
+  unsigned before = 0;
+  static void set(unsigned) {}
+#endif
+ public:
+  Rounding() { if (before & CHANGED) set(before & ~CHANGED); }
+  ~Rounding() { if (before & CHANGED) set(before); }
+  Rounding(const Rounding&) = delete;
+  Rounding& operator=(const Rounding&) = delete;
+};
+
+}  // namespace

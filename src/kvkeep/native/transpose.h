@@ -1,0 +1,70 @@
+// Rows of bfloat16 turned into columns of floats: a tile of keys has the entries side by side, so that each score is a
+// chain in a lane of its own.
+#pragma once
+
+#include "simd.h"
+
+namespace {
+
+#if !defined(KVKEEP_PLAIN)
+
+// 8 channels of W rows, four rows apart in the parts of 128 bits: rows[0], rows[4], ..
+#if defined(KVKEEP_AVX512)
+INLINE __m128i eight(const bf16* p) { return _mm_loadu_si128((const __m128i*)p); }
+INLINE I rows_by_four(const bf16* const* rows, int64_t d) {
+  I r = _mm512_castsi128_si512(eight(rows[0] + d));
+  r = _mm512_inserti32x4(r, eight(rows[4] + d), 1);
+  r = _mm512_inserti32x4(r, eight(rows[8] + d), 2);
+  return _mm512_inserti32x4(r, eight(rows[12] + d), 3);
+}
+INLINE I low32(I a, I b) { return _mm512_unpacklo_epi32(a, b); }
+INLINE I high32(I a, I b) { return _mm512_unpackhi_epi32(a, b); }
+INLINE I low64(I a, I b) { return _mm512_unpacklo_epi64(a, b); }
+INLINE I high64(I a, I b) { return _mm512_unpackhi_epi64(a, b); }
+#elif defined(KVKEEP_AVX2)
+INLINE I rows_by_four(const bf16* const* rows, int64_t d) {
+  const __m128i first = _mm_loadu_si128((const __m128i*)(rows[0] + d));
+  return _mm256_inserti128_si256(_mm256_castsi128_si256(first), _mm_loadu_si128((const __m128i*)(rows[4] + d)), 1);
+}
+INLINE I low32(I a, I b) { return _mm256_unpacklo_epi32(a, b); }
+INLINE I high32(I a, I b) { return _mm256_unpackhi_epi32(a, b); }
+INLINE I low64(I a, I b) { return _mm256_unpacklo_epi64(a, b); }
+INLINE I high64(I a, I b) { return _mm256_unpackhi_epi64(a, b); }
+#else
+INLINE I rows_by_four(const bf16* const* rows, int64_t d) { return vreinterpretq_s32_u16(vld1q_u16(rows[0] + d)); }
+INLINE I low32(I a, I b) { return vzip1q_s32(a, b); }
+INLINE I high32(I a, I b) { return vzip2q_s32(a, b); }
+INLINE int64x2_t halves(I a) { return vreinterpretq_s64_s32(a); }
+INLINE I low64(I a, I b) { return vreinterpretq_s32_s64(vzip1q_s64(halves(a), halves(b))); }
+INLINE I high64(I a, I b) { return vreinterpretq_s32_s64(vzip2q_s64(halves(a), halves(b))); }
+#endif
+
+INLINE void store_pair(float* out, int64_t across, I pairs) {
+  fstore(out, bf16_low(pairs));
+  fstore(out + across, bf16_high(pairs));
+}
+
+// Channels d .. d + 7 of W rows: channel c goes to out + c * across.
+INLINE void eight_columns(const bf16* const* rows, int64_t d, float* out, int64_t across) {
+  const I a = rows_by_four(rows, d), b = rows_by_four(rows + 1, d);
+  const I c = rows_by_four(rows + 2, d), e = rows_by_four(rows + 3, d);
+  const I ab = low32(a, b), ce = low32(c, e), ab_high = high32(a, b), ce_high = high32(c, e);
+  store_pair(out, across, low64(ab, ce));
+  store_pair(out + 2 * across, across, high64(ab, ce));
+  store_pair(out + 4 * across, across, low64(ab_high, ce_high));
+  store_pair(out + 6 * across, across, high64(ab_high, ce_high));
+}
+
+#endif
+
+// W rows of `dim` channels: channel d goes to out + d * across.
+INLINE void columns_of_rows(const bf16* const* rows, int64_t dim, float* out, int64_t across) {
+  int64_t d = 0;
+#if !defined(KVKEEP_PLAIN)
+  for (; d + 8 <= dim; d += 8) eight_columns(rows, d, out + d * across, across);
+#endif
+  for (; d < dim; d++)
+    for (int i = 0; i < W; i++) out[d * across + i] = widen(rows[i][d]);
+}
+
+}  // namespace

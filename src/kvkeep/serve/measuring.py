@@ -1,0 +1,130 @@
+"""The machine is measured once, while a server has nothing to do: predicted times are estimates until then."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from kvkeep.errors import KvkeepError
+from kvkeep.models.room import free_memory
+from kvkeep.plan.background import BUSY
+from kvkeep.plan.estimate import busy, named
+from kvkeep.plan.rates import failure_file, measured, rates_file
+from kvkeep.serve.engine import Engine
+
+IDLE_S = 60.0
+"""Seconds without an answer before a measurement begins."""
+LOOK_S = 1.0
+"""Seconds between looks whether the server is idle."""
+YIELD_S = 0.05
+"""Seconds between looks whether a request has come while the machine is measured."""
+TIMEOUT_S = 900.0
+TRIES = 5
+"""Measurements that requests may interrupt before the server leaves it."""
+NEEDED = 4 * 10**9
+"""Bytes that have to be free; a measurement takes less than half of it."""
+
+
+class Measuring:
+    """Measures this machine in a process of its own while ``engine`` is idle, unless that was done or has failed
+    before. A request ends the measurement at once, and it begins anew when the server is idle again. tell: gets a line
+    when it has ended or failed.
+    """
+
+    def __init__(self, engine: Engine, tell: Callable[[str], None]) -> None:
+        parameter = next(engine.model.parameters())
+        self.engine, self.tell = engine, tell
+        self.device, self.dtype = str(parameter.device), parameter.dtype
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvkeep-measuring", daemon=True)
+
+    def start(self) -> None:
+        """Wait for idleness in a thread of its own. Accelerators are measured by ``kvkeep calibrate`` alone, since
+        nothing would make way for answers there."""
+        if self.device == "cpu":
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Abandon what is under way."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(5.0)
+
+    def _run(self) -> None:
+        try:
+            for _ in range(TRIES):
+                if not self._wait_until_idle() or not self._needed() or self._measure():
+                    return
+        except (OSError, KvkeepError) as error:
+            self._failed(str(error))
+
+    def _needed(self) -> bool:
+        """Return whether there are no rates yet, a place to keep them, and nothing that says that measuring fails."""
+        folder = rates_file(self.device, self.dtype).parent
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK) or failure_file(self.device, self.dtype).exists():
+            return False
+        return measured(self.device, self.dtype) is None
+
+    def _wait_until_idle(self) -> bool:
+        """Wait until nothing was asked for a while and the machine has room; return False when stopped."""
+        since = time.monotonic()
+        while not self._stop.wait(LOOK_S):
+            if self._busy() or _loaded():
+                since = time.monotonic()
+            elif time.monotonic() - since >= IDLE_S:
+                return True
+        return False
+
+    def _busy(self) -> bool:
+        return bool(self.engine.running) or self.engine.waiting > 0
+
+    def _measure(self) -> bool:
+        """Measure; return False where a request, or another process that measures, came in between."""
+        command = [sys.executable, "-m", "kvkeep.plan.background"]
+        command += [self.device, named(self.dtype), f"{torch.get_num_threads()}"]
+        streams: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL}
+        with tempfile.TemporaryFile() as errors:
+            process = subprocess.Popen(command, stderr=errors, start_new_session=True, **streams)
+            try:
+                deadline = time.monotonic() + TIMEOUT_S
+                while process.poll() is None and time.monotonic() < deadline:
+                    if self._stop.wait(YIELD_S):
+                        return True
+                    if self._busy():
+                        return False
+            finally:
+                process.kill()
+                code = process.wait()
+                assert process.stdin is not None
+                process.stdin.close()
+            if code == BUSY:
+                return False
+            late = time.monotonic() >= deadline
+            if code == 0:
+                self.tell(f"this machine is measured; plans use it from now on ({rates_file(self.device, self.dtype)})")
+            else:
+                errors.seek(0)
+                said = errors.read().decode(errors="replace").strip().rpartition("\n")[2]
+                self._failed(f"more than {TIMEOUT_S:.0f} s" if late else said or f"exit code {code}")
+        return True
+
+    def _failed(self, reason: str) -> None:
+        """Say it once, to the user and to later processes."""
+        self.tell(f"this machine could not be measured ({reason}); predicted times stay estimates")
+        with suppress(OSError, KvkeepError):
+            failure_file(self.device, self.dtype).write_text(reason + "\n", encoding="utf-8")
+
+
+def _loaded() -> bool:
+    """Return whether other programs keep the machine busy, or too little memory is free."""
+    return busy() or free_memory(torch.device("cpu")) < NEEDED

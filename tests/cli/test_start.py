@@ -1,0 +1,149 @@
+"""A start: mistakes are told before torch is imported, and a model brings in nothing that it never uses."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from gguf_files import written
+
+from kvkeep.policies import names
+from kvkeep.policies.registry import FATES, RECALLS, SELECTORS
+
+RUN = """
+import json, sys
+from kvkeep import cli
+sys.argv = ["kvkeep", *json.loads(sys.argv[1])]
+report, run = json.loads(sys.stdin.read()), cli.main
+def main():
+    try:
+        run()
+    finally:
+        print(json.dumps([name for name in report if name in sys.modules]), file=sys.stderr)
+cli.main = main
+cli.program()
+"""
+"""Runs a command, and says last which of the modules that standard input lists were imported."""
+
+UNUSED = (
+    "torch._dynamo.convert_frame", "torch._inductor", "torch.distributed.tensor", "torch.distributed.fsdp",
+    "torch.distributed.checkpoint", "sympy", "scipy", "sklearn", "pandas", "matplotlib", "datasets", "triton", "ray",
+    "fastapi", "transformers.models.auto.processing_auto",
+)  # fmt: skip
+LIBRARIES = ("torch", "transformers", "numpy", "tokenizers")
+
+
+def started(*arguments: str, report: tuple[str, ...]) -> tuple[int, str, str, list[str]]:
+    """Exit code, output, what was said, and those of the modules ``report`` that were imported."""
+    command = [sys.executable, "-c", RUN, json.dumps(arguments)]
+    done = subprocess.run(command, input=json.dumps(report), capture_output=True, text=True, timeout=300)
+    *said, imported = done.stderr.splitlines()
+    return done.returncode, done.stdout, "\n".join(said), json.loads(imported)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("generate -p Hi --budget abc", "Budget 'abc' cannot be read"),
+        ("generate -p Hi --file missing.txt", "The file 'missing.txt' cannot be read"),
+        ("generate -p Hi --method h2p", "Unknown method 'h2p': did you mean h2o?"),
+        ("generate -p Hi -b 64 --method h2o+drip", "Unknown fate 'drip'"),
+        ("generate -p Hi --model nosuch", "Unknown model 'nosuch'"),
+        ("generate -p Hi --model ./missing.gguf", "There is no model at './missing.gguf'"),
+        ("generate -p Hi --max-tokens 0", "Invalid value for '--max-tokens'"),
+        ("generate -p Hi --weights q4", "Unknown weight format 'q4'"),
+        ("generate -p Hi --device gpu", "Unknown device 'gpu'"),
+        ("generate -p Hi --budget 64 --where moon", "Unknown place for checkpoints 'moon'"),
+        ("generate -p Hi --memory 1GB", "A memory is for '--budget auto'"),
+        ("generate -p Hi --kv-budget-tokens 9 --budget 9", "without --budget"),
+        ("demo --budget abc", "Budget 'abc' cannot be read"),
+        ("demo --doc missing.txt", "The file 'missing.txt' cannot be read"),
+        ("chat --budget abc", "Budget 'abc' cannot be read"),
+        ("serve --budget abc", "Budget 'abc' cannot be read"),
+        ("serve --memory much", "A memory of 'much' is not understood"),
+        ("plan --budget abc", "leave --budget out"),
+        ("plan --check --budget abc", "Budget 'abc' cannot be read"),
+        ("plan --memory much", "A memory of 'much' is not understood"),
+        ("capacity --budget abc", "Budget 'abc' cannot be read"),
+        ("models --fetch nosuch", "Unknown model 'nosuch'"),
+    ],
+)
+def test_a_mistake_is_told_before_anything_is_loaded(arguments: str, sentence: str) -> None:
+    code, out, err, imported = started(*arguments.split(), report=LIBRARIES)
+    assert code and not out and sentence in err and "Traceback" not in err, err
+    assert not imported
+
+
+def test_help_and_version_import_no_library() -> None:
+    for arguments in (("--version",), ("--help",), ("generate", "--help"), ("serve", "--help")):
+        code, out, _, imported = started(*arguments, report=LIBRARIES)
+        assert code == 0 and out and not imported, arguments
+
+
+def test_the_second_list_of_methods_imports_no_library() -> None:
+    first = started("methods", report=LIBRARIES)
+    again = started("methods", report=LIBRARIES)
+    assert first[:2] == again[:2] and first[0] == 0 and not again[3]
+
+
+@pytest.mark.parametrize("kind", ["folder", "file"])
+def test_an_answer_imports_what_it_uses(kind: str, model_folder: Path, tmp_path: Path) -> None:
+    model = model_folder
+    if kind == "file":
+        written(model := tmp_path / "tiny.gguf", "Q8_0")
+    common = ("generate", "-m", str(model), "-p", "the of", "--raw", "-n", "1", "--json")
+    if kind == "file":
+        assert started(*common, report=())[0] == 0, "it is converted, once, by what only that needs"
+    code, out, err, imported = started(*common, report=(*LIBRARIES, *UNUSED))
+    assert code == 0 and len(json.loads(out)["tokens"]) == 1, err
+    # A folder is read by transformers' own loader, which computes tables of positions without memory.
+    assert set(imported) - {"sympy" if kind == "folder" else ""} == set(LIBRARIES)
+
+
+def test_what_was_put_off_runs_when_it_is_used(tmp_path: Path) -> None:
+    """Beside a name that was given, a submodule leaves a package as it is; any other name runs it."""
+    (tmp_path / "late").mkdir()
+    (tmp_path / "late" / "__init__.py").write_text("print('runs')\nvalue = 5\ndef given(): return 'own'\n")
+    (tmp_path / "late" / "part.py").write_text("inside = 3\n")
+    lines = (
+        "from kvkeep.models.imports import defer",
+        "defer('late', {'given': lambda: 'stand-in'})",
+        "import late, late.part",
+        "print(late.given(), late.part.inside, hasattr(late, '__wrapped__'))",
+        "from late import value",
+        "print(value, late.given(), late.part.inside, hasattr(late, 'other'))",
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, env=environment)
+    assert done.stdout.splitlines() == ["stand-in 3 False", "runs", "5 own 3 False"], done.stderr
+
+
+def test_the_whole_of_transformers_is_there_when_it_is_asked_for() -> None:
+    lines = (
+        "from kvkeep.models.imports import Deferred, import_transformers",
+        "import_transformers()",
+        "import sys, torch, transformers",
+        "import transformers.models.llama.modeling_llama, transformers.processing_utils as processing",
+        "late = (torch._dynamo, transformers, transformers.models, processing)",
+        "print([type(one) is Deferred for one in late])",
+        "from transformers.models import LlamaConfig",
+        "print(LlamaConfig is transformers.LlamaConfig, torch.distributed.is_available())",
+        "print(processing.ProcessorMixin is transformers.ProcessorMixin)",
+        "doubled = torch.compile(lambda x: 2 * x, backend='eager')",
+        "print(doubled(torch.ones(2)).tolist(), type(torch._dynamo) is Deferred, 'scipy' in sys.modules)",
+    )
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True)
+    wanted = ["[True, True, True, True]", "True True", "True", "[2.0, 2.0] False False"]
+    assert done.stdout.splitlines() == wanted, done.stderr
+
+
+def test_the_names_of_methods_are_those_of_the_registry() -> None:
+    from kvkeep.policies.methods import names as known
+
+    unlisted = [name for name in SELECTORS if name not in names.METHODS]
+    assert [*known(), names.STOCK] == list(names.METHODS) and unlisted == list(names.UNLISTED)
+    assert (tuple(FATES), tuple(RECALLS)) == (names.FATES, names.RECALLS)

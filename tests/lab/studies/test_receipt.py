@@ -1,0 +1,198 @@
+"""Receipts: the same digests on every path, and those of docs/receipts.md."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import WORDS, tokenizer
+from families import tiny
+from kvkeep_lab import receipts
+from kvkeep_lab.receipts import CASES, LENGTHS, NEW_TOKENS, SHOWN, exact_cases, prompts, rows, start
+from kvkeep_lab.studies.prove import Prove
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kvkeep.errors import ModelError, UsageError
+from kvkeep.models.loading import Loaded, load
+from kvkeep.native import library
+
+ROOT = Path(__file__).parents[3]
+PAGE = ROOT / "docs" / "receipts.md"
+PLAIN = {"KVKEEP_CPU": "plain", "ATEN_CPU_CAPABILITY": "default"}
+"""The library's plain path, and torch's."""
+PROCESSOR_DEPENDENT = re.compile(
+    r"lerp|addc(mul|div)|sum|mean|prod|var|std|norm|softmax|exp(2|m1)?$|log(1p|2|10|addexp|sumexp)?$|a?sinh?$|a?cosh?$|tan|sigmoid|silu|gelu|erf|mm$|"
+    r"addmv|dot|matmul|conv|scaled_dot_product|layer_norm|rsqrt_|einsum"
+)
+"""Operations of torch whose floats depend on the width of vectors, or on fused products and sums."""
+pytestmark = pytest.mark.usefixtures("kernels")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with positions for the longest prompt, and a text."""
+    made = tmp_path_factory.mktemp("receipt")
+    tiny("qwen3", positions=1024).save_pretrained(made)
+    tokenizer().save_pretrained(made)
+    (made / "text.txt").write_text(text())
+    return made
+
+
+def text() -> str:
+    return " ".join(WORDS[(7 * number + number // 50) % len(WORDS)] for number in range(600))
+
+
+def computed(folder: Path, environment: dict[str, str]) -> dict[str, Any]:
+    """A receipt from a process of its own."""
+    arguments = ["-m", str(folder), "-f", str(folder / "text.txt"), "--weights", "bfloat16", "--json"]
+    command = [sys.executable, "-m", "kvkeep", "prove", "--receipt", *arguments]
+    run = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment, check=True)
+    report: dict[str, Any] = json.loads(run.stdout)
+    assert report["machine"]["path"] == environment["KVKEEP_CPU"]
+    return report["receipt"]
+
+
+@pytest.mark.slow
+def test_every_path_gives_the_same_receipt(folder: Path) -> None:
+    paths = library.kernels().kvkeep_paths().decode().split()
+    plain = computed(folder, PLAIN)
+    known = [row for row in plain["rows"] if row["logits"]]
+    assert {"full", "h2o at 128", "snapkv at 128"} < {row["label"] for row in known} and len(known) >= len(CASES) - 2
+    for path in [path for path in paths if path != "plain"]:
+        assert computed(folder, {"KVKEEP_CPU": path}) == plain, path
+
+
+class Operations(TorchDispatchMode):
+    """Collects torch's operations on floats, by name, that :data:`PROCESSOR_DEPENDENT` matches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = operation(*args, **(kwargs or {}))
+        name = str(operation.__name__).partition(".")[0].rstrip("_")
+        if isinstance(result, torch.Tensor) and result.is_floating_point() and PROCESSOR_DEPENDENT.search(name):
+            self.found.add(name)
+        return result
+
+
+def test_no_operation_of_torch_depends_on_the_processor(folder: Path) -> None:
+    """What a receipt hashes is computed by the library, and by operations of torch that round each element once."""
+    loaded = load(folder, weights="bfloat16", device="cpu")
+    asked = [prompt[:300] for prompt in prompts(loaded, text())]
+    for case in CASES:
+        cache = receipts._new_cache(loaded.model, case, 300 + NEW_TOKENS)
+        cache.describe()  # tries the model, which may use anything
+        with Operations() as used:
+            receipts._answer(loaded.model, asked[-1], cache)
+        assert not used.found, case.label
+    with Operations() as used:
+        torch.rand(3).softmax(0)
+    assert used.found == {"_softmax"}
+
+
+def test_exact_rows_are_those_of_full(folder: Path) -> None:
+    loaded = load(folder, weights="bfloat16", device="cpu")
+    asked = prompts(loaded, text())
+    assert [len(prompt) for prompt in asked] == list(LENGTHS)
+    found = list(rows(loaded, exact_cases(), asked, lambda label, done: None))
+    assert all(row.promised and row.exactness == "exact" and not row.error for row in found)
+    assert len({row.logits for row in found}) == 1
+    assert len({row.session for row in found}) == len(found)
+    again = list(rows(loaded, exact_cases()[-1:], asked, lambda label, done: None))
+    assert again == found[-1:], "a method that drafts depends on time"
+    shifted = [[*prompt[1:], prompt[0]] for prompt in asked]
+    assert not {row.logits for row in found} & {
+        row.logits for row in rows(loaded, exact_cases()[:1], shifted, lambda label, done: None)
+    }
+
+
+def test_prompts_are_the_beginning_of_the_licence() -> None:
+    assert len(receipts.text()) > 3000 and (ROOT / "LICENSE").read_text().startswith(receipts.text())
+
+
+def test_a_table_and_its_markdown(folder: Path, run: Callable[..., tuple[int, str, str]]) -> None:
+    named = f"-m {folder} -f {folder}/text.txt"
+    arguments = f"prove --receipt {named} --weights int8 -x full".split()
+    code, out, err = run(*arguments)
+    assert code == 0 and "exact, same bits" in out and "path=" in err and "path=" not in out, err
+    digest = re.search(r"Receipt ([0-9a-f]{16}) \(exact\)", out)
+    code, out, err = run(*arguments, "--markdown")
+    assert (
+        code == 0 and digest is not None and out.startswith(f"### Receipt {digest[1]} (exact)") and "| `full` |" in out
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ("--receipt --budget 64", "budgets of its own and takes no --budget"),
+        ("--receipt -n 5", "takes no --max-tokens"),
+        ("--receipt --weights float32", "multiplied by torch"),
+        ("--receipt --weights int8 -x random", "no row for 'random'"),
+        ("--markdown", "add --receipt"),
+    ],
+)
+def test_what_is_refused(folder: Path, run: Callable[..., tuple[int, str, str]], options: str, sentence: str) -> None:
+    code, out, err = run("prove", "-m", str(folder), "-f", str(folder / "text.txt"), *options.split())
+    assert code and not out.strip("\n") and sentence in err, (out, err)
+
+
+def test_short_texts_and_torch_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = load(folder, weights="int8", device="cpu")
+    with pytest.raises(UsageError, match="has 3 tokens"):
+        prompts(loaded, "the of and")
+    monkeypatch.setattr(receipts, "library", lambda: None)
+    for refused in (lambda: Prove.model_validate({"receipt": True}).variant().check([]), lambda: start(loaded, [])):
+        with pytest.raises(UsageError, match="needs the native library"):
+            refused()
+
+
+# -- the page -----------------------------------------------------------------------------------------
+
+
+def tables() -> dict[str, str]:
+    """The sections of the page that have a table of digests, by model."""
+    parts = re.split(r"^### (\S+)\n", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def printed(section: str) -> dict[str, tuple[str, ...]]:
+    """The rows of a table: class and digests by label."""
+    lines = re.findall(r"^\| `(.+?)` \| (.+?) \| `(\w+)` \| `(\w+)` \|$", section, re.MULTILINE)
+    return {label: tuple(rest) for label, *rest in lines}
+
+
+def test_the_page_has_a_row_for_every_method() -> None:
+    assert set(tables()) == {"smollm2", "gemma3-270m"}
+    for section in tables().values():
+        assert list(printed(section)) == [case.label for case in CASES]
+        assert f"Numerics version {library.NUMERICS_VERSION}," in section
+
+
+@pytest.mark.real
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["smollm2", "gemma3-270m"])
+def test_exact_rows_are_those_of_the_page(model: str) -> None:
+    loaded = _embedded(model)
+    asked, section = prompts(loaded, receipts.text()), tables()[model]
+    begun, known = start(loaded, asked), printed(section)
+    assert f"fingerprint {begun.fingerprint}." in section and f"prompts {begun.prompts[:SHOWN]}." in section
+    for row in rows(loaded, exact_cases(), asked, lambda label, done: None):
+        assert (f"{row.exactness}, same bits", row.logits[:SHOWN], row.session[:SHOWN]) == known[row.label], row.label
+
+
+def _embedded(model: str) -> Loaded:
+    try:
+        return load(model, device="cpu")
+    except ModelError as error:
+        pytest.skip(str(error))

@@ -1,0 +1,508 @@
+// Prints a hash of what each kernel computes on the path that is named, from inputs made of whole numbers: the same on
+// every processor. Every hash is made with one thread and with three; they must agree.
+//
+// kvkeep_hash            the paths of this processor, one a line
+// kvkeep_hash PATH       lines of a kernel's name and its hash
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "kvkeep.h"
+
+namespace {
+
+typedef uint16_t bf16;
+
+// ---- inputs ---------------------------------------------------------------------------------------------------------
+
+struct Random {  // splitmix64
+  uint64_t state;
+  uint64_t next() {
+    uint64_t z = state += 0x9e3779b97f4a7c15u;
+    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ z >> 27) * 0x94d049bb133111ebu;
+    return z ^ z >> 31;
+  }
+  int64_t below(int64_t limit) { return int64_t(next() >> 33) % limit; }
+  float number(int64_t scale) { return float(below(255) - 127) / float(scale); }  // exact in bfloat16
+};
+
+template <class T> struct Array {
+  T* data;
+  size_t size;
+  explicit Array(size_t count) : size(count) {
+    void* memory = nullptr;
+    if (posix_memalign(&memory, 64, count * sizeof(T) + 64)) abort();
+    memset(memory, 0, count * sizeof(T) + 64);
+    data = (T*)memory;
+  }
+  ~Array() { free(data); }
+  Array(const Array&) = delete;
+  operator T*() const { return data; }
+  size_t bytes() const { return size * sizeof(T); }
+};
+
+bf16 to_bf16(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  return bf16(bits >> 16);
+}
+void fill(Array<bf16>& to, uint64_t seed, int64_t scale) {
+  Random random{seed};
+  for (size_t i = 0; i < to.size; i++) to[i] = to_bf16(random.number(scale));
+}
+void fill(Array<float>& to, uint64_t seed, int64_t scale) {
+  Random random{seed};
+  for (size_t i = 0; i < to.size; i++) to[i] = random.number(scale);
+}
+void fill_bytes(Array<uint8_t>& to, uint64_t seed) {
+  Random random{seed};
+  for (size_t i = 0; i < to.size; i++) to[i] = uint8_t(random.next() >> 40);
+}
+void fill_half(Array<uint16_t>& to, uint64_t seed) {  // float16 of 2^-7 or so
+  Random random{seed};
+  for (size_t i = 0; i < to.size; i++) to[i] = uint16_t(0x2000 | random.below(0x400) | random.below(2) << 15);
+}
+
+// ---- hashes ---------------------------------------------------------------------------------------------------------
+
+struct Hash {  // FNV-1a
+  uint64_t value = 0xcbf29ce484222325u;
+  void add(const void* data, size_t bytes) {
+    for (size_t i = 0; i < bytes; i++) value = (value ^ ((const uint8_t*)data)[i]) * 0x100000001b3u;
+  }
+  template <class T> void add(const Array<T>& array) { add(array.data, array.bytes()); }
+};
+
+template <class F> void print(const std::string& name, const F& kernel) {
+  uint64_t values[2];
+  for (int i = 0; i < 2; i++) {
+    kvkeep_set_threads(i ? 3 : 1);
+    Hash hash;
+    kernel(hash);
+    values[i] = hash.value;
+  }
+  printf("%-24s %016llx%s\n", name.c_str(), (unsigned long long)values[0], values[0] == values[1] ? "" : " THREADS DIFFER");
+}
+
+// ---- matrices -------------------------------------------------------------------------------------------------------
+
+struct Kind {
+  const char* name;
+  int64_t elements, bytes, first_half, halves;  // of a block; where its float16 numbers are, and how many
+};
+const Kind KINDS[KV_KINDS] = {{"bf16", 1, 2, 0, 0},       {"q4_0", 32, 18, 0, 1},    {"q4_1", 32, 20, 0, 2},
+                              {"q5_0", 32, 22, 0, 1},     {"q5_1", 32, 24, 0, 2},    {"q8_0", 32, 34, 0, 1},
+                              {"q4_k", 256, 144, 0, 2},   {"q5_k", 256, 176, 0, 2},  {"q6_k", 256, 210, 208, 1}};
+
+struct Matrix {
+  KvMatrix matrix;
+  Array<uint8_t> rows, panels;
+  int64_t row_bytes;
+  Matrix(int64_t kind, int64_t inputs, int64_t outputs, uint64_t seed)
+      : rows(outputs * (inputs / KINDS[kind].elements) * KINDS[kind].bytes),
+        panels(kvkeep_packed_bytes(kind, inputs, outputs)),
+        row_bytes(inputs / KINDS[kind].elements * KINDS[kind].bytes) {
+    const Kind& k = KINDS[kind];
+    fill_bytes(rows, seed);
+    const int64_t blocks = int64_t(rows.size) / k.bytes;
+    Array<uint16_t> scales(blocks * k.halves + 1);
+    fill_half(scales, seed + 1);
+    Random random{seed + 2};
+    for (int64_t block = 0; block < blocks; block++) {
+      if (kind == KV_BF16) {
+        const bf16 weight = to_bf16(random.number(1024));
+        memcpy(rows + block * k.bytes, &weight, 2);
+      }
+      memcpy(rows + block * k.bytes + k.first_half, scales + block * k.halves, 2 * k.halves);
+    }
+    kvkeep_pack(kind, inputs, outputs, rows, row_bytes, panels);
+    matrix = {panels.data, inputs, outputs, kind};
+  }
+};
+
+void hash_matrices() {
+  const int64_t inputs = 768, outputs = 83;
+  for (int64_t kind = 0; kind < KV_KINDS; kind++) {
+    Matrix weights(kind, inputs, outputs, 100 + kind);
+    const std::string name = KINDS[kind].name;
+    print("rows " + name, [&](Hash& hash) {
+      const int64_t some[] = {0, 82, 15, 16, 40};
+      Array<float> out(5 * inputs);
+      kvkeep_rows(&weights.matrix, some, 5, out);
+      hash.add(weights.panels);
+      hash.add(out);
+      Array<uint8_t> back(weights.rows.size);
+      kvkeep_unpack(&weights.matrix, back, weights.row_bytes);
+      if (memcmp(back, weights.rows, back.size)) printf("rows %s: UNPACKED ROWS DIFFER\n", name.c_str());
+    });
+    Array<bf16> x(100 * inputs), bias(outputs), together(100 * (outputs + 5));
+    fill(x, 7 + kind, 37);
+    fill(bias, 8, 128);
+    print("product " + name, [&](Hash& hash) {
+      for (int64_t rows : {100, 1, 2, 3, 4, 5, 8, 16, 17, 33}) {
+        Array<bf16> y(rows * (outputs + 5));
+        kvkeep_product(&weights.matrix, x, rows, bias, y, outputs + 5);
+        hash.add(y);
+        if (rows == 100) memcpy(together, y, y.bytes());
+        else if (memcmp(together, y, y.bytes())) printf("product %s: %d ROWS DIFFER\n", name.c_str(), int(rows));
+      }
+      Array<bf16> y(3 * outputs);
+      kvkeep_product(&weights.matrix, x, 3, nullptr, y, outputs);
+      hash.add(y);
+    });
+  }
+}
+
+// ---- what lies around attention -------------------------------------------------------------------------------------
+
+void hash_small() {
+  print("norm", [](Hash& hash) {
+    for (int64_t width : {576, 100, 64, 7}) {
+      Array<bf16> x(40 * width), y(40 * width);
+      Array<float> weight(width);
+      fill(x, width, 29);
+      fill(weight, 3, 64);
+      kvkeep_norm(x, weight, 1e-5f, 40, width, y);
+      hash.add(y);
+    }
+  });
+  print("angles", [](Hash& hash) {
+    Array<int64_t> positions(60);
+    Array<float> frequencies(36);
+    for (int i = 0; i < 60; i++) positions[i] = i < 30 ? i : 1000 * i + 7;
+    for (int i = 0; i < 36; i++) frequencies[i] = 1.0f / float(1 << (i / 3)) * (1.0f + float(i % 3) * 0.25f);
+    Array<bf16> cos(60 * 72), sin(60 * 72);
+    kvkeep_angles(positions, 60, frequencies, 36, 1.25f, cos, sin);
+    hash.add(cos);
+    hash.add(sin);
+  });
+}
+
+struct Layer {
+  static constexpr int64_t HIDDEN = 256, HEADS = 4, KV_HEADS = 2, DIM = 64, INNER = 512;
+  Matrix qkv, out, gate, up, down;
+  Array<bf16> bias;
+  Array<float> norms;
+  KvLayer layer{};
+  Layer(int64_t kind, uint64_t seed, bool sandwiched)
+      : qkv(kind, HIDDEN, (HEADS + 2 * KV_HEADS) * DIM, seed), out(KV_Q8_0, HEADS * DIM, HIDDEN, seed + 10),
+        gate(kind, HIDDEN, INNER, seed + 20), up(KV_Q4_K, HIDDEN, INNER, seed + 30),
+        down(kind, INNER, HIDDEN, seed + 40), bias((HEADS + 2 * KV_HEADS) * DIM), norms(4 * HIDDEN + 2 * DIM) {
+    fill(bias, seed + 50, 200);
+    Random random{seed + 60};
+    for (size_t i = 0; i < norms.size; i++) norms[i] = 1.0f + random.number(512);
+    layer.qkv[0] = qkv.matrix; layer.out = out.matrix; layer.gates[0] = gate.matrix; layer.gates[1] = up.matrix;
+    layer.down = down.matrix; layer.qkv_bias[0] = bias; layer.out_bias = sandwiched ? nullptr : bias.data;
+    layer.before = norms; layer.before_mlp = norms + HIDDEN;
+    if (sandwiched) {
+      layer.after_attention = norms + 2 * HIDDEN; layer.after_mlp = norms + 3 * HIDDEN;
+      layer.query_norm = norms + 4 * HIDDEN; layer.key_norm = norms + 4 * HIDDEN + DIM;
+    }
+    layer.hidden = HIDDEN; layer.heads = HEADS; layer.kv_heads = KV_HEADS; layer.dim = DIM; layer.inner = INNER;
+    layer.gate = sandwiched; layer.eps = 1e-5f;
+  }
+};
+
+void fill_angles(Array<bf16>& cos, Array<bf16>& sin, int64_t count, int64_t half) {
+  Array<int64_t> positions(count);
+  Array<float> frequencies(half);
+  for (int64_t i = 0; i < count; i++) positions[i] = 11 * i;
+  for (int64_t i = 0; i < half; i++) frequencies[i] = 1.0f / float(1 + i * i);
+  kvkeep_angles(positions, count, frequencies, half, 1.0f, cos, sin);
+}
+
+void hash_layer() {
+  const int64_t D = Layer::DIM;
+  for (int sandwiched = 0; sandwiched < 2; sandwiched++) {
+    Layer one(sandwiched ? KV_BF16 : KV_Q4_0, 500 + sandwiched, sandwiched);
+    const std::string name = sandwiched ? " with all norms" : "";
+    print("enter layer" + name, [&](Hash& hash) {
+      for (int64_t n : {1, 5, 40}) {
+        Array<bf16> x(2 * n * Layer::HIDDEN), cos(n * D), sin(n * D), query(2 * n * Layer::HEADS * D),
+            key(2 * n * Layer::KV_HEADS * D), value(2 * n * Layer::KV_HEADS * D);
+        fill(x, n, 41);
+        fill_angles(cos, sin, n, D / 2);
+        kvkeep_enter_layer(&one.layer, x, 2, n, cos, sin, 1, query, key, value);
+        hash.add(query);
+        hash.add(key);
+        hash.add(value);
+      }
+    });
+    print("leave layer" + name, [&](Hash& hash) {
+      for (int64_t rows : {1, 5, 40}) {
+        Array<bf16> attention(rows * Layer::HEADS * D), residual(rows * Layer::HIDDEN), y(rows * Layer::HIDDEN);
+        fill(attention, rows, 43);
+        fill(residual, rows + 1, 39);
+        kvkeep_leave_layer(&one.layer, attention, residual, rows, y);
+        hash.add(y);
+      }
+    });
+  }
+}
+
+// ---- attention ------------------------------------------------------------------------------------------------------
+
+enum { LANES = 2, GROUPS = 3, DIM = 64, MAX_ENTRIES = 1500 };
+
+struct Entries {  // of bfloat16
+  Array<bf16> keys, values;
+  int64_t rows;
+  Entries(int64_t count, uint64_t seed) : keys(LANES * count * DIM), values(LANES * count * DIM), rows(count) {
+    fill(keys, seed, 50);
+    fill(values, seed + 1, 60);
+  }
+  KvPiece piece(int64_t first, int64_t count) {
+    KvPiece piece{};
+    piece.keys = keys + first * DIM; piece.values = values + first * DIM; piece.count = count; piece.lanes = LANES;
+    piece.key_lane = piece.value_lane = rows * DIM; piece.key_row = piece.value_row = DIM;
+    return piece;
+  }
+};
+
+struct Codes {  // in groups of 32 entries, or (bits 0) of 8 bits with a sign and a scale for each channel
+  static constexpr int64_t COUNT = 192, WIDTH = 32;
+  Array<uint8_t> keys, values;
+  Array<uint16_t> key_scale, key_offset, value_scale, value_offset;
+  Array<float> mean, deviation;
+  int64_t bits;
+  explicit Codes(int64_t bits)
+      : keys(LANES * COUNT * DIM * 2), values(LANES * COUNT * DIM * 2), key_scale(LANES * COUNT * DIM),
+        key_offset(LANES * COUNT * DIM), value_scale(LANES * COUNT * DIM), value_offset(LANES * COUNT * DIM),
+        mean(LANES * DIM), deviation(LANES * DIM), bits(bits) {
+    fill_bytes(keys, bits);
+    fill_bytes(values, bits + 1);
+    uint64_t seed = 900 + bits;
+    for (Array<uint16_t>* one : {&key_scale, &key_offset, &value_scale, &value_offset}) fill_half(*one, seed++);
+    fill(mean, seed, 128);
+    fill(deviation, seed + 1, 64);
+  }
+  KvPiece piece() {
+    KvPiece piece{};
+    piece.keys = (bf16*)keys.data; piece.values = (bf16*)values.data; piece.count = COUNT; piece.lanes = LANES;
+    piece.key_scale = key_scale; piece.key_offset = key_offset;
+    piece.value_scale = value_scale; piece.value_offset = value_offset;
+    if (bits) {
+      piece.key_bits = piece.value_bits = bits; piece.width = WIDTH;
+      piece.key_row = piece.value_row = 32 * DIM * bits / 8;
+      piece.key_lane = piece.value_lane = COUNT / 32 * piece.key_row;
+      piece.key_scale_lane = COUNT / 32 * DIM; piece.value_scale_lane = COUNT * DIM / WIDTH;
+      if (bits == 4) { piece.mean = mean; piece.deviation = deviation; }
+    } else {
+      piece.key_bits = piece.value_bits = 8;
+      piece.key_row = piece.value_row = DIM; piece.key_lane = piece.value_lane = COUNT * DIM;
+      piece.key_scale_lane = piece.value_scale_lane = DIM;
+    }
+    return piece;
+  }
+};
+
+struct Sketch {
+  static constexpr int64_t CELLS = 90, COUNT = 170;
+  Array<bf16> keys, values;
+  Array<int32_t> places;
+  Array<float> mean;
+  int64_t sums, median;
+  Sketch(int64_t sums, int64_t median)
+      : keys(LANES * CELLS * DIM), values(LANES * CELLS * DIM), places(sums * LANES * COUNT), mean(LANES * DIM),
+        sums(sums), median(median) {
+    fill(keys, 70 + sums, 50);
+    fill(values, 71 + sums, 50);
+    fill(mean, 72, 128);
+    Random random{uint64_t(73 + sums)};
+    for (size_t i = 0; i < places.size; i++) places[i] = int32_t(random.below(CELLS));
+  }
+  KvPiece piece() {
+    KvPiece piece{};
+    piece.keys = keys; piece.values = values; piece.count = COUNT; piece.lanes = LANES;
+    piece.key_lane = piece.value_lane = CELLS * DIM; piece.key_row = piece.value_row = DIM;
+    piece.places = places; piece.sums = sums; piece.median = median;
+    if (sums == 3) piece.key_mean = piece.mean = mean;
+    return piece;
+  }
+};
+
+KvAttention attention_of(const Array<bf16>& query, int64_t queries, const std::vector<KvPiece>& pieces, int64_t past) {
+  KvAttention a{};
+  a.query = query; a.pieces = pieces.data(); a.lanes = LANES; a.groups = GROUPS; a.queries = queries;
+  a.dim = a.value_dim = DIM; a.count = int64_t(pieces.size()); a.past = past; a.scaling = 0.125f;
+  for (const KvPiece& piece : pieces) a.entries += piece.count;
+  return a;
+}
+
+void add_attention(Hash& hash, const std::vector<KvPiece>& pieces, int64_t queries, bool causal, bool bounded = false) {
+  Array<bf16> query(LANES * GROUPS * queries * DIM), out(query.size);
+  Array<float> lse(LANES * GROUPS * queries), floats(query.size);
+  fill(query, queries, 45);
+  KvAttention a = attention_of(query, queries, pieces, -1);
+  if (causal) a.past = a.entries - queries;
+  const int32_t first[] = {3, 0}, stop[] = {int32_t(a.entries - 1), int32_t(a.entries)}, shift[] = {40, -2};
+  if (bounded) { a.first = first; a.stop = stop; a.shift = shift; }
+  kvkeep_attend(&a, out, 0, lse, nullptr, 0);
+  hash.add(out);
+  hash.add(lse);
+  kvkeep_attend(&a, floats, 1, lse, nullptr, 0);
+  hash.add(floats);
+  if (bounded) return;
+  Array<float> received(LANES * a.entries);
+  for (int greatest = 0; greatest < 2; greatest++) {
+    kvkeep_received(&a, lse, queries < 4 ? queries : 4, greatest, received);
+    hash.add(received);
+  }
+}
+
+void hash_attention() {
+  Entries entries(MAX_ENTRIES, 20);
+  for (int64_t queries : {1, 2, 7, 40})
+    print("attention of " + std::to_string(queries), [&](Hash& hash) {
+      for (int64_t count : {40, 512, 1413}) add_attention(hash, {entries.piece(0, count)}, queries, true);
+      add_attention(hash, {entries.piece(700, 9), entries.piece(0, 700), entries.piece(1000, 333)}, queries, true);
+      add_attention(hash, {entries.piece(0, 600)}, queries, queries > 1, true);
+    });
+  print("attention with a mask", [&](Hash& hash) {
+    Array<bf16> query(LANES * GROUPS * 5 * DIM), out(query.size);
+    Array<float> lse(LANES * GROUPS * 5);
+    Array<uint8_t> mask(5 * 620);
+    fill(query, 5, 45);
+    fill_bytes(mask, 6);
+    for (size_t i = 0; i < mask.size; i++) mask[i] &= 1;
+    std::vector<KvPiece> pieces{entries.piece(0, 620)};
+    KvAttention a = attention_of(query, 5, pieces, -1);
+    a.mask = mask; a.mask_query = 620;
+    kvkeep_attend(&a, out, 0, lse, nullptr, 0);
+    hash.add(out);
+    hash.add(lse);
+  });
+  print("attention in two calls", [&](Hash& hash) {
+    Array<bf16> query(LANES * GROUPS * 3 * DIM), out(query.size);
+    Array<float> lse(LANES * GROUPS * 3), state(LANES * GROUPS * 3 * (2 + DIM));
+    fill(query, 9, 45);
+    std::vector<KvPiece> first{entries.piece(0, 1024)}, second{entries.piece(1024, 300)};
+    KvAttention a = attention_of(query, 3, first, -1), b = attention_of(query, 3, second, -1);
+    kvkeep_attend(&a, nullptr, 0, nullptr, state, 0);
+    kvkeep_attend(&b, out, 0, lse, state, 1);
+    hash.add(out);
+    hash.add(lse);
+  });
+  for (int64_t bits : {2, 4, 8, 16, 0}) {
+    Codes codes(bits);
+    print(bits ? "codes of " + std::to_string(bits) : "codes by channel", [&](Hash& hash) {
+      for (int64_t queries : {1, 6}) add_attention(hash, {codes.piece(), entries.piece(5, 600)}, queries, false);
+    });
+  }
+  for (int64_t sums : {1, 3, 5, 2}) {
+    Sketch sketch(sums, sums % 2);
+    print("sketch of " + std::to_string(sums), [&](Hash& hash) {
+      for (int64_t queries : {1, 6}) add_attention(hash, {sketch.piece(), entries.piece(5, 200)}, queries, false);
+    });
+  }
+  print("attention over rows", [&](Hash& hash) {
+    for (int64_t queries : {1, 4}) {
+      Array<bf16> query(LANES * GROUPS * queries * DIM), out(query.size);
+      Array<float> lse(LANES * GROUPS * queries), received(LANES * 900);
+      fill(query, queries, 45);
+      for (int greatest = 0; greatest < 2; greatest++) {
+        kvkeep_attend_rows(query, entries.keys, entries.values, entries.rows * DIM, entries.rows * DIM, LANES, GROUPS,
+                           queries, DIM, DIM, 900, 0.125f, out, lse, received, greatest);
+        hash.add(out);
+        hash.add(lse);
+        hash.add(received);
+      }
+    }
+  });
+}
+
+// ---- sessions: each token's entry is put into a bank, then it attends -------------------------------------------------
+
+struct Session {
+  static constexpr int64_t COLUMNS = 90;
+  Entries entries;
+  Array<float> ranks, scores, received;
+  Array<int32_t> slots;
+  std::vector<KvPiece> pieces;
+  KvStep step{};
+  Session(uint64_t seed, int64_t token)
+      : entries(COLUMNS, seed), ranks(LANES * COLUMNS), scores(LANES * COLUMNS), received(LANES * COLUMNS),
+        slots(LANES * COLUMNS) {
+    fill(ranks, seed + 2, 1);
+    fill(scores, seed + 3, 16);
+    for (size_t i = 0; i < slots.size; i++) slots[i] = int32_t(i * 7 % 200);
+    pieces = {entries.piece(0, COLUMNS)};
+    KvAttention& a = step.attention;
+    a.pieces = pieces.data(); a.lanes = LANES; a.queries = 1; a.dim = a.value_dim = DIM; a.count = 1;
+    a.entries = COLUMNS; a.past = -1;
+    KvInsert& i = step.insert;
+    i.ranks = ranks; i.oldest = 1; i.columns = COLUMNS; i.slot = 201;
+    i.keys = (char*)entries.keys.data; i.values = (char*)entries.values.data;
+    i.key_lane = i.value_lane = COLUMNS * DIM * 2; i.key_bytes = i.value_bytes = DIM * 2;
+    i.slots = slots; i.scores = scores;
+    step.received = received; step.greatest = int64_t(seed & 1); step.token = token;
+  }
+  void add(Hash& hash) {
+    hash.add(entries.keys); hash.add(entries.values); hash.add(slots); hash.add(scores); hash.add(received);
+  }
+};
+
+void hash_sessions() {
+  print("insert", [](Hash& hash) {
+    Session session(60, 0);
+    Array<bf16> key(LANES * DIM), value(LANES * DIM);
+    fill(key, 61, 30);
+    fill(value, 62, 30);
+    kvkeep_insert(&session.step.insert, LANES, (const char*)key.data, (const char*)value.data);
+    session.add(hash);
+  });
+  print("sessions", [](Hash& hash) {
+    const int64_t tokens = 4, heads = LANES * GROUPS;
+    Session first(80, 2), second(81, 0);
+    KvStep* steps[] = {&first.step, &second.step};
+    Array<bf16> query(tokens * heads * DIM), key(LANES * tokens * DIM), value(key.size), out(query.size);
+    Array<float> lse(tokens * heads);
+    fill(query, 82, 45);
+    fill(key, 83, 45);
+    fill(value, 84, 45);
+    for (int by_token = 0; by_token < 2; by_token++) {
+      kvkeep_attend_sessions(steps, 2, query, key, value, tokens, heads, by_token, 0.125f, out, lse);
+      hash.add(out);
+      hash.add(lse);
+    }
+    first.add(hash);
+    second.add(hash);
+  });
+  print("layers", [](Hash& hash) {
+    Layer one(KV_Q4_0, 700, false), two(KV_Q4_0, 800, false);
+    const KvLayer* layers[] = {&one.layer, &two.layer};
+    Session first(90, 1), second(91, 0), third(92, 1), fourth(93, 0);
+    KvStep *of_one[] = {&first.step, &second.step}, *of_two[] = {&third.step, &fourth.step};
+    KvStep* const* steps[] = {of_one, of_two};
+    const float scaling[] = {0.125f, 0.25f};
+    Array<bf16> x(2 * Layer::HIDDEN), cos(2 * Layer::DIM), sin(2 * Layer::DIM);
+    fill(x, 94, 40);
+    fill_angles(cos, sin, 2, Layer::DIM / 2);
+    kvkeep_run_layers(layers, steps, scaling, 2, 2, 2, cos, sin, x);
+    hash.add(x);
+    fourth.add(hash);
+  });
+}
+
+}  // namespace
+
+int main(int count, char** arguments) {
+  if (count < 2) {
+    puts(kvkeep_paths());
+    return 0;
+  }
+  if (!kvkeep_choose(arguments[1])) {
+    fprintf(stderr, "There is no path %s here; there are %s.\n", arguments[1], kvkeep_paths());
+    return 2;
+  }
+  hash_matrices();
+  hash_small();
+  hash_layer();
+  hash_attention();
+  hash_sessions();
+  return 0;
+}

@@ -1,0 +1,239 @@
+"""How Python finds the native library, which path it takes, and what a caller's threads and float modes change."""
+
+from __future__ import annotations
+
+import ast
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvkeep import KeepCache
+from kvkeep.errors import UsageError
+from kvkeep.models.loading import load
+from kvkeep.native import library as native
+
+SOURCES = Path(native.__file__).parents[1]
+
+
+@pytest.fixture(autouse=True)
+def forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Each test looks for the library anew; other tests keep the path that they had."""
+    before = native.library()
+    path = native.path()
+    monkeypatch.delenv("KVKEEP_CPU", raising=False)
+    forget()
+    yield
+    monkeypatch.undo()
+    forget()
+    if before is not None:
+        native.kernels().kvkeep_choose(path.encode())
+
+
+def forget() -> None:
+    native.library.cache_clear()
+    native._loaded.cache_clear()
+
+
+def paths() -> list[str]:
+    """The paths of this machine, best first."""
+    found = native.library()
+    return [] if found is None else found.kvkeep_paths().decode().split()
+
+
+def normed(rows: int = 64) -> torch.Tensor:
+    """What the kernel makes of some rows."""
+    x = torch.linspace(-3, 3, rows * 96).view(rows, 96).bfloat16()
+    weight, out = torch.linspace(0.5, 2, 96), torch.empty(rows, 96, dtype=torch.bfloat16)
+    native.kernels().kvkeep_norm(x.data_ptr(), weight.data_ptr(), 1e-6, rows, 96, out.data_ptr())
+    return out
+
+
+# ---- which path ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("kernels")
+def test_the_best_path_is_taken_and_any_other_can_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert native.path() == paths()[0] and "plain" in paths()
+    expected = normed()
+    for name in paths():
+        forget()
+        monkeypatch.setenv("KVKEEP_CPU", name)
+        assert native.path() == name
+        assert torch.equal(normed(), expected)
+
+
+def test_a_path_that_is_not_here_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = [*paths(), "torch"]
+    forget()
+    monkeypatch.setenv("KVKEEP_CPU", "nonsense")
+    for call in (native.check_environment, native.library, native.library):
+        with pytest.raises(UsageError, match=f"KVKEEP_CPU=nonsense is not on this machine; it has {', '.join(here)}"):
+            call()
+
+
+def test_the_command_line_refuses_it_before_anything_heavy_is_loaded() -> None:
+    program = "import sys; from kvkeep.cli import main\ntry: main()\nfinally: print('torch' in sys.modules)"
+    command = [sys.executable, "-c", program, "generate", "--prompt", "x"]
+    environment = {**os.environ, "KVKEEP_CPU": "nonsense", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 2 and done.stdout.strip() == "False"
+    assert re.fullmatch(r"kvkeep: KVKEEP_CPU=nonsense is not on this machine; it has .*torch\.\n", done.stderr)
+
+
+def test_without_the_library_by_choice_nothing_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("KVKEEP_CPU", "torch")
+    native.check_environment()
+    assert native.library() is None and native.path() == "torch" and not caplog.text
+
+
+# ---- a library that cannot be used -----------------------------------------------------------------------------------
+
+
+def test_a_missing_library_is_said_once_and_torch_does_all(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(native, "FILE", tmp_path / "libkvkeep.so")
+    with caplog.at_level(logging.WARNING):
+        assert native.library() is None and native.library() is None
+    assert [record.getMessage() for record in caplog.records] == [
+        "The native library is missing (libkvkeep.so was not built): plain torch operations are used, "
+        f"{native.SLOWDOWN}."
+    ]
+    model = load(model_folder, weights="int8", device="cpu").model
+    cache = KeepCache(model, "window+checkpoint:kv", budget=16, where="host")
+    with torch.no_grad():
+        ids = torch.arange(2, 42)[None]
+        ours, plain = model(ids, past_key_values=cache).logits, model(ids).logits
+    assert torch.cosine_similarity(ours.float(), plain.float(), dim=-1).min() > 0.999
+    assert not any(report.same_bits for report in cache.describe())
+
+
+def test_a_library_that_cannot_be_loaded_is_no_reason_to_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = tmp_path / "libkvkeep.so"
+    broken.write_bytes(b"half a file")
+    monkeypatch.setattr(native, "FILE", broken)
+    with caplog.at_level(logging.WARNING):
+        assert native.library() is None
+    assert "The native library is missing" in caplog.text and len(caplog.records) == 1
+
+
+@pytest.mark.usefixtures("kernels")
+def test_a_library_with_other_structures_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    forget()
+    monkeypatch.setattr(native, "STRUCTURES", native.STRUCTURES[::-1])
+    with caplog.at_level(logging.WARNING):
+        assert native.library() is None
+    assert "KvStep has 32 bytes in it" in caplog.text and "install kvkeep again" in caplog.text
+
+
+# ---- threads and float modes -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("kernels")
+def test_threads_change_no_bit() -> None:
+    loaded, expected = native.kernels(), normed(400)
+    try:
+        loaded.kvkeep_use_openmp(None, None)
+        for count in (1, 2, 3, 8):
+            loaded.kvkeep_set_threads(count)
+            assert torch.equal(normed(400), expected), count
+    finally:
+        native._share_threads(loaded)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        assert torch.equal(normed(400), expected)
+    finally:
+        torch.set_num_threads(before)
+
+
+PROGRAM = """
+import os, sys, torch
+from kvkeep.native import library as native
+
+def normed():
+    x, weight = torch.linspace(-3, 3, 28800).view(300, 96).bfloat16(), torch.ones(96)
+    out = torch.empty_like(x)
+    native.kernels().kvkeep_norm(x.data_ptr(), weight.data_ptr(), 1e-6, 300, 96, out.data_ptr())
+    return out.view(torch.int16).tolist()
+
+torch.set_num_threads(3)
+if sys.argv[1] == "own":
+    native.kernels().kvkeep_use_openmp(None, None)
+expected = normed()
+child = os.fork()
+if not child:
+    os._exit(0 if all(normed() == expected for _ in range(50)) else 1)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), normed() == expected)
+"""
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.parametrize("threads", ["torch", "own"])
+def test_a_child_of_fork_has_threads_again(threads: str) -> None:
+    """The parent's are not there in the child, which would wait for them forever. (Torch's own operations do, from some
+    30,000 elements on: here are fewer.)"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-W", "ignore", "-c", PROGRAM, threads]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    assert done.stdout.split() == ["0", "True"], done.stderr
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("rows", [1, 400])
+def test_subnormal_numbers_are_kept_whatever_a_program_has_set(rows: int) -> None:
+    """The sum of squares is normal, and what is written is not."""
+    x = torch.full((rows, 16), 2.0**-20).bfloat16()
+    weight, out = torch.full((16,), 2.0**-130), torch.empty_like(x)
+    try:
+        if not torch.set_flush_denormal(True):
+            pytest.skip("this processor does not flush")
+        native.kernels().kvkeep_norm(x.data_ptr(), weight.data_ptr(), 0.0, rows, 16, out.data_ptr())
+        assert torch.tensor([1e-40]).mul(1.0).item() == 0.0  # the program's own mode is as it was
+    finally:
+        torch.set_flush_denormal(False)
+    assert out.view(torch.int16).eq(8).all()  # 2^-130: 8 times the smallest
+
+
+# ---- what the library and the package are made of --------------------------------------------------------------------
+
+
+def test_no_other_module_imports_ctypes() -> None:
+    found = set()
+    for source in SOURCES.rglob("*.py"):
+        for node in ast.walk(ast.parse(source.read_text("utf-8"))):
+            names: list[Any] = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) else []
+            if any(name and name.partition(".")[0] == "ctypes" for name in names):
+                found.add(source.relative_to(SOURCES).as_posix())
+    assert found == {"native/library.py"}
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.skipif(sys.platform != "linux" or not shutil.which("readelf"), reason="no readelf on this machine")
+def test_the_library_exports_its_interface_and_needs_no_runtime_of_a_compiler() -> None:
+    def lines(*options: str) -> list[str]:
+        command = ["readelf", "--wide", *options, str(native.FILE)]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+
+    symbols = [line.split() for line in lines("--dyn-syms")]
+    exported = {row[7] for row in symbols if len(row) == 8 and row[4] in ("GLOBAL", "WEAK") and row[6].isdigit()}
+    assert exported == set(native._SIGNATURES)
+    needed = {found[1] for line in lines("--dynamic") if (found := re.search(r"\(NEEDED\).*\[(\w+)", line))}
+    assert needed <= {"libc", "libm", "libpthread", "ld"}

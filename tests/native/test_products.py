@@ -1,0 +1,86 @@
+"""Products with packed weights: those of the weights, and a row's bits do not depend on other rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kvkeep.models import packed
+from kvkeep.models.blocks import KINDS, Blocks
+from kvkeep.models.packed import PackedLinear
+
+pytestmark = pytest.mark.usefixtures("kernels")
+
+
+def made(kind: str, outputs: int, blocks: int) -> Blocks:
+    """A random matrix of a kind, with scales that are neither huge nor tiny."""
+    about = KINDS[kind]
+    if kind == "BF16":
+        return Blocks(kind, torch.randn(outputs, 32 * blocks).bfloat16().view(torch.uint8))
+    rows = torch.randint(0, 256, (outputs, blocks, about.size)).to(torch.uint8)
+    halves = 1 if kind in ("Q4_0", "Q5_0", "Q8_0", "Q6_K") else 2
+    scales = (torch.rand(outputs, blocks, halves) / 16 + 0.01).half().view(torch.uint8)
+    rows[..., -2:] = scales if kind == "Q6_K" else rows[..., -2:]
+    if kind != "Q6_K":
+        rows[..., : 2 * halves] = scales
+    return Blocks(kind, rows.flatten(1))
+
+
+def rounded(x: Tensor) -> Tensor:
+    """Inputs as products take them: 8 bits by groups of 32, in float64."""
+    groups = x.float().unflatten(1, (-1, 32))
+    greatest = groups.abs().amax(-1, keepdim=True)
+    codes = (groups * torch.full_like(greatest, 127).div(greatest)).round()
+    return (codes.double() * (greatest / 127).double()).flatten(1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    kind=st.sampled_from([*KINDS]),
+    biased=st.booleans(),
+    outputs=st.integers(1, 300),
+    blocks=st.integers(1, 4),
+    rows=st.integers(1, 50),
+    seed=st.integers(0, 99),
+)
+def test_products_are_the_reference_and_rows_are_those_alone(
+    kind: str, biased: bool, outputs: int, blocks: int, rows: int, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    matrix, bias = made(kind, outputs, blocks), torch.randn(outputs).bfloat16() if biased else None
+    inputs = matrix.shape[1]
+    linear, x = PackedLinear(matrix, bias), torch.randn(rows, inputs).bfloat16()
+    weight, read = matrix.dense().double(), x.double() if kind == "BF16" else rounded(x)
+    wanted, size = read @ weight.T, read.abs() @ weight.abs().T
+    wanted = wanted if bias is None else wanted + bias.double()
+    found = linear(x)
+    assert found.shape == (rows, outputs) and found.dtype == torch.bfloat16
+    # Scale and offset of a group are added apart, and may cancel each other.
+    assert ((found.double() - wanted).abs() <= wanted.abs() * 2**-8 + size * 2**-14).all()
+    assert torch.equal(found, torch.cat([linear(row[None]) for row in x]))
+    assert torch.equal(found, linear(x[:, None].expand(-1, 2, -1))[:, 1])  # twice as many, and not contiguous
+
+
+def test_extreme_inputs_are_those_of_a_row_alone() -> None:
+    """Zeros, tiny and huge numbers, and the largest sums of all."""
+    torch.manual_seed(0)
+    x = torch.randn(19, 256).bfloat16()
+    x[3], x[4], x[5], x[6, :32], x[7] = 0, 1e-36, 3e30, 1e-30, 127
+    for kind in KINDS:
+        linear = PackedLinear(made(kind, 40, 8 if KINDS[kind].elements < 256 else 1))
+        found = linear(x)
+        assert torch.isfinite(found).all() and torch.equal(found, torch.cat([linear(row[None]) for row in x]))
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", "BF16"])
+def test_without_the_library_products_are_as_near(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    matrix, bias, x = made(kind, 45, 3), torch.randn(45), torch.randn(7, 96).bfloat16()
+    monkeypatch.setattr(packed, "library", lambda: None)
+    linear = PackedLinear(matrix, bias)
+    assert not linear.native
+    wanted = x.double() @ matrix.dense(torch.bfloat16).double().T + linear.bias.double()  # type: ignore[union-attr]
+    assert ((linear(x).double() - wanted).abs() <= wanted.abs() * 2**-8 + 0.02 * wanted.abs().mean()).all()

@@ -1,0 +1,95 @@
+"""A selector with a checkpoint: attention reads the checkpoint in the order of the text, whatever is resident."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from families import tiny
+from helpers import assert_near, bounded, expected, padded, prompt, read, step
+
+from kvkeep import KeepCache
+from kvkeep.attention.step import Step
+from kvkeep.contracts.entries import EntryState
+
+BUDGET = 16
+
+
+@pytest.mark.parametrize("kind", ["kv", "residual", "residual:3", "tokens"])
+def test_what_is_resident_does_not_matter(kind: str) -> None:
+    """Attention reads none of it: with keys and values spoilt, every logit is the same."""
+    ids, logits = prompt(1, 60, seed=1), []
+    for spoilt in (False, True):
+        cache = KeepCache(tiny("llama"), "h2o+checkpoint", BUDGET, checkpoint=kind, chunk=16)
+        step("llama", cache, ids[:, :50])
+        for bank in (bank for layer in bounded(cache) for bank in layer.resident.banks if spoilt):
+            bank.values.fill_(torch.nan)
+        logits.append(torch.cat([step("llama", cache, token) for token in ids[:, 50:].split(1, 1)], 1))
+    assert torch.equal(*logits)
+    assert_near(logits[0], expected("llama", ids)[:, 50:])
+
+
+def test_nothing_is_rebuilt_while_everything_is_resident(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the order of the text: entries that left and came back by hand are in another."""
+    ids = prompt(1, 40, seed=2)
+    cache = KeepCache(tiny("llama"), "h2o+checkpoint:residual", 32, chunk=16)
+    rebuilt: list[int] = []
+    own = cache.checkpoint.pieces
+    monkeypatch.setattr(cache.checkpoint, "pieces", lambda *given, **more: rebuilt.append(1) or own(*given, **more))
+    step("llama", cache, ids[:, :28])
+    step("llama", cache, ids[:, 28:29])
+    assert not rebuilt
+    cache.evict(5)
+    assert cache.recall(range(28, -1, -1)) == 5 * 2 * 4
+    step("llama", cache, ids[:, 29:30])
+    assert len(rebuilt) == 4
+    assert_near(step("llama", cache, ids[:, 30:]), expected("llama", ids)[:, -1:])
+    assert len(rebuilt) > 4
+
+
+@pytest.mark.parametrize("kind", ["kv", "residual"])
+def test_a_full_checkpoint_loses_its_oldest_and_says_so(kind: str) -> None:
+    """Each step then attends, once, to whatever is still somewhere."""
+    spec, ids, seen = "streaming-llm:positions=absolute+checkpoint", prompt(1, 60), []
+    cache = KeepCache(tiny("llama"), spec, BUDGET, checkpoint=kind, capacity=20)
+    step("llama", cache, ids[:, :20])
+    assert cache.exactness == "exact"
+    step("llama", cache, ids[:, 20:40])
+    assert cache.exactness == "lossy"
+    layer = bounded(cache)[1]  # the first one's residuals follow from the ids, which are all there
+    assert layer.resident.held()[:, :4].all() and layer.reader.first == 20
+    own = layer.segment
+
+    def segment(piece: Any, asked: Step, wide: Any, keep: Any = None) -> Any:
+        count = piece.keys.shape[2]
+        slots = torch.arange(piece.first, piece.first + count)[None] if piece.slots is None else piece.slots
+        there = slots[:1] >= 0 if keep is None else keep[:1].gather(1, slots[:1].clamp(min=0).long())
+        seen.extend(slots[:1][there].tolist())  # of the first lane
+        return own(piece, asked, wide, keep)
+
+    layer.segment = segment  # type: ignore[method-assign]
+    step("llama", cache, ids[:, 40:52])
+    # Residuals are written when a layer is entered, over the oldest: 20 to 31 are gone, but 28 to 31 are resident.
+    assert sorted(seen) == [*range(4), *range(20 if kind == "kv" else 28, 40)]
+    codes = cache.entry_states()[1][0, 0]
+    assert (codes[:4] == EntryState.RESIDENT).all() and (codes[4:32] == EntryState.DROPPED).all()
+    assert (codes[32:] != EntryState.DROPPED).all()
+
+
+def test_entries_leave_and_come_back_by_hand() -> None:
+    ids = prompt(1, 50)
+    cache = KeepCache(tiny("llama"), "snapkv+checkpoint:kv", BUDGET)
+    step("llama", cache, ids[:, :40])
+    cache.evict(BUDGET)
+    assert not any(layer.resident.held().any() for layer in bounded(cache))
+    assert cache.recall(range(8)) == 8 * 2 * 4
+    assert_near(step("llama", cache, ids[:, 40:]), expected("llama", ids)[:, -1:])
+
+
+def test_a_budget_of_nothing_and_rows_with_padding() -> None:
+    ids, mask = padded([50, 31, 9])
+    for budget in (0, BUDGET):
+        cache = KeepCache(tiny("llama"), "tova+checkpoint:kv", budget, chunk=7)
+        assert_near(read("llama", cache, ids, mask, 10), expected("llama", ids, mask)[:, -11:])
+        assert (cache.resident_bytes() == 0) == (budget == 0)
