@@ -112,6 +112,12 @@ def test_a_cell_is_claimed_once_and_a_killed_process_is_counted(tmp_path: Path) 
     assert [Store(path).claim(cell(key)) for key in "abc"] == [1, 1, 1]
 
 
+def test_a_cell_locked_and_never_begun_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "results.jsonl.a.lock").touch()  # its process was killed between the two
+    Store(tmp_path / "results.jsonl").forget([cell("a"), cell("b")])
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_cell_with_a_record_is_not_free_and_one_of_before_is(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     Store(path).append(row("a"))

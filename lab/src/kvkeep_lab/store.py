@@ -169,16 +169,20 @@ class Store:
 
     def forget(self, cells: Iterable[Cell]) -> None:
         """Forget that cells were begun, except those that are being measured: their workers were ended on purpose."""
-        for cell in cells:
-            if self._begun(cell).exists() and (lock := self._locked(cell)) is not None:
+        for cell in cells:  # a worker killed before it began one leaves the lock's file
+            left = self._begun(cell).exists() or self._lock_file(cell).exists()
+            if left and (lock := self._locked(cell)) is not None:
                 self._free(cell, lock)
 
     def _begun(self, cell: Cell) -> Path:
         """A byte for each worker that has begun the cell and not come to its end."""
         return Path(f"{self.path}.{cell.key}.begun")
 
+    def _lock_file(self, cell: Cell) -> Path:
+        return Path(f"{self.path}.{cell.key}.lock")
+
     def _locked(self, cell: Cell) -> FileLock | None:
-        lock = FileLock(f"{self.path}.{cell.key}.lock", timeout=0)
+        lock = FileLock(self._lock_file(cell), timeout=0)
         with self._writing(), suppress(Timeout):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             lock.acquire()
