@@ -25,8 +25,10 @@ from kvkeep.decode.session_file import SessionFile
 from kvkeep.decode.verified import verified
 from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.geometry import ModelGeometry
+from kvkeep.models.adapter import decoder_of, layers_of
 from kvkeep.models.bits import row_independent
 from kvkeep.models.fingerprint import fingerprint
+from kvkeep.models.fused import is_whole
 from kvkeep.models.loading import Loaded, weights_of
 from kvkeep.native.library import NUMERICS_VERSION, library
 from kvkeep.policies.methods import resolve
@@ -126,7 +128,7 @@ def prompts(loaded: Loaded, source: str) -> list[list[int]]:
 
 
 def start(loaded: Loaded, asked: Sequence[Sequence[int]]) -> Receipt:
-    """Return a receipt without rows. Raises UsageError for a model whose products are torch's."""
+    """Return a receipt without rows. Raises UsageError for a model of which torch computes a part."""
     check_library()
     if not row_independent(loaded.model):
         raise UsageError(
@@ -134,8 +136,14 @@ def start(loaded: Loaded, asked: Sequence[Sequence[int]]) -> Receipt:
             "whose bits differ from one processor to another; a receipt needs a GGUF file, or --weights bfloat16, int8 "
             "or int4 on the cpu."
         )
-    ids = sha256(b"".join(_ids(prompt) for prompt in asked)).hexdigest()
     family = ModelGeometry.from_config(loaded.model.config).model_type
+    if not is_whole(loaded.model, layers_of(decoder_of(loaded.model))):
+        raise UsageError(
+            f"torch computes parts of the layers of '{loaded.name}' (a {family} model), and its bits differ from one "
+            "processor to another; a receipt needs a model whose layers the native library computes: Llama, Mistral, "
+            "Qwen 2, Qwen 3 or Gemma 3."
+        )
+    ids = sha256(b"".join(_ids(prompt) for prompt in asked)).hexdigest()
     return Receipt(family, weights_of(loaded), fingerprint(loaded.model), NUMERICS_VERSION, ids, [])
 
 

@@ -61,7 +61,8 @@ class Timed:
     mean is merging, by the wall clock (on a GPU, asking for it). ``memory``: the cache's own account; on a GPU also
     ``device_peak_bytes``, the most its allocator had given out during the case beyond what it had before, the model's
     activations included. ``entry_bytes``: of keys and values that attention reads in a step; None without a cache, and
-    for other engines, which do not say what they hold."""
+    for other engines, which do not say what they hold. ``prefills_s`` and ``steps_ms``: all that was taken, in order,
+    round by round."""
 
     label: str
     context: int
@@ -77,6 +78,8 @@ class Timed:
     memory: dict[str, Any]
     error: str = ""
     entry_bytes: int | None = None
+    prefills_s: list[float] = field(default_factory=list)
+    steps_ms: list[float] = field(default_factory=list)
 
     @property
     def held_bytes(self) -> int:
@@ -154,9 +157,8 @@ def _rows(listed: Sequence[Case], taken: Sequence[_Taken]) -> list[Timed]:
         if ms:
             figures = median(ms), max(ms), fmean(ms), 1e3 * own.merging / len(ms)
         ratios = ratio(prefill, rival[0]), ratio(step, rival[1]), ratio(step, held[1])
-        rows.append(
-            Timed(case.label, case.length, prefill, *figures, *ratios, len(ms), own.memory, own.error, own.entry_bytes)
-        )
+        told = len(ms), own.memory, own.error, own.entry_bytes, own.prefills, ms
+        rows.append(Timed(case.label, case.length, prefill, *figures, *ratios, *told))
     return rows
 
 

@@ -285,6 +285,15 @@ def fuse(model: Any, layers: Any) -> int:
     return len(done)
 
 
+def is_whole(model: Any, layers: Any) -> bool:
+    """Return whether the kernels compute all of those ``layers``, and every norm of ``model``: torch then rounds single
+    elements at most, which every processor does alike."""
+    norms = [module for module in model.modules() if type(module).__name__.endswith("Norm")]
+    return all(isinstance(vars(layer).get("forward"), FusedLayer) for layer in layers) and all(
+        isinstance(vars(norm).get("forward"), FusedNorm) for norm in norms
+    )
+
+
 @torch.no_grad()
 def _fuse_norm(norm: Any) -> None:
     width = norm.weight.shape[-1]

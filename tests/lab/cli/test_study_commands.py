@@ -157,7 +157,12 @@ def test_turns_models_and_stretches(call: Run) -> None:
         assert set(model) == set(fields.split())
     assert [row["start"] for row in answered(call, "stream")["stretches"]] == [0, 200, 400, 600]
     assert answered(call, "verify")["holds"] is True
-    assert answered(call, "bench")["machine"]["clock"] == "wall"
+    bench = answered(call, "bench")
+    assert bench["machine"]["clock"] == "wall"
+    assert all(len(row["prefills_s"]) == 1 and len(row["steps_ms"]) == 2 for row in bench["rows"] if not row["error"])
+    rows = answered(call, "bench", "--no-stock")["rows"]
+    assert {row["label"] for row in rows} < {row["label"] for row in bench["rows"]}
+    assert not any(row["label"].startswith("stock") or row["step_ratio"] for row in rows)
     proof = answered(call, "prove", "--in-turn")
     assert [row["label"] for row in proof["rows"]] == ["full", "window at 20"] and len(proof["answers"]) == 2
 

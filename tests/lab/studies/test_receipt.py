@@ -157,6 +157,14 @@ def test_short_texts_and_torch_are_refused(folder: Path, monkeypatch: pytest.Mon
             refused()
 
 
+def test_a_family_whose_layers_torch_computes_is_refused(tmp_path: Path) -> None:
+    tiny("phi3", positions=1024).save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    loaded = load(tmp_path, weights="bfloat16", device="cpu")
+    with pytest.raises(UsageError, match=r"torch computes parts of the layers .*\(a phi3 model\)"):
+        start(loaded, [])
+
+
 # -- the page -----------------------------------------------------------------------------------------
 
 

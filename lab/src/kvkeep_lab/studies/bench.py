@@ -84,9 +84,12 @@ class Bench(EngineStudy):
     rounds: int = Field(3, ge=1, description="how often everything is measured")
     steps: int = Field(16, ge=2, description="tokens decoded a round")
     methods: Annotated[list[OwnMethod] | None, Flag("--method", "-x")] = Field(
-        None, description="methods in place of those that a run has; stock is always measured"
+        None, description="methods in place of those that a run has; stock is measured beside them"
     )
-    only: list[str] | None = Field(None, description="cases whose name contains one of these; stock is always measured")
+    only: list[str] | None = Field(
+        None, description="cases whose name contains one of these; stock is measured beside them"
+    )
+    stock: bool = Field(True, description="transformers' own cache, too; without it no ratios to it")
     slow: bool = Field(True, description="also what recomputes everything: naive, strides, tokens")
     clock: Literal["wall", "processor"] = Field(
         "wall", description="what is timed by: wall, or processor, for a machine that others use, too"
@@ -133,6 +136,8 @@ class Bench(EngineStudy):
         )
         if self.only is not None:
             listed = [one for one in listed if one.method == STOCK or any(part in one.label for part in self.only)]
+        if not self.stock:
+            listed = [one for one in listed if one.method != STOCK]
         if self.process:
             try:
                 return Benched([], processes=measure_each(trial.loaded, listed, self.steps, trial.progress))
