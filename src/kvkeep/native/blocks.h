@@ -96,18 +96,15 @@ class Block {
   void score(Span all, bool in_place) {
     Reader reader(a, KEYS, lane), next(a, VALUES, lane);
     for (int64_t at = all.low; at < all.high; at += TILE_ENTRIES) {
+      const bf16* ahead = write_keys(reader, base + at, keys);
       const int64_t value_at = at + PREFETCH_ENTRIES - all.high;  // the first values follow the last keys
-      if (in_place && value_at >= 0 && all.low + value_at < all.high) {
-        const bf16* rows_at[TILE_ENTRIES];
-        next.rows_of(base + all.low + value_at, TILE_ENTRIES, rows_at);
-        fetch_rows(rows_at, TILE_ENTRIES, 0, a.value_dim);
-      }
-      write_keys(reader, base + at, value_at < 0, keys);
+      if (in_place && value_at >= 0 && all.low + value_at < all.high) next.rows_of(base + all.low + value_at, 1, &ahead);
       for (int64_t t = 0; t < count; t++) {
         if (at < spans[t].low || at >= spans[t].high) continue;
         with_rows(rows_of(t), [&](auto r) {
-          score_tile<r.count>(queries + t * QUERY_ROW * a.dim, keys, a.dim, a.scaling, scores_of(t) + at);
+          score_tile<r.count>(queries + t * QUERY_ROW * a.dim, keys, a.dim, a.scaling, ahead, scores_of(t) + at);
         });
+        ahead = ZEROS;  // once
       }
     }
   }
@@ -184,11 +181,12 @@ class Block {
     base = first;
     for (int64_t at = 0; at < entries; at += TILE_ENTRIES) {
       const int64_t end = min64(entries, at + TILE_ENTRIES);
-      write_keys(reader, base + at, at + PREFETCH_ENTRIES < entries, keys);
+      const bf16* ahead = write_keys(reader, base + at, keys);
       for (int64_t t = 0; t < count; t++) {
         with_rows(rows_of(t), [&](auto r) {
-          score_tile<r.count>(queries + t * QUERY_ROW * a.dim, keys, a.dim, a.scaling, scores_of(t) + at);
+          score_tile<r.count>(queries + t * QUERY_ROW * a.dim, keys, a.dim, a.scaling, ahead, scores_of(t) + at);
         });
+        ahead = ZEROS;
       }
       for (int64_t r = 0; r < rows; r++) {
         if ((row + r) % a.queries < a.queries - last || lse[r] == NOTHING) continue;

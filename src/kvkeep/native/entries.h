@@ -88,24 +88,18 @@ struct Reader {
   }
 };
 
-INLINE void fetch_rows(const bf16* const* rows, int count, int64_t ahead, int64_t dim) {
-  for (int i = 0; i < count; i++)
-    for (int64_t d = 0; d < dim; d += 32) __builtin_prefetch(rows[i] + ahead + d);
-}
-
-// The keys of 32 entries, [dim][32] floats. fetch: those that follow are wanted soon.
-static void write_keys(Reader& reader, int64_t entry, bool fetch, float* tile) {
+// The keys of 32 entries, [dim][32] floats. Returns where those lie that are PREFETCH_ENTRIES further on; a place that is
+// none may be fetched as well.
+static const bf16* write_keys(Reader& reader, int64_t entry, float* tile) {
   const int64_t dim = reader.a.dim;
   if (const KvPiece* p = reader.group_at(entry)) {
     write_group_of_keys(*p, reader.lane % p->lanes, (entry - reader.start) / TILE_ENTRIES, dim, tile);
-    return;
+    return ZEROS;
   }
   const bf16* rows[TILE_ENTRIES];
   reader.rows_of(entry, TILE_ENTRIES, rows);
-  for (int64_t i = 0; i < TILE_ENTRIES; i += W) {
-    if (fetch) fetch_rows(rows + i, W, PREFETCH_ENTRIES * reader.row, dim);
-    columns_of_rows(rows + i, dim, tile + i, TILE_ENTRIES);
-  }
+  for (int64_t i = 0; i < TILE_ENTRIES; i += W) columns_of_rows(rows + i, dim, tile + i, TILE_ENTRIES);
+  return rows[0] + PREFETCH_ENTRIES * reader.row;
 }
 
 // The values of 32 entries, rows of floats.

@@ -256,7 +256,7 @@ static void few_rows(const uint8_t* panel, int64_t units, const Inputs* x, int l
     UNROLLED for (int v = 0; v < NV; v++) unit[v] = Unit<KIND>::at(panel, lane + v * W);
     for (int g = 0; g < Unit<KIND>::GROUPS; g++, x += R) {
       if (R <= 2)
-        for (int b = 0; b < L.group_bytes + 64; b += 64) __builtin_prefetch(panel + g * L.group_bytes + 1536 + b);
+        for (int b = 0; b < L.group_bytes + 64; b += 64) __builtin_prefetch(panel + g * L.group_bytes + 1536 + b, 0, 2);
       UNROLLED for (int v = 0; v < NV; v++) {
         I w[8];
         codes_of<L.bits>(unit[v].codes + g * L.group_bytes, w);

@@ -23,6 +23,8 @@ constexpr int TILE_ROWS = 6, SUMS = 24;
 constexpr int TILE_ROWS = 2, SUMS = 8;
 #endif
 
+constexpr int LINE = 32;  // bfloat16 of a line of the caches
+
 constexpr int64_t QUERY_ROW = (TILE_ROWS + W - 1) / W * W;  // floats: a channel of the queries of a tile
 
 constexpr int vectors_beside(int rows, int least, int limit, int sums) {  // a power of two
@@ -66,8 +68,10 @@ INLINE void add_products(F (&sums)[C][R], const Row& row, const Column& column) 
 }
 
 // Scores of R rows with the keys of a tile. query: [dim][QUERY_ROW]; keys: [dim][32]; scores: rows SCORE_ROW apart.
+// ahead: entries that are wanted soon; a cache line of them is fetched with each channel, as many as a tile has. In one
+// burst they would wait for each other, and in the nearest cache they would drive the tile out.
 template <int R>
-static void score_tile(const float* query, const float* keys, int64_t dim, float scaling, float* scores) {
+static void score_tile(const float* query, const float* keys, int64_t dim, float scaling, const bf16* ahead, float* scores) {
   constexpr int C = vectors_beside(R, 1, TILE_ENTRIES / W, SUMS);
   const F factor = fset(scaling);
   for (int64_t first = 0; first < TILE_ENTRIES; first += C * W) {
@@ -75,8 +79,10 @@ static void score_tile(const float* query, const float* keys, int64_t dim, float
     UNROLLED for (int c = 0; c < C; c++)
       UNROLLED for (int r = 0; r < R; r++) part[c][r] = fset(0.0f);
     const float *q = query, *k = keys + first;
-    for (int64_t d = 0; d < dim; d++, q += QUERY_ROW, k += TILE_ENTRIES)
+    for (int64_t d = 0; d < dim; d++, q += QUERY_ROW, k += TILE_ENTRIES) {
+      if (first == 0) __builtin_prefetch(ahead + d * LINE, 0, 2);
       add_products<R, C>(part, [&](int r) { return q[r]; }, [&](int c) { return fload(k + c * W); });
+    }
     UNROLLED for (int c = 0; c < C; c++)
       UNROLLED for (int r = 0; r < R; r++) fstore(scores + r * SCORE_ROW + first + c * W, fmul(part[c][r], factor));
   }
@@ -90,7 +96,7 @@ struct WrittenValues {
   inline F read(int64_t entry, int64_t channel, int vector) const {
     return fload(tile + entry * across + channel + vector * W);
   }
-  inline void fetch(int64_t, int64_t) const {}
+  inline void fetch(int64_t, int64_t, int) const {}
 };
 
 // Values of entries as they lie. Of 2 W channels the first vector has the even ones and the second the odd ones, which
@@ -103,7 +109,9 @@ struct ValuesInPlace {
     const I pairs = iload(rows[entry] + channel + vector / 2 * 2 * W);
     return vector % 2 ? bf16_high(pairs) : bf16_low(pairs);
   }
-  inline void fetch(int64_t entry, int64_t channel) const { __builtin_prefetch(rows[entry] + ahead + channel); }
+  inline void fetch(int64_t entry, int64_t channel, int count) const {
+    for (int c = 0; c < count; c += LINE) __builtin_prefetch(rows[entry] + ahead + channel + c, 0, 2);
+  }
 };
 
 INLINE void order_channels(float* mix, int64_t dim) {
@@ -126,7 +134,7 @@ INLINE void mix_channels(const float* weights, const Values& values, int64_t cou
   UNROLLED for (int c = 0; c < C; c++)
     UNROLLED for (int r = 0; r < R; r++) part[c][r] = fload(mix + r * across + d + c * W);
   for (int64_t i = 0; i < count; i++) {
-    values.fetch(i, d);
+    values.fetch(i, d, C * W);
     add_products<R, C>(part, [&](int r) { return weights[r * SCORE_ROW + i]; },
                        [&](int c) { return values.read(i, d, c); });
   }
