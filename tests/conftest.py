@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import io
 import itertools
-import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,6 @@ from families import tiny
 
 from kvkeep import plugins
 from kvkeep.cli.lazy import GROUP
-from kvkeep.models.folders import cache_folder
 from kvkeep.plugins import PARTS
 
 WORDS = (  # noqa: SIM905
@@ -95,28 +92,12 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="session")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of kernels that all processes of a run share, since compiling takes half a minute; what the user has of
-    them is there from the start."""
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "kernels"
-    folder.mkdir(exist_ok=True)
-    for path in (cache_folder() / "kernels").glob("*.so"):
-        with suppress(FileExistsError):
-            (folder / path.name).symlink_to(path)
-    return folder
-
-
 @pytest.fixture(autouse=True)
-def own_cache_folder(
-    tmp_path_factory: pytest.TempPathFactory, compiled: Path, monkeypatch: pytest.MonkeyPatch, request: Any
-) -> None:
+def own_cache_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, request: Any) -> None:
     """Nothing a test writes lands in the user's folders, except that real models are taken from there."""
     if request.node.get_closest_marker("real") is None:
         folder = tmp_path_factory.getbasetemp() / f"cache{next(_FOLDERS)}"
         folder.mkdir()
-        (folder / "kernels").symlink_to(compiled)
         monkeypatch.setenv("KVKEEP_CACHE", str(folder))
     monkeypatch.setenv("KVKEEP_DATA", str(tmp_path_factory.getbasetemp() / f"data{next(_FOLDERS)}"))
 

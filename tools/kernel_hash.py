@@ -3,8 +3,9 @@
 python tools/kernel_hash.py [--write]
 
 It builds the program of tests/native/hash.cpp and runs it for each path: those of this processor, in the library that
-is installed, AVX-512's source by SIMDe, and aarch64 under qemu-user. All hashes have to be the same, and those of
-tests/native/hashes.txt, which --write writes anew. What cannot run here is named. Standard library only.
+is installed, the sources for AVX-512 and AVX-VNNI by SIMDe where the processor has not these, and aarch64 under
+qemu-user. All hashes have to be the same, and those of tests/native/hashes.txt, which --write writes anew. What cannot
+run here is named. Standard library only.
 """
 
 from __future__ import annotations
@@ -61,20 +62,24 @@ def runs() -> Iterator[tuple[str, str]]:
     paths = output([str(program)]).split()
     for path in paths:
         yield path, output([str(program), path])
-    if platform.machine() in ("x86_64", "AMD64") and "avx512" not in paths:
+    if platform.machine() in ("x86_64", "AMD64"):
         yield from by_simde(paths)
     if platform.machine() == "x86_64" and sys.platform == "linux":
         yield from by_qemu()
 
 
 def by_simde(paths: list[str]) -> Iterator[tuple[str, str]]:
-    """Yield the run of AVX-512's source by SIMDe."""
+    """Yield the runs, by SIMDe, of the sources for instructions that this processor lacks."""
+    lacking = [path for path in ("avx512", "avxvnni") if path not in paths]
     header = Path("/usr/include/simde/x86/avx512.h")
-    if "avx2" not in paths or not (header.is_file() or (installed(SIMDE) and header.is_file())):
-        print(f"  avx512 by SIMDe: not run, it needs AVX2 and {SIMDE}")
+    if not lacking:
         return
-    program = built("simde", "-DKVKEEP_SIMDE=ON", "-DKVKEEP_ONLY=avx512")
-    yield "avx512 by SIMDe", output([str(program), "avx512"])
+    if "avx2" not in paths or not (header.is_file() or (installed(SIMDE) and header.is_file())):
+        print(f"  {' and '.join(lacking)} by SIMDe: not run, it needs AVX2 and {SIMDE}")
+        return
+    program = built("simde", "-DKVKEEP_SIMDE=ON", f"-DKVKEEP_ONLY={';'.join(lacking)}")
+    for path in lacking:
+        yield f"{path} by SIMDe", output([str(program), path])
 
 
 def by_qemu() -> Iterator[tuple[str, str]]:

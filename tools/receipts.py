@@ -47,16 +47,22 @@ def _model(report: dict[str, Any]) -> str:
 def _table(model: str, reports: list[dict[str, Any]]) -> str:
     adapter = TypeAdapter(Receipt)
     receipts = [adapter.validate_python(_without_sums(report["receipt"])) for report in reports]
-    merged = replace(receipts[0], rows=[_merged(model, rows) for rows in zip(*(r.rows for r in receipts), strict=True)])
     if len({(one.fingerprint, one.numerics, one.prompts) for one in receipts}) > 1:
         sys.exit(f"{model}: the files are not of the same weights, numerics version and prompts.")
+    if len({tuple(row.label for row in one.rows) for one in receipts}) > 1:
+        sys.exit(f"{model}: the files have other rows.")
+    merged = replace(receipts[0], rows=[_merged(model, rows) for rows in zip(*(r.rows for r in receipts), strict=True)])
     differing = [row.label for row in merged.rows if DIFFERS in (row.logits, row.session)]
     (table,) = ReceiptStudy.model_validate({}).tables(receipts[0] if not differing else merged)
     if differing:
         table.title = f"Receipt {receipts[0].exact[:16]} (exact)"
     digests = re.sub("^Receipt ", "", table.title)
     machines = (f"`{one['machine']['path']}` on {one['machine']['processor']}" for one in reports)
-    same = f"Different: {', '.join(differing)}." if differing else "All rows are the same."
+    same = "All rows are the same."
+    if differing:
+        same = f"Different: {', '.join(differing)}."
+    elif len(reports) == 1:
+        same = "Not yet compared with another path or machine."
     table.title = model
     lines = table.markdown().replace(f"### {model}\n", f"### {model}\n\nReceipt: {digests}.\n", 1)
     torch = ", ".join(sorted({one["machine"]["torch"] for one in reports}))
@@ -66,8 +72,6 @@ def _table(model: str, reports: list[dict[str, Any]]) -> str:
 def _merged(model: str, rows: tuple[Row, ...]) -> Row:
     """Return the row of all files; ends the program where a promised one differs."""
     first = rows[0]
-    if len({row.label for row in rows}) > 1:
-        sys.exit(f"{model}: the files have other rows.")
     if all((row.logits, row.session) == (first.logits, first.session) for row in rows):
         return first
     if first.promised:

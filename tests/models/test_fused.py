@@ -109,6 +109,18 @@ def test_a_family_that_differs_runs_by_its_modules(family: str, made: Any) -> No
     assert_alike(found, logits(other))
 
 
+@pytest.mark.parametrize(
+    ("gate", "number"), [("silu", 0), ("gelu_pytorch_tanh", 1), ("gelu", None), ("relu", None), ("gelu_new", 1)]
+)
+def test_the_gate_is_that_of_the_mlp(gate: str, number: int | None, tmp_path: Path) -> None:
+    """With weights as models begin with, whose gates differ little."""
+    config = hf.LlamaConfig(**COMMON | {"hidden_act": gate, "intermediate_size": 64}, head_dim=16)
+    hf.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    found = fused(load(tmp_path, weights="bfloat16", device="cpu").model)
+    assert [layer.gate for layer in found] == ([] if number is None else [number] * 4)
+
+
 def test_what_is_hooked_is_called(made: Any) -> None:
     model, called = copy.deepcopy(made("llama")), []
     before = logits(model)

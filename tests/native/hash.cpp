@@ -154,6 +154,20 @@ void hash_matrices() {
       kvkeep_product(&weights.matrix, x, 3, nullptr, y, outputs);
       hash.add(y);
     });
+    print("what is no number " + name, [&](Hash& hash) {  // infinity, its sign, and where it is
+      for (int64_t rows : {3, 20}) {
+        Array<bf16> wrong(rows * inputs), y(rows * outputs);
+        memcpy(wrong, x, wrong.bytes());
+        wrong[inputs + 3] = 0x7fc1;
+        wrong[inputs + 19] = 0xffff;
+        wrong[2 * inputs] = 0x7f80;
+        wrong[2 * inputs + 40] = 0xff80;
+        kvkeep_product(&weights.matrix, wrong, rows, nullptr, y, outputs);
+        for (size_t i = 0; i < y.size; i++)  // which of all the numbers that are none is the processor's choice
+          if ((y[i] & 0x7fff) > 0x7f80) y[i] = 0x7fc0;
+        hash.add(y);
+      }
+    });
   }
 }
 
@@ -362,6 +376,24 @@ void hash_attention() {
       add_attention(hash, {entries.piece(700, 9), entries.piece(0, 700), entries.piece(1000, 333)}, queries, true);
       add_attention(hash, {entries.piece(0, 600)}, queries, queries > 1, true);
     });
+  for (int64_t dim : {72, 80, 112}) {
+    print("attention of dim " + std::to_string(dim), [&](Hash& hash) {
+      for (int64_t queries : {1, 40})
+        for (int64_t value_dim : {dim, dim - 24}) {
+          const int64_t count = 600;
+          Array<bf16> query(LANES * GROUPS * queries * dim), keys(LANES * count * dim), values(LANES * count * value_dim),
+              out(LANES * GROUPS * queries * value_dim);
+          Array<float> lse(LANES * GROUPS * queries);
+          fill(query, 45, 45);
+          fill(keys, dim, 50);
+          fill(values, value_dim, 60);
+          kvkeep_attend_rows(query, keys, values, count * dim, count * value_dim, LANES, GROUPS, queries, dim, value_dim,
+                             count, 0.125f, out, lse, nullptr, 0);
+          hash.add(out);
+          hash.add(lse);
+        }
+    });
+  }
   print("attention with a mask", [&](Hash& hash) {
     Array<bf16> query(LANES * GROUPS * 5 * DIM), out(query.size);
     Array<float> lse(LANES * GROUPS * 5);

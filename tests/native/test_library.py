@@ -76,7 +76,9 @@ def test_a_path_that_is_not_here_is_refused_by_name(monkeypatch: pytest.MonkeyPa
     forget()
     monkeypatch.setenv("KVKEEP_CPU", "nonsense")
     for call in (native.check_environment, native.library, native.library):
-        with pytest.raises(UsageError, match=f"KVKEEP_CPU=nonsense is not on this machine; it has {', '.join(here)}"):
+        with pytest.raises(
+            UsageError, match=f"KVKEEP_CPU=nonsense: this machine cannot run 'nonsense'. It runs {', '.join(here)}"
+        ):
             call()
 
 
@@ -86,7 +88,9 @@ def test_the_command_line_refuses_it_before_anything_heavy_is_loaded() -> None:
     environment = {**os.environ, "KVKEEP_CPU": "nonsense", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 2 and done.stdout.strip() == "False"
-    assert re.fullmatch(r"kvkeep: KVKEEP_CPU=nonsense is not on this machine; it has .*torch\.\n", done.stderr)
+    assert re.fullmatch(
+        r"kvkeep: KVKEEP_CPU=nonsense: this machine cannot run 'nonsense'\. It runs .*torch\.\n", done.stderr
+    )
 
 
 def test_without_the_library_by_choice_nothing_is_said(
@@ -107,8 +111,7 @@ def test_a_missing_library_is_said_once_and_torch_does_all(
     with caplog.at_level(logging.WARNING):
         assert native.library() is None and native.library() is None
     assert [record.getMessage() for record in caplog.records] == [
-        "The native library is missing (libkvkeep.so was not built): plain torch operations are used, "
-        f"{native.SLOWDOWN}."
+        f"The native library was not built. kvkeep computes with torch, {native.SLOWDOWN}."
     ]
     model = load(model_folder, weights="int8", device="cpu").model
     cache = KeepCache(model, "window+checkpoint:kv", budget=16, where="host")
@@ -127,7 +130,7 @@ def test_a_library_that_cannot_be_loaded_is_no_reason_to_fail(
     monkeypatch.setattr(native, "FILE", broken)
     with caplog.at_level(logging.WARNING):
         assert native.library() is None
-    assert "The native library is missing" in caplog.text and len(caplog.records) == 1
+    assert "The native library cannot be used" in caplog.text and len(caplog.records) == 1
 
 
 @pytest.mark.usefixtures("kernels")
@@ -138,7 +141,7 @@ def test_a_library_with_other_structures_is_not_used(
     monkeypatch.setattr(native, "STRUCTURES", native.STRUCTURES[::-1])
     with caplog.at_level(logging.WARNING):
         assert native.library() is None
-    assert "KvStep has 32 bytes in it" in caplog.text and "install kvkeep again" in caplog.text
+    assert "KvStep has 32 bytes, not" in caplog.text and "install kvkeep again" in caplog.text
 
 
 # ---- threads and float modes -----------------------------------------------------------------------------------------

@@ -157,8 +157,9 @@ def _rows(listed: Sequence[Case], taken: Sequence[_Taken]) -> list[Timed]:
         if ms:
             figures = median(ms), max(ms), fmean(ms), 1e3 * own.merging / len(ms)
         ratios = ratio(prefill, rival[0]), ratio(step, rival[1]), ratio(step, held[1])
-        told = len(ms), own.memory, own.error, own.entry_bytes, own.prefills, ms
-        rows.append(Timed(case.label, case.length, prefill, *figures, *ratios, *told))
+        told: dict[str, Any] = {"error": own.error, "entry_bytes": own.entry_bytes}
+        told |= {"prefills_s": own.prefills, "steps_ms": ms}
+        rows.append(Timed(case.label, case.length, prefill, *figures, *ratios, len(ms), own.memory, **told))
     return rows
 
 

@@ -76,7 +76,9 @@ def capacity(
         )
     ]  # fmt: skip
     if not found:
-        raise UsageError("No cache is left; give other methods, or another budget.")
+        raise UsageError(
+            "None of these methods can be planned with this budget and context; give other methods, or another budget."
+        )
     rebuilt = [planned.rebuilding(shape, rates, int(tokens)) for tokens in contexts]
     balances = {count: planned.balance(shape, rates, count) for count in SHARED}
     if json:
@@ -96,7 +98,7 @@ def capacity(
         out.print(_projected(one), soft_wrap=True)
     for count, tokens in balances.items():
         out.print(
-            f"{count} in a step: from {tokens:,.0f} tokens each on, their entries take longer than all else.",
+            f"With {count} sessions in a step, attention takes over half of it from {tokens:,.0f} tokens a session on.",
             soft_wrap=True,
         )
 

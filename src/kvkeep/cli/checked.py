@@ -51,7 +51,7 @@ def check_cache(
         _check_auto({"method": method, "checkpoint": options.get("checkpoint"), "where": options.get("where")}, memory)
         return method, budget
     if memory is not None:
-        raise UsageError("A memory is for '--budget auto'; leave it out.")
+        raise UsageError("--memory is used with '--budget auto' only; leave it out.")
     if method is not None:
         check_names(method)
     Budget.parse(budget)

@@ -20,6 +20,7 @@ from kvkeep.cli.generate import as_json
 from kvkeep.cli.output import note, out, print_json, printable, reading
 from kvkeep.cli.starting import starting
 from kvkeep.errors import KvkeepError, UsageError
+from kvkeep.native.library import library
 from kvkeep.units import size
 
 if TYPE_CHECKING:
@@ -139,8 +140,15 @@ def demo(
     else:
         _foot(full, exact, same, expect)
     if full.tokens != exact.tokens:
-        note(f"{EXACT} answers otherwise than {FULL}, which exact methods do not in float32; please report this text.")
+        note(f"{EXACT} wrote other tokens than {FULL}. {_cause()}")
         raise typer.Exit(1)
+
+
+def _cause() -> str:
+    """What to say of an exact method whose tokens differ."""
+    if library() is None:
+        return "Without the native library, rounding can decide between two equally likely tokens."
+    return "The native library does not allow that; please report the text, the question and 'kvkeep prove --receipt'."
 
 
 def plant(text: str) -> str:

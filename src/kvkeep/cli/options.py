@@ -14,8 +14,7 @@ Model = Annotated[
 Weights = Annotated[
     str,
     typer.Option(
-        help="auto (a GGUF file in its own bits, others in bfloat16 where that is fast), float32, bfloat16, float16, "
-        "int8, int4."
+        help="auto (a GGUF file in its own bits; bfloat16 models as they are), float32, bfloat16, float16, int8, int4."
     ),
 ]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, mps; by default cuda where there is one.")]

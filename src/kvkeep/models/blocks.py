@@ -121,8 +121,7 @@ def _halves(data: Bytes, width: int) -> Bytes:
 
 
 def _q4_0(data: Bytes) -> Parts:
-    scale = _half(data[:, :2])
-    return _halves(data[:, 2:], 16), scale, scale * np.float16(-8)
+    return _halves(data[:, 2:], 16).view(np.int8) - np.int8(8), _half(data[:, :2]), None
 
 
 def _q4_1(data: Bytes) -> Parts:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kvkeep.errors import ModelError
 from kvkeep.models.blocks import KINDS, Blocks
 from kvkeep.native.library import KvMatrix, address, address_of, kernels, library
 
@@ -21,7 +22,7 @@ PANEL = 16
 
 
 class Packed(nn.Module):
-    """A matrix of small weights; buffers only, so that it has no gradient."""
+    """A matrix of packed weights; buffers only, so that it has no gradient."""
 
     data: Tensor
     """Panels of the native library, uint8; without it rows of blocks, (outputs, bytes of a row)."""
@@ -86,7 +87,7 @@ class Packed(nn.Module):
 
 
 class PackedLinear(Packed):
-    """``nn.Linear`` with small weights. bias: bfloat16."""
+    """``nn.Linear`` with packed weights. bias: bfloat16."""
 
     bias: Tensor | None
 
@@ -111,7 +112,7 @@ class PackedLinear(Packed):
 
 
 class PackedEmbedding(nn.Module):
-    """``nn.Embedding`` with small weights, of which looked-up rows are written out. May share its matrix with the
+    """``nn.Embedding`` with packed weights, of which looked-up rows are written out. May share its matrix with the
     language-model head."""
 
     def __init__(self, matrix: Packed, scale: float = 1.0, padding_idx: int | None = None) -> None:
@@ -121,7 +122,7 @@ class PackedEmbedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return the rows of ``ids`` (...): (..., width) bfloat16."""
-        rows = self.matrix.rows(ids.reshape(-1)).to(torch.bfloat16).view(*ids.shape, -1)
+        rows = self.matrix.rows(ids.reshape(-1)).to(torch.bfloat16).view(*ids.shape, self.embedding_dim)
         return rows if self.scale == 1.0 else rows * torch.tensor(self.scale, dtype=torch.bfloat16)
 
 
@@ -135,7 +136,7 @@ def multiplied(matrix: Packed, x: Tensor, bias: Tensor | None = None) -> Tensor:
     kernels().kvkeep_product(
         address_of(matrix.struct), rows.data_ptr(), len(rows), address(bias), out.data_ptr(), matrix.out_features
     )
-    return out.view(*x.shape[:-1], -1).to(x.dtype)
+    return out.view(*x.shape[:-1], matrix.out_features).to(x.dtype)
 
 
 class _Product(torch.autograd.Function):
@@ -156,5 +157,9 @@ def _packed(matrix: Blocks) -> Tensor:
     outputs, inputs = matrix.shape
     number, rows = KINDS[matrix.kind].number, matrix.rows.contiguous()
     panels = torch.empty(kernels().kvkeep_packed_bytes(number, inputs, outputs), dtype=torch.uint8)
-    kernels().kvkeep_pack(number, inputs, outputs, rows.data_ptr(), rows.shape[1], panels.data_ptr())
+    if not kernels().kvkeep_pack(number, inputs, outputs, rows.data_ptr(), rows.shape[1], panels.data_ptr()):
+        raise ModelError(
+            f"A matrix of {outputs} x {inputs} weights ({matrix.kind}) has a scale that is infinite or no number: the "
+            "file is damaged; fetch it again."
+        )
     return panels

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -14,8 +15,9 @@ TRIAL = (0, 1, 77, 1000, 4095)
 
 
 class Rotary:
-    """The forward of a module of rotary embeddings, in place of its own. Frequencies are those of the config where the
-    module's are of the plain kind: a power that is computed in single precision has other bits elsewhere."""
+    """The forward of a module of rotary embeddings, in place of its own. Frequencies of the kinds default, linear and
+    llama3 are computed here in double precision: a power that torch computes in single precision has other bits on
+    another processor. Those of other kinds are the module's."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -28,7 +30,8 @@ class Rotary:
             return type(self.module).forward(self.module, *given)
         prefix = "" if layer_type is None else f"{layer_type}_"
         if prefix not in self.frequencies:
-            self.frequencies[prefix] = _frequencies(getattr(self.module, f"{prefix}inv_freq"))
+            stated = getattr(self.module, f"{prefix}inv_freq")
+            self.frequencies[prefix] = _frequencies(_parameters(self.module, layer_type), stated)
         frequencies, positions = self.frequencies[prefix], position_ids.to(torch.int64).contiguous()
         cos = torch.empty(*positions.shape, 2 * len(frequencies), dtype=torch.bfloat16)
         sin = torch.empty_like(cos)
@@ -73,15 +76,37 @@ def _agrees(ours: Rotary, kind: str | None) -> bool:
     return all(a.shape == b.shape and bool(((a - b).abs() <= 0.01).all()) for a, b in zip(found, wanted, strict=True))
 
 
-def _frequencies(stated: Tensor) -> Tensor:
-    """Return frequencies without what single precision made of the power: theta ** (-i / n), theta taken from the last
-    one, where all are of that form; else as they are."""
-    count = len(stated)
-    if count < 2 or float(stated[0]) != 1.0 or float(stated[-1]) <= 0:  # some heads do not turn at all
+def _parameters(module: Any, kind: str | None) -> dict[str, Any]:
+    """Return what the config says of a module's angles."""
+    stated = getattr(module.config, "rope_parameters", None) or {}
+    return stated if kind is None else stated.get(kind, {})
+
+
+def _frequencies(parameters: dict[str, Any], stated: Tensor) -> Tensor:
+    """Return the frequencies of ``parameters`` without what single precision made of ``stated``, the module's own;
+    ``stated`` where they are of another kind."""
+    count, theta = len(stated), parameters.get("rope_theta")
+    if theta is None:
         return stated.float().contiguous()
-    theta = float(round(float(stated[-1]) ** (-count / (count - 1))))
-    for guess in (theta, float(f"{theta:.2g}"), float(f"{theta:.3g}"), float(f"{theta:.4g}")):
-        made = torch.tensor([guess ** (-number / count) for number in range(count)], dtype=torch.float64)
-        if bool(((made - stated.double()).abs() <= 4e-7 * made).all()):
-            return made.float()
+    plain = [float(theta) ** (-number / count) for number in range(count)]
+    made = torch.tensor([_scaled(parameters, one) for one in plain], dtype=torch.float64)
+    if bool(((made - stated.double()).abs() <= 1e-5 * made).all()):
+        return made.float()
     return stated.float().contiguous()
+
+
+def _scaled(parameters: dict[str, Any], frequency: float) -> float:
+    """Return a frequency as its kind scales it; one of an unknown kind as it is."""
+    kind, factor = parameters.get("rope_type"), parameters.get("factor", 1.0)
+    if kind == "linear":
+        return float(frequency / factor)
+    if kind != "llama3":
+        return frequency
+    low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
+    turns = parameters["original_max_position_embeddings"] * frequency / (2 * math.pi)
+    if turns < low:
+        return float(frequency / factor)
+    if turns > high:
+        return frequency
+    smooth = (turns - low) / (high - low)
+    return float((1 - smooth) * frequency / factor + smooth * frequency)

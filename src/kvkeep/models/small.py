@@ -1,4 +1,4 @@
-"""Models with small weights: transformers reads a model, and each matrix is packed before the next one is read.
+"""Models with packed weights: transformers reads a model, and each matrix is packed before the next one is read.
 
 A quantiser, registered with transformers as any other, takes the matrices of linear layers and embeddings; all else
 (names, missing weights, ties, buffers) is transformers'. After loading the model is not marked as a quantised one.

@@ -8,7 +8,8 @@
 
 namespace {
 
-constexpr int64_t SMALL_WORK = 1 << 16;  // products below which threads cost more than they bring
+constexpr int64_t SMALL_WORK = 1 << 16;   // products below which threads cost more than they bring
+constexpr int64_t BLOCKS_BYTES = 8 << 20;  // of the mixes of all blocks, where blocks are tasks
 
 // body(task) of all tasks, by one thread where there is little to do.
 template <class F> INLINE void share(int64_t count, int64_t products, const F& body) {
@@ -53,14 +54,14 @@ struct AttentionJob {  // an attention, and where its result goes, as kvkeep_att
     const KvAttention& a = *attention;
     int64_t least = INT64_MAX;
     for (int64_t lane = 0; lane < a.lanes; lane++)
-      least = min64(least, (first_of(a, lane) + shift_of(a, lane)) / BLOCK_ENTRIES);
+      least = min64(least, block_of(first_of(a, lane) + shift_of(a, lane)));
     return least;
   }
   int64_t last_block() const {
     const KvAttention& a = *attention;
     int64_t greatest = first_block();
     for (int64_t lane = 0; lane < a.lanes; lane++)
-      greatest = max64(greatest, (a.entries - 1 + shift_of(a, lane)) / BLOCK_ENTRIES);
+      greatest = max64(greatest, block_of(a.entries - 1 + shift_of(a, lane)));
     return greatest;
   }
 
@@ -103,11 +104,16 @@ static void attend_part(const AttentionJob& job, int64_t first, int64_t last, in
     for (int64_t r = 0; r < rows; r++) job.finish(softmax[r], mixes + r * dim, at + r);
 }
 
+static size_t bytes_by_blocks(const AttentionJob& job) {
+  const int64_t blocks = job.last_block() - job.first_block() + 1;
+  return size_t(job.attention->lanes * job.rows() * blocks) * (size_t(job.attention->value_dim) * 4 + sizeof(Softmax));
+}
+
 // Few rows: blocks are tasks, and are combined in the same order after.
 static void attend_blocks(const AttentionJob& job, int64_t first, int64_t last) {
   const KvAttention& a = *job.attention;
   const int64_t rows = job.rows(), dim = a.value_dim, blocks = last - first + 1, all = a.lanes * rows;
-  float* mixes = (float*)kv_scratch(KV_SCRATCH_MIXES, size_t(all * blocks) * (size_t(dim) * 4 + sizeof(Softmax)));
+  float* mixes = (float*)kv_scratch(KV_SCRATCH_MIXES, bytes_by_blocks(job));
   Softmax* found = (Softmax*)(mixes + all * blocks * dim);
   for (int64_t i = 0; i < all * blocks; i++) found[i] = {NOTHING, 0.0f};
   share(a.lanes * blocks, job.products(), [&](int64_t task) {
@@ -141,16 +147,18 @@ struct PartTask {
 // As many attentions as there are, by lanes and parts of rows where these are enough to keep all threads busy.
 static void attend_jobs(const AttentionJob* jobs, int64_t count) {
   int64_t total = 0, blocks = 1, products = 0;
+  bool few = true;
   for (int64_t j = 0; j < count; j++) {
     const AttentionJob& job = jobs[j];
     const int64_t rows = job.attention->lanes * job.rows();
     total += job.attention->lanes * job.parts();
     products += job.products();
     blocks = max64(blocks, job.last_block() - job.first_block() + 1);
+    few &= bytes_by_blocks(job) <= BLOCKS_BYTES;
     if (job.state && !job.resumes)
       for (int64_t r = 0; r < rows; r++) job.softmax_so_far()[r] = {NOTHING, 0.0f};
   }
-  if (total < 4 * kv_threads() && blocks > 1) {
+  if (few && total < 4 * kv_threads() && blocks > 1) {
     for (int64_t j = 0; j < count; j++) attend_blocks(jobs[j], jobs[j].first_block(), jobs[j].last_block());
     return;
   }

@@ -1,7 +1,7 @@
 // Attention of rows of queries over one block of entries.
 //
 // A lane's entries are counted from the row's first token and taken in blocks of 512. A masked entry, or a place in a
-// block without one, adds exact zeros; so a query gives the same bits whatever other queries there are, however entries
+// block without one, adds exact zeros (as long as values are finite); so a query gives the same bits whatever other queries there are, however entries
 // are split into pieces, and however long the padding before a row is.
 #pragma once
 
@@ -20,6 +20,11 @@ INLINE int64_t shift_of(const KvAttention& a, int64_t lane) { return a.shift ? a
 INLINE int64_t limit_of(const KvAttention& a, int64_t lane, int64_t query) {
   const int64_t stop = a.stop ? a.stop[lane] : a.entries;
   return a.past < 0 ? stop : min64(stop, a.past + query + 1);
+}
+
+// The number of the block that a place lies in; places before the row's first token are negative.
+INLINE int64_t block_of(int64_t place) {
+  return (place < 0 ? place - BLOCK_ENTRIES + 1 : place) / BLOCK_ENTRIES;
 }
 
 struct Span { int64_t low, high; };  // of places in a block

@@ -32,13 +32,14 @@ bool has_avx2() {
   const bool f16c = __get_cpuid(1, &a, &b, &c, &d) && c & 1 << 29;
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && f16c;
 }
+#if defined(KVKEEP_SIMDE_PATHS)
+bool has_avx512() { return has_avx2(); }
+bool has_avxvnni() { return has_avx2(); }
+#else
 bool has_avxvnni() {
   unsigned a, b, c, d;
   return has_avx2() && __get_cpuid_count(7, 1, &a, &b, &c, &d) && a & 1 << 4;
 }
-#if defined(KVKEEP_SIMDE_PATHS)
-bool has_avx512() { return has_avx2(); }
-#else
 bool has_avx512() {
   return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
@@ -89,6 +90,8 @@ EXPORT void kvkeep_sizes(int64_t sizes[6]) {
                            sizeof(KvAttention), sizeof(KvInsert), sizeof(KvStep)};
   memcpy(sizes, found, sizeof found);
 }
+
+EXPORT int64_t kvkeep_numerics(void) { return KVKEEP_NUMERICS; }
 
 EXPORT const char* kvkeep_paths(void) { return names; }
 

@@ -67,7 +67,7 @@ typedef struct KvAttention {
 typedef struct KvInsert { /* a new entry of each lane, and the column that it takes */
   /* ranks, slots, scores, extra, newest: (lanes, columns). The column is that of the least rank; without ranks it is
    * `at`. keys, values: rows of so many bytes, a lane's `.._lane` bytes apart. left_keys ..: where what was there is
-   * copied to; null: it is discarded. Null as well: slots, where lanes are in order; scores, where nothing has any; new
+   * copied to; null: it is discarded. Null as well: slots, where there are no ranks; scores, where nothing has any; new
    * scores, where they are 0; extra and newest, where nothing was merged. */
   const void* ranks;
   int64_t whole; /* ranks are int32, else float32 */
@@ -94,10 +94,15 @@ typedef struct KvStep { /* one new entry of each lane of a session's layer, and 
   int64_t token; /* its place in the row */
 } KvStep;
 
+/* Raised whenever the bits that kernels compute change; library.py has the same number. */
+#define KVKEEP_NUMERICS 1
+
 /* ---- the library ------------------------------------------------------------------------------------------------- */
 
 /* The sizes of KvMatrix, KvLayer, KvPiece, KvAttention, KvInsert and KvStep, which a caller compares with its own. */
 void kvkeep_sizes(int64_t sizes[6]);
+/* KVKEEP_NUMERICS of what was compiled. */
+int64_t kvkeep_numerics(void);
 /* Names of the paths that this processor runs, best first, separated by spaces. */
 const char* kvkeep_paths(void);
 /* Takes the path of that name; returns 0 where there is none on this processor. */
@@ -114,8 +119,9 @@ void kvkeep_set_threads(int count);
 
 /* Bytes of the panels of such a matrix; 0 where there is no such kind, or its inputs are no whole blocks. */
 int64_t kvkeep_packed_bytes(int64_t kind, int64_t inputs, int64_t outputs);
-/* Writes panels of rows of a GGUF file's blocks (or of bfloat16); rows: `outputs` of `row_bytes` each. */
-void kvkeep_pack(int64_t kind, int64_t inputs, int64_t outputs, const uint8_t* rows, int64_t row_bytes, uint8_t* panels);
+/* Writes panels of rows of a GGUF file's blocks (or of bfloat16); rows: `outputs` of `row_bytes` each. Returns 0 where a
+ * scale or an offset of a block is infinite or no number. */
+int kvkeep_pack(int64_t kind, int64_t inputs, int64_t outputs, const uint8_t* rows, int64_t row_bytes, uint8_t* panels);
 /* The other way round: rows of blocks, as the file had them. */
 void kvkeep_unpack(const KvMatrix* matrix, uint8_t* rows, int64_t row_bytes);
 /* Some outputs of the matrix as float32 (count, inputs). */

@@ -26,9 +26,12 @@ log = logging.getLogger(__name__)
 FILE = Path(__file__).with_name("libkvkeep.so")
 """The library; by this name on macOS as well."""
 NUMERICS_VERSION = 1
-"""Part of every receipt: raised whenever the bits that kernels, or methods on them, compute change."""
+"""Part of every receipt: raised whenever the bits that kernels, or methods on them, compute change; kvkeep.h has the
+same number."""
 SLOWDOWN = "about ten times slower"
 """How plain torch operations compare with the library."""
+OPENMP = ("libgomp", "libomp", "libiomp")
+"""How the files of OpenMP's runtimes begin."""
 TORCH = "torch"
 """The value of ``KVKEEP_CPU`` that means no library."""
 
@@ -196,7 +199,8 @@ _SIGNATURES = {
     "kvkeep_use_openmp": "pp",
     "kvkeep_set_threads": "i",
     "kvkeep_packed_bytes": "lll:l",
-    "kvkeep_pack": "lllplp",
+    "kvkeep_pack": "lllplp:i",
+    "kvkeep_numerics": ":l",
     "kvkeep_unpack": "ppl",
     "kvkeep_rows": "pplp",
     "kvkeep_product": "pplppl",
@@ -254,7 +258,9 @@ def _chosen() -> ctypes.CDLL | None:
         return loaded
     if loaded is None or not loaded.kvkeep_choose(wanted.encode()):
         paths = [] if loaded is None else loaded.kvkeep_paths().decode().split()
-        raise UsageError(f"KVKEEP_CPU={wanted} is not on this machine; it has {', '.join([*paths, TORCH])}.")
+        raise UsageError(
+            f"KVKEEP_CPU={wanted}: this machine cannot run '{wanted}'. It runs {', '.join([*paths, TORCH])}."
+        )
     return loaded
 
 
@@ -269,22 +275,29 @@ def _loaded() -> ctypes.CDLL | None:
             function = getattr(loaded, name)
             function.argtypes = [_TYPES[kind] for kind in arguments]
             function.restype = _TYPES[result] if result else None
-        _compare_sizes(loaded)
+        _check_version(loaded)
     except (OSError, AttributeError, KvkeepError) as error:
-        reason = str(error) if FILE.is_file() else f"{FILE.name} was not built"
-        log.warning("The native library is missing (%s): plain torch operations are used, %s.", reason, SLOWDOWN)
+        if FILE.is_file():
+            log.warning("The native library cannot be used (%s). kvkeep computes with torch, %s.", error, SLOWDOWN)
+        else:
+            log.warning("The native library was not built. kvkeep computes with torch, %s.", SLOWDOWN)
         return None
     return loaded
 
 
-def _compare_sizes(loaded: ctypes.CDLL) -> None:
-    """Raise KvkeepError where the library was built for other structures than these."""
+def _check_version(loaded: ctypes.CDLL) -> None:
+    """Raise KvkeepError where the library is of another version than this module: it computes other bits, or has other
+    structures."""
+    if loaded.kvkeep_numerics() != NUMERICS_VERSION:
+        raise KvkeepError("it was built for another kvkeep; install kvkeep again")
     sizes = (ctypes.c_int64 * len(STRUCTURES))()
     loaded.kvkeep_sizes(sizes)
     for structure, size in zip(STRUCTURES, sizes, strict=True):
         if ctypes.sizeof(structure) != size:
             name, expected = structure.__name__, ctypes.sizeof(structure)
-            raise KvkeepError(f"{name} has {size} bytes in it and {expected} here; install kvkeep again")
+            raise KvkeepError(
+                f"it was built for another kvkeep: {name} has {size} bytes, not {expected}; install kvkeep again"
+            )
 
 
 def _share_threads(loaded: ctypes.CDLL) -> None:
@@ -303,7 +316,7 @@ def _share_threads(loaded: ctypes.CDLL) -> None:
 def _openmp(torch_folder: Path) -> ctypes.CDLL | None:
     """Return the OpenMP runtime that torch has loaded; None where it cannot be told."""
     folders = (torch_folder / "lib", torch_folder.parent / "torch.libs")
-    found = [file for folder in folders for name in ("libgomp*", "libomp*") for file in sorted(folder.glob(name))]
+    found = [file for folder in folders for name in OPENMP for file in sorted(folder.glob(f"{name}*"))]
     for file in [*found, *_mapped_openmp()]:
         try:
             return ctypes.CDLL(str(file), mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
@@ -321,7 +334,7 @@ def _mapped_openmp() -> list[Path]:
     except OSError:
         return []
     files = {Path(parts[5]) for line in lines if len(parts := line.split(maxsplit=5)) == 6}
-    return sorted(file for file in files if file.name.startswith(("libgomp", "libomp")))
+    return sorted(file for file in files if file.name.startswith(OPENMP))
 
 
 def _function_address(runtime: ctypes.CDLL, name: str) -> int | None:

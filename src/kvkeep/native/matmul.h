@@ -22,12 +22,20 @@ struct Inputs {  // 32 of a row, rounded
 };
 
 constexpr int TILE = 16;  // rows that pass a group of weights while its codes are in registers
-constexpr int FEW = 4;    // rows up to which sums stay in registers
 constexpr int64_t DIRECT = 16;  // rows up to which a call's loops are microseconds
 
 static void round_group(const bf16* x, Inputs& to) {
   const vf a = vload_bf16(x), b = vload_bf16(x + 16), zero = vset(0.0f);
-  float greatest = maximum(vmax(vmax(a, zero - a), vmax(b, zero - b)));
+  float lanes[16], greatest = 0.0f, wrong = 0.0f;
+  vstore(lanes, (a - a) + (b - b));
+  for (int i = 0; i < 16; i++) wrong += lanes[i];
+  if (wrong != 0.0f) {  // one is infinite or no number: then no output is a number, on any processor
+    memset(to.codes, 0, sizeof to.codes);
+    to.scale = to.sum = as_float(0x7fc00000);
+    to.total = to.first_half = 0;
+    return;
+  }
+  greatest = maximum(vmax(vmax(a, zero - a), vmax(b, zero - b)));
   bool none = greatest < 1e-30f;  // keeps 127 / greatest finite
   const vf inverse = vset(none ? 0.0f : 127.0f / greatest), magic = vset(12582912.0f);
   int32_t whole[32], first = 0, second = 0;
@@ -124,7 +132,11 @@ template <int BITS> INLINE void codes_of(const uint8_t* at, I (&w)[8]) {
 INLINE I dot4(I sum, I unsigned_bytes, I signed_bytes) { return _mm512_dpbusd_epi32(sum, unsigned_bytes, signed_bytes); }
 INLINE I flip(I x) { return _mm512_xor_si512(x, iset(int32_t(0x80808080))); }
 #else
+#if defined(KVKEEP_SIMDE)  // which has the instruction by AVX-512's name only
+INLINE I dot4(I sum, I unsigned_bytes, I signed_bytes) { return _mm256_dpbusd_epi32(sum, unsigned_bytes, signed_bytes); }
+#else
 INLINE I dot4(I sum, I unsigned_bytes, I signed_bytes) { return _mm256_dpbusd_avx_epi32(sum, unsigned_bytes, signed_bytes); }
+#endif
 INLINE I flip(I x) { return _mm256_xor_si256(x, iset(int32_t(0x80808080))); }
 #endif
 template <int BITS> INLINE I base_of(const I (&w)[8]) {  // 128 sum(w): inputs plus 128 have no sign
@@ -228,21 +240,56 @@ template <int ZERO> INLINE I without_zero(I sum, int32_t total) {
   return sum;
 }
 
-// A group's part of a row's sum.
-template <int KIND>
-INLINE F add_group(F sum, const I (&w)[8], I base, const Inputs& x, F scale, F second_scale, F offset) {
+struct Scales { F first, second, offset; };  // of a group: second is that of its other half, for Q6_K
+struct Sums { I first, second; };            // whole sums of a row's group: of all of it, or of its halves
+
+template <int KIND> INLINE Scales scales_of(const Unit<KIND>& unit, int g) {
+  const bool halves = KIND == KV_Q6_K;
+  const F first = halves ? unit.half_scale_of(2 * g) : unit.scale_of(g);
+  return {first, halves ? unit.half_scale_of(2 * g + 1) : first, LAYOUTS[KIND].offsets ? unit.offset_of(g) : first};
+}
+
+template <int KIND> INLINE Sums sums_of(const I (&w)[8], I base, const int8_t* x) {
+  constexpr int BITS = LAYOUTS[KIND].bits;
+  if constexpr (KIND == KV_Q6_K) return {whole_sum<BITS, 0, 4>(w, x, base), whole_sum<BITS, 4, 8>(w, x, base)};
+  const I all = whole_sum<BITS, 0, 8>(w, x, base);
+  return {all, all};
+}
+
+// A row's sum with a group's part.
+template <int KIND> INLINE F add_group(F sum, const Sums& whole, const Inputs& x, const Scales& scales) {
   constexpr KindLayout L = LAYOUTS[KIND];
   const F by = fset(x.scale);
   if constexpr (KIND == KV_Q6_K) {
-    I first = without_zero<L.zero>(whole_sum<L.bits, 0, 4>(w, x.codes, base), x.first_half);
-    I second = without_zero<L.zero>(whole_sum<L.bits, 4, 8>(w, x.codes, base), x.total - x.first_half);
-    sum = ffma(fmul(scale, by), to_float(first), sum);
-    return ffma(fmul(second_scale, by), to_float(second), sum);
+    const I first = without_zero<L.zero>(whole.first, x.first_half);
+    const I second = without_zero<L.zero>(whole.second, x.total - x.first_half);
+    sum = ffma(fmul(scales.first, by), to_float(first), sum);
+    return ffma(fmul(scales.second, by), to_float(second), sum);
   }
-  I whole = without_zero<L.zero>(whole_sum<L.bits, 0, 8>(w, x.codes, base), x.total);
-  sum = ffma(fmul(scale, by), to_float(whole), sum);
-  return L.offsets ? ffma(offset, fset(x.sum), sum) : sum;
+  sum = ffma(fmul(scales.first, by), to_float(without_zero<L.zero>(whole.first, x.total)), sum);
+  return L.offsets ? ffma(scales.offset, fset(x.sum), sum) : sum;
 }
+
+#if defined(KVKEEP_I8MM)
+// Whole sums of two rows at once: smmla multiplies eight inputs of two rows by those of two outputs.
+template <int FROM, int TO> INLINE void whole_sums_of_two(const I (&w)[8], const int8_t* x, const int8_t* y, I& of_x, I& of_y) {
+  I low = iset(0), high = iset(0);  // of outputs 0 and 1, 2 and 3: two sums of x, then two of y
+  UNROLLED for (int i = FROM; i < TO; i += 2) {
+    const int8x16_t rows = vcombine_s8(vld1_s8(x + 4 * i), vld1_s8(y + 4 * i));
+    low = vmmlaq_s32(low, rows, vreinterpretq_s8_s32(vzip1q_s32(w[i], w[i + 1])));
+    high = vmmlaq_s32(high, rows, vreinterpretq_s8_s32(vzip2q_s32(w[i], w[i + 1])));
+  }
+  of_x = vcombine_s32(vget_low_s32(low), vget_low_s32(high));
+  of_y = vcombine_s32(vget_high_s32(low), vget_high_s32(high));
+}
+template <int KIND> INLINE void sums_of_two(const I (&w)[8], const int8_t* x, const int8_t* y, Sums& of_x, Sums& of_y) {
+  if constexpr (KIND == KV_Q6_K) {
+    whole_sums_of_two<0, 4>(w, x, y, of_x.first, of_y.first);
+    whole_sums_of_two<4, 8>(w, x, y, of_x.second, of_y.second);
+  } else
+    whole_sums_of_two<0, 8>(w, x, y, of_x.first, of_y.first);
+}
+#endif
 
 // R rows with a panel, NV vectors of outputs from `lane` on; sums in registers.
 template <int KIND, int R, int NV>
@@ -261,11 +308,9 @@ static void few_rows(const uint8_t* panel, int64_t units, const Inputs* x, int l
         I w[8];
         codes_of<L.bits>(unit[v].codes + g * L.group_bytes, w);
         const I base = base_of<L.bits>(w);
-        const bool halves = KIND == KV_Q6_K;
-        const F scale = halves ? unit[v].half_scale_of(2 * g) : unit[v].scale_of(g);
-        const F second = halves ? unit[v].half_scale_of(2 * g + 1) : scale;
-        const F offset = L.offsets ? unit[v].offset_of(g) : scale;
-        UNROLLED for (int r = 0; r < R; r++) sums[v][r] = add_group<KIND>(sums[v][r], w, base, x[r], scale, second, offset);
+        const Scales scales = scales_of<KIND>(unit[v], g);
+        UNROLLED for (int r = 0; r < R; r++)
+          sums[v][r] = add_group<KIND>(sums[v][r], sums_of<KIND>(w, base, x[r].codes), x[r], scales);
       }
     }
   }
@@ -285,12 +330,20 @@ static void many_rows(const uint8_t* panel, int64_t units, const Inputs* x, int 
       I w[8];
       codes_of<L.bits>(unit.codes + g * L.group_bytes, w);
       const I base = base_of<L.bits>(w);
-      const bool halves = KIND == KV_Q6_K;
-      const F scale = halves ? unit.half_scale_of(2 * g) : unit.scale_of(g);
-      const F second = halves ? unit.half_scale_of(2 * g + 1) : scale;
-      const F offset = L.offsets ? unit.offset_of(g) : scale;
-      for (int r = 0; r < rows; r++)
-        fstore(sums + r * W, add_group<KIND>(fload(sums + r * W), w, base, x[r], scale, second, offset));
+      const Scales scales = scales_of<KIND>(unit, g);
+      auto add = [&](int r, const Sums& whole) {
+        fstore(sums + r * W, add_group<KIND>(fload(sums + r * W), whole, x[r], scales));
+      };
+      int r = 0;
+#if defined(KVKEEP_I8MM)
+      for (; r + 2 <= rows; r += 2) {
+        Sums one, other;
+        sums_of_two<KIND>(w, x[r].codes, x[r + 1].codes, one, other);
+        add(r, one);
+        add(r + 1, other);
+      }
+#endif
+      for (; r < rows; r++) add(r, sums_of<KIND>(w, base, x[r].codes));
     }
   }
   for (int r = 0; r < rows; r++) fstore(out + r * PANEL + lane, fload(sums + r * W));

@@ -1,5 +1,7 @@
 // Panels from the blocks of a GGUF file, and back. Nothing is rounded: codes, scales and offsets are moved.
 
+#include <atomic>
+
 #include <string.h>
 
 #include "panels.h"
@@ -189,6 +191,8 @@ void get(int64_t kind, const uint8_t* unit, int lane, Unit& u) {
   if (l.offsets) memcpy(&u.offset, rest + 32 + lane * 2, 2);
 }
 
+bool is_finite(uint16_t half) { return (half & 0x7c00) != 0x7c00; }
+
 float from_half(uint16_t h) {
   uint32_t sign = uint32_t(h & 0x8000) << 16, rest = h & 0x7fff, u;
   if (rest >= 0x7c00) u = sign | 0x7f800000 | (rest & 0x3ff) << 13;
@@ -222,9 +226,10 @@ EXPORT int64_t kvkeep_packed_bytes(int64_t kind, int64_t inputs, int64_t outputs
   return panels_of(outputs) * panel_bytes(kind, inputs);
 }
 
-EXPORT void kvkeep_pack(int64_t kind, int64_t inputs, int64_t outputs, const uint8_t* rows, int64_t row_bytes, uint8_t* panels) {
+EXPORT int kvkeep_pack(int64_t kind, int64_t inputs, int64_t outputs, const uint8_t* rows, int64_t row_bytes, uint8_t* panels) {
   const KindLayout& l = LAYOUTS[kind];
   int64_t size = panel_bytes(kind, inputs), units = inputs / l.unit;
+  std::atomic<int> finite{1};
   each(panels_of(outputs), [&](int64_t panel) {
     uint8_t* to = panels + panel * size;
     Unit unit, nothing;
@@ -239,11 +244,15 @@ EXPORT void kvkeep_pack(int64_t kind, int64_t inputs, int64_t outputs, const uin
           else memset(to + u * 64 + lane * 4, 0, 4);
           continue;
         }
-        if (output < outputs) split(kind, row + u * l.block_bytes, unit);
+        if (output < outputs) {
+          split(kind, row + u * l.block_bytes, unit);
+          if (!is_finite(unit.scale) || (l.offsets && !is_finite(unit.offset))) finite.store(0, std::memory_order_relaxed);
+        }
         put(kind, output < outputs ? unit : nothing, lane, to + u * l.unit_bytes);
       }
     }
   });
+  return finite.load();
 }
 
 EXPORT void kvkeep_unpack(const KvMatrix* matrix, uint8_t* rows, int64_t row_bytes) {

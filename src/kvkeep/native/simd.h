@@ -4,7 +4,8 @@
 //   - every output is one chain of operations in one fixed order, in a lane of its own: no sum crosses lanes but `sum`,
 //     which is one fixed tree of 16 numbers whatever the width of a register;
 //   - every step of floats is one IEEE operation or one explicit fused multiply-add, rounded to nearest (the objects are
-//     compiled with -ffp-contract=off, without -ffast-math), and no library function of the C library is called;
+//     compiled with -ffp-contract=off, without -ffast-math); of the C library only fmaf and sqrtf are called, which IEEE
+//     defines to the bit;
 //   - sums of whole numbers are exact in any order.
 // Only headers without inline functions of C++ are included: one compiled for AVX-512 could be the copy that the linker
 // keeps for everybody.
@@ -168,8 +169,8 @@ INLINE F fadd(F a, F b) { return vaddq_f32(a, b); }
 INLINE F fsub(F a, F b) { return vsubq_f32(a, b); }
 INLINE F fdiv(F a, F b) { return vdivq_f32(a, b); }
 INLINE F ffma(F a, F b, F c) { return vfmaq_f32(c, a, b); }
-INLINE F fmax_(F a, F b) { return vmaxq_f32(a, b); }
-INLINE F fmin_(F a, F b) { return vminq_f32(a, b); }
+INLINE F fmax_(F a, F b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }  // the second where one is no number, as on x86
+INLINE F fmin_(F a, F b) { return vbslq_f32(vcltq_f32(a, b), a, b); }
 INLINE I as_int(F a) { return vreinterpretq_s32_f32(a); }
 INLINE F as_f(I a) { return vreinterpretq_f32_s32(a); }
 INLINE I iset(int32_t x) { return vdupq_n_s32(x); }

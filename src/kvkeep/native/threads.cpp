@@ -12,7 +12,6 @@
 #include <atomic>
 #include <condition_variable>
 #include <mutex>
-#include <thread>
 
 #include <pthread.h>
 #include <sched.h>
@@ -52,9 +51,24 @@ class Pool {  // never destroyed: its threads end with the process
   }
   void start() {  // under the mutex
     for (; started < wanted; started++) {
-      int me = started;
-      std::thread([this, me] { serve(me); }).detach();
+      Helper* helper = (Helper*)malloc(sizeof(Helper));
+      pthread_t thread;
+      if (!helper) break;
+      *helper = {this, started};
+      if (pthread_create(&thread, nullptr, help, helper)) {  // no more of them are allowed: those that there are do
+        free(helper);
+        break;
+      }
+      pthread_detach(thread);
     }
+    wanted = working = started < wanted ? started : wanted;
+  }
+  struct Helper { Pool* pool; int number; };
+  static void* help(void* data) {
+    const Helper helper = *(Helper*)data;
+    free(data);
+    helper.pool->serve(helper.number);
+    return nullptr;
   }
 
  public:

@@ -68,7 +68,7 @@ def _measured(model: Any, geometry: ModelGeometry, ids: Tensor) -> Tensor:
 
 def _listen(found: Tensor, number: int, module: Any, given: tuple[Tensor], output: Tensor) -> None:
     """Add the squares of a projection's gradient, which is made of what enters it and the gradient of what leaves it:
-    small weights have none themselves."""
+    packed weights have none themselves."""
     entering = given[0].detach()
 
     def add(gradient: Tensor) -> None:

@@ -34,7 +34,7 @@ COMMANDS = {
     "analyse kept": ("--limit 60 -x window,h2o -b 16", "tokens rows figure", ["window, h2o", "differing"]),
     "analyse held-bytes": ("--lengths 96 --kinds kv", "rows", ["Eq. 28", "allocated", "yes"]),
     "bench": (
-        "--contexts 64 -b 16 --rounds 1 --steps 3 --only full,h2o --no-slow",
+        "--contexts 64 -b 16 --rounds 1 --steps 3 --only full,h2o+ --no-slow",
         "rows bytes_per_s weight_bytes notes processes servers",
         ["prefill", "stock", "full", "at least", "h2o+quantize:4 at 64: A budget of 16 entries"],
     ),

@@ -131,7 +131,7 @@ def test_engines_are_timed_beside_ours_with_the_same_ids(trial: Trial, notes: No
     rows = {(row.label, row.context): row for row in found.rows}
     assert not any(row.error for row in found.rows)
     assert {label for label, _ in rows} >= {"stock", "full", *LlamaCpp.variants, "vllm"}
-    plain, flash = rows["llama.cpp", 20], rows["llama.cpp, flash", 20]
+    plain, flash = rows["llama.cpp", 20], rows["llama.cpp flash", 20]
     assert plain.steps == 2 * 3 and plain.step_ms is not None and flash.step_ms is not None
     assert 5 <= plain.step_ms < 20 <= flash.step_ms
     assert plain.prefill_s is not None and plain.prefill_s >= 0.005 and plain.step_ratio is not None
@@ -211,7 +211,7 @@ def test_one_that_dies_leaves_the_others_rows(trial: Trial, notes: Notes, tmp_pa
     errors = {(row.label, row.context): row.error for row in found.rows if row.error}
     assert set(errors) == {(label, 40) for label in LlamaCpp.variants}
     assert "The process that runs llama.cpp ended: " in errors["llama.cpp", 40]
-    assert errors["llama.cpp, flash", 40] == "The process that runs llama.cpp has ended before."
+    assert errors["llama.cpp flash", 40] == "The process that runs llama.cpp has ended before."
     assert all(row.step_ms for row in found.rows if row.label in ("stock", "vllm"))
 
 

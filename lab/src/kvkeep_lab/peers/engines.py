@@ -101,11 +101,11 @@ class LlamaCpp(Engine):
     worker = "llama_cpp_worker.py"
     variants: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "llama.cpp": {"flash": False, "cache": "f16"},
-        "llama.cpp, flash": {"flash": True, "cache": "f16"},
-        "llama.cpp, flash, q8_0": {"flash": True, "cache": "q8_0"},
-        "llama.cpp, flash, q4_0": {"flash": True, "cache": "q4_0"},
+        "llama.cpp flash": {"flash": True, "cache": "f16"},
+        "llama.cpp flash q8_0": {"flash": True, "cache": "q8_0"},
+        "llama.cpp flash q4_0": {"flash": True, "cache": "q4_0"},
     }
-    whole: ClassVar[Sequence[str]] = ("llama.cpp", "llama.cpp, flash")
+    whole: ClassVar[Sequence[str]] = ("llama.cpp", "llama.cpp flash")
     """Variants whose cache is not quantised."""
 
     def loading(self, loaded: Loaded, tokens: int, rows: int) -> dict[str, Any]:

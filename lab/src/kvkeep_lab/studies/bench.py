@@ -87,7 +87,9 @@ class Bench(EngineStudy):
         None, description="methods in place of those that a run has; stock is measured beside them"
     )
     only: list[str] | None = Field(
-        None, description="cases whose name contains one of these; stock is measured beside them"
+        None,
+        description="the cases with these names, or, where none has just that name, whose names contain it; of --peers "
+        "all, unless one is named; stock is measured beside them",
     )
     stock: bool = Field(True, description="transformers' own cache, too; without it no ratios to it")
     slow: bool = Field(True, description="also what recomputes everything: naive, strides, tokens")
@@ -134,10 +136,7 @@ class Bench(EngineStudy):
             if self.process
             else cases(trial.model, self.contexts, self.budget, self.steps, self.methods, slow=self.slow)
         )
-        if self.only is not None:
-            listed = [one for one in listed if one.method == STOCK or any(part in one.label for part in self.only)]
-        if not self.stock:
-            listed = [one for one in listed if one.method != STOCK]
+        listed = self._wanted(listed)
         if self.process:
             try:
                 return Benched([], processes=measure_each(trial.loaded, listed, self.steps, trial.progress))
@@ -145,12 +144,20 @@ class Bench(EngineStudy):
                 raise Interruption(Benched([], processes=stop.found)) from None
         options: dict[str, Any] = {"rounds": self.rounds, "steps": self.steps, "clock": self.clock}
         with self.engines(trial, max(self.contexts) + self.steps) as (engines, notes):
-            listed += [case for length in self.contexts for engine in engines for case in engine.cases(length)]
+            rivals = [case for length in self.contexts for engine in engines for case in engine.cases(length)]
+            listed += self._wanted(rivals) or rivals
             beside = memory_rate(trial.model.device), weight_bytes(trial.model), notes
             try:
                 return Benched(run(trial.model, listed, progress=trial.progress, **options), *beside)
             except Interruption as stop:
                 raise Interruption(Benched(stop.found, *beside)) from None
+
+    def _wanted(self, listed: list[Case]) -> list[Case]:
+        """Return the cases that ``only`` and ``stock`` leave."""
+        if self.only is not None:
+            labels = chosen(self.only, listed)
+            listed = [one for one in listed if one.method == STOCK or one.label in labels]
+        return listed if self.stock else [one for one in listed if one.method != STOCK]
 
     def _served(self, trial: Trial) -> list[Served]:
         of = {"contexts": self.contexts, "sessions": self.sessions, "steps": self.steps, "only": self.only}
@@ -278,6 +285,12 @@ def _case(name: str, length: int, budget: str, steps: int = 0) -> Case:
 def _direct(length: int, budget: str, kind: str, where: str) -> Case:
     options = {"budget": budget, "checkpoint": kind, "where": where, "context": length}
     return Case(f"kv-direct {kind}@{where}", length, "kv-direct", options)
+
+
+def chosen(names: Sequence[str], listed: Sequence[Case]) -> set[str]:
+    """Return the labels that are meant: one that is named, and for a name that no case has all that contain it."""
+    labels = {case.label for case in listed}
+    return {label for name in names for label in labels if label == name or (name not in labels and name in label)}
 
 
 PROCESSES = ("full", "kv-direct", "snapkv+verified")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class AtEnd(StrEnum):
-    """What to do where the model's positions end; all but the first are ``kvkeep.cli.chat.window.ENDS``."""
+    """What to do when the model's context is full; all but the first are ``kvkeep.cli.chat.window.ENDS``."""
 
     ask = "ask"
     drop = "drop"
@@ -51,8 +51,8 @@ def chat(
         AtEnd,
         typer.Option(
             "--at-end",
-            help="Where the model's positions end: ask, drop the oldest turns, put a summary in their place, or go on "
-            "without an end (streaming-llm).",
+            help="What to do when the model's context is full: ask, drop the oldest turns, replace them by a summary, "
+            "or go on without an end (streaming-llm).",
         ),
     ] = AtEnd.ask,
     plain: Annotated[bool, typer.Option("--plain", help="Show answers as they are, not as Markdown.")] = False,

@@ -22,7 +22,7 @@ from kvkeep.serve.http.door import log_all
 from kvkeep.serve.measuring import Measuring
 from kvkeep.serve.service import Service
 
-ENDED = "ended; every turn is saved"
+ENDED = "stopped; all turns are saved"
 
 
 def answer(
@@ -67,7 +67,7 @@ def answer(
     if engine.fault is not None:
         raise KvkeepError("The server ends, because its engine has failed.")  # where, the engine has logged
     engine.stop(0.0)
-    note(ENDED if refusal is None else "ended")
+    note(ENDED if refusal is None else "stopped")
 
 
 def _many_files() -> None:
@@ -101,7 +101,7 @@ def _drain(server: Any, engine: Engine, grace: float) -> None:
         server.should_exit = True
 
     def stop() -> None:
-        note(f"ending: answers have {grace:g} s")
+        note(f"stopping: running answers have {grace:g} s to finish")
         engine.stop(grace)
 
     def drain(*given: Any) -> None:

@@ -48,7 +48,8 @@ def serve(
         ),
     ] = None,
     conversations: Annotated[
-        int, typer.Option(min=1, help="Without --memory, or without method and budget: as many share the memory.")
+        int,
+        typer.Option(min=1, help="Conversations to plan for, without --memory, or without --method and --budget."),
     ] = 8,
     weights: o.Weights = "auto",
     device: o.Device = None,

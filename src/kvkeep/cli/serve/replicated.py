@@ -46,9 +46,9 @@ def answer(
             _of_the_cluster()
             return
         ended.wait()
-        note(f"ending: answers have {grace:g} s")
+        note(f"stopping: running answers have {grace:g} s to finish")
         silent = replicas.drain(grace)
-    note(f"ended; replicas that did not answer, and lost what they had not saved: {silent}" if silent else ENDED)
+    note(f"stopped; replicas that did not answer, and lost what they had not saved: {silent}" if silent else ENDED)
 
 
 def _of_the_cluster() -> None:

@@ -1,0 +1,61 @@
+"""Rotary embeddings: the same frequencies whatever single precision made of the module's own, in every kind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from families import COMMON
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from kvkeep.models.rotary import Rotary, _frequencies, _parameters, replace_rotary
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+KINDS: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default"},
+    "linear": {"rope_type": "linear", "factor": 8.0},
+    "llama3": {"rope_type": "llama3", **LLAMA3},
+}
+
+
+def module(theta: float, dim: int, **parameters: Any) -> LlamaRotaryEmbedding:
+    return LlamaRotaryEmbedding(
+        hf.LlamaConfig(**COMMON, head_dim=dim, rope_parameters={"rope_theta": theta, **parameters})
+    )
+
+
+def moved(frequencies: torch.Tensor, steps: int) -> torch.Tensor:
+    """The same numbers, all but the first so many floats further on: what another processor's power may give."""
+    bits = frequencies.view(torch.int32).clone()
+    bits[1:] += steps
+    return bits.view(torch.float32)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("theta", [1e4, 1e5, 5e5, 1e6, 5e6, 8e6, 1e8])
+@pytest.mark.parametrize("dim", [16, 64, 80, 128, 256])
+def test_frequencies_are_those_of_the_config(kind: str, theta: float, dim: int) -> None:
+    own = module(theta, dim, **KINDS[kind])
+    found = [_frequencies(_parameters(own, None), moved(own.inv_freq, steps)) for steps in (-2, 0, 2)]
+    assert torch.equal(found[0], found[1]) and torch.equal(found[1], found[2])
+    assert torch.allclose(found[1], own.inv_freq, rtol=2e-6, atol=0)
+
+
+def test_frequencies_of_another_kind_are_the_modules() -> None:
+    own = module(1e4, 64, rope_type="yarn", factor=4.0, original_max_position_embeddings=1024)
+    for steps in (0, 2):
+        assert torch.equal(_frequencies(_parameters(own, None), moved(own.inv_freq, steps)), moved(own.inv_freq, steps))
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("kind", KINDS)
+def test_angles_are_those_of_the_module(kind: str) -> None:
+    own = module(5e6, 128, **KINDS[kind])
+    x, positions = torch.empty(0, dtype=torch.bfloat16), torch.tensor([[0, 3, 500, 8000]])
+    wanted = own(x, positions)
+    replace_rotary(own)
+    assert isinstance(own.forward, Rotary)
+    for ours, theirs in zip(own(x, positions), wanted, strict=True):
+        assert (ours - theirs).abs().max() <= 0.01
