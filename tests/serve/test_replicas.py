@@ -446,7 +446,7 @@ def test_of_two_replicas_one_is_killed_in_the_middle_of_answers(model_folder: Pa
                 talk.ask(second, new)  # the other replica restores it, and reads what is new
             talk.settled(second, new)
         running.process.send_signal(signal.SIGTERM)
-        assert running.process.wait(30) == 0 and "every turn is saved" in running.said()
+        assert running.process.wait(30) == 0 and "all turns are saved" in running.said()
     kept = {info.name: info for info in store.sessions()}
     assert len(kept) == sum(held.values()) + 1 and not [info for info in kept.values() if info.problem or info.held]
     assert all(kept[f"{owner}/{talk.name}"].tokens == len(talk.ids) - 1 for talk in talks)

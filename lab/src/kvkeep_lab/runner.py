@@ -19,6 +19,8 @@ import transformers
 from kvkeep import __version__
 from kvkeep.errors import KvkeepError
 from kvkeep.models.loading import Loaded, load, weights_of
+from kvkeep.native.library import path
+from kvkeep.plan.estimate import processor_name
 from kvkeep_lab.experiment import Cell, Experiment, StudyExperiment, digest
 from kvkeep_lab.reference import Reference
 from kvkeep_lab.store import Record, Store, StudyRecord, TaskRecord
@@ -258,4 +260,6 @@ def _machine(loaded: Loaded) -> dict[str, Any]:
         "platform": f"{platform.system()} {platform.machine()}",
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
+        "processor": processor_name("cpu"),
+        "path": path(),
     }

@@ -61,11 +61,14 @@ def show(table: Table) -> None:
 
 
 def machine(loaded: Any) -> dict[str, Any]:
-    """Return the conditions of a measurement: model, weights, threads, versions and device."""
+    """Return the conditions of a measurement: model, weights, threads, versions, device, processor, and the path that
+    the native library takes on it."""
     import torch
     import transformers
 
     from kvkeep.models.loading import weights_of
+    from kvkeep.native.library import path
+    from kvkeep.plan.estimate import processor_name
 
     return {
         "model": loaded.name,
@@ -75,6 +78,8 @@ def machine(loaded: Any) -> dict[str, Any]:
         "transformers": transformers.__version__,
         "python": platform.python_version(),
         "device": str(loaded.model.device),
+        "path": path(),
+        "processor": processor_name("cpu"),
     }
 
 

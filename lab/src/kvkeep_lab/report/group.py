@@ -60,6 +60,7 @@ class Group(ABC):
         """The experiment, machines and versions, as a sentence of Markdown."""
         machines = "; ".join(
             f"{one.get('device')}, {one.get('dtype')}, {one.get('platform')}, threads {one.get('threads')}"
+            + (f", {one['processor']}, path {one['path']}" if "path" in one else "")
             + (f", {one['workers']} processes" if one["workers"] > 1 else "")
             for one in self.machines
         )

@@ -10,8 +10,6 @@ from typing import Any
 from pydantic import Field
 
 from kvkeep.errors import UsageError
-from kvkeep.native.library import path
-from kvkeep.plan.estimate import processor_name
 from kvkeep_lab.partial import keeping
 from kvkeep_lab.receipts import CASES, SHOWN, Receipt, check_library, prompts, rows, start, text
 from kvkeep_lab.studies.base import OwnMethod, Study, Trial, text_of
@@ -51,9 +49,6 @@ class ReceiptStudy(Study):
             for row in rows(trial.loaded, cases, asked, lambda label, done: trial.progress(label, done, len(cases))):
                 found.rows.append(row)
         return found
-
-    def conditions(self) -> dict[str, Any]:
-        return {"path": path(), "processor": processor_name("cpu")}
 
     def problem(self, found: Receipt) -> str | None:
         if found.rows and not all(row.error for row in found.rows):
