@@ -42,7 +42,8 @@ def test_memory_is_counted_by_what_it_is(on_disk: torch.Tensor, tmp_path: Path) 
     assert int(on_disk[:: 4096 // 8].sum()) > 0  # reads every page
     mapped = held_now() - before
     assert mapped.mapped == pytest.approx(SIZE, rel=0.1) and abs(mapped.anonymous) < SIZE / 4
-    anonymous = torch.frombuffer(mmap.mmap(-1, SIZE), dtype=torch.uint8).fill_(1)  # no memory that was used before
+    fresh = mmap.mmap(-1, SIZE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # no memory that malloc has kept
+    anonymous = torch.frombuffer(fresh, dtype=torch.uint8).fill_(1)
     more = held_now() - before
     assert more.anonymous - mapped.anonymous == pytest.approx(SIZE, rel=0.1)
     now = held_now()
