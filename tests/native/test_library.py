@@ -144,6 +144,17 @@ def test_a_library_with_other_structures_is_not_used(
     assert "KvStep has 32 bytes, not" in caplog.text and "install kvkeep again" in caplog.text
 
 
+@pytest.mark.usefixtures("kernels")
+def test_a_library_that_computes_other_bits_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    forget()
+    monkeypatch.setattr(native, "NUMERICS_VERSION", native.NUMERICS_VERSION + 1)
+    with caplog.at_level(logging.WARNING):
+        assert native.library() is None
+    assert "it was built for another kvkeep; install kvkeep again" in caplog.text
+
+
 # ---- threads and float modes -----------------------------------------------------------------------------------------
 
 
