@@ -295,6 +295,9 @@ template <int KIND> INLINE void sums_of_two(const I (&w)[8], const int8_t* x, co
 template <int KIND, int R, int NV>
 static void few_rows(const uint8_t* panel, int64_t units, const Inputs* x, int lane, float* out) {
   constexpr KindLayout L = LAYOUTS[KIND];
+  // The processor fetches codes ahead by itself, as they are read in order. The next unit's scales, which are wanted
+  // before its codes are, it does not.
+  constexpr int CODES = Unit<KIND>::GROUPS * L.group_bytes;
   F sums[NV][R];
   UNROLLED for (int v = 0; v < NV; v++)
     UNROLLED for (int r = 0; r < R; r++) sums[v][r] = fset(0.0f);
@@ -302,8 +305,7 @@ static void few_rows(const uint8_t* panel, int64_t units, const Inputs* x, int l
     Unit<KIND> unit[NV];
     UNROLLED for (int v = 0; v < NV; v++) unit[v] = Unit<KIND>::at(panel, lane + v * W);
     for (int g = 0; g < Unit<KIND>::GROUPS; g++, x += R) {
-      if (R <= 2)
-        for (int b = 0; b < L.group_bytes + 64; b += 64) __builtin_prefetch(panel + g * L.group_bytes + 1536 + b, 0, 2);
+      if (64 * g < L.unit_bytes - CODES) __builtin_prefetch(panel + L.unit_bytes + CODES + 64 * g);
       UNROLLED for (int v = 0; v < NV; v++) {
         I w[8];
         codes_of<L.bits>(unit[v].codes + g * L.group_bytes, w);
