@@ -18,7 +18,7 @@ namespace {
 struct Inputs {  // 32 of a row, rounded
   int8_t codes[32];
   float scale, sum;           // sum: of all, scale * total
-  int32_t total, first_half;  // of the codes
+  int32_t total, first_half, second_half;  // of the codes
 };
 
 constexpr int TILE = 16;  // rows that pass a group of weights while its codes are in registers
@@ -32,7 +32,7 @@ static void round_group(const bf16* x, Inputs& to) {
   if (wrong != 0.0f) {  // one is infinite or no number: then no output is a number, on any processor
     memset(to.codes, 0, sizeof to.codes);
     to.scale = to.sum = as_float(0x7fc00000);
-    to.total = to.first_half = 0;
+    to.total = to.first_half = to.second_half = 0;
     return;
   }
   greatest = maximum(vmax(vmax(a, zero - a), vmax(b, zero - b)));
@@ -49,6 +49,7 @@ static void round_group(const bf16* x, Inputs& to) {
   to.scale = none ? 0.0f : greatest / 127.0f;
   to.total = first + second;
   to.first_half = first;
+  to.second_half = second;
   to.sum = to.scale * float(to.total);
 }
 
@@ -262,7 +263,7 @@ template <int KIND> INLINE F add_group(F sum, const Sums& whole, const Inputs& x
   const F by = fset(x.scale);
   if constexpr (KIND == KV_Q6_K) {
     const I first = without_zero<L.zero>(whole.first, x.first_half);
-    const I second = without_zero<L.zero>(whole.second, x.total - x.first_half);
+    const I second = without_zero<L.zero>(whole.second, x.second_half);
     sum = ffma(fmul(scales.first, by), to_float(first), sum);
     return ffma(fmul(scales.second, by), to_float(second), sum);
   }
