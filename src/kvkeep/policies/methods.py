@@ -250,12 +250,13 @@ def load_plugins() -> None:
 
 def _plugged(name: str, part: Any) -> None:
     """Register what an entry point names: a part, or a tuple of a fate and its preset."""
+    own = part if isinstance(part, tuple) else (part,)
     try:
-        for one in part if isinstance(part, tuple) else (part,):
+        for one in own:
             register(name, one)
         _listable(name)
     except BaseException:
-        unregister(name)
+        unregister(name, *own)
         raise
 
 

@@ -204,10 +204,11 @@ def _named_alike(one: Any, other: Any) -> bool:
     return any(isinstance(preset, Preset) and preset.fate is fate for preset, fate in ((one, other), (other, one)))
 
 
-def unregister(name: str) -> None:
-    """Forget a part, if it is known."""
+def unregister(name: str, *parts: Any) -> None:
+    """Forget those of ``parts`` that are known as ``name``."""
     for home in _HOMES:
-        home.pop(name, None)
+        if any(home.get(name) is part for part in parts):
+            del home[name]
 
 
 _HOMES: tuple[dict[str, Any], ...] = (SELECTORS, FATES, RECALLS, PRESETS)

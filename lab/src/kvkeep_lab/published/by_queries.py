@@ -67,7 +67,7 @@ class MergeByQueries(MergeNeighbours):
     """
 
     by_lane = (*MergeNeighbours.by_lane, "asked")
-    how: NeighboursByQueries  # type: ignore[assignment]
+    how: NeighboursByQueries
 
     def __init__(self, site: Site, how: NeighboursByQueries, adapter: Adapter, slack: int) -> None:
         super().__init__(site, how, adapter, slack)
@@ -136,7 +136,7 @@ class NeighboursByQueries(Neighbours):
     """How the least attended neighbours become one, by what the last queries make of them. One file for each: a frozen
     dataclass, :meth:`clues` and :meth:`share`."""
 
-    merging: ClassVar[type[MergeNeighbours]] = MergeByQueries  # type: ignore[type-abstract]
+    merging: ClassVar[type[MergeNeighbours]] = MergeByQueries
 
     @abstractmethod
     def clues(self, asked: Queries) -> Tensor:
