@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +12,8 @@ from families import FAMILIES, REFUSES, tiny
 
 import kvkeep
 from kvkeep import EntryState, KeepCache
-from kvkeep.policies.methods import Method, resolve
+from kvkeep.policies.methods import Method, parts, resolve
+from kvkeep.policies.names import LAB
 
 ALL = tuple(FAMILIES)
 TURN = int(os.environ.get("KVKEEP_TURN", "0"))
@@ -26,6 +28,9 @@ ADVANCING = tuple(family for family in ALL if family not in ("gemma3", "gemma4")
 """Families whose layers can be run by themselves over old tokens: none keeps a window only."""
 OWN_PROJECTIONS = (*PLAIN, "qwen3", "gemma3", "qwen3_moe", "gemma4")
 """Families whose projections of keys and of values are modules of their own."""
+
+KNOWN = {name for registry in parts().values() for name in registry}
+"""All parts; the lab's are tested where it is installed."""
 
 ELSEWHERE = {"kvpress": "tests/policies/test_kvpress.py: it needs a package, or a double of one"}
 """Registered parts that are in no case here, and where they are tested."""
@@ -74,9 +79,14 @@ class Case:
         return self.method.recall.backed
 
     @property
+    def gradients(self) -> bool:
+        """Whether a pass goes back through the model."""
+        return getattr(self.method.fate, "gradients", False)
+
+    @property
     def waits(self) -> bool:
         """Whether what leaves waits as it is until it is a group."""
-        return self.method.fate.work in ("coded", "tiers", "lowrank", "segments")
+        return self.method.fate.work in ("coded", "tiers", "segments")
 
     @property
     def loses(self) -> bool:
@@ -274,6 +284,10 @@ LOSSY: dict[str, Case] = {
 }
 """These give something else than the unbounded cache does."""
 
+EXACT, DRAFTING, LOSSY = (
+    {name: case for name, case in cases.items() if {*re.split(r"[+:]", case.spec)} & {*LAB} <= KNOWN}
+    for cases in (EXACT, DRAFTING, LOSSY)
+)
 CASES = EXACT | DRAFTING | LOSSY
 Pair = tuple[str, str]  # the name of a case, and a family
 

@@ -115,7 +115,7 @@ def test_no_other_cache_promises_bits(packed: Any) -> None:
     model = packed("llama")
     others = [*LOSSY, *(name for name in EXACT | DRAFTING if CASES[name].promise != "exact")]
     for name in others:
-        if taken(name, "llama") and "fisher" not in name and not CASES[name].method.fate.gradients:
+        if taken(name, "llama") and "fisher" not in name and not CASES[name].gradients:
             assert not any(report.same_bits for report in new_cache(model, name).describe()), name
     for name in ("paged", "kv", "h2o+merge+verified"):
         assert not any(report.same_bits for report in new_cache(packed("deepseek_v3"), name).describe()), name

@@ -12,11 +12,10 @@ from pathlib import Path
 
 import pytest
 from families import tiny
-from helpers import bounded, prompt, step
+from helpers import prompt, step
 
 import kvkeep
 from kvkeep import KeepCache, UsageError
-from kvkeep.contracts.store import LookaheadStore
 from kvkeep.policies import registry
 from kvkeep.policies.methods import Method, combined, parts, resolve
 from kvkeep.policies.recalls.evicted import Evicted
@@ -102,8 +101,6 @@ def test_every_combination_works_or_says_why_not() -> None:
             name: size for name, size in (("budget", 170), ("chunk", 32)) if name in method.options and method.budgeted
         }
         cache = KeepCache(tiny("llama"), spec, **given)
-        for layer in bounded(cache):
-            assert isinstance(layer.evicted, LookaheadStore) == (method.store_fate.readings > 1), spec
         if number % 17 == 0:
             for low, high in ((0, 200), (200, 201)):
                 assert step("llama", cache, prompt(1, 201)[:, low:high]).isfinite().all(), spec

@@ -12,6 +12,7 @@ from torch import Tensor
 from kvkeep.attention import Segment, attend
 from kvkeep.attention.kernel import whole
 from kvkeep.attention.together import Arrival, Together
+from kvkeep.contracts.hook import PassHook
 from kvkeep.errors import KvkeepError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.policies.assembly import Assembly
@@ -33,6 +34,7 @@ class Passes:
     text: tuple[int, list[int]] | None = None
     cut = False
     passed = False
+    hooks: Sequence[PassHook] = ()
 
     def __init__(self, geometry: ModelGeometry, made: Assembly) -> None:
         self.geometry, self.layers, self.decoder = geometry, made.layers, made.decoder
@@ -69,13 +71,6 @@ class Passes:
 
     def admit(self, tokens: int) -> None:
         """Raise if there is no room for ``tokens`` more, before a token is read."""
-
-    def looks_ahead(self, count: int) -> bool:
-        """Return whether the next ``count`` tokens are to be passed to :meth:`look_ahead` first."""
-        return False
-
-    def look_ahead(self, decoder: Any, given: dict[str, Any]) -> None:
-        """Read tokens once without keeping them: ``given`` are the arguments of a pass of ``decoder``."""
 
     def begin_forward(
         self, ids: Tensor | None, embeddings: Tensor | None, positions: Tensor | None, mask: Any

@@ -13,7 +13,7 @@ from typing import Any
 from kvkeep.errors import KvkeepError, UsageError
 
 PARTS = "kvkeep.parts"
-"""The group of entry points that name selectors, fates, recalls and presets."""
+"""The group of entry points that name selectors, fates, recalls and presets, or a tuple of a fate and its preset."""
 
 log = logging.getLogger(__name__)
 

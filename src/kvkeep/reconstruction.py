@@ -7,10 +7,8 @@ and within the budget; the entries of the repetition are not kept.
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -19,7 +17,7 @@ from torch import Tensor
 
 from kvkeep.errors import UsageError
 from kvkeep.stores.reconstruction import Reconstruction
-from kvkeep.stores.windows import noted
+from kvkeep.stores.rehearsal import rehearsing
 from kvkeep.transfer import copy_ledger
 
 CUE = 8
@@ -64,7 +62,8 @@ def _received(cache: Any) -> list[Tensor]:
     length, words = ledger.length, _words(getattr(cache.model, "kvkeep_tokenizer", None))
     ids, positions = (part.long() for part in ledger.span(0, length))
     visible = ledger.visible
-    with _repeating(cache, pieces.sinks) as (readers, take_back):
+    readers = [Reconstruction(layer, pieces.sinks) for layer in cache.stream.bounded]
+    with rehearsing(cache, readers) as forget:
         for start, stop in _spans(cache, pieces.piece, words):
             for reader in readers:
                 reader.piece = start, stop
@@ -79,7 +78,7 @@ def _received(cache: Any) -> list[Tensor]:
                 real = torch.cat(parts, 1)
                 mask = torch.cat([seen, real], 1)
             _read(cache, tokens, mask, positions[:, -1:] + real.cumsum(1))
-            take_back()
+            forget()
     first = 0 if ledger.first is None else ledger.first[:, None]
     slots = torch.arange(length, device=ids.device)
     for layer, reader in zip(cache.stream.bounded, readers, strict=True):
@@ -101,35 +100,6 @@ def _spans(cache: Any, piece: int, words: Words) -> Iterator[tuple[int, int]]:
             f"{length} tokens leave too few; shorten the text."
         )
     yield from ((start, min(start + piece, length)) for start in range(0, length, piece))
-
-
-@contextmanager
-def _repeating(cache: Any, sinks: int) -> Iterator[tuple[list[Reconstruction], Callable[[], None]]]:
-    """Within the block, what the cache reads is attended and scored by the readers of its layers, and nobody keeps it
-    or is told of it. The function forgets what was read."""
-    stream, layers = cache.stream, cache.stream.bounded
-    length, windows = cache.ledger.length, noted([cache.layers[own.index] for own in cache.geometry.sliding_layers])
-    before = stream.chunk, stream.on_progress, [layer.reader for layer in layers]
-    readers = [Reconstruction(layer, sinks) for layer in layers]
-    stream.repeating, stream.chunk, stream.on_progress = True, sys.maxsize, None
-    for layer, reader in zip(layers, readers, strict=True):
-        layer.reader = reader
-
-    def take_back() -> None:
-        for layer in layers:
-            layer.pending, layer.reader.waiting = None, 0
-        for window in windows:
-            window.restore()
-        cache.ledger.truncate(length)
-
-    try:
-        yield readers, take_back
-    finally:
-        stream.open = False
-        take_back()
-        for layer, own in zip(layers, before[2], strict=True):
-            layer.reader = own
-        stream.repeating, stream.chunk, stream.on_progress = False, *before[:2]
 
 
 def _read(cache: Any, tokens: Tensor, mask: Tensor | None, positions: Tensor) -> None:

@@ -24,7 +24,6 @@ from kvkeep.policies.methods import Method
 from kvkeep.stores.alike import Alike
 from kvkeep.stores.dynamic import held_by
 from kvkeep.stores.layer import Layer
-from kvkeep.stores.lookahead import Lookahead
 
 ROOM = 64
 """Positions at least for a piece of a text that is read once more, and for what introduces it."""
@@ -32,18 +31,18 @@ ROOM = 64
 
 class Stream(Passes):
     """The forward passes of a bounded cache, made as ``made``. limit: the entries beyond which the text is read once
-    more, None where it is not; repeating: that is being done."""
+    more, None where it is not; rehearsing: nobody keeps what is read now (:mod:`kvkeep.stores.rehearsal`)."""
 
     streams = True
     bounded: list[Layer]
 
     def __init__(self, method: Method, geometry: ModelGeometry, made: Assembly, limit: int | None = None) -> None:
         super().__init__(geometry, made)
-        self.method, self.device, self.limit, self.repeating = method, made.device, limit, False
+        self.method, self.device, self.limit, self.rehearsing = method, made.device, limit, False
+        self.hooks = [hook for part in (method.store_fate, method.recall) if (hook := part.hook()) is not None]
         self.held = [held_by(layer) for layer in made.layers]
         self.ledger, self.meter, self.checkpoint = made.ledger, made.meter, made.checkpoint
-        self.positions, self.round, self.redecoder = made.positions, made.round, made.redecoder
-        self.lookahead = made.lookahead
+        self.positions, self.round = made.positions, made.round
         # Positions are limited if evicted entries are dropped; recalled ones keep those of the text.
         recalls = method.store_fate.keeps or method.recall.reads_all
         self.ends = made.budgets is not None and made.positions is None and not recalls
@@ -64,7 +63,7 @@ class Stream(Passes):
     def admit(self, tokens: int) -> None:
         """Raise UsageError if ``tokens`` more would go past the model's positions, before a token is read."""
         limit, total = self.geometry.max_positions, self.length + tokens
-        if limit is None or self.repeating:
+        if limit is None or self.rehearsing:
             return
         if self.limit is not None and total > max(self.limit, limit - ROOM):
             raise UsageError(
@@ -102,14 +101,6 @@ class Stream(Passes):
                 f"Checkpoint kind '{self.checkpoint.spec}' runs the model again by its own masks, and cannot by one of "
                 "the caller's; use kind 'kv' or 'residual'."
             )
-        if self.redecoder is not None:
-            if ids is None or self._masked:
-                given = "embeddings" if ids is None else "a mask of the caller's own"
-                raise UsageError(
-                    f"'{self.method.name}' decodes tokens again, from their ids and by a causal mask, and these came "
-                    f"with {given}; 'fetch-on-miss' takes both."
-                )
-            self.redecoder.begin()
         self.open, self._known = True, self.ledger.length
         self.ledger.append(ids, embeddings, positions, mask if isinstance(mask, Tensor) else None)
         self.first = self.ledger.first
@@ -130,7 +121,7 @@ class Stream(Passes):
     @lasting
     def arrivals(self) -> dict[int, Arrival]:
         """Return what the kernel does; nothing where more than a layer has a part in it."""
-        apart = self.positions or self.round or self.lookahead or self.redecoder or self._masked
+        apart = self.positions or self.round or self.hooks or self.rehearsing or self._masked
         if apart or self.ledger.batch > 1 or self.ledger.visible is not None:
             return {}
         found, groups = super().arrivals(), dict[Hashable, list[int]]()
@@ -174,8 +165,7 @@ class Stream(Passes):
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float
     ) -> Tensor | None:
         """Attend to evicted, resident and new entries; then settle the new ones."""
-        differentiated = self._look is not None and self._look.gradients
-        attend = self._attend if differentiated else self._attend_lasting
+        attend = self._attend if self.rehearsing else self._attend_lasting
         return attend(module, query, key, value, mask, scaling)
 
     def _attend(
@@ -203,7 +193,7 @@ class Stream(Passes):
                 "of them new, and a mask covers the former or the latter."
             )
         step = Step.of(module, query, key, value, mask, scaling, layer.heads, own, last)
-        return step.unfolded(layer.attend(step) if self._look is None else self._look.attend(layer, step))
+        return step.unfolded(layer.attend(step))
 
     _attend_lasting = lasting(_attend)
 
@@ -215,41 +205,17 @@ class Stream(Passes):
             if self._drafting or not self.moving:
                 self.roll_back()
             return
-        if self._look is not None:
-            self._look.note(self._known)
-            self.meter.cache(sum(held.resident_bytes for held in self.held) + self._pending_bytes)
-            self.roll_back()
-            return
         self.open = False
         if any(layer.arrived != self.ledger.length for layer in self.bounded):
             raise KvkeepError(
                 f"'{self.geometry.model_type}' did not pass all its entries through the cache's attention; "
                 "the result would be wrong. Use method 'full'."
             )
-        if self.redecoder is not None:
-            self.redecoder.finish()
         self.meter.cache(sum(held.resident_bytes + held.compressed_bytes for held in self.held) + self._pending_bytes)
         self._pending_bytes = 0
         if self.round is not None:
             self.round.after_forward()
         self._report_progress()
-
-    def looks_ahead(self, count: int) -> bool:
-        """Return whether the next ``count`` tokens are to be passed to :meth:`look_ahead` first."""
-        return self.lookahead is not None and self.lookahead.wanted(self.ledger.length, count)
-
-    def look_ahead(self, decoder: Any, given: dict[str, Any]) -> None:
-        """Read tokens once without keeping them, and merge by what they attended to."""
-        assert self.lookahead is not None
-        self.roll_back()
-        earlier = self.earlier_outputs
-        self.lookahead.look(decoder, given)
-        self.earlier_outputs = earlier
-
-    @property
-    def _look(self) -> Lookahead | None:
-        """What reads a chunk for the first time, while it does."""
-        return None if self.lookahead is None or not self.lookahead.open else self.lookahead
 
     @lasting
     def roll_back(self) -> None:
@@ -262,7 +228,7 @@ class Stream(Passes):
     @property
     def due(self) -> bool:
         """Whether a whole text was read that is longer than the budget, and not once more yet."""
-        return self.limit is not None and self.ledger.length > self.limit and not (self.cut or self.repeating)
+        return self.limit is not None and self.ledger.length > self.limit and not (self.cut or self.rehearsing)
 
     def forget_from(self, length: int) -> None:
         """Truncate the parts that all layers share to ``length`` slots, after the layers."""

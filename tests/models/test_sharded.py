@@ -25,7 +25,7 @@ STEPS = 3
 ALONE = {"paged", "random", "tova", "duo-attention:sinks=2", "kvzip:sinks=2", "h2o-fisher", "window+verified:7"}
 TOGETHER = {"full", "static", "kv-direct", "kv-lru", "window", "h2o", "snapkv", "revive", "h2o+merge", "quantized:4"}
 """Methods that need all heads in one process, and that do not; all others are measured."""
-NAMES = [name for name in CASES if taken(name, "llama") and not CASES[name].method.fate.gradients]
+NAMES = [name for name in CASES if taken(name, "llama") and not CASES[name].gradients]
 
 
 def logits(name: str, model: Any) -> Tensor:

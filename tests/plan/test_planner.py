@@ -115,7 +115,7 @@ def test_too_little_memory_names_the_least_that_would_do() -> None:
         plan(llama(), PLAIN, 4096, least - 1)
 
 
-@pytest.mark.parametrize("spec", ["lowrank:32", "quantized:8", "asymkv", "kvslimmer"])
+@pytest.mark.parametrize("spec", ["lowrank", "quantized:8", "asymkv", "kvslimmer"])
 def test_a_method_that_cannot_do_with_few_entries_is_planned_from_its_least_on(spec: str) -> None:
     def memory(entries: int) -> int:
         return sizes(llama().geometry, Candidate(spec), 1024, entries, steps=8).memory(PLAIN.shared)

@@ -45,7 +45,7 @@ def compare(family: str, candidate: Candidate, tokens: int, budget: int, steps: 
     assert memory.resident_bytes == predicted.resident
     assert memory.compressed_bytes == predicted.compressed
     assert memory.checkpoint_bytes == {"device": predicted.device, "host": predicted.host, "disk": predicted.disk}
-    if not candidate.method.fate.gradients:  # whose graph the planner does not know
+    if candidate.method.fate.predictable:
         assert memory.peak_workspace_bytes <= predicted.workspace
     assert memory.peak_cache_bytes <= predicted.resident + predicted.compressed + predicted.hand
     if candidate.method.selector.in_order and steps:  # a step comes after what the last chunk evicted

@@ -31,7 +31,7 @@ BY_VECTORS = [  # which need no ids
     if "merge" not in name
     and LOSSY[name].alone
     and LOSSY[name].method.reading is None
-    and not LOSSY[name].method.recall.redecoded
+    and LOSSY[name].method.recall.hook() is None
 ]
 
 
@@ -158,7 +158,7 @@ def test_rows_allocate_what_they_need(name: str) -> None:
 def test_ragged_rows_are_what_they_are_alone(name: str) -> None:
     """Rows in banks of their own, that grow at different times, give what each gives without the others."""
     inputs = torch.randn(3, 300 + NEW, 32, generator=torch.Generator().manual_seed(0))
-    if LOSSY[name].method.fate.gradients:  # of a loss, which is of token ids
+    if LOSSY[name].gradients:  # of a loss, which is of token ids
         inputs = prompt(3, 300 + NEW)
     mask = torch.ones(3, 300 + NEW, dtype=torch.long)
     lengths = [300, 236, 44]  # padded by whole chunks

@@ -17,6 +17,7 @@ from kvkeep.cli.remembered import remembered
 from kvkeep.cli.starting import starting
 from kvkeep.errors import UsageError, unknown
 from kvkeep.plugins import PARTS, points
+from kvkeep.policies.names import LAB
 
 Rows = list[list[str]]  # the first are headings
 
@@ -48,7 +49,8 @@ def methods(
         typer.echo(_markdown(made()))
         return
     # What is wrong with a package is said each time.
-    found = _registered() if any(points(PARTS)) else remembered("methods", _registered)
+    others = any(point.name not in LAB for point in points(PARTS))
+    found = _registered() if others else remembered("methods", _registered)
     if json:
         print_json(found)
         return
@@ -172,7 +174,7 @@ def _combinations() -> Rows:
     names = {type(fate): name for name, fate in fates.items()}
     for preset in PRESETS.values():
         given = ",".join(f"{key}={value}" for key, value in preset.defaults.items())
-        if given and preset.fate in names:  # a package's preset may have a fate without a name
+        if given and preset.fate in names:  # a preset's fate may have no name
             fates[f"{names[preset.fate]}:{given}"] = preset.fate(**preset.defaults)
     reasons: list[str] = []
 

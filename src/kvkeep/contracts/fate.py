@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from kvkeep.contracts.exactness import Exactness
-from kvkeep.contracts.selector import Selector
+from kvkeep.contracts.hook import PassHook
 from kvkeep.contracts.site import Held, Site
 from kvkeep.contracts.store import EvictedStore
 from kvkeep.errors import BudgetError
@@ -33,32 +33,36 @@ class Reading(NamedTuple):
 
 @dataclass(frozen=True)
 class Fate(ABC):
-    """What becomes of entries that leave. A frozen dataclass whose fields are its parameters.
-
-    label: in a word; source: the paper; returns: how what left comes back by itself; exactness: its promise;
-    checkpoints: what leaves is kept in a checkpoint, whose options the cache then takes; records: ids and positions of
-    all tokens are needed. work: whose overhead a step has (:data:`kvkeep.plan.machine.LAYERS`), the selector's where it
-    is none of those. leaves: who leaves, where that is the fate's to say. readings: how often a chunk of a prompt is
-    read, passes back through the model included; gradients: there are such. keeps, merges, makes_room: as of the store
-    it makes. across_heads: what becomes of an entry of one KV head depends on others. files: parameters that may name
-    files of this machine, which no request to a server may give.
-    """
+    """What becomes of entries that leave. A frozen dataclass whose fields are its parameters."""
 
     label: ClassVar[str]
+    """What becomes of them, in a word."""
     source: ClassVar[str] = ""
+    """The paper."""
     leaves: ClassVar[str] = ""
+    """Who leaves, where that is the fate's to say."""
     returns: ClassVar[str] = "never"
+    """How what left comes back by itself."""
     exactness: ClassVar[Exactness] = Exactness.LOSSY
+    """What it promises."""
     checkpoints: ClassVar[bool] = False
+    """What leaves is kept in a checkpoint, whose options the cache then takes."""
     records: ClassVar[bool] = False
+    """Ids and positions of all tokens are needed."""
     work: ClassVar[str] = ""
+    """Whose overhead a step has (:data:`kvkeep.plan.machine.LAYERS`); the selector's where it is none of those."""
     readings: ClassVar[int] = 1
-    gradients: ClassVar[bool] = False
+    """How often a chunk of a prompt is read, passes back through the model included."""
+    predictable: ClassVar[bool] = True
+    """:meth:`holds` tells the bytes that it takes, so that the planner lists its methods."""
     keeps: ClassVar[bool] = True
+    """As of the store that it makes; so are the next two."""
     merges: ClassVar[bool] = False
     makes_room: ClassVar[bool] = False
     across_heads: ClassVar[bool] = False
+    """What becomes of an entry of one KV head depends on others."""
     files: ClassVar[Sequence[str]] = ()
+    """Parameters that may name files of this machine, which no request to a server may give."""
 
     @property
     def kind(self) -> str | None:
@@ -75,16 +79,18 @@ class Fate(ABC):
         """Whether entries may be resident again as what they are estimated to be."""
         return False
 
-    def refuses(self, selector: Selector) -> str | None:
-        """Return why it cannot be the fate of what ``selector`` lets go, in a sentence, or None."""
+    def refuses(self, method: Any) -> str | None:
+        """Return why it cannot be the fate of ``method``, a :class:`~kvkeep.policies.methods.Method`, in a sentence, or
+        None."""
         return None
 
     def resident(self, entries: int) -> int:
         """Return how many of a budget's ``entries`` are for resident ones."""
         return entries
 
-    def chunk(self, entries: int, chunk: int) -> int:
-        """Return how many tokens of a prompt to take at a time by default, ``chunk`` or fewer."""
+    def chunk(self, name: str, entries: int, chunk: int, chosen: bool) -> int:
+        """Return how many tokens of a prompt to take at a time with a budget of ``entries``: ``chunk``, or fewer unless
+        somebody has ``chosen`` that number. Raises BudgetError, for method ``name``, where they do not fit."""
         return chunk
 
     def fits(self, name: str, geometry: ModelGeometry, entries: int) -> None:
@@ -96,16 +102,17 @@ class Fate(ABC):
     def check(self, model: Any, geometry: ModelGeometry) -> None:
         """Raise UnsupportedModelError where it cannot be done on this model."""
 
-    def check_chunk(self, name: str, entries: int, chunk: int) -> None:
-        """Raise BudgetError where a ``chunk`` of a prompt is too long for ``entries``."""
-
     def shared(self, geometry: ModelGeometry, ledger: Ledger) -> Any:
         """Return what the stores of all layers share, None for nothing."""
         return None
 
     @abstractmethod
     def store(self, site: Site, shared: Any) -> EvictedStore:
-        """Return the store of one layer, a :class:`LookaheadStore` where there is more than one of :attr:`readings`."""
+        """Return the store of one layer."""
+
+    def hook(self) -> PassHook | None:
+        """Return what it does around the passes of one cache, None for nothing."""
+        return None
 
     def holds(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int, left: Sequence[int]) -> Held:
         """Return the bytes that the store of a layer will hold, within a budget of ``entries``, once so many entries

@@ -14,6 +14,7 @@ from kvkeep.attention.step import Step
 from kvkeep.attention.together import Arrival
 from kvkeep.contracts.entries import Piece
 from kvkeep.contracts.exactness import Exactness
+from kvkeep.contracts.hook import PassHook
 from kvkeep.contracts.part import Part
 from kvkeep.contracts.site import Held, Site
 from kvkeep.geometry import LayerGeometry, ModelGeometry
@@ -77,28 +78,32 @@ class Reader(Part):
 
 @dataclass(frozen=True)
 class Recall(ABC):
-    """How entries come back. A frozen dataclass whose fields are its parameters.
-
-    label: in a few words, empty where methods do not name it; source: the paper; exactness: the promise, None: the
-    fate's. backed: it needs every entry in a checkpoint. reads_single: it brings back single entries, so none may be
-    merged into others. place: where its checkpoints are by default, None: as for every method. loses: it goes on where
-    a checkpoint of limited capacity has lost entries. reads_all: every step attends to all entries of the checkpoint,
-    so that none has to be resident. drafts: it decodes in rounds of draft and verify. across_heads: what comes back in
-    one KV head depends on others. files: parameters that may name files of this machine, which no request to a server
-    may give.
-    """
+    """How entries come back. A frozen dataclass whose fields are its parameters."""
 
     label: ClassVar[str]
+    """How, in a few words; empty where methods do not name it."""
     source: ClassVar[str] = ""
+    """The paper."""
     exactness: ClassVar[Exactness | None] = None
+    """What it promises; None: the fate's."""
     backed: ClassVar[bool] = True
+    """It needs every entry in a checkpoint."""
     reads_single: ClassVar[bool] = False
+    """It brings back single entries, so none may be merged into others."""
     place: ClassVar[str | None] = None
+    """Where its checkpoints are by default; None: as for every method."""
     loses: ClassVar[bool] = False
+    """It goes on where a checkpoint of limited capacity has lost entries."""
     reads_all: ClassVar[bool] = False
+    """Every step attends to all entries of the checkpoint, so that none has to be resident."""
     drafts: ClassVar[bool] = False
+    """It decodes in rounds of draft and verify."""
+    records: ClassVar[bool] = False
+    """Ids and positions of all tokens are needed."""
     across_heads: ClassVar[bool] = False
+    """What comes back in one KV head depends on others."""
     files: ClassVar[Sequence[str]] = ()
+    """Parameters that may name files of this machine, which no request to a server may give."""
 
     def tail(self, entries: int) -> int:
         """Return how many of a budget's ``entries`` are for tokens that wait for a decision, 0 where none does."""
@@ -112,10 +117,14 @@ class Recall(ABC):
         """Return how many of ``away`` entries of a KV head may be resident after a step, in place of as many others."""
         return 0
 
-    @property
-    def redecoded(self) -> int:
-        """How many tokens of a row that left in a pass are decoded again after it, at most, from the ledger's ids."""
-        return 0
+    def refuses(self, method: Any) -> str | None:
+        """Return why it cannot be the recall of ``method``, a :class:`~kvkeep.policies.methods.Method`, in a sentence,
+        or None."""
+        return None
+
+    def hook(self) -> PassHook | None:
+        """Return what it does around the passes of one cache, None for nothing."""
+        return None
 
     @abstractmethod
     def reader(self, site: Site, round: Any) -> Reader:

@@ -18,39 +18,40 @@ STAYS = float("inf")
 
 
 class Asking(NamedTuple):
-    """The queries of a step as they would be on average if they were asked from the positions ahead.
-
-    queries: (lanes, heads, n, key_dim) float32. slots: (lanes, n) int, those they were asked from, -1 for padding.
-    scaling: of their products with keys.
-    """
+    """The queries of a step as they would be on average if they were asked from the positions ahead."""
 
     queries: Tensor
+    """(lanes, heads, n, key_dim) float32."""
     slots: Tensor
+    """(lanes, n) int, those they were asked from, -1 for padding."""
     scaling: float
+    """Of their products with keys."""
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """The entries a selector ranks. Tensors are (lanes, entries); the newest come last, the others in any order.
-
-    slots: int64, -1 where a column is empty (its rank is not asked for). scores: what the selector made of each,
-    float32; None until there is something. first: (lanes, 1), the first real slot of each lane's row, 0 where there
-    is no padding. length: slots of the sequence, the new ones included. new: how many of the entries are new. budget:
-    how many will stay. heads: lanes of one row. layer: which. keys, values: (lanes, entries, dim) as cached, only for
-    selectors that read them. asking: the queries of a step whose entries are new, for selectors that look ahead.
-    """
+    """The entries a selector ranks. Tensors are (lanes, entries); the newest come last, the others in any order."""
 
     slots: Tensor
+    """int64, -1 where a column is empty (its rank is not asked for)."""
     scores: Tensor | None
+    """What the selector made of each, float32; None until there is something."""
     first: Tensor | int
+    """(lanes, 1), the first real slot of each lane's row; 0 where there is no padding."""
     length: int
+    """Slots of the sequence, the new ones included."""
     new: int
+    """How many of the entries are new."""
     budget: int
+    """How many will stay."""
     heads: int
+    """Lanes of one row."""
     layer: int
     keys: Tensor | None = None
+    """(lanes, entries, dim) as cached, only for selectors that read them; so are the values."""
     values: Tensor | None = None
     asking: Asking | None = None
+    """The queries of a step whose entries are new, for selectors that look ahead."""
 
 
 class Pieces(NamedTuple):
@@ -66,29 +67,33 @@ class Selector(ABC):
     """Who leaves. A frozen dataclass whose fields are its parameters, :meth:`rank`, and where it needs them
     :meth:`arrive` and :meth:`observe`. It holds no entries and no state: scores, one number for each entry, are kept
     beside the entries and travel with them.
-
-    leaves: who leaves, in a few words; source: the paper. keeps_all: none does. in_order: the oldest does, in all heads
-    alike, so that entries lie in a ring. by_age: age alone decides who does. scores_arrivals: new entries get a first
-    score from :meth:`arrive`; otherwise it is 0. needs_kv: :meth:`rank` and :meth:`observe` need the keys and values
-    themselves. of_any_layer: lanes of several layers may be shown to it as rows of one. may_tie: several entries may
-    well rank the same; the oldest of them leaves first. across_heads: what leaves in one KV head depends on others.
-    reduce: how the attention of several queries and heads becomes one number: "sum" over queries of the mean over
-    heads, or "max" over both. files: parameters that may name files of this machine, which no request to a server may
-    give.
     """
 
     leaves: ClassVar[str]
+    """Who leaves, in a few words."""
     source: ClassVar[str]
+    """The paper."""
     keeps_all: ClassVar[bool] = False
+    """None leaves."""
     in_order: ClassVar[bool] = False
+    """The oldest leaves, in all heads alike, so that entries lie in a ring."""
     by_age: ClassVar[bool] = False
+    """Age alone decides who leaves."""
     scores_arrivals: ClassVar[bool] = False
+    """New entries get a first score from :meth:`arrive`; otherwise it is 0."""
     needs_kv: ClassVar[bool] = False
+    """:meth:`rank` and :meth:`observe` need the keys and values themselves."""
     of_any_layer: ClassVar[bool] = False
+    """Lanes of several layers may be shown to it as rows of one."""
     may_tie: ClassVar[bool] = False
+    """Several entries may well rank the same; the oldest of them leaves first."""
     across_heads: ClassVar[bool] = False
+    """What leaves in one KV head depends on others."""
     reduce: ClassVar[str] = "sum"
+    """How the attention of several queries and heads becomes one number: "sum" over queries of the mean over heads, or
+    "max" over both."""
     files: ClassVar[Sequence[str]] = ()
+    """Parameters that may name files of this machine, which no request to a server may give."""
 
     @property
     def budgeted(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -100,27 +99,3 @@ class EvictedStore(Part):
 
     def restore(self, state: dict[str, Tensor]) -> None:
         """Take what :meth:`state` gave."""
-
-
-class LookaheadStore(EvictedStore):
-    """The store of a fate that reads a chunk more than once (:attr:`Fate.readings`). Entries are merged by a first
-    pass, which keeps nothing (:mod:`kvkeep.stores.lookahead`).
-
-    leaves: the keys that this pass is differentiated by, of each bank that holds something (:attr:`Fate.gradients`).
-    """
-
-    leaves: list[Tensor]
-
-    @abstractmethod
-    def full(self, resident: WorkingSet) -> bool:
-        """Return whether there is no room for one token more in some lane."""
-
-    @abstractmethod
-    def look(self, layer: Any, step: Step) -> Tensor:
-        """Return a layer's attention in the first pass, (lanes, heads, queries, value_dim), and note what each entry
-        received."""
-
-    @abstractmethod
-    def merge_before(self, resident: WorkingSet, real: Tensor, gradients: Iterator[Tensor]) -> None:
-        """Merge entries before a pass of tokens, ``real`` (rows, n) bool. gradients: yields that of each of the keys in
-        :attr:`leaves`, (lanes, entries, dim), nothing where there are none."""

@@ -306,8 +306,8 @@ def _open(decoder: nn.Module, given: dict[str, Any], cache: Taking | None) -> tu
     if cache.observes and isinstance(last := given.get("logits_to_keep"), int):
         given["logits_to_keep"], cache.last_outputs = 0, last  # layers that share keys would see the last queries alone
     new: Tensor = ids if ids is not None else given["inputs_embeds"]
-    if cache.looks_ahead(new.shape[1]):
-        cache.look_ahead(decoder, given)
+    for hook in cache.hooks:
+        hook.before(given["past_key_values"], given)
     positions = cache.begin_forward(ids, embeddings, given.get("position_ids"), given.get("attention_mask"))
     if positions is not None:
         given["position_ids"] = positions
@@ -380,6 +380,8 @@ def _close(past: Any, cache: Taking, output: Any) -> Any:
         return None
     set_attender(None)
     cache.end_forward(completed=output is not None)
+    for hook in cache.hooks if output is not None else ():
+        hook.after(past)
     earlier, cache.earlier_outputs = cache.earlier_outputs, []
     if output is not None and cache.due:
         past.compress()

@@ -37,7 +37,8 @@ class Taking(Attender, Protocol):
     may depend on every query. last_outputs: how many of a decoder's last outputs are wanted, where it was made to give
     all, 0: all. text: of what transformers' ``generate`` has read and is about to, how many tokens there are and a
     digest of each row, None of other texts. decoder: the only decoder whose passes it takes part in, None: any. cut: a
-    part of a text is read that is not its last."""
+    part of a text is read that is not its last. hooks: what is called before and after a pass
+    (:class:`~kvkeep.contracts.hook.PassHook`)."""
 
     streams: bool
     observes: bool
@@ -46,6 +47,7 @@ class Taking(Attender, Protocol):
     decoder: Any
     chunk: int
     cut: bool
+    hooks: Any
 
     @property
     def due(self) -> bool:
@@ -71,12 +73,6 @@ class Taking(Attender, Protocol):
 
     def admit(self, tokens: int) -> None:
         """Raise if there is no room for ``tokens`` more, before any of them is processed."""
-
-    def looks_ahead(self, count: int) -> bool:
-        """Return whether the next ``count`` tokens are to be passed to :meth:`look_ahead` first."""
-
-    def look_ahead(self, decoder: Any, given: dict[str, Any]) -> None:
-        """Read tokens once without keeping them: ``given`` are the arguments of a pass of ``decoder``."""
 
     def end_forward(self, completed: bool) -> None:
         """End the forward pass; ``completed`` is False after an exception."""

@@ -15,7 +15,7 @@ from kvkeep.policies.methods import Method, names, resolve
 SHARES = (0.5, 0.25, 0.125, 0.0625)
 """Budgets to plan for beside the largest that fits, as shares of the context."""
 
-VARIANTS = {"quantized": ("quantized:8", "quantized:4", "quantized:2"), "lowrank": ("lowrank:32",)}
+VARIANTS = {"quantized": ("quantized:8", "quantized:4", "quantized:2")}
 """Methods that are planned with parameters of their own, in place of their name alone."""
 
 PREFERRED = ("full", "static", "paged", "kv-direct", "snapkv+verified")
@@ -73,9 +73,9 @@ def specs() -> list[str]:
 
 def _planned(name: str) -> bool:
     """Return whether a method is one to plan for: not one that reads a text twice, and then is as others, nor one whose
-    bytes do not follow from the geometry, as those of a graph through the model."""
+    bytes do not follow from the geometry."""
     method = resolve(name)
-    return method.reading is None and not method.fate.gradients
+    return method.reading is None and method.fate.predictable
 
 
 def candidates(geometry: ModelGeometry, *, exact: bool = False) -> Iterator[Candidate]:

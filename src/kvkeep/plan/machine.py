@@ -20,7 +20,7 @@ MEASURED = "measured"
 ESTIMATED = "estimated"
 LAYERS = (
     *("full", "paged", "kv-direct", "piece", "rebuilt", "selected", "watched", "chunk"),
-    *("coded", "lowrank", "tiers", "sketched", "estimate", "segments", "merged", "neighbours", "selective"),
+    *("coded", "tiers", "sketched", "estimate", "segments", "merged", "neighbours", "selective"),
 )
 """What overheads are of: a layer-step of each kind of layer, one more piece or page of what is recalled, what a
 chunk of a prompt takes in a layer beyond its parts, and one element of an estimate from a sketch."""

@@ -41,7 +41,6 @@ TRIALS = (
     ("selected", "window", None, BUDGET),
     ("watched", "snapkv", None, BUDGET),
     ("coded", "quantized:4", None, BUDGET),
-    ("lowrank", "lowrank:32", None, BUDGET),
     ("tiers", "revive", None, BUDGET),
     ("sketched", "h2o+sketch", None, PROMPT),  # of a text that is as long as the budget: there is nothing to estimate
     ("estimate", "h2o+sketch", None, BUDGET),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,41 +29,40 @@ from kvkeep.stores.checkpoints.residuals import Residuals
 from kvkeep.stores.checkpoints.spec import CheckpointSpec
 from kvkeep.stores.dynamic import DynamicLayer, SlidingLayer
 from kvkeep.stores.layer import Layer
-from kvkeep.stores.lookahead import Lookahead
 from kvkeep.stores.newest import Newest
 from kvkeep.stores.paged import BlockPool, BlockTable, Paged
-from kvkeep.stores.redecoder import Redecoder
 from kvkeep.stores.round import Round
 from kvkeep.stores.selected import Selected
 
 
 @dataclass(frozen=True)
 class Assembly:
-    """What a cache is made of: the layers, and what they share. ``entries``: the effective budget of each full layer;
-    ``chunk``: tokens of a prompt taken at a time; ``streams``: attention adds the past itself; ``budgets``: entries
-    by layer and head, where they differ; ``positions``: those within the cache, if so; ``round``: of draft and verify,
-    where drafts can be made; ``lookahead``: where chunks are read more than once; ``table``: of blocks, where entries
-    are paged; ``decoder``: whose forward passes these are, where it streams; ``exact``: attention is the kernel's, with
-    bits that depend on the entries alone; ``redecoder``: what decodes tokens again that left, where that is the
-    recall."""
+    """What a cache is made of: the layers, and what they share."""
 
     layers: list[Any]
     ledger: Ledger
     meter: Meter
     device: torch.device
+    exact: bool
+    """Attention is the kernel's, with bits that depend on the entries alone."""
     entries: int | None = None
+    """The effective budget of each full layer."""
     chunk: int = 0
+    """Tokens of a prompt taken at a time."""
     streams: bool = False
+    """Attention adds the past itself."""
     spec: CheckpointSpec | None = None
     checkpoint: Checkpoint | None = None
     budgets: Sequence[Sequence[int]] | None = None
+    """Entries by layer and head, where they differ."""
     positions: CachePositions | None = None
+    """Positions within the cache, where the method has those."""
     round: Round | None = None
-    lookahead: Lookahead | None = None
+    """Of draft and verify, where drafts can be made."""
     table: BlockTable | None = None
+    """Of blocks, where entries are paged."""
     decoder: Any = None
-    exact: bool = False
-    redecoder: Redecoder | None = None
+    """Whose forward passes these are, where it streams."""
 
 
 @dataclass(frozen=True)
@@ -82,19 +81,18 @@ def assemble(request: Request, model: Any, geometry: ModelGeometry, before: Befo
     build, method = _Builder(request, model, geometry, before), request.method
     if not method.selector.keeps_all:
         return _bounded(build)
-    exact = _exact(model, geometry)
-    ledger, meter, device, layout = build.ledger, build.meter, build.device, method.selector.layout
+    exact, layout = _exact(model, geometry), method.selector.layout
     if layout == "dynamic":
-        return Assembly(build.layers(lambda layer: DynamicLayer()), ledger, meter, device, exact=exact)
+        return build.assembly(build.layers(lambda layer: DynamicLayer()), exact)
     if layout == "static":
         assert request.budget is not None
         limit = request.budget.entries(geometry, context=request.context, batch=request.batch)
-        return Assembly(build.layers(lambda layer: DynamicLayer(limit)), ledger, meter, device, limit, exact=exact)
+        made = build.assembly(build.layers(lambda layer: DynamicLayer(limit)), exact)
+        return replace(made, entries=limit)
     decoder, table = bind(model).decoder, BlockTable(BlockPool())
     layers = build.layers(lambda layer: build.layer(layer, (), lambda site, store: Paged(site, table)))
-    return Assembly(
-        layers, ledger, meter, device, chunk=sys.maxsize, streams=True, table=table, decoder=decoder, exact=exact
-    )
+    made = build.assembly(layers, exact)
+    return replace(made, chunk=sys.maxsize, streams=True, table=table, decoder=decoder)
 
 
 def _check_places(method: Method, model: Any) -> None:
@@ -136,7 +134,6 @@ def _bounded(build: _Builder) -> Assembly:
     method.store_fate.check(model, geometry)
     adapter = bind(model)
     build.open(within)
-    lookahead = _lookahead(build, within, chunk)
     ahead = 1 if method.oneshot else chunk  # how long a prompt is shows when it is read
     positions = None if sinks is None else _positions(model, geometry, sinks, held, ahead)
     budgets = selector.budgets(model, geometry, held)
@@ -162,36 +159,16 @@ def _bounded(build: _Builder) -> Assembly:
     if build.round is not None:
         build.round.layers = [layers[own.index] for own in geometry.full_layers]
         build.round.windows = [layers[own.index] for own in geometry.sliding_layers]
-    if lookahead is not None:
-        lookahead.layers = [layers[own.index] for own in geometry.full_layers]
-    return Assembly(
-        layers,
-        build.ledger,
-        build.meter,
-        build.device,
-        entries,
-        chunk,
-        True,
-        build.spec,
-        build.checkpoint,
-        None if selector.in_order else budgets,
-        positions,
-        build.round,
-        lookahead,
+    return replace(
+        build.assembly(layers, _exact(model, geometry)),
+        entries=entries,
+        chunk=chunk,
+        streams=True,
+        budgets=None if selector.in_order else budgets,
+        positions=positions,
+        round=build.round,
         decoder=adapter.decoder,
-        exact=_exact(model, geometry),
-        redecoder=build.redecoder([layers[own.index] for own in geometry.full_layers]),
     )
-
-
-def _lookahead(build: _Builder, entries: int, chunk: int) -> Lookahead | None:
-    """Return what reads chunks more than once, None where they are read once. Raises BudgetError where ``entries`` have
-    no room for a whole ``chunk``."""
-    fate = build.method.store_fate
-    if fate.readings == 1:
-        return None
-    fate.check_chunk(build.method.name, entries, chunk)
-    return Lookahead(build.model, fate.gradients, build.ledger, build.meter)
 
 
 def _exact(model: Any, geometry: ModelGeometry) -> bool:
@@ -219,13 +196,17 @@ class _Builder:
         self.whole = processes(model) == 1
         self.spec = request.spec(geometry, self.device.type, self.whole) if self.method.checkpoints else None
         # Ids and positions are kept where something is rebuilt from them.
-        again = self.method.recall.redecoded > 0
-        self.ledger = Ledger(fate.records or again or (self.spec is not None and self.spec.kind != "kv"))
+        records = fate.records or self.method.recall.records
+        self.ledger = Ledger(records or (self.spec is not None and self.spec.kind != "kv"))
         self.meter = Meter() if before is None else before.made.meter
         self.shared = fate.shared(geometry, self.ledger)
         self.entries = 0
         self.checkpoint: Checkpoint | None = None
         self.round: Round | None = None
+
+    def assembly(self, layers: list[Any], exact: bool) -> Assembly:
+        """Return a cache of ``layers``, with what they share."""
+        return Assembly(layers, self.ledger, self.meter, self.device, exact, spec=self.spec, checkpoint=self.checkpoint)
 
     def open(self, entries: int) -> None:
         """Prepare for layers with a budget of ``entries``: open the checkpoint, where there is one."""
@@ -253,36 +234,22 @@ class _Builder:
     def layer(self, own: LayerGeometry, budgets: Sequence[int], resident: Callable[..., Any]) -> Layer:
         """Return a layer of parts; ``resident``: what makes the resident entries, of a site and a store."""
         site = Site(
-            own,
-            self.geometry,
-            self.model,
-            self.entries,
-            budgets,
-            self.method.selector.in_order,
-            self.request.page,
-            sum(layer.source == own.index for layer in self.geometry.layers),
-            own.index == self.geometry.full_layers[0].index,
-            self.ledger,
-            self.meter,
-            self.device,
-            self.checkpoint,
+            layer=own,
+            geometry=self.geometry,
+            model=self.model,
+            entries=self.entries,
+            budgets=budgets,
+            in_order=self.method.selector.in_order,
+            page=self.request.page,
+            readers=sum(layer.source == own.index for layer in self.geometry.layers),
+            first=own.index == self.geometry.full_layers[0].index,
+            ledger=self.ledger,
+            meter=self.meter,
+            device=self.device,
+            checkpoint=self.checkpoint,
         )
         store = self.method.store_fate.store(site, self.shared)
         return Layer(site, resident(site, store), store, self.method.recall.reader(site, self.round))
-
-    def redecoder(self, layers: list[Layer]) -> Redecoder | None:
-        """Return what decodes tokens again where the recall wants that. Raises UnsupportedModelError where layers
-        cannot be run by themselves, or one of them forgets by itself."""
-        if not (limit := self.method.recall.redecoded):
-            return None
-        family, instead = self.geometry.model_type, "use 'fetch-on-miss'"
-        if len(layers) < len(self.geometry.layers):
-            raise UnsupportedModelError(
-                f"'{family}' has layers that keep no entries of old tokens, so none can be decoded again; {instead}."
-            )
-        adapter = bind(self.model)
-        adapter.require("advance", [layer.index for layer in layers], "recall 'redecode'", instead)
-        return Redecoder(adapter, self.ledger, self.meter, layers, limit)
 
     def layers(self, full: Callable[[LayerGeometry], Any]) -> list[Any]:
         """Return the layers of a cache: full ones as asked for; sliding windows are bounded already; layers that read

@@ -17,6 +17,7 @@ from kvkeep.geometry import ModelGeometry
 from kvkeep.plugins import PARTS, each_plugin
 from kvkeep.policies.fates.checkpoint import Recorded
 from kvkeep.policies.fates.drop import Drop
+from kvkeep.policies.names import check_lab
 from kvkeep.policies.recalls.everything import Everything
 from kvkeep.policies.recalls.evicted import Evicted
 from kvkeep.policies.registry import (
@@ -132,7 +133,7 @@ class Method:
         """How many first entries are fixed where positions are within the cache; None where they are those of the text,
         which ends where the model's do."""
         fate = self.store_fate
-        return self.selector.sinks_in_cache(not (fate.keeps or self.recall.backed or self.recall.redecoded))
+        return self.selector.sinks_in_cache(not (fate.keeps or self.recall.backed or self.recall.label))
 
     def division(self, geometry: ModelGeometry, entries: int) -> Division:
         """Return what a budget of ``entries`` is for. Raises BudgetError where they are too few."""
@@ -151,7 +152,7 @@ class Method:
             return sys.maxsize
         layers = len(geometry.full_layers) if self.exactness is Exactness.EXACT else 0
         most = budget.chunk_for(entries, chunk, layers)
-        return most if chunk is not None else self.fate.chunk(entries, most)
+        return self.fate.chunk(self.name, entries, most, chunk is not None)
 
     def refusal(self) -> str | None:
         """Return why the combination means nothing, in a sentence; None where it works."""
@@ -159,22 +160,15 @@ class Method:
             return "Nothing is evicted, so nothing has to be compressed when a prompt has been read."
         if self.oneshot and self.reading is not None:
             return "It compresses what has been read already; leave 'oneshot' out."
-        if self.oneshot and self.fate.readings > 1:
-            return "Chunks of a prompt are merged by the next one's queries, and at once it would be one chunk."
         if self.recall.label and self.selector.keeps_all:
             return "Nothing is evicted, so nothing has to be recalled."
         if self.recall.label and self.selector.in_order:
             return "'kv-direct' recalls everything at every step already; use 'window+RECALL'."
-        if (reason := self.fate.refuses(self.selector)) is not None:
-            return reason
-        if self.recall.backed and self.fate.readings > 1:
-            return (
-                "A chunk that is read twice is read against entries that were merged, and a recall has the exact ones."
-            )
+        for part in (self.fate, self.recall):
+            if (reason := part.refuses(self)) is not None:
+                return reason
         if self.recall.reads_single and (self.fate.merges or self.fate.makes_room):
             return "An entry that was merged into others would count twice once it is recalled beside them."
-        if self.recall.redecoded and (self.fate.keeps or self.fate.makes_room):
-            return "What is decoded again must have been dropped: kept in another form it would be attended twice."
         if self.recall.reads_single and self.fate.swaps:
             return "An entry resident again as an estimate hides the exact one from the recall; with swap=0 none is."
         return None
@@ -194,6 +188,7 @@ def resolve(spec: str, *, files: bool = True) -> Method:
 
 def _resolved(spec: str, files: bool = True) -> Method:
     spec = "+".join(map(_current, spec.split("+")))
+    check_lab(spec, {*FATES, *RECALLS, *PRESETS})
     first, *rest = spec.split("+")
     name, oneshot = first.partition(":")[0], rest[-1:] == [ONESHOT]
     if oneshot:
@@ -254,11 +249,14 @@ def load_plugins() -> None:
 
 
 def _plugged(name: str, part: Any) -> None:
-    register(name, part)
+    """Register what an entry point names: a part, or a tuple of a fate and its preset."""
+    own = part if isinstance(part, tuple) else (part,)
     try:
+        for one in own:
+            register(name, one)
         _listable(name)
     except BaseException:
-        unregister(name)
+        unregister(name, *own)
         raise
 
 

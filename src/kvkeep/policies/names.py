@@ -4,8 +4,9 @@ registry."""
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection
 
-from kvkeep.errors import unknown
+from kvkeep.errors import UsageError, unknown
 from kvkeep.plugins import PARTS, points
 
 STOCK = "stock"
@@ -22,31 +23,41 @@ UNLISTED = ("kvpress",)
 
 METHODS = (
     "full", "static", "paged", "kv-direct", "window", "streaming-llm", "h2o", "h2o-fisher", "snapkv", "tova",
-    "expected-attention", "kvzip", "pyramidkv", "duo-attention", "knorm", "random", "lru", "quantized", "lowrank",
-    "revive", "quest", "cam", "kvreviver", "kvreviver-fisher", "asymkv", "kvslimmer", "kvslimmer-exact",
-    "asymkv-published", "kvslimmer-published", "kv-lru", "snapkv+verified", STOCK,
+    "expected-attention", "kvzip", "pyramidkv", "duo-attention", "knorm", "random", "lru", "quantized", "revive",
+    "quest", "kvreviver", "kvreviver-fisher", "kvslimmer", "kv-lru", "snapkv+verified", STOCK,
 )  # fmt: skip
 
-FATES = (
-    "drop", "checkpoint", "quantize", "tiers", "lowrank", "segments", "sketch", "merge", "cam", "asymkv", "kvslimmer",
-    "kvslimmer-exact", "asymkv-published", "kvslimmer-published",
-)  # fmt: skip
+FATES = ("drop", "checkpoint", "quantize", "tiers", "segments", "sketch", "merge", "kvslimmer")
 
-RECALLS = ("verified", "pages", "certified", "fetch-on-miss", "redecode")
+RECALLS = ("verified", "pages", "fetch-on-miss")
+
+LAB = (
+    "lowrank", "cam", "asymkv", "kvslimmer-exact", "asymkv-published", "kvslimmer-published", "certified", "redecode",
+)  # fmt: skip
+"""Parts and methods that the lab adds where it is installed."""
 
 
 def check_names(spec: str) -> None:
-    """Raise UsageError, with the nearest names, for a method or a part that does not exist. Where packages or a
-    program add parts, only the registry knows all names, and nothing is refused here."""
-    if "kvkeep.policies.registry" in sys.modules or any(points(PARTS)):
+    """Raise UsageError, with the nearest names, for a method or a part that does not exist. Where a program adds parts,
+    only the registry knows all names, and those it may know are not refused here."""
+    added = {point.name for point in points(PARTS)}
+    check_lab(spec, added)
+    if "kvkeep.policies.registry" in sys.modules:
         return
     first, *rest = (part.partition(":")[0] for part in spec.split("+"))
     name = FORMER.get(first, first)
-    if name not in METHODS and name not in UNLISTED:
-        raise unknown("method", name, METHODS, "'kvkeep methods'")
+    if name not in {*METHODS, *UNLISTED, *added}:
+        raise unknown("method", name, {*METHODS, *added}, "'kvkeep methods'")
     if rest[-1:] == [ONESHOT]:
         rest.pop()
-    if rest and FORMER.get(rest[-1], rest[-1]) in RECALLS:
+    if rest and FORMER.get(rest[-1], rest[-1]) in {*RECALLS, *added}:
         rest.pop()
-    if rest and FORMER.get(rest[0], rest[0]) not in FATES:
-        raise unknown("fate", rest[0], FATES)
+    if rest and FORMER.get(rest[0], rest[0]) not in {*FATES, *added}:
+        raise unknown("fate", rest[0], {*FATES, *added})
+
+
+def check_lab(spec: str, known: Collection[str]) -> None:
+    """Raise UsageError for a method with a part of the lab that is not ``known``."""
+    for name in (part.partition(":")[0] for part in spec.split("+")):
+        if name in LAB and name not in known:
+            raise UsageError(f"'{name}' comes with the lab, which is not installed: pip install 'kvkeep[lab]'.")

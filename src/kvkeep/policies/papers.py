@@ -61,22 +61,6 @@ PAPERS = (
         eprint="2603.00907",
     ),
     Paper(
-        "cui2025asymkv",
-        "AsymKV",
-        "Homogeneous keys, heterogeneous values: exploiting local KV cache asymmetry for long-context LLMs",
-        "W. Cui and M. Xu",
-        "2025",
-        "The Thirty-ninth Annual Conference on Neural Information Processing Systems",
-    ),
-    Paper(
-        "zhang2024cam",
-        "CaM",
-        "CaM: cache merging for memory-efficient LLMs inference",
-        "Y. Zhang and Y. Du and G. Luo and Y. Zhong and Z. Zhang and S. Liu and R. Ji",
-        "2024",
-        "Forty-first International Conference on Machine Learning",
-    ),
-    Paper(
         "zhang2023h2o",
         "2306.14048",
         "H2O: Heavy-hitter oracle for efficient generative inference of large language models",
@@ -164,13 +148,14 @@ PAPERS = (
 
 
 def papers_of(methods: Iterable[Method]) -> list[Paper]:
-    """Return the papers that the sources of methods, and of their parts, name, each once. An arXiv id of which nothing
-    more is known is an entry with that id."""
+    """Return the papers that the sources of methods, and of their parts, name, each once: of those known here, and of
+    the ``papers`` of a package's parts. An arXiv id of which nothing more is known is an entry with that id."""
     found: dict[str, Paper] = {}
     for method in methods:
         parts = (method, method.selector, method.fate, method.recall)
+        listed = [*PAPERS, *(paper for part in parts for paper in getattr(part, "papers", ()))]
         for source in (str(getattr(part, "source", "")) for part in parts):
-            known = [paper for paper in PAPERS if re.search(rf"\b{re.escape(paper.named)}\b", source)]
+            known = [paper for paper in listed if re.search(rf"\b{re.escape(paper.named)}\b", source)]
             bare = [number for number in _ARXIV.findall(source) if all(paper.named != number for paper in known)]
             known += [Paper(f"arxiv{number}", number, year=f"20{number[:2]}", eprint=number) for number in bare]
             found |= {paper.key: paper for paper in known}

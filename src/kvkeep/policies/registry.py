@@ -16,26 +16,18 @@ from kvkeep.contracts.fate import Fate
 from kvkeep.contracts.recall import Recall
 from kvkeep.contracts.selector import Selector
 from kvkeep.errors import UsageError
-from kvkeep.policies.fates.asymkv import AsymKV
-from kvkeep.policies.fates.asymkv_published import AsymKVPublished
-from kvkeep.policies.fates.cam import Cam
 from kvkeep.policies.fates.checkpoint import Checkpointed
 from kvkeep.policies.fates.drop import Drop, Kept
 from kvkeep.policies.fates.kvslimmer import KVSlimmer
-from kvkeep.policies.fates.kvslimmer_exact import KVSlimmerExact
-from kvkeep.policies.fates.kvslimmer_published import KVSlimmerPublished
-from kvkeep.policies.fates.lowrank import LowRank
 from kvkeep.policies.fates.merge import Merge
 from kvkeep.policies.fates.quantize import Quantize
 from kvkeep.policies.fates.segments import Segments
 from kvkeep.policies.fates.sketch import Sketch
 from kvkeep.policies.fates.tiers import InTiers
 from kvkeep.policies.names import FORMER, ONESHOT, STOCK
-from kvkeep.policies.recalls.certified import Certified
 from kvkeep.policies.recalls.evicted import Evicted
 from kvkeep.policies.recalls.fetch_on_miss import FetchOnMiss
 from kvkeep.policies.recalls.pages import Pages
-from kvkeep.policies.recalls.redecode import Redecode
 from kvkeep.policies.recalls.verified import Verified
 from kvkeep.policies.selectors.duo_attention import DuoAttention
 from kvkeep.policies.selectors.expected_attention import ExpectedAttention
@@ -76,24 +68,16 @@ FATES: dict[str, type[Fate]] = {
     "checkpoint": Checkpointed,
     "quantize": Quantize,
     "tiers": InTiers,
-    "lowrank": LowRank,
     "segments": Segments,
     "sketch": Sketch,
     "merge": Merge,
-    "cam": Cam,
-    "asymkv": AsymKV,
     "kvslimmer": KVSlimmer,
-    "kvslimmer-exact": KVSlimmerExact,
-    "asymkv-published": AsymKVPublished,
-    "kvslimmer-published": KVSlimmerPublished,
 }
 
 RECALLS: dict[str, type[Recall]] = {
     "verified": Verified,
     "pages": Pages,
-    "certified": Certified,
     "fetch-on-miss": FetchOnMiss,
-    "redecode": Redecode,
 }
 
 PEERS = ("stock-", "peer-")
@@ -113,9 +97,6 @@ class Preset:
     recall: Recall = field(default_factory=Evicted)
     closed: bool = False
 
-
-_NEIGHBOURS = (("asymkv", AsymKV), ("kvslimmer", KVSlimmer), ("kvslimmer-exact", KVSlimmerExact))
-_AHEAD = (("asymkv-published", AsymKVPublished), ("kvslimmer-published", KVSlimmerPublished))
 
 PRESETS: dict[str, Preset] = {
     "full": Preset(
@@ -153,13 +134,6 @@ PRESETS: dict[str, Preset] = {
         "arXiv:2402.02750",
         {"exact": 128},
     ),
-    "lowrank": Preset(
-        Window(),
-        LowRank,
-        "Entries truncated to a rank of each head's projections; here to show that it fails.",
-        "arXiv:2603.19664, section 5.7",
-        {"exact": 1},
-    ),
     "revive": Preset(
         H2O(halflife=256),
         InTiers,
@@ -171,12 +145,6 @@ PRESETS: dict[str, Preset] = {
         Segments,
         "Sinks, the newest, and for each query the highest-scoring segments of all others: bounded work, not memory.",
         Segments.source,
-    ),
-    "cam": Preset(
-        StreamingLLM(),
-        Cam,
-        "Sinks and the newest; while decoding, the value of what leaves goes into the next entries, by chance.",
-        "CaM (Zhang et al., ICML 2024)",
     ),
     "kvreviver": Preset(
         H2O(),
@@ -192,8 +160,12 @@ PRESETS: dict[str, Preset] = {
         "KVReviver, Algorithms 1 to 4 and appendix D",
         {"swap": 1.1},
     ),
-    **{name: Preset(H2O(), fate, (fate.__doc__ or "").partition("\n")[0], fate.source) for name, fate in _NEIGHBOURS},
-    **{name: Preset(Window(), fate, (fate.__doc__ or "").partition("\n")[0], fate.source) for name, fate in _AHEAD},
+    "kvslimmer": Preset(
+        H2O(),
+        KVSlimmer,
+        "The least attended neighbours become one, whose key follows from attention, values and output alone.",
+        KVSlimmer.source,
+    ),
     "kv-lru": Preset(
         LRU(),
         Checkpointed,
@@ -211,7 +183,8 @@ LISTED = ("snapkv+verified",)
 
 def register(name: str, part: type[Selector] | type[Fate] | type[Recall] | Preset) -> None:
     """Make ``part`` known as ``name``: a selector, a fate or a recall (a frozen dataclass of its parameters), or a
-    :class:`Preset`, in methods (``NAME``, ``NAME+FATE+RECALL``), tables, plans and experiments from then on.
+    :class:`Preset`, in methods (``NAME``, ``NAME+FATE+RECALL``), tables, plans and experiments from then on. A preset
+    may have the name of its fate.
 
     Raises UsageError for a name that is taken by another part or is not understood in a method's name, and for
     anything that is no part, or not a whole one.
@@ -220,16 +193,22 @@ def register(name: str, part: type[Selector] | type[Fate] | type[Recall] | Prese
     if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name) or taken:
         raise UsageError(f"{name!r} cannot be the name of a part: letters, digits, '-', '_' and '.', and none of ours.")
     home = _home(name, part)
-    other = next((known for known in _HOMES if name in known), None)
-    if other is not None and not (other is home and home[name] is part):
+    others = [known[name] for known in _HOMES if name in known and known[name] is not part]
+    if not all(_named_alike(part, other) for other in others):
         raise UsageError(f"'{name}' is the name of another part already; choose another.")
     home[name] = part
 
 
-def unregister(name: str) -> None:
-    """Forget a part, if it is known."""
+def _named_alike(one: Any, other: Any) -> bool:
+    """Return whether one is a preset of the other, a fate, so that one name may stand for both."""
+    return any(isinstance(preset, Preset) and preset.fate is fate for preset, fate in ((one, other), (other, one)))
+
+
+def unregister(name: str, *parts: Any) -> None:
+    """Forget those of ``parts`` that are known as ``name``."""
     for home in _HOMES:
-        home.pop(name, None)
+        if any(home.get(name) is part for part in parts):
+            del home[name]
 
 
 _HOMES: tuple[dict[str, Any], ...] = (SELECTORS, FATES, RECALLS, PRESETS)

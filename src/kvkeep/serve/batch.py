@@ -132,6 +132,7 @@ class _BatchStream:
     decoder = None
     chunk = sys.maxsize
     cut = due = False
+    hooks = ()
     packed = True
     length = rows = 0
     text = None
@@ -150,12 +151,6 @@ class _BatchStream:
 
     def prepare(self, layers: Any) -> None:
         """:meth:`begin_forward` has prepared all sessions."""
-
-    def looks_ahead(self, count: int) -> bool:
-        return False
-
-    def look_ahead(self, decoder: Any, given: dict[str, Any]) -> None:
-        """No session of a batch does."""
 
     def begin_forward(self, ids: Tensor | None, embeddings: Any, positions: Tensor | None, mask: Any) -> Tensor:
         """Begin the pass of each session; return the positions of all tokens, (1, row)."""
@@ -295,8 +290,7 @@ def packs(cache: KeepCache) -> bool:
     """Return whether a cache's tokens can be packed into a row with others': not where it runs the model itself, or
     where layers have a state that is not keys and values."""
     again = cache.checkpoint is not None and cache.checkpoint.replays
-    alone = again or cache.made.redecoder is not None or cache.made.lookahead is not None
-    return not alone and not cache.geometry.other_layers
+    return not (again or cache.stream.hooks) and not cache.geometry.other_layers
 
 
 @torch.no_grad()

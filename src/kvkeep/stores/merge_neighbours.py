@@ -17,37 +17,26 @@ from torch import Tensor
 from kvkeep.attention.step import Step
 from kvkeep.contracts.resident import WorkingSet
 from kvkeep.contracts.site import Site
-from kvkeep.memory.extent import Extent, Misfit, fits, within
+from kvkeep.memory.extent import Extent, Misfit, fits
 from kvkeep.models.adapter import Adapter
 from kvkeep.stores.banks import Bank
 from kvkeep.stores.eviction import Arriving
 from kvkeep.stores.neighbours import MergesNeighbours
-from kvkeep.stores.pairs import Asked, Entries, PairMerging, cheapest, merge
-
-QUERIES = 32
-"""Queries kept while decoding, for methods that ask anew what they attend to."""
-
-BLOCK = 128
-"""Queries (of one head) whose weights stand in memory at once."""
-
-GRADIENTS = 4
-"""Matrices of that size that a method with gradients holds at once: scores, weights, and the gradients of both."""
+from kvkeep.stores.pairs import Entries, PairMerging, cheapest, merge
 
 
 class MergeNeighbours(MergesNeighbours):
     """Merges by the queries that there were. The selector is one that adds up all attention, as H2O's does."""
 
-    by_lane = (*MergesNeighbours.by_lane, "since", "due", "outputs", "asked")
+    by_lane = (*MergesNeighbours.by_lane, "since", "due", "outputs")
 
     def __init__(self, site: Site, how: PairMerging, adapter: Adapter, slack: int) -> None:
         super().__init__(site, adapter, slack)
         self.how, self.readers = how, site.readers
-        self.queried = site.geometry.attention_heads // site.layer.kv_heads  # query heads of a lane
         self.since: Tensor | None = None  # (lanes, 1) int32: the slots there were when attention was last forgotten
         self.due: Tensor | None = None  # (lanes, 1) int32: what that is at the next observation, 0 where it stays
         self.outputs: Tensor | None = None  # (lanes, value_dim): outputs of all heads and queries added up since
-        self.asked: Tensor | None = None  # (lanes, heads of the group, n, dim): the queries of the last n slots
-        self.scaling, self.group, self.heads = 1.0, 1, 1  # of scores; heads of a group; KV heads of a row
+        self.group, self.heads = 1, 1  # heads of a group; KV heads of a row
 
     # -- what is observed ---------------------------------------------------------------------------
 
@@ -65,27 +54,19 @@ class MergeNeighbours(MergesNeighbours):
             self.outputs *= kept
 
     def attended(self, step: Step, output: Tensor, resident: WorkingSet) -> None:
-        """Learn the output, or keep a step's queries: a chunk's until its entries have been merged, then the last
-        few."""
-        self.scaling, self.group, self.heads = step.scaling, step.query.shape[1], step.heads
-        if not self.how.asks:
-            by_head = output.float()
-            if (visible := self.ledger.visible_by(step.heads)) is not None:
-                by_head = by_head * visible[..., -step.queries :].transpose(2, 3)
-            summed = by_head.sum((1, 2))
-            self.outputs = summed if self.outputs is None else self.outputs.add_(summed)
-        elif self.asked is None or step.queries >= QUERIES or not step.own:
-            self.asked = step.query
-        else:
-            self.asked = torch.cat([self.asked[:, :, step.queries - QUERIES :], step.query], 2)
+        """Add up the outputs."""
+        self.group, self.heads = step.query.shape[1], step.heads
+        by_head = output.float()
+        if (visible := self.ledger.visible_by(step.heads)) is not None:
+            by_head = by_head * visible[..., -step.queries :].transpose(2, 3)
+        summed = by_head.sum((1, 2))
+        self.outputs = summed if self.outputs is None else self.outputs.add_(summed)
 
     def settled(self, observed: bool, resident: WorkingSet) -> None:
-        """Keep the last few queries only; forget what is due where nothing was observed of what was kept."""
+        """Forget what is due where nothing was observed of what was kept."""
         super().settled(observed, resident)
         if not observed:
             self.begin(resident)
-        if self.asked is not None and self.asked.shape[2] > QUERIES:
-            self.asked = self.asked[:, :, -QUERIES:].clone()
 
     def _attention(self, slots: Tensor, scores: Tensor, since: Tensor, end: int) -> tuple[Tensor, Tensor]:
         """Return each entry's weight, and which entries have one yet.
@@ -119,8 +100,8 @@ class MergeNeighbours(MergesNeighbours):
             entries = entries.at(entries.slots.argsort(dim=1, stable=True))
         held = (entries.slots >= 0).sum(1, keepdim=True)
         excess = torch.where(held > bank.columns, (held - bank.columns).clamp(min=self.slack), 0)
-        if self.asked is not None and bool(excess.any()):
-            entries.clues = self._clues(bank, entries, end)
+        if bool(excess.any()):
+            entries.clues = self.clues(bank, entries, end)
         with self.meter.holding(*both, *both):  # what is merged, and what it is merged into
             merged = self._merged(bank, entries, excess, end)
             cut = entries.counts.sum(1, keepdim=True) - merged.counts.sum(1, keepdim=True)
@@ -148,27 +129,10 @@ class MergeNeighbours(MergesNeighbours):
         queries = (end - torch.maximum(bank.of(self.since), torch.as_tensor(start))).clamp(min=1)
         return (bank.of(self.outputs) / (queries * self.group * self.readers))[:, None]
 
-    @torch.inference_mode(False)
-    def _clues(self, bank: Bank, entries: Entries, end: int) -> Tensor:
-        """Return what the method makes of the queries of the last slots before ``end``."""
-        assert self.asked is not None
-        query = bank.of(self.asked)
-        groups, count = query.shape[1:3]
-        asking = torch.arange(end - count, end, device=query.device).repeat(groups)
-        slots = entries.slots[:, None]
-        seen = (slots <= asking[:, None]) & (slots >= 0)
-        bias = torch.where(seen, entries.counts[:, None].log(), torch.finfo(torch.float32).min)
-        real = torch.ones(len(query), len(asking), 1, device=query.device)
-        if (visible := self.ledger.visible_by(self.heads)) is not None:
-            real *= bank.of(visible)[:, 0, 0, asking][..., None]
-        query, keys, values = (part.float().clone() for part in (query.flatten(1, 2), entries.keys, entries.values))
-        asked = Asked(query, keys, values, bias, real, self.scaling, BLOCK)
-        weights = 4 * GRADIENTS * len(query) * min(BLOCK, len(asking)) * slots.shape[2]
-        self.meter.hold(weights)
-        with self.meter.holding(query, keys, values, bias, real):
-            clues = self.how.clues(asked)
-        self.meter.hold(-weights)
-        return clues
+    def clues(self, bank: Bank, entries: Entries, end: int) -> Tensor | None:
+        """Return what a method has to know of each entry beside its attention before some are merged, (lanes, entries,
+        any), as of the slots before ``end``; None for nothing."""
+        return None
 
     def _write(self, bank: Bank, entries: Entries, merged: Tensor, end: int) -> None:
         """Put entries into a bank, its last column used in every lane; what was observed is forgotten, in time, where
@@ -198,22 +162,20 @@ class MergeNeighbours(MergesNeighbours):
 
     def truncate(self, length: int, resident: WorkingSet) -> None:
         if length < self.length:
-            self._forget_queries(length, resident)
+            self.forget_queries(length, resident)
             for counted in (self.since, self.due):
                 if counted is not None:
                     counted.clamp_(max=length)
         super().truncate(length, resident)
 
-    def _forget_queries(self, length: int, resident: WorkingSet) -> None:
-        """Let what was observed be the mean that it was, over as many queries as are left."""
+    def forget_queries(self, length: int, resident: WorkingSet) -> None:
+        """Forget the queries from slot ``length`` on: what was observed stays the mean that it was, over as many as are
+        left."""
 
         def left(first: Tensor) -> Tensor:
             """Return which share of the queries from slot ``first`` on are left."""
             return (length - first).clamp(min=0) / (self.length - first).clamp(min=1)
 
-        if self.asked is not None:
-            kept = self.asked.shape[2] - (self.length - length)
-            self.asked = self.asked[:, :, :kept].clone() if kept > 0 else None
         for bank in resident.banks:
             if bank.scores is not None:
                 since = bank.slots.new_zeros(1) if self.since is None else bank.of(self.since)
@@ -224,23 +186,17 @@ class MergeNeighbours(MergesNeighbours):
             self.outputs *= left(since if first is None else torch.maximum(since, first))
 
     def state(self) -> dict[str, Tensor]:
-        scaling = torch.tensor([self.scaling], dtype=torch.float64)
-        return super().state() | {"scaling": scaling, "groups": torch.tensor([self.heads, self.group])}
+        return super().state() | {"groups": torch.tensor([self.heads, self.group])}
 
     def restore(self, state: dict[str, Tensor]) -> None:
         super().restore(state)
-        self.scaling = float(state["scaling"][0])
         self.heads, self.group = state["groups"].tolist()
 
     def check(self, extent: Extent) -> None:
         super().check(extent)
-        lanes, slots = extent.lanes, extent.slots
-        if self.heads != lanes // self.ledger.batch:
-            raise Misfit(f"merging is not of {lanes} KV heads")
+        if self.heads != extent.lanes // self.ledger.batch:
+            raise Misfit(f"merging is not of {extent.lanes} KV heads")
         for name in ("since", "due"):
             self._counted(name, extent)
         if self.outputs is not None:
-            fits("outputs", self.outputs, (lanes, extent.value_dim), torch.float32)
-        if self.asked is not None:
-            fits("asked", self.asked, (lanes, self.queried, None, extent.key_dim))
-            within("asked", self.asked.shape[2], 1, min(QUERIES, slots) + 1)
+            fits("outputs", self.outputs, (extent.lanes, extent.value_dim), torch.float32)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,9 +19,9 @@ class Pairs:
     """Neighbours to be merged, the first and the second of each. Tensors are (lanes, pairs, ...).
 
     keys: as at the position of the first, float32. values: means. attention: the weight of each, its count included,
-    the mean over the queries that could see it. output: (lanes, 1, value_dim), the layer's, averaged in the same way;
-    clues: what :meth:`PairMerging.clues` made of each entry; each None where the method does not ask for it. real:
-    (lanes, pairs), which are pairs at all.
+    the mean over the queries that could see it. output: (lanes, 1, value_dim), the layer's, averaged in the same way,
+    None where the store does not note it. clues: what else it knows of each entry
+    (:meth:`~kvkeep.stores.merge_neighbours.MergeNeighbours.clues`). real: (lanes, pairs), which are pairs at all.
     """
 
     keys: tuple[Tensor, Tensor]
@@ -32,39 +32,10 @@ class Pairs:
     real: Tensor
 
 
-@dataclass(frozen=True)
-class Asked:
-    """The last queries of a layer and all its entries, float32, ready for a gradient.
-
-    query: (lanes, queries, dim), all heads of the group. keys, values: (lanes, entries, dim). bias: what is added to
-    the scores, (lanes, queries, entries): the logarithm of the counts, and a very large negative number where a query
-    comes before the entry. real: (lanes, queries, 1), 0 for padding. block: queries whose weights stand in memory at
-    once.
-    """
-
-    query: Tensor
-    keys: Tensor
-    values: Tensor
-    bias: Tensor
-    real: Tensor
-    scaling: float
-    block: int
-
-    def weights(self, keys: Tensor) -> Tensor:
-        """Return the weights of attention with ``keys``, (lanes, queries, entries)."""
-        return torch.baddbmm(self.bias, self.query, keys.transpose(1, 2), alpha=self.scaling).softmax(-1)
-
-    def blocks(self) -> Iterator[Asked]:
-        """Yield the same, :attr:`block` queries at a time."""
-        parts = zip(*(part.split(self.block, 1) for part in (self.query, self.bias, self.real)), strict=True)
-        return (replace(self, query=query, bias=bias, real=real) for query, bias, real in parts)
-
-
 class PairMerging(ABC):
     """How two neighbours become one entry. sinks: first entries of a row that are never merged. cap: the largest count,
-    0 for none. asks: whether it works by :meth:`clues`, from the queries themselves; else by the mean output."""
+    0 for none."""
 
-    asks: ClassVar[bool] = False
     sinks: int
     cap: int
 
@@ -73,17 +44,13 @@ class PairMerging(ABC):
         """Return the first key's share of the merged one, (lanes, pairs, 1 or dim); the second's is the rest. What is
         outside [0, 1], or no number, is clamped and counted."""
 
-    def clues(self, asked: Asked) -> Tensor:
-        """Return what it has to know of each entry, (lanes, entries, any); a merged entry has the sum of both."""
-        return asked.keys[..., :0]
-
 
 @dataclass
 class Entries:
     """What a pass works on: entries of all lanes of a bank in the order of the text, holes (slot -1) first.
 
-    counts: float32, as capped. attention: float32; known: whether any query has seen the entry yet. clues: what a
-    method asked to know of each.
+    counts: float32, as capped. attention: float32; known: whether any query has seen the entry yet. clues: (lanes,
+    entries, any), what else the store knows of each; a merged entry has the sum of both.
     """
 
     keys: Tensor

@@ -17,11 +17,11 @@ from torch import Tensor
 from kvkeep.attention import Segment, attend, received
 from kvkeep.attention.step import Step
 from kvkeep.contracts.entries import Piece
-from kvkeep.contracts.recall import Reader
 from kvkeep.stores.layer import Layer
+from kvkeep.stores.rehearsal import Rehearsal
 
 
-class Reconstruction(Reader):
+class Reconstruction(Rehearsal):
     """Attends to all that a layer has read, exactly, and to what is new, which nobody keeps.
 
     scores: (lanes, slots) float32, the most that each entry received. piece: slots that are repeated now. sinks: first
@@ -32,15 +32,10 @@ class Reconstruction(Reader):
         self.sinks, self.piece = sinks, (0, layer.length)
         self.scores = torch.zeros(layer.ledger.batch * layer.heads, layer.length, device=layer.device)
 
-    def arrive(self, layer: Layer, keys: Tensor, values: Tensor) -> None:
-        """Nothing is kept, so nothing needs room."""
-
-    def attend(self, layer: Layer, step: Step) -> Tensor:
+    def attended(self, layer: Layer, step: Step) -> Tensor:
         past = (segment for _, segment in self._past(layer, step))
         output, lse = attend(step.query, chain(past, [step.arriving()]), step.scaling, origin=layer.origin)
         self._score(layer, step, lse)
-        if step.last:
-            self.waiting, layer.pending = step.new, None
         return output
 
     def _past(self, layer: Layer, step: Step, keep: Tensor | None = None) -> Iterator[tuple[Piece, Segment]]:
@@ -64,6 +59,3 @@ class Reconstruction(Reader):
                 weights = received(step.query, segment, lse, step.scaling, None, "max")
                 own = self.scores[:, low:high]
                 torch.maximum(own, weights[:, low - piece.first : high - piece.first], out=own)
-
-    def truncate(self, layer: Layer, length: int) -> None:
-        self.waiting = 0

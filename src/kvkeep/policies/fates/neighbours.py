@@ -9,13 +9,12 @@ from typing import Any, ClassVar
 
 from kvkeep.budget import MIN_CHUNK
 from kvkeep.contracts.fate import Fate
-from kvkeep.contracts.selector import Selector
 from kvkeep.contracts.site import Held, Site
 from kvkeep.contracts.store import EvictedStore
 from kvkeep.errors import BudgetError, UsageError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.models.binding import bind
-from kvkeep.stores.merge_neighbours import BLOCK, GRADIENTS, QUERIES, MergeNeighbours
+from kvkeep.stores.merge_neighbours import MergeNeighbours
 from kvkeep.stores.pairs import PairMerging
 
 
@@ -43,10 +42,10 @@ class MergesPairs(Fate):
         if not self.slack > 0:
             raise UsageError(f"Pairs are merged by a share of the budget, or a number of them, not {self.slack:g}.")
 
-    def chunk(self, entries: int, chunk: int) -> int:
-        """Return how many tokens of a prompt to take at a time by default: a quarter of the budget, as in the
-        papers (512 of 2,048). A chunk as long as the budget would merge nearly everything each time."""
-        return min(chunk, max(MIN_CHUNK, entries // 4))
+    def chunk(self, name: str, entries: int, chunk: int, chosen: bool) -> int:
+        """Return how many tokens of a prompt to take at a time: by default a quarter of the budget, as in the papers
+        (512 of 2,048). A chunk as long as the budget would merge nearly everything each time."""
+        return chunk if chosen else min(chunk, max(MIN_CHUNK, entries // 4))
 
     def fits(self, name: str, geometry: ModelGeometry, entries: int) -> None:
         super().fits(name, geometry, entries)
@@ -70,11 +69,13 @@ class MergesPairs(Fate):
 @dataclass(frozen=True)
 class Neighbours(MergesPairs, PairMerging):
     """How the least attended neighbours become one, by the queries that there were. One file for each: a frozen
-    dataclass and :meth:`share`."""
+    dataclass and :meth:`share`. merging: the store that it makes."""
 
-    def refuses(self, selector: Selector) -> str | None:
+    merging: ClassVar[type[MergeNeighbours]] = MergeNeighbours
+
+    def refuses(self, method: Any) -> str | None:
         reason = "Neighbours are chosen by accumulated attention, which only h2o and h2o-fisher (halflife=0) keep."
-        return None if selector.accumulates else reason
+        return None if method.selector.accumulates else reason
 
     def check_room(self, name: str, entries: int) -> None:
         if entries < self.sinks + 4:
@@ -86,19 +87,10 @@ class Neighbours(MergesPairs, PairMerging):
     def store(self, site: Site, shared: Any) -> EvictedStore:
         budget = min(site.budgets)
         self.check_room(f"layer {site.layer.index}", budget)
-        return MergeNeighbours(site, self, bind(site.model), self.pairs_at_once(budget))
+        return self.merging(site, self, bind(site.model), self.pairs_at_once(budget))
 
     def holds(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int, left: Sequence[int]) -> Held:
-        """Return the bytes of what is merged and of what it is merged into, for a moment; and of the weights of the
-        last queries, for methods that ask them."""
+        """Return the bytes of what is merged and of what it is merged into, for a moment."""
         most = max(left, default=0)
-        if not most:
-            return Held()
-        both = entries + most
-        work = 4 * both * layer.entry_elements * geometry.dtype_bytes
-        if self.asks:
-            heads = geometry.attention_heads
-            queries = max(most, QUERIES) * heads
-            work += 4 * queries * (layer.key_dim + both + 1) + 4 * both * layer.entry_elements
-            work += 4 * GRADIENTS * layer.kv_heads * min(BLOCK, queries) * both
-        return Held(workspace=work)
+        both = entries + most if most else 0
+        return Held(workspace=4 * both * layer.entry_elements * geometry.dtype_bytes)

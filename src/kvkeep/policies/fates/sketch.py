@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from kvkeep.contracts.exactness import Exactness
 from kvkeep.contracts.fate import Fate, Reading
-from kvkeep.contracts.selector import Selector
 from kvkeep.contracts.site import Held, Site
 from kvkeep.contracts.store import EvictedStore
 from kvkeep.errors import BudgetError, UsageError, unknown
@@ -71,8 +70,8 @@ class Sketch(Fate):
     def swaps(self) -> bool:
         return self.swap > 0
 
-    def refuses(self, selector: Selector) -> str | None:
-        if self.swap and selector.needs_kv:
+    def refuses(self, method: Any) -> str | None:
+        if self.swap and method.selector.needs_kv:
             return "Entries in a sketch have no keys and values of their own for a selector to rank them by."
         return None
 

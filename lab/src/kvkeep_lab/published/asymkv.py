@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from kvkeep.policies.fates.neighbours import Neighbours
-from kvkeep.stores.pairs import Asked, Pairs
+from kvkeep.policies.papers import Paper
+from kvkeep.stores.pairs import Pairs
+from kvkeep_lab.published.by_queries import NeighboursByQueries, Queries
+from kvkeep_lab.published.papers import ASYMKV
 
 
 def energy(output: Tensor) -> Tensor:
@@ -23,13 +26,13 @@ def energy(output: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class AsymKV(Neighbours):
+class AsymKV(NeighboursByQueries):
     """The least attended neighbours become one, whose key is weighted by squared gradients, channel by channel."""
 
     source: ClassVar[str] = "AsymKV (Cui and Xu, 2025); arXiv:2603.00907, Eq. 3"
-    asks: ClassVar[bool] = True
+    papers: ClassVar[Sequence[Paper]] = (ASYMKV,)
 
-    def clues(self, asked: Asked) -> Tensor:
+    def clues(self, asked: Queries) -> Tensor:
         """Return the squares of the gradient by each key, (lanes, entries, dim): the diagonal of the Fisher matrix."""
         gradient = torch.zeros_like(asked.keys)
         with torch.enable_grad():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -80,22 +81,22 @@ def again(ids: Tensor, slots: list[int], after: Held) -> list[tuple[Tensor, Tens
 def test_entries_are_those_of_a_decode_over_what_is_resident(selector: str) -> None:
     """After every chunk of a prompt and every token: which tokens, over what, which lanes take them, and how many."""
     cache = KeepCache(tiny("llama"), f"{selector}+redecode:{LIMIT}", BUDGET, chunk=16)
-    ids, redecoder = prompt(1, 60), cache.stream.redecoder
-    begin, finish = redecoder.begin, redecoder.finish
+    ids, (hook,) = prompt(1, 60), cache.stream.hooks
+    hook_before, hook_after = hook.before, hook.after
     before: Held = []
     passes = changed = 0
 
-    def begun() -> None:
+    def begun(*given: Any) -> None:
         nonlocal before
         before = held(cache) or [[{}, {}]] * 4
-        begin()
+        hook_before(*given)
 
-    def finished() -> None:
+    def finished(*given: Any) -> None:
         nonlocal passes, changed
         after, length, first = held(cache), cache.ledger.length, cache.stream._known
         slots = chosen(before, after, first, length)
         expected = again(ids, slots, after)
-        finish()
+        hook_after(*given)
         passes += 1
         for was, kept, now, (keys, values) in zip(before, after, held(cache), expected, strict=True):
             for lane, own in enumerate(now):
@@ -107,7 +108,7 @@ def test_entries_are_those_of_a_decode_over_what_is_resident(selector: str) -> N
                     torch.testing.assert_close(own[slot][0], keys[lane, slots.index(slot)], atol=2e-4, rtol=2e-4)
                     torch.testing.assert_close(own[slot][1], values[lane, slots.index(slot)], atol=2e-4, rtol=2e-4)
 
-    redecoder.begin, redecoder.finish = begun, finished
+    hook.before, hook.after = begun, finished
     step("llama", cache, ids[:, :52])
     for place in range(52, 60):
         step("llama", cache, ids[:, place : place + 1])
@@ -128,12 +129,12 @@ def test_over_all_of_the_text_before_it_a_token_gets_the_entries_it_had(family: 
     """Whatever left, as long as what came before it is resident or decoded again with it."""
     cache, ids = KeepCache(tiny(family), "knorm+redecode:40", 64), prompt(2, 40)
     step(family, cache, ids)
-    whole, redecoder = held(cache), cache.stream.redecoder
-    redecoder.begin()
+    whole, (hook,) = held(cache), cache.stream.hooks
+    hook.before(cache, {"input_ids": ids})
     for layer in bounded(cache):
         layer.resident.evict(2)  # other tokens in each head
     assert all(len(own) == 38 for lanes in held(cache) for own in lanes)
-    redecoder.finish()
+    hook.after(cache)
     for was, now in zip(whole, held(cache), strict=True):
         for one, other in zip(was, now, strict=True):
             assert {*one} == {*other}

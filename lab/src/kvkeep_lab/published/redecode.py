@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from kvkeep.contracts.hook import PassHook
 from kvkeep.contracts.recall import Reader, Recall
 from kvkeep.contracts.site import Held, Site
-from kvkeep.errors import UsageError
+from kvkeep.errors import UnsupportedModelError, UsageError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
+from kvkeep.models.binding import bind
 from kvkeep.stores.read_evicted import ReadEvicted
+from kvkeep_lab.published.redecoder import Redecoder
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,7 @@ class Redecode(Recall):
 
     limit: int = 64
 
+    records: ClassVar[bool] = True
     across_heads: ClassVar[bool] = True  # a token runs again where one head lacks it, through all heads
     label: ClassVar[str] = "decoded again, over what is resident"
     source: ClassVar[str] = "llama.cpp pull request 21097"
@@ -31,12 +35,26 @@ class Redecode(Recall):
         if self.limit < 1:
             raise UsageError(f"At least one token is decoded again, not {self.limit}.")
 
-    @property
-    def redecoded(self) -> int:
-        return self.limit
+    def refuses(self, method: Any) -> str | None:
+        if method.fate.keeps or method.fate.makes_room:
+            return "What is decoded again must have been dropped: kept in another form it would be attended twice."
+        return None
 
     def reader(self, site: Site, round: Any) -> Reader:
+        """Return a plain reader. Raises UnsupportedModelError where layers cannot be run by themselves, or one of them
+        forgets by itself."""
+        if site.first:
+            layers, instead = site.geometry.full_layers, "use 'fetch-on-miss'"
+            if len(layers) < len(site.geometry.layers):
+                raise UnsupportedModelError(
+                    f"'{site.geometry.model_type}' has layers that keep no entries of old tokens, so none can be "
+                    f"decoded again; {instead}."
+                )
+            bind(site.model).require("advance", [layer.index for layer in layers], "recall 'redecode'", instead)
         return ReadEvicted()
+
+    def hook(self) -> PassHook:
+        return Redecoder(self.limit)
 
     def holds(self, layer: LayerGeometry, geometry: ModelGeometry, tokens: int, away: int) -> Held:
         """Return the bytes of the residuals of a pass, and of what its tokens see of the text."""

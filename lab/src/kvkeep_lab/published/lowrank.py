@@ -34,7 +34,7 @@ class LowRank(GroupedFate):
     label: ClassVar[str] = "truncated to a low rank"
     source: ClassVar[str] = "arXiv:2603.19664, section 5.7"
     across_heads: ClassVar[bool] = True  # bases are made of the weights of all heads
-    work: ClassVar[str] = "lowrank"
+    work: ClassVar[str] = "coded"
     returns: ClassVar[str] = "approximately, from its coordinates"
     records: ClassVar[bool] = True
 

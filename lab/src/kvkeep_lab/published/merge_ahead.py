@@ -1,6 +1,6 @@
 """Entries of one layer that are merged before each chunk, by what the chunk attended to in a first pass
-(:mod:`kvkeep.stores.lookahead`): AsymKV and KVSlimmer as published. Which pairs, and what they become, is
-:mod:`kvkeep.stores.ahead_pairs`.
+(:mod:`kvkeep_lab.published.lookahead`): AsymKV and KVSlimmer as published. Which pairs, and what they become, is
+:mod:`kvkeep_lab.published.ahead_pairs`.
 
 Entries lie in the order of the text, one choice for all lanes of a row. Positions are the running sum of the counts: an
 entry is where the last of its tokens would be if each count were as many tokens, counted back from the next token.
@@ -8,26 +8,22 @@ entry is where the last of its tokens would be if each count were as many tokens
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from kvkeep.attention import attend, received
-from kvkeep.attention.step import Step
 from kvkeep.contracts.resident import WorkingSet
 from kvkeep.contracts.site import Site
-from kvkeep.contracts.store import LookaheadStore
 from kvkeep.memory.extent import Extent
 from kvkeep.models.adapter import Adapter
-from kvkeep.stores.ahead_pairs import AheadMerging, Seen, cheapest, costs, merge
 from kvkeep.stores.banks import Bank
 from kvkeep.stores.eviction import Arriving
 from kvkeep.stores.neighbours import MergesNeighbours
+from kvkeep_lab.published.ahead_pairs import AheadMerging, Seen, cheapest, costs, merge
 
 
-class MergeAhead(MergesNeighbours, LookaheadStore):
+class MergeAhead(MergesNeighbours):
     """Merges pairs of neighbours until a pass's tokens, and ``slack`` - 1 more, have room. The selector has no say.
 
     looks: (lanes, 1) int32, chunks that looked at a lane's entries; seen: the slots there were at the last.
@@ -41,64 +37,28 @@ class MergeAhead(MergesNeighbours, LookaheadStore):
         self.how = how
         self.looks: Tensor | None = None
         self.seen: Tensor | None = None
-        self.leaves: list[Tensor] = []
-        self._received: list[Tensor] = []  # (lanes, entries) for each bank that holds something
-
-    # -- the first pass -----------------------------------------------------------------------------
 
     def full(self, resident: WorkingSet) -> bool:
+        """Return whether there is no room for one token more in some lane."""
         return any(bank.used >= bank.budget for bank in resident.banks)
-
-    def look(self, layer: Any, step: Step) -> Tensor:
-        if self.how.gradients:
-            return self._differentiable(layer, step)
-        resident, wide = layer.resident, step.wide(layer.length)
-        held = [layer.segment(piece, step, wide) for piece in resident.pieces()]
-        output, lse = attend(step.query, [*held, step.arriving()], step.scaling, origin=layer.origin)
-        lse = resident.unpadded(lse)
-        self._received = [received(step.query, segment, lse, step.scaling) for segment in held]
-        return output
-
-    def _differentiable(self, layer: Any, step: Step) -> Tensor:
-        """The same in plain operations, with a graph; keys are leaves of it."""
-        wide, new, parts = step.wide(layer.length), step.arriving(), []
-        self._received, pieces = [], layer.resident.pieces()
-        visible = self.ledger.visible_by(step.heads)
-        for bank in layer.resident.banks:
-            query, key, value = bank.of(step.query), bank.of(new.key), bank.of(new.value)
-            mask = new.mask if new.mask is None or len(new.mask) == 1 else bank.of(new.mask)
-            own = _scores(query, key, mask, new.causal, step.scaling)
-            if not bank.used:
-                parts.append(own.softmax(-1).to(value.dtype) @ value)
-                continue
-            piece = next(pieces)
-            self.leaves.append(piece.keys[:, 0].detach().requires_grad_())
-            past = layer.segment(piece._replace(keys=self.leaves[-1][:, None]), step, wide)
-            scores = _scores(query, past.key, past.mask, False, step.scaling)
-            weights = torch.cat([scores, own], -1).softmax(-1)
-            parts.append(weights.to(value.dtype) @ torch.cat([past.value, value], 2))
-            heard = weights[..., : bank.used].detach()
-            if visible is not None:
-                heard = heard * bank.of(visible)[..., -step.queries :].transpose(2, 3)
-            self._received.append(heard.sum(2).mean(1))
-        if len(parts) == 1:
-            return parts[0]
-        order = torch.cat([bank.lanes for bank in layer.resident.banks]).argsort()
-        return torch.cat(parts)[order]
 
     # -- merging ------------------------------------------------------------------------------------
 
-    def merge_before(self, resident: WorkingSet, real: Tensor, gradients: Iterator[Tensor]) -> None:
+    def merge_before(
+        self, resident: WorkingSet, real: Tensor, received: Sequence[Tensor], gradients: Sequence[Tensor]
+    ) -> None:
+        """Merge entries before a pass of tokens, ``real`` (rows, n) bool. received: what the entries of each bank that
+        holds something received of them, (lanes, entries); gradients: by the keys of each, where there are any."""
         lanes, heads = resident.banks.lanes, resident.banks.heads
         for name in ("moved", "looks", "seen"):
             if getattr(self, name) is None:
                 setattr(self, name, torch.zeros(lanes, 1, dtype=torch.int32, device=real.device))
         arriving = real.sum(1).repeat_interleave(heads)[:, None]
-        heard, self._received = iter(self._received), []
+        heard, found = iter(received), iter(gradients)
         with self.meter.merging():
             for bank in resident.banks:
                 if bank.used:
-                    gradient = next(gradients) if self.how.gradients else None
+                    gradient = next(found) if self.how.gradients else None
                     self._merge_bank(bank, next(heard), gradient, bank.of(arriving), real.shape[1] > 1, heads)
 
     def _merge_bank(
@@ -180,19 +140,6 @@ class MergeAhead(MergesNeighbours, LookaheadStore):
         super().check(extent)
         for name in ("looks", "seen"):
             self._counted(name, extent)
-
-
-def _scores(query: Tensor, keys: Tensor, mask: Tensor | None, causal: bool, scaling: float) -> Tensor:
-    """Return the scores of ``keys``, (lanes, heads, queries, entries) float32, the least there is where masked: a query
-    that sees nothing then has a gradient, of no meaning, instead of none."""
-    scores, least = query.float() @ keys.float().transpose(2, 3) * scaling, torch.finfo(torch.float32).min
-    if causal:
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-    if mask is None:
-        return scores
-    if mask.dtype == torch.bool:
-        return scores.masked_fill(~mask, least)
-    return (scores + mask).masked_fill(mask == float("-inf"), least)
 
 
 def _entries(bank: Bank) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

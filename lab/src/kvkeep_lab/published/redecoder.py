@@ -8,7 +8,6 @@ add up, because rebuilt entries are among those that the next ones are rebuilt o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,62 +15,74 @@ from torch import Tensor
 
 from kvkeep.attention import Segment, attend
 from kvkeep.attention.step import Step
-from kvkeep.memory.ledger import Ledger
-from kvkeep.memory.meter import Meter
-from kvkeep.models.adapter import Adapter
+from kvkeep.contracts.hook import PassHook
+from kvkeep.errors import UsageError
+from kvkeep.memory.lasting import lasting
+from kvkeep.models.binding import bind
 from kvkeep.stores.layer import Layer
 from kvkeep.stores.slots import compact
 
 
-class Redecoder:
-    """Decodes at most ``limit`` tokens of a row again after a pass of ``layers``, which are all of a model's."""
+class Redecoder(PassHook):
+    """Decodes at most ``limit`` tokens of a row again after a pass."""
 
-    def __init__(self, adapter: Adapter, ledger: Ledger, meter: Meter, layers: Sequence[Layer], limit: int) -> None:
-        self.adapter, self.ledger, self.meter, self.layers, self.limit = adapter, ledger, meter, layers, limit
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
         self._before: list[Tensor] = []  # what was resident before the pass, by layer
 
-    def begin(self) -> None:
-        """Remember what is resident; a pass begins."""
-        self._before = [layer.resident.held() for layer in self.layers]
+    def before(self, cache: Any, given: dict[str, Any]) -> None:
+        """Remember what is resident. Raises UsageError for tokens that could not be decoded again."""
+        embedded, mask = given.get("input_ids") is None, given.get("attention_mask")
+        if embedded or not (mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)):
+            came = "embeddings" if embedded else "a mask of the caller's own"
+            raise UsageError(
+                f"'{cache.method.name}' decodes tokens again, from their ids and by a causal mask, and these came with "
+                f"{came}; 'fetch-on-miss' takes both."
+            )
+        cache.stream.roll_back()
+        self._before = [layer.resident.held() for layer in cache.layers]
 
-    def finish(self) -> None:
+    @lasting
+    def after(self, cache: Any) -> None:
         """Decode again what left in the pass that has ended."""
         before, self._before = self._before, []
-        if not self.layers[0].length:
+        layers, ledger, adapter = cache.layers, cache.ledger, bind(cache.model)
+        if not layers[0].length:
             return
-        left = [self._left(layer, held) for layer, held in zip(self.layers, before, strict=True)]
-        slots = self._chosen(left)
+        left = [_left(layer, held) for layer, held in zip(layers, before, strict=True)]
+        slots = self._chosen(left, ledger.batch)
         if not slots.shape[1]:
             return
         ids, positions = (
-            rows.view().squeeze(-1).gather(1, slots.clamp(min=0)) for rows in (self.ledger.ids, self.ledger.positions)
+            rows.view().squeeze(-1).gather(1, slots.clamp(min=0)) for rows in (ledger.ids, ledger.positions)
         )
-        hidden = self.adapter.embed(ids, positions)
-        for layer, own in zip(self.layers, left, strict=True):
+        hidden = adapter.embed(ids, positions)
+        for layer, own in zip(layers, left, strict=True):
             again = _Again(layer, slots, own)
-            with self.meter.holding(hidden, again.past):
-                hidden = self.adapter.advance(layer.index, hidden, positions, again)
+            with cache.meter.holding(hidden, again.past):
+                hidden = adapter.advance(layer.index, hidden, positions, again)
             again.settle(self.limit)
 
-    def _left(self, layer: Layer, before: Tensor) -> Tensor:
-        """Return which slots left in the pass, those that came in it too: (lanes, slots) bool."""
-        held = layer.resident.held()
-        there = torch.nn.functional.pad(before, (0, held.shape[1] - before.shape[1]), value=True)
-        if not len(before):  # before the first pass
-            there = torch.ones_like(held)
-        if (visible := self.ledger.visible_by(layer.heads)) is not None:
-            there = there & visible[:, 0, 0]
-        return there & ~held
-
-    def _chosen(self, left: list[Tensor]) -> Tensor:
+    def _chosen(self, left: list[Tensor], rows: int) -> Tensor:
         """Return the slots of each row that left most KV heads of all layers, the older first where it is as many, in
         the order of the text: (rows, n) int64, -1 for none."""
-        votes = sum(own.unflatten(0, (self.ledger.batch, -1)).sum(1) for own in left)
+        votes = sum(own.unflatten(0, (rows, -1)).sum(1) for own in left)
         assert isinstance(votes, Tensor)
         length = votes.shape[1]
         order = votes * length - torch.arange(length, device=votes.device)
         best = order.topk(min(self.limit, length), dim=1).indices
         return compact(torch.zeros_like(votes, dtype=torch.bool).scatter_(1, best, True) & (votes > 0))
+
+
+def _left(layer: Layer, before: Tensor) -> Tensor:
+    """Return which slots left in the pass, those that came in it too: (lanes, slots) bool."""
+    held = layer.resident.held()
+    there = torch.nn.functional.pad(before, (0, held.shape[1] - before.shape[1]), value=True)
+    if not len(before):  # before the first pass
+        there = torch.ones_like(held)
+    if (visible := layer.ledger.visible_by(layer.heads)) is not None:
+        there = there & visible[:, 0, 0]
+    return there & ~held
 
 
 class _Again:

@@ -14,14 +14,15 @@ import torch
 from kvkeep.contracts.entries import Evicted
 from kvkeep.contracts.fate import Fate
 from kvkeep.contracts.resident import WorkingSet
-from kvkeep.contracts.selector import Selector
 from kvkeep.contracts.site import Held, Site
 from kvkeep.contracts.store import EvictedStore
 from kvkeep.errors import UsageError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
+from kvkeep.policies.papers import Paper
 from kvkeep.policies.selectors.random import check_seed, sampled
 from kvkeep.stores.banks import Bank
 from kvkeep.stores.merge_on_evict import MergeOnEvict
+from kvkeep_lab.published.papers import CAM
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Cam(Fate):
 
     label: ClassVar[str] = "values merged by chance"
     source: ClassVar[str] = "CaM (Zhang et al., ICML 2024)"
+    papers: ClassVar[Sequence[Paper]] = (CAM,)
     across_heads: ClassVar[bool] = True  # samples are of heads by number
     work: ClassVar[str] = "merged"
     merges: ClassVar[bool] = True
@@ -45,7 +47,8 @@ class Cam(Fate):
             raise UsageError(f"A value goes into one entry at least, not {self.into}.")
         check_seed(self.seed)
 
-    def refuses(self, selector: Selector) -> str | None:
+    def refuses(self, method: Any) -> str | None:
+        selector = method.selector
         if selector.observation_window in (0, 1) and not selector.scores_arrivals:
             return None
         return (

@@ -7,15 +7,16 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from kvkeep.budget import MIN_CHUNK
-from kvkeep.contracts.selector import Selector
+from kvkeep.contracts.hook import PassHook
 from kvkeep.contracts.site import Held, Site
 from kvkeep.contracts.store import EvictedStore
 from kvkeep.errors import BudgetError, UnsupportedModelError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.models.binding import bind
 from kvkeep.policies.fates.neighbours import MergesPairs
-from kvkeep.stores.ahead_pairs import AheadMerging
-from kvkeep.stores.merge_ahead import MergeAhead
+from kvkeep_lab.published.ahead_pairs import AheadMerging
+from kvkeep_lab.published.lookahead import Lookahead
+from kvkeep_lab.published.merge_ahead import MergeAhead
 
 
 @dataclass(frozen=True)
@@ -27,9 +28,16 @@ class NeighboursAhead(MergesPairs, AheadMerging):
     readings: ClassVar[int] = 2
     across_heads: ClassVar[bool] = True
 
-    def refuses(self, selector: Selector) -> str | None:
-        reason = "The next chunk's queries choose pairs, and no selector has a say, so only 'window' goes with it."
-        return None if selector.by_age else reason
+    def refuses(self, method: Any) -> str | None:
+        if not method.selector.by_age:
+            return "The next chunk's queries choose pairs, and no selector has a say, so only 'window' goes with it."
+        if method.oneshot:
+            return "Chunks of a prompt are merged by the next one's queries, and at once it would be one chunk."
+        if method.recall.backed:
+            return (
+                "A chunk that is read twice is read against entries that were merged, and a recall has the exact ones."
+            )
+        return None
 
     def check(self, model: Any, geometry: ModelGeometry) -> None:
         super().check(model, geometry)
@@ -39,10 +47,15 @@ class NeighboursAhead(MergesPairs, AheadMerging):
                 "cannot take back; use kvslimmer."
             )
 
-    def check_room(self, name: str, entries: int) -> None:
-        self.check_chunk(name, entries, MIN_CHUNK)
+    def chunk(self, name: str, entries: int, chunk: int, chosen: bool) -> int:
+        taken = super().chunk(name, entries, chunk, chosen)
+        self._check_chunk(name, entries, taken)
+        return taken
 
-    def check_chunk(self, name: str, entries: int, chunk: int) -> None:
+    def check_room(self, name: str, entries: int) -> None:
+        self._check_chunk(name, entries, MIN_CHUNK)
+
+    def _check_chunk(self, name: str, entries: int, chunk: int) -> None:
         """Raise BudgetError where ``entries`` have no room for a whole ``chunk`` beside the sinks and an entry that is
         left of all others."""
         least = self.sinks + chunk + self.pairs_at_once(entries) + 1
@@ -54,6 +67,9 @@ class NeighboursAhead(MergesPairs, AheadMerging):
 
     def store(self, site: Site, shared: Any) -> EvictedStore:
         return MergeAhead(site, self, bind(site.model), self.pairs_at_once(min(site.budgets)))
+
+    def hook(self) -> PassHook:
+        return Lookahead(self.gradients)
 
     def holds(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int, left: Sequence[int]) -> Held:
         """Return the bytes of keys before rotation and of sums of values, for a moment."""

@@ -6,6 +6,7 @@ does this.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -14,8 +15,10 @@ from torch import Tensor
 from kvkeep.errors import UnsupportedModelError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.models.packed import Packed
-from kvkeep.policies.fates.neighbours_ahead import NeighboursAhead
-from kvkeep.stores.ahead_pairs import Seen
+from kvkeep.policies.papers import Paper
+from kvkeep_lab.published.ahead_pairs import Seen
+from kvkeep_lab.published.neighbours_ahead import NeighboursAhead
+from kvkeep_lab.published.papers import ASYMKV
 
 
 @dataclass(frozen=True)
@@ -23,8 +26,10 @@ class AsymKVPublished(NeighboursAhead):
     """The neighbours that the next chunk attends to least become one, by the gradient of the model's own loss on it."""
 
     source: ClassVar[str] = "AsymKV (Cui and Xu, NeurIPS 2025), published code"
+    papers: ClassVar[Sequence[Paper]] = (ASYMKV,)
     gradients: ClassVar[bool] = True
     readings: ClassVar[int] = 3  # forward, back and forward
+    predictable: ClassVar[bool] = False  # the graph has no bytes that follow from the geometry
 
     def check(self, model: Any, geometry: ModelGeometry) -> None:
         super().check(model, geometry)

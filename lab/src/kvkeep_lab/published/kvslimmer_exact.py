@@ -8,20 +8,19 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvkeep.policies.fates.asymkv import energy
 from kvkeep.policies.fates.kvslimmer import alone, best_share, together
-from kvkeep.policies.fates.neighbours import Neighbours
-from kvkeep.stores.pairs import Asked, Pairs
+from kvkeep.stores.pairs import Pairs
+from kvkeep_lab.published.asymkv import energy
+from kvkeep_lab.published.by_queries import NeighboursByQueries, Queries
 
 
 @dataclass(frozen=True)
-class KVSlimmerExact(Neighbours):
+class KVSlimmerExact(NeighboursByQueries):
     """The least attended neighbours become one, whose key follows from the Hessian with the loss's gradient."""
 
     source: ClassVar[str] = "arXiv:2603.00907, Eq. 30"
-    asks: ClassVar[bool] = True
 
-    def clues(self, asked: Asked) -> Tensor:
+    def clues(self, asked: Queries) -> Tensor:
         """Return g11 of each entry and its g12 with the next, (lanes, entries, 2): E c_ij summed over the queries, E by
         backpropagation."""
         found = torch.zeros(*asked.keys.shape[:2], 2, device=asked.keys.device)

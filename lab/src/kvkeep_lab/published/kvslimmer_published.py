@@ -13,8 +13,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvkeep.policies.fates.kvslimmer import alone
-from kvkeep.policies.fates.neighbours_ahead import NeighboursAhead
-from kvkeep.stores.ahead_pairs import EPS, Seen
+from kvkeep_lab.published.ahead_pairs import EPS, Seen
+from kvkeep_lab.published.neighbours_ahead import NeighboursAhead
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,154 @@
+"""Neighbours merged by the last queries themselves, asked anew what they attend to: what ``asymkv`` and
+``kvslimmer-exact`` have in common."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvkeep.attention.step import Step
+from kvkeep.contracts.resident import WorkingSet
+from kvkeep.contracts.site import Held, Site
+from kvkeep.geometry import LayerGeometry, ModelGeometry
+from kvkeep.memory.extent import Extent, fits, within
+from kvkeep.models.adapter import Adapter
+from kvkeep.policies.fates.neighbours import Neighbours
+from kvkeep.stores.banks import Bank
+from kvkeep.stores.merge_neighbours import MergeNeighbours
+from kvkeep.stores.pairs import Entries
+
+QUERIES = 32
+"""Queries kept while decoding."""
+
+BLOCK = 128
+"""Queries (of one head) whose weights stand in memory at once."""
+
+GRADIENTS = 4
+"""Matrices of that size that are held at once: scores, weights, and the gradients of both."""
+
+
+@dataclass(frozen=True)
+class Queries:
+    """The last queries of a layer and all its entries, float32, ready for a gradient.
+
+    query: (lanes, queries, dim), all heads of the group. keys, values: (lanes, entries, dim). bias: what is added to
+    the scores, (lanes, queries, entries): the logarithm of the counts, and a very large negative number where a query
+    comes before the entry. real: (lanes, queries, 1), 0 for padding. block: queries whose weights stand in memory at
+    once.
+    """
+
+    query: Tensor
+    keys: Tensor
+    values: Tensor
+    bias: Tensor
+    real: Tensor
+    scaling: float
+    block: int
+
+    def weights(self, keys: Tensor) -> Tensor:
+        """Return the weights of attention with ``keys``, (lanes, queries, entries)."""
+        return torch.baddbmm(self.bias, self.query, keys.transpose(1, 2), alpha=self.scaling).softmax(-1)
+
+    def blocks(self) -> Iterator[Queries]:
+        """Yield the same, :attr:`block` queries at a time."""
+        parts = zip(*(part.split(self.block, 1) for part in (self.query, self.bias, self.real)), strict=True)
+        return (replace(self, query=query, bias=bias, real=real) for query, bias, real in parts)
+
+
+class MergeByQueries(MergeNeighbours):
+    """Keeps a chunk's queries until its entries have been merged, then the last few.
+
+    asked: (lanes, heads of the group, n, dim), the queries of the last n slots. scaling: of their scores.
+    """
+
+    by_lane = (*MergeNeighbours.by_lane, "asked")
+    how: NeighboursByQueries
+
+    def __init__(self, site: Site, how: NeighboursByQueries, adapter: Adapter, slack: int) -> None:
+        super().__init__(site, how, adapter, slack)
+        self.queried = site.geometry.attention_heads // site.layer.kv_heads  # query heads of a lane
+        self.asked: Tensor | None = None
+        self.scaling = 1.0
+
+    def attended(self, step: Step, output: Tensor, resident: WorkingSet) -> None:
+        self.scaling, self.group, self.heads = step.scaling, step.query.shape[1], step.heads
+        if self.asked is None or step.queries >= QUERIES or not step.own:
+            self.asked = step.query
+        else:
+            self.asked = torch.cat([self.asked[:, :, step.queries - QUERIES :], step.query], 2)
+
+    def settled(self, observed: bool, resident: WorkingSet) -> None:
+        super().settled(observed, resident)
+        if self.asked is not None and self.asked.shape[2] > QUERIES:
+            self.asked = self.asked[:, :, -QUERIES:].clone()
+
+    @torch.inference_mode(False)
+    def clues(self, bank: Bank, entries: Entries, end: int) -> Tensor | None:
+        if self.asked is None:
+            return None
+        query = bank.of(self.asked)
+        groups, count = query.shape[1:3]
+        asking = torch.arange(end - count, end, device=query.device).repeat(groups)
+        slots = entries.slots[:, None]
+        seen = (slots <= asking[:, None]) & (slots >= 0)
+        bias = torch.where(seen, entries.counts[:, None].log(), torch.finfo(torch.float32).min)
+        real = torch.ones(len(query), len(asking), 1, device=query.device)
+        if (visible := self.ledger.visible_by(self.heads)) is not None:
+            real *= bank.of(visible)[:, 0, 0, asking][..., None]
+        query, keys, values = (part.float().clone() for part in (query.flatten(1, 2), entries.keys, entries.values))
+        asked = Queries(query, keys, values, bias, real, self.scaling, BLOCK)
+        weights = 4 * GRADIENTS * len(query) * min(BLOCK, len(asking)) * slots.shape[2]
+        self.meter.hold(weights)
+        with self.meter.holding(query, keys, values, bias, real):
+            clues = self.how.clues(asked)
+        self.meter.hold(-weights)
+        return clues
+
+    # -- the cache contract -------------------------------------------------------------------------
+
+    def forget_queries(self, length: int, resident: WorkingSet) -> None:
+        if self.asked is not None:
+            kept = self.asked.shape[2] - (self.length - length)
+            self.asked = self.asked[:, :, :kept].clone() if kept > 0 else None
+        super().forget_queries(length, resident)
+
+    def state(self) -> dict[str, Tensor]:
+        return super().state() | {"scaling": torch.tensor([self.scaling], dtype=torch.float64)}
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        super().restore(state)
+        self.scaling = float(state["scaling"][0])
+
+    def check(self, extent: Extent) -> None:
+        super().check(extent)
+        if self.asked is not None:
+            fits("asked", self.asked, (extent.lanes, self.queried, None, extent.key_dim))
+            within("asked", self.asked.shape[2], 1, min(QUERIES, extent.slots) + 1)
+
+
+@dataclass(frozen=True)
+class NeighboursByQueries(Neighbours):
+    """How the least attended neighbours become one, by what the last queries make of them. One file for each: a frozen
+    dataclass, :meth:`clues` and :meth:`share`."""
+
+    merging: ClassVar[type[MergeNeighbours]] = MergeByQueries
+
+    @abstractmethod
+    def clues(self, asked: Queries) -> Tensor:
+        """Return what has to be known of each entry, (lanes, entries, any); a merged entry has the sum of both."""
+
+    def holds(self, layer: LayerGeometry, geometry: ModelGeometry, entries: int, left: Sequence[int]) -> Held:
+        """Return the bytes of what is merged and of what it is merged into, and of the weights of the last queries, for
+        a moment."""
+        held, most = super().holds(layer, geometry, entries, left), max(left, default=0)
+        if not most:
+            return held
+        both, queries = entries + most, max(most, QUERIES) * geometry.attention_heads
+        more = 4 * queries * (layer.key_dim + both + 1) + 4 * both * layer.entry_elements
+        more += 4 * GRADIENTS * layer.kv_heads * min(BLOCK, queries) * both
+        return replace(held, workspace=held.workspace + more)

@@ -1,0 +1,186 @@
+"""Lookahead: a chunk is read twice. The first pass keeps nothing; by what it attended to, earlier entries are merged,
+and the second reads the chunk after what is left of them. So the last decision sees the end of the prompt.
+
+As AsymKV and KVSlimmer are published. AsymKV also goes back through the model: the weights are frozen, and the loss of
+the chunk is differentiated by the keys before it, of all layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvkeep.attention import attend, received
+from kvkeep.attention.step import Step
+from kvkeep.contracts.hook import PassHook
+from kvkeep.errors import UsageError
+from kvkeep.memory.lasting import lasting
+from kvkeep.memory.ledger import Ledger
+from kvkeep.memory.meter import Meter
+from kvkeep.stores.layer import Layer
+from kvkeep.stores.rehearsal import Rehearsal, rehearsing
+
+
+class Lookahead(PassHook):
+    """The first passes of one cache, whose layers have a :class:`~kvkeep_lab.published.merge_ahead.MergeAhead`.
+    gradients: they go back through the model."""
+
+    def __init__(self, gradients: bool) -> None:
+        self.gradients = gradients
+
+    @lasting
+    def before(self, cache: Any, given: dict[str, Any]) -> None:
+        """Read several tokens, or one where there is no room, and merge entries before them."""
+        cache.stream.roll_back()
+        layers, past = cache.stream.bounded, cache.ledger.length
+        tokens = given["inputs_embeds"] if given.get("input_ids") is None else given["input_ids"]
+        full = any(layer.evicted.full(layer.resident) for layer in layers)
+        if not past or not (full or tokens.shape[1] > 1):
+            return
+        readers = [Look(self.gradients) for _ in layers]
+        with rehearsing(cache, readers):
+            if self.gradients:
+                _go_back(cache, given, readers)
+            else:
+                cache.made.decoder(**given)
+            real = _real(cache.ledger, past)
+        for layer, reader in zip(layers, readers, strict=True):
+            layer.evicted.merge_before(layer.resident, real, reader.received, reader.gradients)
+
+
+class Look(Rehearsal):
+    """The reader of a layer in the first pass.
+
+    received: of each bank that holds something, (lanes, entries), what its entries received of the tokens. leaves: the
+    keys that the pass is differentiated by, where it is; gradients: by each of those, (lanes, entries, dim).
+    """
+
+    def __init__(self, differentiable: bool) -> None:
+        self.differentiable = differentiable
+        self.received: list[Tensor] = []
+        self.leaves: list[Tensor] = []
+        self.gradients: list[Tensor] = []
+
+    def attended(self, layer: Layer, step: Step) -> Tensor:
+        if self.differentiable:
+            return self._differentiable(layer, step)
+        resident, wide = layer.resident, step.wide(layer.length)
+        held = [layer.segment(piece, step, wide) for piece in resident.pieces()]
+        output, lse = attend(step.query, [*held, step.arriving()], step.scaling, origin=layer.origin)
+        lse = resident.unpadded(lse)
+        self.received = [received(step.query, segment, lse, step.scaling) for segment in held]
+        return output
+
+    def _differentiable(self, layer: Layer, step: Step) -> Tensor:
+        """The same in plain operations, with a graph; keys are leaves of it."""
+        wide, new, parts = step.wide(layer.length), step.arriving(), []
+        self.received, pieces = [], layer.resident.pieces()
+        visible = layer.ledger.visible_by(step.heads)
+        for bank in layer.resident.banks:
+            query, key, value = bank.of(step.query), bank.of(new.key), bank.of(new.value)
+            mask = new.mask if new.mask is None or len(new.mask) == 1 else bank.of(new.mask)
+            own = _scores(query, key, mask, new.causal, step.scaling)
+            if not bank.used:
+                parts.append(own.softmax(-1).to(value.dtype) @ value)
+                continue
+            piece = next(pieces)
+            self.leaves.append(piece.keys[:, 0].detach().requires_grad_())
+            past = layer.segment(piece._replace(keys=self.leaves[-1][:, None]), step, wide)
+            scores = _scores(query, past.key, past.mask, False, step.scaling)
+            weights = torch.cat([scores, own], -1).softmax(-1)
+            parts.append(weights.to(value.dtype) @ torch.cat([past.value, value], 2))
+            heard = weights[..., : bank.used].detach()
+            if visible is not None:
+                heard = heard * bank.of(visible)[..., -step.queries :].transpose(2, 3)
+            self.received.append(heard.sum(2).mean(1))
+        if len(parts) == 1:
+            return parts[0]
+        order = torch.cat([bank.lanes for bank in layer.resident.banks]).argsort()
+        return torch.cat(parts)[order]
+
+
+def _scores(query: Tensor, keys: Tensor, mask: Tensor | None, causal: bool, scaling: float) -> Tensor:
+    """Return the scores of ``keys``, (lanes, heads, queries, entries) float32, the least there is where masked: a query
+    that sees nothing then has a gradient, of no meaning, instead of none."""
+    scores, least = query.float() @ keys.float().transpose(2, 3) * scaling, torch.finfo(torch.float32).min
+    if causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if mask is None:
+        return scores
+    if mask.dtype == torch.bool:
+        return scores.masked_fill(~mask, least)
+    return (scores + mask).masked_fill(mask == float("-inf"), least)
+
+
+def _real(ledger: Ledger, past: int) -> Tensor:
+    """Return which tokens after ``past`` are no padding, (rows, n) bool."""
+    if ledger.visible is None:
+        return torch.ones((ledger.batch, ledger.length - past), dtype=torch.bool, device=ledger.device)
+    return ledger.visible[:, past:].clone().to(ledger.device)
+
+
+@torch.inference_mode(False)
+@torch.enable_grad()
+def _go_back(cache: Any, given: dict[str, Any], readers: Sequence[Look]) -> None:
+    """Read the tokens of ``given``, and give readers the gradients of their loss by the keys of all layers' banks."""
+    if given.get("input_ids") is None:
+        raise UsageError("A loss is of token ids, and embeddings have none; 'kvslimmer-published' needs no loss.")
+    own = {name: part.clone() if isinstance(part, Tensor) else part for name, part in given.items()}
+    past = cache.ledger.length
+    with _frozen(cache.model), _graph(cache.model, cache.meter):
+        logits = cache.model(**own).logits
+        leaves = [leaf for reader in readers for leaf in reader.leaves]
+        found = iter(torch.autograd.grad(loss(logits, own["input_ids"], _real(cache.ledger, past)), leaves))
+    for reader in readers:
+        reader.gradients = [next(found) for _ in reader.leaves]
+        reader.leaves = []
+
+
+@contextmanager
+def _graph(model: Any, meter: Meter) -> Iterator[None]:
+    """Count the tensors that the graph keeps, each once, as workspace while the block runs."""
+    known, held = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}, 0
+
+    def kept(tensor: Tensor) -> Tensor:
+        nonlocal held
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            known.add(storage.data_ptr())
+            held += storage.nbytes()
+            meter.hold(storage.nbytes())
+        return tensor
+
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(kept, lambda tensor: tensor):
+            yield
+    finally:
+        meter.hold(-held)
+
+
+def loss(logits: Tensor, ids: Tensor, real: Tensor) -> Tensor:
+    """Return the loss of a chunk, (): the cross-entropy of each real token after a real one, mean over a row's, summed
+    over rows. logits (rows, n, vocabulary), ids and real (rows, n). One token has none after it in its chunk; its loss
+    is that of the token that the model ranks first."""
+    chances = logits.float().log_softmax(-1)
+    if ids.shape[1] == 1:
+        return -chances.amax(-1).sum()
+    follows = real[:, :-1] & real[:, 1:]
+    each = chances[:, :-1].gather(2, ids[:, 1:, None].long()).squeeze(2) * follows
+    return -(each.sum(1) / follows.sum(1).clamp(min=1)).sum()
+
+
+@contextmanager
+def _frozen(model: Any) -> Iterator[None]:
+    """Let no weight of ``model`` have a gradient within the block."""
+    weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        for weight in weights:
+            weight.requires_grad_(False)
+        yield
+    finally:
+        for weight in weights:
+            weight.requires_grad_(True)

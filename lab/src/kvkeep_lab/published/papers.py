@@ -1,0 +1,22 @@
+"""Papers that kvkeep does not know, as BibTeX has them."""
+
+from __future__ import annotations
+
+from kvkeep.policies.papers import Paper
+
+ASYMKV = Paper(
+    "cui2025asymkv",
+    "AsymKV",
+    "Homogeneous keys, heterogeneous values: exploiting local KV cache asymmetry for long-context LLMs",
+    "W. Cui and M. Xu",
+    "2025",
+    "The Thirty-ninth Annual Conference on Neural Information Processing Systems",
+)
+CAM = Paper(
+    "zhang2024cam",
+    "CaM",
+    "CaM: cache merging for memory-efficient LLMs inference",
+    "Y. Zhang and Y. Du and G. Luo and Y. Zhong and Z. Zhang and S. Liu and R. Ji",
+    "2024",
+    "Forty-first International Conference on Machine Learning",
+)

@@ -1,0 +1,46 @@
+"""Fates that are methods of the same name, too, each with its preset."""
+
+from __future__ import annotations
+
+from kvkeep.contracts.fate import Fate
+from kvkeep.contracts.selector import Selector
+from kvkeep.policies.registry import Preset
+from kvkeep.policies.selectors.h2o import H2O
+from kvkeep.policies.selectors.streaming_llm import StreamingLLM
+from kvkeep.policies.selectors.window import Window
+from kvkeep_lab.published.asymkv import AsymKV
+from kvkeep_lab.published.asymkv_published import AsymKVPublished
+from kvkeep_lab.published.cam import Cam
+from kvkeep_lab.published.kvslimmer_exact import KVSlimmerExact
+from kvkeep_lab.published.kvslimmer_published import KVSlimmerPublished
+from kvkeep_lab.published.lowrank import LowRank
+
+
+def _named(selector: Selector, fate: type[Fate]) -> tuple[type[Fate], Preset]:
+    """Return a fate, and its preset, which is described as the fate is."""
+    return fate, Preset(selector, fate, (fate.__doc__ or "").partition("\n")[0], fate.source)
+
+
+LOWRANK = (
+    LowRank,
+    Preset(
+        Window(),
+        LowRank,
+        "Entries truncated to a rank of each head's projections; here to show that it fails.",
+        LowRank.source,
+        {"exact": 1},
+    ),
+)
+CAM = (
+    Cam,
+    Preset(
+        StreamingLLM(),
+        Cam,
+        "Sinks and the newest; while decoding, the value of what leaves goes into the next entries, by chance.",
+        Cam.source,
+    ),
+)
+ASYMKV = _named(H2O(), AsymKV)
+KVSLIMMER_EXACT = _named(H2O(), KVSlimmerExact)
+ASYMKV_PUBLISHED = _named(Window(), AsymKVPublished)
+KVSLIMMER_PUBLISHED = _named(Window(), KVSlimmerPublished)
