@@ -13,8 +13,8 @@ from kvkeep import KeepCache
 from kvkeep.errors import BudgetError
 from kvkeep.serve.arbiter import held, most
 from kvkeep.serve.engine import Engine
-from kvkeep.serve.job import Full
-from kvkeep.serve.sessions import Session
+from kvkeep.serve.job import QueueFull
+from kvkeep.serve.session import Session
 
 
 def serving(memory: int) -> Engine:
@@ -39,7 +39,7 @@ def test_memory_is_granted_before_an_answer_begins_and_idle_sessions_make_way() 
     client = Client(tight, text(40, 1), **cache)
     run(tight)
     (error,) = client.events
-    assert isinstance(error, BudgetError) and "more memory" in str(error)
+    assert isinstance(error, BudgetError) and "more --memory" in str(error)
 
 
 def counted(function: Callable[..., Any], calls: list[int]) -> Callable[..., Any]:
@@ -69,10 +69,10 @@ def test_as_many_wait_as_may_and_nobody_is_refused_who_need_not_wait(limit: int)
     engine = Engine(small("llama"), int(3.5 * most(KeepCache(tiny("llama"), **cache), 48)), waiting=limit)
     clients = [Client(engine, text(40, seed), **cache) for seed in range(3 + limit + 2)]  # all before the first step
     engine.step()
-    assert [isinstance(client.events[-1], Full) for client in clients if client.events] == [True, True]
+    assert [isinstance(client.events[-1], QueueFull) for client in clients if client.events] == [True, True]
     assert len(engine.running) == 3 and engine.waiting == limit
     if limit:
-        with pytest.raises(Full, match="wait as may, 2; ask again"):
+        with pytest.raises(QueueFull, match="The queue is full \\(2 requests\\); retry"):
             Client(engine, text(40, 9), **cache)
     run(engine)
     for seed, client in enumerate(clients[: 3 + limit]):

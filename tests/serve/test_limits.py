@@ -23,13 +23,12 @@ from running import BODY, KEYS, bearer, figures, held, post, raw, serving, strea
 from kvkeep.cli.serve.listening import Listening, https
 from kvkeep.decode.session_store import SessionStore
 from kvkeep.errors import UsageError
-from kvkeep.serve.answer import Piece, Told
-from kvkeep.serve.engine import Ended, Engine
-from kvkeep.serve.http import app as apps
-from kvkeep.serve.http import asked, connection
+from kvkeep.serve.answer import Piece, TokenLogprob
+from kvkeep.serve.engine import Engine, Finished
 from kvkeep.serve.http import body as bodies
+from kvkeep.serve.http import completions, connection, engine_request
 from kvkeep.serve.http.app import application
-from kvkeep.serve.http.asked import UNREAD, Limits, Mailbox
+from kvkeep.serve.http.engine_request import MAX_BUFFERED_PIECES, EventBuffer, Limits
 from kvkeep.serve.http.keys import Keys, kept_key, keys_given
 
 REJECTED = "kvkeep_requests_rejected_total"
@@ -72,20 +71,20 @@ def test_keys_come_from_a_file_and_a_made_one_is_kept(
         SessionStore(file / "chats").check_folder()
     SessionStore(tmp_path / "not" / "yet").check_folder()
     file.write_text("one two\n")
-    with pytest.raises(UsageError, match="space within"):
+    with pytest.raises(UsageError, match="contains a space"):
         keys_given(str(file))
     file.write_text("# none\n")
     for wrong, sentence in (
-        (["--keys", str(file)], "no key in"),
+        (["--keys", str(file)], "has no keys"),
         (["--keys", str(tmp_path / "nowhere")], "cannot be read: no such file"),
-        (["--cors", "chat.example"], "no origin"),
+        (["--cors", "chat.example"], "is not an origin"),
         (["--certificate", str(file)], "takes both"),
         (["--certificate", str(file), "--private-key", str(file)], "cannot be used for HTTPS"),
     ):
         code, _, err = run("serve", *wrong)
         assert code == 2 and sentence in err and "Traceback" not in err
     monkeypatch.delenv("KVKEEP_API_KEYS")
-    assert "Without a key, pages of any origin" in run("serve", "--cors", "*")[2]
+    assert "Without a key, every website" in run("serve", "--cors", "*")[2]
 
 
 def test_a_key_has_so_many_answers_at_once_and_no_other_key_notices() -> None:
@@ -131,8 +130,8 @@ def test_time_cuts_an_answer_at_a_token_and_one_that_did_not_begin_is_an_error()
 
 
 def test_comments_keep_a_stream_open_and_what_fails_in_it_is_an_error_object(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asked, "FIRST_S", 0.05)
-    monkeypatch.setattr(asked, "BEAT_S", 0.05)
+    monkeypatch.setattr(engine_request, "FIRST_EVENT_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(engine_request, "KEEP_ALIVE_S", 0.05)
     with serving() as (address, engine):
         for own, last in (({}, '"finish_reason":"length"'), ({"kvkeep": {"budget": "1KB"}}, '"error":{"message"')):
             with held(engine) as gate, streamed(address, {**BODY, **own}) as found:
@@ -149,18 +148,18 @@ def test_comments_keep_a_stream_open_and_what_fails_in_it_is_an_error_object(mon
 
 def test_a_reader_that_is_slow_holds_the_text_and_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     async def unread() -> None:
-        mail = Mailbox()
+        mail = EventBuffer()
         for number in range(10_000):
-            mail.put(Piece(f"{number} ", (Told(number, "", 0.0, ()),)))
-            assert len(mail._pieces) <= UNREAD
-        mail.put(Ended("stop", "", (), 0, 0, 0))
+            mail.put(Piece(f"{number} ", (TokenLogprob(number, "", 0.0, ()),)))
+            assert len(mail._pieces) <= MAX_BUFFERED_PIECES
+        mail.put(Finished("stop", "", (), 0, 0, 0))
         whole = await mail.get()
         assert isinstance(whole, Piece) and whole.text == "".join(f"{number} " for number in range(10_000))
-        assert [one.token for one in whole.told] == [*range(10_000)]
-        assert isinstance(await mail.get(), Ended)
+        assert [one.token for one in whole.logprobs] == [*range(10_000)]
+        assert isinstance(await mail.get(), Finished)
 
     asyncio.run(unread())
-    monkeypatch.setattr(connection, "UNREAD_S", 0.5)
+    monkeypatch.setattr(connection, "WRITE_TIMEOUT_S", 0.5)
     with serving() as (address, engine):
         body = {**BODY, "max_tokens": 480, "logprobs": True, "top_logprobs": 20, "stream": True}
         with raw(address, body) as stuck:
@@ -177,8 +176,8 @@ def test_a_reader_that_is_slow_holds_the_text_and_nobody_up(monkeypatch: pytest.
 
 
 def test_headers_and_bodies_that_never_end_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "HEADER_S", 0.3)
-    monkeypatch.setattr(bodies, "BODY_S", 0.3)
+    monkeypatch.setattr(connection, "HEADER_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(bodies, "BODY_TIMEOUT_S", 0.3)
     with serving() as (address, _):
         host, _, port = address.removeprefix("http://").partition(":")
         with socket.create_connection((host, int(port)), timeout=5) as slow:
@@ -240,7 +239,7 @@ def test_deep_json_is_refused_and_a_fault_is_logged_without_its_words(
     async def broken(self: Any, given: Any) -> None:
         raise RuntimeError(f"cannot read '{given[0].content}'")
 
-    monkeypatch.setattr(apps.Server, "encoded", broken)
+    monkeypatch.setattr(completions.Completions, "encode", broken)
     caplog.set_level("INFO", "kvkeep.requests")
     found = reply("/v1/chat/completions", json=BODY, method="POST", headers=bearer())
     assert found.status_code == 500 and "river" not in found.text + caplog.text

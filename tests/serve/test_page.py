@@ -16,7 +16,7 @@ from browser import Browser
 from running import KEYS, held, serving, within
 
 from kvkeep.serve.engine import Engine
-from kvkeep.serve.http import app as apps
+from kvkeep.serve.http import completions
 
 SCRIPT = "<img src=x onerror='window.hacked = 1'> <script>window.hacked = 1</script> **<b>bold</b>**"
 IDLE = "!document.querySelector('#send').hidden"
@@ -69,12 +69,12 @@ def choose(tab: Browser, method: str, budget: str) -> None:
 
 
 def test_a_person_talks_stops_looks_and_comes_back(tab: Browser, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(apps, "DEFAULT_TOKENS", 60)  # for texts as long as a model without sense writes them
+    monkeypatch.setattr(completions, "DEFAULT_MAX_TOKENS", 60)  # for texts as long as a model without sense writes them
     with serving() as (address, engine):
         _comes_in(tab, address)
         _talks(tab, engine)
         _looks(tab, engine)
-        monkeypatch.setattr(apps, "DEFAULT_TOKENS", 300)
+        monkeypatch.setattr(completions, "DEFAULT_MAX_TOKENS", 300)
         _stops(tab, engine)
         _comes_back(tab, address)
         _reloads(tab, engine)

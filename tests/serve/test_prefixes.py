@@ -17,8 +17,8 @@ from kvkeep import KeepCache
 from kvkeep.models.bits import row_independent
 from kvkeep.models.loading import Loaded, load
 from kvkeep.serve.arbiter import most, shared
+from kvkeep.serve.cache_view import memory_use
 from kvkeep.serve.engine import Engine
-from kvkeep.serve.look import memory
 
 PLENTY, NEW = 10**9, 6
 KINDS: list[dict[str, Any]] = [
@@ -54,7 +54,7 @@ def test_one_system_prompt_is_read_once_and_held_once(tmp_path: Path) -> None:
     assert [client.ended.read for client in clients] == [308, *[8] * 5]
     assert [client.ended.cached for client in clients] == [0, *[300] * 5]
     entries = 256 * (6 + 1) * engine.geometry.full_bytes_per_token  # a block of all, and one of each
-    assert memory(engine).kinds["resident"] == entries
+    assert memory_use(engine).kinds["resident"] == entries
     for ids, client in zip(prompts, clients, strict=True):
         assert [*client.ended.tokens] == alone(engine, ids, method="full")
 
@@ -101,12 +101,12 @@ def test_answers_and_bytes_are_right_whatever_begins_alike(tmp_path: Path) -> No
         asked.append((client, ids[:1400], kind))
         for _ in range(dice.randint(0, 12)):
             engine.step()
-            assert memory(engine).memory <= engine.arbiter.total
+            assert memory_use(engine).memory <= engine.arbiter.total
         if dice.random() < 0.2:
             client.job.cancel()
     engine._stopping = True
     while engine.step():
-        assert memory(engine).memory <= engine.arbiter.total
+        assert memory_use(engine).memory <= engine.arbiter.total
     assert sum(client.ended.cached for client, _, _ in asked) > 1000
     for client, ids, kind in asked:
         if client.ended.reason != "cancelled":
@@ -121,7 +121,7 @@ def test_what_is_cut_off_counts_as_long_as_it_is_held(tmp_path: Path) -> None:
     session = engine.sessions.memory["me", "a"]
     client = Client(engine, text(40, 0), 40, name=("me", "a"))
     engine.step()
-    assert client.job.granted >= session.held == memory(engine).memory
+    assert client.job.granted >= session.held == memory_use(engine).memory
     for kind in KINDS[1:]:
         Client(engine, text(1500, 0), NEW, owner="me", **kind)
         run(engine)

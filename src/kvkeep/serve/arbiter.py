@@ -74,8 +74,8 @@ class Arbiter:
         """Raise BudgetError if so many bytes will never be there."""
         if wanted > self.total:
             raise BudgetError(
-                f"The session can come to hold {wanted / MEGA:.1f} MB and all sessions together have "
-                f"{self.total / MEGA:.1f} MB; give it a smaller budget or fewer tokens, or the server more memory."
+                f"The request needs up to {wanted / MEGA:.1f} MB of cache, and the server has {self.total / MEGA:.1f} "
+                "MB for all sessions; use a smaller budget or fewer tokens, or start the server with more --memory."
             )
 
     def fitting(self, cache: KeepCache, tokens: int) -> int:

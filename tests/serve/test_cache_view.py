@@ -59,7 +59,7 @@ def test_a_picture_is_what_the_cache_says(method: str, budget: int | None) -> No
 
 
 def test_methods_are_listed_and_a_busy_engine_keeps_nobody_waiting_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvkeep.serve.http import looking
+    from kvkeep.serve.http import inspection
 
     with serving() as (address, engine):
         found = get(address, "/v1/methods").json()
@@ -70,7 +70,7 @@ def test_methods_are_listed_and_a_busy_engine_keeps_nobody_waiting_for_ever(monk
             budget = {"budget": "25%"} if own["budgeted"] else {}
             answer = post(address, {**BODY, "max_tokens": 1, "kvkeep": {"method": name, **budget}})
             assert answer.status_code == 200, (name, answer.text)
-        monkeypatch.setattr(looking, "PATIENCE_S", 0.1)
+        monkeypatch.setattr(inspection, "ENGINE_TIMEOUT_S", 0.1)
         with held(engine):
             assert get(address, "/v1/memory").status_code == 503
         assert get(address, "/v1/memory").status_code == 200
