@@ -17,6 +17,8 @@ import pytest
 from answering import small
 from conftest import tokenizer
 from families import tiny
+from openai.types import Completion
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from prometheus_client import Counter, Gauge, Histogram
 from running import ASK, BODY, CHAT, KEYS, TEXT, bearer, figures, held, post, program, serving, streamed
 
@@ -209,6 +211,8 @@ def test_seeds_make_samples_repeatable(client: openai.OpenAI) -> None:
         ({"kvkeep": {"method": "h2o", "budget": "-3"}}, "kvkeep.budget"),
         ({"kvkeep": {"method": "h2o", "budget": 3}}, "kvkeep.budget"),
         ({"kvkeep": {"session": "a/b"}}, "kvkeep.session"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"top_p": float("inf")}, "top_p"),
     ],
 )
 def test_what_is_wrong_is_named_and_nothing_else_changes(
@@ -223,6 +227,38 @@ def test_what_is_wrong_is_named_and_nothing_else_changes(
     assert error["message"].endswith((".", "?")) and "Traceback" not in error["message"]
     assert not re.search("[Ii]nput|valid|Literal", error["message"]), error
     assert post(address, {"model": "tiny", "messages": ASK, "max_tokens": 2}).status_code == 200
+
+
+def test_numbers_that_are_none_and_names_that_cannot_be_are_told_by_the_rule_that_they_break(address: str) -> None:
+    error = post(address, json.dumps(BODY | {"temperature": float("nan")}).encode()).json()["error"]
+    assert error["message"] == "'temperature' has to be a finite number."
+    for name in ("x.session", "-x", ".hidden", "x."):
+        message = post(address, BODY | {"kvkeep": {"session": name}}).json()["error"]["message"]
+        assert "beginning with a letter, a digit or '_'" in message and "not ending with '.' or '.session'" in message
+
+
+def test_a_slash_in_a_name_is_no_list_of_sessions(address: str) -> None:
+    for path in ("/v1/sessions", "/v1/sessions/"):
+        assert httpx.get(address + path, headers=bearer()).json()["object"] == "list"
+    for path in ("/v1/sessions/%2F", "/v1/sessions/%2F/", "/v1/sessions/%2f%2f"):
+        assert httpx.get(address + path, headers=bearer()).status_code == 404, path
+
+
+def test_replies_are_of_the_types_of_the_openai_package(address: str) -> None:
+    """Strictly: no field is missing or of another type."""
+    texts = {"model": "tiny", "prompt": "the river", "max_tokens": 3}
+    for path, body, whole, chunk in (
+        (CHAT, BODY | {"logprobs": True, "top_logprobs": 2}, ChatCompletion, ChatCompletionChunk),
+        (TEXT, texts | {"logprobs": 2}, Completion, Completion),
+    ):
+        whole.model_validate_json(post(address, body, path=path).text, strict=True)
+        stream = {"stream": True, "stream_options": {"include_usage": True}}
+        lines = [line[6:] for line in post(address, body | stream, path=path).text.split("\n\n") if line]
+        assert len(lines) > 4 and lines.pop() == "[DONE]"
+        for line in lines:  # but for a null that OpenAI's own streams of texts have, too
+            chunk.model_validate_json(
+                line if path == CHAT else line.replace('reason":null', 'reason":"stop"'), strict=True
+            )
 
 
 def test_what_changes_nothing_is_taken_as_clients_send_it(client: openai.OpenAI, address: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import shutil
 import socket
 import ssl
@@ -198,6 +199,45 @@ def test_headers_and_bodies_that_never_end_are_let_go(monkeypatch: pytest.Monkey
             assert [client.get(f"{address}/v1/models").status_code for _ in range(3)] == [200] * 3
             time.sleep(0.5)
             assert client.get(f"{address}/v1/models").status_code == 200
+
+
+@pytest.mark.parametrize("length", ["Content-Length: 100\r\n", "Content-Length: 2\r\nTransfer-Encoding: chunked\r\n"])
+def test_a_body_that_is_slow_or_has_two_lengths_ends_its_connection(
+    length: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """RFC 9112, 6.3; and a client that goes on sending a slow body is not waited for any longer."""
+    monkeypatch.setattr(bodies, "BODY_TIMEOUT_S", 0.3)
+    with serving() as (address, _):
+        host, _, port = address.removeprefix("http://").partition(":")
+        with socket.create_connection((host, int(port)), timeout=5) as one:
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEYS[0]}\r\n{length}\r\n"
+            one.sendall(head.encode())
+            begun, answer = time.monotonic(), b""
+            with suppress(ConnectionError):
+                while part := one.recv(4096):  # to the end of the connection
+                    answer += part
+                    one.sendall(b" ")
+        status = b"HTTP/1.1 400" if "Transfer" in length else b"HTTP/1.1 408"
+        assert answer.startswith(status) and b"connection: close" in answer.lower()
+        assert time.monotonic() - begun < 3
+
+
+def test_a_websocket_request_is_answered_without_advice_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    with serving() as (address, _):
+        logging.getLogger("uvicorn.error").addHandler(caplog.handler)
+        headers = bearer() | {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13"}
+        assert httpx.get(f"{address}/v1/models", headers=headers).status_code == 200
+    assert "WebSocket" not in caplog.text and "pip install" not in caplog.text
+
+
+def test_pages_of_other_origins_read_the_id_and_send_what_openai_clients_send() -> None:
+    origin = {"Origin": "https://chat.example"}
+    found = reply(headers=bearer() | origin, origins=["https://chat.example"])
+    assert "x-request-id" in found.headers["access-control-expose-headers"]
+    wanted = "authorization, content-type, x-stainless-lang, x-stainless-retry-count"
+    asks = origin | {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": wanted}
+    found = reply(method="OPTIONS", headers=asks, origins=["https://chat.example"])
+    assert found.status_code == 200 and "x-stainless-lang" in found.headers["access-control-allow-headers"]
 
 
 def test_other_origins_and_hosts_stay_out_unless_asked_for() -> None:

@@ -126,7 +126,10 @@ def test_without_a_session_only_a_conversation_has_a_routing_key() -> None:
 
 
 def test_what_a_replica_did_not_say_the_proxy_does() -> None:
-    lost = {"message": "The replica that handled the request has ended; retry, and another replica continues.", "code": "replica_lost"}
+    lost = {
+        "message": "The replica that handled the request has ended; retry, and another replica continues.",
+        "code": "replica_lost",
+    }
     whole = asked(Behind(started(), sent(b'{"a": ', True), sent(b"1}")), {})
     assert whole.json() == {"a": 1} and whole.headers["x-request-id"] == "of-the-door"
     for behind in (
