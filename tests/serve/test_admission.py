@@ -11,7 +11,7 @@ from families import tiny
 
 from kvkeep import KeepCache
 from kvkeep.errors import BudgetError
-from kvkeep.serve.arbiter import held, most
+from kvkeep.serve.arbiter import current_bytes, peak_bytes
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.job import QueueFull
 from kvkeep.serve.session import Session
@@ -23,13 +23,13 @@ def serving(memory: int) -> Engine:
 
 def test_memory_is_granted_before_an_answer_begins_and_idle_sessions_make_way() -> None:
     cache: dict[str, Any] = {"method": "h2o", "budget": 16, "chunk": 16}
-    one = most(KeepCache(tiny("llama"), **cache), 48)
+    one = peak_bytes(KeepCache(tiny("llama"), **cache), 48)
     engine = serving(memory=int(2.5 * one))
     clients = [Client(engine, text(40, seed), name=("me", str(seed)), **cache) for seed in range(6)]
     least = 0
     engine._stopping = True
     while engine.step():
-        now = sum(held(session.past.cache) for session in engine.sessions.memory.values())
+        now = sum(current_bytes(session.past.cache) for session in engine.sessions.memory.values())
         least = max(least, now)
         assert now <= engine.arbiter.total and len(engine.running) <= 2
     assert least > one // 2  # it is a limit that is used
@@ -53,7 +53,7 @@ def counted(function: Callable[..., Any], calls: list[int]) -> Callable[..., Any
 def test_who_waits_for_memory_costs_no_step_anything(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither its cache nor what others hold is looked at again, until somebody leaves."""
     cache: dict[str, Any] = {"method": "h2o", "budget": 16, "chunk": 16}
-    engine, made, asked = serving(memory=int(1.5 * most(KeepCache(tiny("llama"), **cache), 60))), [], []
+    engine, made, asked = serving(memory=int(1.5 * peak_bytes(KeepCache(tiny("llama"), **cache), 60))), [], []
     clients = [Client(engine, text(40, seed), 20, **cache) for seed in range(3)]
     for kind, name, calls in ((KeepCache, "__init__", made), (Session, "most", asked)):
         monkeypatch.setattr(kind, name, counted(getattr(kind, name), calls))
@@ -66,7 +66,7 @@ def test_who_waits_for_memory_costs_no_step_anything(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("limit", [0, 2])
 def test_as_many_wait_as_may_and_nobody_is_refused_who_need_not_wait(limit: int) -> None:
     cache: dict[str, Any] = {"method": "h2o", "budget": 16, "chunk": 16}
-    engine = Engine(small("llama"), int(3.5 * most(KeepCache(tiny("llama"), **cache), 48)), waiting=limit)
+    engine = Engine(small("llama"), int(3.5 * peak_bytes(KeepCache(tiny("llama"), **cache), 48)), waiting=limit)
     clients = [Client(engine, text(40, seed), **cache) for seed in range(3 + limit + 2)]  # all before the first step
     engine.step()
     assert [isinstance(client.events[-1], QueueFull) for client in clients if client.events] == [True, True]

@@ -16,7 +16,7 @@ from kvkeep.serve import batch as batches
 from kvkeep.serve import engine as engines
 from kvkeep.serve import job as jobs
 from kvkeep.serve.answer import Piece
-from kvkeep.serve.arbiter import held, most
+from kvkeep.serve.arbiter import current_bytes, peak_bytes
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.job import EngineStopping
 from kvkeep.serve.sampling import Sampling
@@ -201,7 +201,7 @@ def test_what_a_session_can_hold_is_known_before_it_begins(name: str) -> None:
     assert client.job.session is not None
     own = client.job.session.past.cache
     while engine.running:
-        assert held(own) <= client.job.granted
+        assert current_bytes(own) <= client.job.granted
         engine.step()
 
 
@@ -209,10 +209,10 @@ def test_no_method_holds_more_than_what_it_may() -> None:
     """Every case, bookkeeping included, after a prompt and a step."""
     for name in [name for name in CASES if taken(name, "llama")]:
         length, cache = CASES[name].length, new_cache(name, "llama")
-        ids, granted = prompt(1, length + 1, 3), most(cache, length + 1)
+        ids, granted = prompt(1, length + 1, 3), peak_bytes(cache, length + 1)
         for part in ids.split(length, 1):
             step("llama", cache, part)
-            assert held(cache) <= granted, name
+            assert current_bytes(cache) <= granted, name
 
 
 def test_an_engine_that_fails_tells_everybody_and_takes_no_more(

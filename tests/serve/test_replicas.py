@@ -208,7 +208,7 @@ def test_numbers_of_replicas() -> None:
     scale = Scale.parse("1:4", 1, 8).options()["autoscaling_config"]
     assert scale == {"min_replicas": 1, "max_replicas": 4, "target_ongoing_requests": 8}
     for wrong in ("", "0", "-1", "x", "2:1", "1:", ":2", "1:2:3", "9" * 5000):
-        with pytest.raises(UsageError, match="is no number of replicas"):
+        with pytest.raises(UsageError, match="is not a number of replicas"):
             Scale.parse(wrong, 1, 8)
     for many, cores in (("2", 1e308), ("999999999", 1), ("1:10000001", 0.1)):
         with pytest.raises(UsageError, match="no cluster has as many cores"):
@@ -325,7 +325,7 @@ def test_what_cannot_be_replicated_is_one_sentence(
     common = ("serve", "--model", str(model_folder), "--memory", "50MB", "-x", "full")
     for wrong, sentence in (
         (("--ray", "auto"), "are for --replicas"),
-        (("--replicas", "none"), "is no number of replicas"),
+        (("--replicas", "none"), "is not a number of replicas"),
         (("--replicas", "2", "--ray", "auto"), "give --sessions"),
         (("--replicas", "2", "--ray", "auto", "--sessions", str(tmp_path), "--port", "0"), "name one, and not 0"),
         (("--replicas", "2", "--ray", "auto", "--sessions", str(tmp_path), "--grace", "10"), "leave --grace out"),

@@ -66,13 +66,15 @@ def test_many_sessions_in_memory_for_few_answer_as_alone_and_are_never_read_agai
     """Bytes are measured in the middle of every pass, at every layer, with the keys and values in hand; and logits."""
     count, kinds = 12, itertools.cycle(METHODS)
     cache = [next(kinds) for _ in range(count)]
-    largest = max(Session(None, Past(KeepCache(tiny("llama"), **kind))).most(40 + 2 * 14 + 3 * NEW) for kind in METHODS)
+    largest = max(
+        Session(None, Past(KeepCache(tiny("llama"), **kind))).peak_bytes(40 + 2 * 14 + 3 * NEW) for kind in METHODS
+    )
     engine = serving(tmp_path / "s", int(1.5 * largest))
     measured: list[int] = []
     real = Batch.update
 
     def update(batch: Batch, keys: Any, values: Any, *given: Any, **named: Any) -> Any:
-        waiting = sum(one.held for one in engine.sessions.memory.values())
+        waiting = sum(one.memory_bytes for one in engine.sessions.memory.values())
         logits = sum(span.read.keep for span in batch.spans) * engine.geometry.vocab_size * 4
         measured.append(waiting + keys.nbytes + values.nbytes + logits)
         return real(batch, keys, values, *given, **named)
@@ -88,7 +90,7 @@ def test_many_sessions_in_memory_for_few_answer_as_alone_and_are_never_read_agai
             clients.append(Client(engine, ids[number], NEW, name=("me", str(number)), **kind))
         engine._stopping = True
         while engine.step():
-            assert sum(one.held for one in engine.sessions.memory.values()) <= engine.arbiter.total
+            assert sum(one.memory_bytes for one in engine.sessions.memory.values()) <= engine.arbiter.total
         engine._stopping = False
         for number, client in enumerate(clients):
             assert turn == 0 or client.ended.cached >= len(ids[number]) - len(parts[number][turn]) - 1, cache[number]

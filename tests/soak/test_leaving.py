@@ -27,7 +27,7 @@ from kvkeep import KeepCache
 from kvkeep.decode.session_store import SessionStore
 from kvkeep.serve import batch
 from kvkeep.serve.answer import Answer
-from kvkeep.serve.arbiter import most
+from kvkeep.serve.arbiter import peak_bytes
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.http import engine_request
 from kvkeep.serve.http.engine_request import EngineRequest, Limits
@@ -87,7 +87,7 @@ def test_clients_that_leave_in_queue_prompt_and_answer_leave_nothing(
     monkeypatch.setattr(
         engine_request, "FIRST_EVENT_TIMEOUT_S", 60.0
     )  # a stream that waits for its first token is left, too
-    engine = Engine(small(), int(1.5 * most(KeepCache(small().model, "full"), 512)), store=SessionStore(tmp_path))
+    engine = Engine(small(), int(1.5 * peak_bytes(KeepCache(small().model, "full"), 512)), store=SessionStore(tmp_path))
     limits = Limits(answers=64)
     left = Leaving(engine, monkeypatch)
     with serving(engine=engine, limits=limits) as (address, _):

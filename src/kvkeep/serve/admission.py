@@ -123,10 +123,10 @@ class Admission:
                 return None
             session = self._adopt(job)
         if job.names_cache and Request.parse(**job.cache) != session.cache.request:
-            own = session.cache.request
-            budget = "no budget" if own.budget is None else f"budget '{own.budget}'"
+            fixed = session.cache.request
+            budget = "no budget" if fixed.budget is None else f"budget '{fixed.budget}'"
             raise SessionMismatch(
-                f"The session '{job.name[1]}' has method '{own.method.name}' and {budget}, which cannot be changed; "
+                f"The session '{job.name[1]}' has method '{fixed.method.name}' and {budget}, which cannot be changed; "
                 "leave method and budget out, or use another session name."
             )
         return session
@@ -152,17 +152,17 @@ class Admission:
     def _begun(self, job: Job, session: Session, prefix: Prefix | None) -> bool:
         """Grant memory to an answer and begin it, with what another session has read of its prompt, once its own is in
         memory; False: it has to wait. Raises what it fails by."""
-        most = session.most(len(job.ask.prompt) + job.ask.max_tokens)
-        self.arbiter.check(most)
-        most = max(most, session.held)  # what it has and is not going to read is not given back
+        peak = session.peak_bytes(len(job.ask.prompt) + job.ask.max_tokens)
+        self.arbiter.check(peak)
+        peak = max(peak, session.memory_bytes)  # a longer cache than the request needs is not released
         giver = None if prefix is None else prefix.session
         way = None
         if prefix is not None and not prefix.whole:
-            granted = max(most, prefix.copied) + len(prefix.ids) * widest_bytes(self.geometry)  # of a layer in hand
+            granted = max(peak, prefix.copied) + len(prefix.ids) * widest_bytes(self.geometry)  # of a layer in hand
             way = self._way(session, granted - prefix.once, staying=giver)
         if way is None:
             giver = None if giver is None or giver.busy else giver
-            granted = most if giver is None else max(most, giver.held)
+            granted = peak if giver is None else max(peak, giver.memory_bytes)
             way = self._way(session, granted, going=giver)
         if way is None:
             self._refused = job, self._in_memory

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvkeep.cache import KeepCache
 from kvkeep.contracts.entries import EntryState
-from kvkeep.serve.arbiter import shared
+from kvkeep.serve.arbiter import shared_parts
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.session import Name
 
@@ -40,9 +40,9 @@ def memory_use(engine: Engine) -> MemoryUse:
     for session in engine.sessions.memory.values():
         for kind, count in _kinds(session.past.cache).items():
             kinds[kind] += count
-        own = shared(session.past.cache)
-        kinds["resident"] -= sum(own.values())
-        parts |= own
+        shared = shared_parts(session.past.cache)
+        kinds["resident"] -= sum(shared.values())
+        parts |= shared
     kinds["resident"] += sum(parts.values())
     return MemoryUse(kinds, sum(job.granted for job in engine.running), len(engine.sessions.memory))
 
@@ -50,8 +50,8 @@ def memory_use(engine: Engine) -> MemoryUse:
 def _kinds(cache: KeepCache) -> dict[str, int]:
     found = cache.memory()
     places = (found.checkpoint_bytes[place] for place in ("device", "host", "disk"))
-    held = (found.resident_bytes, found.compressed_bytes, found.bookkeeping_bytes, *places)
-    return dict(zip(KINDS, held, strict=True))
+    counts = (found.resident_bytes, found.compressed_bytes, found.bookkeeping_bytes, *places)
+    return dict(zip(KINDS, counts, strict=True))
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ class Prefix:
     @property
     def copied(self) -> int:
         """Bytes that its copy takes, where all of the session's has to be copied before it is cut."""
-        return 0 if _plain(self.session.cache) else self.session.held
+        return 0 if _plain(self.session.cache) else self.session.memory_bytes
 
     def past(self) -> Past:
         """Return a past of these tokens, in a cache of its own."""

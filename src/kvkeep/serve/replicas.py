@@ -88,10 +88,12 @@ class Scale:
             [int(one) for one in str(text).split(":")] if re.fullmatch("[0-9]{1,9}(:[0-9]{1,9})?", str(text)) else [0]
         )
         if not 1 <= numbers[0] <= numbers[-1]:
-            raise UsageError(f"'{text}' is no number of replicas: give one (2), or the least and the most (1:8).")
+            raise UsageError(f"'{text}' is not a number of replicas; give a number (2), or minimum and maximum (1:8).")
         own = number("cores", cores, 0.1), number("conversations", ongoing, 1, int)
         if numbers[-1] > MOST_CORES / own[0]:
-            raise UsageError(f"{numbers[-1]} replicas with {own[0]:g} cores each: no cluster has as many cores.")
+            raise UsageError(
+                f"{numbers[-1]} replicas with {own[0]:g} cores each: no cluster has as many cores; give fewer."
+            )
         return cls(numbers[0], numbers[-1], *own)
 
     def options(self) -> dict[str, Any]:

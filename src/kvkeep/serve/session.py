@@ -15,7 +15,7 @@ from kvkeep.decode.session_file import SessionFile
 from kvkeep.decode.session_store import SessionStore
 from kvkeep.errors import UsageError
 from kvkeep.policies.request import Request
-from kvkeep.serve.arbiter import held, most, restoring, shared
+from kvkeep.serve.arbiter import current_bytes, peak_bytes, restore_bytes, shared_parts
 
 Name = tuple[str, str]
 """Owner and name of a session."""
@@ -26,10 +26,8 @@ def check_name(name: Name) -> None:
     try:
         SessionStore("").path("/".join(name))
     except UsageError as error:
-        raise UsageError(
-            f"'{name[1]}' cannot be the name of a session: use 1 to 100 of the characters A-Z, a-z, 0-9, '_', '-' and "
-            "'.', beginning with a letter, a digit or '_', and not ending with '.' or '.session'."
-        ) from error
+        sentence = str(error).replace("/".join(name), name[1]).partition("; as NAME")[0]
+        raise UsageError(f"{sentence}.") from error
 
 
 @dataclass(eq=False)
@@ -80,23 +78,23 @@ class Session:
         """Cut its cache to what ``prompt`` begins with; a lossy cache that holds more is emptied."""
         self.past.align(prompt, crops=self.cache.exactness == "exact")
 
-    def most(self, tokens: int) -> int:
+    def peak_bytes(self, tokens: int) -> int:
         """Return the bytes that it can need until it has read ``tokens`` tokens, restoring it included."""
-        back = restoring(self.file, self.cache) if self.away and self.file is not None else 0
-        return max(most(self.cache, tokens), back)
+        restore = restore_bytes(self.file, self.cache) if self.away and self.file is not None else 0
+        return max(peak_bytes(self.cache, tokens), restore)
 
     @property
     def counted(self) -> tuple[int, Mapping[int, int]]:
         """Its bytes, and of these the parts that other sessions may share, by address; counted once while it is
         idle."""
         if self._counted is None or self.busy:
-            self._counted = self.held, shared(self.cache)
+            self._counted = self.memory_bytes, shared_parts(self.cache)
         return self._counted
 
     @property
-    def held(self) -> int:
+    def memory_bytes(self) -> int:
         """Its bytes of memory."""
-        return held(self.cache)
+        return current_bytes(self.cache)
 
     def recount(self) -> None:
         """Count its bytes anew when they are next asked for."""
@@ -116,7 +114,7 @@ class Session:
             "turns": self.turns,
             "method": cache.method.name,
             "budget": None if cache.request.budget is None else str(cache.request.budget),
-            "memory_bytes": self.held,
+            "memory_bytes": self.memory_bytes,
             "used": self.used,
             "note": self.unsaved or self.note,
         }

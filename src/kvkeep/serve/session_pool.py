@@ -124,15 +124,15 @@ class SessionPool:
         """Return what clients may know of the owner's sessions in memory, or of one of them, by name, and notes of
         evicted ones. marks: the last writers of their files, if other servers write to the folder, too: a session in
         memory counts only if this server wrote its file last, and is evicted if the file is gone."""
-        own = {key[1]: one for key, one in self.memory.items() if key[0] == owner and name in (None, key[1])}
+        sessions = {key[1]: one for key, one in self.memory.items() if key[0] == owner and name in (None, key[1])}
         if marks is not None:
-            for key, one in [*own.items()]:
+            for key, one in [*sessions.items()]:
                 if not one.busy and one.unsaved is None and one.file is not None and one.file.mark != marks.get(key):
-                    del own[key]
+                    del sessions[key]
                     if key not in marks:
                         self.park(one)
         lost = {key[1]: {"note": note} for key, note in [*self.files.lost_turns.items()] if key[0] == owner}
-        return lost | {key: one.facts() for key, one in own.items()}
+        return lost | {key: one.facts() for key, one in sessions.items()}
 
     def enforce_quota(self) -> None:
         """Keep quota and age, once in :data:`QUOTA_INTERVAL_S`: evict idle sessions that are over them, and remove

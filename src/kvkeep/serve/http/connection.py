@@ -68,5 +68,5 @@ class Connection(H11Protocol):
 
 def uvicorn_config(app: Any, **options: Any) -> uvicorn.Config:
     """Return uvicorn's configuration for ``app``: with :class:`Connection`, and without uvicorn's own access log."""
-    own = {"http": Connection, "ws": "none", "access_log": False, "server_header": False, "proxy_headers": False}
-    return uvicorn.Config(app, log_level="warning", timeout_keep_alive=KEEP_ALIVE_S, **{**own, **options})
+    ours = {"http": Connection, "ws": "none", "access_log": False, "server_header": False, "proxy_headers": False}
+    return uvicorn.Config(app, log_level="warning", timeout_keep_alive=KEEP_ALIVE_S, **{**ours, **options})

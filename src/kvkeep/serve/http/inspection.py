@@ -43,12 +43,12 @@ def inspection_routes(engine: Engine, completions: Completions) -> APIRouter:
     async def list_methods() -> Any:
         """List the methods that have a name, and the server's default."""
         default = CacheRequest.parse(**engine.cache)
-        own = {"method": default.method.name, "budget": None if default.budget is None else str(default.budget)}
+        standard = {"method": default.method.name, "budget": None if default.budget is None else str(default.budget)}
         data = [
             {"name": one.name, "exactness": str(one.exactness), "budgeted": one.budgeted, "summary": one.summary}
             for one in methods().values()
         ]
-        return {"object": "list", "data": data, "default": own}
+        return {"object": "list", "data": data, "default": standard}
 
     @routes.get("/v1/memory", responses=error_responses(503))
     async def memory() -> Any:

@@ -54,11 +54,11 @@ def keys_given(path: str | None = None) -> list[str]:
     if path is None:
         return found
     lines = (re.split(r"(?:^|\s)#", line, maxsplit=1)[0].strip() for line in _read(Path(path)).splitlines())
-    own = [line for line in lines if line]
-    if not own:
+    keys = [line for line in lines if line]
+    if not keys:
         raise UsageError(f"The file '{path}' has no keys; write one a line.")
-    _check(own, f"'{path}'")
-    return [*found, *own]
+    _check(keys, f"'{path}'")
+    return [*found, *keys]
 
 
 def kept_key() -> tuple[str, Path, bool]:

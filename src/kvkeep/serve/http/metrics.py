@@ -26,29 +26,29 @@ _TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
 class Metrics(Watch):
-    """The figures of one engine, in a registry of their own."""
+    """The figures of one engine, in a registry of their options."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.registry = engine, CollectorRegistry()
-        own: dict[str, Any] = {"namespace": "kvkeep", "registry": self.registry}
-        self._running = Gauge("requests_running", "Requests that are being answered.", **own)
-        self._waiting = Gauge("requests_waiting", "Requests in the queue.", **own)
-        self._ended = Counter("requests_ended", "Answers that ended, by reason.", ["reason"], **own)
-        self._rejected = Counter("requests_rejected", "Requests answered with an error, by code.", ["reason"], **own)
-        self._sessions = Gauge("sessions", "Sessions in memory.", **own)
-        self._files = Counter("session_files", "Sessions parked in, restored from and saved to files.", ["how"], **own)
+        base: dict[str, Any] = {"namespace": "kvkeep", "registry": self.registry}
+        self._running = Gauge("requests_running", "Requests that are being answered.", **base)
+        self._waiting = Gauge("requests_waiting", "Requests in the queue.", **base)
+        self._ended = Counter("requests_ended", "Answers that ended, by reason.", ["reason"], **base)
+        self._rejected = Counter("requests_rejected", "Requests answered with an error, by code.", ["reason"], **base)
+        self._sessions = Gauge("sessions", "Sessions in memory.", **base)
+        self._files = Counter("session_files", "Sessions parked in, restored from and saved to files.", ["how"], **base)
         self._seen = dict.fromkeys(("parked", "restored", "saved"), 0)
-        self._bytes = Gauge("cache_bytes", "Bytes of all caches, by kind.", ["kind"], **own)
-        self._limit = Gauge("cache_limit_bytes", "Limit of the bytes of all caches.", **own)
-        self._granted = Gauge("cache_granted_bytes", "Bytes reserved for running answers.", **own)
-        self._prompt = Counter("prompt_tokens", "Tokens of prompts, read or found in a cache.", ["source"], **own)
-        self._generated = Counter("generated_tokens", "Tokens of answers.", **own)
-        self._first = Histogram("time_to_first_token_seconds", "From request to first token.", buckets=_FIRST_S, **own)
+        self._bytes = Gauge("cache_bytes", "Bytes of all caches, by kind.", ["kind"], **base)
+        self._limit = Gauge("cache_limit_bytes", "Limit of the bytes of all caches.", **base)
+        self._granted = Gauge("cache_granted_bytes", "Bytes reserved for running answers.", **base)
+        self._prompt = Counter("prompt_tokens", "Tokens of prompts, read or found in a cache.", ["source"], **base)
+        self._generated = Counter("generated_tokens", "Tokens of answers.", **base)
+        self._first = Histogram("time_to_first_token_seconds", "From request to first token.", buckets=_FIRST_S, **base)
         self._between = Histogram(
-            "time_between_tokens_seconds", "Between tokens of an answer.", buckets=_BETWEEN_S, **own
+            "time_between_tokens_seconds", "Between tokens of an answer.", buckets=_BETWEEN_S, **base
         )
-        self._rows = Histogram("step_sessions", "Sessions in a step.", buckets=_SESSIONS, **own)
-        self._tokens = Histogram("step_tokens", "Tokens in a step.", buckets=_TOKENS, **own)
+        self._rows = Histogram("step_sessions", "Sessions in a step.", buckets=_SESSIONS, **base)
+        self._tokens = Histogram("step_tokens", "Tokens in a step.", buckets=_TOKENS, **base)
         ProcessCollector(registry=self.registry)
         self._limit.set(engine.arbiter.total)
         engine.watch = self
@@ -85,13 +85,13 @@ class Metrics(Watch):
     async def scraped(self) -> bytes:
         """Return all figures, those of memory as of the last step."""
         with suppress(KvkeepError, TimeoutError):
-            held = await asyncio.wait_for(
+            found = await asyncio.wait_for(
                 asyncio.wrap_future(self.engine.call(lambda: memory_use(self.engine))), ENGINE_TIMEOUT_S
             )
-            for kind, count in held.kinds.items():
+            for kind, count in found.kinds.items():
                 self._bytes.labels(kind).set(count)
-            self._granted.set(held.granted)
-            self._sessions.set(held.sessions)
+            self._granted.set(found.granted)
+            self._sessions.set(found.sessions)
         for how, before in self._seen.items():
             self._seen[how] = now = self.engine.sessions.counts[how]
             self._files.labels(how).inc(now - before)

@@ -55,18 +55,18 @@ class DocumentedApp(FastAPI):
 
 def _completed(found: dict[str, Any]) -> dict[str, Any]:
     parts = found["components"]
-    for name in ("HTTPValidationError", "ValidationError"):  # FastAPI's own error, which no client gets
+    for name in ("HTTPValidationError", "ValidationError"):  # FastAPI's operation error, which no client gets
         parts["schemas"].pop(name, None)
     parts["securitySchemes"] = {
         "key": {"type": "http", "scheme": "bearer", "description": "One of the server's keys, if it has any."}
     }
     for path, operations in found["paths"].items():
-        for own in operations.values():
-            own["summary"] = own.pop("description").partition(". ")[0].rstrip(".")
-            own["responses"].pop("422", None)
+        for operation in operations.values():
+            operation["summary"] = operation.pop("description").partition(". ")[0].rstrip(".")
+            operation["responses"].pop("422", None)
             if path in PUBLIC_PATHS:
-                own["responses"].pop("401")
+                operation["responses"].pop("401")
             else:
-                own["security"] = [{"key": []}]
-            own["responses"] = dict(sorted(own["responses"].items()))
+                operation["security"] = [{"key": []}]
+            operation["responses"] = dict(sorted(operation["responses"].items()))
     return found

@@ -48,9 +48,9 @@ class ProxyMiddleware:
         headers = MutableHeaders(scope={**scope})
         key = routing_key(scope["path"], headers, body)
         kept = [(name, value) for name, value in scope["headers"] if name.replace(b"_", b"-") != HEADER.encode()]
-        own = [] if key is None else [(HEADER.encode(), key.encode())]
+        added = [] if key is None else [(HEADER.encode(), key.encode())]
         try:
-            await self.app({**scope, "headers": [*kept, *own]}, receive, response.send)
+            await self.app({**scope, "headers": [*kept, *added]}, receive, response.send)
         finally:
             await response.close(scope, receive)
 

@@ -1,4 +1,4 @@
-"""Events of the engine as OpenAI's objects, whole or as a stream of server-sent events."""
+"""Events of the engine as OpenAI's objects, complete or as a stream of server-sent events."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class Reply:
             yield self._chunk({"delta": {"role": "assistant", "content": ""}})
         async for event in events:
             if isinstance(event, Piece):
-                own: dict[str, Any] = {"delta": {"content": event.text}} if self.chat else {"text": event.text}
-                yield self._chunk(own | ({"logprobs": self._logprobs(event.logprobs)} if self.logprobs else {}))
+                fields: dict[str, Any] = {"delta": {"content": event.text}} if self.chat else {"text": event.text}
+                yield self._chunk(fields | ({"logprobs": self._logprobs(event.logprobs)} if self.logprobs else {}))
             elif isinstance(event, Finished):
                 yield self._chunk({"delta": {}} if self.chat else {"text": ""}, _reason(event))
                 if with_usage:
@@ -63,8 +63,10 @@ class Reply:
     def _object(self) -> str:
         return self.kind + (".chunk" if self.chat else "")
 
-    def _chunk(self, own: dict[str, Any], reason: str | None = None) -> str:
-        return _event(self.head | {"object": self._object, "choices": [{"index": 0, **own, "finish_reason": reason}]})
+    def _chunk(self, fields: dict[str, Any], reason: str | None = None) -> str:
+        return _event(
+            self.head | {"object": self._object, "choices": [{"index": 0, **fields, "finish_reason": reason}]}
+        )
 
     def _logprobs(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
         if self.chat:

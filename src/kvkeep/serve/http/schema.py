@@ -170,8 +170,8 @@ class _Common(_Ignored):
 
     def cache(self) -> dict[str, Any]:
         """Return method and budget, if the request names them."""
-        own = {"method": self.kvkeep.method, "budget": self.kvkeep.budget}
-        return {name: one for name, one in own.items() if one is not None}
+        options = {"method": self.kvkeep.method, "budget": self.kvkeep.budget}
+        return {name: one for name, one in options.items() if one is not None}
 
 
 class ChatRequest(_Common):

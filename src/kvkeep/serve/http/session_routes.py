@@ -26,9 +26,9 @@ def session_routes(engine: Engine) -> APIRouter:
         saved = await asyncio.to_thread(_saved, files.store, owner, name)
         marks = {_name(info): info.mark for info in saved} if files.shared else None
         found = {_name(info): _facts(info) for info in saved}
-        for one, own in (await asyncio.wrap_future(engine.call(lambda: pool.facts(owner, name, marks)))).items():
-            if one in found or "state" in own:
-                found[one] = found.get(one, {"name": one, "object": "session", "bytes": 0}) | own
+        for one, facts in (await asyncio.wrap_future(engine.call(lambda: pool.facts(owner, name, marks)))).items():
+            if one in found or "state" in facts:
+                found[one] = found.get(one, {"name": one, "object": "session", "bytes": 0}) | facts
         return found
 
     @routes.get("")
@@ -48,19 +48,19 @@ def session_routes(engine: Engine) -> APIRouter:
     @routes.delete("/{name}", responses=error_responses(404, 409))
     async def remove(request: Request, name: str) -> Any:
         """Delete a session, from memory and disk. One that is answering is a 409."""
-        own = (request.state.owner, name)
+        key = (request.state.owner, name)
         try:
-            check_name(own)
+            check_name(key)
         except UsageError:
             raise _unknown(name) from None
-        if name not in await known(*own):
+        if name not in await known(*key):
             raise _unknown(name)
-        await asyncio.wrap_future(engine.call(lambda: pool.drop(own)))
+        await asyncio.wrap_future(engine.call(lambda: pool.drop(key)))
         if files.store is not None:
             try:
-                await asyncio.to_thread(files.naming_session, own, partial(files.store.remove, "/".join(own)))
+                await asyncio.to_thread(files.naming_session, key, partial(files.store.remove, "/".join(key)))
             except SessionError:
-                if await asyncio.to_thread(_saved, files.store, *own):  # else it has none, or was already deleted
+                if await asyncio.to_thread(_saved, files.store, *key):  # else it has none, or was already deleted
                     raise
         return {"name": name, "object": "session", "deleted": True}
 
