@@ -55,7 +55,7 @@ def test_who_waits_for_memory_costs_no_step_anything(monkeypatch: pytest.MonkeyP
     cache: dict[str, Any] = {"method": "h2o", "budget": 16, "chunk": 16}
     engine, made, asked = serving(memory=int(1.5 * peak_bytes(KeepCache(tiny("llama"), **cache), 60))), [], []
     clients = [Client(engine, text(40, seed), 20, **cache) for seed in range(3)]
-    for kind, name, calls in ((KeepCache, "__init__", made), (Session, "most", asked)):
+    for kind, name, calls in ((KeepCache, "__init__", made), (Session, "peak_bytes", asked)):
         monkeypatch.setattr(kind, name, counted(getattr(kind, name), calls))
     run(engine)
     assert len(made) == 3 and len(asked) <= 6  # each at its arrival, and when it begins

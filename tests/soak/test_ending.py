@@ -157,7 +157,7 @@ def test_kills_in_the_middle_of_answers_lose_nothing_that_was_told(
     turns, went_on = sum(talk.turns for talk in talks), sum(talk.went_on for talk in talks)
     orphans = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".session"]
     checkpoints = [path for path in Path(os.environ["KVKEEP_CACHE"], "checkpoints").rglob("*") if path.is_file()]
-    problems = [one for one in SessionStore(folder).sessions() if one.problem or one.memory_bytes]
+    problems = [one for one in SessionStore(folder).sessions() if one.problem or one.held]
     assert not orphans and not checkpoints and not problems, (orphans, checkpoints, problems)
     assert answering >= kills and turns > kills and went_on > 0
     say(
