@@ -16,7 +16,7 @@ from kvkeep.decode.past import Past
 from kvkeep.models.loading import Loaded
 from kvkeep.serve.answer import Ask, Piece
 from kvkeep.serve.engine import Engine
-from kvkeep.serve.job import Ended, Job
+from kvkeep.serve.job import Finished, Job
 from kvkeep.serve.sampling import Sampling
 
 NEW = 8
@@ -34,7 +34,7 @@ class Client:
     """Asks, and keeps what it is told."""
 
     def __init__(self, engine: Engine, ids: list[int], most: int = NEW, **options: Any) -> None:
-        ask = {name: options.pop(name) for name in ("sampling", "stops", "likeliest") if name in options}
+        ask = {name: options.pop(name) for name in ("sampling", "stops", "top_logprobs") if name in options}
         self.events: list[Any] = []
         self.job: Job = engine.submit(Ask(ids, most, **ask), self.events.append, **options)
 
@@ -43,8 +43,8 @@ class Client:
         return bool(self.events) and not isinstance(self.events[-1], Piece)
 
     @property
-    def ended(self) -> Ended:
-        assert isinstance(self.events[-1], Ended), self.events
+    def ended(self) -> Finished:
+        assert isinstance(self.events[-1], Finished), self.events
         return self.events[-1]
 
     @property

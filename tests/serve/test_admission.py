@@ -11,10 +11,10 @@ from families import tiny
 
 from kvkeep import KeepCache
 from kvkeep.errors import BudgetError
-from kvkeep.serve.arbiter import held, most
+from kvkeep.serve.arbiter import current_bytes, peak_bytes
 from kvkeep.serve.engine import Engine
-from kvkeep.serve.job import Full
-from kvkeep.serve.sessions import Session
+from kvkeep.serve.job import QueueFull
+from kvkeep.serve.session import Session
 
 
 def serving(memory: int) -> Engine:
@@ -23,13 +23,13 @@ def serving(memory: int) -> Engine:
 
 def test_memory_is_granted_before_an_answer_begins_and_idle_sessions_make_way() -> None:
     cache: dict[str, Any] = {"method": "h2o", "budget": 16, "chunk": 16}
-    one = most(KeepCache(tiny("llama"), **cache), 48)
+    one = peak_bytes(KeepCache(tiny("llama"), **cache), 48)
     engine = serving(memory=int(2.5 * one))
     clients = [Client(engine, text(40, seed), name=("me", str(seed)), **cache) for seed in range(6)]
     least = 0
     engine._stopping = True
     while engine.step():
-        now = sum(held(session.past.cache) for session in engine.sessions.memory.values())
+        now = sum(current_bytes(session.past.cache) for session in engine.sessions.memory.values())
         least = max(least, now)
         assert now <= engine.arbiter.total and len(engine.running) <= 2
     assert least > one // 2  # it is a limit that is used
@@ -39,7 +39,7 @@ def test_memory_is_granted_before_an_answer_begins_and_idle_sessions_make_way() 
     client = Client(tight, text(40, 1), **cache)
     run(tight)
     (error,) = client.events
-    assert isinstance(error, BudgetError) and "more memory" in str(error)
+    assert isinstance(error, BudgetError) and "more --memory" in str(error)
 
 
 def counted(function: Callable[..., Any], calls: list[int]) -> Callable[..., Any]:
@@ -53,9 +53,9 @@ def counted(function: Callable[..., Any], calls: list[int]) -> Callable[..., Any
 def test_who_waits_for_memory_costs_no_step_anything(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither its cache nor what others hold is looked at again, until somebody leaves."""
     cache: dict[str, Any] = {"method": "h2o", "budget": 16, "chunk": 16}
-    engine, made, asked = serving(memory=int(1.5 * most(KeepCache(tiny("llama"), **cache), 60))), [], []
+    engine, made, asked = serving(memory=int(1.5 * peak_bytes(KeepCache(tiny("llama"), **cache), 60))), [], []
     clients = [Client(engine, text(40, seed), 20, **cache) for seed in range(3)]
-    for kind, name, calls in ((KeepCache, "__init__", made), (Session, "most", asked)):
+    for kind, name, calls in ((KeepCache, "__init__", made), (Session, "peak_bytes", asked)):
         monkeypatch.setattr(kind, name, counted(getattr(kind, name), calls))
     run(engine)
     assert len(made) == 3 and len(asked) <= 6  # each at its arrival, and when it begins
@@ -66,13 +66,13 @@ def test_who_waits_for_memory_costs_no_step_anything(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("limit", [0, 2])
 def test_as_many_wait_as_may_and_nobody_is_refused_who_need_not_wait(limit: int) -> None:
     cache: dict[str, Any] = {"method": "h2o", "budget": 16, "chunk": 16}
-    engine = Engine(small("llama"), int(3.5 * most(KeepCache(tiny("llama"), **cache), 48)), waiting=limit)
+    engine = Engine(small("llama"), int(3.5 * peak_bytes(KeepCache(tiny("llama"), **cache), 48)), waiting=limit)
     clients = [Client(engine, text(40, seed), **cache) for seed in range(3 + limit + 2)]  # all before the first step
     engine.step()
-    assert [isinstance(client.events[-1], Full) for client in clients if client.events] == [True, True]
+    assert [isinstance(client.events[-1], QueueFull) for client in clients if client.events] == [True, True]
     assert len(engine.running) == 3 and engine.waiting == limit
     if limit:
-        with pytest.raises(Full, match="wait as may, 2; ask again"):
+        with pytest.raises(QueueFull, match="The queue is full \\(2 requests\\); retry"):
             Client(engine, text(40, 9), **cache)
     run(engine)
     for seed, client in enumerate(clients[: 3 + limit]):

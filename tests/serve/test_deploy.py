@@ -66,7 +66,7 @@ def test_the_image_starts_what_there_is_and_knows_when_it_is_ill(monkeypatch: py
         assert healthy(address)
         with held(engine):
             engine.running.append(None)  # type: ignore[arg-type]
-            monkeypatch.setattr(apps, "LATE_S", 0.0)
+            monkeypatch.setattr(apps, "STALLED_S", 0.0)
             time.sleep(0.01)
             assert not healthy(address)  # it has work, and takes no step
             engine.running.clear()

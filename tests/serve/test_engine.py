@@ -16,9 +16,9 @@ from kvkeep.serve import batch as batches
 from kvkeep.serve import engine as engines
 from kvkeep.serve import job as jobs
 from kvkeep.serve.answer import Piece
-from kvkeep.serve.arbiter import held, most
+from kvkeep.serve.arbiter import current_bytes, peak_bytes
 from kvkeep.serve.engine import Engine
-from kvkeep.serve.job import Stopping
+from kvkeep.serve.job import EngineStopping
 from kvkeep.serve.sampling import Sampling
 
 PLENTY = 10**9
@@ -70,7 +70,7 @@ def test_a_session_goes_on_and_reads_only_what_is_new(spec: str) -> None:
     three = Client(engine, second, name=("me", "talk"), method="tova", budget=99)
     other = Client(engine, second, name=("you", "talk"), **cache)
     run(engine)
-    assert isinstance(three.events[-1], UsageError) and "began with" in str(three.events[-1])
+    assert isinstance(three.events[-1], UsageError) and "cannot be changed" in str(three.events[-1])
     assert two.ended.cached == len(first) + NEW - 1 and two.ended.read == len(second) - two.ended.cached
     assert other.ended.cached == 0  # another's name
     own = Alone(small(), **cache)
@@ -95,12 +95,12 @@ def test_stops_are_no_part_of_an_answer_and_nothing_is_told_twice() -> None:
 def test_probabilities_are_told_once_for_each_token(spec: str) -> None:
     cache: dict[str, Any] = {"method": spec} | ({} if spec == "full" else {"budget": 24, "chunk": 16})
     engine = serving()
-    client = Client(engine, text(30, 5), likeliest=2, **cache)
+    client = Client(engine, text(30, 5), top_logprobs=2, **cache)
     run(engine)
-    told = [one for event in client.events if isinstance(event, Piece) for one in event.told]
+    told = [one for event in client.events if isinstance(event, Piece) for one in event.logprobs]
     assert [one.token for one in told] == [*client.ended.tokens]
     for one in told:
-        best, _ = one.likeliest
+        best, _ = one.top
         assert best == (one.token, engine.tokenizer.decode([one.token]), pytest.approx(one.logprob))
 
 
@@ -177,7 +177,7 @@ def test_a_session_that_fails_fails_alone(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_too_long_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = serving()
-    with pytest.raises(UsageError, match="positions"):
+    with pytest.raises(UsageError, match="context has"):
         Client(engine, [5] * 600)
     with pytest.raises(UsageError, match="empty"):
         Client(engine, [])
@@ -186,7 +186,7 @@ def test_too_long_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     run(engine)
     assert [*client.ended.tokens] == alone("llama", text(600, 1), 10, **endless)
     engine.stop()
-    with pytest.raises(Stopping):
+    with pytest.raises(EngineStopping):
         Client(engine, text(20, 3))
 
 
@@ -201,7 +201,7 @@ def test_what_a_session_can_hold_is_known_before_it_begins(name: str) -> None:
     assert client.job.session is not None
     own = client.job.session.past.cache
     while engine.running:
-        assert held(own) <= client.job.granted
+        assert current_bytes(own) <= client.job.granted
         engine.step()
 
 
@@ -209,10 +209,10 @@ def test_no_method_holds_more_than_what_it_may() -> None:
     """Every case, bookkeeping included, after a prompt and a step."""
     for name in [name for name in CASES if taken(name, "llama")]:
         length, cache = CASES[name].length, new_cache(name, "llama")
-        ids, granted = prompt(1, length + 1, 3), most(cache, length + 1)
+        ids, granted = prompt(1, length + 1, 3), peak_bytes(cache, length + 1)
         for part in ids.split(length, 1):
             step("llama", cache, part)
-            assert held(cache) <= granted, name
+            assert current_bytes(cache) <= granted, name
 
 
 def test_an_engine_that_fails_tells_everybody_and_takes_no_more(
@@ -228,7 +228,7 @@ def test_an_engine_that_fails_tells_everybody_and_takes_no_more(
     engine._run()
     assert "TypeError at " in caplog.text and "mistake" not in caplog.text
     assert isinstance(one.events[-1], KvkeepError) and isinstance(engine.fault, TypeError)
-    with pytest.raises(Stopping):
+    with pytest.raises(EngineStopping):
         Client(engine, text(30, 2))
 
 
@@ -252,5 +252,5 @@ def test_its_thread_answers_questions_between_steps_and_none_after_its_end() -> 
     assert late.cancel() or late.done()  # whoever does not wait any more does no harm
     engine.stop(grace=30)
     assert client.ended.written == NEW and engine.fault is None
-    with pytest.raises(engines.Stopping):
+    with pytest.raises(engines.EngineStopping):
         engine.call(lambda: 1)

@@ -24,7 +24,7 @@ from kvkeep.models.adapter import decoder_of, layers_of
 from kvkeep.models.loading import Loaded
 from kvkeep.policies import fisher
 from kvkeep.serve import batch as batches
-from kvkeep.serve import sessions as places
+from kvkeep.serve import session_files, session_pool
 from kvkeep.serve.answer import Ask, Piece
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.job import Event
@@ -165,14 +165,14 @@ def test_what_is_no_sessions_fault_ends_the_engine(error: Exception) -> None:
 def test_an_answer_whose_turn_is_being_saved_when_the_engine_fails_is_told(
     shared: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, save = serving(folder=tmp_path, shared=shared), places.save_session
+    engine, save = serving(folder=tmp_path, shared=shared), session_files.save_session
     end = engine._save
 
     def fail(*given: Any) -> None:
         end(*given)
         raise TypeError("a mistake")
 
-    monkeypatch.setattr(places, "save_session", lambda *given, **own: (time.sleep(0.1), save(*given, **own)))
+    monkeypatch.setattr(session_files, "save_session", lambda *given, **own: (time.sleep(0.1), save(*given, **own)))
     monkeypatch.setattr(engine, "_save", fail)
     client = Client(engine, text(40, 1), name=("me", "talk"), **H2O)
     engine.start()
@@ -211,14 +211,14 @@ def test_a_folder_that_cannot_be_looked_through_ends_nothing(
         looked.add(threading.get_ident())
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(places, "EVERY_S", 0.0)
+    monkeypatch.setattr(session_pool, "QUOTA_INTERVAL_S", 0.0)
     for name in ("over_quota", "evict"):
         monkeypatch.setattr(SessionStore, name, broken)
     engine = serving(folder=tmp_path, quota=10**6, age=10**6)
     client = Client(engine, text(40, 1), name=("me", "talk"), **H2O)
     run(engine)
     assert client.ended.written == NEW and looked and threading.get_ident() not in looked
-    assert "looked through" in caplog.text and "not removed" in caplog.text
+    assert "cannot be read" in caplog.text and "not removed" in caplog.text
     session = engine.sessions.memory[("me", "talk")]
     assert session.file is not None
     real = session.file.close

@@ -17,6 +17,8 @@ import pytest
 from answering import small
 from conftest import tokenizer
 from families import tiny
+from openai.types import Completion
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from prometheus_client import Counter, Gauge, Histogram
 from running import ASK, BODY, CHAT, KEYS, TEXT, bearer, figures, held, post, program, serving, streamed
 
@@ -25,7 +27,7 @@ from kvkeep import KeepCache
 from kvkeep.decode.prompt import encode
 from kvkeep.models.loading import Loaded
 from kvkeep.serve.engine import Engine
-from kvkeep.serve.http.body import LARGEST_BODY
+from kvkeep.serve.http.body import MAX_BODY_BYTES
 from kvkeep.serve.http.metrics import Metrics
 
 
@@ -83,7 +85,7 @@ def test_texts_probabilities_models_and_tokens(client: openai.OpenAI, address: s
     chat = client.chat.completions.create(model="tiny", messages=ASK, max_tokens=3, logprobs=True, top_logprobs=1)  # type: ignore[arg-type]
     assert chat.choices[0].logprobs is not None and len(chat.choices[0].logprobs.content or []) == 3
     assert [one.id for one in client.models.list()] == ["tiny"] == [client.models.retrieve("tiny").id]
-    with pytest.raises(openai.NotFoundError, match="no model 'org/large'"):
+    with pytest.raises(openai.NotFoundError, match="model 'org/large' does not exist"):
         client.models.retrieve("org/large")
     assert post(address, {"messages": ASK}, path="/tokenize").json()["tokens"] == encode(tokenizer(), ASK)
 
@@ -126,7 +128,7 @@ def test_a_stream_with_probabilities_goes_on_while_a_text_is_tokenized(
         lines = found.iter_lines()
         next(lines)
         with held(engine):
-            monkeypatch.setattr("kvkeep.serve.http.app.encode", slow)
+            monkeypatch.setattr("kvkeep.serve.http.completions.encode", slow)
             other = threading.Thread(target=post, args=(address, {"messages": ASK}), kwargs={"path": "/tokenize"})
             other.start()
             assert begun.wait(10)
@@ -209,6 +211,8 @@ def test_seeds_make_samples_repeatable(client: openai.OpenAI) -> None:
         ({"kvkeep": {"method": "h2o", "budget": "-3"}}, "kvkeep.budget"),
         ({"kvkeep": {"method": "h2o", "budget": 3}}, "kvkeep.budget"),
         ({"kvkeep": {"session": "a/b"}}, "kvkeep.session"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"top_p": float("inf")}, "top_p"),
     ],
 )
 def test_what_is_wrong_is_named_and_nothing_else_changes(
@@ -223,6 +227,38 @@ def test_what_is_wrong_is_named_and_nothing_else_changes(
     assert error["message"].endswith((".", "?")) and "Traceback" not in error["message"]
     assert not re.search("[Ii]nput|valid|Literal", error["message"]), error
     assert post(address, {"model": "tiny", "messages": ASK, "max_tokens": 2}).status_code == 200
+
+
+def test_numbers_that_are_none_and_names_that_cannot_be_are_told_by_the_rule_that_they_break(address: str) -> None:
+    error = post(address, json.dumps(BODY | {"temperature": float("nan")}).encode()).json()["error"]
+    assert error["message"] == "'temperature' has to be a finite number."
+    for name in ("x.session", "-x", ".hidden", "x."):
+        message = post(address, BODY | {"kvkeep": {"session": name}}).json()["error"]["message"]
+        assert "beginning with a letter, a digit or '_'" in message and "not ending with '.' or '.session'" in message
+
+
+def test_a_slash_in_a_name_is_no_list_of_sessions(address: str) -> None:
+    for path in ("/v1/sessions", "/v1/sessions/"):
+        assert httpx.get(address + path, headers=bearer()).json()["object"] == "list"
+    for path in ("/v1/sessions/%2F", "/v1/sessions/%2F/", "/v1/sessions/%2f%2f"):
+        assert httpx.get(address + path, headers=bearer()).status_code == 404, path
+
+
+def test_replies_are_of_the_types_of_the_openai_package(address: str) -> None:
+    """Strictly: no field is missing or of another type."""
+    texts = {"model": "tiny", "prompt": "the river", "max_tokens": 3}
+    for path, body, whole, chunk in (
+        (CHAT, BODY | {"logprobs": True, "top_logprobs": 2}, ChatCompletion, ChatCompletionChunk),
+        (TEXT, texts | {"logprobs": 2}, Completion, Completion),
+    ):
+        whole.model_validate_json(post(address, body, path=path).text, strict=True)
+        stream = {"stream": True, "stream_options": {"include_usage": True}}
+        lines = [line[6:] for line in post(address, body | stream, path=path).text.split("\n\n") if line]
+        assert len(lines) > 4 and lines.pop() == "[DONE]"
+        for line in lines:  # but for a null that OpenAI's own streams of texts have, too
+            chunk.model_validate_json(
+                line if path == CHAT else line.replace('reason":null', 'reason":"stop"'), strict=True
+            )
 
 
 def test_what_changes_nothing_is_taken_as_clients_send_it(client: openai.OpenAI, address: str) -> None:
@@ -247,7 +283,7 @@ def test_an_answer_that_no_cache_can_hold_is_refused_where_positions_do_not_run_
     for path, asked in ((CHAT, BODY), (TEXT, {"model": "tiny", "prompt": "the river"})):
         error = post(address, asked | {"max_tokens": 2**31 + 5, "kvkeep": kind}, path=path).json()["error"]
         assert error["param"] == "max_tokens" and error["code"] == "invalid_value"
-        assert error["message"] == "An answer has at most 2147483648 tokens, and not 2147483653; ask for fewer."
+        assert error["message"] == "'max_tokens' is 2147483653; an answer has at most 2147483648 tokens."
         assert post(address, asked | {"max_tokens": 2, "kvkeep": kind}, path=path).status_code == 200
 
 
@@ -306,10 +342,10 @@ def test_other_refusals_have_their_status(address: str, client: openai.OpenAI) -
     assert post(address, {**body, "model": "gpt-4"}).status_code == 404
     assert post(address, b"{nope").json()["error"]["code"] == "invalid_json"
     assert "Content-Type: application/json" in httpx.post(address + TEXT, content=b"{}", headers=bearer()).text
-    assert "no object" in post(address, b"[]").json()["error"]["message"]
+    assert "a JSON object" in post(address, b"[]").json()["error"]["message"]
     assert post(address, b"[" * 100_000).status_code == 400
-    assert post(address, b"x" * (LARGEST_BODY + 1)).status_code == 413
-    parts = (b" " * 10**6 for _ in range(LARGEST_BODY // 10**6 + 1))  # of no stated length
+    assert post(address, b"x" * (MAX_BODY_BYTES + 1)).status_code == 413
+    parts = (b" " * 10**6 for _ in range(MAX_BODY_BYTES // 10**6 + 1))  # of no stated length
     headers = bearer() | {"Content-Type": "application/json"}
     assert httpx.post(f"{address}/v1/completions", content=parts, headers=headers, timeout=30).status_code == 413
     unread = httpx.post(f"{address}/v1/completions", content=b"{nope")
@@ -334,7 +370,7 @@ def test_the_schema_tells_keys_and_the_errors_that_there_are(address: str) -> No
         assert (found.status_code == 401) == ("401" in one["responses"]) == ("security" in one), path
         own = httpx.request(method, address + path.replace("{name}", "none"), headers=bearer())
         assert str(own.status_code) in one["responses"], path
-    error = schema["components"]["schemas"]["Fault"]["required"]
+    error = schema["components"]["schemas"]["ErrorDetail"]["required"]
     assert {*post(address, {}).json()["error"]} == {*error}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import shutil
 import socket
 import ssl
@@ -23,13 +24,12 @@ from running import BODY, KEYS, bearer, figures, held, post, raw, serving, strea
 from kvkeep.cli.serve.listening import Listening, https
 from kvkeep.decode.session_store import SessionStore
 from kvkeep.errors import UsageError
-from kvkeep.serve.answer import Piece, Told
-from kvkeep.serve.engine import Ended, Engine
-from kvkeep.serve.http import app as apps
-from kvkeep.serve.http import asked, connection
+from kvkeep.serve.answer import Piece, TokenLogprob
+from kvkeep.serve.engine import Engine, Finished
 from kvkeep.serve.http import body as bodies
+from kvkeep.serve.http import completions, connection, engine_request
 from kvkeep.serve.http.app import application
-from kvkeep.serve.http.asked import UNREAD, Limits, Mailbox
+from kvkeep.serve.http.engine_request import MAX_BUFFERED_PIECES, EventBuffer, Limits
 from kvkeep.serve.http.keys import Keys, kept_key, keys_given
 
 REJECTED = "kvkeep_requests_rejected_total"
@@ -72,20 +72,20 @@ def test_keys_come_from_a_file_and_a_made_one_is_kept(
         SessionStore(file / "chats").check_folder()
     SessionStore(tmp_path / "not" / "yet").check_folder()
     file.write_text("one two\n")
-    with pytest.raises(UsageError, match="space within"):
+    with pytest.raises(UsageError, match="contains a space"):
         keys_given(str(file))
     file.write_text("# none\n")
     for wrong, sentence in (
-        (["--keys", str(file)], "no key in"),
+        (["--keys", str(file)], "has no keys"),
         (["--keys", str(tmp_path / "nowhere")], "cannot be read: no such file"),
-        (["--cors", "chat.example"], "no origin"),
+        (["--cors", "chat.example"], "is not an origin"),
         (["--certificate", str(file)], "takes both"),
         (["--certificate", str(file), "--private-key", str(file)], "cannot be used for HTTPS"),
     ):
         code, _, err = run("serve", *wrong)
         assert code == 2 and sentence in err and "Traceback" not in err
     monkeypatch.delenv("KVKEEP_API_KEYS")
-    assert "Without a key, pages of any origin" in run("serve", "--cors", "*")[2]
+    assert "Without a key, every website" in run("serve", "--cors", "*")[2]
 
 
 def test_a_key_has_so_many_answers_at_once_and_no_other_key_notices() -> None:
@@ -131,8 +131,8 @@ def test_time_cuts_an_answer_at_a_token_and_one_that_did_not_begin_is_an_error()
 
 
 def test_comments_keep_a_stream_open_and_what_fails_in_it_is_an_error_object(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asked, "FIRST_S", 0.05)
-    monkeypatch.setattr(asked, "BEAT_S", 0.05)
+    monkeypatch.setattr(engine_request, "FIRST_EVENT_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(engine_request, "KEEP_ALIVE_S", 0.05)
     with serving() as (address, engine):
         for own, last in (({}, '"finish_reason":"length"'), ({"kvkeep": {"budget": "1KB"}}, '"error":{"message"')):
             with held(engine) as gate, streamed(address, {**BODY, **own}) as found:
@@ -149,18 +149,18 @@ def test_comments_keep_a_stream_open_and_what_fails_in_it_is_an_error_object(mon
 
 def test_a_reader_that_is_slow_holds_the_text_and_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     async def unread() -> None:
-        mail = Mailbox()
+        mail = EventBuffer()
         for number in range(10_000):
-            mail.put(Piece(f"{number} ", (Told(number, "", 0.0, ()),)))
-            assert len(mail._pieces) <= UNREAD
-        mail.put(Ended("stop", "", (), 0, 0, 0))
+            mail.put(Piece(f"{number} ", (TokenLogprob(number, "", 0.0, ()),)))
+            assert len(mail._pieces) <= MAX_BUFFERED_PIECES
+        mail.put(Finished("stop", "", (), 0, 0, 0))
         whole = await mail.get()
         assert isinstance(whole, Piece) and whole.text == "".join(f"{number} " for number in range(10_000))
-        assert [one.token for one in whole.told] == [*range(10_000)]
-        assert isinstance(await mail.get(), Ended)
+        assert [one.token for one in whole.logprobs] == [*range(10_000)]
+        assert isinstance(await mail.get(), Finished)
 
     asyncio.run(unread())
-    monkeypatch.setattr(connection, "UNREAD_S", 0.5)
+    monkeypatch.setattr(connection, "WRITE_TIMEOUT_S", 0.5)
     with serving() as (address, engine):
         body = {**BODY, "max_tokens": 480, "logprobs": True, "top_logprobs": 20, "stream": True}
         with raw(address, body) as stuck:
@@ -177,8 +177,8 @@ def test_a_reader_that_is_slow_holds_the_text_and_nobody_up(monkeypatch: pytest.
 
 
 def test_headers_and_bodies_that_never_end_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "HEADER_S", 0.3)
-    monkeypatch.setattr(bodies, "BODY_S", 0.3)
+    monkeypatch.setattr(connection, "HEADER_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(bodies, "BODY_TIMEOUT_S", 0.3)
     with serving() as (address, _):
         host, _, port = address.removeprefix("http://").partition(":")
         with socket.create_connection((host, int(port)), timeout=5) as slow:
@@ -199,6 +199,45 @@ def test_headers_and_bodies_that_never_end_are_let_go(monkeypatch: pytest.Monkey
             assert [client.get(f"{address}/v1/models").status_code for _ in range(3)] == [200] * 3
             time.sleep(0.5)
             assert client.get(f"{address}/v1/models").status_code == 200
+
+
+@pytest.mark.parametrize("length", ["Content-Length: 100\r\n", "Content-Length: 2\r\nTransfer-Encoding: chunked\r\n"])
+def test_a_body_that_is_slow_or_has_two_lengths_ends_its_connection(
+    length: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """RFC 9112, 6.3; and a client that goes on sending a slow body is not waited for any longer."""
+    monkeypatch.setattr(bodies, "BODY_TIMEOUT_S", 0.3)
+    with serving() as (address, _):
+        host, _, port = address.removeprefix("http://").partition(":")
+        with socket.create_connection((host, int(port)), timeout=5) as one:
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEYS[0]}\r\n{length}\r\n"
+            one.sendall(head.encode())
+            begun, answer = time.monotonic(), b""
+            with suppress(ConnectionError):
+                while part := one.recv(4096):  # to the end of the connection
+                    answer += part
+                    one.sendall(b" ")
+        status = b"HTTP/1.1 400" if "Transfer" in length else b"HTTP/1.1 408"
+        assert answer.startswith(status) and b"connection: close" in answer.lower()
+        assert time.monotonic() - begun < 3
+
+
+def test_a_websocket_request_is_answered_without_advice_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    with serving() as (address, _):
+        logging.getLogger("uvicorn.error").addHandler(caplog.handler)
+        headers = bearer() | {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13"}
+        assert httpx.get(f"{address}/v1/models", headers=headers).status_code == 200
+    assert "WebSocket" not in caplog.text and "pip install" not in caplog.text
+
+
+def test_pages_of_other_origins_read_the_id_and_send_what_openai_clients_send() -> None:
+    origin = {"Origin": "https://chat.example"}
+    found = reply(headers=bearer() | origin, origins=["https://chat.example"])
+    assert "x-request-id" in found.headers["access-control-expose-headers"]
+    wanted = "authorization, content-type, x-stainless-lang, x-stainless-retry-count"
+    asks = origin | {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": wanted}
+    found = reply(method="OPTIONS", headers=asks, origins=["https://chat.example"])
+    assert found.status_code == 200 and "x-stainless-lang" in found.headers["access-control-allow-headers"]
 
 
 def test_other_origins_and_hosts_stay_out_unless_asked_for() -> None:
@@ -240,7 +279,7 @@ def test_deep_json_is_refused_and_a_fault_is_logged_without_its_words(
     async def broken(self: Any, given: Any) -> None:
         raise RuntimeError(f"cannot read '{given[0].content}'")
 
-    monkeypatch.setattr(apps.Server, "encoded", broken)
+    monkeypatch.setattr(completions.Completions, "encode", broken)
     caplog.set_level("INFO", "kvkeep.requests")
     found = reply("/v1/chat/completions", json=BODY, method="POST", headers=bearer())
     assert found.status_code == 500 and "river" not in found.text + caplog.text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
@@ -12,11 +13,15 @@ from typing import Any
 import browser as browsers
 import httpx
 import pytest
+from answering import small
 from browser import Browser
+from conftest import tokenizer
 from running import KEYS, held, serving, within
 
+from kvkeep.serve import batch
 from kvkeep.serve.engine import Engine
-from kvkeep.serve.http import app as apps
+from kvkeep.serve.http import completions
+from kvkeep.serve.http.schema import ChatRequest
 
 SCRIPT = "<img src=x onerror='window.hacked = 1'> <script>window.hacked = 1</script> **<b>bold</b>**"
 IDLE = "!document.querySelector('#send').hidden"
@@ -65,16 +70,17 @@ def send(tab: Browser, text: str) -> None:
 def choose(tab: Browser, method: str, budget: str) -> None:
     change = "dispatchEvent(new Event('change'))"
     tab.run(f"(() => {{ const e = document.querySelector('#method'); e.value = '{method}'; e.{change} }})()")
-    tab.run(f"document.querySelector('#budget').value = '{budget}'")
+    typed = "dispatchEvent(new Event('input'))"
+    tab.run(f"(() => {{ const e = document.querySelector('#budget'); e.value = '{budget}'; e.{typed} }})()")
 
 
 def test_a_person_talks_stops_looks_and_comes_back(tab: Browser, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(apps, "DEFAULT_TOKENS", 60)  # for texts as long as a model without sense writes them
+    monkeypatch.setattr(completions, "DEFAULT_MAX_TOKENS", 60)  # for texts as long as a model without sense writes them
     with serving() as (address, engine):
         _comes_in(tab, address)
         _talks(tab, engine)
         _looks(tab, engine)
-        monkeypatch.setattr(apps, "DEFAULT_TOKENS", 300)
+        monkeypatch.setattr(completions, "DEFAULT_MAX_TOKENS", 300)
         _stops(tab, engine)
         _comes_back(tab, address)
         _reloads(tab, engine)
@@ -84,15 +90,161 @@ def test_a_person_talks_stops_looks_and_comes_back(tab: Browser, monkeypatch: py
         assert not tab.errors, tab.errors
 
 
+def test_what_is_chosen_stays_and_what_is_said_can_be_changed(
+    tab: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = _recorded(monkeypatch)
+    with serving(keys=[], engine=Engine(small(), 10**8, method="h2o", budget=16)) as (address, _):
+        tab.open(address)
+        tab.until("document.querySelector('#method').options.length > 20")
+        _keeps_the_budget(tab)
+        _sends_settings_and_files(tab, asked)
+        _copies_edits_and_regenerates(tab, asked)
+        _exports(tab, tmp_path)
+        _keeps_lines_and_hides_special_tokens(tab)
+        _changes_length(tab, asked)
+        assert not tab.errors, tab.errors
+
+
+def test_reading_shows_progress_and_escape_stops(tab: Browser, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch, "CHUNK", 4)  # a prompt of many steps
+    with serving(keys=[]) as (address, engine):
+        step = engine.step
+        monkeypatch.setattr(engine, "step", lambda wait=False: (time.sleep(0.03), step(wait))[1])
+        engine.call(lambda: None).result(10)
+        tab.open(address)
+        tab.until("document.querySelector('#method').options.length > 20")
+        send(tab, "the river and the stone " * 50)
+        tab.until("/^Reading [\\d,]+ of [\\d,]+ tokens$/.test(document.querySelector('.reading')?.textContent)")
+        share = "(() => { const e = document.querySelector('.reading progress'); return e && e.value / e.max })()"
+        assert 0 < tab.until(share) < 1
+        written = "document.querySelector('.message.assistant .body').textContent.length > 9"
+        tab.until(f"!document.querySelector('.reading') && {written}", 60)
+        tab.press("Escape", 27)
+        tab.until(IDLE)
+        assert within(5, lambda: not engine.running)
+        tab.until("[...document.querySelectorAll('.after')].at(-1).textContent.includes('stopped')")
+
+
+def _recorded(monkeypatch: pytest.MonkeyPatch) -> list[ChatRequest]:
+    """The requests that the page sends from now on."""
+    found, real = list[ChatRequest](), completions.Completions.encode_chat
+
+    async def encode_chat(self: completions.Completions, body: ChatRequest) -> list[int]:
+        found.append(body)
+        return await real(self, body)
+
+    monkeypatch.setattr(completions.Completions, "encode_chat", encode_chat)
+    return found
+
+
+def _keeps_the_budget(tab: Browser) -> None:
+    about = set()
+    for method, budget in (("full", ""), ("h2o", "16"), ("kv-direct", "16")):
+        tab.run(f"document.querySelector('#method').value = '{method}'")
+        tab.run("document.querySelector('#method').dispatchEvent(new Event('change'))")
+        assert tab.run("document.querySelector('#budget').value") == budget, method
+        about.add(tab.run("document.querySelector('#about-method').textContent"))
+    assert len(about) == 3 and all(one.endswith(".") for one in about)
+    choose(tab, "h2o", "24")
+
+
+def _sends_settings_and_files(tab: Browser, asked: list[ChatRequest]) -> None:
+    tab.run("document.querySelector('#system').value = 'Be brief.'")
+    tab.run("document.querySelector('#length').value = 3")
+    for name, text in (("notes.txt", "the stone"), ("picture.png", "\\0")):
+        tab.run(
+            f"(() => {{ const all = new DataTransfer(), field = document.querySelector('#chosen'); all.items.add(new "
+            f"File(['{text}'], '{name}')); field.files = all.files; field.dispatchEvent(new Event('change')) }})()"
+        )
+        tab.until(f"document.querySelector('#{'notice' if '0' in text else 'files'}').textContent.includes('{name}')")
+    assert tab.run("document.querySelectorAll('#files .file').length") == 1
+    send(tab, "the river")
+    tab.until(f"{IDLE} && document.querySelector('.holds')")
+    (body,) = asked
+    assert [(one.role, one.content) for one in body.messages] == [
+        ("system", "Be brief."),
+        ("user", "File notes.txt:\n\nthe stone\n\nthe river"),
+    ]
+    assert body.max_tokens == 3
+    assert texts(tab, "system") == ["Be brief."] and texts(tab, "user") == ["notes.txtthe river"]
+    assert tab.run("document.querySelector('#files').children.length") == 0
+
+
+def _act(tab: Browser, name: str) -> None:
+    """Click the last button of a message that is called so."""
+    tab.run(f"[...document.querySelectorAll('.act')].filter((e) => e.textContent === '{name}').at(-1).click()")
+
+
+def _copies_edits_and_regenerates(tab: Browser, asked: list[ChatRequest]) -> None:
+    tab.run("navigator.clipboard.writeText = async (text) => { window.copied = text }")
+    _act(tab, "Copy")
+    tab.until("window.copied !== undefined")
+    assert [tab.run("window.copied").strip()] == [one.strip() for one in texts(tab, "assistant")]
+    _act(tab, "Regenerate")
+    tab.until(f"{IDLE} && document.querySelector('.holds')")
+    assert len(asked) == 2 and asked[1].messages == asked[0].messages
+    _act(tab, "Edit")
+    tab.until("document.activeElement.closest('.editor')")
+    tab.press("Escape", 27)
+    assert tab.run("document.querySelector('.editor')") is None
+    _act(tab, "Edit")
+    tab.type(" or the sea")
+    tab.press("Enter", 13)
+    tab.until(f"{IDLE} && document.querySelector('.holds')")
+    assert texts(tab, "user") == ["notes.txtthe river or the sea"] and len(texts(tab, "assistant")) == 1
+    assert str(asked[-1].messages[-1].content).endswith("the river or the sea")
+    assert tab.run("JSON.parse(localStorage.getItem('kvkeep.talks'))[0].messages.length") == 2
+
+
+def _exports(tab: Browser, folder: Path) -> None:
+    tab.call("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(folder / "saved"))
+    tab.click("#export")
+    assert within(10, lambda: bool([*(folder / "saved").glob("*.md")]))
+    (saved,) = (folder / "saved").glob("*.md")
+    text = saved.read_text()
+    assert "## System prompt\n\nBe brief." in text and "## You\n\nFile notes.txt:" in text and "## Answer\n\n" in text
+
+
+def _keeps_lines_and_hides_special_tokens(tab: Browser) -> None:
+    tab.run(
+        "(() => { const talks = JSON.parse(localStorage.getItem('kvkeep.talks')); talks[0].messages.at(-1).content = "
+        "'one\\ntwo\\n- three\\n  four'; localStorage.setItem('kvkeep.talks', JSON.stringify(talks)) })()"
+    )
+    tab.call("Page.reload")
+    tab.until("document.querySelector('.message.assistant li')")
+    lines = "document.querySelector('.message.assistant .body {}').innerText"
+    assert tab.run(lines.format("p")) == "one\ntwo" and tab.run(lines.format("li")) == "three\nfour"
+    tab.click("#memory-open")
+    tab.until("document.querySelectorAll('#words .t').length > 0")
+    shown = tab.run("document.querySelector('#words').textContent")
+    assert "the" in shown and not any(one in shown for one in tokenizer().all_special_tokens)
+    assert tab.run(
+        "[...document.querySelectorAll('#words .t')].some((e) => e.textContent === '')"
+    )  # one that is hidden
+    assert tab.run("document.querySelector('.shading').textContent") == "in no layer  in every layer"
+    tab.press("Escape", 27)
+
+
+def _changes_length(tab: Browser, asked: list[ChatRequest]) -> None:
+    tab.click("#settings-open")
+    assert tab.run("document.querySelector('#method').disabled && !document.querySelector('#length').disabled")
+    tab.run("document.querySelector('#length').value = 5")
+    tab.run("document.querySelector('#length').dispatchEvent(new Event('change'))")
+    send(tab, "and then")
+    tab.until(f"{IDLE} && document.querySelectorAll('.message.assistant').length === 2")
+    assert asked[-1].max_tokens == 5 and asked[-1].kvkeep.budget == "24"
+
+
 def _comes_in(tab: Browser, address: str) -> None:
     tab.open(address)
-    tab.until("document.querySelector('#door').open")
-    for key, then in (("wrong", "!document.querySelector('#door-wrong').hidden"), (KEYS[0], "true")):
+    tab.until("document.querySelector('#key-dialog').open")
+    for key, then in (("wrong", "!document.querySelector('#key-wrong').hidden"), (KEYS[0], "true")):
         tab.click("#key")
         tab.type(key)
         tab.press("Enter", 13, text="\r")
         tab.until(then)
-    tab.until("!document.querySelector('#door').open && document.querySelector('#method').options.length > 20")
+    tab.until("!document.querySelector('#key-dialog').open && document.querySelector('#method').options.length > 20")
     _everything_has_a_name(tab)
 
 
@@ -126,7 +278,8 @@ def _talks(tab: Browser, engine: Engine) -> None:
     kept = tab.run("JSON.parse(localStorage.getItem('kvkeep.talks'))[0]")
     assert kept["id"] == name and kept["messages"][1]["content"].strip() and owner != "local"
     send(tab, "and the stone")
-    tab.until(f"{IDLE} && /in memory.*departed/.test(document.querySelectorAll('.after')[1]?.textContent)")
+    second = "document.querySelectorAll('.message.assistant .after')[1]"
+    tab.until(f"{IDLE} && /in memory.*forgotten/.test({second}?.textContent)")
 
 
 def _looks(tab: Browser, engine: Engine) -> None:
@@ -161,7 +314,7 @@ def _stops(tab: Browser, engine: Engine) -> None:
     assert within(5, lambda: not engine.running)
     (answer,) = texts(tab, "assistant")
     assert answer.startswith(before[:20])
-    tab.until("document.querySelector('.after').textContent.includes('stopped')")
+    tab.until("document.querySelector('.message.assistant .after').textContent.includes('stopped')")
     send(tab, "and then")  # it goes on
     drawn = "[...document.querySelectorAll('.after')].at(-1).textContent.includes('tokens')"  # with its last frame
     tab.until(f"{IDLE} && document.querySelectorAll('.message.assistant').length === 2 && {drawn}")
@@ -196,7 +349,7 @@ def _reloads(tab: Browser, engine: Engine) -> None:
     assert after.startswith(before[:20]) and tab.run("document.querySelector('#prompt').value") == "and what then"
     assert within(5, lambda: not engine.running)
     tab.click("#notice button")
-    tab.until(f"{IDLE} && document.querySelector('.after').textContent.includes('tokens')")
+    tab.until(f"{IDLE} && document.querySelector('.message.assistant .after').textContent.includes('tokens')")
     (before,) = texts(tab, "assistant")
     assert tab.run("document.querySelector('#notice').hidden")
     if tab.run("document.querySelector('.more') !== null"):  # it was cut off, and did not end by itself

@@ -16,9 +16,9 @@ import kvkeep
 from kvkeep import KeepCache
 from kvkeep.models.bits import row_independent
 from kvkeep.models.loading import Loaded, load
-from kvkeep.serve.arbiter import most, shared
+from kvkeep.serve.arbiter import peak_bytes, shared_parts
+from kvkeep.serve.cache_view import memory_use
 from kvkeep.serve.engine import Engine
-from kvkeep.serve.look import memory
 
 PLENTY, NEW = 10**9, 6
 KINDS: list[dict[str, Any]] = [
@@ -54,7 +54,7 @@ def test_one_system_prompt_is_read_once_and_held_once(tmp_path: Path) -> None:
     assert [client.ended.read for client in clients] == [308, *[8] * 5]
     assert [client.ended.cached for client in clients] == [0, *[300] * 5]
     entries = 256 * (6 + 1) * engine.geometry.full_bytes_per_token  # a block of all, and one of each
-    assert memory(engine).kinds["resident"] == entries
+    assert memory_use(engine).kinds["resident"] == entries
     for ids, client in zip(prompts, clients, strict=True):
         assert [*client.ended.tokens] == alone(engine, ids, method="full")
 
@@ -86,7 +86,7 @@ def test_answers_and_bytes_are_right_whatever_begins_alike(tmp_path: Path) -> No
     """Owners, kinds, prefixes of any length, shorter prompts, cancelled answers, and little memory."""
     dice = random.Random(0)
     engine = serving(folder=tmp_path)
-    engine.arbiter.total = int(3.5 * most(KeepCache(engine.model, "full"), 1400))
+    engine.arbiter.total = int(3.5 * peak_bytes(KeepCache(engine.model, "full"), 1400))
     stems, asked = [text(1300, number) for number in range(2)], list[tuple[Client, list[int], dict[str, Any]]]()
     for number in range(24):
         ids = [*dice.choice(stems)[: dice.choice([40, 300, 1300])], *text(dice.randint(1, 40), 10 + number)]
@@ -101,12 +101,12 @@ def test_answers_and_bytes_are_right_whatever_begins_alike(tmp_path: Path) -> No
         asked.append((client, ids[:1400], kind))
         for _ in range(dice.randint(0, 12)):
             engine.step()
-            assert memory(engine).memory <= engine.arbiter.total
+            assert memory_use(engine).memory <= engine.arbiter.total
         if dice.random() < 0.2:
             client.job.cancel()
     engine._stopping = True
     while engine.step():
-        assert memory(engine).memory <= engine.arbiter.total
+        assert memory_use(engine).memory <= engine.arbiter.total
     assert sum(client.ended.cached for client, _, _ in asked) > 1000
     for client, ids, kind in asked:
         if client.ended.reason != "cancelled":
@@ -121,13 +121,13 @@ def test_what_is_cut_off_counts_as_long_as_it_is_held(tmp_path: Path) -> None:
     session = engine.sessions.memory["me", "a"]
     client = Client(engine, text(40, 0), 40, name=("me", "a"))
     engine.step()
-    assert client.job.granted >= session.held == memory(engine).memory
+    assert client.job.granted >= session.memory_bytes == memory_use(engine).memory
     for kind in KINDS[1:]:
         Client(engine, text(1500, 0), NEW, owner="me", **kind)
         run(engine)
         short = Client(engine, [*text(1500, 0)[:40], 5], NEW, owner="me", **kind)
         engine.step()
-        assert short.job.session is not None and short.job.granted >= short.job.session.held
+        assert short.job.session is not None and short.job.granted >= short.job.session.memory_bytes
         run(engine)
 
 
@@ -140,4 +140,4 @@ def test_blocks_are_copied_where_no_kernel_attends_to_them_in_pieces() -> None:
         for session in engine.sessions.memory.values():
             session.cache.stream.exact = False  # as without kernels
     assert client.ended.cached == 300
-    assert not any(shared(session.cache) for session in engine.sessions.memory.values())
+    assert not any(shared_parts(session.cache) for session in engine.sessions.memory.values())

@@ -28,8 +28,8 @@ from kvkeep.decode.shared_journal import TAKEN
 from kvkeep.errors import KvkeepError, SessionBusy, UsageError
 from kvkeep.serve import replicas as replicas_module
 from kvkeep.serve.engine import Engine
-from kvkeep.serve.http.body import LARGEST_BODY
-from kvkeep.serve.http.front import HEADER, Front
+from kvkeep.serve.http.body import MAX_BODY_BYTES
+from kvkeep.serve.http.ray_proxy import HEADER, ProxyMiddleware
 from kvkeep.serve.replicas import Scale, app, labelled
 
 # -- the front --------------------------------------------------------------------------------------------
@@ -65,7 +65,7 @@ def sent(body: bytes, more: bool = False) -> dict[str, Any]:
 
 def asked(behind: Behind, body: Any = None, path: str = "/v1/chat/completions", **headers: str) -> httpx.Response:
     async def ask() -> httpx.Response:
-        way = httpx.ASGITransport(Front(behind), raise_app_exceptions=False)
+        way = httpx.ASGITransport(ProxyMiddleware(behind), raise_app_exceptions=False)
         given = {name.replace("_", "-"): value for name, value in headers.items()}
         async with httpx.AsyncClient(transport=way, base_url="http://localhost") as client:
             if body is None:
@@ -125,8 +125,11 @@ def test_without_a_session_only_a_conversation_has_a_routing_key() -> None:
     assert key({"messages": [{"role": "user", "content": "\ud800"}]}) is not None
 
 
-def test_what_a_replica_did_not_say_the_front_does() -> None:
-    lost = {"message": "The replica that answered has ended; ask again, another one goes on.", "code": "replica_lost"}
+def test_what_a_replica_did_not_say_the_proxy_does() -> None:
+    lost = {
+        "message": "The replica that handled the request has ended; retry, and another replica continues.",
+        "code": "replica_lost",
+    }
     whole = asked(Behind(started(), sent(b'{"a": ', True), sent(b"1}")), {})
     assert whole.json() == {"a": 1} and whole.headers["x-request-id"] == "of-the-door"
     for behind in (
@@ -147,7 +150,7 @@ def test_what_a_replica_did_not_say_the_front_does() -> None:
     broken = RuntimeError("of the proxy itself")
     assert lost.items() <= asked(Behind(error=broken), {}).json()["error"].items()
     assert asked(Behind(events, sent(b"data: {}\n\n", True), error=broken), {}).text.split("\n\n") == stream
-    large = asked(Behind(), b"x" * (LARGEST_BODY + 1))
+    large = asked(Behind(), b"x" * (MAX_BODY_BYTES + 1))
     assert large.status_code == 413 and large.headers["x-request-id"].startswith("req-")
 
 
@@ -172,7 +175,7 @@ def test_servers_that_share_a_folder_go_on_with_each_others_sessions(tmp_path: P
         assert client.ended.cached == read and [*client.ended.tokens] == alone.answer(ids, NEW), turn
         read, ids = len(ids) + NEW - 1, [*ids, *client.ended.tokens, *text(5, turn)]
     first, second = servers
-    assert first.sessions.restored == 2 and second.sessions.restored == 2  # else what is in memory counts
+    assert first.sessions.files.restored == 2 and second.sessions.files.restored == 2  # else what is in memory counts
 
     begun = Client(first, ids, name=("me", "talk"))
     while not begun.events:
@@ -205,7 +208,7 @@ def test_numbers_of_replicas() -> None:
     scale = Scale.parse("1:4", 1, 8).options()["autoscaling_config"]
     assert scale == {"min_replicas": 1, "max_replicas": 4, "target_ongoing_requests": 8}
     for wrong in ("", "0", "-1", "x", "2:1", "1:", ":2", "1:2:3", "9" * 5000):
-        with pytest.raises(UsageError, match="is no number of replicas"):
+        with pytest.raises(UsageError, match="is not a number of replicas"):
             Scale.parse(wrong, 1, 8)
     for many, cores in (("2", 1e308), ("999999999", 1), ("1:10000001", 0.1)):
         with pytest.raises(UsageError, match="no cluster has as many cores"):
@@ -322,7 +325,7 @@ def test_what_cannot_be_replicated_is_one_sentence(
     common = ("serve", "--model", str(model_folder), "--memory", "50MB", "-x", "full")
     for wrong, sentence in (
         (("--ray", "auto"), "are for --replicas"),
-        (("--replicas", "none"), "is no number of replicas"),
+        (("--replicas", "none"), "is not a number of replicas"),
         (("--replicas", "2", "--ray", "auto"), "give --sessions"),
         (("--replicas", "2", "--ray", "auto", "--sessions", str(tmp_path), "--port", "0"), "name one, and not 0"),
         (("--replicas", "2", "--ray", "auto", "--sessions", str(tmp_path), "--grace", "10"), "leave --grace out"),
@@ -340,7 +343,7 @@ def test_what_cannot_be_replicated_is_one_sentence(
         code, _, err = run(*common, *there, address)
         assert code == status and sentence in err and "Traceback" not in err
     code, _, err = run(*common, "--replicas", "2", "--cores", "inf")
-    assert code == 2 and "'cores' is a number" in err and "Traceback" not in err
+    assert code == 2 and "'cores' has to be a number" in err and "Traceback" not in err
     monkeypatch.setitem(sys.modules, "ray.serve", None)
     code, _, err = run(*common, "--replicas", "2")
     assert code == 2 and "pip install 'kvkeep[ray]'" in err and "Traceback" not in err
@@ -442,7 +445,7 @@ def test_of_two_replicas_one_is_killed_in_the_middle_of_answers(model_folder: Pa
         assert 0 < len(lost) < len(talks)  # two, unless Serve's router took a busy replica for one that is gone
         for talk in talks:
             if talk in lost:
-                assert type(talk.error).__name__ == "APIError" and "ask again" in str(talk.error)
+                assert type(talk.error).__name__ == "APIError" and "retry" in str(talk.error)
                 talk.ask(second, new)  # the other replica restores it, and reads what is new
             talk.settled(second, new)
         running.process.send_signal(signal.SIGTERM)

@@ -19,10 +19,10 @@ from kvkeep.decode.session import load_session, request_of
 from kvkeep.decode.session_store import SessionStore
 from kvkeep.errors import KvkeepError, SessionBusy, SessionDamaged
 from kvkeep.serve import engine as passes
-from kvkeep.serve import sessions as places
+from kvkeep.serve import session_pool
 from kvkeep.serve.batch import Batch
 from kvkeep.serve.engine import Engine
-from kvkeep.serve.sessions import Session
+from kvkeep.serve.session import Session
 
 PLENTY = 10**9
 NEW = 6
@@ -66,13 +66,15 @@ def test_many_sessions_in_memory_for_few_answer_as_alone_and_are_never_read_agai
     """Bytes are measured in the middle of every pass, at every layer, with the keys and values in hand; and logits."""
     count, kinds = 12, itertools.cycle(METHODS)
     cache = [next(kinds) for _ in range(count)]
-    largest = max(Session(None, Past(KeepCache(tiny("llama"), **kind))).most(40 + 2 * 14 + 3 * NEW) for kind in METHODS)
+    largest = max(
+        Session(None, Past(KeepCache(tiny("llama"), **kind))).peak_bytes(40 + 2 * 14 + 3 * NEW) for kind in METHODS
+    )
     engine = serving(tmp_path / "s", int(1.5 * largest))
     measured: list[int] = []
     real = Batch.update
 
     def update(batch: Batch, keys: Any, values: Any, *given: Any, **named: Any) -> Any:
-        waiting = sum(one.held for one in engine.sessions.memory.values())
+        waiting = sum(one.memory_bytes for one in engine.sessions.memory.values())
         logits = sum(span.read.keep for span in batch.spans) * engine.geometry.vocab_size * 4
         measured.append(waiting + keys.nbytes + values.nbytes + logits)
         return real(batch, keys, values, *given, **named)
@@ -88,7 +90,7 @@ def test_many_sessions_in_memory_for_few_answer_as_alone_and_are_never_read_agai
             clients.append(Client(engine, ids[number], NEW, name=("me", str(number)), **kind))
         engine._stopping = True
         while engine.step():
-            assert sum(one.held for one in engine.sessions.memory.values()) <= engine.arbiter.total
+            assert sum(one.memory_bytes for one in engine.sessions.memory.values()) <= engine.arbiter.total
         engine._stopping = False
         for number, client in enumerate(clients):
             assert turn == 0 or client.ended.cached >= len(ids[number]) - len(parts[number][turn]) - 1, cache[number]
@@ -96,11 +98,11 @@ def test_many_sessions_in_memory_for_few_answer_as_alone_and_are_never_read_agai
             found[number].append([*client.ended.tokens])
     print(max(measured), engine.arbiter.total)
     assert engine.arbiter.total // 2 < max(measured) <= engine.arbiter.total  # a limit that is used
-    assert engine.sessions.parked > count and engine.sessions.restored > count
+    assert engine.sessions.parked > count and engine.sessions.files.restored > count
     for number in range(count):
         assert found[number] == alone(parts[number], cache[number]), cache[number]
     engine.close()
-    assert not any(info.held or info.problem for info in engine.sessions.store.sessions("me"))  # type: ignore[union-attr]
+    assert not any(info.held or info.problem for info in engine.sessions.files.store.sessions("me"))  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("kind", [METHODS[0], METHODS[2]])
@@ -121,7 +123,7 @@ def test_another_server_goes_on_with_a_folder_but_not_while_the_first_has_the_se
     assert cut.ended.reason == "cancelled" and cut.ended.cached > 0
     first.close()
     other = told(second, ids, "talk", method="tova", budget=99)
-    assert isinstance(other.events[-1], UsageError) and "began with" in str(other.events[-1])
+    assert isinstance(other.events[-1], UsageError) and "cannot be changed" in str(other.events[-1])
     ids += [*cut.ended.tokens, *parts[2]]
     last = told(second, ids, "talk", **kind)
     assert last.ended.cached >= len(ids) - len(parts[2]) - 1
@@ -216,9 +218,9 @@ def test_a_session_with_an_unsaved_turn_makes_way_last_and_once_it_is_saved(
         four = told(engine, [*ids, *three.ended.tokens, 5], "talk")
         engine.sessions.park(last := engine.sessions.memory[("me", "talk")])
     assert four.ended.written == NEW and last.unsaved and "without its last turn" in caplog.text
-    assert "lost when the session made way" in note()
+    assert "lost when the session was evicted" in note()
     told(engine, [*ids, *three.ended.tokens, 5], "talk")
-    assert "lost when the session made way" in note()  # as long as it is in memory
+    assert "lost when the session was evicted" in note()  # as long as it is in memory
     engine.close()
 
 
@@ -286,7 +288,7 @@ def test_what_cannot_be_a_session_is_refused_and_leaves_no_file(tmp_path: Path) 
 
 
 def test_quota_and_age_are_kept_but_never_against_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(places, "EVERY_S", 0.0)
+    monkeypatch.setattr(session_pool, "QUOTA_INTERVAL_S", 0.0)
     engine = serving(tmp_path, quota=150_000)
     for number in range(5):
         told(engine, text(60, number), str(number), method="full")
@@ -297,10 +299,10 @@ def test_quota_and_age_are_kept_but_never_against_an_answer(tmp_path: Path, monk
     left = {info.name for info in kept}
     assert "me/4" in left and "me/0" not in left and sum(info.bytes for info in kept) <= 150_000
     assert {f"me/{name}" for _, name in engine.sessions.memory} == left  # what may stay in the folder does in memory
-    monkeypatch.setattr(places, "EVERY_S", 10**9)
+    monkeypatch.setattr(session_pool, "QUOTA_INTERVAL_S", 10**9)
     engine.close()
     old = serving(tmp_path, age=0.0)
-    monkeypatch.setattr(places, "EVERY_S", 0.0)
+    monkeypatch.setattr(session_pool, "QUOTA_INTERVAL_S", 0.0)
     client = told(old, text(60, 9), "9", method="full")
     assert client.ended.written == NEW
     for _ in range(3):
@@ -354,7 +356,7 @@ def refused(engine: Engine, ids: list[int], how: str, monkeypatch: pytest.Monkey
     with monkeypatch.context() as patch:
         patch.setattr(engine.arbiter, "grants", lambda *given: False)
         client = Client(engine, ids, name=key)
-        while key not in sessions.memory or not sessions.is_open(sessions.memory[key]):
+        while key not in sessions.memory or not sessions.memory[key].exclusive:
             engine.step()
     engine._admission._refused = None
     client.job.cancel()
@@ -365,7 +367,7 @@ def refused(engine: Engine, ids: list[int], how: str, monkeypatch: pytest.Monkey
 def test_what_has_no_file_is_not_of_the_folder(
     limit: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(places, "EVERY_S", 0.0)
+    monkeypatch.setattr(session_pool, "QUOTA_INTERVAL_S", 0.0)
     engine = serving(tmp_path, **limit)
     ids = text(64, 1)
     one = Client(engine, ids, method="full")

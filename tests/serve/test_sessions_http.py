@@ -99,7 +99,7 @@ def test_of_servers_that_share_a_folder_each_tells_what_the_file_has(tmp_path: P
     assert two.delete("/v1/sessions/talk").status_code == 200 and one.delete("/v1/sessions/talk").status_code == 404
     with SessionStore(tmp_path, shared=True).open("local/talk"):
         refused = one.post("/v1/completions", json=body("the river", 4))
-        message = "The session 'talk' is in use by another program; ask again in a moment."
+        message = "The session 'talk' is in use by another program; retry in a moment."
         assert (refused.status_code, refused.json()["error"]["message"]) == (409, message)
         assert refused.headers["retry-after"] == "1"
     for engine in engines:
@@ -143,7 +143,7 @@ def test_what_was_answered_outlives_a_kill_and_sigterm_saves_the_rest(model_fold
     (info,) = SessionStore(folder).sessions()
     assert info.turns == 3 and not info.held and info.problem is None and info.tokens >= len(ids) + 2
     engine = Engine(loaded, 10**8, store=SessionStore(folder))
-    with engine.sessions.store.read(info.name) as file:  # type: ignore[union-attr]
+    with engine.sessions.files.store.read(info.name) as file:  # type: ignore[union-attr]
         known = file.tensor("session.ids")[0].tolist()
     owner, _, name = info.name.partition("/")
     last = Client(engine, [*known, 19], 3, name=(owner, name))

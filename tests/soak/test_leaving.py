@@ -27,10 +27,10 @@ from kvkeep import KeepCache
 from kvkeep.decode.session_store import SessionStore
 from kvkeep.serve import batch
 from kvkeep.serve.answer import Answer
-from kvkeep.serve.arbiter import most
+from kvkeep.serve.arbiter import peak_bytes
 from kvkeep.serve.engine import Engine
-from kvkeep.serve.http import asked
-from kvkeep.serve.http.asked import Asked, Limits
+from kvkeep.serve.http import engine_request
+from kvkeep.serve.http.engine_request import EngineRequest, Limits
 from kvkeep.serve.job import Job
 
 LONG = {**BODY, "messages": [{"role": "user", "content": "the river " * 120}], "max_tokens": 200}
@@ -84,8 +84,10 @@ def test_clients_that_leave_in_queue_prompt_and_answer_leave_nothing(
     """Two at a time: the memory is one answer's, so that the second waits behind the first."""
     before = objects()  # other tests'
     monkeypatch.setattr(batch, "CHUNK", 4)  # a prompt of sixty steps
-    monkeypatch.setattr(asked, "FIRST_S", 60.0)  # a stream that waits for its first token is left, too
-    engine = Engine(small(), int(1.5 * most(KeepCache(small().model, "full"), 512)), store=SessionStore(tmp_path))
+    monkeypatch.setattr(
+        engine_request, "FIRST_EVENT_TIMEOUT_S", 60.0
+    )  # a stream that waits for its first token is left, too
+    engine = Engine(small(), int(1.5 * peak_bytes(KeepCache(small().model, "full"), 512)), store=SessionStore(tmp_path))
     limits = Limits(answers=64)
     left = Leaving(engine, monkeypatch)
     with serving(engine=engine, limits=limits) as (address, _):
@@ -150,7 +152,7 @@ def standing() -> tuple[int, int, int]:
 def objects() -> Counter[str]:
     """What answers are made of, as far as it is still there."""
     gc.collect()
-    kinds = {Job, Answer, Asked, KeepCache}
+    kinds = {Job, Answer, EngineRequest, KeepCache}
     return Counter(type(one).__name__ for one in gc.get_objects() if type(one) in kinds)
 
 

@@ -19,7 +19,7 @@ from running import TEXT, Program, bearer, figures, program
 from kvkeep import KeepCache
 from kvkeep.memory.process import held_by
 from kvkeep.models.loading import Loaded
-from kvkeep.serve.arbiter import most
+from kvkeep.serve.arbiter import peak_bytes
 
 SESSIONS, FIT, TURNS, NEW = 100, 10, 3, 8
 AT_ONCE = 32
@@ -71,7 +71,7 @@ class Watch:
 def test_a_hundred_sessions_in_memory_for_ten(real: Loaded, say: Any, tmp_path: Path) -> None:
     kinds = [kind for kind, _ in zip(itertools.cycle(METHODS), range(SESSIONS), strict=False)]
     tokens = PROMPT + (TURNS - 1) * MORE + TURNS * NEW
-    each = [most(KeepCache(real.model, **kind), tokens) for kind in METHODS]
+    each = [peak_bytes(KeepCache(real.model, **kind), tokens) for kind in METHODS]
     memory = FIT * sum(each) // len(each) // 10**6 + 1  # MB
     prompts, wanted = [], []
     for number, kind in enumerate(kinds):

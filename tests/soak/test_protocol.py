@@ -23,7 +23,7 @@ from kvkeep.decode.prompt import encode
 from kvkeep.decode.session_store import SessionStore
 from kvkeep.models.loading import Loaded
 from kvkeep.serve.engine import Engine
-from kvkeep.serve.http.asked import Limits
+from kvkeep.serve.http.engine_request import Limits
 from kvkeep.serve.http.keys import Keys
 from kvkeep.serve.http.schema import ChatRequest, Extension, Message, StreamOptions, TextRequest, TokenizeRequest
 

@@ -78,8 +78,9 @@ class SessionStore:
         """Return where the session of this name is, or would be."""
         if not _NAME.fullmatch(name) or any(part.endswith((".", SUFFIX)) for part in name.split("/")):
             raise UsageError(
-                f"'{name}' cannot be the name of a session: letters, digits, '.', '_' and '-' make one, as one word or "
-                "as owner/name."
+                f"'{name}' cannot be the name of a session: use 1 to 100 of the characters A-Z, a-z, 0-9, '_', '-' and "
+                "'.', beginning with a letter, a digit or '_', and not ending with '.' or '.session'; as NAME or "
+                "OWNER/NAME."
             )
         return self.folder / f"{name}{SUFFIX}"
 

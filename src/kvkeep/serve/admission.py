@@ -16,9 +16,10 @@ from kvkeep.geometry import ModelGeometry
 from kvkeep.plan.grant import widest_bytes
 from kvkeep.policies.request import Request
 from kvkeep.serve.arbiter import Arbiter
-from kvkeep.serve.job import Differs, Ended, Event, Full, Job, Reading
+from kvkeep.serve.job import Event, Finished, Job, PendingPrefix, QueueFull, SessionMismatch
 from kvkeep.serve.prefixes import Prefix, find
-from kvkeep.serve.sessions import Name, Session, Sessions
+from kvkeep.serve.session import Name, Session
+from kvkeep.serve.session_pool import SessionPool
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ class Admission:
         model: PreTrainedModel,
         geometry: ModelGeometry,
         arbiter: Arbiter,
-        sessions: Sessions,
+        sessions: SessionPool,
         running: list[Job],
         saving: list[Job],
         limit: int,
@@ -43,14 +44,14 @@ class Admission:
     ) -> None:
         self.model, self.geometry, self.arbiter, self.sessions = model, geometry, arbiter, sessions
         self.waiting: deque[Job] = deque()
-        self.full = False  # as many wait as may
+        self.full = False  # whether no more requests may wait
         self._running, self._saving, self._limit, self._left = running, saving, limit, left
         self._refused: tuple[Job, object] | None = None  # who waits for memory, and those that held it then
 
     def drop_cancelled(self) -> None:
         """End the answers that wait and are wanted no more."""
-        for job in [job for job in self.waiting if job.cancelled and not job.at_files]:
-            self._dismiss(job, Ended("cancelled", "", (), 0, 0, 0))
+        for job in [job for job in self.waiting if job.cancelled and not job.file_busy]:
+            self._dismiss(job, Finished("cancelled", "", (), 0, 0, 0))
 
     def _dismiss(self, job: Job, last: Event) -> None:
         """End an answer that never began; its session, if it was opened for it, is let go."""
@@ -67,13 +68,13 @@ class Admission:
     def admit(self) -> None:
         """Begin waiting answers, and refuse the last of those that still wait where they are too many."""
         self._admit()
-        while len(self.waiting) > self._limit and not self.waiting[-1].at_files:
+        while len(self.waiting) > self._limit and not self.waiting[-1].file_busy:
             self._dismiss(self.waiting[-1], self.refusal())
         self.full = len(self.waiting) >= self._limit > 0
 
-    def refusal(self) -> Full:
-        """Return the error of an answer for which there is no room among those that wait."""
-        return Full(f"As many answers wait as may, {self._limit}; ask again later.")
+    def refusal(self) -> QueueFull:
+        """Return the error of a request that may not wait."""
+        return QueueFull(f"The queue is full ({self._limit} requests); retry later.")
 
     def _admit(self) -> None:
         """Begin waiting answers in order, as far as memory is granted: nobody overtakes one that waits for memory. One
@@ -81,7 +82,7 @@ class Admission:
         waits for that alone."""
         busy = {job.name for job in (*self._running, *self._saving)} - {None}
         for job in [*self.waiting]:
-            if job.name in busy or self._is_behind(job):
+            if job.name in busy or self._is_waiting(job):
                 busy |= {job.name} - {None}  # its session's turns stay in order
                 continue
             if self._refused == (
@@ -92,8 +93,8 @@ class Admission:
             try:
                 session = self._session(job)
                 found = None if session is None else find(job, session, self._running, self.sessions.idle())
-                if isinstance(found, Reading):
-                    job.behind = found
+                if isinstance(found, PendingPrefix):
+                    job.waits_for = found
                     busy |= {job.name} - {None}
                     continue
                 if session is not None and not self._begun(job, session, found):
@@ -115,18 +116,18 @@ class Admission:
             job.session = job.session or Session(None, Past(KeepCache(self.model, **job.cache)), job.owner)
             return job.session
         session = self.sessions.memory.get(job.name)
-        if session is None or not self.sessions.is_open(session):
+        if session is None or not session.exclusive:
             if job.file is None:
-                job.file = self.sessions.open(job.name, job.cache)
+                job.file = self.sessions.files.open(job.name, job.cache)
             if not job.file.done():
                 return None
             session = self._adopt(job)
-        if job.own and Request.parse(**job.cache) != session.cache.request:
-            own = session.cache.request
-            budget = "no budget" if own.budget is None else f"budget '{own.budget}'"
-            raise Differs(
-                f"The session '{job.name[1]}' began with method '{own.method.name}' and {budget}, and goes on by them; "
-                "leave them out, or take another name."
+        if job.names_cache and Request.parse(**job.cache) != session.cache.request:
+            fixed = session.cache.request
+            budget = "no budget" if fixed.budget is None else f"budget '{fixed.budget}'"
+            raise SessionMismatch(
+                f"The session '{job.name[1]}' has method '{fixed.method.name}' and {budget}, which cannot be changed; "
+                "leave method and budget out, or use another session name."
             )
         return session
 
@@ -134,16 +135,14 @@ class Admission:
         """Make the session that was opened for an answer, and return it."""
         assert job.file is not None and job.name is not None
         opened, job.file = job.file, None
-        session: Session = opened.result()()
-        self.sessions.memory[job.name] = session
-        return session
+        return self.sessions.adopt(opened.result())
 
-    def _is_behind(self, job: Job) -> bool:
+    def _is_waiting(self, job: Job) -> bool:
         """Return whether another answer is still reading what the prompt of a job begins with, which then need not
         be."""
-        if job.behind is not None and (job.behind.done or job.behind.job not in self._running):
-            job.behind = None
-        return job.behind is not None
+        if job.waits_for is not None and (job.waits_for.done or job.waits_for.job not in self._running):
+            job.waits_for = None
+        return job.waits_for is not None
 
     @property
     def _in_memory(self) -> frozenset[int | Name]:
@@ -153,17 +152,17 @@ class Admission:
     def _begun(self, job: Job, session: Session, prefix: Prefix | None) -> bool:
         """Grant memory to an answer and begin it, with what another session has read of its prompt, once its own is in
         memory; False: it has to wait. Raises what it fails by."""
-        most = session.most(len(job.ask.prompt) + job.ask.most)
-        self.arbiter.check(most)
-        most = max(most, session.held)  # what it has and is not going to read is not given back
+        peak = session.peak_bytes(len(job.ask.prompt) + job.ask.max_tokens)
+        self.arbiter.check(peak)
+        peak = max(peak, session.memory_bytes)  # a longer cache than the request needs is not released
         giver = None if prefix is None else prefix.session
         way = None
         if prefix is not None and not prefix.whole:
-            granted = max(most, prefix.copied) + len(prefix.ids) * widest_bytes(self.geometry)  # of a layer in hand
+            granted = max(peak, prefix.copied) + len(prefix.ids) * widest_bytes(self.geometry)  # of a layer in hand
             way = self._way(session, granted - prefix.once, staying=giver)
         if way is None:
             giver = None if giver is None or giver.busy else giver
-            granted = most if giver is None else max(most, giver.held)
+            granted = peak if giver is None else max(peak, giver.memory_bytes)
             way = self._way(session, granted, going=giver)
         if way is None:
             self._refused = job, self._in_memory
@@ -179,7 +178,7 @@ class Admission:
         self._running.append(job)
         self.sessions.touch(session)
         if session.away:
-            job.file = self.sessions.restore(session)
+            job.file = self.sessions.files.restore(session)
         return True
 
     def _way(
@@ -203,9 +202,9 @@ class Admission:
 
 
 def failed(error: Exception) -> KvkeepError:
-    """Return what is told of an error that nobody foresaw: its kind, and not its words, which may be those of a prompt
-    or a path. It is the cause of what is returned; where it was raised is in the log."""
+    """Return the error that clients get for an unexpected one: its type only, never its message, which may quote a
+    prompt or a path. The original is the ``__cause__``; its place is in the log."""
     log.error("An answer failed: %s", place_of(error))
-    told = KvkeepError(f"The answer failed ({type(error).__name__}).")
-    told.__cause__ = error
-    return told
+    found = KvkeepError(f"The answer failed with an internal error ({type(error).__name__}).")
+    found.__cause__ = error
+    return found

@@ -29,54 +29,57 @@ Reads = Generator[Read, Tensor, None]
 
 @dataclass(frozen=True)
 class Ask:
-    """What an answer is to be. prompt: all token ids before it. most: tokens that it may have. stops: strings that end
-    it and are no part of it. likeliest: how many of the likeliest tokens are told beside each; None: no probability."""
+    """What to generate."""
 
     prompt: Sequence[int]
-    most: int
+    """All token ids before the answer."""
+    max_tokens: int
     sampling: Sampling = field(default_factory=Sampling)
     stops: Sequence[str] = ()
-    likeliest: int | None = None
+    """Strings that end the answer and are not part of it."""
+    top_logprobs: int | None = None
+    """How many of the likeliest tokens are reported beside each token; None: no log-probabilities at all."""
 
 
 @dataclass(frozen=True)
-class Told:
-    """A token of an answer, its part of the text, ln of its probability, and the likeliest ones, each with its text
-    alone and ln of its probability. Where several tokens make one character, the last of them has it; what a stop
-    string cuts off is no part of a text."""
+class TokenLogprob:
+    """A token of an answer and its log-probability."""
 
     token: int
     text: str
+    """Its part of the answer's text: if several tokens make one character, the last of them has it; what a stop string
+    cuts off belongs to none."""
     logprob: float
-    likeliest: tuple[tuple[int, str, float], ...]
+    top: tuple[tuple[int, str, float], ...]
+    """The likeliest tokens: id, own text, log-probability."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Some text of an answer, and the tokens told since the last piece."""
+    """Some text of an answer, and the log-probabilities of the tokens since the last piece."""
 
     text: str
-    told: tuple[Told, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 class Answer:
     """The answer to ``ask``, written into ``cache``, which holds the first tokens of the prompt already.
 
-    ends: ids that end a text. tell: gets each piece of text. Afterwards: tokens (ids, one that ends the text included),
-    text, reason ("stop" or "length"; empty while it is written).
+    ends: ids that end a text. listener: is called with each piece of text. Afterwards: tokens (ids, one that ends the
+    text included), text, reason ("stop" or "length"; empty while it is written).
     """
 
     def __init__(
-        self, ask: Ask, cache: KeepCache, tokenizer: Any, ends: Sequence[int], tell: Callable[[Piece], None]
+        self, ask: Ask, cache: KeepCache, tokenizer: Any, ends: Sequence[int], listener: Callable[[Piece], None]
     ) -> None:
-        self.ask, self.cache, self.ends, self.tell = ask, cache, frozenset(ends), tell
+        self.ask, self.cache, self.ends, self.listener = ask, cache, frozenset(ends), listener
         self._tokenizer = tokenizer
         self.known = cache.get_seq_length()
         self.tokens: list[int] = []
         self.text, self.reason = "", ""
         self._pieces, self._stops = Pieces(tokenizer), Stops(ask.stops)
-        self._told: list[Told] = []  # whose text is not all told yet
-        self._shown = 0  # characters of them that are
+        self._pending: list[TokenLogprob] = []  # tokens whose text was not fully reported yet
+        self._shown = 0  # characters of their text that were
 
     def reads(self) -> Reads:
         """Read what is new of the prompt, then write until an end."""
@@ -98,9 +101,9 @@ class Answer:
 
     def _rounds(self, logits: Tensor, processors: LogitsProcessorList, noise: torch.Generator | None) -> Reads:
         prompt = torch.tensor([[*self.ask.prompt]], device=logits.device)
-        told = self.ask.likeliest is not None
-        config = GenerationConfig(do_sample=noise is not None, return_dict_in_generate=told, output_logits=told)
-        ends = StoppingCriteriaList([_Ended(self), MaxLengthCriteria(len(self.ask.prompt) + self.ask.most)])
+        logprobs = self.ask.top_logprobs is not None
+        config = GenerationConfig(do_sample=noise is not None, return_dict_in_generate=logprobs, output_logits=logprobs)
+        ends = StoppingCriteriaList([_Ended(self), MaxLengthCriteria(len(self.ask.prompt) + self.ask.max_tokens)])
         sink = _Sink(self)
         rounds = sink.rounds = Rounds(self.cache, prompt, processors, ends, config, sink, noise)
         rounds.start(logits[-1:], None)
@@ -118,52 +121,52 @@ class Answer:
             self.cache.stream.abandon()
 
     def take(self, token: int, logits: Tensor | None) -> None:
-        """Append a token, chosen by ``logits`` (vocabulary,), and tell the text that it makes certain."""
+        """Append a token, chosen by ``logits`` (vocabulary,), and report the text that is certain with it."""
         self.tokens.append(token)
         if token in self.ends:
             self._end("stop")
             return
         text = self._pieces.add([token])
-        if self.ask.likeliest is not None and logits is not None:
-            self._told.append(self._of(token, text, logits, self.ask.likeliest))
-        self._tell(self._stops.add(text))
+        if self.ask.top_logprobs is not None and logits is not None:
+            self._pending.append(self._logprob(token, text, logits, self.ask.top_logprobs))
+        self._report(self._stops.add(text))
         if self._stops.met:
             self._end("stop")
-        elif len(self.tokens) >= self.ask.most:
+        elif len(self.tokens) >= self.ask.max_tokens:
             self._end("length")
 
-    def _of(self, token: int, text: str, logits: Tensor, likeliest: int) -> Told:
-        """Return what is told of a token that was chosen by ``logits``."""
+    def _logprob(self, token: int, text: str, logits: Tensor, top: int) -> TokenLogprob:
+        """Return the log-probabilities of a token that was chosen by ``logits`` (vocabulary,)."""
         logs = logits.float().log_softmax(-1)
-        best = logs.topk(likeliest)
+        best = logs.topk(top)
         pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
         likely = tuple((one, str(self._tokenizer.decode([one])), value) for one, value in pairs)
-        return Told(token, text, float(logs[token]), likely)
+        return TokenLogprob(token, text, float(logs[token]), likely)
 
     def _end(self, reason: str) -> None:
         if not self._stops.met:
             rest = self._pieces.rest()
-            if self._told:
-                self._told[-1] = replace(self._told[-1], text=self._told[-1].text + rest)
-            self._tell(self._stops.add(rest))
-            self._tell("" if self._stops.met else self._stops.rest())
+            if self._pending:
+                self._pending[-1] = replace(self._pending[-1], text=self._pending[-1].text + rest)
+            self._report(self._stops.add(rest))
+            self._report("" if self._stops.met else self._stops.rest())
         self.reason = reason
         if self._stops.met:  # of what is left only the first token can have begun before the stop string
-            self._told = [replace(one, text=one.text[: self._shown]) for one in self._told[:1] if self._shown]
-        if self._told:
-            self.tell(Piece("", tuple(self._told)))
+            self._pending = [replace(one, text=one.text[: self._shown]) for one in self._pending[:1] if self._shown]
+        if self._pending:
+            self.listener(Piece("", tuple(self._pending)))
 
-    def _tell(self, text: str) -> None:
-        """Tell some text, with the tokens whose text is all told then."""
+    def _report(self, text: str) -> None:
+        """Report some text, with the tokens whose text is complete by then."""
         if not text:
             return
         self.text += text
         self._shown += len(text)
-        ends = [*accumulate(len(one.text) for one in self._told)]
+        ends = [*accumulate(len(one.text) for one in self._pending)]
         count = sum(end <= self._shown for end in ends)
         self._shown -= ends[count - 1] if count else 0
-        told, self._told = tuple(self._told[:count]), self._told[count:]
-        self.tell(Piece(text, told))
+        done, self._pending = tuple(self._pending[:count]), self._pending[count:]
+        self.listener(Piece(text, done))
 
 
 class _Ended(StoppingCriteria):

@@ -1,7 +1,7 @@
-"""The promise of memory: what all sessions hold together is within the total, at every step.
+"""The memory limit: all sessions together stay within it at every step.
 
-Budgets are hard, so the most that a session can ever hold while it answers is known before it begins. An answer begins
-only once that much is granted, and keeps it until it ends; what is idle counts with what it holds.
+Budgets are hard, so the peak of a session is known before its answer begins. An answer begins once its peak is granted,
+and keeps the grant until it ends; an idle session counts with what it uses now.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from kvkeep.stores.dynamic import DynamicLayer
 MEGA = 1e6
 
 
-def most(cache: KeepCache, tokens: int) -> int:
-    """Return the bytes of memory that ``cache`` can come to hold until it has read ``tokens`` tokens
+def peak_bytes(cache: KeepCache, tokens: int) -> int:
+    """Return the most bytes of memory that ``cache`` can need until it has read ``tokens`` tokens
     (:func:`~kvkeep.plan.grant.grant`)."""
     where = None if cache.spec is None else cache.spec.where
     kind = None if cache.spec is None else str(cache.spec)
@@ -37,28 +37,28 @@ def most(cache: KeepCache, tokens: int) -> int:
     )
 
 
-def restoring(file: SessionFile, cache: KeepCache) -> int:
-    """Return the bytes that restoring a session takes, tensors of the one layer in hand counted twice. cache: an empty
+def restore_bytes(file: SessionFile, cache: KeepCache) -> int:
+    """Return the bytes that restoring a session takes; the tensors of one layer are counted twice. cache: an empty
     one of its kind."""
     disk = cache.spec is not None and cache.spec.where == "disk"
-    lasting, hands = 0, dict[str, int]()
+    total, in_hand = 0, dict[str, int]()
     for name, one in file.stored.items():
         size = one.rows * one.row_bytes
         hand = name if name.startswith("checkpoint.") else ".".join(name.split(".")[:2])
-        hands[hand] = hands.get(hand, 0) + size
-        lasting += 0 if disk and name.startswith("checkpoint.") else size
-    return lasting + max(hands.values(), default=0)
+        in_hand[hand] = in_hand.get(hand, 0) + size
+        total += 0 if disk and name.startswith("checkpoint.") else size
+    return total + max(in_hand.values(), default=0)
 
 
-def held(cache: KeepCache) -> int:
-    """Return the bytes of memory that a cache holds now, on disk not counted."""
+def current_bytes(cache: KeepCache) -> int:
+    """Return the bytes of memory that a cache uses now, without those on disk."""
     memory = report.memory(cache.made, cache.held)
     checkpoints = memory.checkpoint_bytes["device"] + memory.checkpoint_bytes["host"]
     return memory.resident_bytes + memory.compressed_bytes + memory.bookkeeping_bytes + checkpoints
 
 
-def shared(cache: KeepCache) -> dict[int, int]:
-    """Return the bytes of what other caches may hold, too, by where it is."""
+def shared_parts(cache: KeepCache) -> dict[int, int]:
+    """Return the bytes of each part that other caches may share, by its address."""
     layers = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
     parts = [tensor.untyped_storage() for layer in layers for tensor in layer.shared]
     return {part.data_ptr(): part.nbytes() for part in parts}
@@ -71,22 +71,22 @@ class Arbiter:
     total: int
 
     def check(self, wanted: int) -> None:
-        """Raise BudgetError if so many bytes will never be there."""
+        """Raise BudgetError for more bytes than there are."""
         if wanted > self.total:
             raise BudgetError(
-                f"The session can come to hold {wanted / MEGA:.1f} MB and all sessions together have "
-                f"{self.total / MEGA:.1f} MB; give it a smaller budget or fewer tokens, or the server more memory."
+                f"The request needs up to {wanted / MEGA:.1f} MB of cache, and the server has {self.total / MEGA:.1f} "
+                "MB for all sessions; use a smaller budget or fewer tokens, or start the server with more --memory."
             )
 
     def fitting(self, cache: KeepCache, tokens: int) -> int:
         """Return how many sessions like ``cache``, of ``tokens`` tokens, can be answered at once."""
-        return self.total // most(cache, tokens)
+        return self.total // peak_bytes(cache, tokens)
 
     def grants(self, wanted: int, others: Iterable[tuple[int, Mapping[int, int]]]) -> bool:
-        """Return whether there are ``wanted`` bytes more beside ``others``: of each, what it holds or may come to hold,
-        and the parts of that which several may hold, by where they are."""
-        held, parts = wanted, dict[int, int]()
-        for total, own in others:
-            held += total - sum(own.values())
-            parts |= own
-        return held + sum(parts.values()) <= self.total
+        """Return whether ``wanted`` more bytes fit beside ``others``: the bytes of each, and of these the shared parts,
+        by address."""
+        used, parts = wanted, dict[int, int]()
+        for total, shared in others:
+            used += total - sum(shared.values())
+            parts |= shared
+        return used + sum(parts.values()) <= self.total

@@ -4,7 +4,7 @@ A step reads one token, or one verifying run, of every session that writes, and 
 in turn. Chunks are cut as they are for a session alone, or shorter where the answer cannot depend on it, so an answer
 does not depend on what else runs: tokens are those of :func:`kvkeep.generate`. What cannot be packed
 (:func:`~kvkeep.serve.batch.packs`) is read by itself. An answer of a named session has ended when its turn is in the
-session's file (:mod:`~kvkeep.serve.sessions`).
+session's file (:mod:`~kvkeep.serve.session_files`).
 
 **Faults.** A fault of a session ends its answer with an error, and the session goes on from its last whole step: what
 its cache, its file or its sampling raises; a listener that raises, which is not told anything more. What a packed pass
@@ -36,35 +36,36 @@ from kvkeep.serve.admission import Admission, failed
 from kvkeep.serve.answer import Answer, Ask
 from kvkeep.serve.arbiter import Arbiter
 from kvkeep.serve.batch import alone, forward, packs
-from kvkeep.serve.job import Ended, Event, Job, Stopping, TooLong
+from kvkeep.serve.job import EngineStopping, Event, Finished, Job, PromptTooLong
 from kvkeep.serve.prefixes import worth_keeping
-from kvkeep.serve.sessions import EVERY_S, Name, Sessions
+from kvkeep.serve.session import Name, check_name
+from kvkeep.serve.session_files import SessionFiles
+from kvkeep.serve.session_pool import QUOTA_INTERVAL_S, SessionPool
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 WAITING = 64
-"""Answers that may wait, for memory or another answer."""
+"""Requests that may wait, for memory or for another answer."""
 
 
 class Watch:
-    """What is told of an engine's work, by its own thread, and must not wait. This one takes no notice."""
+    """Observes an engine's work, in its thread, and must not block. This one ignores everything."""
 
     def stepped(self, sessions: int, tokens: int) -> None:
-        """A step has read ``tokens`` tokens of so many sessions."""
+        """Called after a step that reads ``tokens`` tokens for ``sessions`` sessions."""
 
     def wrote(self, tokens: int, seconds: float, first: bool) -> None:
-        """An answer has so many tokens more, ``seconds`` after those before, or after it was asked for."""
+        """Called when an answer has ``tokens`` more tokens, ``seconds`` after the last ones, or after its request."""
 
 
 class Engine:
     """Answers for many sessions within ``memory`` bytes.
 
-    store: where named sessions are kept; without one, those that have to make way are forgotten, and read again. cache:
-    method, budget and options of sessions that name none. waiting: how many answers may wait, of those that could not
-    begin at once. Use
-    :meth:`start` for a thread of its own, or call :meth:`step` until it returns False, and :meth:`close`. Raises
-    UnsupportedModelError for a model whose attention cannot be streamed, which packing takes.
+    store: where named sessions are saved; without one, evicted sessions are forgotten, and read again. cache: method,
+    budget and options of sessions that name none. waiting: requests that may wait. Use :meth:`start` for a thread, or
+    call :meth:`step` until it returns False, and :meth:`close`. Raises UnsupportedModelError for a model whose
+    attention cannot be streamed.
     """
 
     def __init__(
@@ -81,8 +82,8 @@ class Engine:
         self.geometry = ModelGeometry.from_config(self.model.config, next(self.model.parameters()).dtype.itemsize)
         if processes(self.model) > 1:
             raise UnsupportedModelError(
-                "The heads of this model are split over processes (tensor parallel), and each would answer requests of "
-                "its own; serve a model that one process holds."
+                "This model is split over several processes (tensor parallelism), which the server does not support; "
+                "load the model in one process."
             )
         try:
             bind(self.model)  # here: it is not for two threads
@@ -90,7 +91,8 @@ class Engine:
             if not self.geometry.other_layers:  # else every session reads by itself
                 raise
         self._inbox: queue.SimpleQueue[Job | Callable[[], None] | None] = queue.SimpleQueue()
-        self.sessions = Sessions(self.model, self.tokenizer, store, lambda: self._inbox.put(None))
+        files = SessionFiles(store, self.model, self.tokenizer, lambda: self._inbox.put(None))
+        self.sessions = SessionPool(self.model, files)
         self.running: list[Job] = []
         self.watch = Watch()
         self._saving: list[Job] = []
@@ -111,30 +113,30 @@ class Engine:
     def submit(
         self,
         ask: Ask,
-        tell: Callable[[Event], None],
+        listener: Callable[[Event], None],
         *,
         name: Name | None = None,
         owner: str = "",
         **cache: Any,
     ) -> Job:
-        """Ask for an answer. name: owner and name of the session that goes on; owner: whose prompts are no secret to
-        it, where it has no name. cache: method, budget and options of a
-        :class:`~kvkeep.cache.KeepCache`, of a session that is new; by default the engine's. Raises Full, Stopping, or
-        UsageError for what can never be answered."""
+        """Request an answer; ``listener`` is called by the engine's thread with each event. name: owner and name of the
+        session to continue. owner: of a session without a name; prefixes are shared within an owner. cache: method,
+        budget and options of a :class:`~kvkeep.cache.KeepCache` for a new session, by default the engine's. Raises
+        QueueFull, EngineStopping, or UsageError for what can never be answered."""
         positions = self.positions(cache)
         if not ask.prompt:
-            raise UsageError("There is nothing to answer: the prompt is empty.")
+            raise UsageError("The prompt is empty; send at least one token.")
         if positions is not None and len(ask.prompt) >= positions:
-            raise TooLong(
-                f"The prompt has {len(ask.prompt)} tokens and the model has {positions} positions; shorten it to at "
-                f"most {positions - 1}."
+            raise PromptTooLong(
+                f"The prompt has {len(ask.prompt)} tokens, but the model's context has {positions}; shorten the "
+                f"prompt to at most {positions - 1} tokens."
             )
         if name is not None:
-            Sessions.check_name(name)
-        job = Job(ask, tell, name, cache or self.cache, bool(cache), owner if name is None else name[0])
+            check_name(name)
+        job = Job(ask, listener, name, cache or self.cache, bool(cache), owner if name is None else name[0])
         with self._lock:
             if self._stopping:
-                raise Stopping("The server is ending and takes no more; ask again when it is back.")
+                raise EngineStopping("The server is shutting down; retry when it is back.")
             if self._admission.full:
                 raise self._admission.refusal()
             self._count += 1
@@ -149,7 +151,7 @@ class Engine:
 
     def call(self, work: Callable[[], T]) -> Future[T]:
         """Let the engine's thread do ``work`` between two steps, when no cache is in the middle of one; the future has
-        what it returns or raises. It must be short: everybody waits for it. Raises Stopping after the end."""
+        what it returns or raises. It must be short: everybody waits for it. Raises EngineStopping after the end."""
         future: Future[T] = Future()
 
         def done() -> None:
@@ -162,7 +164,7 @@ class Engine:
 
         with self._lock:
             if self._ended:
-                raise Stopping("The engine has ended.")
+                raise EngineStopping("The engine has ended.")
             self._inbox.put(done)
         return future
 
@@ -173,7 +175,7 @@ class Engine:
 
     @property
     def stopping(self) -> bool:
-        """Whether it takes no more."""
+        """Whether it accepts no more requests."""
         return self._stopping
 
     def start(self) -> None:
@@ -212,14 +214,14 @@ class Engine:
                 self._stopping = True
             self._take_in(False)
             for job in [*self.running, *self._admission.waiting]:
-                job.tell(KvkeepError(f"The engine has failed ({type(error).__name__}); the answer is lost."))
-            log.error("The engine has failed: %s", place_of(error))
+                job.tell(KvkeepError(f"The engine failed ({type(error).__name__}); the answer is lost."))
+            log.error("The engine failed: %s", place_of(error))
         finally:
             with self._lock:
                 self._ended = True
             self._take_in(False)  # nobody waits for an answer that does not come
             self.close()
-            self._tell_saved()
+            self._report_saved()
 
     # -- in the engine's thread -----------------------------------------------------------------------
 
@@ -228,17 +230,17 @@ class Engine:
         nothing. Return False when it was stopped and nothing is left to do."""
         nothing = not self.running and not self._admission.waiting and not self._saving
         self._take_in(wait and nothing)
-        self._tell_saved()
+        self._report_saved()
         self._drop_cancelled()
-        self.sessions.look()
-        self.sessions.tidy()
+        self.sessions.enforce_quota()
+        self.sessions.trim_memory()
         self._admission.admit()
         self._go_on()
         self.beat = time.monotonic()
         jobs = self._turn()
         if jobs:
             self._read(jobs)
-        elif self.sessions.under_way:  # what has to go on waits for a file
+        elif self.sessions.files.busy:  # what has to go on waits for a file
             self._take_in(True)
         stopping = self._stopping  # first: from then on nobody is let in
         left = self.running or self._admission.waiting or self._saving or not self._inbox.empty()
@@ -247,7 +249,7 @@ class Engine:
     def _take_in(self, wait: bool) -> None:
         while True:
             try:
-                given = self._inbox.get(block=wait, timeout=EVERY_S)
+                given = self._inbox.get(block=wait, timeout=QUOTA_INTERVAL_S)
             except queue.Empty:
                 return
             wait = False
@@ -268,7 +270,7 @@ class Engine:
 
     def _go_on(self) -> None:
         """Begin the answers whose sessions are in memory."""
-        for job in [job for job in self.running if job.answer is None and not job.at_files]:
+        for job in [job for job in self.running if job.answer is None and not job.file_busy]:
             assert job.session is not None
             try:
                 if job.file is not None:
@@ -333,7 +335,7 @@ class Engine:
     def _end(self, job: Job, reason: str) -> None:
         answer = self._halted(job)
         fresh = len(job.ask.prompt) - answer.known
-        self._save(job, Ended(reason, answer.text, tuple(answer.tokens), answer.known, fresh, len(answer.tokens)))
+        self._save(job, Finished(reason, answer.text, tuple(answer.tokens), answer.known, fresh, len(answer.tokens)))
 
     def _fail(self, job: Job, error: KvkeepError) -> None:
         """End a job that failed; its session goes on from where it can."""
@@ -349,15 +351,15 @@ class Engine:
         """Tell how a job ended, once the turn of its session is saved."""
         assert job.session is not None
         if job.session.name is None:
-            self.sessions.leave(job.session, stay=isinstance(last, Ended) and worth_keeping(job.session))
+            self.sessions.leave(job.session, stay=isinstance(last, Finished) and worth_keeping(job.session))
             job.end(last)
             return
-        job.last, job.file = last, self.sessions.save(job.session)
+        job.last, job.file = last, self.sessions.files.save(job.session)
         self._saving.append(job)
-        self._tell_saved()
+        self._report_saved()
 
-    def _tell_saved(self) -> None:
-        for job in [job for job in self._saving if not job.at_files]:
+    def _report_saved(self) -> None:
+        for job in [job for job in self._saving if not job.file_busy]:
             assert job.session is not None and job.last is not None
             self._saving.remove(job)
             self.sessions.leave(job.session, stay=not job.session.lost)

@@ -1,4 +1,4 @@
-"""One request to the engine, and what it is told of it."""
+"""One request to the engine, and the events that it reports."""
 
 from __future__ import annotations
 
@@ -17,46 +17,49 @@ from torch import Tensor
 from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.serve.answer import Answer, Ask, Piece, Reads
 from kvkeep.serve.batch import CHUNK, Read, chunk_of, part_of
-from kvkeep.serve.sessions import Name, Session
+from kvkeep.serve.session import Name, Session
 
 log = logging.getLogger(__name__)
 
 
-class Full(KvkeepError):
-    """So many answers wait that no more are taken; ask again later."""
+class QueueFull(KvkeepError):
+    """The queue is full; retry later."""
 
 
-class Differs(UsageError):
-    """A session goes on by another method or budget than it was asked for with."""
+class SessionMismatch(UsageError):
+    """A request names another method or budget than its session has."""
 
 
-class TooLong(UsageError):
+class PromptTooLong(UsageError):
     """A prompt leaves no position for an answer."""
 
 
-class Stopping(KvkeepError):
-    """The engine ends, and takes no more."""
+class EngineStopping(KvkeepError):
+    """The engine is shutting down and accepts no requests."""
 
 
 @dataclass(frozen=True)
-class Ended:
-    """How an answer ended. reason: "stop", "length" or "cancelled". cached, read, written: tokens of the prompt that
-    were not read again, those that were, and those of the answer."""
+class Finished:
+    """How an answer ended."""
 
     reason: str
+    """"stop", "length" or "cancelled"."""
     text: str
     tokens: tuple[int, ...]
     cached: int
+    """Tokens of the prompt that the cache already held."""
     read: int
+    """Tokens of the prompt that were read."""
     written: int
+    """Tokens of the answer."""
 
 
-Event = Piece | Ended | KvkeepError
-"""What a job tells: pieces of text, and at last how it ended, or the error that it failed by."""
+Event = Piece | Finished | KvkeepError
+"""What a listener gets: pieces of text, and at last how the answer ended, or its error."""
 
 
 @dataclass(frozen=True)
-class Reading:
+class PendingPrefix:
     """The first ``tokens`` tokens of the prompt of ``job``, which is reading them."""
 
     job: Job
@@ -77,21 +80,21 @@ class Job:
     ask: Ask
     listener: Callable[[Event], None]
     name: Name | None
-    cache: Mapping[str, Any]  # what its session is, if it is new, as KeepCache takes it
-    own: bool = False  # whether the request named it
+    cache: Mapping[str, Any]  # options of KeepCache for a new session
+    names_cache: bool = False  # whether the request named method or budget
     owner: str = ""
     session: Session | None = None
     granted: int = 0
     answer: Answer | None = None
     file: Future[Any] | None = None  # its session's, as long as it is read or written
-    behind: Reading | None = None  # who is reading what its prompt begins with
-    last: Event | None = None  # what is told when the session is saved
+    waits_for: PendingPrefix | None = None  # the job that is reading the beginning of its prompt
+    last: Event | None = None  # reported when the session is saved
     at: float = field(default_factory=time.monotonic)  # when it was asked for, and from its first token on the last's
     _reads: Reads | None = None
     _wanted: Read | None = None
     _left: deque[int] = field(default_factory=deque)  # sizes of the chunks of what is wanted that are to come
     _cancelled: threading.Event = field(default_factory=threading.Event)
-    _deaf: bool = False  # its listener has failed
+    _listener_failed: bool = False
 
     def cancel(self) -> None:
         """Let it end at the next token or chunk; from any thread."""
@@ -103,7 +106,7 @@ class Job:
         return self._cancelled.is_set()
 
     @property
-    def at_files(self) -> bool:
+    def file_busy(self) -> bool:
         """Whether its session is being read or written."""
         return self.file is not None and not self.file.done()
 
@@ -182,17 +185,17 @@ class Job:
         return answer
 
     def tell(self, event: Event) -> None:
-        """Tell its listener; one that fails is told nothing more, and its answer is cancelled."""
-        if self._deaf:
+        """Call the listener; after it has raised it is not called again, and the answer is cancelled."""
+        if self._listener_failed:
             return
         try:
             self.listener(event)
         except Exception as error:
-            self._deaf = True
+            self._listener_failed = True
             self.cancel()
-            log.warning("An answer is not listened to any more (%s) and ends.", type(error).__name__)
+            log.warning("A listener failed (%s); its answer is cancelled.", type(error).__name__)
 
     def end(self, last: Event) -> None:
-        """Tell the last event, and let go of what it held."""
-        self.session = self.answer = self.file = self.behind = self._reads = self._wanted = None
+        """Report the last event, and release session and cache."""
+        self.session = self.answer = self.file = self.waits_for = self._reads = self._wanted = None
         self.tell(last)

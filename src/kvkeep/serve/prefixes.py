@@ -16,11 +16,11 @@ from kvkeep.cache import KeepCache
 from kvkeep.decode.past import Past, common
 from kvkeep.memory.rows import BLOCK
 from kvkeep.serve.batch import packs
-from kvkeep.serve.job import Job, Reading
-from kvkeep.serve.sessions import Session
+from kvkeep.serve.job import Job, PendingPrefix
+from kvkeep.serve.session import Session
 from kvkeep.stores.dynamic import DynamicLayer
 
-LEAST = 32
+MIN_PREFIX_TOKENS = 32
 """Tokens of a prefix that is worth it."""
 
 
@@ -48,7 +48,7 @@ class Prefix:
     @property
     def copied(self) -> int:
         """Bytes that its copy takes, where all of the session's has to be copied before it is cut."""
-        return 0 if _plain(self.session.cache) else self.session.held
+        return 0 if _plain(self.session.cache) else self.session.memory_bytes
 
     def past(self) -> Past:
         """Return a past of these tokens, in a cache of its own."""
@@ -60,20 +60,20 @@ class Prefix:
         return Past(twin, self.ids)
 
 
-def find(job: Job, session: Session, running: Iterable[Job], idle: Iterable[Session]) -> Prefix | Reading | None:
+def find(job: Job, session: Session, running: Iterable[Job], idle: Iterable[Session]) -> Prefix | PendingPrefix | None:
     """Return the longest prefix of a job's prompt that is there for its session, which has read nothing; or who is
     reading a longer one; None where there is neither, or the session's kind cannot have any."""
     if session.away or session.past.ids or not _gives(session.cache):
         return None
     prompt, best = [*job.ask.prompt[:-1]], Prefix(session, ())
-    reader: Reading | None = None
-    known = [(one, one.past.ids) for one in idle if _alike(one, session)]
+    reader: PendingPrefix | None = None
+    known = [(one, one.past.ids) for one in idle if _same_kind(one, session)]
     for one in running:
-        if one.session is not None and _alike(one.session, session) and _steady(one.session):
+        if one.session is not None and _same_kind(one.session, session) and _steady(one.session):
             known.append((one.session, one.known))
             longest = _prefix(one.ask.prompt, prompt, one.session.cache)
             if not one.writes and len(longest) > len(best.ids):
-                best, reader = Prefix(one.session, longest), Reading(one, len(longest))
+                best, reader = Prefix(one.session, longest), PendingPrefix(one, len(longest))
     for other, ids in known:
         found = _prefix(ids, prompt, other.cache)
         if len(found) >= max(1, len(best.ids)):
@@ -83,14 +83,14 @@ def find(job: Job, session: Session, running: Iterable[Job], idle: Iterable[Sess
 
 def worth_keeping(session: Session) -> bool:
     """Return whether others may begin with what a session has read."""
-    return _gives(session.cache) and len(session.past.ids) >= LEAST
+    return _gives(session.cache) and len(session.past.ids) >= MIN_PREFIX_TOKENS
 
 
 def _gives(cache: KeepCache) -> bool:
     return cache.exactness == "exact" and not cache.geometry.other_layers
 
 
-def _alike(one: Session, other: Session) -> bool:
+def _same_kind(one: Session, other: Session) -> bool:
     same = one.owner == other.owner and one.cache.request == other.cache.request
     return one is not other and not one.away and same and _gives(one.cache)
 
@@ -108,7 +108,7 @@ def _plain(cache: KeepCache) -> bool:
 
 def _prefix(ids: Sequence[int], prompt: Sequence[int], cache: KeepCache) -> Sequence[int]:
     """Return what both begin with, as far as a cache that has read ``ids`` can be cut there for less than reading."""
-    if len(prompt) < LEAST or [*ids[:LEAST]] != prompt[:LEAST]:
+    if len(prompt) < MIN_PREFIX_TOKENS or [*ids[:MIN_PREFIX_TOKENS]] != prompt[:MIN_PREFIX_TOKENS]:
         return ()
     count = common(ids, prompt)
     windows = [layer.window for layer in cache.geometry.layers if layer.window is not None]

@@ -3,7 +3,7 @@
 A session belongs to no replica. Its turns are in a folder that all replicas see, and whoever answers holds its lease
 (:mod:`~kvkeep.decode.shared_journal`), so that any replica can answer any request. Consistent hashing on the session
 gives its requests to the same replica as long as there is one, which then has the session in memory.
-:mod:`~kvkeep.serve.http.front` runs in Serve's proxies: it sets the key that is hashed, and completes answers of
+:mod:`~kvkeep.serve.http.ray_proxy` runs in Serve's proxies: it sets the key that is hashed, and completes answers of
 replicas that ended.
 
 This is the only module that imports ray.serve.
@@ -36,18 +36,18 @@ from kvkeep.plugins import first_line
 from kvkeep.ray_cluster import connected
 from kvkeep.serve.engine import WAITING
 from kvkeep.serve.http.app import alive
-from kvkeep.serve.http.connection import IDLE_S
-from kvkeep.serve.http.door import log_all
+from kvkeep.serve.http.connection import KEEP_ALIVE_S
 from kvkeep.serve.http.keys import keys_given
+from kvkeep.serve.http.middleware import log_requests
 from kvkeep.serve.service import Service, number
 
 ROUTER = "ray.serve.experimental.consistent_hash_router:ConsistentHashRouter"
 ENVIRONMENT = {
-    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "kvkeep.serve.http.front:front",
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "kvkeep.serve.http.ray_proxy:middleware",
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
 }
-"""What the processes of the cluster have to have in their environment: its proxies the front, and Serve's controller
-that it kills a replica which fails its health check; else it waits an hour for its answers to end."""
+"""What the processes of the cluster need in their environment: its proxies the middleware; Serve's controller, that it
+kills a replica which fails its health check, instead of waiting an hour for its answers."""
 TOKEN = {"RAY_AUTH_MODE": "token"}
 """Without it in their environment, whoever reaches the ports of the cluster's machines can run code there."""
 NAME = "kvkeep"
@@ -88,10 +88,12 @@ class Scale:
             [int(one) for one in str(text).split(":")] if re.fullmatch("[0-9]{1,9}(:[0-9]{1,9})?", str(text)) else [0]
         )
         if not 1 <= numbers[0] <= numbers[-1]:
-            raise UsageError(f"'{text}' is no number of replicas: give one (2), or the least and the most (1:8).")
+            raise UsageError(f"'{text}' is not a number of replicas; give a number (2), or minimum and maximum (1:8).")
         own = number("cores", cores, 0.1), number("conversations", ongoing, 1, int)
         if numbers[-1] > MOST_CORES / own[0]:
-            raise UsageError(f"{numbers[-1]} replicas with {own[0]:g} cores each: no cluster has as many cores.")
+            raise UsageError(
+                f"{numbers[-1]} replicas with {own[0]:g} cores each: no cluster has as many cores; give fewer."
+            )
         return cls(numbers[0], numbers[-1], *own)
 
     def options(self) -> dict[str, Any]:
@@ -110,7 +112,7 @@ class Replica:
         self.engine = service.engine(self.loaded, shared=True)
         self.service, self.context = service, ray_serve().get_replica_context()
         if service.logs:
-            log_all()
+            log_requests()
         self.engine.start()
         threading.Thread(target=self._watch, daemon=True).start()
 
@@ -130,7 +132,7 @@ class Replica:
     def check_health(self) -> None:
         """Raise unless the engine lives; Serve replaces a replica that does so three times."""
         if not alive(self.engine):
-            raise KvkeepError("The engine does not answer.")
+            raise KvkeepError("The engine does not respond.")
 
     async def figures(self) -> tuple[str, bytes]:
         """Return this replica's name and figures."""
@@ -191,7 +193,7 @@ def deploy(
     ended. Raises UsageError for files for HTTPS that are not those of proxies that it has, and KvkeepError where the
     replicas cannot start; those of an earlier call that have not gone yet go on."""
     serve = ray_serve()
-    http = {"host": host, "port": port, "request_timeout_s": None, "keep_alive_timeout_s": IDLE_S, **tls}
+    http = {"host": host, "port": port, "request_timeout_s": None, "keep_alive_timeout_s": KEEP_ALIVE_S, **tls}
     try:
         serve.start(proxy_location="EveryNode", http_options=http, logging_config=QUIET)
         there = _proxies(serve)

@@ -48,9 +48,9 @@ class Sampling:
             ("frequency", -2.0, 2.0),
         ):
             if not low <= getattr(self, name) <= high:
-                raise UsageError(f"'{name}' is a number from {low:g} to {high:g}, not {getattr(self, name)}.")
+                raise UsageError(f"'{name}' has to be from {low:g} to {high:g}, not {getattr(self, name)}.")
         if self.top_k < 0:
-            raise UsageError(f"'top_k' is a whole number from 0 on, not {self.top_k}.")
+            raise UsageError(f"'top_k' has to be 0 or more, not {self.top_k}.")
 
     @property
     def sampled(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,31 +18,35 @@ from kvkeep.models.named import known
 from kvkeep.policies.request import Request
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.http.app import application
-from kvkeep.serve.http.asked import Limits
-from kvkeep.serve.http.door import check_origins
+from kvkeep.serve.http.engine_request import Limits
 from kvkeep.serve.http.keys import Keys
 
 
 @dataclass(frozen=True)
 class Service:
-    """What one process of the server serves. memory: bytes for all conversations; None where nothing was said.
-    waiting: requests that may wait. cache: options of the cache of sessions that name none. folder, quota, age: of the
-    sessions, bytes and seconds. origins: of pages of other hosts that may speak to it. logs: a line for each request.
-    """
+    """The options of one process of the server."""
 
     model: str
     weights: str
     device: str | None
     memory: int | None
+    """Bytes for all conversations; None: not given."""
     waiting: int
+    """Requests that may wait."""
     cache: Mapping[str, Any]
+    """Options of the cache of sessions that name none."""
     folder: str
+    """Of the sessions."""
     quota: int | None
+    """Bytes of the folder."""
     age: float | None
+    """Seconds after which an unused session is removed."""
     keys: Keys
     limits: Limits
     origins: tuple[str, ...]
+    """Whose pages may use the server (CORS)."""
     logs: bool
+    """Write a line for each request."""
 
     @classmethod
     def parse(cls, given: Mapping[str, Any], cache: Mapping[str, Any], keys: Sequence[str]) -> Service:
@@ -50,9 +55,9 @@ class Service:
         Request.parse(**cache)
         cors, logs, quota, age = (given[name] for name in ("cors", "log_requests", "quota", "age"))
         origins = (cors,) if isinstance(cors, str) else tuple(cors)
-        check_origins(origins, bool(keys))
+        _check_origins(origins, bool(keys))
         if str(logs).lower() not in ("true", "false"):
-            raise UsageError(f"The option 'log_requests' is true or false, not '{logs}'.")
+            raise UsageError(f"The option 'log_requests' has to be true or false, not '{logs}'.")
         return cls(
             model=str(given["model"]),
             weights=known(given["weights"]),
@@ -73,12 +78,12 @@ class Service:
         )
 
     def engine(self, loaded: Loaded, *, shared: bool) -> Engine:
-        """Return an engine of a model, which has not begun. shared: several processes have the folder of sessions,
-        which is then needed: raises UsageError without it."""
+        """Return an engine that is not started. shared: several processes share the folder of sessions; raises
+        UsageError if it cannot be used."""
         store = self.store(shared=shared)
         if shared:
             store.check_folder()
-        assert self.memory is not None  # it is settled by now
+        assert self.memory is not None  # chosen by now
         return Engine(loaded, self.memory, self.waiting, store, **self.cache)
 
     def store(self, *, shared: bool) -> SessionStore:
@@ -99,6 +104,17 @@ def number(name: str, value: Any, least: float, kind: Callable[[str], Any] = flo
     except ValueError:
         number = math.nan
     if not least <= number < math.inf:
-        what = "a whole number" if kind is int else "a number"
-        raise UsageError(f"The option '{name}' is {what} of {least:g} or more, not '{value}'.")
+        what = "an integer" if kind is int else "a number"
+        raise UsageError(f"The option '{name}' has to be {what} of at least {least:g}, not '{value}'.")
     return number
+
+
+def _check_origins(origins: Sequence[str], keyed: bool) -> None:
+    """Raise UsageError for an origin that no browser sends, and for ``*`` on a server without keys."""
+    for one in origins:
+        if one != "*" and not re.fullmatch(r"https?://[^/\s?#]+", one):
+            raise UsageError(
+                f"'{one}' is not an origin; give scheme and host without a path (https://chat.example), or *."
+            )
+    if "*" in origins and not keyed:
+        raise UsageError("Without a key, every website could use the server; name the origins, or set a key.")

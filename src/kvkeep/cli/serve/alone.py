@@ -17,8 +17,8 @@ from kvkeep.cli.starting import starting
 from kvkeep.errors import KvkeepError
 from kvkeep.models.loading import load
 from kvkeep.serve.engine import Engine
-from kvkeep.serve.http.connection import configured
-from kvkeep.serve.http.door import log_all
+from kvkeep.serve.http.connection import uvicorn_config
+from kvkeep.serve.http.middleware import log_requests
 from kvkeep.serve.measuring import Measuring
 from kvkeep.serve.service import Service
 
@@ -53,11 +53,11 @@ def answer(
         if listening.everywhere:
             note("from elsewhere: this machine's name or address instead")
         note(fit)
-        refusal = engine.sessions.refusal
+        refusal = engine.sessions.files.refusal
         note(kept if refusal is None else f"sessions end with the server. {refusal}")
         note(access)
         if service.logs:
-            log_all()
+            log_requests()
         _drain(server, engine, grace)
         measuring = Measuring(engine, note)
         if measure:
@@ -89,7 +89,7 @@ def _server(app: Any, **given: Any) -> uvicorn.Server:
         def capture_signals(self) -> Iterator[None]:
             yield
 
-    return Server(configured(app, **given))
+    return Server(uvicorn_config(app, **given))
 
 
 def _drain(server: Any, engine: Engine, grace: float) -> None:

@@ -95,9 +95,9 @@ def _positions(loaded: Loaded) -> int:
 def _whole(loaded: Loaded, tokens: int) -> int:
     """Return the bytes that a conversation of ``tokens`` tokens is granted with all its entries."""
     from kvkeep.cache import KeepCache
-    from kvkeep.serve.arbiter import most
+    from kvkeep.serve.arbiter import peak_bytes
 
-    return most(KeepCache(loaded.model, "full"), tokens)
+    return peak_bytes(KeepCache(loaded.model, "full"), tokens)
 
 
 def fitting(engine: Engine) -> str:

@@ -1,42 +1,56 @@
-"""The body of a request: how large it may be, and how long it may take."""
+"""The body of a request: its largest size, and the time that it may take to arrive."""
 
 from __future__ import annotations
 
 import asyncio
 
-from starlette.types import Message, Receive
+from starlette.datastructures import Headers
+from starlette.types import Message, Receive, Scope
 
-from kvkeep.serve.http.refused import Refused
+from kvkeep.serve.http.errors import APIError
 
-LARGEST_BODY = 8_000_000
-"""Bytes of a request."""
-BODY_S = 60.0
+MAX_BODY_BYTES = 8_000_000
+BODY_TIMEOUT_S = 60.0
 """Seconds that a body may take to arrive."""
+CLOSE = {"Connection": "close"}
+"""The header of a response after which the server closes the connection."""
 
 
-def limited(receive: Receive) -> Receive:
-    """Return ``receive`` for one body; it raises Refused where that is too large or too slow."""
-    deadline = asyncio.get_running_loop().time() + BODY_S
-    read, whole = 0, False
+def check_headers(scope: Scope) -> None:
+    """Raise APIError for a request whose headers give its body two lengths, or one that is too large."""
+    headers = Headers(scope=scope)
+    length = headers.get("content-length", "")
+    if length and "transfer-encoding" in headers:  # RFC 9112, 6.3: a smuggled request may follow
+        raise APIError(
+            400, "The request has both Content-Length and Transfer-Encoding; send one.", "invalid_value", headers=CLOSE
+        )
+    if length.isdecimal() and int(length) > MAX_BODY_BYTES:
+        raise _too_large()
 
-    async def within() -> Message:
-        nonlocal read, whole
-        if whole:  # what comes now is that the client leaves
+
+def limit_body(receive: Receive) -> Receive:
+    """Return ``receive`` for one body; it raises APIError when the body is too large or too slow."""
+    deadline = asyncio.get_running_loop().time() + BODY_TIMEOUT_S
+    read, complete = 0, False
+
+    async def limited() -> Message:
+        nonlocal read, complete
+        if complete:  # the next message is the client's disconnect
             return await receive()
         try:
             async with asyncio.timeout_at(deadline):
                 message = await receive()
         except TimeoutError:
-            raise Refused(408, f"The body did not arrive within {BODY_S:.0f} s.", "too_slow") from None
+            sentence = f"The request body did not arrive within {BODY_TIMEOUT_S:.0f} s."
+            raise APIError(408, sentence, "too_slow", headers=CLOSE) from None
         read += len(message.get("body", b""))
-        whole = not message.get("more_body", False)
-        if read > LARGEST_BODY:
-            raise too_large()
+        complete = not message.get("more_body", False)
+        if read > MAX_BODY_BYTES:
+            raise _too_large()
         return message
 
-    return within
+    return limited
 
 
-def too_large() -> Refused:
-    """Return the error for a body that is."""
-    return Refused(413, f"The body is larger than {LARGEST_BODY // 10**6} MB.", "too_large")
+def _too_large() -> APIError:
+    return APIError(413, f"The request body is larger than {MAX_BODY_BYTES // 10**6} MB.", "too_large")

@@ -1,4 +1,4 @@
-"""Connections that cost nothing: a client that never ends its header, or never reads, is let go."""
+"""HTTP connections with a time limit: a client that never ends its header, or never reads, is disconnected."""
 
 from __future__ import annotations
 
@@ -9,49 +9,53 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-HEADER_S = 15.0
-"""Seconds in which the header of a request has to be there."""
-UNREAD_S = 60.0
-"""Seconds in which a client has to read some of what waits for it."""
-IDLE_S = 30
-"""Seconds that a connection is kept open between requests."""
+HEADER_TIMEOUT_S = 15.0
+"""Seconds in which the header of a request has to arrive."""
+WRITE_TIMEOUT_S = 60.0
+"""Seconds in which a client has to read some of what the server has written."""
+KEEP_ALIVE_S = 30
+"""Seconds that an idle connection stays open."""
 
 
 class Connection(H11Protocol):
-    """One client's connection, with a time for each thing that it may make the server wait for."""
+    """One client's connection, with a timer for each thing that the server waits for."""
 
-    def __init__(self, *given: Any, **own: Any) -> None:
-        super().__init__(*given, **own)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         self._timers: dict[str, asyncio.TimerHandle] = {}
 
     def connection_made(self, transport: Any) -> None:
         """Wait for a header."""
         super().connection_made(transport)
-        self._start("header", HEADER_S)
+        self._start("header", HEADER_TIMEOUT_S)
 
     def data_received(self, data: bytes) -> None:
-        """Take what came; as long as it is no whole header, time runs."""
+        """Handle what arrived; the timer runs until the header is complete."""
         super().data_received(data)
         if self.conn.their_state is not h11.IDLE and self.conn.our_state is not h11.DONE:
             self._stop("header")
         else:  # a next request, or the rest of a body that nobody reads any more
-            self._start("header", HEADER_S)
+            self._start("header", HEADER_TIMEOUT_S)
 
     def pause_writing(self) -> None:
-        """Nobody reads; wait for it."""
+        """Start the timer: the client does not read."""
         super().pause_writing()
-        self._start("unread", UNREAD_S)
+        self._start("write", WRITE_TIMEOUT_S)
 
     def resume_writing(self) -> None:
-        """Some was read."""
+        """Stop the timer: the client has read."""
         super().resume_writing()
-        self._stop("unread")
+        self._stop("write")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the client."""
+        """Stop all timers."""
         self._stop("header")
-        self._stop("unread")
+        self._stop("write")
         super().connection_lost(exc)
+
+    def _should_upgrade(self) -> bool:
+        """Answer a WebSocket request as the plain request that it is, without uvicorn's advice to install a library."""
+        return False
 
     def _start(self, name: str, seconds: float) -> None:
         if name not in self._timers:
@@ -62,7 +66,7 @@ class Connection(H11Protocol):
             self._timers.pop(name).cancel()
 
 
-def configured(app: Any, **given: Any) -> uvicorn.Config:
-    """Return how uvicorn serves ``app``: with :class:`Connection`, and nothing of requests in its log."""
-    own = {"http": Connection, "ws": "none", "access_log": False, "server_header": False, "proxy_headers": False}
-    return uvicorn.Config(app, log_level="warning", timeout_keep_alive=IDLE_S, **{**own, **given})
+def uvicorn_config(app: Any, **options: Any) -> uvicorn.Config:
+    """Return uvicorn's configuration for ``app``: with :class:`Connection`, and without uvicorn's own access log."""
+    ours = {"http": Connection, "ws": "none", "access_log": False, "server_header": False, "proxy_headers": False}
+    return uvicorn.Config(app, log_level="warning", timeout_keep_alive=KEEP_ALIVE_S, **{**ours, **options})

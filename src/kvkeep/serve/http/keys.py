@@ -1,4 +1,4 @@
-"""Who asks: bearer keys, compared in constant time. Sessions belong to a key."""
+"""Bearer keys, compared in constant time. Sessions belong to a key."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pathlib import Path
 
 from kvkeep.errors import UsageError
 from kvkeep.models.folders import data_folder
-from kvkeep.serve.http.refused import Refused
+from kvkeep.serve.http.errors import APIError
 
 VARIABLE = "KVKEEP_API_KEYS"
 
 
 class Keys:
-    """The keys of a server; without any, everybody is one owner."""
+    """The keys of a server; without any, all clients are one owner."""
 
     def __init__(self, keys: Sequence[str]) -> None:
         self._digests = [_digest(key) for key in dict.fromkeys(keys)]
@@ -27,16 +27,16 @@ class Keys:
         return bool(self._digests)
 
     def owner(self, header: str | None) -> str:
-        """Return whose request has this Authorization ``header``. Raises Refused for a wrong key or none."""
+        """Return the owner of a request with this Authorization ``header``. Raises APIError for a wrong key or none."""
         if not self._digests:
             return "local"
         key = bearer(header)
         given, owner = _digest(key or ""), ""
-        for digest in self._digests:  # all of them: time does not tell which one
+        for digest in self._digests:  # all of them, so that timing reveals nothing
             if hmac.compare_digest(digest, given):
                 owner = digest[:16]
         if key is None or not owner:
-            raise Refused(401, "The key is wrong or missing: send 'Authorization: Bearer KEY'.", "invalid_api_key")
+            raise APIError(401, "The API key is wrong or missing; send 'Authorization: Bearer KEY'.", "invalid_api_key")
         return owner
 
 
@@ -54,11 +54,11 @@ def keys_given(path: str | None = None) -> list[str]:
     if path is None:
         return found
     lines = (re.split(r"(?:^|\s)#", line, maxsplit=1)[0].strip() for line in _read(Path(path)).splitlines())
-    own = [line for line in lines if line]
-    if not own:
-        raise UsageError(f"There is no key in '{path}': give one a line.")
-    _check(own, f"'{path}'")
-    return [*found, *own]
+    keys = [line for line in lines if line]
+    if not keys:
+        raise UsageError(f"The file '{path}' has no keys; write one a line.")
+    _check(keys, f"'{path}'")
+    return [*found, *keys]
 
 
 def kept_key() -> tuple[str, Path, bool]:
@@ -71,10 +71,10 @@ def kept_key() -> tuple[str, Path, bool]:
     except FileExistsError:
         path.chmod(0o600)
         if not (key := _read(path).strip()):
-            raise UsageError(f"There is no key in '{path}'; delete the file, and another one is made.") from None
+            raise UsageError(f"The file '{path}' has no key; delete it, and a new key is made.") from None
         return key, path, False
     except OSError as error:
-        raise UsageError(f"No key can be kept in '{path}': {(error.strerror or str(error)).lower()}.") from error
+        raise UsageError(f"A key cannot be saved in '{path}': {(error.strerror or str(error)).lower()}.") from error
     with os.fdopen(handle, "w", encoding="utf-8") as file:
         file.write(key + "\n")
     return key, path, True
@@ -85,18 +85,18 @@ def _check(keys: Sequence[str], where: str) -> None:
         if not (key.isascii() and key.isprintable()):
             raise UsageError(
                 f"Key {number} of {where} has characters that are not ASCII, which clients cannot send in a header; "
-                "take letters, digits and signs."
+                "use letters, digits and punctuation."
             )
         if " " in key:
-            raise UsageError(f"Key {number} of {where} has a space within; take letters, digits and signs.")
+            raise UsageError(f"Key {number} of {where} contains a space; use letters, digits and punctuation.")
 
 
 def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = (getattr(error, "strerror", None) or "it is no text").lower()
-        raise UsageError(f"The keys in '{path}' cannot be read: {reason}.") from error
+        reason = (getattr(error, "strerror", None) or "it is not text").lower()
+        raise UsageError(f"The key file '{path}' cannot be read: {reason}.") from error
 
 
 def _digest(key: str) -> str:

@@ -1,4 +1,4 @@
-"""The schema at ``/openapi.json``: what FastAPI knows of the routes, with the key and the errors that they have."""
+"""The schema at ``/openapi.json``: FastAPI's, with the key and the errors of each route."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
-from kvkeep.serve.http.body import LARGEST_BODY
-from kvkeep.serve.http.door import OPEN
+from kvkeep.serve.http.body import MAX_BODY_BYTES
+from kvkeep.serve.http.middleware import PUBLIC_PATHS
 
 ERRORS: dict[int | str, str] = {
-    400: "The request is wrong; param names the field.",
+    400: "The request is invalid; param names the field.",
     401: "The key is wrong or missing.",
-    404: "There is no such model, or no such session of this key.",
-    409: "The session is in use, or is of another model, tokenizer or version.",
-    413: f"The body is larger than {LARGEST_BODY // 10**6} MB.",
-    429: "As many answers of this key are under way as may be; ask again after Retry-After seconds.",
-    503: "Too many requests wait, or the server does not answer or is ending; ask again after Retry-After seconds.",
+    404: "The model does not exist, or the key has no such session.",
+    409: "The session is in use, or belongs to another model, tokenizer or version.",
+    413: f"The request body is larger than {MAX_BODY_BYTES // 10**6} MB.",
+    429: "The key has reached its limit of requests at once; retry after Retry-After seconds.",
+    503: "The queue is full, or the server is shutting down or does not respond; retry after Retry-After seconds.",
     "default": "Any other error, in the same form.",
 }
 
 
-class Fault(BaseModel):
-    """What is wrong: a sentence, the class and code of the error, and the field that it is of."""
+class ErrorDetail(BaseModel):
+    """The error: a sentence, OpenAI's type and code, and the field that is wrong."""
 
     message: str
     type: str
@@ -32,41 +32,41 @@ class Fault(BaseModel):
     code: str | None
 
 
-class Error(BaseModel):
-    """The body of every error."""
+class ErrorResponse(BaseModel):
+    """The body of every error response."""
 
-    error: Fault
-
-
-def errors(*statuses: int | str) -> dict[int | str, dict[str, Any]]:
-    """Return what a route says of its errors; 401, where a key is needed, is added for all of them."""
-    return {status: {"model": Error, "description": ERRORS[status]} for status in statuses}
+    error: ErrorDetail
 
 
-class Described(FastAPI):
-    """An application whose schema says what its requests answer."""
+def error_responses(*statuses: int | str) -> dict[int | str, dict[str, Any]]:
+    """Return the error responses of a route, as FastAPI takes them; 401 is added to all routes that need a key."""
+    return {status: {"model": ErrorResponse, "description": ERRORS[status]} for status in statuses}
+
+
+class DocumentedApp(FastAPI):
+    """An application with a complete schema."""
 
     def openapi(self) -> dict[str, Any]:
         """Return the schema."""
         if self.openapi_schema is None:
-            self.openapi_schema = _described(get_openapi(title=self.title, version=self.version, routes=self.routes))
+            self.openapi_schema = _completed(get_openapi(title=self.title, version=self.version, routes=self.routes))
         return self.openapi_schema
 
 
-def _described(found: dict[str, Any]) -> dict[str, Any]:
+def _completed(found: dict[str, Any]) -> dict[str, Any]:
     parts = found["components"]
-    for name in ("HTTPValidationError", "ValidationError"):  # FastAPI's own error, which no request gets
+    for name in ("HTTPValidationError", "ValidationError"):  # FastAPI's operation error, which no client gets
         parts["schemas"].pop(name, None)
     parts["securitySchemes"] = {
-        "key": {"type": "http", "scheme": "bearer", "description": "One of the server's keys; none where it has none."}
+        "key": {"type": "http", "scheme": "bearer", "description": "One of the server's keys, if it has any."}
     }
     for path, operations in found["paths"].items():
-        for own in operations.values():
-            own["summary"] = own.pop("description").partition(". ")[0].rstrip(".")
-            own["responses"].pop("422", None)
-            if path in OPEN:
-                own["responses"].pop("401")
+        for operation in operations.values():
+            operation["summary"] = operation.pop("description").partition(". ")[0].rstrip(".")
+            operation["responses"].pop("422", None)
+            if path in PUBLIC_PATHS:
+                operation["responses"].pop("401")
             else:
-                own["security"] = [{"key": []}]
-            own["responses"] = dict(sorted(own["responses"].items()))
+                operation["security"] = [{"key": []}]
+            operation["responses"] = dict(sorted(operation["responses"].items()))
     return found

@@ -1,4 +1,4 @@
-"""The pages at ``/`` and ``/docs``: a few files of this package, which load nothing from anywhere else."""
+"""The pages at ``/`` and ``/docs``: a few files of this package, which load nothing from another host."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from importlib import resources
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from kvkeep.serve.http.errors import Refused
+from kvkeep.serve.http.errors import APIError
 
 TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'"
 )
-"""What a browser lets the page do: its own files, its own server, and nothing else."""
+"""A browser lets the page load its own files, ask its own server, and nothing else."""
 HEADERS = {
     "Content-Security-Policy": POLICY,
     "X-Content-Type-Options": "nosniff",
@@ -25,7 +25,7 @@ HEADERS = {
 }
 
 
-def page() -> APIRouter:
+def page_routes() -> APIRouter:
     """Return the routes of the pages."""
     routes = APIRouter(include_in_schema=False)
     folder = resources.files("kvkeep.serve").joinpath("page")
@@ -34,19 +34,19 @@ def page() -> APIRouter:
 
     @routes.get("/")
     async def index(request: Request) -> Response:
-        """Return the page to talk to the model."""
+        """Return the chat page."""
         return await file(request, "index.html")
 
     @routes.get("/docs")
     async def documentation(request: Request) -> Response:
-        """Return the page that shows the schema of all requests."""
+        """Return the page that documents all requests."""
         return await file(request, "docs.html")
 
     @routes.get("/page/{name}")
     async def file(request: Request, name: str) -> Response:
         """Return a file of the page."""
         if name not in files:
-            raise Refused(404, f"The page has no file '{name}'.")
+            raise APIError(404, f"The page has no file '{name}'.")
         headers = {**HEADERS, "ETag": tags[name]}
         if request.headers.get("if-none-match") == tags[name]:
             return Response(status_code=304, headers=headers)

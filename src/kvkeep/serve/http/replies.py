@@ -1,4 +1,4 @@
-"""Events of the engine as OpenAI's objects, whole or as a stream of server-sent events."""
+"""Events of the engine as OpenAI's objects, complete or as a stream of server-sent events."""
 
 from __future__ import annotations
 
@@ -9,95 +9,100 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
-from kvkeep.serve.answer import Piece, Told
-from kvkeep.serve.http.asked import News
-from kvkeep.serve.http.errors import Refused, refused
-from kvkeep.serve.job import Ended
+from kvkeep.serve.answer import Piece, TokenLogprob
+from kvkeep.serve.http.engine_request import StreamEvent
+from kvkeep.serve.http.error_handlers import api_error
+from kvkeep.serve.http.errors import APIError
+from kvkeep.serve.job import Finished
 
 
 class Reply:
-    """One answer on its way. chat: of a conversation, else of a text. told: whether probabilities are. refuse: how an
-    error in mid-stream is told."""
+    """The reply to one request. chat: to a conversation, else to a text. logprobs: whether it has them. to_error: turns
+    an exception in mid-stream into an error."""
 
-    def __init__(self, model: str, chat: bool, told: bool, refuse: Callable[[Exception], Refused] = refused) -> None:
-        self.chat, self.told, self.refuse = chat, told, refuse
-        self._offset = 0  # characters of the text whose tokens are told
+    def __init__(
+        self, model: str, chat: bool, logprobs: bool, to_error: Callable[[Exception], APIError] = api_error
+    ) -> None:
+        self.chat, self.logprobs, self.to_error = chat, logprobs, to_error
+        self._offset = 0  # characters of the text whose tokens were sent
         kind = ("chatcmpl", "chat.completion") if chat else ("cmpl", "text_completion")
         self.head = {"id": f"{kind[0]}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self.kind = kind[1]
 
-    def whole(self, events: Sequence[News]) -> dict[str, Any]:
-        """Return the answer as one object. Raises the error that it ended by."""
+    def complete(self, events: Sequence[StreamEvent]) -> dict[str, Any]:
+        """Return the answer as one object. Raises the error that it ended with."""
         last = events[-1]
         if isinstance(last, Exception):
             raise last
-        assert isinstance(last, Ended)
-        told = [one for event in events if isinstance(event, Piece) for one in event.told]
+        assert isinstance(last, Finished)
+        tokens = [one for event in events if isinstance(event, Piece) for one in event.logprobs]
         body: dict[str, Any] = {"index": 0, "finish_reason": _reason(last)}
         body |= {"message": {"role": "assistant", "content": last.text}} if self.chat else {"text": last.text}
-        body["logprobs"] = self._logprobs(told) if self.told else None
+        body["logprobs"] = self._logprobs(tokens) if self.logprobs else None
         return self.head | {"object": self.kind, "choices": [body], "usage": usage(last)}
 
-    async def stream(self, events: AsyncIterator[News | None], with_usage: bool) -> AsyncIterator[str]:
-        """Yield the answer as server-sent events; an error is an object like any other, and None a comment."""
+    async def stream(self, events: AsyncIterator[StreamEvent | None], with_usage: bool) -> AsyncIterator[str]:
+        """Yield the answer as server-sent events: an error as an object, None as a comment."""
         if self.chat:
             yield self._chunk({"delta": {"role": "assistant", "content": ""}})
         async for event in events:
             if isinstance(event, Piece):
-                own: dict[str, Any] = {"delta": {"content": event.text}} if self.chat else {"text": event.text}
-                yield self._chunk(own | ({"logprobs": self._logprobs(event.told)} if self.told else {}))
-            elif isinstance(event, Ended):
+                fields: dict[str, Any] = {"delta": {"content": event.text}} if self.chat else {"text": event.text}
+                yield self._chunk(fields | ({"logprobs": self._logprobs(event.logprobs)} if self.logprobs else {}))
+            elif isinstance(event, Finished):
                 yield self._chunk({"delta": {}} if self.chat else {"text": ""}, _reason(event))
                 if with_usage:
                     yield _event(self.head | {"object": self._object, "choices": [], "usage": usage(event)})
             elif event is None:
                 yield ": the prompt is being read\n\n"
             else:
-                yield _event(self.refuse(event).body())
+                yield _event(self.to_error(event).body())
         yield "data: [DONE]\n\n"
 
     @property
     def _object(self) -> str:
         return self.kind + (".chunk" if self.chat else "")
 
-    def _chunk(self, own: dict[str, Any], reason: str | None = None) -> str:
-        return _event(self.head | {"object": self._object, "choices": [{"index": 0, **own, "finish_reason": reason}]})
+    def _chunk(self, fields: dict[str, Any], reason: str | None = None) -> str:
+        return _event(
+            self.head | {"object": self._object, "choices": [{"index": 0, **fields, "finish_reason": reason}]}
+        )
 
-    def _logprobs(self, told: Sequence[Told]) -> dict[str, Any]:
+    def _logprobs(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
         if self.chat:
-            return {"content": [_token(one.text, one.logprob) | _likeliest(one) for one in told]}
-        offsets = [*accumulate((len(one.text) for one in told), initial=self._offset)]
+            return {"content": [_token(one.text, one.logprob) | _top(one) for one in tokens]}
+        offsets = [*accumulate((len(one.text) for one in tokens), initial=self._offset)]
         self._offset = offsets[-1]
         return {
-            "tokens": [one.text for one in told],
-            "token_logprobs": [one.logprob for one in told],
-            "top_logprobs": [{text: value for _, text, value in one.likeliest} for one in told],
+            "tokens": [one.text for one in tokens],
+            "token_logprobs": [one.logprob for one in tokens],
+            "top_logprobs": [{text: value for _, text, value in one.top} for one in tokens],
             "text_offset": offsets[:-1],
         }
 
 
-def _likeliest(told: Told) -> dict[str, Any]:
-    return {"top_logprobs": [_token(text, value) for _, text, value in told.likeliest]}
+def _top(token: TokenLogprob) -> dict[str, Any]:
+    return {"top_logprobs": [_token(text, value) for _, text, value in token.top]}
 
 
 def _token(text: str, logprob: float) -> dict[str, Any]:
     return {"token": text, "logprob": logprob, "bytes": [*text.encode()]}
 
 
-def usage(ended: Ended) -> dict[str, Any]:
-    """Return the numbers of tokens, of the prompt those that were not read again."""
-    prompt = ended.cached + ended.read
+def usage(answer: Finished) -> dict[str, Any]:
+    """Return the numbers of tokens; cached ones were not read again."""
+    prompt = answer.cached + answer.read
     return {
         "prompt_tokens": prompt,
-        "completion_tokens": ended.written,
-        "total_tokens": prompt + ended.written,
-        "prompt_tokens_details": {"cached_tokens": ended.cached},
+        "completion_tokens": answer.written,
+        "total_tokens": prompt + answer.written,
+        "prompt_tokens_details": {"cached_tokens": answer.cached},
     }
 
 
-def _reason(ended: Ended) -> str:
+def _reason(answer: Finished) -> str:
     """Return how an answer ended; one that was cut off, by the time or by the server's end, did so by its length."""
-    return "stop" if ended.reason == "stop" else "length"
+    return "stop" if answer.reason == "stop" else "length"
 
 
 def _event(body: dict[str, Any]) -> str:

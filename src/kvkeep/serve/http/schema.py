@@ -1,4 +1,4 @@
-"""What requests may be: OpenAI's fields, and ``kvkeep``. A field that is not here is refused by its name."""
+"""Request bodies: OpenAI's fields, and ``kvkeep``. Any other field is an error that names it."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from kvkeep.serve.sampling import Sampling
 
 T = TypeVar("T")
 _SEED = 2**63
-DEFAULT_TOKENS = 1024
-"""Tokens of an answer where a request names no number; fewer where the model has no positions left."""
+DEFAULT_MAX_TOKENS = 1024
+"""``max_tokens`` of a request that has none; fewer if the model's context has less room."""
 
 
-def _whole(text: str) -> str:
-    """Return a text that can be sent and read. JSON's escapes can write half a character."""
+def _complete(text: str) -> str:
+    """Return a text of whole characters: JSON's escapes can write half of one."""
     if any("\ud800" <= one <= "\udfff" for one in text):
-        raise _wrong("it has half a character (a lone surrogate)")
+        raise _wrong("it contains half a character (a lone surrogate)")
     return text
 
 
@@ -37,52 +37,52 @@ def _wrong(reason: str) -> PydanticCustomError:
 
 
 def _empty(given: T) -> T:
-    """Return what is empty, and so asks for nothing."""
+    """Return an empty value, which asks for nothing."""
     if given:
-        raise PydanticCustomError("unsupported", "is not supported here")
+        raise PydanticCustomError("unsupported", "is not supported")
     return given
 
 
 def _one_prompt(given: Any) -> Any:
-    """Return the one prompt of a list, as clients send them."""
+    """Return the prompt of a list of one, as clients send it."""
     if not isinstance(given, list) or not given or not isinstance(given[0], str | list):
         return given
     if len(given) > 1:
-        raise _wrong(f"it is {len(given)} prompts; send one prompt at a time")
+        raise _wrong(f"it has {len(given)} prompts; send one prompt at a time")
     return given[0]
 
 
-def _ends(given: str) -> str:
+def _not_empty(given: str) -> str:
     if not given:
-        raise _wrong("an empty text ends nothing; leave it out")
+        raise _wrong("a stop string cannot be empty; leave it out")
     return given
 
 
-Text = Annotated[str, AfterValidator(_whole)]
-Stop = Annotated[Text, AfterValidator(_ends)]
+Text = Annotated[str, AfterValidator(_complete)]
+Stop = Annotated[Text, AfterValidator(_not_empty)]
 NoList = Annotated[list[Any], AfterValidator(_empty), Field(json_schema_extra={"maxItems": 0})]
 NoObject = Annotated[dict[str, Any], AfterValidator(_empty), Field(json_schema_extra={"maxProperties": 0})]
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, given: Any) -> Any:
-        """Take a field that is null as one that is not there, as clients send them."""
+        """Treat null as a missing field, as clients send it."""
         return {name: one for name, one in given.items() if one is not None} if isinstance(given, dict) else given
 
 
 class TextPart(_Strict):
-    """A part of a message: text; nothing else is understood."""
+    """A part of a message: text, and nothing else."""
 
     type: Literal["text"]
     text: Text
 
 
 class Message(_Strict):
-    """A message of a conversation. What an answer of OpenAI's has besides may be sent back where it is empty."""
+    """A message of a conversation. Further fields of OpenAI's answers may be sent back if they are empty."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Text | list[TextPart]
@@ -91,24 +91,27 @@ class Message(_Strict):
     annotations: NoList = []
 
     def plain(self) -> dict[str, str]:
-        """Return it as chat templates take it."""
+        """Return the message as chat templates take it."""
         text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
         return {"role": "system" if self.role == "developer" else self.role, "content": text}
 
 
 class StreamOptions(_Strict):
-    """What a stream has besides. include_usage: a last chunk with the numbers of tokens."""
+    """Options of a stream."""
 
     include_usage: bool = False
+    """Send a last chunk with the numbers of tokens."""
 
 
 class Extension(_Strict):
-    """What is kvkeep's own. session: the name of a conversation that goes on. method, budget: of its cache, if it is
-    new."""
+    """Options of kvkeep."""
 
     session: Annotated[Text, Field(min_length=1, max_length=200)] | None = None
+    """The name of the conversation, whose cache is kept for the next request."""
     method: Annotated[Text, Field(min_length=1, max_length=200)] | None = None
+    """The method of a new conversation's cache."""
     budget: Text | int | None = None
+    """The budget of a new conversation's cache."""
 
 
 class TextFormat(_Strict):
@@ -117,8 +120,8 @@ class TextFormat(_Strict):
     type: Literal["text"]
 
 
-class _Idle(_Strict):
-    """Fields that clients send and that change nothing at these values; any other value is refused."""
+class _Ignored(_Strict):
+    """Fields that clients send and that have no effect at these values; any other value is an error."""
 
     store: Annotated[bool, AfterValidator(_empty), Field(json_schema_extra={"const": False})] = False
     metadata: NoObject = {}
@@ -126,7 +129,7 @@ class _Idle(_Strict):
     service_tier: Literal["auto", "default"] = "auto"
 
 
-class _Common(_Idle):
+class _Common(_Ignored):
     model: Text
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
@@ -148,7 +151,7 @@ class _Common(_Idle):
     @classmethod
     def _of_a_stream(cls, given: StreamOptions, known: ValidationInfo) -> StreamOptions:
         if known.data.get("stream") is False:
-            raise _wrong("there is no stream; add 'stream', or leave it out")
+            raise _wrong("it needs 'stream': true; add that, or leave it out")
         return given
 
     @property
@@ -156,19 +159,19 @@ class _Common(_Idle):
         """Whether a stream ends with a chunk of usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def ask(self, prompt: list[int], most: int, likeliest: int | None) -> Ask:
-        """Return what the engine is asked for."""
+    def ask(self, prompt: list[int], max_tokens: int, top_logprobs: int | None) -> Ask:
+        """Return the request to the engine."""
         sampling = Sampling(
             self.temperature, self.top_p, self.top_k, self.min_p,
             self.repetition_penalty, self.presence_penalty, self.frequency_penalty, self.seed,
         )  # fmt: skip
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return Ask(prompt, most, sampling, stops, likeliest)
+        return Ask(prompt, max_tokens, sampling, stops, top_logprobs)
 
     def cache(self) -> dict[str, Any]:
-        """Return method and budget where they are named."""
-        own = {"method": self.kvkeep.method, "budget": self.kvkeep.budget}
-        return {name: one for name, one in own.items() if one is not None}
+        """Return method and budget, if the request names them."""
+        options = {"method": self.kvkeep.method, "budget": self.kvkeep.budget}
+        return {name: one for name, one in options.items() if one is not None}
 
 
 class ChatRequest(_Common):
@@ -197,7 +200,7 @@ class ChatRequest(_Common):
     @classmethod
     def _one_number(cls, given: int, known: ValidationInfo) -> int:
         if known.data.get("max_tokens") is not None:
-            raise _wrong("there is 'max_tokens' for the same; leave one out")
+            raise _wrong("'max_tokens' means the same; leave one of them out")
         return given
 
     @field_validator("continue_final_message")
@@ -205,24 +208,24 @@ class ChatRequest(_Common):
     def _of_an_answer(cls, given: bool, known: ValidationInfo) -> bool:
         messages = known.data.get("messages", [])
         if given and messages and (len(messages) < 2 or messages[-1].role != "assistant"):
-            raise _wrong("the last message is no answer to one before it")
+            raise _wrong("the last message has to be an answer (role 'assistant') to an earlier one")
         return given
 
     @field_validator("top_logprobs")
     @classmethod
     def _of_probabilities(cls, given: int, known: ValidationInfo) -> int:
         if given and known.data.get("logprobs") is False:
-            raise _wrong("no probabilities are told; add 'logprobs', or leave it out")
+            raise _wrong("it needs 'logprobs': true; add that, or leave it out")
         return given
 
     @property
-    def likeliest(self) -> int | None:
-        """How many of the likeliest tokens are told; None: no probabilities."""
+    def logprob_count(self) -> int | None:
+        """How many of the likeliest tokens are reported beside each; None: no log-probabilities."""
         return self.top_logprobs if self.logprobs else None
 
     @property
-    def most(self) -> int | None:
-        """The tokens that the answer may have."""
+    def token_limit(self) -> int | None:
+        """How many tokens the answer may have, if the request says."""
         return self.max_completion_tokens or self.max_tokens
 
 
@@ -247,17 +250,17 @@ class TextRequest(_Common):
     @classmethod
     def _without_prompt(cls, given: bool) -> bool:
         if given:
-            raise _wrong("the prompt is never sent back")
+            raise _wrong("the prompt is never sent back; leave it out")
         return given
 
     @property
-    def likeliest(self) -> int | None:
-        """How many of the likeliest tokens are told; None: no probabilities."""
+    def logprob_count(self) -> int | None:
+        """How many of the likeliest tokens are reported beside each; None: no log-probabilities."""
         return self.logprobs
 
     @property
-    def most(self) -> int | None:
-        """The tokens that the answer may have."""
+    def token_limit(self) -> int | None:
+        """How many tokens the answer may have, if the request says."""
         return self.max_tokens
 
 
@@ -272,7 +275,7 @@ class TokenizeRequest(_Strict):
 
     @field_validator("messages")
     @classmethod
-    def _alone(cls, given: list[Message] | None, known: ValidationInfo) -> list[Message] | None:
+    def _one_of_both(cls, given: list[Message] | None, known: ValidationInfo) -> list[Message] | None:
         if given is not None and known.data.get("prompt") is not None:
-            raise _wrong("there is a 'prompt', too; leave one out")
+            raise _wrong("there is a 'prompt', too; leave one of them out")
         return given

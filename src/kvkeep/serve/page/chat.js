@@ -1,17 +1,19 @@
+// The chat page: conversations, their answers, and the panel of what the model remembers.
+
 import { get, remove as removed, Refused, setKey, stream } from "./api.js";
-import { by, make } from "./dom.js";
-import { render } from "./markdown.js";
-import { bar, bytes, number, said, show } from "./memory.js";
+import { attach, attached, withFiles } from "./attachments.js";
+import { by, download, make } from "./dom.js";
+import { after, content, CUT, editor, element, exported, written } from "./messages.js";
+import { bytes, number, show } from "./memory.js";
+import { fill, settings, showSettings } from "./settings.js";
 import { begin, keep, remove, reread, talks, title } from "./talks.js";
 
-const BUDGETS = "A budget is entries of each layer (512), bytes (64MB) or a share of the text (25%).";
-const HERE = "kvkeep.here", DRAFT = "kvkeep.draft";  // of this tab: the conversation that is open, and what is not sent
-const CUT = "cut off at its length";
-const LOOK_MS = 1000, SERVER_MS = 5000, COLUMNS = 320;
+const HERE = "kvkeep.here", DRAFT = "kvkeep.draft";  // of this tab: the open conversation, and the text that is not sent
+const FIRST_LOOK_MS = 400, LOOK_MS = 1000, SERVER_MS = 5000, COLUMNS = 320;
 
 let here = null;                // the conversation that is shown; null: a new one
-let model = "", methods = [];
-const running = new Map();      // conversations that are being answered: id to { control, draw }
+let model = "";
+const running = new Map();      // conversations that are being answered: id to { control, message, reading, draw }
 
 // -- coming in --------------------------------------------------------------------------------------------
 
@@ -19,8 +21,7 @@ async function come() {
   try {
     const found = await get("/v1/methods");
     model = (await get("/v1/models")).data[0].id;
-    methods = found.data;
-    fillMethods(found.default);
+    fill(found.data, found.default);
     by("prompt").value ||= sessionStorage.getItem(DRAFT) ?? "";
     const last = location.hash.slice(1) || sessionStorage.getItem(HERE);
     open(talks.find((talk) => talk.id === last) ?? null);
@@ -33,20 +34,20 @@ async function come() {
 }
 
 function askKey() {
-  const dialog = by("door");
-  by("door-wrong").hidden = !sessionStorage.getItem("kvkeep.key");
+  const dialog = by("key-dialog");
+  by("key-wrong").hidden = !sessionStorage.getItem("kvkeep.key");
   if (!dialog.open) dialog.showModal();
 }
-by("door").addEventListener("cancel", (event) => event.preventDefault());
-by("door-form").addEventListener("submit", (event) => {
+by("key-dialog").addEventListener("cancel", (event) => event.preventDefault());
+by("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
   setKey(by("key").value.trim());
   by("key").value = "";
-  by("door").close();
+  by("key-dialog").close();
   come();
 });
 
-/** Say what went wrong, and offer to do it again. A key that is not taken any more is asked for. */
+/** Say what went wrong, and offer to do it again. */
 function notice(text, again) {
   const box = by("notice");
   box.hidden = !text;
@@ -58,36 +59,6 @@ function notice(text, again) {
     box.append(button);
   }
 }
-
-// -- method and budget ------------------------------------------------------------------------------------
-
-function fillMethods(standard) {
-  const select = by("method"), groups = new Map();
-  select.replaceChildren();
-  for (const method of methods) {
-    if (!groups.has(method.exactness)) {
-      const group = make("optgroup");
-      group.label = { exact: "exact: forgets nothing", reversible: "reversible: can look again", lossy: "lossy: forgets" }[method.exactness] ?? method.exactness;
-      groups.set(method.exactness, group);
-    }
-    const option = make("option", "", method.name);
-    option.value = method.name;
-    groups.get(method.exactness).append(option);
-  }
-  select.append(...groups.values());
-  select.value = standard.method;
-  by("budget").value = standard.budget ?? "";
-  aboutMethod();
-}
-function aboutMethod() {
-  const method = methods.find((one) => one.name === by("method").value);
-  by("about-method").textContent = method?.summary ?? "";
-  by("budget").disabled = !method?.budgeted;
-  by("about-budget").textContent = method?.budgeted ? BUDGETS : "It keeps everything, and has no budget.";
-  if (!method?.budgeted) by("budget").value = "";
-  else if (!by("budget").value) by("budget").value = "512";
-}
-by("method").addEventListener("change", aboutMethod);
 
 // -- the list ---------------------------------------------------------------------------------------------
 
@@ -122,7 +93,9 @@ function open(talk) {
   by("title").textContent = talk?.title || "New conversation";
   by("kind").textContent = talk ? [talk.method, talk.budget && `budget ${talk.budget}`].filter(Boolean).join(", ") : model;
   document.title = talk?.title ? `${talk.title} \u00b7 kvkeep` : "kvkeep";
-  by("messages").replaceChildren(...(talk?.messages ?? []).map((message) => element(message, talk)));
+  showSettings(talk);
+  toggleSettings(talk === null);
+  messages(talk);
   const last = talk && !running.has(talk.id) && talk.messages.at(-1);
   if (last?.role === "user") notice("This message has no answer.", () => answer(talk));
   else if (last?.ended === "broke off") notice("The answer broke off.", () => anew(talk));
@@ -137,42 +110,34 @@ function open(talk) {
 
 // -- messages ---------------------------------------------------------------------------------------------
 
-function element(message, talk) {
-  const box = make("article", `message ${message.role}`), body = make("div", "body");
-  box.setAttribute("aria-label", message.role === "user" ? "You" : "Answer");
-  if (message.role === "user") body.textContent = message.content;
-  else body.replaceChildren(...render(message.content));
-  box.append(body);
-  if (message.role === "assistant") box.append(after(message));
-  if (running.get(talk.id)?.message === message) draws(talk, box);
-  return box;
+const actions = {
+  memory: () => remember(true),
+  regenerate: (talk) => { if (!running.has(talk.id)) anew(talk); },
+  proceed: (talk) => { if (!running.has(talk.id)) answer(talk, true); },
+  edit: (message, talk, box) => {
+    if (running.has(talk.id)) return;
+    editor(box, message, (text) => {
+      message.content = text;
+      talk.messages.splice(talk.messages.indexOf(message) + 1);
+      if (talk.messages.length === 1) talk.title = title(text);
+      keep();
+      open(talk);
+      answer(talk);
+    });
+  },
+};
+
+/** Show the messages of a conversation. */
+function messages(talk) {
+  const texts = [...(talk?.system ? [{ role: "system", content: talk.system }] : []), ...(talk?.messages ?? [])];
+  by("messages").replaceChildren(...texts.map((message) => shown(message, talk)));
 }
 
-/** What an answer cost, and what its cache holds now. */
-function after(message) {
-  const line = make("div", "after"), { usage, seconds, held, ended } = message;
-  if (held) {
-    const button = make("button", "holds"), part = make("span", "bar");
-    button.type = "button";
-    button.title = "Show what it remembers";
-    part.append(...bar(held.entries));
-    button.append(part, make("span", "", `${said(held.entries, held.where)} (${bytes(held.bytes)})`));
-    button.addEventListener("click", () => remember(true));
-    line.append(button);
-  }
-  if (usage) {
-    const cached = usage.prompt_tokens_details?.cached_tokens ?? 0;
-    const speed = seconds > 0 && usage.completion_tokens > 1 ? `, ${(usage.completion_tokens / seconds).toFixed(0)} a second` : "";
-    line.append(make("span", "", `${number(usage.completion_tokens)} tokens${speed}; read ${number(usage.prompt_tokens - cached)}, knew ${number(cached)}`));
-  }
-  if (ended) line.append(make("span", "", ended));
-  if (ended === CUT && here?.messages.at(-1) === message) {
-    const button = make("button", "more", "Continue"), talk = here;
-    button.type = "button";
-    button.addEventListener("click", () => { if (!running.has(talk.id) && talk.messages.at(-1) === message) answer(talk, true); });
-    line.append(button);
-  }
-  return line;
+function shown(message, talk) {
+  const run = running.get(talk.id), own = run?.message === message ? run : null;
+  const box = element(message, talk, actions, own);
+  if (own) draws(talk, box);
+  return box;
 }
 
 /** Let a running answer be drawn into ``box``, once a frame at most. */
@@ -184,41 +149,49 @@ function draws(talk, box) {
     due = true;
     requestAnimationFrame(() => {
       due = false;
-      const log = by("log"), follows = log.scrollHeight - log.scrollTop - log.clientHeight < 60;
-      body.replaceChildren(...render(run.message.content));
-      box.classList.toggle("waiting", running.get(talk.id) === run);
-      box.querySelector(".after").replaceWith(after(run.message));
+      const log = by("log"), follows = log.scrollHeight - log.scrollTop - log.clientHeight < 60, now = running.get(talk.id) === run;
+      body.replaceChildren(...content(run.message, now ? run : null));
+      box.classList.toggle("waiting", now);
+      box.querySelector(".after").replaceWith(after(run.message, talk, actions, now ? run : null));
       if (follows) log.scrollTop = log.scrollHeight;
     });
   };
   run.draw();
 }
 
-/** Write the last answer once more. */
+/** Answer the last message once more. */
 function anew(talk) {
   talk.messages.pop();
   open(talk);
   answer(talk);
 }
 
-/** Let the model answer; more: go on with the last answer. */
+function request(talk, more) {
+  const messages = talk.messages.map((message) => ({ role: message.role, content: withFiles(message) }));
+  if (talk.system) messages.unshift({ role: "system", content: talk.system });
+  return {
+    model, messages, stream: true, stream_options: { include_usage: true }, temperature: talk.temperature ?? 0.7, continue_final_message: more,
+    ...(talk.length && { max_tokens: talk.length }),
+    kvkeep: { session: talk.id, ...(talk.method && { method: talk.method }), ...(talk.budget && { budget: talk.budget }) },
+  };
+}
+
+/** Let the model answer; more: continue the last answer. */
 async function answer(talk, more = false) {
-  const message = more ? talk.messages.at(-1) : { role: "assistant", content: "" }, before = message.content, run = { control: new AbortController(), message, draw: () => {} };
-  const messages = talk.messages.map(({ role, content }) => ({ role, content }));
+  const message = more ? talk.messages.at(-1) : { role: "assistant", content: "" }, before = message.content;
+  const run = { control: new AbortController(), message, reading: null, draw: () => {} }, body = request(talk, more);
   running.set(talk.id, run);
   if (!more) talk.messages.push(message);
   message.running = true;
   delete message.ended;
   notice("");
   if (talk === here) {
-    if (more) by("messages").lastElementChild.remove();
-    by("messages").append(element(message, talk));
+    messages(talk);
+    by("log").scrollTop = by("log").scrollHeight;
   }
   buttons();
   list();
   looking(talk);
-  const own = { session: talk.id, ...(talk.method && { method: talk.method }), ...(talk.budget && { budget: talk.budget }) };
-  const body = { model, messages, stream: true, stream_options: { include_usage: true }, temperature: talk.temperature ?? 0.7, continue_final_message: more, kvkeep: own };
   let first = 0, wrong = null;
   try {
     for await (const event of stream(body, run.control.signal)) {
@@ -241,10 +214,10 @@ async function answer(talk, more = false) {
   if (!message.content && (wrong || message.ended === "stopped")) talk.messages.splice(talk.messages.indexOf(message), 1);
   else if (wrong) message.ended = more && message.content === before ? CUT : "broke off";
   if (!talks.includes(talk)) return;  // it was deleted meanwhile
-  if (!keep()) notice("This browser has no room left for texts: delete a conversation.");
-  if (wrong?.status === 400 && talk.messages.length === 1) {  // as by a budget that is none: it has not begun
+  if (!keep()) notice("This browser has no space left for texts; delete a conversation.");
+  if (wrong?.status === 400 && talk.messages.length === 1) {  // as by a wrong budget: it has not begun
     remove(talk);
-    if (talk === here) again(talk.messages[0].content, wrong.message);
+    if (talk === here) again(talk, wrong.message);
     list();
     return;
   }
@@ -263,10 +236,14 @@ async function answer(talk, more = false) {
   server();
 }
 
-/** Back to where a conversation begins, with what was written. */
-function again(text, why) {
+/** Back to where a conversation begins, with what was written and chosen. */
+function again(talk, why) {
+  const [message] = talk.messages;
   open(null);
-  by("prompt").value = text;
+  for (const name of ["method", "system"]) by(name).value = talk[name];
+  by("method").dispatchEvent(new Event("change"));
+  by("prompt").value = message.content;
+  attach((message.files ?? []).map(({ name, text }) => new File([text], name)));
   grow();
   buttons();
   notice(why);
@@ -274,14 +251,16 @@ function again(text, why) {
 
 // -- what it remembers ------------------------------------------------------------------------------------
 
-/** Ask what a conversation's cache holds; show it if it is open, and note it beside an answer. */
+/** Ask what a conversation's cache holds: how far its prompt is read, what to note beside an answer, and to show. */
 async function look(texts = false, talk = here, message = null) {
   if (!talk) return;
-  const shown = !by("memory").hidden && talk === here;
-  if (!shown && !message) return;
+  const panel = !by("memory").hidden && talk === here;
+  if (!panel && !message) return;
   try {
-    const found = await get(`/v1/sessions/${talk.id}/cache?columns=${COLUMNS}${texts && shown ? "&texts=true" : ""}`);
-    if (message) {
+    const found = await get(`/v1/sessions/${talk.id}/cache?columns=${COLUMNS}${texts && panel ? "&texts=true" : ""}`);
+    const run = running.get(talk.id);
+    if (run) run.reading = found.prompt === null ? null : found;
+    if (message && found.prompt === null) {
       const memory = Object.entries(found.bytes).filter(([kind]) => kind !== "checkpoint_disk").reduce((sum, [, count]) => sum + count, 0);
       message.held = { entries: found.entries, bytes: memory, where: found.where };
     }
@@ -292,8 +271,8 @@ async function look(texts = false, talk = here, message = null) {
 }
 
 async function looking(talk) {
-  while (running.has(talk.id)) {
-    await new Promise((done) => setTimeout(done, LOOK_MS));
+  for (let wait = FIRST_LOOK_MS; running.has(talk.id); wait = LOOK_MS) {
+    await new Promise((done) => setTimeout(done, wait));
     const run = running.get(talk.id);
     if (!run || document.visibilityState !== "visible") continue;
     await look(false, talk, run.message);
@@ -325,7 +304,8 @@ function buttons() {
   const busy = here !== null && running.has(here.id);
   by("stop").hidden = !busy;
   by("send").hidden = busy;
-  by("send").disabled = !by("prompt").value.trim() || !model;
+  by("send").disabled = !(by("prompt").value.trim() || attached().length) || !model;
+  by("export").hidden = by("settings-open").hidden = here === null;
 }
 /** Keep what is written so far of answers that break off when the page goes. */
 const keepRunning = () => { if (running.size) keep(); };
@@ -339,24 +319,35 @@ function grow() {
 }
 
 function send() {
-  const text = by("prompt").value.trim();
-  if (!text || !model || (here && running.has(here.id))) return;
+  if (by("send").disabled || (here && running.has(here.id))) return;
   notice("");
+  const message = written();
   if (!here) {
-    const settings = { method: by("method").value, budget: by("budget").value.trim(), temperature: Number(by("temperature").value) };
-    const talk = begin(settings);
-    talk.title = title(text);
+    const talk = begin(settings());
+    talk.title = title(message.content || message.files[0].name);
     open(talk);
   }
-  document.querySelector(".more")?.remove();
-  const message = { role: "user", content: text };
   here.messages.push(message);
-  by("messages").append(element(message, here));
-  by("prompt").value = "";
   grow();
   keep();
   answer(here);
-  by("log").scrollTop = by("log").scrollHeight;
+}
+
+async function attachAll(files) {
+  const why = await attach(files);
+  if (why) notice(why);
+  by("prompt").focus();
+}
+
+function stop() {
+  running.get(here?.id)?.control.abort();
+  by("prompt").focus();
+}
+
+/** Show the settings, or not. */
+function toggleSettings(shown) {
+  by("settings").hidden = !shown;
+  by("settings-open").setAttribute("aria-expanded", String(shown));
 }
 
 by("composer").addEventListener("submit", (event) => { event.preventDefault(); send(); });
@@ -364,7 +355,26 @@ by("prompt").addEventListener("input", () => { grow(); buttons(); });
 by("prompt").addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); send(); }
 });
-by("stop").addEventListener("click", () => { running.get(here?.id)?.control.abort(); by("prompt").focus(); });
+by("stop").addEventListener("click", stop);
+by("attach").addEventListener("click", () => by("chosen").click());
+by("chosen").addEventListener("change", async () => { await attachAll([...by("chosen").files]); by("chosen").value = ""; });
+by("main").addEventListener("dragover", (event) => { if (event.dataTransfer.types.includes("Files")) event.preventDefault(); });
+by("main").addEventListener("drop", (event) => {
+  if (!event.dataTransfer.files.length) return;
+  event.preventDefault();
+  attachAll([...event.dataTransfer.files]);
+});
+by("export").addEventListener("click", () => download(`${here.title.replace(/[^\p{L}\p{N}]+/gu, "-").slice(0, 40)}.md`, exported(here)));
+by("settings-open").addEventListener("click", () => {
+  toggleSettings(by("settings").hidden);
+  if (!by("settings").hidden) by("log").scrollTop = 0;
+});
+for (const name of ["temperature", "length"]) by(name).addEventListener("change", () => {
+  if (!here) return;
+  const { temperature, length } = settings();
+  Object.assign(here, { temperature, length });
+  keep();
+});
 by("new").addEventListener("click", () => open(null));
 
 function sideways(shown) {
@@ -380,6 +390,7 @@ by("memory-close").addEventListener("click", () => remember(false));
 document.addEventListener("keydown", (event) => {
   if (event.key !== "Escape") return;
   if (by("side").classList.contains("shown")) { sideways(false); by("side-open").focus(); }
+  else if (here && running.has(here.id)) stop();
   else if (!by("memory").hidden) remember(false);
 });
 addEventListener("storage", (event) => {  // another tab wrote

@@ -14,7 +14,7 @@ const percent = (part, whole) => whole ? `${(100 * part / whole).toFixed(part &&
 const ORDER = ["resident", "quantised", "merged", "sketched", "checkpointed", "dropped"];
 export const named = (state, where) => ({
   resident: "in memory", quantised: "in fewer bits", merged: "merged into others", sketched: "in a summary",
-  checkpointed: where === "disk" ? "on disk" : "kept aside", dropped: "departed",
+  checkpointed: where === "disk" ? "on disk" : "kept aside", dropped: "forgotten",
 })[state] ?? state;
 
 /** The parts of a stacked bar. entries: how many entries are in each state. */
@@ -103,8 +103,9 @@ function words(found) {
     const same = found.texts.slice(0, texts.length).every((text, at) => text === texts[at]);
     if (!same) { spans = []; box.replaceChildren(); }
     texts = found.texts;
+    const special = new Set(found.special);
     while (spans.length < texts.length) {
-      const span = make("span", "t", texts[spans.length]);
+      const span = make("span", "t", special.has(spans.length) ? "" : texts[spans.length]);
       spans.push(span);
       box.append(span);
     }

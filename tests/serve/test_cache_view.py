@@ -8,11 +8,14 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from answering import Client, small, text
 from conftest import tokenizer
 from running import BODY, KEYS, bearer, held, post, serving
 
 from kvkeep.contracts.entries import EntryState
 from kvkeep.decode.prompt import encode
+from kvkeep.serve.cache_view import cache_view
+from kvkeep.serve.engine import Engine
 
 COLUMNS = 7
 
@@ -22,7 +25,7 @@ def get(address: str, path: str, key: str = KEYS[0]) -> httpx.Response:
 
 
 @pytest.mark.parametrize(("method", "budget"), [("h2o", 24), ("kv-direct", 24), ("revive", 40), ("full", None)])
-def test_a_picture_is_what_the_cache_says(method: str, budget: int | None) -> None:
+def test_a_view_is_what_the_cache_says(method: str, budget: int | None) -> None:
     with serving() as (address, engine):
         own = {"session": "my.talk", "method": method} | ({} if budget is None else {"budget": budget})
         messages = [{"role": "user", "content": "the river and the stone " * 8}]
@@ -34,7 +37,9 @@ def test_a_picture_is_what_the_cache_says(method: str, budget: int | None) -> No
         states = torch.cat([layer[0] for layer in cache.entry_states()])  # (lanes, tokens)
         tokens, heads = states.shape[1], states.shape[0] // found["layers"]
         assert (found["tokens"], found["columns"], found["method"]) == (tokens, COLUMNS, method)
-        assert found["budget"] == budget and not found["running"]
+        assert found["budget"] == budget and not found["running"] and found["prompt"] is None
+        special = {*tokenizer().all_special_ids}
+        assert found["special"] == [place for place, one in enumerate(session.past.ids) if one in special]
         assert len(found["texts"]) == tokens and "".join(found["texts"]) == tokenizer().decode(session.past.ids)
         assert session.past.ids[: len(encode(tokenizer(), messages))] == encode(tokenizer(), messages)
         for state, packed in found["map"].items():
@@ -59,7 +64,7 @@ def test_a_picture_is_what_the_cache_says(method: str, budget: int | None) -> No
 
 
 def test_methods_are_listed_and_a_busy_engine_keeps_nobody_waiting_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvkeep.serve.http import looking
+    from kvkeep.serve.http import inspection
 
     with serving() as (address, engine):
         found = get(address, "/v1/methods").json()
@@ -70,9 +75,23 @@ def test_methods_are_listed_and_a_busy_engine_keeps_nobody_waiting_for_ever(monk
             budget = {"budget": "25%"} if own["budgeted"] else {}
             answer = post(address, {**BODY, "max_tokens": 1, "kvkeep": {"method": name, **budget}})
             assert answer.status_code == 200, (name, answer.text)
-        monkeypatch.setattr(looking, "PATIENCE_S", 0.1)
+        monkeypatch.setattr(inspection, "ENGINE_TIMEOUT_S", 0.1)
         with held(engine):
             assert get(address, "/v1/memory").status_code == 503
         assert get(address, "/v1/memory").status_code == 200
         assert get(address, "/v1/sessions/none/cache").status_code == 404
         assert get(address, "/v1/sessions/none/cache?columns=0").status_code == 400
+
+
+def test_while_a_prompt_is_read_it_says_how_far() -> None:
+    engine, ids = Engine(small(), 10**9), text(60, 1)
+    client = Client(engine, ids, name=("me", "talk"), method="h2o", budget=24, chunk=16)
+    read = []
+    while not client.done:
+        engine.step()
+        if (view := cache_view(engine, ("me", "talk"))) is not None and view.prompt is not None:
+            read.append(len(view.ids))
+            assert view.prompt == 60 and view.running
+    assert len(read) == 3 and read == sorted({*read}) and read[-1] < 60
+    view = cache_view(engine, ("me", "talk"))
+    assert view is not None and view.prompt is None and not view.running

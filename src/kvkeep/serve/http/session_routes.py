@@ -1,4 +1,4 @@
-"""Routes of sessions: an owner's list of them, the facts of one, and its end."""
+"""Routes of sessions: list them, describe one, delete one."""
 
 from __future__ import annotations
 
@@ -12,24 +12,23 @@ from fastapi import APIRouter, Request
 from kvkeep.decode.session_store import UNSAVED, SessionInfo, SessionStore
 from kvkeep.errors import SessionError, UsageError
 from kvkeep.serve.engine import Engine
-from kvkeep.serve.http.errors import Refused
-from kvkeep.serve.http.openapi import errors
-from kvkeep.serve.sessions import Sessions
+from kvkeep.serve.http.errors import APIError
+from kvkeep.serve.http.openapi import error_responses
+from kvkeep.serve.session import check_name
 
 
-def sessions_of(engine: Engine) -> APIRouter:
+def session_routes(engine: Engine) -> APIRouter:
     """Return the routes of an engine's sessions."""
-    routes, sessions = APIRouter(prefix="/v1/sessions"), engine.sessions
+    routes, pool, files = APIRouter(prefix="/v1/sessions"), engine.sessions, engine.sessions.files
 
     async def known(owner: str, name: str | None = None) -> dict[str, dict[str, Any]]:
         """Return the facts of an owner's sessions by name, or of one of them at least."""
-        files = await asyncio.to_thread(_files, sessions.store, owner, name)
-        shared = sessions.store is not None and sessions.store.shared
-        marks = {_name(info): info.mark for info in files} if shared else None
-        found = {_name(info): _facts(info) for info in files}
-        for one, own in (await asyncio.wrap_future(engine.call(lambda: sessions.facts(owner, name, marks)))).items():
-            if one in found or "state" in own:
-                found[one] = found.get(one, {"name": one, "object": "session", "bytes": 0}) | own
+        saved = await asyncio.to_thread(_saved, files.store, owner, name)
+        marks = {_name(info): info.mark for info in saved} if files.shared else None
+        found = {_name(info): _facts(info) for info in saved}
+        for one, facts in (await asyncio.wrap_future(engine.call(lambda: pool.facts(owner, name, marks)))).items():
+            if one in found or "state" in facts:
+                found[one] = found.get(one, {"name": one, "object": "session", "bytes": 0}) | facts
         return found
 
     @routes.get("")
@@ -38,45 +37,45 @@ def sessions_of(engine: Engine) -> APIRouter:
         found = [*(await known(request.state.owner)).values()]
         return {"object": "list", "data": sorted(found, key=lambda facts: (-facts["used"], facts["name"]))}
 
-    @routes.get("/{name}", responses=errors(404))
+    @routes.get("/{name}", responses=error_responses(404))
     async def one(request: Request, name: str) -> Any:
-        """Tell what is known of a session."""
+        """Describe a session."""
         found = (await known(request.state.owner, name)).get(name)
         if found is None:
             raise _unknown(name)
         return found
 
-    @routes.delete("/{name}", responses=errors(404, 409))
+    @routes.delete("/{name}", responses=error_responses(404, 409))
     async def remove(request: Request, name: str) -> Any:
-        """Remove a session, from memory and disk; one that answers is refused."""
-        own = (request.state.owner, name)
+        """Delete a session, from memory and disk. One that is answering is a 409."""
+        key = (request.state.owner, name)
         try:
-            Sessions.check_name(own)
+            check_name(key)
         except UsageError:
             raise _unknown(name) from None
-        if name not in await known(*own):
+        if name not in await known(*key):
             raise _unknown(name)
-        await asyncio.wrap_future(engine.call(lambda: sessions.drop(own)))
-        if sessions.store is not None:
+        await asyncio.wrap_future(engine.call(lambda: pool.drop(key)))
+        if files.store is not None:
             try:
-                await asyncio.to_thread(sessions.by_name, own, partial(sessions.store.remove, "/".join(own)))
+                await asyncio.to_thread(files.naming_session, key, partial(files.store.remove, "/".join(key)))
             except SessionError:
-                if await asyncio.to_thread(_files, sessions.store, *own):  # else it has none, or another was first
+                if await asyncio.to_thread(_saved, files.store, *key):  # else it has none, or was already deleted
                     raise
         return {"name": name, "object": "session", "deleted": True}
 
     return routes
 
 
-def _unknown(name: str) -> Refused:
-    return Refused(404, f"There is no session '{name}' of this key.", "session_not_found")
+def _unknown(name: str) -> APIError:
+    return APIError(404, f"This key has no session '{name}'.", "session_not_found")
 
 
 def _name(info: SessionInfo) -> str:
     return info.name.rpartition("/")[2]
 
 
-def _files(store: SessionStore | None, owner: str, name: str | None) -> list[SessionInfo]:
+def _saved(store: SessionStore | None, owner: str, name: str | None) -> list[SessionInfo]:
     """Return what is known of an owner's files, or of one."""
     if store is None:
         return []

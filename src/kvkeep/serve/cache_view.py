@@ -1,4 +1,4 @@
-"""Looking at an engine's caches between two steps, in its own thread: what they hold, and what they remember."""
+"""What an engine's caches hold, and what became of each token: read between two steps, in the engine's thread."""
 
 from __future__ import annotations
 
@@ -9,22 +9,24 @@ from torch import Tensor
 
 from kvkeep.cache import KeepCache
 from kvkeep.contracts.entries import EntryState
-from kvkeep.serve.arbiter import shared
+from kvkeep.serve.arbiter import shared_parts
 from kvkeep.serve.engine import Engine
-from kvkeep.serve.sessions import Name, Session
+from kvkeep.serve.session import Name
 
 KINDS = ("resident", "compressed", "bookkeeping", "checkpoint_device", "checkpoint_host", "checkpoint_disk")
-"""What bytes of a cache are for; those on disk are no memory."""
+"""What the bytes of a cache are for; those on disk are not memory."""
 
 
 @dataclass(frozen=True)
-class Held:
-    """Bytes of all caches, what several hold counted once. kinds: by kind, also those on disk. granted: what running
-    answers may come to hold. sessions: how many are in memory, answering or not."""
+class MemoryUse:
+    """Bytes of all caches; shared parts are counted once."""
 
     kinds: dict[str, int]
+    """Bytes by kind, those on disk too."""
     granted: int
+    """Bytes that running answers may come to need."""
     sessions: int
+    """Sessions in memory, answering or not."""
 
     @property
     def memory(self) -> int:
@@ -32,40 +34,46 @@ class Held:
         return sum(count for kind, count in self.kinds.items() if kind != "checkpoint_disk")
 
 
-def memory(engine: Engine) -> Held:
-    """Return what all caches of ``engine`` hold."""
+def memory_use(engine: Engine) -> MemoryUse:
+    """Return the bytes that all caches of ``engine`` use."""
     kinds, parts = dict.fromkeys(KINDS, 0), dict[int, int]()
     for session in engine.sessions.memory.values():
         for kind, count in _kinds(session.past.cache).items():
             kinds[kind] += count
-        own = shared(session.past.cache)
-        kinds["resident"] -= sum(own.values())
-        parts |= own
+        shared = shared_parts(session.past.cache)
+        kinds["resident"] -= sum(shared.values())
+        parts |= shared
     kinds["resident"] += sum(parts.values())
-    return Held(kinds, sum(job.granted for job in engine.running), len(engine.sessions.memory))
+    return MemoryUse(kinds, sum(job.granted for job in engine.running), len(engine.sessions.memory))
 
 
 def _kinds(cache: KeepCache) -> dict[str, int]:
     found = cache.memory()
     places = (found.checkpoint_bytes[place] for place in ("device", "host", "disk"))
-    held = (found.resident_bytes, found.compressed_bytes, found.bookkeeping_bytes, *places)
-    return dict(zip(KINDS, held, strict=True))
+    counts = (found.resident_bytes, found.compressed_bytes, found.bookkeeping_bytes, *places)
+    return dict(zip(KINDS, counts, strict=True))
 
 
 @dataclass(frozen=True)
-class Picture:
-    """What became of the entries of one session's cache. layers: of each, codes of states, (kv_heads, tokens) int8.
-    ids: of the tokens. budget: entries of a layer, None if there is none. where: the place of its checkpoint. running:
-    whether an answer is being written."""
+class CacheView:
+    """What became of the entries of one session's cache."""
 
     method: str
     exactness: str
     budget: int | None
+    """Entries of a layer; None: no budget."""
     where: str | None
+    """The place of its checkpoint."""
     running: bool
+    """Whether an answer is being generated."""
+    prompt: int | None
+    """Tokens of the prompt that is being read; None: no prompt is."""
     ids: list[int]
+    """Of the tokens that the cache has read."""
     bytes: dict[str, int]
+    """By kind."""
     layers: list[Tensor]
+    """For each layer, codes of :class:`EntryState`, (kv_heads, tokens) int8."""
 
     def map(self, columns: int) -> Tensor:
         """Return for each layer and each of ``columns``, which share the tokens equally, the share of entries, of all
@@ -89,24 +97,21 @@ def _counted(layer: Tensor, column: Tensor, columns: int) -> Tensor:
     return found.view(columns, len(EntryState))
 
 
-def picture(engine: Engine, name: Name) -> Picture | None:
-    """Return what the cache of the session ``name`` remembers; None where it is not in memory."""
+def cache_view(engine: Engine, name: Name) -> CacheView | None:
+    """Return a view of the session ``name``; None if it is not in memory, or has read nothing."""
     session = engine.sessions.memory.get(name)
     if session is None or not session.past.cache.get_seq_length():
         return None
     cache = session.past.cache
-    return Picture(
+    job = next((job for job in engine.running if job.session is session), None)
+    return CacheView(
         method=cache.method.name,
         exactness=str(cache.exactness),
         budget=cache.entries,
         where=None if cache.checkpoint is None else cache.checkpoint.where,
-        running=any(job.session is session for job in engine.running),
-        ids=_read(engine, session),
+        running=job is not None,
+        prompt=None if job is None or job.writes else len(job.ask.prompt),
+        ids=[*session.past.ids] if job is None else job.known,
         bytes=_kinds(cache),
         layers=[layer[0].clone() for layer in cache.entry_states() if layer.shape[1]],  # a cache may reuse its own
     )
-
-
-def _read(engine: Engine, session: Session) -> list[int]:
-    """Return the ids that a session's cache has read, of a running answer those of its prompt and its own."""
-    return next((job.known for job in engine.running if job.session is session), [*session.past.ids])

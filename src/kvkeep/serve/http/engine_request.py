@@ -1,0 +1,171 @@
+"""One request to the engine, between two threads: the engine reports events, the event loop sends them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from kvkeep.serve.answer import Ask, Piece
+from kvkeep.serve.engine import Engine
+from kvkeep.serve.http.errors import APIError
+from kvkeep.serve.http.metrics import Metrics
+from kvkeep.serve.job import EngineStopping, Event, Finished, Job
+
+MAX_BUFFERED_PIECES = 64
+"""Pieces that wait for a slow reader before they are joined."""
+FIRST_EVENT_TIMEOUT_S = 3.0
+"""Seconds in which the first event can decide the status of a response; after them a stream begins without it."""
+KEEP_ALIVE_S = 10.0
+"""Seconds without an event after which a stream gets a comment, so that no proxy closes it."""
+
+StreamEvent = Piece | Finished | Exception
+"""What the event loop learns of an answer."""
+
+
+@dataclass
+class Limits:
+    """What one key may use."""
+
+    answers: int | None = None
+    """Requests at once, waiting ones included; None: no limit."""
+    seconds: float | None = None
+    """Time of one request, waiting included; None: no limit."""
+    running: Counter[str] = field(default_factory=Counter)
+    """Requests under way, by owner."""
+
+    def acquire(self, owner: str) -> None:
+        """Count one more request. Raises APIError when the key has reached its limit."""
+        if self.answers is not None and self.running[owner] >= self.answers:
+            sentence = f"This key already has {self.answers} requests under way; retry when one has finished."
+            raise APIError(429, sentence, "too_many_answers")
+        self.running[owner] += 1
+
+    def release(self, owner: str) -> None:
+        """Count one request less."""
+        self.running[owner] -= 1
+        if not self.running[owner]:
+            del self.running[owner]
+
+
+class EventBuffer:
+    """Events that were not sent yet. Pieces are joined when they arrive faster than they are read, so that nothing is
+    lost, nobody waits, and the buffer never holds more than the text."""
+
+    def __init__(self) -> None:
+        self._pieces: list[Piece] = []
+        self._last: Finished | Exception | None = None
+        self._available = asyncio.Event()
+
+    def put(self, event: StreamEvent) -> None:
+        """Add an event."""
+        if isinstance(event, Piece):
+            self._pieces.append(event)
+            if len(self._pieces) > MAX_BUFFERED_PIECES:
+                self._pieces = [_joined(self._pieces)]
+        else:
+            self._last = event
+        self._available.set()
+
+    async def get(self, timeout: float | None = None) -> StreamEvent | None:
+        """Return all pieces as one, or the last event; None after ``timeout`` seconds."""
+        try:
+            async with asyncio.timeout(timeout):
+                await self._available.wait()
+        except TimeoutError:
+            return None
+        if self._pieces:
+            piece, self._pieces = _joined(self._pieces), []
+            if self._last is None:
+                self._available.clear()
+            return piece
+        return self._last
+
+
+def _joined(pieces: list[Piece]) -> Piece:
+    return Piece("".join(one.text for one in pieces), tuple(token for one in pieces for token in one.logprobs))
+
+
+class EngineRequest:
+    """A request that was submitted to the engine for ``owner``. Raises the errors of :meth:`Engine.submit`."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        metrics: Metrics,
+        limits: Limits,
+        owner: str,
+        ask: Ask,
+        name: tuple[str, str] | None,
+        cache: dict[str, Any],
+    ) -> None:
+        loop, self._events = asyncio.get_running_loop(), EventBuffer()
+        self._limits, self._owner = limits, owner
+        self._timed_out = self._disconnected = False
+
+        def listener(event: Event) -> None:
+            found = self._reported(event)
+            metrics.finished(found)
+            loop.call_soon_threadsafe(self._put, found)
+
+        limits.acquire(owner)
+        try:
+            self.job: Job = engine.submit(ask, listener, name=name, owner=owner, **cache)
+        except BaseException:
+            limits.release(owner)
+            raise
+        self._timer = None if limits.seconds is None else loop.call_later(limits.seconds, self._time_out)
+
+    def _time_out(self) -> None:
+        self._timed_out = True
+        self.job.cancel()
+
+    def disconnect(self) -> None:
+        """Cancel the request: its client has left, or has everything."""
+        self._disconnected = True
+        self.job.cancel()
+
+    def _reported(self, event: Event) -> StreamEvent:
+        """Return an event as the client gets it: an answer that its time or the server's end has cut off ends with
+        "length", or is an error if it has no token."""
+        if not isinstance(event, Finished) or event.reason != "cancelled" or self._disconnected:
+            return event
+        if event.written:
+            return replace(event, reason="length")
+        if self._timed_out:
+            return APIError(503, f"No token was generated within {self._limits.seconds:g} s; retry later.", "timeout")
+        return EngineStopping("The server shut down before the answer began; retry when it is back.")
+
+    def _put(self, event: StreamEvent) -> None:
+        """Buffer an event, in the event loop's thread."""
+        self._events.put(event)
+        if isinstance(event, Finished | Exception):
+            self._limits.release(self._owner)
+            if self._timer is not None:
+                self._timer.cancel()
+
+    async def first(self) -> StreamEvent | None:
+        """Wait for the first event, so that an immediate error has its own status; None if it takes longer."""
+        try:
+            return await self._events.get(FIRST_EVENT_TIMEOUT_S)
+        except BaseException:
+            self.disconnect()
+            raise
+
+    async def events(self, event: StreamEvent | None) -> AsyncIterator[StreamEvent | None]:
+        """Yield ``event``, the first, and all others; None for every :data:`KEEP_ALIVE_S` without one."""
+        while True:
+            yield event
+            if isinstance(event, Finished | Exception):
+                return
+            event = await self._events.get(KEEP_ALIVE_S)
+
+    async def all(self) -> list[StreamEvent]:
+        """Return all events."""
+        found: list[StreamEvent] = []
+        while not found or not isinstance(found[-1], Finished | Exception):
+            if (event := await self._events.get()) is not None:
+                found.append(event)
+        return found

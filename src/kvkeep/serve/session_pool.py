@@ -1,0 +1,165 @@
+"""The sessions that are in memory, and which of them are evicted for others.
+
+To evict a session is to close its file and release its cache; the next request restores it, to the same entries
+(:mod:`~kvkeep.serve.session_files`). Only the engine's thread uses the pool. Caches are made in that thread, as a
+method may run the model for it (``h2o-fisher`` and ``duo-attention`` measure the model once).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Mapping
+from concurrent.futures import Future
+from typing import Any
+
+from kvkeep.errors import SessionBusy
+from kvkeep.models.freed import give_back
+from kvkeep.serve.session import Name, OpenedFile, Session
+from kvkeep.serve.session_files import SessionFiles
+
+log = logging.getLogger(__name__)
+
+TRIM_BYTES = 2**25
+"""Bytes freed after which memory is returned to the system: 12 ms of every second in which a prompt is read."""
+QUOTA_INTERVAL_S = 60.0
+"""Seconds between two checks of quota and age."""
+
+
+class SessionPool:
+    """Sessions by key, the least recently used first."""
+
+    def __init__(self, model: Any, files: SessionFiles) -> None:
+        self.model, self.files = model, files
+        self.memory: OrderedDict[Name, Session] = OrderedDict()
+        self.parked = 0
+        """How many sessions were evicted."""
+        self.freed = 0
+        """Bytes released since memory was last returned to the system."""
+        self._quota_checked = 0.0
+        self._over_quota: Future[list[str]] | None = None  # a check under way
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many sessions were parked, restored and saved so far."""
+        return {"parked": self.parked, "restored": self.files.restored, "saved": self.files.saved}
+
+    def idle(self) -> list[Session]:
+        """Return the sessions that can be evicted, in order: those without a name, which nobody can ask for again, then
+        the least recently used ones; last those with an unsaved turn."""
+        idle = [one for one in self.memory.values() if not one.busy]
+        return sorted(idle, key=lambda one: (one.unsaved is not None, one.name is not None))
+
+    def adopt(self, opened: OpenedFile) -> Session:
+        """Return the session of an opened file: the one in memory, if the file has not changed since, else one with an
+        empty cache, whose turns are to be restored. Raises SessionError and the errors of KeepCache."""
+
+        def session() -> Session:
+            return self._still_in_memory(opened) or opened.session(self.model)
+
+        found = self.memory[opened.name] = self.files.naming_session(opened.name, session)
+        return found
+
+    def _still_in_memory(self, opened: OpenedFile) -> Session | None:
+        session = self.memory.get(opened.name)
+        if session is None:
+            return None
+        if session.file is not None and opened.file is not None and opened.file.follows(session.file):
+            session.file = opened.file
+            return session
+        self.park(session)
+        return None
+
+    def touch(self, session: Session) -> None:
+        """Mark a session as answering."""
+        session.busy = True
+        self.memory[session.key] = session
+        self.use(session)
+
+    def use(self, session: Session) -> None:
+        """Mark a session as the last one used."""
+        session.touch()
+        if session.key in self.memory:
+            self.memory.move_to_end(session.key)
+
+    def leave(self, session: Session, stay: bool = True) -> None:
+        """Mark a session as idle; one that has read nothing is removed."""
+        session.busy = False
+        session.recount()
+        if not (stay and (session.away or session.past.cache.get_seq_length())):
+            self.park(session)
+        elif self.files.shared and session.file is not None and session.unsaved is None and session.exclusive:
+            self.files.close_later(session)
+
+    def park(self, session: Session) -> None:
+        """Evict a session; its turns are in its file, if it has one. A save that failed is tried again, and waited
+        for."""
+        if session.unsaved is not None and not session.lost:
+            self.files.write(session)
+            if session.unsaved is not None:
+                log.warning("A session is evicted without its last turn.")
+                if session.file is not None and session.file.about is not None:  # else all of it is forgotten
+                    note = f"{session.unsaved} It was lost when the session was evicted from memory."
+                    self.files.lost_turns[session.key] = note
+        self.memory.pop(session.key, None)
+        self.freed += session.counted[0]
+        if session.file is not None:
+            self.parked += not session.away
+            self.files.close(session.file)
+
+    def drop(self, name: Name) -> bool:
+        """Remove a session whose file is to be removed; return whether it was in memory. Raises SessionBusy."""
+        session = self.memory.get(name)
+        self.files.lost_turns.pop(name, None)
+        if session is None:
+            return False
+        if session.busy:
+            raise SessionBusy(f"The session '{name[1]}' is answering.")
+        session.unsaved = None  # its last turn goes, too
+        self.park(session)
+        return True
+
+    def facts(self, owner: str, name: str | None = None, marks: Mapping[str, str] | None = None) -> dict[str, Any]:
+        """Return what clients may know of the owner's sessions in memory, or of one of them, by name, and notes of
+        evicted ones. marks: the last writers of their files, if other servers write to the folder, too: a session in
+        memory counts only if this server wrote its file last, and is evicted if the file is gone."""
+        sessions = {key[1]: one for key, one in self.memory.items() if key[0] == owner and name in (None, key[1])}
+        if marks is not None:
+            for key, one in [*sessions.items()]:
+                if not one.busy and one.unsaved is None and one.file is not None and one.file.mark != marks.get(key):
+                    del sessions[key]
+                    if key not in marks:
+                        self.park(one)
+        lost = {key[1]: {"note": note} for key, note in [*self.files.lost_turns.items()] if key[0] == owner}
+        return lost | {key: one.facts() for key, one in sessions.items()}
+
+    def enforce_quota(self) -> None:
+        """Keep quota and age, once in :data:`QUOTA_INTERVAL_S`: evict idle sessions that are over them, and remove
+        their files. Sessions without a file are not counted."""
+        store = self.files.store
+        if store is None or (store.quota is None and store.age is None):
+            return
+        if self._over_quota is None and time.monotonic() - self._quota_checked >= QUOTA_INTERVAL_S:
+            self._over_quota = self.files.over_quota()
+        if self._over_quota is None or not self._over_quota.done():
+            return
+        over, self._over_quota, self._quota_checked = self._over_quota.result(), None, time.monotonic()
+        for session in self.idle():
+            old = store.age is not None and time.time() - session.used > store.age
+            if session.file is not None and (old or "/".join(session.key) in over):
+                self.park(session)
+        self.files.evict()
+
+    def trim_memory(self) -> None:
+        """Return freed memory to the system now and then: parts in use lie between it, so that by itself the process
+        would grow (16 prompts of 2,048 tokens in ``full``: 400 to 550 MB more)."""
+        if self.freed > TRIM_BYTES:
+            self.freed = 0
+            give_back()
+
+    def close(self) -> None:
+        """Finish what is queued, and close all files."""
+        self.files.shutdown()
+        for session in [*self.memory.values()]:
+            self.park(session)
