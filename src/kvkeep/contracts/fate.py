@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from kvkeep.contracts.exactness import Exactness
 from kvkeep.contracts.selector import Selector
@@ -16,32 +16,16 @@ from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.memory.ledger import Ledger
 
 
-class Reading(NamedTuple):
-    """What attention to entries that a store holds is counted as, beside attending to them.
-
-    entries: of those that there are, at most; None: all. bits: of codes that are multiplied or written out. rank:
-    numbers of which each key and each value is made. segment: entries that one bound is for. estimated: they are looked
-    up in a sketch.
-    """
-
-    entries: int | None = None
-    bits: int = 0
-    rank: int = 0
-    segment: int = 0
-    estimated: bool = False
-
-
 @dataclass(frozen=True)
 class Fate(ABC):
     """What becomes of entries that leave. A frozen dataclass whose fields are its parameters.
 
     label: in a word; source: the paper; returns: how what left comes back by itself; exactness: its promise;
     checkpoints: what leaves is kept in a checkpoint, whose options the cache then takes; records: ids and positions of
-    all tokens are needed. work: whose overhead a step has (:data:`kvkeep.plan.machine.LAYERS`), the selector's where it
-    is none of those. leaves: who leaves, where that is the fate's to say. readings: how often a chunk of a prompt is
-    read, passes back through the model included; gradients: there are such. keeps, merges, makes_room: as of the store
-    it makes. across_heads: what becomes of an entry of one KV head depends on others. files: parameters that may name
-    files of this machine, which no request to a server may give.
+    all tokens are needed. leaves: who leaves, where that is the fate's to say. readings: how often a chunk of a prompt
+    is read, passes back through the model included; gradients: there are such. keeps, merges, makes_room: as of the
+    store it makes. across_heads: what becomes of an entry of one KV head depends on others. files: parameters that may
+    name files of this machine, which no request to a server may give.
     """
 
     label: ClassVar[str]
@@ -51,7 +35,6 @@ class Fate(ABC):
     exactness: ClassVar[Exactness] = Exactness.LOSSY
     checkpoints: ClassVar[bool] = False
     records: ClassVar[bool] = False
-    work: ClassVar[str] = ""
     readings: ClassVar[int] = 1
     gradients: ClassVar[bool] = False
     keeps: ClassVar[bool] = True
@@ -65,10 +48,9 @@ class Fate(ABC):
         """The kind of checkpoint that the method's name says, None where the cache's options do."""
         return None
 
-    @property
-    def reading(self) -> Reading:
-        """What reading its store takes, for the planner."""
-        return Reading()
+    def read(self, stored: int) -> int:
+        """Return how many entries of a KV head a step attends to where ``stored`` are kept: a rule for the planner."""
+        return stored
 
     @property
     def swaps(self) -> bool:

@@ -37,7 +37,6 @@ class Cam(Fate):
     label: ClassVar[str] = "values merged by chance"
     source: ClassVar[str] = "CaM (Zhang et al., ICML 2024)"
     across_heads: ClassVar[bool] = True  # samples are of heads by number
-    work: ClassVar[str] = "merged"
     merges: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
