@@ -215,7 +215,7 @@ class _Work:
         if away <= 0:
             return 0.0
         source = self.rebuilt(away) if self.candidate.stride else self.read(away)
-        pages = len(self.owners) * (away / PAGE + 1)  # at both ends a part of one
+        pages = len(self.owners) * (away / PAGE + 2)  # at each end a part of one
         return source + self.attended(rows, away, full_only=True) + pages * self.machine.page_s
 
     def read(self, tokens: float) -> float:
