@@ -12,6 +12,9 @@ from families import FAMILIES, REFUSES, tiny
 
 import kvkeep
 from kvkeep import EntryState, KeepCache
+from kvkeep.policies.fates.base import GroupedFate
+from kvkeep.policies.fates.segments import Segments
+from kvkeep.policies.fates.tiers import InTiers
 from kvkeep.policies.methods import Method, parts, resolve
 from kvkeep.policies.names import LAB
 
@@ -86,7 +89,7 @@ class Case:
     @property
     def waits(self) -> bool:
         """Whether what leaves waits as it is until it is a group."""
-        return self.method.fate.work in ("coded", "tiers", "segments")
+        return isinstance(self.method.fate, GroupedFate | InTiers | Segments)
 
     @property
     def loses(self) -> bool:

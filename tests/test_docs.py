@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), ROOT / "lab" / "README.md", *(ROOT / "docs").rglob("*.md")])
+READMES = [ROOT / "lab" / "README.md", ROOT / "connectors" / "vllm" / "README.md"]
+PAGES = sorted([*ROOT.glob("*.md"), *READMES, *(ROOT / "docs").rglob("*.md")])
 CHEAP = ("generate", "chat", "methods", "models", "inspect")
 """Commands that run here, on a tiny model; of plans there are tests in tests/cli."""
 DEAR = ("auto", "kvpress", "peer-", "cuda", "gemma3")
@@ -58,7 +59,7 @@ def test_python_examples(
 
 
 def test_files_that_pages_name_are_there() -> None:
-    named = r"\b(?:tests|src|lab|tools|deploy|notebooks|docs)/[\w./-]+\.(?:py|toml|json|yaml|ipynb)\b"
+    named = r"\b(?:tests|src|lab|connectors|tools|deploy|notebooks|docs)/[\w./-]+\.(?:py|toml|json|yaml|ipynb)\b"
     files = [(page.name, name) for page in PAGES for name in re.findall(named, read(page)) if "NAME" not in name]
     assert files and [(page, name) for page, name in files if not (ROOT / name).exists()] == []
 
@@ -159,6 +160,6 @@ def test_imports_go_one_way() -> None:
         own = path.relative_to(source).parts[0].removesuffix(".py")
         if own in row_of:
             for name in modules(ast.parse(read(path))):
-                assert not name.startswith("kvkeep_lab"), "the lab is on top"
+                assert not name.startswith("kvkeep_"), "the lab and the connectors are on top"
                 above = row_of.get(name.split(".")[1], 0) if name.startswith("kvkeep.") else 0
                 assert above <= row_of[own], f"{path.relative_to(source)} imports {name}"

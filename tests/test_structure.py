@@ -42,7 +42,7 @@ def test_pages_name_what_is_exported() -> None:
         assert named <= {*kvkeep.__all__, *rooms, "commands", "parts", "md", "git", "service", "h"}, page.name
 
 
-@pytest.mark.parametrize("module", ["kvkeep", "kvkeep.vllm", "kvkeep.serve.http.ray_proxy"])
+@pytest.mark.parametrize("module", ["kvkeep", "kvkeep_vllm", "kvkeep.serve.http.ray_proxy"])
 def test_importing_it_imports_neither_torch_nor_transformers(module: str) -> None:
     """They take seconds; a name brings in what it needs when it is first asked for. The front is in processes that have
     no model."""

@@ -17,11 +17,15 @@ sys.path.insert(0, str(ROOT / "tools"))
 from versions import lowest  # noqa: E402
 
 
-def test_both_distributions_and_the_citation_have_one_version() -> None:
-    own, lab = (tomllib.loads((ROOT / name / "pyproject.toml").read_text())["project"] for name in ("", "lab"))
-    assert own["version"] == lab["version"] == kvkeep.__version__
+def test_all_distributions_and_the_citation_have_one_version() -> None:
+    own, lab, connector = (
+        tomllib.loads((ROOT / name / "pyproject.toml").read_text())["project"]
+        for name in ("", "lab", "connectors/vllm")
+    )
+    assert own["version"] == lab["version"] == connector["version"] == kvkeep.__version__
     assert f"kvkeep-lab=={kvkeep.__version__}" in own["optional-dependencies"]["lab"]
     assert f"kvkeep[cli,gguf]=={kvkeep.__version__}" in lab["dependencies"]
+    assert connector["dependencies"] == [f"kvkeep=={kvkeep.__version__}"]
     assert re.search(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)[1] == kvkeep.__version__
 
 

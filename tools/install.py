@@ -2,8 +2,8 @@
 
 python tools/install.py FOLDER [--tests]
 
-With --tests it also has the lab, and what the tests, ruff and mypy need. Without a GPU it takes a CPU build of torch:
-the default one from PyPI brings gigabytes of CUDA. Standard library only.
+With --tests it also has the lab, the connector for vLLM, and what the tests, ruff and mypy need. Without a GPU it takes
+a CPU build of torch: the default one from PyPI brings gigabytes of CUDA. Standard library only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 TORCH = "torch==2.13.0"
 USED = ("--editable", ".[cli,gguf]")
-TESTED = ("--editable", ".[dev]", "--editable", "lab[harness,ray]")
+TESTED = ("--editable", ".[dev]", "--editable", "lab[harness,ray]", "--editable", "connectors/vllm")
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 LIBRARY = Path(__file__).parents[1] / "src" / "kvkeep" / "native" / "libkvkeep.so"
 WITHOUT = (

@@ -40,7 +40,8 @@ def main() -> None:
 
         def inside(work: str, codec: str) -> Any:
             place = Path(__file__).resolve()
-            environment = os.environ | {"PYTHONPATH": str(place.parents[1] / "src"), "HF_HUB_OFFLINE": "1"}
+            sources = [str(place.parents[1] / folder) for folder in ("src", "connectors/vllm/src")]
+            environment = os.environ | {"PYTHONPATH": os.pathsep.join(sources), "HF_HUB_OFFLINE": "1"}
             command = [python, str(place), "inside", work, codec, model, scratch]
             done = subprocess.run(command, env=environment, capture_output=True, text=True)
             if done.returncode:
@@ -78,7 +79,7 @@ class Engine:
 
         transfer = {
             "kv_connector": "KeepConnector",
-            "kv_connector_module_path": "kvkeep.vllm",
+            "kv_connector_module_path": "kvkeep_vllm",
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": {"folder": f"{scratch}/{codec}", "codec": codec},
@@ -145,7 +146,7 @@ def save(engine: Engine) -> dict[str, Any]:
         for saves in (number % 2 == 0, number % 2 == 1):
             engine.planner.saves = saves
             times[saves].append(engine.first(text if saves else [9, *text[1:]])[0])
-            assert engine.work.behind.flush(60)
+            assert engine.work.writer.flush(60)
     assert engine.work.counts.dropped == engine.work.counts.failed == 0
     sizes = [path.stat().st_size for path in engine.scratch.joinpath(engine.codec).rglob("*.kv")]
     (each,) = {*sizes}

@@ -1,4 +1,4 @@
-"""Build source distributions of both packages and wheels from these, and try each wheel alone: in a fresh environment
+"""Build source distributions of all packages and wheels from these, and try each wheel alone: in a fresh environment
 without any compiler, in a folder called ``kvkeep``, where nothing but the wheel has the name. Needs the package
 ``build``, and a C++ compiler.
 
@@ -20,12 +20,15 @@ from pathlib import Path
 from install import pip, torch_arguments
 
 ROOT = Path(__file__).parents[1]
+PROJECTS = ("lab", "connectors/vllm", "")
 TRIES = {
     "kvkeep[cli,gguf]": (["--version"], ["methods"], ["models"], ["demo"]),
     "kvkeep-lab": (["lab", "list"], ["bench", "--contexts", "256", "--rounds", "1", "--only", "full", "--no-slow"]),
 }
 """Commands of each package that are run; all of its commands are asked for their help before."""
 MODULES = {"kvkeep[cli,gguf]": "kvkeep.cli", "kvkeep-lab": "kvkeep_lab.cli"}
+CONNECTOR = "import kvkeep_vllm, kvkeep_vllm.codec, kvkeep_vllm.identity, kvkeep_vllm.loader, kvkeep_vllm.options"
+"""What is imported of the connector; the rest of it needs vLLM."""
 HELP = """
 import sys
 from importlib import import_module
@@ -52,7 +55,7 @@ def main() -> None:
     """Build, install and run; whatever fails ends the program."""
     with tempfile.TemporaryDirectory() as temporary:
         built, home = Path(temporary, "dist"), Path(temporary, "kvkeep")
-        for name in ("lab", ""):
+        for name in PROJECTS:
             project = copied(ROOT / name, Path(temporary, "sources", name))
             run(ROOT, sys.executable, "-m", "build", "--outdir", str(built), project)
         venv.create(home / ".venv", with_pip=True)
@@ -66,6 +69,8 @@ def main() -> None:
             run(home, str(python), "-c", HELP, MODULES[package], path=path)
             for command in (["--help"], *commands):
                 run(home, str(python.with_name("kvkeep")), *command, path=path)
+        pip(python, "install", "--no-compile", "--no-index", "--find-links", str(built), "kvkeep-vllm")
+        run(home, str(python), "-c", CONNECTOR, path=path)
         if sys.argv[1:]:
             shutil.copytree(built, sys.argv[1], dirs_exist_ok=True)
 

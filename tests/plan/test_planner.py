@@ -21,7 +21,7 @@ from kvkeep.errors import BudgetError, KvkeepError, UnsupportedModelError, Usage
 from kvkeep.plan import planner
 from kvkeep.plan.candidates import Candidate, candidates
 from kvkeep.plan.costs import cost, verified
-from kvkeep.plan.machine import LAYERS, SHEET, Machine, at
+from kvkeep.plan.machine import SHEET, Machine, at
 from kvkeep.plan.planner import plan, recommend
 from kvkeep.plan.shape import Shape, shape_of
 from kvkeep.plan.sizes import sizes
@@ -173,7 +173,7 @@ def test_machines_are_kept_as_they_were(tmp_path: Path) -> None:
     assert at(((1.0, 10.0), (4.0, 40.0)), 0.5) == 10 and at(((1.0, 10.0), (4.0, 40.0)), 9) == 40
 
 
-@pytest.mark.parametrize("text", ["", "[]", "3", "{}", '{"name": "x"}', '{"matrix": 3}', '{"matrix": {}, "coded": {}}'])
+@pytest.mark.parametrize("text", ["", "[]", "3", "{}", '{"name": "x"}', '{"matrix": 3}', '{"matrix": {}}'])
 def test_a_machine_that_cannot_be_read_is_one_sentence(tmp_path: Path, text: str) -> None:
     (tmp_path / "machine.json").write_text(text)
     with pytest.raises(UsageError, match="machine"):
@@ -182,15 +182,11 @@ def test_a_machine_that_cannot_be_read_is_one_sentence(tmp_path: Path, text: str
         Machine.load(tmp_path / "nowhere.json")
 
 
-OVERHEAD = dict.fromkeys(LAYERS, 0.0)
-"""Of a machine whose trials leave nothing to explain."""
-
 WRONG = {
     "copy": ("fast", None, 0, -1, True, math.nan, math.inf, 10**400),
-    **{name: (0,) for name in ("memory", "link", "disk", "disk_cold", "disk_write", "score", "simple")},
+    **{name: (0,) for name in ("memory", "link", "disk", "disk_cold", "disk_write", "elementwise")},
     **{name: (0,) for name in ("dtype_bytes", "memory_bytes", "host_bytes")},
-    "coded": ({}, {"4": [1, 1]}, {"4": [1, 1, "x"]}, {"4": [1, 1, 0]}),
-    "overhead": tuple(OVERHEAD | {"full": wrong} for wrong in ("x", None, -1.0, math.inf)),
+    **{name: ("x", None, -1.0, math.inf, False) for name in ("layer_s", "bounded_s", "page_s")},
     "matrix": ({}, {"0": [[1, 1]]}, {"512": [[1, math.nan]]}),
     "attention": ([], [[1, 0]], [[1, math.inf]], [[2, 1], [1, 1]], [["1", 1]]),
 }
@@ -199,8 +195,9 @@ WRONG = {
 @pytest.mark.parametrize("field", WRONG)
 def test_a_machine_that_was_measured_has_numbers_to_calculate_with(tmp_path: Path, field: str) -> None:
     path = tmp_path / "machine.json"
-    replace(PLAIN, overhead=OVERHEAD).save(path)
-    assert Machine.load(path).overhead == OVERHEAD
+    explained = replace(PLAIN, layer_s=0.0, bounded_s=0.0, page_s=0.0)  # trials may leave nothing to explain
+    explained.save(path)
+    assert Machine.load(path) == explained
     given = json.loads(path.read_text())
     for wrong in WRONG[field]:
         path.write_text(json.dumps(given | {field: wrong}))
@@ -239,9 +236,8 @@ def test_parts_of_others_are_planned() -> None:
     PRESETS["above-half"] = Preset(found["LargeValues"](), found["Half"], "", "", recall=found["Above"]())
 
     class Kept(found["Half"]):  # type: ignore[misc]
-        """Work that the planner has no name for, and no size of what it holds."""
+        """A fate that does not say what it holds."""
 
-        work = "of its own"
         holds = Fate.holds
 
     PRESETS["plain"] = Preset(found["LargeValues"](), Kept, "", "")

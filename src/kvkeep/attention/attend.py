@@ -29,11 +29,10 @@ FOLDED = 8
 
 
 class Coded(Protocol):
-    """Coded keys or values with products of their own. lazy: False, unlike :class:`Lazy`. layout: what the kernel
+    """Coded keys or values with products of their own. layout: what the kernel
     reads, "grouped" (stores/coded.py: codes, scale and offset of 32 entries), "by channel" (stores/waiting.py: codes of
     entries) or "sketched" (stores/sketch.py: places in cells); empty: it does not."""
 
-    lazy: ClassVar[bool]
     layout: ClassVar[str]
 
     def scores(self, query: Tensor) -> Tensor:
@@ -46,25 +45,12 @@ class Coded(Protocol):
         """Decode them: (batch, entries, dim)."""
 
 
-class Lazy(Protocol):
-    """Data from which keys and values can be formed, with attention of its own. lazy: True, unlike :class:`Coded`."""
-
-    lazy: ClassVar[bool]
-
-    @property
-    def shape(self) -> torch.Size:
-        """Of its keys: (batch, kv_heads, entries, key_dim)."""
-
-    def attend(self, query: Tensor, mask: Tensor | None, scaling: float) -> tuple[Tensor, Tensor]:
-        """Return output and log-sum-exp as :func:`partial`."""
-
-
 @dataclass(frozen=True, slots=True)
 class Segment:
     """Some keys and values, and which queries see which of them.
 
     key: (batch, kv_heads, entries, key_dim); value: (batch, kv_heads, entries, value_dim). Either tensors, or both
-    :class:`Coded`, of one kv head, or both the same :class:`Lazy`. mask: None (every query sees every entry), or bool
+    :class:`Coded`, of one kv head. mask: None (every query sees every entry), or bool
     (True = seen) or additive float, broadcastable to (batch, 1, queries, entries). causal: query i sees entries 0..i;
     needs as many entries as queries, and no mask. lanes: the rows of the query's batch that read this segment, (its
     batch,) int64; None: all of them. shared: one copy for several rows: of a query's batch, row r reads row r mod (the
@@ -236,8 +222,6 @@ def partial(query: Tensor, segment: Segment, scaling: float) -> tuple[Tensor, Te
     batch, heads, queries, _ = query.shape
     key, value, mask = segment.key, segment.value, segment.mask
     if not isinstance(key, Tensor):
-        if key.lazy:
-            return key.attend(query, mask, scaling)
         if queries <= FOLDED and not isinstance(key, Stretch):
             output, lse = _folded(query, key, value, mask, scaling)
             return output.reshape(batch, heads, queries, -1), lse.reshape(batch, heads, queries)
@@ -265,7 +249,7 @@ def partial(query: Tensor, segment: Segment, scaling: float) -> tuple[Tensor, Te
 
 
 def _folded(query: Tensor, key: Coded, value: Coded, mask: Tensor | None, scaling: float) -> tuple[Tensor, Tensor]:
-    """The same for coded or lazy keys and values."""
+    """The same for coded keys and values."""
     batch, heads, queries, dim = query.shape
     scores = key.scores(query.reshape(batch, heads * queries, dim)) * scaling
     if mask is not None:

@@ -46,7 +46,6 @@ class Stretch(Described):
     pages: of keys and values, (lanes, rows, dim) each. Its shape is that of its keys; :attr:`values` is its other side.
     """
 
-    lazy: ClassVar[bool] = False
     layout: ClassVar[str] = ""
 
     def __init__(self, pages: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -68,7 +67,6 @@ class Stretch(Described):
 class _Values:
     """The values of a :class:`Stretch`."""
 
-    lazy: ClassVar[bool] = False
     layout: ClassVar[str] = ""
 
     def __init__(self, stretch: Stretch) -> None:

@@ -47,8 +47,8 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def pieces(self, layer: int, stop: int, lazy: bool = False) -> Iterator[Piece]:
-        """Yield exact keys and values of the first ``stop`` entries, in order. ``lazy``: pieces may also be ones that
-        know their attention without keys and values."""
+        """Yield exact keys and values of the first ``stop`` entries, in order. ``lazy``: all may come as
+        one piece that is read where it lies."""
 
     def described(self, layer: int, stop: int) -> Described | None:
         """Return the first ``stop`` entries as the kernel reads them where they lie; None where it cannot."""

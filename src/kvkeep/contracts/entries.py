@@ -25,7 +25,7 @@ class EntryState(IntEnum):
 class Piece(NamedTuple):
     """Some past entries, as attention reads them.
 
-    keys, values: (lanes, 1, n, dim), or both coded or lazy (:mod:`kvkeep.attention.attend`). slots: (lanes, n) int, -1
+    keys, values: (lanes, 1, n, dim), or both coded (:mod:`kvkeep.attention.attend`). slots: (lanes, n) int, -1
     for none; None: the slots from ``first`` on, in every lane. holes: whether some slots are -1. extra: (lanes, n)
     float32, for how many tokens besides its own an entry stands. lanes: which lanes the piece is about, (its lanes,)
     int64; None: all. shared: one copy for all rows of the batch, (kv_heads, 1, n, dim). formed: keys and values were

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from kvkeep.contracts.exactness import Exactness
 from kvkeep.contracts.hook import PassHook
@@ -14,21 +14,6 @@ from kvkeep.contracts.store import EvictedStore
 from kvkeep.errors import BudgetError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.memory.ledger import Ledger
-
-
-class Reading(NamedTuple):
-    """What attention to entries that a store holds is counted as, beside attending to them.
-
-    entries: of those that there are, at most; None: all. bits: of codes that are multiplied or written out. rank:
-    numbers of which each key and each value is made. segment: entries that one bound is for. estimated: they are looked
-    up in a sketch.
-    """
-
-    entries: int | None = None
-    bits: int = 0
-    rank: int = 0
-    segment: int = 0
-    estimated: bool = False
 
 
 @dataclass(frozen=True)
@@ -49,8 +34,6 @@ class Fate(ABC):
     """What leaves is kept in a checkpoint, whose options the cache then takes."""
     records: ClassVar[bool] = False
     """Ids and positions of all tokens are needed."""
-    work: ClassVar[str] = ""
-    """Whose overhead a step has (:data:`kvkeep.plan.machine.LAYERS`); the selector's where it is none of those."""
     readings: ClassVar[int] = 1
     """How often a chunk of a prompt is read, passes back through the model included."""
     predictable: ClassVar[bool] = True
@@ -69,10 +52,9 @@ class Fate(ABC):
         """The kind of checkpoint that the method's name says, None where the cache's options do."""
         return None
 
-    @property
-    def reading(self) -> Reading:
-        """What reading its store takes, for the planner."""
-        return Reading()
+    def read(self, stored: int) -> int:
+        """Return how many entries of a KV head a step attends to where ``stored`` are kept: a rule for the planner."""
+        return stored
 
     @property
     def swaps(self) -> bool:

@@ -22,7 +22,6 @@ from transformers.cache_utils import DynamicCache
 
 from kvkeep.errors import UnsupportedModelError
 from kvkeep.models.forward import attending, probing, set_attender
-from kvkeep.models.projection import Projection, read
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +57,6 @@ class Adapter:
         self._checked: dict[str, str | None] = {}
         self._direct = False
         self._direct = all(self._has_plain_projections(index) for index in range(len(self.layers)))
-        self._offsets: dict[int, float | None] = {}
 
     # -- public -----------------------------------------------------------------------------------
 
@@ -87,21 +85,6 @@ class Adapter:
         if self._direct:
             return self._project_plain(layer_idx, hidden, positions)
         return self._project_by_layer(layer_idx, hidden, positions)
-
-    def projection(self, layer_idx: int) -> Projection | None:
-        """Return weights that reproduce :meth:`project` without the model's modules, None if there are none; tried once
-        for each layer.
-        """
-        if layer_idx not in self._offsets:
-            tried = (offset for offset in (0.0, 1.0) if self._projects(layer_idx, offset))
-            self._offsets[layer_idx] = next(tried, None)
-        # Not cached: modules may be replaced.
-        return None if (offset := self._offsets[layer_idx]) is None else read(self.layers[layer_idx], offset)
-
-    def rotation(self, layer_idx: int, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines of ``positions`` (batch, n) at a layer, (batch or 1, n, dim) each, in the dtype of
-        ``hidden``."""
-        return self._position_embeddings(layer_idx, hidden, positions)
 
     def advance(self, layer_idx: int, hidden: Tensor, positions: Tensor, cache: Any) -> Tensor:
         """Return the residual leaving layer ``layer_idx`` for ``hidden`` entering it.
@@ -190,19 +173,6 @@ class Adapter:
         except (AttributeError, TypeError, KeyError, RuntimeError, ValueError, UnsupportedModelError):
             return False
         return all(a.shape == b.shape and _close(a, b) for a, b in zip(short, whole, strict=True))
-
-    @torch.no_grad()
-    def _projects(self, layer_idx: int, offset: float) -> bool:
-        """Return whether a layer's weights, with ``offset`` added to its norms', agree on random residuals."""
-        if not self._direct or (weights := read(self.layers[layer_idx], offset)) is None:
-            return False
-        hidden, positions = self._sample(4)
-        try:
-            formed = weights.form(hidden, self._position_embeddings(layer_idx, hidden, positions))
-        except (AttributeError, TypeError, RuntimeError, ValueError):
-            return False
-        whole = self.project(layer_idx, hidden, positions)
-        return all(a.shape == b.shape and _close(a, b) for a, b in zip(formed, whole, strict=True))
 
     def _sample(self, count: int) -> tuple[Tensor, Tensor]:
         weight = next(self.decoder.parameters())

@@ -18,16 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvkeep.attention import Segment, attend
-from kvkeep.attention.received import received
 from kvkeep.memory.places import Disk
 from kvkeep.models.blocks import quantised
 from kvkeep.models.packed import PackedLinear
 from kvkeep.plan.estimate import DTYPE, described, device_bytes, host_bytes
 from kvkeep.plan.machine import MEASURED, Curve, Machine
 from kvkeep.plan.rates import only_one, rates_file, store
-from kvkeep.plan.trial import PACKED_BITS, packs, with_overheads
-from kvkeep.stores.coded import CodedKeys, CodedValues, encode_keys, encode_values
-from kvkeep.stores.groups import GROUP
+from kvkeep.plan.trial import PACKED_BITS, packs, with_layers
 
 COLD = 128 * 2**20
 """Bytes that a product's matrices take together: no cache keeps them from one round to the next."""
@@ -68,21 +65,21 @@ def calibrate(device: str = "cpu", dtype: torch.dtype = DTYPE, tell: Tell = lamb
         matrix=matrix,
         attention=attention,
         causal=causal,
-        elementwise=tuple((float(size), lab.elementwise(size)) for size in (2**14, 2**17, 2**20, 2**23, 2**26)),
+        elementwise=copied,
         memory=read,
         copy=copied,
         link=link,
         disk=disk,
         disk_cold=cold,
         disk_write=written,
-        score=lab.score(),
-        coded={bits: lab.coded(bits) for bits in (8, 4, 2)},
-        overhead={},
+        layer_s=0.0,
+        bounded_s=0.0,
+        page_s=0.0,
         memory_bytes=device_bytes(device),
         host_bytes=host_bytes(),
     )
     tell("layers")
-    return with_overheads(machine, device, dtype)
+    return with_layers(machine, device, dtype)
 
 
 class _Lab:
@@ -144,11 +141,6 @@ class _Lab:
         took = self.seconds(lambda: F.scaled_dot_product_attention(query, keys, keys, is_causal=True), rounds=3)
         return 2 * heads * tokens * tokens * dim / took
 
-    def elementwise(self, size: int) -> float:
-        a, b = self.make(size // self.dtype.itemsize), self.make(size // self.dtype.itemsize)
-        times = max(1, 2**22 // size)
-        return 3 * size * times / self.seconds(lambda: [a * b for _ in range(times)])
-
     def memory(self) -> tuple[float, float]:
         source = self.make(COLD // self.dtype.itemsize)
         target = torch.empty_like(source)
@@ -175,23 +167,3 @@ class _Lab:
             torch.from_file(file.name, shared=True, size=COLD // 16, dtype=torch.float32).sum()
             cold = 4 * (time.perf_counter() - start)
         return COLD / warm, COLD / cold, COLD / written
-
-    def score(self, queries: int = 256, entries: int = 768, lanes: int = 4, heads: int = 3, dim: int = 64) -> float:
-        keys, query = self.make(lanes, 1, entries, dim), self.make(lanes, heads, queries, dim)
-        lse = torch.zeros(lanes, heads, queries, device=self.device)
-        took = self.seconds(lambda: received(query, Segment(keys, keys), lse, 0.125, None))
-        return took / (lanes * heads * queries * entries)
-
-    def coded(self, bits: int, lanes: int = 4, groups: int = 64, dim: int = 64) -> tuple[float, float, float]:
-        group = self.make(lanes, GROUP, dim)
-        encoded = self.seconds(lambda: (encode_keys(group, bits), encode_values(group, bits)))
-        parts = [
-            torch.stack([part] * groups, 1).contiguous()
-            for part in (*encode_keys(group, bits), *encode_values(group, bits))
-        ]
-        keys, values = CodedKeys(*parts[:3], bits), CodedValues(*parts[3:], bits)  # type: ignore[call-arg, arg-type]
-        query = self.make(lanes, 3, 1, dim)
-        folded = self.seconds(lambda: attend(query, (Segment(keys, values),), 0.125), rounds=9)
-        dense = self.seconds(lambda: (keys.dense(self.dtype), values.dense(self.dtype)), rounds=9)
-        elements = 2 * lanes * GROUP * dim
-        return folded / (elements * groups), dense / (elements * groups), encoded / elements

@@ -18,53 +18,52 @@ from kvkeep.units import size
 SHEET = "from the data sheet, not measured"
 MEASURED = "measured"
 ESTIMATED = "estimated"
-LAYERS = (
-    *("full", "paged", "kv-direct", "piece", "rebuilt", "selected", "watched", "chunk"),
-    *("coded", "tiers", "sketched", "estimate", "segments", "merged", "neighbours", "selective"),
-)
-"""What overheads are of: a layer-step of each kind of layer, one more piece or page of what is recalled, what a
-chunk of a prompt takes in a layer beyond its parts, and one element of an estimate from a sketch."""
-
 Curve = tuple[tuple[float, float], ...]
 """Points (x, y), x rising; between them logarithms are interpolated, beyond them the last y holds."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Rates of one machine. Seconds, bytes, and elements throughout.
-
-    name: a few words. source: how it came by its figures. device: "cpu", "cuda", "mps". dtype_bytes: of the matrices
-    measured. matrix: for each width of a matrix, floating-point operations a second by rows multiplied at a time,
-    weights cold. attention: operations a second by stacked query rows, entries cold. causal: the same of a prompt
-    attended in one piece, by its tokens. elementwise: bytes read and written a second by simple operations, by the
-    bytes of a tensor. memory, copy: bytes read, and copied, a second. link: bytes a second from host memory to the
-    device's, None where they are one. disk, disk_cold: bytes a second read from mapped files that lie in the page
-    cache, and that do not. disk_write: bytes a second written to them. simple: how many times what is counted of simple
-    operations is what a layer takes for them. score: seconds that one score of a watched query takes. coded: for 8, 4
-    and 2 bits, seconds to multiply, write out and encode one element. overhead: seconds of one layer-step beside its
-    matrices, by kind of layer (``LAYERS``). memory_bytes: of the device; host_bytes: of the host.
-    """
+    """Rates of one machine, in seconds, bytes, elements and floating-point operations."""
 
     name: str
+    """A few words for a person."""
     source: str
+    """Where the figures come from."""
     device: str
+    """"cpu", "cuda" or "mps"."""
     dtype_bytes: int
+    """Bytes of an element of the measured matrices."""
     matrix: Mapping[int, Curve]
+    """For each width of a matrix, operations a second by rows multiplied at a time; weights cold."""
     attention: Curve
+    """Operations a second by stacked query rows; entries cold."""
     causal: Curve
-    elementwise: Curve
+    """Operations a second of a prompt attended in one piece, by its tokens."""
+    elementwise: float
+    """Bytes a second of a prompt's simple operations: norms, rotation, activation."""
     memory: float
+    """Bytes read a second."""
     copy: float
+    """Bytes copied a second."""
     link: float | None
+    """Bytes a second from host memory to the device's; None where they are one."""
     disk: float
+    """Bytes read a second from mapped files in the page cache."""
     disk_cold: float
+    """Bytes read a second from other mapped files."""
     disk_write: float
-    score: float
-    coded: Mapping[int, tuple[float, float, float]]
-    overhead: Mapping[str, float]
+    """Bytes written a second to mapped files."""
+    layer_s: float
+    """Seconds of one layer of a pass beside its matrices and attention."""
+    bounded_s: float
+    """The same in a cache with a budget, whatever its method."""
+    page_s: float
+    """Seconds of one page of a checkpoint beside reading and attention."""
     memory_bytes: int
+    """Of the device."""
     host_bytes: int
-    simple: float = 1.0
+    """Of the host."""
 
     def multiply(self, rows: float, width: int, elements: float) -> float:
         """Return the seconds of ``rows`` rows times matrices of ``elements`` in all, each about ``width`` wide."""
@@ -120,21 +119,15 @@ class Machine:
 
     @classmethod
     def _measured(cls, given: dict[str, Any]) -> Machine:
-        curves = {name: _curve(given[name]) for name in ("attention", "causal", "elementwise")}
+        curves = {name: _curve(given[name]) for name in ("attention", "causal")}
         matrix = {int(width): _curve(curve) for width, curve in given["matrix"].items()}
-        coded = {int(bits): (a, b, c) for bits, (a, b, c) in given["coded"].items()}
         if not matrix or not _positive(*matrix):
             raise ValueError("'matrix' has a curve for each width above 0")
-        if not coded or not _positive(*chain(*coded.values())):
-            raise ValueError("'coded' has three numbers above 0 for each number of bits")
-        if missing := set(LAYERS) - set(given["overhead"]):
-            raise ValueError(f"no overhead of {', '.join(sorted(missing))}")
-        if not all(seconds == 0 or _positive(seconds) for seconds in given["overhead"].values()):
-            raise ValueError("an overhead is a number of seconds, 0 or above")
         for name in _NUMBERS:
-            if name in given and not _positive(given[name]) and not (name == "link" and given[name] is None):
+            number, may_be = given[name], (None,) if name == "link" else (0,) if name in _SECONDS else ()
+            if not _positive(number) and (isinstance(number, bool) or number not in may_be):
                 raise ValueError(f"'{name}' is a finite number above 0")
-        return cls(**{**given, **curves, "matrix": matrix, "coded": coded})
+        return cls(**{**given, **curves, "matrix": matrix})
 
     @classmethod
     def from_sheet(
@@ -156,7 +149,7 @@ class Machine:
         """Return a machine from what a vendor prints.
 
         flops: operations a second at ``dtype_bytes``; memory, link, disk: bytes a second; layer_step: seconds that the
-        host takes to launch one layer; a piece of what is recalled has a third of its operations. reached: the share of
+        host takes to launch one layer; a recalled page has a third of its operations. reached: the share of
         all rates that programs get. A product of few rows reads its matrix once and is as fast as memory is; one of
         many as fast as the arithmetic.
         """
@@ -168,28 +161,26 @@ class Machine:
         product = tuple((float(row), min(flops, 2 * row * memory / dtype_bytes)) for row in rows)
         # kvkeep's own attention takes plain tensor operations on an accelerator: scores are written and read again.
         attend = tuple((float(row), min(flops / 4, 2 * row * memory / dtype_bytes)) for row in rows)
-        number = 4 * dtype_bytes / memory
         return cls(
-            name,
-            source,
-            device,
-            dtype_bytes,
-            {4096: product},
-            attend,
-            ((1.0, flops / 2),),
-            ((1.0, memory),),
-            memory,
-            memory / 2,
-            None if link is None else reached * link,
-            disk,
-            disk,
-            disk,
-            16 / memory,
-            {bits: (number, number, 4 * number) for bits in (8, 4, 2)},
-            {kind: layer_step / (3 if kind in ("piece", "rebuilt", "chunk") else 1) for kind in LAYERS}
-            | {"estimate": 3 * number},
-            int(memory_bytes),
-            int(host_bytes),
+            name=name,
+            source=source,
+            device=device,
+            dtype_bytes=dtype_bytes,
+            matrix={4096: product},
+            attention=attend,
+            causal=((1.0, flops / 2),),
+            elementwise=memory,
+            memory=memory,
+            copy=memory / 2,
+            link=None if link is None else reached * link,
+            disk=disk,
+            disk_cold=disk,
+            disk_write=disk,
+            layer_s=layer_step,
+            bounded_s=layer_step,
+            page_s=layer_step / 3,
+            memory_bytes=int(memory_bytes),
+            host_bytes=int(host_bytes),
         )
 
 
@@ -204,9 +195,11 @@ def at(curve: Curve, x: float) -> float:
     return curve[-1][1]
 
 
+_SECONDS = ("layer_s", "bounded_s", "page_s")
+"""Numbers that may be 0."""
 _NUMBERS = (
-    *("memory", "copy", "link", "disk", "disk_cold", "disk_write", "score", "simple"),
-    *("dtype_bytes", "memory_bytes", "host_bytes"),
+    *("elementwise", "memory", "copy", "link", "disk", "disk_cold", "disk_write"),
+    *("dtype_bytes", "memory_bytes", "host_bytes", *_SECONDS),
 )
 
 

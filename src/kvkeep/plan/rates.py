@@ -22,7 +22,7 @@ from kvkeep.native.library import path as native_path
 from kvkeep.plan.estimate import DTYPE, estimated, named, processor_name
 from kvkeep.plan.machine import Machine
 
-VERSION = 5
+VERSION = 6
 """Raised whenever what is measured changes, so that older measurements are not used."""
 
 

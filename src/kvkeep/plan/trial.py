@@ -1,8 +1,7 @@
-"""What counted parts do not explain: a made-up model is run, and what is left over becomes the machine's overheads.
+"""Fixed times of a layer and of a page: a made-up model is run, and what its counted parts do not explain is theirs.
 
-Matrices, attention and simple operations are counted and have rates of their own; launching them, waiting for threads,
-transposing and copying have not. So each kind of layer is run in a model whose parts are known, and its overhead is
-what makes the prediction for that model true. Nothing is fitted to the models that are planned.
+Matrices and attention have rates of their own; launching them, waiting for threads, transposing and copying have not.
+Nothing is fitted to the models that are planned.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -21,9 +21,9 @@ from kvkeep.models.quiet import quiet
 from kvkeep.native.library import library
 from kvkeep.plan.candidates import Candidate
 from kvkeep.plan.costs import Cost, cost
-from kvkeep.plan.machine import LAYERS, Machine
+from kvkeep.plan.machine import Machine
 from kvkeep.plan.shape import shape_of
-from kvkeep.plan.sizes import sizes
+from kvkeep.plan.sizes import Sizes, sizes
 
 PROMPT, BUDGET = 512, 128
 PROMPTS, STEPS = 3, 16
@@ -33,27 +33,15 @@ PACKED_BITS = 4
 """Bits of the weights that are measured where models have small ones: those of the embedded models and most files."""
 
 TRIALS = (
-    ("full", "full", None, None),
-    ("paged", "paged", None, None),
-    ("kv-direct", "kv-direct", "kv", 2 * PROMPT),
-    ("piece", "kv-direct", "kv", BUDGET),
-    ("rebuilt", "kv-direct", "residual", BUDGET),
-    ("selected", "window", None, BUDGET),
-    ("watched", "snapkv", None, BUDGET),
-    ("coded", "quantized:4", None, BUDGET),
-    ("tiers", "revive", None, BUDGET),
-    ("sketched", "h2o+sketch", None, PROMPT),  # of a text that is as long as the budget: there is nothing to estimate
-    ("estimate", "h2o+sketch", None, BUDGET),
-    ("segments", "quest", None, BUDGET),
-    ("merged", "h2o+merge", None, BUDGET),
-    ("neighbours", "kvslimmer", None, BUDGET),
-    ("selective", "snapkv+pages", "kv", BUDGET),
+    ("layer_s", "full", None, None),
+    ("bounded_s", "window", None, BUDGET),
+    ("page_s", "kv-direct", "kv", BUDGET),
 )
-"""Overhead, and the method, checkpoint and budget whose step tells it once those above are known."""
+"""A rate, and the method, checkpoint and budget whose step tells it once those above are known."""
 
 
-def with_overheads(machine: Machine, device: str, dtype: torch.dtype) -> Machine:
-    """Return ``machine`` with its overheads and the share of simple operations, found by running a made-up model."""
+def with_layers(machine: Machine, device: str, dtype: torch.dtype) -> Machine:
+    """Return ``machine`` with the fixed times of layers and pages, and the rate of simple operations."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     with quiet():
@@ -70,25 +58,22 @@ def with_overheads(machine: Machine, device: str, dtype: torch.dtype) -> Machine
         if packs(torch.device(device), dtype):
             _pack(model)
     shape = shape_of(config, dtype.itemsize)
-    machine = replace(machine, overhead=dict.fromkeys(LAYERS, 0.0), simple=1.0)
     for name, method, checkpoint, budget in TRIALS:
         candidate = Candidate(method, checkpoint, "device" if checkpoint else None)
         held = sizes(shape.geometry, candidate, PROMPT, budget, STEPS, shared=machine.shared)
         prompt_s, step_s = _run(model, candidate, budget)
 
-        def predicted(machine: Machine, candidate: Candidate = candidate, held: object = held) -> Cost:
-            return cost(shape, candidate, held, machine, 1.0)  # type: ignore[arg-type]
+        def predicted(machine: Machine, candidate: Candidate = candidate, held: Sizes = held) -> Cost:
+            return cost(shape, candidate, held, machine, 1.0)
 
-        now, more = predicted(machine), predicted(_raised(machine, name, 1.0))
-        machine = _raised(machine, name, max(0.0, (step_s - now.step) / (more.step - now.step)))
-        now = predicted(machine)
-        if name == "full":
-            twice = predicted(replace(machine, simple=2.0))
-            machine = replace(machine, simple=1.0 + max(0.0, (prompt_s - now.prefill) / (twice.prefill - now.prefill)))
-        if name == "watched":
-            more = predicted(_raised(machine, "chunk", 1.0))
-            chunk_s = max(0.0, (prompt_s - now.prefill) / (more.prefill - now.prefill))
-            machine = _raised(machine, "chunk", chunk_s)
+        second: dict[str, Any] = {name: 1.0}
+        base, more = predicted(machine), predicted(replace(machine, **second))
+        found: dict[str, Any] = {name: max(0.0, (step_s - base.step) / (more.step - base.step))}
+        machine = replace(machine, **found)
+        if name == "layer_s":
+            base, slower = predicted(machine), predicted(replace(machine, elementwise=machine.elementwise / 2))
+            factor = 1 + max(0.0, (prompt_s - base.prefill) / (slower.prefill - base.prefill))
+            machine = replace(machine, elementwise=machine.elementwise / factor)
     return machine
 
 
@@ -102,10 +87,6 @@ def _pack(model: torch.nn.Module) -> None:
     for name, module in list(model.named_modules()):
         if isinstance(module, torch.nn.Linear):
             model.set_submodule(name, PackedLinear(quantised(module.weight, PACKED_BITS)))
-
-
-def _raised(machine: Machine, name: str, seconds: float) -> Machine:
-    return replace(machine, overhead={**machine.overhead, name: machine.overhead[name] + seconds})
 
 
 @torch.inference_mode()

@@ -75,7 +75,6 @@ def encode(rows: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
 class Codes:
     """offset + scale * code, the last axis of codes packed."""
 
-    lazy: ClassVar[bool] = False
     layout: ClassVar[str] = "grouped"
 
     codes: Tensor

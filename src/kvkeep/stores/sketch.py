@@ -138,7 +138,6 @@ class Estimates:
     are deviations from, if they are. by: "median" or "mean".
     """
 
-    lazy: ClassVar[bool] = False
     layout: ClassVar[str] = "sketched"
 
     cells: Tensor

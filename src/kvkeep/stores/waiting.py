@@ -25,7 +25,6 @@ MARGIN = 0.5
 class ByChannel:
     """Keys or values as codes (lanes, entries, dim), times a scale, plus an offset, (lanes, 1, dim) each."""
 
-    lazy: ClassVar[bool] = False
     layout: ClassVar[str] = "by channel"
 
     codes: Tensor

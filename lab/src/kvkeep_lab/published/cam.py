@@ -39,7 +39,6 @@ class Cam(Fate):
     source: ClassVar[str] = "CaM (Zhang et al., ICML 2024)"
     papers: ClassVar[Sequence[Paper]] = (CAM,)
     across_heads: ClassVar[bool] = True  # samples are of heads by number
-    work: ClassVar[str] = "merged"
     merges: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

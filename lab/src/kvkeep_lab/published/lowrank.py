@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from kvkeep.contracts.entries import EntryState, Piece
-from kvkeep.contracts.fate import Reading
 from kvkeep.contracts.site import Site
 from kvkeep.errors import UnsupportedModelError, UsageError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
@@ -34,17 +33,12 @@ class LowRank(GroupedFate):
     label: ClassVar[str] = "truncated to a low rank"
     source: ClassVar[str] = "arXiv:2603.19664, section 5.7"
     across_heads: ClassVar[bool] = True  # bases are made of the weights of all heads
-    work: ClassVar[str] = "coded"
     returns: ClassVar[str] = "approximately, from its coordinates"
     records: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.rank < 1:
             raise UsageError(f"A rank is 1 or more, not {self.rank}.")
-
-    @property
-    def reading(self) -> Reading:
-        return Reading(rank=self.rank)
 
     def check(self, model: Any, geometry: ModelGeometry) -> None:
         adapter, layers = bind(model), geometry.full_layers

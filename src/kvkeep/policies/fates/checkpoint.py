@@ -28,7 +28,6 @@ class Checkpointed(Fate):
 
     label: ClassVar[str] = "checkpointed"
     source: ClassVar[str] = "KV-Direct, arXiv:2603.19664"
-    work: ClassVar[str] = "checkpoint"
     returns: ClassVar[str] = "all pages, exact"
     exactness: ClassVar[Exactness] = Exactness.EXACT
     checkpoints: ClassVar[bool] = True

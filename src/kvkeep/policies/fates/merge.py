@@ -27,7 +27,6 @@ class Merge(Fate):
     by: str = "key"
 
     label: ClassVar[str] = "merged"
-    work: ClassVar[str] = "merged"
     merges: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

@@ -29,7 +29,6 @@ class MergesPairs(Fate):
     slack: float = 0.125
 
     label: ClassVar[str] = "merged"
-    work: ClassVar[str] = "neighbours"
     leaves: ClassVar[str] = "the least attended neighbours"
     makes_room: ClassVar[bool] = True
     keeps: ClassVar[bool] = False

@@ -9,7 +9,6 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvkeep.contracts.entries import EntryState, Piece
-from kvkeep.contracts.fate import Reading
 from kvkeep.contracts.site import Site
 from kvkeep.errors import UnsupportedModelError, UsageError
 from kvkeep.geometry import LayerGeometry, ModelGeometry
@@ -30,16 +29,11 @@ class Quantize(GroupedFate):
 
     label: ClassVar[str] = "quantised"
     source: ClassVar[str] = "KIVI, arXiv:2402.02750"
-    work: ClassVar[str] = "coded"
     returns: ClassVar[str] = "approximately, from its codes"
 
     def __post_init__(self) -> None:
         if self.bits not in (2, 4, 8):
             raise UsageError(f"Entries are kept at 8, 4 or 2 bits, not {self.bits}.")
-
-    @property
-    def reading(self) -> Reading:
-        return Reading(bits=self.bits)
 
     def fits(self, name: str, geometry: ModelGeometry, entries: int) -> None:
         for layer in geometry.full_layers:

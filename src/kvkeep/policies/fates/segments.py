@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvkeep.contracts.entries import EntryState, Piece
 from kvkeep.contracts.exactness import Exactness
-from kvkeep.contracts.fate import Fate, Reading
+from kvkeep.contracts.fate import Fate
 from kvkeep.contracts.site import Held, Site
 from kvkeep.contracts.store import EvictedStore
 from kvkeep.errors import UsageError
@@ -30,7 +30,6 @@ class Segments(Fate):
 
     label: ClassVar[str] = "kept in segments"
     source: ClassVar[str] = "Quest, arXiv:2406.10774"
-    work: ClassVar[str] = "segments"
     returns: ClassVar[str] = "the highest-scoring segments"
     exactness: ClassVar[Exactness] = Exactness.REVERSIBLE
 
@@ -38,9 +37,9 @@ class Segments(Fate):
         if self.top < 1:
             raise UsageError(f"At least one segment is read, not {self.top}.")
 
-    @property
-    def reading(self) -> Reading:
-        return Reading(GROUP * self.top, segment=GROUP)
+    def read(self, stored: int) -> int:
+        """Return the entries of the segments that are read, and one for the bound of every segment."""
+        return min(stored, GROUP * self.top) + stored // GROUP
 
     def store(self, site: Site, shared: Any) -> EvictedStore:
         return Groups(None, Promising(self.top, site.meter))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from kvkeep.contracts.exactness import Exactness
-from kvkeep.contracts.fate import Fate, Reading
+from kvkeep.contracts.fate import Fate
 from kvkeep.contracts.site import Held, Site
 from kvkeep.contracts.store import EvictedStore
 from kvkeep.errors import BudgetError, UsageError, unknown
@@ -40,7 +40,6 @@ class Sketch(Fate):
 
     label: ClassVar[str] = "sketched"
     source: ClassVar[str] = "KVReviver, Algorithms 1 to 4"
-    work: ClassVar[str] = "sketched"
     returns: ClassVar[str] = "approximately, from a count sketch"
     exactness: ClassVar[Exactness] = Exactness.REVERSIBLE
     records: ClassVar[bool] = True  # positions are what is hashed
@@ -61,10 +60,6 @@ class Sketch(Fate):
             )
         if self.rows not in MEDIAN:
             raise UsageError(f"A sketch has {', '.join(map(str, MEDIAN))} rows, not {self.rows}.")
-
-    @property
-    def reading(self) -> Reading:
-        return Reading(estimated=True)
 
     @property
     def swaps(self) -> bool:

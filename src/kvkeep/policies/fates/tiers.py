@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from kvkeep.contracts.fate import Fate, Reading
+from kvkeep.contracts.fate import Fate
 from kvkeep.contracts.site import Held, Site
 from kvkeep.contracts.store import EvictedStore
 from kvkeep.errors import UnsupportedModelError, unknown
@@ -30,17 +30,11 @@ class InTiers(Fate):
 
     label: ClassVar[str] = "quantised by attention"
     source: ClassVar[str] = "kvkeep; codes after arXiv:2402.02750"
-    work: ClassVar[str] = "tiers"
     returns: ClassVar[str] = "approximately, from its codes"
 
     def __post_init__(self) -> None:
         if self.without and self.without not in PARTS:
             raise unknown("part of tiers", self.without, PARTS)
-
-    @property
-    def reading(self) -> Reading:
-        """Codes: most entries have 4 bits."""
-        return Reading(bits=4)
 
     def resident(self, entries: int) -> int:
         """Return the exact ones, a quarter of the budget at most; the group that waits comes on top."""

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from kvkeep.attention.recall import available
 from kvkeep.contracts.checkpoint import Checkpoint
 from kvkeep.contracts.entries import Piece
 from kvkeep.geometry import ModelGeometry
@@ -21,7 +20,6 @@ from kvkeep.memory.places import Place
 from kvkeep.memory.rows import Rows
 from kvkeep.models.adapter import Adapter
 from kvkeep.stores.checkpoints.entries import rows_of
-from kvkeep.stores.checkpoints.lazy_page import LazyPage
 from kvkeep.stores.checkpoints.replay import Replay
 from kvkeep.stores.checkpoints.spec import CheckpointSpec
 
@@ -85,14 +83,14 @@ class Residuals(Checkpoint):
         anchor = layer - layer % self.stride
         later = [other for other in self.layers if layer < other < anchor + self.stride]
         if layer == anchor and not later:
-            yield from self._projected(layer, self._anchored(anchor, stop), lazy)
+            yield from self._projected(layer, self._anchored(anchor, stop))
             return
         replay = self._roll(anchor, layer, stop)
         if later:
             yield from replay.advance()
         else:
             pages = ((low, replay.hidden[:, low : low + self.page]) for low in range(0, stop, self.page))
-            yield from self._projected(layer, pages, lazy)
+            yield from self._projected(layer, pages)
             self._drop()
 
     def pick(self, layer: int, lane: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
@@ -126,15 +124,9 @@ class Residuals(Checkpoint):
             for low in range(0, piece.shape[-2], self.page):
                 yield start + low, piece[:, low : low + self.page].to(device)
 
-    def _projected(self, layer: int, pages: Iterator[tuple[int, Tensor]], lazy: bool) -> Iterator[Piece]:
+    def _projected(self, layer: int, pages: Iterator[tuple[int, Tensor]]) -> Iterator[Piece]:
         for start, hidden in pages:
             _, positions = self.ledger.span(start, start + hidden.shape[1])
-            weights = self.adapter.projection(layer) if lazy and available(hidden.device) else None
-            if weights is not None:
-                angles = self.adapter.rotation(layer, hidden, positions)
-                page = LazyPage(weights, hidden, angles, self.meter)
-                yield Piece(page, page, first=start)
-                continue
             keys, values = self.adapter.project(layer, hidden, positions)
             with self.meter.holding(keys, values):
                 yield Piece(keys.flatten(0, 1)[:, None], values.flatten(0, 1)[:, None], first=start, formed=True)

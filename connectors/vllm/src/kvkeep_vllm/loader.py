@@ -1,4 +1,4 @@
-"""Blocks read by a thread into the cache, where the engine has made room for them; steps go on meanwhile."""
+"""A thread that reads blocks into vLLM's cache while the engine takes steps."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import threading
 from collections import deque
 
 from kvkeep.errors import StoreError
-from kvkeep.vllm.behind import Counts
-from kvkeep.vllm.codec import Codec
-from kvkeep.vllm.folder import BlockFolder
-from kvkeep.vllm.pages import Pages
-from kvkeep.vllm.plan import Load
+from kvkeep_vllm.codec import BlockCodec
+from kvkeep_vllm.folder import BlockFolder
+from kvkeep_vllm.tensors import BlockTensors
+from kvkeep_vllm.transfers import Load
+from kvkeep_vllm.writer import Counts
 
 log = logging.getLogger(__name__)
 
 
-class Loader:
-    """Reads blocks of ``folder`` into ``pages``. counts: is added to."""
+class BlockLoader:
+    """Reads blocks of ``folder`` into ``tensors``. counts: updated."""
 
-    def __init__(self, folder: BlockFolder, codec: Codec, pages: Pages, counts: Counts) -> None:
-        self.folder, self.codec, self.pages, self.counts = folder, codec, pages, counts
+    def __init__(self, folder: BlockFolder, codec: BlockCodec, tensors: BlockTensors, counts: Counts) -> None:
+        self.folder, self.codec, self.tensors, self.counts = folder, codec, tensors, counts
         self._queue: deque[Load] = deque()
         self._loads = 0  # queued, or being read
         self._done: set[str] = set()
@@ -31,23 +31,23 @@ class Loader:
         self._thread.start()
 
     def start(self, load: Load) -> None:
-        """Read blocks when those before are read."""
+        """Queue a load."""
         with self._changed:
             self._queue.append(load)
             self._loads += 1
             self._changed.notify_all()
 
-    def take(self, patience: float = 0.0) -> tuple[set[str], set[int]]:
-        """Return the requests whose blocks were read since this was last asked, and which of the cache's blocks are not
-        what they should be: the first bad one of a request, and all behind it. patience: seconds to wait for one."""
+    def finished(self, timeout_s: float = 0.0) -> tuple[set[str], set[int]]:
+        """Return the requests whose loads ended since the last call, and the cache's blocks that could not be restored:
+        the first bad block of a request and all after it. timeout_s: seconds to wait for a request."""
         with self._changed:
-            self._changed.wait_for(lambda: self._done or not self._loads, patience)
+            self._changed.wait_for(lambda: self._done or not self._loads, timeout_s)
             found = self._done, self._bad
             self._done, self._bad = set(), set()
         return found
 
     def close(self) -> None:
-        """End the thread after the block that it reads."""
+        """End the thread after its current block."""
         with self._changed:
             self._ends = True
             self._changed.notify_all()
@@ -63,7 +63,7 @@ class Loader:
             good = 0
             try:
                 good = self._read(load)
-            except Exception:  # the request must not wait for ever
+            except Exception:  # the request must not wait forever
                 log.exception("Blocks could not be loaded.")
             with self._changed:
                 self.counts.loaded += good
@@ -74,13 +74,13 @@ class Loader:
                 self._changed.notify_all()
 
     def _read(self, load: Load) -> int:
-        """Return how many blocks are in the cache."""
+        """Return how many blocks were restored."""
         for number, (name, block) in enumerate(zip(load.names, load.blocks, strict=True)):
             if self._ends:
                 return number
             try:
-                self.pages.write(block, self.codec.decode(self.folder.read(name)))
+                self.tensors.write(block, self.codec.decode(self.folder.read(name)))
             except StoreError as error:
-                log.warning("A block is read anew: %s", error)
+                log.warning("vLLM computes a block again: %s", error)
                 return number
         return len(load.blocks)

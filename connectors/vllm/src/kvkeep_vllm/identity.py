@@ -1,4 +1,4 @@
-"""The namespace of an engine: a digest of all that the bytes of its blocks depend on, besides the tokens."""
+"""The namespace of an engine: a digest of everything but the tokens that the bytes of its blocks depend on."""
 
 from __future__ import annotations
 
@@ -12,40 +12,38 @@ from kvkeep.errors import UsageError
 from kvkeep.models.checksum import remembered_sha256
 
 FORMAT = 1
-"""Of the files; another one is another namespace."""
+"""Version of the files' format; it is part of the namespace."""
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _NAMES = ("_name_or_path", "_commit_hash", "transformers_version")
-"""Settings of a model that say where it is from."""
+"""Settings of a model that only say where it comes from."""
 _FIXED_ROPE = (None, "default", "linear", "llama3", "yarn")
 """Kinds of rotation that do not depend on the longest context that an engine allows."""
 
 
 def namespace(facts: Mapping[str, Any]) -> str:
-    """Return 32 hex digits that stand for these facts, which are plain types."""
-    told = json.dumps({"format": FORMAT, **facts}, sort_keys=True, default=str)
-    return hashlib.sha256(told.encode()).hexdigest()[:32]
+    """Return 32 hex digits for these facts, which are plain types."""
+    text = json.dumps({"format": FORMAT, **facts}, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def weights_of(model: str, revision: str | None = None, hub_folder: str | None = None) -> dict[str, str]:
-    """Return the SHA-256 of every file of a model's weights by its name: of a folder, a file, or a hub id whose files
-    are on this machine. Files are read when they are new or have changed. Raises UsageError where there are none."""
+    """Return the SHA-256 of each file of a model's weights by name. model: a folder, a file, or a hub id whose files
+    are on this machine. A file is read once, and again when it changed. Raises UsageError if there are no files."""
     place = Path(model)
     if not place.exists():
         place = _snapshot(model, revision, hub_folder)
     files = [place] if place.is_file() else sorted(one for one in place.iterdir() if one.suffix in _WEIGHTS)
     if not files:
-        raise UsageError(
-            f"The weights of '{model}' are not in files that can be told apart; give vLLM a folder of them."
-        )
+        raise UsageError(f"'{model}' has no files of weights ({', '.join(_WEIGHTS)}); give vLLM a folder that has.")
     return {file.name: remembered_sha256(file) for file in files}
 
 
 def settings_of(config: Mapping[str, Any], longest: int) -> dict[str, Any]:
-    """Return what keys depend on of a model's settings, ``config``, in an engine with ``longest`` tokens of context."""
-    told = {name: value for name, value in config.items() if name not in _NAMES}
+    """Return the settings in ``config`` that keys depend on. longest: tokens of the engine's context."""
+    settings = {name: value for name, value in config.items() if name not in _NAMES}
     rope: Any = next((config[name] for name in ("rope_parameters", "rope_scaling") if config.get(name)), {})
     kinds = {part.get("rope_type", part.get("type")) for part in (rope, *rope.values()) if isinstance(part, Mapping)}
-    return told if kinds <= {*_FIXED_ROPE} else told | {"longest": longest}
+    return settings if kinds <= {*_FIXED_ROPE} else settings | {"longest": longest}
 
 
 def _snapshot(model: str, revision: str | None, hub_folder: str | None) -> Path:

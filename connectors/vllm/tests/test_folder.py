@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kvkeep_vllm.folder import HEADER, LEDGER, BlockDamaged, BlockFolder, BlockMissing, BlockName
 
 from kvkeep.errors import StoreError
-from kvkeep.vllm.folder import HEADER, LEDGER, BlockDamaged, BlockFolder, BlockMissing, Name
 
 SIZE = 1000
 FILE = SIZE + HEADER.size
 
 
-def name(number: int, space: str = "model/shared") -> Name:
-    return Name(space, number.to_bytes(32, "big"))
+def name(number: int, space: str = "model/shared") -> BlockName:
+    return BlockName(space, number.to_bytes(32, "big"))
 
 
 def payload(number: int) -> bytes:
@@ -83,11 +83,11 @@ def test_what_was_used_stays_within_the_quota_however_it_was_left(tmp_path: Path
 WRITER = """
 import sys
 from pathlib import Path
-sys.path.insert(0, sys.argv[1])
-from kvkeep.vllm.folder import BlockFolder, Name
+sys.path[:0] = sys.argv[1].split(":")
+from kvkeep_vllm.folder import BlockFolder, BlockName
 folder = BlockFolder(Path(sys.argv[2]), int(sys.argv[3]))
 for number in range(150):
-    name = Name(f"space-{int(sys.argv[4]) % 2}", (number // 2 * 1000).to_bytes(32, "big"))
+    name = BlockName(f"space-{int(sys.argv[4]) % 2}", (number // 2 * 1000).to_bytes(32, "big"))
     if number % 2:
         folder.write(name, [bytes(1000)])
     elif folder.has(name):
@@ -100,7 +100,8 @@ for number in range(150):
 
 def test_programs_share_a_folder_and_its_quota(tmp_path: Path) -> None:
     """Four of them, which write the same and other blocks; one is killed."""
-    source, quota = str(Path(__file__).parents[2] / "src"), 20 * FILE
+    root = Path(__file__).parents[3]
+    source, quota = f"{root / 'src'}:{root / 'connectors/vllm/src'}", 20 * FILE
     arguments = [sys.executable, "-c", WRITER, source, str(tmp_path), str(quota)]
     running = [subprocess.Popen([*arguments, str(number)], stderr=subprocess.PIPE) for number in range(4)]
     folder, most, ended = BlockFolder(tmp_path, quota), 0, threading.Event()

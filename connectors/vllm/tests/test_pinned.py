@@ -6,12 +6,12 @@ import ast
 import re
 from pathlib import Path
 
-import kvkeep.vllm
-from kvkeep.vllm import pinned
+import kvkeep_vllm
+from kvkeep_vllm import pinned
 
 SOURCES = {
     path.name: path.read_text(encoding="utf-8")
-    for path in Path(kvkeep.vllm.__file__).parent.glob("*.py") if path.name != "pinned.py"
+    for path in Path(kvkeep_vllm.__file__).parent.glob("*.py") if path.name != "pinned.py"
 }  # fmt: skip
 KNOWN_OTHERWISE = {"vllm.platforms:current_platform"}  # an instance of Platform, which is listed
 
@@ -33,6 +33,6 @@ def test_all_that_is_listed_is_used() -> None:
     listed |= {name.rpartition(".")[2].rpartition(":")[2] for name in pinned.CALLS} - {"__init__"}
     inherited = {"_set_isa_to_layers"}  # by which a layer has its ``isa``
     assert {word for word in listed - inherited if not re.search(rf"\b{word}\b", text)} == set()
-    own = {"_space", "_bad", "_idle", "_asked"}
+    own = {"_space", "_bad", "_idle", "_transfers"}
     base = set(re.findall(r"self\.(_[a-z]\w*)", SOURCES["connector.py"].partition("class _Work")[0])) - own
     assert base <= listed, base - listed

@@ -1,4 +1,4 @@
-"""Blocks on their way: out of the cache's tensors, as bytes or codes, behind a step, and back again."""
+"""Blocks from the cache's tensors to files and back: copied, encoded, written by a thread, loaded."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kvkeep_vllm import writer as writer_module
+from kvkeep_vllm.codec import BlockCodec, ExactCodec, QuantizedCodec, places
+from kvkeep_vllm.folder import BlockFolder, BlockName
+from kvkeep_vllm.loader import BlockLoader
+from kvkeep_vllm.tensors import BlockTensors
+from kvkeep_vllm.transfers import Load, Use
+from kvkeep_vllm.writer import BlockWriter, Counts
 from torch import Tensor
 
 from kvkeep.errors import StoreError, UsageError
-from kvkeep.vllm import behind as behind_module
-from kvkeep.vllm.behind import Counts, WriteBehind
-from kvkeep.vllm.codec import Codec, Coded, Exact, places
-from kvkeep.vllm.folder import BlockFolder, Name
-from kvkeep.vllm.loading import Loader
-from kvkeep.vllm.pages import Pages
-from kvkeep.vllm.plan import Load, Use
 
 HEADS, ENTRIES, DIM = 2, 64, 32
 
 
-def name(number: int) -> Name:
-    return Name("model/shared", bytes([number]) * 32)
+def name(number: int) -> BlockName:
+    return BlockName("model/shared", bytes([number]) * 32)
 
 
 def caches(dtype: torch.dtype = torch.bfloat16, blocks: int = 5) -> dict[str, Tensor]:
@@ -44,19 +44,19 @@ def in_pairs(keys: Tensor, values: Tensor, key_half: Tensor, value_half: Tensor)
 def test_a_block_is_all_layers_bytes_and_goes_back_to_any_place() -> None:
     own = caches() | {"tied": torch.zeros(0)}
     own["tied"] = own["layer.1"]  # a layer that shares another one's entries
-    pages = Pages(own)
-    assert pages.names == ["layer.0", "layer.1", "layer.2"] and pages.nbytes == 3 * HEADS * ENTRIES * 2 * DIM * 2
-    codec = Exact(pages.nbytes)
-    (raw,) = codec.encode(pages.read(1))
-    before = [own[layer][1].clone() for layer in pages.names]
-    pages.write(4, codec.decode(memoryview(raw.tobytes())))
-    assert all(torch.equal(own[layer][4], kept) for layer, kept in zip(pages.names, before, strict=True))
-    with pytest.raises(StoreError, match="where one of"):
+    tensors = BlockTensors(own)
+    assert tensors.names == ["layer.0", "layer.1", "layer.2"] and tensors.nbytes == 3 * HEADS * ENTRIES * 2 * DIM * 2
+    codec = ExactCodec(tensors.nbytes)
+    (raw,) = codec.encode(tensors.read(1))
+    before = [own[layer][1].clone() for layer in tensors.names]
+    tensors.write(4, codec.decode(memoryview(raw.tobytes())))
+    assert all(torch.equal(own[layer][4], kept) for layer, kept in zip(tensors.names, before, strict=True))
+    with pytest.raises(StoreError, match="bytes instead of"):
         codec.decode(memoryview(raw.tobytes()[1:]))
-    with pytest.raises(UsageError, match="each in one piece"):
-        Pages({"layer": torch.zeros(4, 8, 6).transpose(1, 2)})
-    with pytest.raises(UsageError, match="on the CPU, and these are on 'meta'"):
-        Pages({"layer": torch.zeros(4, 8, device="meta")})
+    with pytest.raises(UsageError, match="each block in one piece"):
+        BlockTensors({"layer": torch.zeros(4, 8, 6).transpose(1, 2)})
+    with pytest.raises(UsageError, match="on the CPU; this one is on 'meta'"):
+        BlockTensors({"layer": torch.zeros(4, 8, device="meta")})
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -70,11 +70,11 @@ def test_codes_are_those_of_quantize_in_any_order_of_a_processor(bits: int, dtyp
     for number, cache in enumerate(own.values()):
         halves = cache.view(3, HEADS, 2, ENTRIES, DIM)
         in_pairs(keys[number], values[number], halves[1, :, 0], halves[1, :, 1])
-    pages = Pages(own)
-    codec = Coded(bits, pages, in_pairs)
-    payload = b"".join(piece.tobytes() for piece in codec.encode(pages.read(1)))
+    tensors = BlockTensors(own)
+    codec = QuantizedCodec(bits, tensors, in_pairs)
+    payload = b"".join(piece.tobytes() for piece in codec.encode(tensors.read(1)))
     assert len(payload) == codec.nbytes == 4 * HEADS * ENTRIES * DIM * (bits / 8 + 4 / 32)
-    pages.write(2, codec.decode(memoryview(payload)))
+    tensors.write(2, codec.decode(memoryview(payload)))
     key_order, value_order = places(HEADS, ENTRIES, DIM, dtype, in_pairs)
     for number, cache in enumerate(own.values()):
         halves = cache[2].view(HEADS, 2, ENTRIES * DIM)
@@ -99,15 +99,15 @@ def test_an_order_that_is_none_is_refused() -> None:
         value_half.copy_(values.transpose(0, 1))
 
     for store in (loses, by_head):
-        with pytest.raises(UsageError, match="is not understood; use codec 'exact'"):
+        with pytest.raises(UsageError, match="is unknown; use codec 'exact'"):
             places(HEADS, ENTRIES, DIM, torch.float32, store)
     mixed = {"a": torch.zeros(2, 2, 64, 64), "b": torch.zeros(2, 2, 64, 32)}
     for odd in (mixed, {"a": torch.zeros(2, 64, 64)}, {"a": torch.zeros(2, 2, 64, 64, dtype=torch.uint8)}):
         with pytest.raises(UsageError, match="use codec 'exact'"):
-            Coded(8, Pages(odd), in_pairs)
+            QuantizedCodec(8, BlockTensors(odd), in_pairs)
 
 
-# -- behind -----------------------------------------------------------------------------------------------
+# -- writing ---------------------------------------------------------------------------------------------
 
 
 class Slow(BlockFolder):
@@ -123,11 +123,11 @@ class Slow(BlockFolder):
 
 
 @pytest.fixture
-def writer(tmp_path: Path) -> Iterator[Callable[..., WriteBehind]]:
-    made: list[WriteBehind] = []
+def writer(tmp_path: Path) -> Iterator[Callable[..., BlockWriter]]:
+    made: list[BlockWriter] = []
 
-    def make(folder: BlockFolder, room: int = 10**6) -> WriteBehind:
-        made.append(WriteBehind(folder, lambda raw: [raw], room, Counts()))
+    def make(folder: BlockFolder, capacity: int = 10**6) -> BlockWriter:
+        made.append(BlockWriter(folder, lambda raw: [raw], capacity, Counts()))
         return made[-1]
 
     yield make
@@ -135,67 +135,67 @@ def writer(tmp_path: Path) -> Iterator[Callable[..., WriteBehind]]:
         one.close()
 
 
-def test_a_full_queue_drops_and_never_waits(tmp_path: Path, writer: Callable[..., WriteBehind]) -> None:
+def test_a_full_queue_drops_and_never_waits(tmp_path: Path, writer: Callable[..., BlockWriter]) -> None:
     folder, copies = Slow(tmp_path), []
 
     def copy() -> np.ndarray:
         copies.append(1)
         return np.zeros(100, np.uint8)
 
-    behind, start = writer(folder, 350), time.monotonic()
-    assert [behind.offer(name(number), 100, copy) for number in (0, 1, 2, 3, 1)] == [True, True, True, False, True]
-    assert time.monotonic() - start < 5 and len(copies) == 3 and behind.counts.dropped == 1
-    behind.use(Use([name(0), name(1), name(2)], time.time_ns()))
+    queue, start = writer(folder, 350), time.monotonic()
+    assert [queue.offer(name(number), 100, copy) for number in (0, 1, 2, 3, 1)] == [True, True, True, False, True]
+    assert time.monotonic() - start < 5 and len(copies) == 3 and queue.counts.dropped == 1
+    queue.use(Use([name(0), name(1), name(2)], time.time_ns()))
     folder.gate.set()
-    assert behind.flush(10) and behind.counts.saved == 3
+    assert queue.flush(10) and queue.counts.saved == 3
     times = [folder.path(name(number)).stat().st_mtime_ns for number in range(3)]
     assert times == sorted(times, reverse=True)  # what others build upon goes last
-    assert behind.offer(name(3), 100, copy)
-    behind.close()  # what is queued is written
-    assert folder.count()[0] == 4 and not behind.offer(name(4), 100, copy)
+    assert queue.offer(name(3), 100, copy)
+    queue.close()  # what is queued is written
+    assert folder.count()[0] == 4 and not queue.offer(name(4), 100, copy)
 
 
 def test_what_an_end_does_not_write_is_counted(
-    tmp_path: Path, writer: Callable[..., WriteBehind], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, writer: Callable[..., BlockWriter], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(behind_module, "END_S", 0.05)
+    monkeypatch.setattr(writer_module, "CLOSE_TIMEOUT_S", 0.05)
     folder = Slow(tmp_path)
-    behind = writer(folder)
-    assert all(behind.offer(name(number), 100, lambda: np.zeros(100, np.uint8)) for number in range(3))
-    behind.close()  # one is being written
-    assert behind.counts.dropped == 2
+    queue = writer(folder)
+    assert all(queue.offer(name(number), 100, lambda: np.zeros(100, np.uint8)) for number in range(3))
+    queue.close()  # one is being written
+    assert queue.counts.dropped == 2
     folder.gate.set()
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), ZeroDivisionError()], ids=str)
 def test_a_disk_that_fails_costs_blocks_and_nothing_else(
-    error: Exception, tmp_path: Path, writer: Callable[..., WriteBehind], monkeypatch: pytest.MonkeyPatch
+    error: Exception, tmp_path: Path, writer: Callable[..., BlockWriter], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, raw = BlockFolder(tmp_path, 10**6), np.zeros(100, np.uint8)
-    behind = writer(folder)
+    queue = writer(folder)
 
     def fails(*_: Any) -> None:
         raise error
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", fails)
-        assert behind.offer(name(0), 100, lambda: raw) and behind.flush(10)
-    assert not behind.offer(name(1), 100, lambda: raw)  # for a while
-    assert (behind.counts.failed, behind.counts.dropped, behind.counts.saved) == (1, 2, 0)
-    monkeypatch.setattr(behind, "_paused", 0.0)
-    assert behind.offer(name(0), 100, lambda: raw) and behind.flush(10) and folder.has(name(0))
-    assert behind_module.PAUSE_S >= 1
+        assert queue.offer(name(0), 100, lambda: raw) and queue.flush(10)
+    assert not queue.offer(name(1), 100, lambda: raw)  # for a while
+    assert (queue.counts.failed, queue.counts.dropped, queue.counts.saved) == (1, 2, 0)
+    monkeypatch.setattr(queue, "_paused", 0.0)
+    assert queue.offer(name(0), 100, lambda: raw) and queue.flush(10) and folder.has(name(0))
+    assert writer_module.PAUSE_S >= 1
 
 
 def test_the_first_bad_block_and_all_behind_it_are_reported_with_their_request(tmp_path: Path) -> None:
-    pages, folder, counts = Pages(caches(blocks=8)), BlockFolder(tmp_path, 10**8), Counts()
-    codec: Codec = Exact(pages.nbytes)
+    tensors, folder, counts = BlockTensors(caches(blocks=8)), BlockFolder(tmp_path, 10**8), Counts()
+    codec: BlockCodec = ExactCodec(tensors.nbytes)
     for number in range(4):
-        folder.write(name(number), codec.encode(pages.read(number)))
+        folder.write(name(number), codec.encode(tensors.read(number)))
     path = folder.path(name(2))
     path.write_bytes(path.read_bytes()[:-1] + b"\0")
     folder.write(name(9), [b"of another form"])
-    loader = Loader(folder, codec, pages, counts)
+    loader = BlockLoader(folder, codec, tensors, counts)
     try:
         wanted = {"bad": ([0, 1, 2, 3], [4, 5, 6, 7]), "odd": ([9], [3]), "gone": ([7], [2]), "good": ([3], [7])}
         for request, (keys, blocks) in wanted.items():
@@ -204,11 +204,11 @@ def test_the_first_bad_block_and_all_behind_it_are_reported_with_their_request(t
         bad: set[int] = set()
         until = time.monotonic() + 10
         while len(done) < 4 and time.monotonic() < until:
-            new = loader.take()
+            new = loader.finished()
             assert not new[1] or new[0]  # bad blocks never come after their request
             done, bad = done | new[0], bad | new[1]
     finally:
         loader.close()
     assert done == {*wanted} and bad == {6, 7, 3, 2}
-    assert np.array_equal(pages.read(4), pages.read(0)) and np.array_equal(pages.read(5), pages.read(1))
+    assert np.array_equal(tensors.read(4), tensors.read(0)) and np.array_equal(tensors.read(5), tensors.read(1))
     assert counts.loaded == 3 and counts.bad == 3 and not folder.has(name(2))

@@ -38,7 +38,7 @@ class Engine:
         if folder is not None:
             own["kv_transfer_config"] = {
                 "kv_connector": "KeepConnector",
-                "kv_connector_module_path": "kvkeep.vllm",
+                "kv_connector_module_path": "kvkeep_vllm",
                 "kv_role": "kv_both",
                 "kv_load_failure_policy": "recompute",
                 "kv_connector_extra_config": {"folder": str(folder), "quota": "100MB"} | more,
@@ -85,7 +85,7 @@ class Engine:
 
     def written(self) -> None:
         """Wait until all blocks are in their files."""
-        assert self.work.behind.flush(60)
+        assert self.work.writer.flush(60)
 
     def leave(self, prompt: list[int]) -> None:
         """Ask, and go away while blocks are loaded."""
@@ -120,7 +120,7 @@ def kept(model: str, folder: Path) -> dict[str, Any]:
 
 def restarted(model: str, folder: Path) -> dict[str, Any]:
     """In another process: hits, a damaged block, another salt, a request that leaves, and a disk that is full."""
-    from kvkeep.vllm import folder as module
+    from kvkeep_vllm import folder as module
 
     engine, long = Engine(model, folder), ids(1, PROMPT)
     engine.leave(long)
@@ -146,7 +146,7 @@ def restarted(model: str, folder: Path) -> dict[str, Any]:
     engine.written()
     counts = dict(vars(engine.work.counts))
     module.write_whole = whole
-    engine.work.behind._paused = 0.0
+    engine.work.writer._paused = 0.0
     assert engine.llm.reset_prefix_cache(reset_connector=True)
     left = [*(engine.work.folder.folder / name).rglob("*.kv")]
     reset = engine.answers([long], 8)
@@ -164,7 +164,7 @@ def coded(model: str, folder: Path) -> dict[str, Any]:
     engine.written()
     assert engine.llm.reset_prefix_cache()
     again = engine.answers([long], 1)
-    block = engine.work.pages.nbytes
+    block = engine.work.tensors.nbytes
     sizes = [path.stat().st_size for path in (engine.work.folder.folder / engine.keep.planner.space).rglob("*.kv")]
     return {"first": first, "again": again, "block": block, "sizes": sizes}
 

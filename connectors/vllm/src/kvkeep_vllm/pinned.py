@@ -1,7 +1,6 @@
-"""What the connector leans on in vLLM: the version that it is written for, and every name, private or not.
+"""What the connector uses of vLLM: the version that it is written for, and every name, public or private.
 
-``moved()`` says what is not as it is listed here; the connector does not start then. vLLM calls the interface of
-connectors experimental.
+vLLM calls its interface of connectors experimental. The connector refuses to start if :func:`moved` finds a difference.
 """
 
 from __future__ import annotations
@@ -13,12 +12,12 @@ from importlib import import_module
 from typing import Any
 
 PIN = "0.32.0"
-"""The version of vLLM that it is tried with."""
+"""The version of vLLM that the connector is tested with."""
 
 _V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
 
 CALLS: dict[str, str] = {
-    # what vLLM calls, on the scheduler's side and on the worker's
+    # called by vLLM, on the scheduler's side and on the worker's
     f"{_V1}.base:KVConnectorBase_V1.__init__": "self vllm_config role kv_cache_config",
     f"{_V1}.base:KVConnectorBase_V1.on_new_request": "self request",
     f"{_V1}.base:KVConnectorBase_V1.get_num_new_matched_tokens": "self request num_computed_tokens",
@@ -38,7 +37,7 @@ CALLS: dict[str, str] = {
     f"{_V1}.base:KVConnectorBase_V1.get_kv_connector_stats": "self",
     f"{_V1}.base:KVConnectorBase_V1.build_kv_connector_stats": "data",
     f"{_V1}.base:KVConnectorBase_V1.shutdown": "self",
-    # what the connector calls
+    # called by the connector
     f"{_V1}.base:KVConnectorBase_V1._get_connector_metadata": "self",
     "vllm.v1.core.kv_cache_manager:KVCacheBlocks.get_block_ids": "self allow_none group_ids",
     "vllm.v1.core.sched.output:KVConnectorBlockState.get_block_ids": "self req_id",
@@ -46,7 +45,7 @@ CALLS: dict[str, str] = {
         "key value key_cache value_cache slot_mapping isa k_scale v_scale kv_cache_dtype"
     ),
 }
-"""Names of parameters by module and name."""
+"""Functions by module and name, with their parameters."""
 
 FIELDS: dict[str, str] = {
     f"{_V1}.base:KVConnectorBase_V1": "_cache_hit_source requires_kv_delivery _vllm_config _kv_cache_config",
@@ -81,7 +80,7 @@ FIELDS: dict[str, str] = {
 
 
 def moved() -> list[str]:
-    """Return what of vLLM is not as it is listed here, a line each."""
+    """Return what differs in the installed vLLM, a line each."""
     return [*_moved_calls(), *_moved_fields()]
 
 

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kvkeep_vllm import transfers as transfers_module
+from kvkeep_vllm.folder import BlockName
+from kvkeep_vllm.identity import namespace, settings_of, weights_of
+from kvkeep_vllm.options import ConnectorOptions
+from kvkeep_vllm.transfers import Load, TransferPlanner, Transfers, space_of
 
 from kvkeep.errors import UsageError
-from kvkeep.vllm import plan as plan_module
-from kvkeep.vllm.folder import Name
-from kvkeep.vllm.identity import namespace, settings_of, weights_of
-from kvkeep.vllm.options import Options
-from kvkeep.vllm.plan import Load, Plan, Planner, space_of
 
 SIZE = 4
 
@@ -38,26 +38,26 @@ class Request:
         return [bytes([number]) for number in range(self.num_tokens // SIZE)]
 
 
-def names(count: int, salt: str | None = None, first: int = 0) -> list[Name]:
-    return [Name(space_of("model", salt), bytes([number])) for number in range(first, count)]
+def names(count: int, salt: str | None = None, first: int = 0) -> list[BlockName]:
+    return [BlockName(space_of("model", salt), bytes([number])) for number in range(first, count)]
 
 
 class Engine:
     """A scheduler of one request, and a folder without files."""
 
     def __init__(self, *requests: Request, **options: bool) -> None:
-        self.there: set[Name] = set()
-        self.planner = Planner("model", SIZE, self.there.__contains__, **options)
+        self.there: set[BlockName] = set()
+        self.planner = TransferPlanner("model", SIZE, self.there.__contains__, **options)
         for request in requests:
             self.planner.begin(request)
 
-    def admit(self, request: Request, blocks: list[int], computed: int = 0) -> Plan:
+    def admit(self, request: Request, blocks: list[int], computed: int = 0) -> Transfers:
         """Let a request in, as the scheduler does with one whose blocks are loaded between steps."""
         found = self.planner.found(request, computed)
         self.planner.admit(request, blocks, found)
         return self.planner.step([], lambda _: None)
 
-    def step(self, request: Request, tokens: int, blocks: list[int]) -> Plan:
+    def step(self, request: Request, tokens: int, blocks: list[int]) -> Transfers:
         plan = self.planner.step([(request.request_id, tokens)], lambda _: blocks)
         request.num_computed_tokens += tokens
         for save in plan.saves:
@@ -65,7 +65,7 @@ class Engine:
         return plan
 
 
-def saved(plan: Plan) -> list[tuple[int, list[int]]]:
+def saved(plan: Transfers) -> list[tuple[int, list[int]]]:
     assert not plan.loads
     return [(len(save.names), save.blocks) for save in plan.saves]
 
@@ -74,7 +74,7 @@ def test_blocks_are_saved_in_the_step_that_fills_them() -> None:
     """A prompt in chunks, and an answer."""
     request, blocks = Request("a", 11), [7, 3, 9, 5]
     engine = Engine(request)
-    assert engine.admit(request, blocks) == Plan()
+    assert engine.admit(request, blocks) == Transfers()
     assert saved(engine.step(request, 3, blocks)) == []
     assert saved(engine.step(request, 6, blocks)) == [(2, [7, 3])]
     assert saved(engine.step(request, 2, blocks)) == []
@@ -85,7 +85,7 @@ def test_blocks_are_saved_in_the_step_that_fills_them() -> None:
     engine.planner.end("a")
     (use,) = engine.step(request, 8, blocks).uses
     assert use.names == names(3) and use.when > plan.saves[0].when  # its whole text was used until then
-    assert engine.step(request, 8, blocks) == Plan()
+    assert engine.step(request, 8, blocks) == Transfers()
 
 
 def test_blocks_are_never_used_later_than_what_they_build_upon() -> None:
@@ -118,8 +118,8 @@ def test_what_the_engine_has_is_not_loaded_and_the_last_token_is_read() -> None:
 
 def test_a_waiting_request_does_not_look_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     request, asked, now = Request("a", 13), [], [100.0]
-    planner = Planner("model", SIZE, lambda name: not asked.append(name))
-    monkeypatch.setattr(plan_module.time, "monotonic", lambda: now[0])
+    planner = TransferPlanner("model", SIZE, lambda name: not asked.append(name))
+    monkeypatch.setattr(transfers_module.time, "monotonic", lambda: now[0])
     planner.begin(request)
     assert [planner.found(request, 0) for _ in range(50)] == [12] * 50 and len(asked) == 3
     assert planner.found(request, 4) == 8 and len(asked) == 5  # the engine has more now
@@ -157,7 +157,7 @@ def test_salts_roles_and_requests_whose_keys_say_too_little() -> None:
         request = Request("d", 9, **odd)
         engine = Engine(request)
         engine.there |= {*names(2)}
-        assert engine.planner.found(request, 0) == 0 and engine.step(request, 9, [0, 1, 2]) == Plan()
+        assert engine.planner.found(request, 0) == 0 and engine.step(request, 9, [0, 1, 2]) == Transfers()
     for loads, saves in ((True, False), (False, True)):
         request = Request("e", 9)
         engine = Engine(request, loads=loads, saves=saves)
@@ -180,7 +180,7 @@ def test_after_a_reset_nothing_of_before_is_found() -> None:
 
 def test_a_namespace_is_of_the_weights_bytes_and_of_every_setting(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(UsageError, match="not in files that can be told apart"):
+    with pytest.raises(UsageError, match="has no files of weights"):
         weights_of(str(tmp_path))
     with pytest.raises(UsageError, match="are not on this machine"):
         weights_of("nobody/nothing", hub_folder=str(tmp_path))
@@ -205,11 +205,11 @@ def test_a_namespace_is_of_the_weights_bytes_and_of_every_setting(tmp_path: Path
 
 
 def test_settings_are_understood_or_refused_by_name(tmp_path: Path) -> None:
-    options = Options.parse({})
+    options = ConnectorOptions.parse({})
     assert (options.codec, options.quota, options.queue) == ("exact", 10**10, 256 * 10**6)
     assert options.folder.name == "vllm"
     given = {"folder": str(tmp_path), "quota": "1.5GiB", "codec": "int4", "queue": "1MB"}
-    assert Options.parse(json.loads(json.dumps(given))) == Options(tmp_path, 3 << 29, "int4", 10**6)
+    assert ConnectorOptions.parse(json.loads(json.dumps(given))) == ConnectorOptions(tmp_path, 3 << 29, "int4", 10**6)
     for wrong, said in (
         ({"codec": "int3"}, "Unknown codec 'int3'"),
         ({"quote": "1GB"}, "did you mean quota"),
@@ -219,9 +219,12 @@ def test_settings_are_understood_or_refused_by_name(tmp_path: Path) -> None:
         ({"quota": None}, "A quota of 'None'"),
     ):
         with pytest.raises(UsageError, match=said):
-            Options.parse(wrong)
-    options = Options.parse({"quota": 100, "queue": 50})
+            ConnectorOptions.parse(wrong)
+    options = ConnectorOptions.parse({"quota": 100, "queue": 50})
     options.check(50, 100)
-    for block, said in (((50, 101), "quota of 100 bytes holds no block of 101"), ((51, 9), "queue of 50 bytes holds")):
+    for block, said in (
+        ((50, 101), r"quota of 100 bytes is smaller than one block \(101\)"),
+        ((51, 9), "queue of 50 bytes is smaller"),
+    ):
         with pytest.raises(UsageError, match=said):
             options.check(*block)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PYTHON = os.environ.get("KVKEEP_VLLM_PYTHON")
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not PYTHON, reason="KVKEEP_VLLM_PYTHON is not set")]
 
@@ -32,7 +32,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(*arguments: str) -> str:
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    path = os.pathsep.join(str(ROOT / folder) for folder in ("src", "connectors/vllm/src"))
+    environment = os.environ | {"PYTHONPATH": path}
     done = subprocess.run([str(PYTHON), *arguments], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
@@ -49,7 +50,7 @@ def same(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> bool:
 
 REFUSED = """
 from types import SimpleNamespace as Some
-from kvkeep.vllm.connector import _refusals
+from kvkeep_vllm.connector import _refusals
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 shape = dict(block_size=32, num_kv_heads=1, head_size=32, dtype=__import__("torch").float32)
 full, window = FullAttentionSpec(**shape), SlidingWindowSpec(**shape, sliding_window=64)
@@ -74,7 +75,7 @@ for odd in (
 def test_nothing_of_vllm_that_the_connector_leans_on_has_moved() -> None:
     code = """
 import vllm
-from kvkeep.vllm import pinned
+from kvkeep_vllm import pinned
 print(vllm.__version__, pinned.PIN, pinned.moved())
 pinned.CALLS["vllm.v1.request:Request.is_finished"] = "self more"
 pinned.FIELDS |= {"vllm.config:CacheConfig": "block_size nothing", "vllm.gone:Gone": "x"}

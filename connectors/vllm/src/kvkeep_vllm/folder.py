@@ -1,14 +1,14 @@
-"""A folder of blocks, one file each, within a quota of bytes that several programs keep together.
+"""A folder of blocks, one file each. Several programs may share it and its quota.
 
-A file is a header and the payload. Its digest covers the block's name as well, so a file under another name is as bad
-as one with a flipped byte. Files are written whole or not at all; the time of a file says when it was last used. The
-total of bytes stands in a file of its own, under a lock that a writer holds until its block is written: so the quota is
-never exceeded, however many programs write.
+A file is a header and the payload. The digest in the header covers the block's name, so a renamed file is refused like
+a damaged one. Files are written atomically, and a file's modification time says when the block was last used. One more
+file holds the total of bytes; a writer locks it until its block is written, so the quota is never exceeded.
 """
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import struct
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from kvkeep.decode.journal import digest_of
 from kvkeep.errors import StoreError
 from kvkeep.files import write_whole
 
@@ -26,15 +25,17 @@ SUFFIX = ".kv"
 LEDGER = "bytes"
 """The name of the file with the total."""
 _TOTAL = struct.Struct("<Q")
-ROOM = 16
-"""When the quota is reached, a ROOM-th of it is made free at once: the folder is looked through for that."""
+FREED_SHARE = 16
+"""At the quota, a FREED_SHARE-th of it is freed at once, because finding the oldest blocks lists the whole folder."""
 
 
-class Name(NamedTuple):
-    """What a block is called: its namespace, one or more words with ``/`` between, and its key."""
+class BlockName(NamedTuple):
+    """The name of a block."""
 
     space: str
+    """Its namespace: one or more words, separated by ``/``."""
     key: bytes
+    """vLLM's hash of all tokens up to the end of the block."""
 
 
 class BlockMissing(StoreError):
@@ -42,53 +43,55 @@ class BlockMissing(StoreError):
 
 
 class BlockDamaged(StoreError):
-    """The file of a block is not as it was written."""
+    """The file of a block is damaged."""
 
 
 class BlockFolder:
-    """Blocks in ``folder``, of ``quota`` bytes at most together, headers included."""
+    """Blocks in ``folder``. quota: bytes of all files, headers included."""
 
     def __init__(self, folder: Path, quota: int) -> None:
         self.folder, self.quota = folder, quota
-        self._counted = False  # by this program, which does not trust what another one left
+        self._counted = False  # this program does not trust a total that another one left
 
-    def path(self, name: Name) -> Path:
-        """Return where a block is, or would be."""
+    def path(self, name: BlockName) -> Path:
+        """Return the path of a block's file."""
         return self.folder / name.space / f"{name.key.hex()}{SUFFIX}"
 
-    def has(self, name: Name) -> bool:
-        """Return whether there is a file for a block, good or not."""
+    def has(self, name: BlockName) -> bool:
+        """Return whether a block has a file, which may be damaged."""
         return os.path.exists(self.path(name))
 
-    def use(self, name: Name, when: int) -> bool:
-        """Note that a block was used, at ``when`` (ns since 1970); return whether it is there."""
+    def use(self, name: BlockName, when: int) -> bool:
+        """Record that a block was used at ``when`` (ns since 1970); return whether it exists."""
         try:
             os.utime(self.path(name), ns=(when, when))
         except FileNotFoundError:
             return False
-        except OSError:  # a folder that cannot be written
+        except OSError:  # the folder is read-only
             return self.has(name)
         return True
 
-    def read(self, name: Name) -> memoryview:
-        """Return the payload of a block. Raises BlockMissing, also where it cannot be read, and BlockDamaged, and
-        removes a damaged file."""
+    def read(self, name: BlockName) -> memoryview:
+        """Return the payload of a block. Raises BlockMissing if there is no file or it cannot be read, and BlockDamaged
+        after removing a damaged file."""
         path = self.path(name)
         try:
-            with open(path, "rb", opener=_without_waiting) as file:
-                data = file.read() or b""  # None of a pipe that nobody writes to
+            with open(path, "rb", opener=_open_nonblocking) as file:
+                data = file.read() or b""  # None for a pipe without a writer
         except OSError as error:
-            raise BlockMissing(f"There is no block at '{path}': {(error.strerror or str(error)).lower()}.") from error
+            raise BlockMissing(
+                f"The block '{path}' cannot be read: {(error.strerror or str(error)).lower()}."
+            ) from error
         payload = memoryview(data)[HEADER.size :]
         if data[: HEADER.size] != _header(name, [payload]):
             with suppress(OSError):
                 path.unlink()
-            raise BlockDamaged(f"The block '{path}' is not as it was written.")
+            raise BlockDamaged(f"The block '{path}' is damaged.")
         return payload
 
-    def write(self, name: Name, payload: Sequence[Any]) -> int:
-        """Write a block, ``payload`` being objects with bytes, one after the other; return how many blocks made way
-        for it. Raises OSError, and StoreError for a block larger than the quota."""
+    def write(self, name: BlockName, payload: Sequence[Any]) -> int:
+        """Write a block; return how many blocks were removed for it. payload: objects with bytes, written one after the
+        other. Raises OSError, and StoreError for a block larger than the quota."""
         path, size = self.path(name), HEADER.size + sum(memoryview(piece).nbytes for piece in payload)
         if size > self.quota:
             raise StoreError(f"A block of {size} bytes does not fit into a quota of {self.quota}.")
@@ -100,7 +103,7 @@ class BlockFolder:
                 return 0
             total = _total(ledger)
             if total is None or not self._counted or total + size > self.quota:
-                total, gone = self._make_room(size)
+                total, gone = self._evict(size)
                 self._counted = True
             _set_total(ledger, total + size)
             try:
@@ -111,7 +114,7 @@ class BlockFolder:
         return gone
 
     def clear(self, space: str) -> None:
-        """Remove all blocks of a namespace, and of those that begin with it."""
+        """Remove all blocks of a namespace and of the namespaces within it."""
         for entry in _files(self.folder / space):
             with suppress(OSError):
                 os.unlink(entry.path)
@@ -119,18 +122,18 @@ class BlockFolder:
     def count(self) -> tuple[int, int]:
         """Return the number of blocks and their bytes."""
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with self._ledger():  # nothing is written meanwhile
+        with self._ledger():  # no program writes meanwhile
             sizes = [facts.st_size for _, facts in self._facts()]
         return len(sizes), sum(sizes)
 
-    def _make_room(self, size: int) -> tuple[int, int]:
-        """Remove the least recently used blocks until ``size`` fits, and more at once; return the bytes that are left,
-        and how many are gone."""
+    def _evict(self, size: int) -> tuple[int, int]:
+        """Remove the least recently used blocks until ``size`` bytes fit, and some more. Return the remaining bytes and
+        the number of removed blocks."""
         known = sorted((facts.st_mtime_ns, facts.st_size, path) for path, facts in self._facts())
         total, gone = sum(length for _, length, _ in known), 0
         if total + size <= self.quota:
             return total, 0
-        target = min(self.quota - self.quota // ROOM, self.quota - size)
+        target = min(self.quota - self.quota // FREED_SHARE, self.quota - size)
         for _, length, path in known:
             if total <= target:
                 break
@@ -148,23 +151,25 @@ class BlockFolder:
 
     @contextmanager
     def _ledger(self) -> Iterator[IO[bytes]]:
-        """Hold the lock of the folder, and yield the file with its total."""
+        """Lock the folder and yield the file with the total."""
         handle = os.open(self.folder / LEDGER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         with os.fdopen(handle, "r+b", buffering=0) as file:
-            with suppress(OSError):  # a file system without locks: the quota is then each program's own
+            with suppress(OSError):  # a file system without locks: each program then keeps the quota for itself
                 fcntl.flock(file, fcntl.LOCK_EX)
             yield file
 
 
-def _without_waiting(path: str, flags: int) -> int:
-    """Open a file; of something else that has its name, as a pipe, nothing is waited for."""
+def _open_nonblocking(path: str, flags: int) -> int:
+    """Open a file without waiting, as opening a pipe of that name would."""
     return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
-def _header(name: Name, payload: Sequence[Any]) -> bytes:
+def _header(name: BlockName, payload: Sequence[Any]) -> bytes:
     length = sum(memoryview(piece).nbytes for piece in payload)
-    called = f"{name.space}\0".encode() + name.key
-    return HEADER.pack(MAGIC, length, digest_of([MAGIC, called, *payload]))
+    digest = hashlib.blake2b(digest_size=16)
+    for piece in (MAGIC, f"{name.space}\0".encode(), name.key, *payload):
+        digest.update(piece)
+    return HEADER.pack(MAGIC, length, digest.digest())
 
 
 def _total(ledger: IO[bytes]) -> int | None:
@@ -179,7 +184,7 @@ def _set_total(ledger: IO[bytes], total: int) -> None:
 
 
 def _files(folder: Path | str) -> Iterator[os.DirEntry[str]]:
-    """Yield the files of all blocks in a folder and the folders in it."""
+    """Yield the files of all blocks in a folder and its subfolders."""
     try:
         with os.scandir(folder) as entries:
             for entry in entries:
@@ -187,5 +192,5 @@ def _files(folder: Path | str) -> Iterator[os.DirEntry[str]]:
                     yield from _files(entry.path)
                 elif entry.name.endswith(SUFFIX):
                     yield entry
-    except OSError:  # removed meanwhile, or never there
+    except OSError:  # the folder does not exist, or was removed meanwhile
         return

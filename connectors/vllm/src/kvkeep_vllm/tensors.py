@@ -11,21 +11,25 @@ from torch import Tensor
 from kvkeep.errors import UsageError
 
 
-class Pages:
-    """Blocks of a cache, each the bytes of all layers, in the order of their names. caches: the tensor of each layer,
-    (blocks, ...) on the CPU; layers that share one count once.
+class BlockTensors:
+    """The tensors of vLLM's cache, read and written by block. A block is the bytes of all layers in the order of their
+    names.
 
-    names: of the layers; tensors: theirs; sizes: bytes of a block in each; nbytes: their sum.
+    caches: the tensor of each layer, (blocks, ...) on the CPU; a tensor that several layers share counts once.
     Raises UsageError for tensors whose blocks are not each in one piece.
     """
 
     def __init__(self, caches: Mapping[str, Tensor]) -> None:
-        own = {tensor.data_ptr(): name for name, tensor in sorted(caches.items(), reverse=True)}
-        self.names = sorted(own.values())
-        self.tensors = [caches[name] for name in self.names]
-        self._views = [_blocks(tensor) for tensor in self.tensors]
-        self.sizes = [view.shape[1] for view in self._views]
-        self.nbytes = sum(self.sizes)
+        names = {tensor.data_ptr(): name for name, tensor in sorted(caches.items(), reverse=True)}
+        self.names: list[str] = sorted(names.values())
+        """Layers, sorted."""
+        self.layers: list[Tensor] = [caches[name] for name in self.names]
+        """Their tensors."""
+        self._views = [_blocks(tensor) for tensor in self.layers]
+        self.sizes: list[int] = [view.shape[1] for view in self._views]
+        """Bytes of a block in each layer."""
+        self.nbytes: int = sum(self.sizes)
+        """Bytes of a block."""
 
     def read(self, block: int) -> np.ndarray:
         """Return a copy of a block: (nbytes,) uint8."""
@@ -42,11 +46,11 @@ class Pages:
 def _blocks(tensor: Tensor) -> np.ndarray:
     """Return a tensor as (blocks, bytes), uint8, without a copy."""
     if tensor.device.type != "cpu":
-        raise UsageError(f"KeepConnector keeps blocks of vLLM on the CPU, and these are on '{tensor.device}'.")
+        raise UsageError(f"KeepConnector needs vLLM's cache on the CPU; this one is on '{tensor.device}'.")
     try:
         return tensor.view(torch.uint8).view(len(tensor), -1).numpy()
     except RuntimeError as error:
         raise UsageError(
-            f"KeepConnector takes a cache whose blocks are each in one piece, and this one is "
-            f"{tuple(tensor.shape)} in steps of {tensor.stride()}."
+            f"KeepConnector needs each block in one piece of memory; this cache has shape {tuple(tensor.shape)} "
+            f"and strides {tensor.stride()}."
         ) from error

@@ -1,0 +1,140 @@
+"""Write-behind: a thread encodes and writes blocks from a queue of bounded size.
+
+The engine's step only copies a block. While the queue is full, and for a while after a failed write, blocks are dropped
+and counted. A dropped block costs a later cache hit; the engine never waits.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvkeep.errors import StoreError
+from kvkeep_vllm.folder import BlockFolder, BlockName
+from kvkeep_vllm.transfers import Use
+
+log = logging.getLogger(__name__)
+
+PAUSE_S = 10.0
+"""Seconds without writes after a failed write."""
+CLOSE_TIMEOUT_S = 10.0
+"""Seconds for which :meth:`BlockWriter.close` waits for queued blocks."""
+MAX_USES = 1024
+"""Largest number of queued :class:`Use` notes."""
+
+Encode = Callable[[np.ndarray], Sequence[Any]]
+
+
+@dataclass
+class Counts:
+    """Blocks since the start."""
+
+    saved: int = 0
+    """Written to the folder."""
+    dropped: int = 0
+    """Discarded instead of written."""
+    failed: int = 0
+    """Dropped because the disk reported an error; part of ``dropped``."""
+    removed: int = 0
+    """Deleted to stay within the quota."""
+    loaded: int = 0
+    """Read into vLLM's cache."""
+    bad: int = 0
+    """Missing or damaged when read."""
+
+
+class BlockWriter:
+    """Writes blocks to ``folder`` in the form that ``encode`` returns. capacity: bytes of the queue; counts:
+    updated."""
+
+    def __init__(self, folder: BlockFolder, encode: Encode, capacity: int, counts: Counts) -> None:
+        self.folder, self.encode, self.capacity, self.counts = folder, encode, capacity, counts
+        self._queue: deque[tuple[BlockName, np.ndarray]] = deque()
+        self._uses: deque[Use] = deque(maxlen=MAX_USES)
+        self._waiting: dict[BlockName, int] = {}  # bytes, queued or being written
+        self._paused = 0.0  # until then
+        self._busy = self._ends = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="kvkeep-blocks", daemon=True)
+        self._thread.start()
+
+    def offer(self, name: BlockName, size: int, copy: Callable[[], np.ndarray]) -> bool:
+        """Queue a block unless it is queued already; return False if it is dropped. size: bytes; copy: returns them,
+        (size,) uint8."""
+        with self._changed:
+            if name in self._waiting:
+                return True
+            if self._ends or sum(self._waiting.values()) + size > self.capacity or time.monotonic() < self._paused:
+                self.counts.dropped += 1
+                return False
+        raw = copy()  # only this thread adds
+        with self._changed:
+            self._queue.append((name, raw))
+            self._waiting[name] = size
+            self._changed.notify_all()
+        return True
+
+    def use(self, use: Use) -> None:
+        """Record, after all queued blocks are written, that blocks were used."""
+        with self._changed:
+            self._uses.append(use)
+            self._changed.notify_all()
+
+    def flush(self, seconds: float) -> bool:
+        """Wait up to ``seconds`` for all queued work; return whether it is done."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not (self._queue or self._uses or self._busy), seconds)
+
+    def close(self) -> None:
+        """Write queued blocks for up to CLOSE_TIMEOUT_S, drop the rest, and end the thread."""
+        self.flush(CLOSE_TIMEOUT_S)
+        with self._changed:
+            self._ends = True
+            if remaining := len(self._queue):
+                self.counts.dropped += remaining
+                log.warning("%d blocks were not written within %.0f s and are dropped.", remaining, CLOSE_TIMEOUT_S)
+            self._changed.notify_all()
+        self._thread.join(CLOSE_TIMEOUT_S)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._busy = False
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._queue or self._uses or self._ends)
+                if self._ends:
+                    return
+                self._busy = True
+                block = self._queue.popleft() if self._queue else None
+                use = self._uses.popleft() if block is None else None
+            if use is not None:
+                for number, name in enumerate(use.names):
+                    self.folder.use(name, use.when - number)
+            if block is not None:
+                failed = not self._write(*block)
+                with self._changed:
+                    self.counts.dropped += failed
+                    del self._waiting[block[0]]
+
+    def _write(self, name: BlockName, raw: np.ndarray) -> bool:
+        """Write a block; return whether it is stored."""
+        if time.monotonic() < self._paused:
+            return False
+        try:
+            self.counts.removed += self.folder.write(name, self.encode(raw))
+            self.counts.saved += 1
+            return True
+        except (OSError, StoreError) as error:
+            log.warning("No blocks are written for %.0f s: %s", PAUSE_S, error)
+        except Exception:  # otherwise the thread would end, and all later blocks would be dropped silently
+            log.exception("No blocks are written for %.0f s.", PAUSE_S)
+        self.counts.failed += 1
+        self._paused = time.monotonic() + PAUSE_S
+        return False
