@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -264,3 +265,10 @@ def test_sliding_layers_are_within_a_budget_in_bytes(family: str, method: str) -
     cache.reset()
     generate(family, cache, prompt(1, 45), **({"custom_generate": verified} if cache.round else {}))
     assert cache.memory().resident_bytes + cache.memory().compressed_bytes <= 24_000
+
+
+def test_a_cache_cannot_be_pickled() -> None:
+    cache = KeepCache(tiny("llama"), "kv-direct", 16)
+    step("llama", cache, prompt(1, 20))
+    with pytest.raises(UsageError, match="cannot be pickled"):
+        pickle.dumps(cache)

@@ -255,6 +255,12 @@ class KeepCache(Cache):
     def __deepcopy__(self, memo: dict[int, Any]) -> KeepCache:
         return fork(self, None)  # the model is not the cache's to copy
 
+    def __getstate__(self) -> Any:
+        raise UsageError(
+            "A KeepCache cannot be pickled: it belongs to a model in memory. Save the conversation with "
+            "kvkeep.Conversation.save(), or the cache with kvkeep.save_session()."
+        )
+
     # -- entries that leave and come back by hand -------------------------------------------------------
 
     @lasting

@@ -79,3 +79,19 @@ def test_two_chats_cannot_write_one_session(run: Run, model_folder: Path, tmp_pa
     with Journal(tmp_path / "s") as journal:
         assert len(journal.turns) == 2
     assert run(*given, stdin="was it\n")[0] == 0
+
+
+def test_what_is_no_session_ends_with_a_sentence(run: Run, folder: str, tmp_path: Path) -> None:
+    (tmp_path / "note").write_text("not a session")
+    for given in (str(tmp_path / "note"), "../../../../../../../../../etc/passwd"):
+        code, out, err = run("sessions", "show", given, "--sessions", folder)
+        assert code == 1 and not out and "is not a session of kvkeep" in err
+    code, _, err = run("sessions", "list", "--sessions", str(tmp_path / "missing"))
+    assert code == 1 and "There is no folder" in err
+
+
+def test_a_damaged_session_is_shown_and_the_exit_status_says_so(run: Run, folder: str) -> None:
+    file = Path(folder) / "ann.session"
+    file.write_bytes(file.read_bytes()[:100])
+    code, out, _ = run("sessions", "show", "ann", "--sessions", folder)
+    assert code == 1 and "problem" in out

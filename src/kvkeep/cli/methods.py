@@ -57,10 +57,11 @@ def methods(
     rows = found.pop("methods")
     _print([list(_COLUMNS.values()), *([row[key] for key in _COLUMNS] for row in rows)])
     out.print(
-        "\nAny SELECTOR+FATE+RECALL is a method, too; a fate or a recall may be left out, and each may have parameters:"
+        "\nStart with kv-direct: its answers are exact, and evicted entries are kept on disk."
+        "\nSELECTOR+FATE+RECALL is a method, too. Fate and recall are optional, and each part takes parameters:"
         "\nsnapkv:window=16+quantize:4, h2o+verified, snapkv+pages:4"
-        "\n+oneshot behind it reads prompts at once and compresses them then: h2o+oneshot"
-        "\n'kvkeep methods --table combinations' lists the combinations, and why others are refused."
+        "\nWith +oneshot at the end, a prompt is read at once and compressed afterwards: h2o+oneshot"
+        "\n'kvkeep methods --table combinations' lists all combinations, and why some are refused."
     )
     for kind, registry in found.items():
         _print([[kind, "parameters"], *([name, _given(parameters)] for name, parameters in registry.items())])
@@ -94,9 +95,9 @@ def _bibtex(given: str) -> str:
 _COLUMNS = {
     "name": "method",
     "class": "exactness",
-    "selector": "who leaves",
-    "fate": "what becomes of it",
-    "recall": "how it comes back",
+    "selector": "evicts",
+    "fate": "evicted entries are",
+    "recall": "recalled",
 }
 
 
@@ -141,9 +142,9 @@ def _methods() -> Rows:
 
 
 _PARTS = {
-    "selectors": {"leaves": "who leaves"},
-    "fates": {"label": "what becomes of it", "returns": "how it comes back by itself"},
-    "recalls": {"label": "how it comes back"},
+    "selectors": {"leaves": "evicts"},
+    "fates": {"label": "evicted entries are", "returns": "recalled, without a recall"},
+    "recalls": {"label": "recalled"},
 }
 
 

@@ -38,6 +38,8 @@ def list_(
     """List the sessions, last used first."""
     from kvkeep.decode.session_store import UNSAVED
 
+    if sessions is not None and not Path(sessions).is_dir():
+        raise SessionError(f"There is no folder '{sessions}'; name the folder that holds the sessions.")
     found = _store(sessions).sessions(owner)
     if json:
         print_json({"sessions": [_facts(info) for info in found]})
@@ -64,11 +66,17 @@ def show_(
     sessions: options.Sessions = None,
     json: options.Json = False,
 ) -> None:
-    """Show what is known about a session."""
+    """Show what is known about a session; the exit status is 1 if it cannot be read."""
     info = _info(name, _store(sessions))
     if json:
         print_json(_facts(info))
-        return
+    else:
+        _show(info)
+    if info.problem is not None and not info.held:
+        raise typer.Exit(1)
+
+
+def _show(info: SessionInfo) -> None:
     table = Table(box=None, show_header=False)
     lines = {
         "session": info.name,
@@ -122,7 +130,10 @@ def _info(name: str, store: SessionStore) -> SessionInfo:
         path = Path(name).expanduser()
         if not path.is_file():
             raise SessionError(f"There is no session at '{name}'.")
-        return info_of(path, name)
+        info = info_of(path, name)
+        if info.problem is not None and not name.endswith(SUFFIX):
+            raise SessionError(info.problem)
+        return info
     return store.info(name)
 
 
