@@ -1,7 +1,7 @@
 """Attention over segments: the mathematics every cache method shares."""
 
-from kvkeep.attention.attend import Segment, attend, weighed
+from kvkeep.attention.attend import attend, attend_scored, received
 from kvkeep.attention.recall import recall_attend
-from kvkeep.attention.received import received
+from kvkeep.step.plan import Segment
 
-__all__ = ["Segment", "attend", "recall_attend", "received", "weighed"]
+__all__ = ["Segment", "attend", "attend_scored", "recall_attend", "received"]

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvkeep.attention.attend import Segment, partial
 from kvkeep.models.projection import Projection
+from kvkeep.step.plan import Segment
+from kvkeep.step.torch import partial
 
 log = logging.getLogger(__name__)
 

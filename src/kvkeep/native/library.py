@@ -164,6 +164,12 @@ def piece_table(count: int) -> Table:
     return (KvPiece * count)()
 
 
+def copy_piece(table: Table, number: int, piece: KvPiece) -> None:
+    """Copy a piece into a table of them."""
+    size = ctypes.sizeof(KvPiece)
+    ctypes.memmove(ctypes.addressof(table) + number * size, ctypes.addressof(piece), size)
+
+
 def copy_pieces(target: Table, sources: Iterable[Table]) -> None:
     """Copy the pieces of ``sources``, one table after another, into ``target``, which has room for all of them."""
     at = ctypes.addressof(target)

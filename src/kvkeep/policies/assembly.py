@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache
 
-from kvkeep.attention.kernel import takes
 from kvkeep.contracts.checkpoint import Checkpoint
 from kvkeep.contracts.site import Site
 from kvkeep.errors import BudgetError, UnsupportedModelError, UsageError
@@ -23,6 +22,7 @@ from kvkeep.models.sharded import devices, processes
 from kvkeep.native.library import library
 from kvkeep.policies.methods import Method
 from kvkeep.policies.request import Request
+from kvkeep.step.native import takes
 from kvkeep.stores.cache_positions import CachePositions
 from kvkeep.stores.checkpoints.entries import Entries
 from kvkeep.stores.checkpoints.residuals import Residuals
@@ -45,7 +45,7 @@ class Assembly:
     where drafts can be made; ``lookahead``: where chunks are read more than once; ``table``: of blocks, where entries
     are paged; ``decoder``: whose forward passes these are, where it streams; ``exact``: attention is the kernel's, with
     bits that depend on the entries alone; ``redecoder``: what decodes tokens again that left, where that is the
-    recall."""
+    recall; ``latent``: attention expands what is cached."""
 
     layers: list[Any]
     ledger: Ledger
@@ -64,6 +64,7 @@ class Assembly:
     decoder: Any = None
     exact: bool = False
     redecoder: Redecoder | None = None
+    latent: bool = False
 
 
 @dataclass(frozen=True)
@@ -85,11 +86,13 @@ def assemble(request: Request, model: Any, geometry: ModelGeometry, before: Befo
     exact = _exact(model, geometry)
     ledger, meter, device, layout = build.ledger, build.meter, build.device, method.selector.layout
     if layout == "dynamic":
-        return Assembly(build.layers(lambda layer: DynamicLayer()), ledger, meter, device, exact=exact)
+        layers = build.layers(lambda layer: DynamicLayer())
+        return Assembly(layers, ledger, meter, device, exact=exact, latent=exact and bind(model).latent)
     if layout == "static":
         assert request.budget is not None
         limit = request.budget.entries(geometry, context=request.context, batch=request.batch)
-        return Assembly(build.layers(lambda layer: DynamicLayer(limit)), ledger, meter, device, limit, exact=exact)
+        layers = build.layers(lambda layer: DynamicLayer(limit))
+        return Assembly(layers, ledger, meter, device, limit, exact=exact, latent=exact and bind(model).latent)
     decoder, table = bind(model).decoder, BlockTable(BlockPool())
     layers = build.layers(lambda layer: build.layer(layer, (), lambda site, store: Paged(site, table)))
     return Assembly(
@@ -181,6 +184,7 @@ def _bounded(build: _Builder) -> Assembly:
         decoder=adapter.decoder,
         exact=_exact(model, geometry),
         redecoder=build.redecoder([layers[own.index] for own in geometry.full_layers]),
+        latent=adapter.latent,
     )
 
 

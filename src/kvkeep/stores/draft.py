@@ -77,8 +77,6 @@ class DraftAndVerify(Backed):
     def _draft(self, layer: Layer, step: Step) -> Tensor:
         """Attend one query a row over what is resident, what the store keeps, and the tail."""
         self._stash(layer)
-        if (found := layer.attended_at_once(step, self.waiting)) is not None:
-            return found[0]
         segments = [layer.segment(piece, step, None) for piece in layer.resident.pieces(tail=self.waiting)]
         evicted = layer.evicted.pieces(step.query, layer.resident, layer.length)
         segments += [layer.segment(piece, step, None) for piece in evicted]

@@ -7,11 +7,11 @@ from itertools import chain
 
 from torch import Tensor
 
-from kvkeep.attention import Segment, attend, received, weighed
-from kvkeep.attention.kernel import runs
+from kvkeep.attention import Segment, attend, attend_scored, received
 from kvkeep.attention.step import Step
-from kvkeep.attention.together import Arrival
 from kvkeep.contracts.recall import Reader
+from kvkeep.step import native
+from kvkeep.step.plan import LayerStep
 from kvkeep.stores.layer import Layer
 
 
@@ -26,27 +26,20 @@ class ReadEvicted(Reader):
             layer.settle()
         elif step.own:
             store.begin(resident)
-        reduce = resident.selector.reduce if resident.observes or store.listens else ""
-        if settled and (found := layer.attended_at_once(step, reduce=reduce)) is not None:
-            output, weights = found
-            if resident.observes:
-                resident.learn_all(weights[0])
-            if store.listens:
-                store.observe(weights[1:], 1, resident)
-        else:
-            output = self._attended(layer, step, settled)
+        output = self._attended(layer, step, settled)
         store.attended(step, output, resident)
         if step.last:
             layer.finish()
         return output
 
-    def arrival(self, layer: Layer) -> Arrival | None:
-        return layer.resident.arrival()
+    def plan(self, layer: Layer) -> LayerStep | None:
+        step: LayerStep | None = layer.resident.plan()
+        return step
 
     def _attended(self, layer: Layer, step: Step, settled: bool) -> Tensor:
         """Attend by segments, whatever there is of them."""
         store, resident, wide = layer.evicted, layer.resident, step.wide(layer.length)
-        ordered = wide is not None or layer.ledger.visible is not None or runs(step.query, step.key, step.value)
+        ordered = wide is not None or layer.ledger.visible is not None or native.runs(step.query, step.key, step.value)
         held = [layer.segment(piece, step, wide) for piece in resident.pieces(ordered)]
         pieces = store.pieces(step.query, resident, layer.length)
         evicted: Iterable[Segment] = (layer.segment(piece, step, wide) for piece in pieces)
@@ -54,8 +47,9 @@ class ReadEvicted(Reader):
             evicted = list(evicted)  # its pieces are held until it has learnt what they received
         complete = store.listens or store.merges or not store.keeps
         if settled and step.queries == 1 and complete and resident.weighs_at_once(held):
-            output, (weights, *others) = weighed(step.query, [*held, *evicted], step.scaling, resident.selector.reduce)
-            resident.learn_all(weights)
+            found = attend_scored(step.query, [*evicted, *held], step.scaling, resident.selector.reduce)
+            output, (*others, weights) = found
+            resident.learn(weights)
             if store.listens:
                 store.observe(others, 1, resident)
             return output

@@ -19,8 +19,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvkeep.attention.described import Described
-from kvkeep.attention.kernel import each_described
 from kvkeep.contracts.entries import EntryState, Evicted, Piece
 from kvkeep.contracts.resident import Resident, WorkingSet
 from kvkeep.contracts.site import Held
@@ -192,7 +190,6 @@ class Tiers(EvictedStore):
         self.scores: Tensor | None = None
         self.gaps = False  # whether some of their slots are -1
         self.channels: Channels | None = None
-        self._described: list[Described] | None = None  # tiers and what waits, while these are the tensors
 
     # -- entries come, and fall ---------------------------------------------------------------------
 
@@ -226,7 +223,6 @@ class Tiers(EvictedStore):
 
     def _begin(self, fresh: Sequence[Tensor]) -> None:
         """Let a group begin to wait, of numbers like keys, values and slots at hand."""
-        self._described = None
         self.waiting.begin(fresh[:2], fresh[2] >= 0 if self.gaps else None)
 
     def _fall(self, coming: Entries) -> None:
@@ -284,19 +280,6 @@ class Tiers(EvictedStore):
             yield Piece(keys, values, slots, holes=tier.holes)
             self.meter.hold(-size)
 
-    def described(self, query: Tensor) -> Sequence[Described] | None:
-        if self.gaps or any(tier.holes for tier in self.tiers):
-            return None
-        if not self.waiting.parts:
-            return ()
-        if self._described is None:
-            held = [tier.read(self.channels) for tier in self.tiers if tier.groups and self.channels is not None]
-            self._described = each_described(query, [*held, self.waiting.read()])
-        if not self._described:
-            return None
-        *tiers, last = self._described
-        return (*tiers, last.end(self.waiting.count)) if self.waiting.count else tiers
-
     def observe(self, weights: Sequence[Tensor], queries: int, resident: WorkingSet) -> None:
         if not weights or self.slots is None or self.scores is None or self.without == "attention":
             return
@@ -337,7 +320,6 @@ class Tiers(EvictedStore):
 
     def _put(self, named: dict[str, list[Tensor]]) -> None:
         """Replace all tensors, as :meth:`_tensors` gave them."""
-        self._described = None
         for number, tier in enumerate(self.tiers):
             tier.parts = named.get(str(number), tier.parts)
         if "places" in named:

@@ -65,7 +65,6 @@ class Quantised(Codec):
     """Codes with a scale and an offset."""
 
     kept: ClassVar[EntryState] = EntryState.QUANTISED
-    as_kept: ClassVar[bool] = True
 
     bits: int
     meter: Meter
