@@ -152,7 +152,7 @@ def test_a_library_with_other_structures_is_not_used(
 
 
 def test_every_field_of_the_header_is_compared() -> None:
-    """The structures of kvkeep.h, those of Python, and the list in layout.cpp have the same fields in the same order."""
+    """The structures of kvkeep.h, those of Python, and the list in layout.cpp have the same fields in one order."""
     folder = native.FILE.parent
     header, layout = ((folder / name).read_text(encoding="utf-8") for name in ("kvkeep.h", "layout.cpp"))
     header = re.sub(r"/\*.*?\*/", "", header, flags=re.DOTALL)
