@@ -75,9 +75,8 @@ static Softmax weigh(float* scores, int64_t from, int64_t to) {
 
 // The queries of a tile of rows, [dim][QUERY_ROW] floats.
 static void write_queries(const bf16* query, int rows, int64_t dim, float* out) {
-  const bf16* at[QUERY_ROW];
-  for (int r = 0; r < QUERY_ROW; r++) at[r] = r < rows ? query + r * dim : ZEROS;
-  for (int64_t r = 0; r < QUERY_ROW; r += W) columns_of_rows(at + r, dim, out + r, QUERY_ROW);
+  for (int r = 0; r < rows; r++)
+    for (int64_t d = 0; d < dim; d++) out[d * QUERY_ROW + r] = widen(query[r * dim + d]);
 }
 
 static bool all_plain(const KvAttention& a) {
@@ -92,7 +91,8 @@ class Block {
   const KvAttention& a;
   const int64_t lane, row, rows, across;
   const int64_t count, height;  // tiles of rows, and rows of each but the last
-  float *keys, *values, *queries, *scores, *mixes;
+  uint32_t* keys;
+  float *values, *queries, *scores, *mixes;
   int64_t base = 0;
   Span spans[PART_ROWS / TILE_ROWS + 1];
 
@@ -148,7 +148,7 @@ class Block {
   Block(const KvAttention& a, int64_t lane, int64_t row, int64_t rows)
       : a(a), lane(lane), row(row), rows(rows), across(padded(a.value_dim)), count((rows + TILE_ROWS - 1) / TILE_ROWS),
         height((rows + count - 1) / count) {
-    keys = (float*)kv_scratch(KV_SCRATCH_KEYS, size_t(TILE_ENTRIES * a.dim * 4));
+    keys = (uint32_t*)kv_scratch(KV_SCRATCH_KEYS, size_t(TILE_ENTRIES * (a.dim + 1) / 2 * 4));
     values = (float*)kv_scratch(KV_SCRATCH_VALUES, size_t(VALUE_ENTRIES * across * 4));
     scores = (float*)kv_scratch(KV_SCRATCH_SCORES, size_t(rows * (SCORE_ROW + across) + count * QUERY_ROW * a.dim) * 4);
     mixes = scores + rows * SCORE_ROW;

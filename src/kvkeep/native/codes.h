@@ -44,18 +44,22 @@ INLINE vf codes_of(const uint8_t* codes, int64_t bits, int64_t count, int64_t fi
   return vload_ubytes(bytes);
 }
 
-// A group of keys as a tile, [dim][32] floats.
-static void write_group_of_keys(const KvPiece& p, int64_t lane, int64_t group, int64_t dim, float* tile) {
+// A group of keys as a tile, [dim / 2][32] pairs of channels (transpose.h).
+static void write_group_of_keys(const KvPiece& p, int64_t lane, int64_t group, int64_t dim, uint32_t* tile) {
   const uint8_t* codes = (const uint8_t*)p.keys + lane * p.key_lane + group * p.key_row;
   const uint16_t* scales = p.key_scale + lane * p.key_scale_lane + group * dim;
   const uint16_t* offsets = p.key_offset + lane * p.key_scale_lane + group * dim;
   const int64_t bits = p.key_bits, bytes = TILE_ENTRIES * bits / 8;
-  for (int64_t d = 0; d < dim; d++) {
+  auto channel = [&](int64_t d, int64_t i) {
     const vf scale = vset(half_to_float(scales[d])), offset = vset(half_to_float(offsets[d]));
-    for (int64_t i = 0; i < TILE_ENTRIES; i += 16)
-      vstore(tile + d * TILE_ENTRIES + i,
-             rounded(vfma(codes_of(codes + d * bytes, bits, TILE_ENTRIES, i), scale, offset)));
-  }
+    return rounded(vfma(codes_of(codes + d * bytes, bits, TILE_ENTRIES, i), scale, offset));
+  };
+  for (int64_t d = 0; d < dim; d += 2, tile += TILE_ENTRIES)
+    for (int64_t i = 0; i < TILE_ENTRIES; i += 16) {
+      const vf first = channel(d, i), second = d + 1 < dim ? channel(d + 1, i) : vset(0.0f);
+      for (int part = 0; part < PARTS; part++)
+        istore(tile + i + part * W, ior(ishr<16>(as_int(first.part[part])), as_int(second.part[part])));
+    }
 }
 
 // A group of values as a tile, 32 rows of floats, `across` apart.

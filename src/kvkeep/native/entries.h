@@ -88,9 +88,9 @@ struct Reader {
   }
 };
 
-// The keys of 32 entries, [dim][32] floats. Returns where those lie that are PREFETCH_ENTRIES further on; a place that is
+// The keys of 32 entries, [dim / 2][32] pairs of channels. Returns where those lie that are PREFETCH_ENTRIES further on; a place that is
 // none may be fetched as well.
-static const bf16* write_keys(Reader& reader, int64_t entry, float* tile) {
+static const bf16* write_keys(Reader& reader, int64_t entry, uint32_t* tile) {
   const int64_t dim = reader.a.dim;
   if (const KvPiece* p = reader.group_at(entry)) {
     write_group_of_keys(*p, reader.lane % p->lanes, (entry - reader.start) / TILE_ENTRIES, dim, tile);
@@ -98,7 +98,7 @@ static const bf16* write_keys(Reader& reader, int64_t entry, float* tile) {
   }
   const bf16* rows[TILE_ENTRIES];
   reader.rows_of(entry, TILE_ENTRIES, rows);
-  for (int64_t i = 0; i < TILE_ENTRIES; i += W) columns_of_rows(rows + i, dim, tile + i, TILE_ENTRIES);
+  for (int64_t i = 0; i < TILE_ENTRIES; i += W) pairs_of_rows(rows + i, dim, tile + i, TILE_ENTRIES);
   return rows[0] + PREFETCH_ENTRIES * reader.row;
 }
 

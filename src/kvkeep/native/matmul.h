@@ -18,7 +18,7 @@ namespace {
 struct Inputs {  // 32 of a row, rounded
   int8_t codes[32];
   float scale, sum;           // sum: of all, scale * total
-  int32_t total, first_half;  // of the codes
+  int32_t total, first_half, second_half;  // of the codes
 };
 
 constexpr int TILE = 16;  // rows that pass a group of weights while its codes are in registers
@@ -32,7 +32,7 @@ static void round_group(const bf16* x, Inputs& to) {
   if (wrong != 0.0f) {  // one is infinite or no number: then no output is a number, on any processor
     memset(to.codes, 0, sizeof to.codes);
     to.scale = to.sum = as_float(0x7fc00000);
-    to.total = to.first_half = 0;
+    to.total = to.first_half = to.second_half = 0;
     return;
   }
   greatest = maximum(vmax(vmax(a, zero - a), vmax(b, zero - b)));
@@ -49,6 +49,7 @@ static void round_group(const bf16* x, Inputs& to) {
   to.scale = none ? 0.0f : greatest / 127.0f;
   to.total = first + second;
   to.first_half = first;
+  to.second_half = second;
   to.sum = to.scale * float(to.total);
 }
 
@@ -262,7 +263,7 @@ template <int KIND> INLINE F add_group(F sum, const Sums& whole, const Inputs& x
   const F by = fset(x.scale);
   if constexpr (KIND == KV_Q6_K) {
     const I first = without_zero<L.zero>(whole.first, x.first_half);
-    const I second = without_zero<L.zero>(whole.second, x.total - x.first_half);
+    const I second = without_zero<L.zero>(whole.second, x.second_half);
     sum = ffma(fmul(scales.first, by), to_float(first), sum);
     return ffma(fmul(scales.second, by), to_float(second), sum);
   }
@@ -295,6 +296,9 @@ template <int KIND> INLINE void sums_of_two(const I (&w)[8], const int8_t* x, co
 template <int KIND, int R, int NV>
 static void few_rows(const uint8_t* panel, int64_t units, const Inputs* x, int lane, float* out) {
   constexpr KindLayout L = LAYOUTS[KIND];
+  // The processor fetches codes ahead by itself, as they are read in order. The next unit's scales, which are wanted
+  // before its codes are, it does not.
+  constexpr int CODES = Unit<KIND>::GROUPS * L.group_bytes;
   F sums[NV][R];
   UNROLLED for (int v = 0; v < NV; v++)
     UNROLLED for (int r = 0; r < R; r++) sums[v][r] = fset(0.0f);
@@ -302,8 +306,7 @@ static void few_rows(const uint8_t* panel, int64_t units, const Inputs* x, int l
     Unit<KIND> unit[NV];
     UNROLLED for (int v = 0; v < NV; v++) unit[v] = Unit<KIND>::at(panel, lane + v * W);
     for (int g = 0; g < Unit<KIND>::GROUPS; g++, x += R) {
-      if (R <= 2)
-        for (int b = 0; b < L.group_bytes + 64; b += 64) __builtin_prefetch(panel + g * L.group_bytes + 1536 + b, 0, 2);
+      if (64 * g < L.unit_bytes - CODES) __builtin_prefetch(panel + L.unit_bytes + CODES + 64 * g);
       UNROLLED for (int v = 0; v < NV; v++) {
         I w[8];
         codes_of<L.bits>(unit[v].codes + g * L.group_bytes, w);

@@ -3,6 +3,9 @@
 #include <atomic>
 
 #include <string.h>
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 
 #include "panels.h"
 #include "runtime.h"
@@ -221,6 +224,16 @@ void write_out(int64_t kind, const Unit& u, float* row) {
 
 }  // namespace
 
+// Asks for huge pages, where the system gives them to who asks: a step reads all weights, and of small pages the processor
+// has to look most of them up.
+static void prefer_huge_pages(uint8_t* data, int64_t bytes) {
+#if defined(__linux__)
+  const uintptr_t size = uintptr_t(1) << 21, first = (uintptr_t(data) + size - 1) / size * size;
+  const uintptr_t stop = (uintptr_t(data) + uintptr_t(bytes)) / size * size;
+  if (stop > first) madvise((void*)first, stop - first, MADV_HUGEPAGE);  // otherwise small ones do
+#endif
+}
+
 EXPORT int64_t kvkeep_packed_bytes(int64_t kind, int64_t inputs, int64_t outputs) {
   if (kind < 0 || kind >= KV_KINDS || inputs <= 0 || inputs % LAYOUTS[kind].unit) return 0;
   return panels_of(outputs) * panel_bytes(kind, inputs);
@@ -230,6 +243,7 @@ EXPORT int kvkeep_pack(int64_t kind, int64_t inputs, int64_t outputs, const uint
   const KindLayout& l = LAYOUTS[kind];
   int64_t size = panel_bytes(kind, inputs), units = inputs / l.unit;
   std::atomic<int> finite{1};
+  prefer_huge_pages(panels, panels_of(outputs) * size);
   each(panels_of(outputs), [&](int64_t panel) {
     uint8_t* to = panels + panel * size;
     Unit unit, nothing;

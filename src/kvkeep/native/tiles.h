@@ -25,7 +25,7 @@ constexpr int TILE_ROWS = 2, SUMS = 8;
 
 constexpr int LINE = 32;  // bfloat16 of a line of the caches
 
-constexpr int64_t QUERY_ROW = (TILE_ROWS + W - 1) / W * W;  // floats: a channel of the queries of a tile
+constexpr int64_t QUERY_ROW = TILE_ROWS;  // floats: a channel of the queries of a tile
 
 constexpr int vectors_beside(int rows, int least, int limit, int sums) {  // a power of two
   int count = least;
@@ -67,21 +67,30 @@ INLINE void add_products(F (&sums)[C][R], const Row& row, const Column& column) 
   }
 }
 
-// Scores of R rows with the keys of a tile. query: [dim][QUERY_ROW]; keys: [dim][32]; scores: rows SCORE_ROW apart.
-// ahead: entries that are wanted soon; a cache line of them is fetched with each channel, as many as a tile has. In one
-// burst they would wait for each other, and in the nearest cache they would drive the tile out.
+// Scores of R rows with the keys of a tile. query: [dim][QUERY_ROW]; keys: [dim / 2][32] pairs; scores: rows SCORE_ROW
+// apart. ahead: entries that are wanted soon; a cache line of them is fetched with each channel, as many as a tile has. In
+// one burst they would wait for each other, and in the nearest cache they would drive the tile out.
 template <int R>
-static void score_tile(const float* query, const float* keys, int64_t dim, float scaling, const bf16* ahead, float* scores) {
+static void score_tile(const float* query, const uint32_t* keys, int64_t dim, float scaling, const bf16* ahead,
+                       float* scores) {
   constexpr int C = vectors_beside(R, 1, TILE_ENTRIES / W, SUMS);
   const F factor = fset(scaling);
   for (int64_t first = 0; first < TILE_ENTRIES; first += C * W) {
     F part[C][R];
     UNROLLED for (int c = 0; c < C; c++)
       UNROLLED for (int r = 0; r < R; r++) part[c][r] = fset(0.0f);
-    const float *q = query, *k = keys + first;
-    for (int64_t d = 0; d < dim; d++, q += QUERY_ROW, k += TILE_ENTRIES) {
+    const float* q = query;
+    const uint32_t* k = keys + first;
+    for (int64_t d = 0; d < dim; d += 2, k += TILE_ENTRIES) {
       if (first == 0) __builtin_prefetch(ahead + d * LINE, 0, 2);
-      add_products<R, C>(part, [&](int r) { return q[r]; }, [&](int c) { return fload(k + c * W); });
+      add_products<R, C>(part, [&](int r) { return q[r]; }, [&](int c) { return bf16_low(iload(k + c * W)); });
+      q += QUERY_ROW;
+      if (d + 1 == dim) break;
+      const uint32_t* again = k;  // read anew: with both halves in registers, sums would not fit in them
+      __asm__("" : "+r"(again));
+      if (first == 0) __builtin_prefetch(ahead + d * LINE + LINE, 0, 2);
+      add_products<R, C>(part, [&](int r) { return q[r]; }, [&](int c) { return bf16_high(iload(again + c * W)); });
+      q += QUERY_ROW;
     }
     UNROLLED for (int c = 0; c < C; c++)
       UNROLLED for (int r = 0; r < R; r++) fstore(scores + r * SCORE_ROW + first + c * W, fmul(part[c][r], factor));

@@ -1,5 +1,6 @@
-// Rows of bfloat16 turned into columns of floats: a tile of keys has the entries side by side, so that each score is a
-// chain in a lane of its own.
+// Rows of bfloat16 turned into columns of pairs: a tile of keys has the entries side by side, so that each score is a
+// chain in a lane of its own. Two channels of an entry share 32 bits, as they do in memory; they become floats when they
+// are multiplied.
 #pragma once
 
 #include "simd.h"
@@ -11,11 +12,11 @@ namespace {
 // 8 channels of W rows, four rows apart in the parts of 128 bits: rows[0], rows[4], ..
 #if defined(KVKEEP_AVX512)
 INLINE __m128i eight(const bf16* p) { return _mm_loadu_si128((const __m128i*)p); }
-INLINE I rows_by_four(const bf16* const* rows, int64_t d) {
+INLINE I rows_by_four(const bf16* const* rows, int64_t d) {  // a masked load of parts is cheaper than an insertion
   I r = _mm512_castsi128_si512(eight(rows[0] + d));
-  r = _mm512_inserti32x4(r, eight(rows[4] + d), 1);
-  r = _mm512_inserti32x4(r, eight(rows[8] + d), 2);
-  return _mm512_inserti32x4(r, eight(rows[12] + d), 3);
+  r = _mm512_mask_broadcast_i32x4(r, 0x00f0, eight(rows[4] + d));
+  r = _mm512_mask_broadcast_i32x4(r, 0x0f00, eight(rows[8] + d));
+  return _mm512_mask_broadcast_i32x4(r, 0xf000, eight(rows[12] + d));
 }
 INLINE I low32(I a, I b) { return _mm512_unpacklo_epi32(a, b); }
 INLINE I high32(I a, I b) { return _mm512_unpackhi_epi32(a, b); }
@@ -39,32 +40,28 @@ INLINE I low64(I a, I b) { return vreinterpretq_s32_s64(vzip1q_s64(halves(a), ha
 INLINE I high64(I a, I b) { return vreinterpretq_s32_s64(vzip2q_s64(halves(a), halves(b))); }
 #endif
 
-INLINE void store_pair(float* out, int64_t across, I pairs) {
-  fstore(out, bf16_low(pairs));
-  fstore(out + across, bf16_high(pairs));
-}
-
-// Channels d .. d + 7 of W rows: channel c goes to out + c * across.
-INLINE void eight_columns(const bf16* const* rows, int64_t d, float* out, int64_t across) {
+// Channels d .. d + 7 of W rows: pair number c goes to out + c * across.
+INLINE void four_pairs(const bf16* const* rows, int64_t d, uint32_t* out, int64_t across) {
   const I a = rows_by_four(rows, d), b = rows_by_four(rows + 1, d);
   const I c = rows_by_four(rows + 2, d), e = rows_by_four(rows + 3, d);
   const I ab = low32(a, b), ce = low32(c, e), ab_high = high32(a, b), ce_high = high32(c, e);
-  store_pair(out, across, low64(ab, ce));
-  store_pair(out + 2 * across, across, high64(ab, ce));
-  store_pair(out + 4 * across, across, low64(ab_high, ce_high));
-  store_pair(out + 6 * across, across, high64(ab_high, ce_high));
+  istore(out, low64(ab, ce));
+  istore(out + across, high64(ab, ce));
+  istore(out + 2 * across, low64(ab_high, ce_high));
+  istore(out + 3 * across, high64(ab_high, ce_high));
 }
 
 #endif
 
-// W rows of `dim` channels: channel d goes to out + d * across.
-INLINE void columns_of_rows(const bf16* const* rows, int64_t dim, float* out, int64_t across) {
+// W rows of `dim` channels: channels 2 c and 2 c + 1 go to out + c * across. The last of an odd number has 0 beside it.
+INLINE void pairs_of_rows(const bf16* const* rows, int64_t dim, uint32_t* out, int64_t across) {
   int64_t d = 0;
 #if !defined(KVKEEP_PLAIN)
-  for (; d + 8 <= dim; d += 8) eight_columns(rows, d, out + d * across, across);
+  for (; d + 8 <= dim; d += 8) four_pairs(rows, d, out + d / 2 * across, across);
 #endif
-  for (; d < dim; d++)
-    for (int i = 0; i < W; i++) out[d * across + i] = widen(rows[i][d]);
+  for (; d < dim; d += 2)
+    for (int i = 0; i < W; i++)
+      out[d / 2 * across + i] = rows[i][d] | (d + 1 < dim ? uint32_t(rows[i][d + 1]) << 16 : 0);
 }
 
 }  // namespace
