@@ -42,22 +42,10 @@ _ORDER = {"grouped": 0, "by channel": 1, "": 2, "spans": 2, "sketched": 3}
 
 def runs(query: Tensor, keys: Any, values: Any) -> bool:
     """Return whether the library attends with these: bfloat16 on the CPU, heads of even width, and a library there."""
-    return (
-        query.dtype == torch.bfloat16
-        and query.device.type == "cpu"
-        and any(kind(keys, values) for kind in (_plain, _in_spans, _grouped, _by_channel, _sketched))
-        and takes(query.shape[-1], values.shape[-1])
-        and library() is not None
-    )
-
-
-def runs_step(step: LayerStep) -> bool:
-    """Return whether the library runs a planned step: bfloat16 on the CPU."""
-    return (
-        reads(step.append.keys, step.append.values)
-        and (step.ranks is None or step.ranks.dtype in (torch.float32, torch.int32))
-        and all(_plain(span.keys, span.values) for span in step.attend)
-    )
+    if query.dtype != torch.bfloat16 or query.device.type != "cpu":
+        return False
+    kind = _plain if isinstance(keys, Tensor) else _KINDS.get(keys.layout, _nothing)
+    return kind(keys, values) and takes(query.shape[-1], values.shape[-1]) and library() is not None
 
 
 def inserts(step: LayerStep, keys: Tensor, values: Tensor) -> bool:
@@ -97,7 +85,7 @@ def joins(query: Tensor, segment: Segment) -> bool:
 
 
 def _plain(keys: Any, values: Any) -> bool:
-    return isinstance(keys, Tensor) and _bfloat16(keys) and _bfloat16(values)
+    return _bfloat16(keys) and _bfloat16(values)
 
 
 def _bfloat16(part: Tensor) -> bool:
@@ -105,32 +93,32 @@ def _bfloat16(part: Tensor) -> bool:
 
 
 def _in_spans(keys: Any, values: Any) -> bool:
-    return _laid_out(keys, values, "spans") and all(_plain(span.keys, span.values) for span in keys.spans)
+    return all(_plain(span.keys, span.values) for span in keys.spans)
 
 
 def _grouped(keys: Any, values: Any) -> bool:
     """Return whether these are codes in groups of a tile."""
-    return _laid_out(keys, values, "grouped") and values.width % 16 == 0
+    return bool(values.width % 16 == 0)
 
 
 def _by_channel(keys: Any, values: Any) -> bool:
     """Return whether these are codes of 8 bits with a scale for each channel."""
-    return _laid_out(keys, values, "by channel") and all(
-        part.codes.dtype == torch.int8 and part.codes.shape[2] % 16 == 0 for part in (keys, values)
-    )
+    return all(part.codes.dtype == torch.int8 and part.codes.shape[2] % 16 == 0 for part in (keys, values))
 
 
 def _sketched(keys: Any, values: Any) -> bool:
     """Return whether these are estimates of as many sums as the kernel has a median for, or their mean."""
-    return (
-        _laid_out(keys, values, "sketched")
-        and (keys.by == "mean" or len(keys.at) in (1, 3, 5))
-        and all(_bfloat16(part.cells) and part.cells.shape[2] % 16 == 0 for part in (keys, values))
+    return (keys.by == "mean" or len(keys.at) in (1, 3, 5)) and all(
+        _bfloat16(part.cells) and part.cells.shape[2] % 16 == 0 for part in (keys, values)
     )
 
 
-def _laid_out(keys: Any, values: Any, layout: str) -> bool:
-    return getattr(keys, "layout", "") == layout == getattr(values, "layout", "")
+def _nothing(keys: Any, values: Any) -> bool:
+    return False
+
+
+_KINDS = {"spans": _in_spans, "grouped": _grouped, "by channel": _by_channel, "sketched": _sketched}
+"""Which codes the library reads, by their layout."""
 
 
 # -- a planned step -------------------------------------------------------------------------------------
@@ -322,25 +310,25 @@ def _entries(row: KvPiece, keys: Tensor, values: Tensor) -> list[Tensor]:
 
 
 def _describe_codes(row: KvPiece, keys: Any, values: Any) -> list[Tensor]:
-    held: list[Tensor] = []
-    lanes, _, row.count, _ = keys.shape
-    row.lanes, row.key_bits, row.value_bits, row.width = lanes, keys.bits, values.bits, values.width
+    row.lanes, _, row.count, _ = keys.shape
+    row.key_bits, row.value_bits, row.width = keys.bits, values.bits, values.width
+    held = [
+        part if part[0].is_contiguous() else part.contiguous()
+        for part in (keys.codes, keys.scale, keys.offset, values.codes, values.scale, values.offset)
+    ]
+    codes, scale, offset = held[:3]
     groups = row.count // TILE
-    for name, part in (("key", keys), ("value", values)):
-        codes, scale, offset = (
-            one if one[0].is_contiguous() else one.contiguous() for one in (part.codes, part.scale, part.offset)
-        )
-        held += [codes, scale, offset]
-        setattr(row, f"{name}s", codes.data_ptr())
-        setattr(row, f"{name}_lane", codes.stride(0) * codes.itemsize)
-        setattr(row, f"{name}_row", codes[0].numel() // groups * codes.itemsize)
-        setattr(row, f"{name}_scale", scale.data_ptr())
-        setattr(row, f"{name}_offset", offset.data_ptr())
-        setattr(row, f"{name}_scale_lane", scale.stride(0))
+    row.keys, row.key_scale, row.key_offset = codes.data_ptr(), scale.data_ptr(), offset.data_ptr()
+    row.key_lane, row.key_scale_lane = codes.stride(0) * codes.itemsize, scale.stride(0)
+    row.key_row = codes[0].numel() // groups * codes.itemsize
+    codes, scale, offset = held[3:]
+    row.values, row.value_scale, row.value_offset = codes.data_ptr(), scale.data_ptr(), offset.data_ptr()
+    row.value_lane, row.value_scale_lane = codes.stride(0) * codes.itemsize, scale.stride(0)
+    row.value_row = codes[0].numel() // groups * codes.itemsize
     if (mean := getattr(values, "mean", None)) is not None:
-        mean, deviation = (part.expand(lanes, -1, -1).contiguous() for part in (mean, values.deviation))
-        held += [mean, deviation]
-        row.mean, row.deviation = mean.data_ptr(), deviation.data_ptr()
+        channels = [part.expand(len(codes), -1, -1).contiguous() for part in (mean, values.deviation)]
+        row.mean, row.deviation = (part.data_ptr() for part in channels)
+        held += channels
     return held
 
 
