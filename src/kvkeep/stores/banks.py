@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvkeep.contracts.entries import Evicted
+from kvkeep.contracts.entries import Evicted, Piece
 from kvkeep.memory.extent import Extent, Misfit, fits, within
 from kvkeep.memory.ledger import Ledger
 from kvkeep.memory.meter import Meter, nbytes
@@ -88,6 +88,13 @@ class Bank:
             self.extra = torch.zeros(self.slots.shape, device=self.slots.device)
             self.newest = torch.zeros_like(self.slots)
         return self.extra, self.newest
+
+    def piece(self, tail: int = 0) -> Piece:
+        """Return the columns in use, and the first ``tail`` of the tail behind them."""
+        stop, holes = self.used + tail, self.vacant > 0
+        extra = None if self.extra is None else self.extra[:, : self.used]
+        keys, values = self.keys[:, None, :stop], self.values[:, None, :stop]
+        return Piece(keys, values, self.slots[:, : self.used], holes=holes, extra=extra, lanes=self.lanes)
 
     def step(self, slot: int) -> LayerStep:
         """Return where the entry of ``slot`` goes, in each lane: to the first column that is not in use, unless the

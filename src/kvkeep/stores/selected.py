@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -51,18 +51,10 @@ class Selected(WorkingSet):
 
     # -- what attention reads -----------------------------------------------------------------------
 
-    def pieces(self, ordered: bool = True, tail: int = 0) -> Iterator[Piece]:
-        """Yield what is held, with the first ``tail`` entries of the tail behind it."""
+    def pieces(self, ordered: bool = True) -> Iterator[Piece]:
         for bank in self.banks:
-            if stop := bank.used + tail if bank.columns else 0:
-                yield Piece(
-                    bank.keys[:, None, :stop],
-                    bank.values[:, None, :stop],
-                    bank.slots[:, : bank.used],
-                    holes=bank.vacant > 0,
-                    extra=None if bank.extra is None else bank.extra[:, : bank.used],
-                    lanes=bank.lanes,
-                )
+            if bank.used and bank.columns:
+                yield bank.piece()
 
     def whole_text(self) -> Piece | None:
         """Return everything so far as one piece in the order of the text; None where it is not all here, or not so."""
@@ -319,61 +311,6 @@ class Selected(WorkingSet):
         for bank in self.banks:
             limits[bank.index] = min(limit, bank.columns // 2)
         return limits
-
-    # -- entries that wait for a decision, in the tail ---------------------------------------------------
-
-    def wait(self, keys: Tensor, values: Tensor, after: int) -> None:
-        """Write new entries (lanes, n, dim) into the tail, behind ``after`` that are there."""
-        for bank in self.banks:
-            span = slice(bank.used + after, bank.used + after + keys.shape[1])
-            bank.keys[:, span], bank.values[:, span] = bank.of(keys), bank.of(values)
-
-    def waited(self, count: int) -> tuple[Tensor, Tensor]:
-        """Return copies of the first entries of the tail, (lanes, count, dim)."""
-        keys, values = (
-            part.new_empty(self.banks.lanes, count, part.shape[2])
-            for part in (self.banks.banks[0].keys, self.banks.banks[0].values)
-        )
-        for bank in self.banks:
-            span = slice(bank.used, bank.used + count)
-            keys[bank.index], values[bank.index] = bank.keys[:, span], bank.values[:, span]
-        return keys, values
-
-    def choose(self, weights: Tensor, queries: int, pick: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
-        """Choose what is resident anew from all slots, by the attention they received from ``queries`` queries:
-        ``weights`` (lanes, slots). pick: returns keys and values (n, dim) of single entries by lane and slot."""
-        slots = torch.arange(self.length, dtype=torch.int32, device=weights.device).expand(len(weights), -1)
-        if (visible := self.ledger.visible_by(self.banks.heads)) is not None:
-            slots = slots.masked_fill(~visible[:, 0, 0, : self.length], -1)
-            weights = weights.masked_fill(slots < 0, 0.0)
-        moves = [self._choose(bank, bank.of(slots), bank.of(weights), queries) for bank in self.banks]
-        for bank, (lane, column, slot) in zip(self.banks, moves, strict=True):
-            source = lane if bank.lanes is None else bank.lanes[lane]
-            bank.keys[lane, column], bank.values[lane, column] = pick(source, slot)
-
-    def _choose(self, bank: Bank, slots: Tensor, weights: Tensor, queries: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Note in ``bank`` which slots are resident from now on; return lane, column and slot of those that return."""
-        lanes, columns, device = len(slots), bank.columns, slots.device
-        held = bank.slots >= 0
-        where = torch.where(held, bank.slots, self.length).long()  # empty columns: one place behind
-        scores = torch.zeros(lanes, self.length + 1, device=device).scatter_(1, where, bank.scored())[:, :-1]
-        entries = self.ranking.candidates(bank, slots, scores, self.length, queries)
-        scores = self.selector.observe(entries, weights, queries)
-        rank = self.selector.rank(replace(entries, scores=scores)).float().masked_fill(slots < 0, float("-inf"))
-        best = rank.topk(min(columns, self.length), dim=1, sorted=False)
-        wanted = torch.zeros(lanes, self.length + 1, dtype=torch.bool, device=device)
-        wanted.scatter_(1, best.indices.masked_fill(best.values == float("-inf"), self.length), True)
-        wanted[:, -1] = False
-        stays = wanted.gather(1, where)
-        wanted.scatter_(1, where.masked_fill(~stays, self.length), False)  # what comes back
-        lane, slot = wanted.nonzero(as_tuple=True)
-        column = stays.int().argsort(dim=1, stable=True)[lane, wanted.cumsum(1)[lane, slot] - 1]
-        bank.slots.masked_fill_(~stays, -1)
-        bank.slots[lane, column] = slot.int()
-        bank.scores = scores.gather(1, bank.slots.clamp(min=0).long())
-        bank.used = columns
-        bank.count_vacant()
-        return lane, column, slot
 
     def held(self, alone: bool = False) -> Tensor:
         return self.banks.held(self.length, alone)
