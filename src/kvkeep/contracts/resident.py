@@ -12,7 +12,7 @@ from kvkeep.attention.step import Step
 from kvkeep.contracts.entries import Evicted, Piece
 from kvkeep.contracts.part import Part
 from kvkeep.contracts.selector import Selector
-from kvkeep.step.plan import LayerStep, Segment
+from kvkeep.step.plan import LayerStep, Segment, Span
 
 
 class Resident(Part):
@@ -37,6 +37,10 @@ class Resident(Part):
 
     def commit(self) -> None:
         """Note that the step of :meth:`plan` has run."""
+
+    def spans(self) -> Sequence[Span] | None:
+        """Return all that is held where it lies; None where a later query does not see all of it."""
+        return None
 
     @property
     def group(self) -> Hashable | None:

@@ -49,6 +49,11 @@ class EvictedStore(Part):
     def commit(self) -> None:
         """Note that a step of :meth:`plan` that evicts has run."""
 
+    def spans(self, query: Tensor) -> Sequence[Span] | None:
+        """Return what :meth:`pieces` would yield where it lies, codes in groups first, each of which every later query
+        sees all of; the same objects as long as they are the same tensors. None where it cannot be read so."""
+        return None if self.keeps else ()
+
     def pieces(self, query: Tensor, resident: Resident, length: int) -> Iterator[Piece]:
         """Yield what comes back for ``query`` (lanes, heads, queries, dim), of ``length`` slots so far."""
         return iter(())

@@ -139,6 +139,8 @@ class KvStep(ctypes.Structure):
 
 STRUCTURES = (KvMatrix, KvLayer, KvPiece, KvAttention, KvInsert, KvStep)
 """All that calls of the library point to."""
+PIECE_BYTES = ctypes.sizeof(KvPiece)
+"""From one piece of a table to the next."""
 Table = ctypes.Array[Any]
 """An array of structures, addresses or floats in memory, as kernels read it."""
 
@@ -172,8 +174,7 @@ def piece_table(count: int) -> Table:
 
 def copy_piece(table: Table, number: int, piece: KvPiece) -> None:
     """Copy a piece into a table of them."""
-    size = ctypes.sizeof(KvPiece)
-    ctypes.memmove(ctypes.addressof(table) + number * size, ctypes.addressof(piece), size)
+    ctypes.memmove(ctypes.addressof(table) + number * PIECE_BYTES, ctypes.addressof(piece), PIECE_BYTES)
 
 
 def copy_pieces(target: Table, sources: Iterable[Table]) -> None:

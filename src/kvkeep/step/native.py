@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.native.library import (
+    PIECE_BYTES,
     KvAttention,
     KvInsert,
     KvPiece,
@@ -215,8 +216,7 @@ class _Compiled:
         self._insert.keys, self._insert.values = keys.data_ptr(), values.data_ptr()
         self._insert.key_lane, self._insert.value_lane = (part.stride(0) * part.itemsize for part in (keys, values))
         self._insert.key_bytes, self._insert.value_bytes = (part.shape[-1] * part.itemsize for part in (keys, values))
-        self._spans: list[tuple[Span, int, int]] = []
-        self._table: Table = piece_table(0)
+        self._table = SpanTable()
 
     def update(self, step: LayerStep) -> None:
         insert, append, evict, ranks = self._insert, step.append, step.evict, step.ranks
@@ -234,7 +234,7 @@ class _Compiled:
         else:
             self._evict(evict)
         self.struct.received, self.struct.greatest = address(step.received), step.reduce == "max"
-        self._see(step.attend)
+        self._table.show(self._attention, step.attend)
 
     def _evict(self, evict: Destination) -> None:
         insert, keys, values = self._insert, evict.keys, evict.values
@@ -245,10 +245,49 @@ class _Compiled:
         insert.left_slots, insert.left_scores = address(evict.slots), address(evict.scores)
         insert.left_extra, insert.left_newest = address(evict.extra), address(evict.newest)
 
-    def _see(self, spans: Sequence[Span]) -> None:
+
+class Settled:
+    """Attention of a single query over spans that are settled, in as few calls as there are: made once for a layer, and
+    then changed where its spans were."""
+
+    def __init__(self) -> None:
+        self._attention, self._table = KvAttention(queries=1, past=-1), SpanTable()
+
+    def attend(
+        self, query: Tensor, spans: Sequence[Span], scaling: float, reduce: str, first: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return attention, (lanes, heads, 1, value_dim), and with ``reduce`` what the entries of ``spans[first:]``
+        received, (lanes, n) float32. query: (lanes, heads, 1, dim)."""
+        query, attention = query.contiguous(), self._attention
+        lanes, groups, _, dim = query.shape
+        value_dim = spans[-1].values.shape[-1]
+        attention.query, attention.lanes, attention.groups, attention.dim = query.data_ptr(), lanes, groups, dim
+        attention.value_dim, attention.scaling = value_dim, scaling
+        self._table.show(attention, spans)
+        output, lse = query.new_empty(lanes, groups, 1, value_dim), torch.empty(lanes, groups, 1)
+        kernels().kvkeep_attend(address_of(attention), output.data_ptr(), False, lse.data_ptr(), None, False)
+        if not reduce:
+            return output, None
+        if first:  # those alone whose attention is wanted
+            attention.pieces += first * PIECE_BYTES
+            attention.count -= first
+            attention.entries = sum(span.entries for span in spans[first:])
+        received = torch.empty(lanes, attention.entries)
+        kernels().kvkeep_received(address_of(attention), lse.data_ptr(), 1, reduce == "max", received.data_ptr())
+        return output, received
+
+
+class SpanTable:
+    """Spans as the library reads them, changed where they were."""
+
+    def __init__(self) -> None:
+        self._spans: list[tuple[Span, int, int]] = []
+        self._table: Table = piece_table(0)
+
+    def show(self, attention: KvAttention, spans: Sequence[Span]) -> None:
+        """Let ``attention`` be of these spans."""
         if len(spans) != len(self._spans):
             self._table, self._spans = piece_table(len(spans)), [(span, -1, -1) for span in spans]
-            self._attention.pieces, self._attention.count = address_of(self._table), len(spans)
         entries = 0
         for number, span in enumerate(spans):
             known, start, stop = self._spans[number]
@@ -256,7 +295,7 @@ class _Compiled:
             if known is not span or start != span.start or stop != span.stop:
                 copy_piece(self._table, number, _piece_of(span))
                 self._spans[number] = span, span.start, span.stop
-        self._attention.entries = entries
+        attention.pieces, attention.count, attention.entries = address_of(self._table), len(spans), entries
 
 
 # -- entries as the library reads them ---------------------------------------------------------------------
@@ -280,13 +319,13 @@ class Pieces:
 
 def _piece_of(span: Span) -> KvPiece:
     """Return a span as the library reads it, up to date."""
-    made = span.compiled
-    if made is None:
-        piece = KvPiece()
-        _entries(piece, span.keys, span.values)
-        sizes = (part.stride(1) * part.itemsize for part in (span.keys, span.values))
-        made = span.compiled = (piece, piece.keys, piece.values, *sizes)
-    piece, keys, values, key_bytes, value_bytes = made
+    if span.compiled is None:
+        piece, rows = KvPiece(), (0, 0)
+        held = _describe(piece, span.keys, span.values)
+        if isinstance(span.keys, Tensor):
+            rows = tuple(part.stride(1) * part.itemsize for part in (span.keys, span.values))  # type: ignore[assignment]
+        span.compiled = piece, held, (piece.keys, piece.values), rows
+    piece, _, (keys, values), (key_bytes, value_bytes) = span.compiled
     piece.keys, piece.values = keys + span.start * key_bytes, values + span.start * value_bytes
     piece.count = span.stop - span.start
     return piece

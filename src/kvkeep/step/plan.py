@@ -72,12 +72,12 @@ class Segment:
 class Span:
     """Entries in some rows of tensors, where they lie: every query sees all of them."""
 
-    keys: Tensor
-    """(lanes, rows, key_dim)"""
-    values: Tensor
-    """(lanes, rows, value_dim)"""
+    keys: Any
+    """(lanes, rows, key_dim), or :class:`Coded`, all of them"""
+    values: Any
+    """(lanes, rows, value_dim), or coded as well"""
     start: int
-    """The first row."""
+    """The first row; 0 where they are coded."""
     stop: int
     """The row behind the last one."""
     compiled: Any = field(default=None, repr=False)

@@ -18,6 +18,9 @@ from kvkeep.stores.layer import Layer
 class ReadEvicted(Reader):
     """Attends over what comes back, what is resident and what is new."""
 
+    def __init__(self) -> None:
+        self._settled = native.Settled()
+
     def attend(self, layer: Layer, step: Step) -> Tensor:
         """Attend, and let the selector and the store learn what each entry received."""
         store, resident = layer.evicted, layer.resident
@@ -26,7 +29,8 @@ class ReadEvicted(Reader):
             layer.settle()
         elif step.own:
             store.begin(resident)
-        output = self._attended(layer, step, settled)
+        found = self._attended_where_it_lies(layer, step) if settled and step.queries == 1 else None
+        output = self._attended(layer, step, settled) if found is None else found
         store.attended(step, output, resident)
         if step.last:
             layer.finish()
@@ -35,6 +39,28 @@ class ReadEvicted(Reader):
     def plan(self, layer: Layer) -> LayerStep | None:
         step: LayerStep | None = layer.resident.plan()
         return step
+
+    def _attended_where_it_lies(self, layer: Layer, step: Step) -> Tensor | None:
+        """Attend to what is settled in one call of the library, and let the selector and the store learn; None where
+        some of it is masked or formed, or the library does not read it."""
+        store, resident = layer.evicted, layer.resident
+        if step.mask is not None or step.latent or layer.ledger.visible is not None:
+            return None
+        own, evicted = resident.spans(), store.spans(step.query)
+        if not own or evicted is None:
+            return None
+        if not all(native.runs(step.query, span.keys, span.values) for span in (*evicted, *own)):
+            return None
+        reduce = resident.selector.reduce if resident.observes or store.listens else ""
+        first = 0 if store.listens else len(evicted)
+        output, received = self._settled.attend(step.query, [*evicted, *own], step.scaling, reduce, first)
+        if received is not None:
+            *others, weights = received.split([span.entries for span in (*evicted, *own)][first:], 1)
+            if resident.observes:
+                resident.learn(weights)
+            if store.listens:
+                store.observe(others, 1, resident)
+        return output
 
     def _attended(self, layer: Layer, step: Step, settled: bool) -> Tensor:
         """Attend by segments, whatever there is of them."""

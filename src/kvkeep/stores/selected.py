@@ -18,7 +18,7 @@ from kvkeep.contracts.store import EvictedStore
 from kvkeep.memory.extent import Extent, Misfit
 from kvkeep.memory.places import Device
 from kvkeep.models.adapter import Adapter
-from kvkeep.step.plan import LayerStep
+from kvkeep.step.plan import LayerStep, Span
 from kvkeep.stores.banks import Bank, Banks
 from kvkeep.stores.eviction import Arriving, Ranking, append, compete, replace_lowest
 
@@ -146,6 +146,10 @@ class Selected(WorkingSet):
     def arrive(self, keys: Tensor, values: Tensor) -> None:
         self._scores, self._hand = {}, keys.shape[1]
         self.banks.reserve(keys, values, self.length)
+
+    def spans(self) -> Sequence[Span] | None:
+        used = self._seen_by_all()
+        return [self.banks.banks[0].next_step(self.length, used)[1]] if used else None
 
     def plan(self) -> LayerStep | None:
         bank, selector = self.banks.banks[0], self.selector

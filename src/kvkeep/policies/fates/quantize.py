@@ -65,6 +65,7 @@ class Quantised(Codec):
     """Codes with a scale and an offset."""
 
     kept: ClassVar[EntryState] = EntryState.QUANTISED
+    as_kept: ClassVar[bool] = True
 
     bits: int
     meter: Meter
