@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import kvkeep
-from kvkeep.attention.together import Together
+from kvkeep.hooks import ForwardHooks
 from kvkeep.models.fused import FusedLayer, FusedLayers
 from kvkeep.serve.batch import Read, forward
 
@@ -65,7 +65,11 @@ def divided(model: nn.Module, caches: list[kvkeep.KeepCache], rounds: int) -> st
 
         return run
 
-    calls = ((FusedLayer, "_enter", "products"), (FusedLayer, "_leave", "products"), (Together, "attend", "attention"))
+    calls = (
+        (FusedLayer, "_enter", "products"),
+        (FusedLayer, "_leave", "products"),
+        (ForwardHooks, "_execute", "attention"),
+    )
     steps = []
     with ExitStack() as stack:
         stack.enter_context(patch.object(FusedLayers, "runs", lambda *_: False))

@@ -17,6 +17,7 @@ from kvkeep.budget import Budget
 from kvkeep.contracts.exactness import Exactness
 from kvkeep.errors import UsageError
 from kvkeep.geometry import ModelGeometry
+from kvkeep.hooks import ForwardHooks, Session
 from kvkeep.memory.lasting import lasting
 from kvkeep.memory.meter import Memory
 from kvkeep.memory.process import resident_now
@@ -105,25 +106,7 @@ class KeepCache(Cache):
         if made.streams:
             limit = made.entries if self.reading else None
             self.stream = Stream(request.method, self.geometry, made, limit)
-
-    # -- all layers in one call -----------------------------------------------------------------------
-
-    sessions = 1
-
-    @property
-    def arrivals(self) -> list[int]:
-        """By layer, where the kernel finds what it does for the one token of a pass; empty where a layer has more to
-        do (:class:`~kvkeep.models.fused.FusedLayers`)."""
-        return [one.address for one in self.stream.prepared]
-
-    @property
-    def passed(self) -> bool:
-        """Whether all layers of this pass have run in one call."""
-        return bool(self.stream.passed)
-
-    @passed.setter
-    def passed(self, value: bool) -> None:
-        self.stream.passed = value
+        self.hooks = ForwardHooks([Session(self.stream)], self.geometry)
 
     # -- a text that is read once more --------------------------------------------------------------
 
@@ -160,6 +143,15 @@ class KeepCache(Cache):
         return [full.get(layer.index, (self.entries or 0,)) for layer in self.geometry.layers]
 
     # -- the cache contract -------------------------------------------------------------------------
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Take a layer's new keys and values, and return those that its attention function is given."""
+        if self.hooks.plans(layer_idx):  # which are written with the layer's step
+            return key_states, value_states
+        found: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return found
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the number of tokens processed, those of an unfinished step not counted."""

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from kvkeep.attention import Segment, attend
-from kvkeep.attention.kernel import whole
-from kvkeep.attention.together import Arrival, Together
 from kvkeep.contracts.hook import PassHook
 from kvkeep.errors import KvkeepError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.policies.assembly import Assembly
+from kvkeep.step import native
+from kvkeep.step.plan import LayerStep
 from kvkeep.stores.dynamic import held_by
 
 
@@ -24,17 +24,15 @@ class Passes:
 
     decoder: the only decoder whose passes count, None: any. open: a step is in progress or unfinished. chunk: tokens of
     a prompt read at a time. earlier_outputs: outputs of a prompt's earlier chunks. on_progress: called with the tokens
-    so far, after every pass. exact: attention is the kernel's, whose bits depend on the entries alone. cut: what is
-    read now is a part of a text, and not its last. prepared: by layer, what the kernel does for the one token of a
-    pass; empty where that is not all there is to do in every layer. passed: all layers have run so, in one call.
+    so far, after every pass. exact: attention is the native library's, whose bits depend on the entries alone. cut:
+    what is read now is a part of a text, and not its last.
     """
 
     streams = observes = False
     last_outputs = 0
     text: tuple[int, list[int]] | None = None
     cut = False
-    passed = False
-    hooks: Sequence[PassHook] = ()
+    pass_hooks: Sequence[PassHook] = ()
 
     def __init__(self, geometry: ModelGeometry, made: Assembly) -> None:
         self.geometry, self.layers, self.decoder = geometry, made.layers, made.decoder
@@ -49,7 +47,7 @@ class Passes:
         self.exact = made.exact
         self.first: Tensor | None = None
         self.masks_itself = made.exact
-        self.prepared: list[Together] = []
+        self._latent = made.latent
 
     @property
     def due(self) -> bool:
@@ -95,29 +93,18 @@ class Passes:
         """Whether :meth:`enter_layer` does anything."""
         return False
 
-    def arrivals(self) -> dict[int, Arrival]:
-        """Return how the kernel keeps and attends the one token of a pass that has begun, by layer, of those layers
-        where it does both, and nothing else remains to be done."""
-        if not self.exact or self.first is not None:
-            return {}
-        found = {index: self.layers[index].arrival() for index in self._single}
-        return {index: arrival for index, arrival in found.items() if arrival is not None}
+    def plan(self) -> dict[int, LayerStep]:
+        """Return what the one token of a pass that has begun does, by layer, of those layers where it can be told."""
+        return self._planned() if self.masks_itself and self.first is None else {}
 
-    def prepare(self, layers: Sequence[Any]) -> None:
-        """Prepare all ``layers`` of a decoder to run in one call, for a pass of one token that has begun."""
-        self.prepared, self.passed = [], False
-        count = len(self.geometry.layers)
-        fused = getattr(vars(layers[0]).get("forward"), "all", None)
-        if fused is None or len(self._single) < count or self.wants_residuals or not fused.runs(count):
-            return
-        arrivals = self.arrivals()
-        if len(arrivals) == count:
-            self.prepared = [Together([arrivals[index]], [0]) for index in range(count)]
+    def _planned(self) -> dict[int, LayerStep]:
+        steps = {} if self._latent else {index: self.layers[index].plan() for index in self._single}
+        return {index: step for index, step in steps.items() if step is not None}
 
-    def took(self, layers: Iterable[int], completed: bool) -> None:
-        """Note in which ``layers`` the kernel did as :meth:`arrivals` said; ``completed``: in all of them."""
+    def commit(self, layers: Iterable[int], completed: bool) -> None:
+        """Note the ``layers`` in which the steps of :meth:`plan` have run; ``completed``: the pass has as well."""
         for index in layers:
-            self.layers[index].took()
+            self.layers[index].commit()
 
     def enter_layer(self, layer_idx: int, hidden: Tensor) -> None:
         """Receive the residual entering a layer, (batch, new, hidden_size)."""
@@ -136,7 +123,7 @@ class Passes:
         """Return attention over all entries of a layer, None where that is left to transformers."""
         layer = self.layers[self.geometry.layers[module.layer_idx].source]
         start = layer.cumulative_length - key.shape[2] if hasattr(layer, "cumulative_length") else 0
-        output = whole(query, key, value, mask, scaling, start, self.first)
+        output = native.whole(query, key, value, mask, scaling, start, self.first)
         if output is not None or mask is not None or not self.masks_itself:
             return output
         # No mask was made, and without one transformers would take the queries for the first tokens.
@@ -148,20 +135,12 @@ class Passes:
 
     def end_forward(self, completed: bool) -> None:
         """End the step; after an exception it is rolled back where possible."""
-        self.end_prepared(completed)
         if not completed:
             if not self.moving:
                 self.roll_back()
             return
         self.open = False
         self._report_progress()
-
-    def end_prepared(self, completed: bool) -> None:
-        """Note that all layers have run in one call, if they have."""
-        if self.passed:
-            self.passed = False
-            self.took(self._single, completed)
-        self.prepared = []
 
     def _report_progress(self) -> None:
         if self.on_progress is not None:

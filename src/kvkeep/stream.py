@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 from kvkeep.attention.step import Step
-from kvkeep.attention.together import Arrival
 from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.memory.lasting import lasting
 from kvkeep.passes import Passes
 from kvkeep.policies.assembly import Assembly
 from kvkeep.policies.methods import Method
-from kvkeep.stores.alike import Alike
+from kvkeep.step.plan import LayerStep
 from kvkeep.stores.dynamic import held_by
 from kvkeep.stores.layer import Layer
+from kvkeep.stores.layer_group import LayerGroup
 
 ROOM = 64
 """Positions at least for a piece of a text that is read once more, and for what introduces it."""
@@ -39,7 +39,7 @@ class Stream(Passes):
     def __init__(self, method: Method, geometry: ModelGeometry, made: Assembly, limit: int | None = None) -> None:
         super().__init__(geometry, made)
         self.method, self.device, self.limit, self.rehearsing = method, made.device, limit, False
-        self.hooks = [hook for part in (method.store_fate, method.recall) if (hook := part.hook()) is not None]
+        self.pass_hooks = [hook for part in (method.store_fate, method.recall) if (hook := part.hook()) is not None]
         self.held = [held_by(layer) for layer in made.layers]
         self.ledger, self.meter, self.checkpoint = made.ledger, made.meter, made.checkpoint
         self.positions, self.round = made.positions, made.round
@@ -48,7 +48,7 @@ class Stream(Passes):
         self.ends = made.budgets is not None and made.positions is None and not recalls
         self._readers = {layer.source: layer.index for layer in geometry.layers}
         self.observes = method.exactness != "exact"
-        self._alike: list[Alike] = []  # layers that are ranked at once
+        self._groups: list[LayerGroup] = []  # layers that are ranked at once
         self._pending_bytes = 0
         self._masked = False  # whether the caller's mask is not of padding alone
 
@@ -119,33 +119,33 @@ class Stream(Passes):
         return self.checkpoint is not None and self.checkpoint.by_token
 
     @lasting
-    def arrivals(self) -> dict[int, Arrival]:
-        """Return what the kernel does; nothing where more than a layer has a part in it."""
-        apart = self.positions or self.round or self.hooks or self.rehearsing or self._masked
+    def plan(self) -> dict[int, LayerStep]:
+        """Return what the token does; nothing where more than a layer has a part in it."""
+        apart = self.positions or self.round or self.pass_hooks or self.rehearsing or self._masked
         if apart or self.ledger.batch > 1 or self.ledger.visible is not None:
             return {}
-        found, groups = super().arrivals(), dict[Hashable, list[int]]()
-        for index in found:
-            if (key := self.layers[index].resident.alike) is not None:
-                groups.setdefault(key, []).append(index)
-        before, self._alike = self._alike, []
-        for group in groups.values():
-            residents = [self.layers[index].resident for index in group]
-            alike = next((one for one in before if one.holds(residents)), None) or Alike(residents)
-            alike.prepare([found[index] for index in group])
-            self._alike.append(alike)
-        return found
+        steps, members = self._planned(), dict[Hashable, list[int]]()
+        for index in steps:
+            if (key := self.layers[index].resident.group) is not None:
+                members.setdefault(key, []).append(index)
+        before, self._groups = self._groups, []
+        for own in members.values():
+            residents = [self.layers[index].resident for index in own]
+            group = next((one for one in before if one.holds(residents)), None) or LayerGroup(residents)
+            group.plan([steps[index] for index in own])
+            self._groups.append(group)
+        return steps
 
     @lasting
-    def took(self, layers: Iterable[int], completed: bool) -> None:
-        """Note what the kernel did, and let selectors learn of it."""
+    def commit(self, layers: Iterable[int], completed: bool) -> None:
+        """Note the layers in which the steps have run, and let selectors learn of the attention."""
         for index in layers:
             own = self.geometry.layers[index]
             size = own.kv_heads * (own.key_dim + own.value_dim) * self.geometry.dtype_bytes
             self._pending_bytes = max(self._pending_bytes, size)
-        super().took(layers, completed)
-        for alike in self._alike if completed else ():
-            alike.learn()
+        super().commit(layers, completed)
+        for group in self._groups:
+            group.finish(completed)
 
     @lasting
     def enter_layer(self, layer_idx: int, hidden: Tensor) -> None:
@@ -200,7 +200,6 @@ class Stream(Passes):
     @lasting
     def end_forward(self, completed: bool) -> None:
         """End the step; after an exception it is rolled back where possible."""
-        self.end_prepared(completed)
         if not completed:
             if self._drafting or not self.moving:
                 self.roll_back()

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvkeep.attention import Segment, attend, received, weighed
-from kvkeep.attention.received import BLOCK
+from kvkeep.attention import Segment, attend, attend_scored, received
 from kvkeep.attention.step import Step
+from kvkeep.step.torch import BLOCK
 
 SCALING = 0.4
 
@@ -78,7 +78,7 @@ def test_a_query_that_sees_nothing_gets_zeros() -> None:
     assert (output[0, 0, 0] == 0).all()
     assert output.isfinite().all()
     both, seen = key.expand(2, -1, -1, -1), mask[0, 0][:, None, None]
-    output, (weights,) = weighed(torch.randn(2, 1, 1, 8), [Segment(both, both, seen)], 1.0)
+    output, (weights,) = attend_scored(torch.randn(2, 1, 1, 8), [Segment(both, both, seen)], 1.0)
     assert not output[0].any() and not weights[0].any()
     torch.testing.assert_close(weights[1].sum(), torch.tensor(1.0))
 
@@ -109,7 +109,7 @@ def test_weighed_is_attend_with_its_weights(masked: bool, heads: int) -> None:
     segment = Segment(key, value, mask)
     other = Segment(torch.randn(3, 1, 4, 8), torch.randn(3, 1, 4, 5), torch.rand(3, 1, 1, 4) > 0.5)
     for reduce, segments in (("sum", [segment]), ("sum", [segment, other]), ("max", [segment, other])):
-        output, shares = weighed(query, segments, 0.3, reduce)
+        output, shares = attend_scored(query, segments, 0.3, reduce)
         expected, lse = attend(query, segments, 0.3)
         torch.testing.assert_close(output, expected)
         for share, part in zip(shares, segments, strict=True):

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvkeep.attention import Segment, attend, received
-from kvkeep.attention.attend import joins, weighed
-from kvkeep.attention.kernel import BLOCK, Call, Run, whole
+from kvkeep.attention import Segment, attend, attend_scored, received
+from kvkeep.step.native import BLOCK, Call, Run, joins, whole
 from kvkeep.stores.sketch import CountSketch, places
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -194,7 +193,7 @@ def test_received_and_weighed_are_by_lane_of_the_segment(reduce: str) -> None:
     shares = [received(query, one, lse, 0.3, None, reduce).double() for one in (mixed, segments[1])]
     torch.testing.assert_close(shares[0], share[lanes, :30], atol=1e-3, rtol=1e-3)
     torch.testing.assert_close(shares[1], share[:, 30:], atol=1e-3, rtol=1e-3)
-    again, split = weighed(query, segments, 0.3, reduce)
+    again, split = attend_scored(query, segments, 0.3, reduce)
     assert torch.equal(again, output) and [part.shape[1] for part in split] == [first.shape[1], second.shape[1]]
     torch.testing.assert_close(torch.cat(split, 1).double(), share, atol=1e-3, rtol=1e-3)
 

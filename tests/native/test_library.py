@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import ctypes
 import logging
 import os
 import re
@@ -137,11 +138,34 @@ def test_a_library_that_cannot_be_loaded_is_no_reason_to_fail(
 def test_a_library_with_other_structures_is_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    class KvStep(ctypes.Structure):
+        """One with two fields of as many bytes in another order."""
+
+        _fields_ = [*native.KvStep._fields_[:-2], *native.KvStep._fields_[:-3:-1]]
+
     forget()
-    monkeypatch.setattr(native, "STRUCTURES", native.STRUCTURES[::-1])
+    monkeypatch.setattr(native, "STRUCTURES", (*native.STRUCTURES[:-1], KvStep))
     with caplog.at_level(logging.WARNING):
         assert native.library() is None
-    assert "KvStep has 32 bytes, not" in caplog.text and "install kvkeep again" in caplog.text
+    at = native.KvStep.greatest.offset
+    assert f"KvStep.token has 8 bytes at {at + 8}, not 8 bytes at {at}; install kvkeep again" in caplog.text
+
+
+def test_every_field_of_the_header_is_compared() -> None:
+    """The structures of kvkeep.h, those of Python, and the list in layout.cpp have the same fields in one order."""
+    folder = native.FILE.parent
+    header, layout = ((folder / name).read_text(encoding="utf-8") for name in ("kvkeep.h", "layout.cpp"))
+    header = re.sub(r"/\*.*?\*/", "", header, flags=re.DOTALL)
+    declared = re.findall(r"typedef struct (Kv\w+) \{(.*?)\} Kv\w+;", header, re.DOTALL)
+    listed = re.findall(r"FIELD\((Kv\w+), (\w+)\)", layout)
+    structures = {structure.__name__: structure for structure in (*native.STRUCTURES, native.KvField)}
+    assert {name for name, _ in declared} == {*structures}
+    for name, body in declared:
+        plain = re.sub(r"\[\d+\]|\*|const\b", " ", body)
+        statements = [one.split(None, 1)[1] for one in plain.split(";")[:-1]]
+        fields = [field.strip() for one in statements for field in one.split(",")]
+        assert fields == [field[0] for field in structures[name]._fields_], name
+        assert name == "KvField" or fields == [field for own, field in listed if own == name], name
 
 
 @pytest.mark.usefixtures("kernels")

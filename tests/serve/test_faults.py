@@ -20,10 +20,10 @@ from kvkeep import KeepCache
 from kvkeep.decode.session_file import SessionFile
 from kvkeep.decode.session_store import SessionStore
 from kvkeep.errors import KvkeepError
+from kvkeep.hooks import ForwardHooks
 from kvkeep.models.adapter import decoder_of, layers_of
 from kvkeep.models.loading import Loaded
 from kvkeep.policies import fisher
-from kvkeep.serve import batch as batches
 from kvkeep.serve import session_files, session_pool
 from kvkeep.serve.answer import Ask, Piece
 from kvkeep.serve.engine import Engine
@@ -131,7 +131,10 @@ def test_a_pass_that_finds_no_memory_fails_its_own_answers_alone(
     assert len(engine.running) == 4
     with monkeypatch.context() as patch:
         if place == "begin":
-            patch.setattr(batches._BatchStream, "_prepare", failing)
+            own = ForwardHooks._plan
+            patch.setattr(
+                ForwardHooks, "_plan", lambda hooks, *given: (failing if hooks.packed else own)(hooks, *given)
+            )
         else:
             model = engine.model
             module = layers_of(decoder_of(model))[2].mlp if place == "layer" else model.get_output_embeddings()

@@ -1,4 +1,4 @@
-"""Sessions that decode share one kernel call a layer: every bit, byte and entry is that of each alone."""
+"""Sessions that decode share one call of the library a layer: every bit, byte and entry is that of each alone."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from helpers import prompt
 from torch import Tensor
 
 from kvkeep import KeepCache
-from kvkeep.attention.together import Together
 from kvkeep.models.bits import row_independent
 from kvkeep.models.fused import FusedLayers
 from kvkeep.models.loading import load
 from kvkeep.passes import Passes
 from kvkeep.serve.batch import Read, forward
+from kvkeep.step import native
+from kvkeep.stream import Stream
 
 pytestmark = pytest.mark.usefixtures("kernels")
 METHODS: list[tuple[str, int | None, dict[str, str]]] = [
@@ -40,13 +41,13 @@ def loaded(family: str, folder: Path, bits: bool = True) -> Any:
 
 @torch.no_grad()
 def alone(model: Any, cache: KeepCache, ids: list[int]) -> Tensor:
-    """One session, layer by layer."""
-    with patch.object(Passes, "prepare", lambda self, layers: None):
+    """One session, layer by layer, nothing of which is planned."""
+    with patch.object(Passes, "plan", lambda self: {}), patch.object(Stream, "plan", lambda self: {}):
         return in_one_call(model, cache, ids)
 
 
 def in_one_call(model: Any, cache: KeepCache, ids: list[int]) -> Tensor:
-    """One session, all layers of a single token in one call where the kernel does all of it."""
+    """One session, all layers of a single token in one call where every layer's step is planned."""
     return model(input_ids=torch.tensor([ids]), past_key_values=cache, use_cache=True).logits[0, -1]
 
 
@@ -60,15 +61,15 @@ def read(model: Any, caches: list[KeepCache], ids: list[list[int]]) -> list[Tens
 
 @pytest.fixture
 def shared(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many sessions each layer's call was for."""
+    """How many sessions each layer's steps were of."""
     calls: list[int] = []
-    own = Together.__init__
+    own = native._step_table
 
-    def counted(self: Together, arrivals: Any, tokens: Any) -> None:
-        calls.append(len(arrivals))
-        own(self, arrivals, tokens)
+    def counted(steps: Any, tokens: Any) -> Any:
+        calls.append(len(steps))
+        return own(steps, tokens)
 
-    monkeypatch.setattr(Together, "__init__", counted)
+    monkeypatch.setattr(native, "_step_table", counted)
     return calls
 
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvkeep.attention import Segment, attend, received, weighed
+from kvkeep.attention import Segment, attend, attend_scored, received
 from kvkeep.stores.coded import (
     FINE,
     GROUP,
@@ -91,8 +91,8 @@ def test_attention_over_codes_and_numbers_together(queries: int, groups: int, bi
     theirs = attend(query, [yours, plain], 0.1)
     torch.testing.assert_close(attend(query, [mine, plain], 0.1), theirs, **within)
     if queries == 1:
-        ours, weights = weighed(query, [mine, plain], 0.1)
-        output, expected = weighed(query, [yours, plain], 0.1)
+        ours, weights = attend_scored(query, [mine, plain], 0.1)
+        output, expected = attend_scored(query, [yours, plain], 0.1)
         torch.testing.assert_close((ours, *weights), (output, *expected), **within)
         torch.testing.assert_close(received(query, mine, theirs[1], 0.1), expected[0], atol=1e-4, rtol=1e-3)
 

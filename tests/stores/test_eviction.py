@@ -1,4 +1,4 @@
-"""Eviction by the kernel: the same entries leave and stay as by plain operations."""
+"""Eviction by the native library: the same entries are evicted and stay as by plain operations."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from cases import new_cache
 from helpers import bounded, padded, prompt, step
 from torch import Tensor
 
-from kvkeep.stores import eviction
+from kvkeep.step import native
+from kvkeep.stream import Stream
 
 NAMES = ("window", "h2o", "snapkv", "knorm", "random", "lru", "kvreviver", "h2o+merge", "pyramidkv")
 
@@ -34,12 +35,13 @@ def test_a_token_replaces_the_same_entry_as_by_plain_operations(
     name: str, batch: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[object] = []
-    own = eviction._replaced
-    monkeypatch.setattr(eviction, "_replaced", lambda *given: (calls.append(given), own(*given)))
-    by_kernel = states(name, batch)
-    monkeypatch.setattr(eviction, "library", lambda: None)
+    own = native.insert
+    monkeypatch.setattr(native, "insert", lambda *given: (calls.append(given), own(*given)))
+    monkeypatch.setattr(Stream, "plan", lambda self: {})
+    by_library = states(name, batch)
+    monkeypatch.setattr(native, "library", lambda: None)
     many = len(calls)
     plain = states(name, batch)
-    assert many and len(calls) == many and by_kernel.keys() == plain.keys()
-    for key, part in by_kernel.items():
+    assert many and len(calls) == many and by_library.keys() == plain.keys()
+    for key, part in by_library.items():
         assert torch.equal(part, plain[key]), key

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvkeep import KeepCache
-from kvkeep.attention import kernel
 from kvkeep.contracts.entries import EntryState, Evicted, Piece
 from kvkeep.memory.meter import Meter
 from kvkeep.policies.fates.segments import Promising
+from kvkeep.step import native
 from kvkeep.stores.groups import GROUP, Codec, Groups, allocated
 
 NOBODY: Any = None  # resident entries: what leaves does not look at them
@@ -111,5 +111,5 @@ def test_steps_with_kernels_are_those_without(method: str, monkeypatch: pytest.M
         return torch.stack(rows)
 
     found = steps()
-    monkeypatch.setattr(kernel, "library", lambda: None)
+    monkeypatch.setattr(native, "library", lambda: None)
     assert_near(found, steps(), 0.05)

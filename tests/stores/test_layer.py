@@ -1,4 +1,4 @@
-"""A layer's attention in one call of the kernel: what it gives, and what is learnt of it, is what segments give."""
+"""A layer: what the native library is pointed to, and what is handed on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from kvkeep import KeepCache
-from kvkeep.stores.layer import Layer
+from kvkeep.step import native
 
 METHODS = [
     ("window", 40),
@@ -27,46 +27,30 @@ pytestmark = pytest.mark.usefixtures("kernels")
 
 
 @pytest.mark.parametrize(("spec", "budget"), METHODS)
-def test_one_call_gives_what_segments_give(spec: str, budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
+def test_the_library_reads_entries_where_they_lie(spec: str, budget: int) -> None:
+    """What it is pointed to are the tensors that are counted, and no copies beside them."""
     config = FAMILIES["llama"]()
-    config.head_dim = 16  # of codes the kernel reads whole vectors
+    config.head_dim = 16  # of codes the library reads whole vectors
     model = AutoModelForCausalLM.from_config(config).bfloat16().eval()
     options: dict[str, Any] = {"checkpoint": "kv"} if spec == "kv-direct" else {}
-    calls: list[bool] = []
-    own = Layer.attended_at_once
-
-    def run() -> tuple[Tensor, dict[str, Tensor]]:
-        cache = KeepCache(model, spec, budget, chunk=32, **options)
-        ids = prompt(1, 200, seed=4)
-        given = [step(model, cache, part) for part in ids[:, :130].split(32, 1)]
-        given += [step(model, cache, token) for token in ids[:, 130:170].split(1, 1)]
-        cache.reorder_cache(torch.tensor([0]))  # everything lies elsewhere now
-        given += [step(model, cache, token) for token in ids[:, 170:].split(1, 1)]
-        states = {f"{layer.index}.{key}": part for layer in bounded(cache) for key, part in layer.state().items()}
-        for layer in bounded(cache):  # what is described to the kernel is what is counted, and no copy beside it
-            parts = list(getattr(layer.evicted, "_described", None) or [])
-            parts += [bank.table for bank in getattr(layer.resident, "banks", ()) if bank.table is not None]
-            own = {part.untyped_storage().data_ptr() for part in layer.state().values()}
-            assert all(one.untyped_storage().data_ptr() in own for part in parts for one in part._held)
-        return torch.cat(given, 1).float(), states
-
-    def counted(layer: Layer, *given: Any, **more: Any) -> Any:
-        found = own(layer, *given, **more)
-        calls.append(found is not None)
-        return found
-
-    monkeypatch.setattr(Layer, "attended_at_once", counted)
-    at_once, states = run()
-    assert all(calls) and len(calls) == 70 * len(model.model.layers)
-    monkeypatch.setattr(Layer, "attended_at_once", lambda *given, **more: None)
-    by_segments, others = run()
-    assert_near(at_once, by_segments, 0.05)
-    assert states.keys() == others.keys()
+    cache = KeepCache(model, spec, budget, chunk=32, **options)
+    ids = prompt(1, 200, seed=4)
+    for part in (*ids[:, :130].split(32, 1), *ids[:, 130:].split(1, 1)):
+        step(model, cache, part)
+    for layer in bounded(cache):
+        counted = {part.untyped_storage().data_ptr() for part in layer.state().values()}
+        counted |= {page.untyped_storage().data_ptr() for _, rows in cache.checkpoint_rows() for page in rows.pages}
+        query = torch.zeros(layer.heads, 1, 1, 16).bfloat16()
+        pieces = [*layer.evicted.pieces(query, layer.resident, layer.length), *layer.resident.pieces()]
+        for keys, values, *_ in pieces:
+            keys, values = (part[:, 0] if isinstance(part, Tensor) else part for part in (keys, values))
+            assert native.runs(query, keys, values)
+            found = native.Pieces(keys, values)
+            assert all(part.untyped_storage().data_ptr() in counted for part in found._held)
 
 
 @pytest.mark.parametrize("spec", CHECKPOINTED)
-def test_a_past_that_is_described_to_the_kernel_is_handed_on(spec: str) -> None:
+def test_a_past_that_the_library_reads_in_pages_is_handed_on(spec: str) -> None:
     """In bfloat16, where a checkpoint's pages are one segment and no tensor."""
     model = AutoModelForCausalLM.from_config(FAMILIES["llama"]()).bfloat16().eval()
     caches = KeepCache(model, spec, 16, chunk=32, checkpoint="kv"), KeepCache(model)

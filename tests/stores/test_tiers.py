@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvkeep import KeepCache
-from kvkeep.attention import Segment, attend, weighed
+from kvkeep.attention import Segment, attend, attend_scored
 from kvkeep.contracts.entries import Evicted
 from kvkeep.memory.meter import Meter
 from kvkeep.stores.groups import GROUP
@@ -158,7 +158,7 @@ def test_what_attention_reads_is_near_to_what_was_taken() -> None:
         dense = [part if isinstance(part, Tensor) else part.dense(torch.float32)[:, None] for part in own]
         pairs = zip(dense, (keys, values), strict=True)
         errors.append(sum(float((one[:, 0] - whole[lane, slots]).square().mean()) for one, whole in pairs))
-        for how in (attend, weighed):
+        for how in (attend, attend_scored):
             assert_near(*(how(query, [Segment(*pair)], 0.3)[0] for pair in (own, dense)), 2e-3)
     assert errors == sorted(errors) and errors[-1] < 0.4  # of a variance of 2
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvkeep.attention import Segment, attend
-from kvkeep.attention.attend import joins
 from kvkeep.memory.meter import nbytes
+from kvkeep.step.native import joins
 from kvkeep.stores.groups import GROUP
 from kvkeep.stores.waiting import MARGIN, Waiting, waiting_bytes
 

@@ -1,6 +1,6 @@
 """Attention over segments: the mathematics every cache method shares."""
 
-from kvkeep.attention.attend import Segment, attend, weighed
-from kvkeep.attention.received import received
+from kvkeep.attention.attend import attend, attend_scored, received
+from kvkeep.step.plan import Segment
 
-__all__ = ["Segment", "attend", "received", "weighed"]
+__all__ = ["Segment", "attend", "attend_scored", "received"]

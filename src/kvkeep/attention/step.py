@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvkeep.attention.attend import Segment
+from kvkeep.step.plan import Segment
 
 
 @dataclass(frozen=True)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from kvkeep.attention.described import Described
 from kvkeep.contracts.entries import Piece
 from kvkeep.memory.rows import Rows
-from kvkeep.native.library import KvInsert
+from kvkeep.step.plan import Destination, Span
 
 
 class Checkpoint(ABC):
@@ -50,16 +49,17 @@ class Checkpoint(ABC):
         """Yield exact keys and values of the first ``stop`` entries, in order. ``lazy``: all may come as
         one piece that is read where it lies."""
 
-    def described(self, layer: int, stop: int) -> Described | None:
-        """Return the first ``stop`` entries as the kernel reads them where they lie; None where it cannot."""
+    def spans(self, layer: int, stop: int) -> Sequence[Span] | None:
+        """Return the first ``stop`` entries where they lie, of which the one of :meth:`next_row` may be the last.
+        None where attention cannot read them there."""
         return None
 
-    def receives(self, layer: int, insert: KvInsert) -> bool:
-        """Tell the kernel where the next entry of a layer's lanes is to be copied; False where that cannot be told."""
-        return False
+    def next_row(self, layer: int) -> Destination | None:
+        """Return where the next entry of each of a layer's lanes goes; None where that cannot be told before."""
+        return None
 
-    def received(self, layer: int) -> None:
-        """Note that the kernel copied it."""
+    def commit(self, layer: int) -> None:
+        """Note that it was written there."""
 
     @abstractmethod
     def pick(self, layer: int, lane: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from kvkeep.attention.step import Step
-from kvkeep.attention.together import Arrival
 from kvkeep.contracts.entries import Piece
 from kvkeep.contracts.exactness import Exactness
 from kvkeep.contracts.hook import PassHook
 from kvkeep.contracts.part import Part
 from kvkeep.contracts.site import Held, Site
 from kvkeep.geometry import LayerGeometry, ModelGeometry
+from kvkeep.step.plan import LayerStep
 
 
 class Reader(Part):
@@ -38,8 +38,8 @@ class Reader(Part):
         """New entries (lanes, n, dim) are in hand."""
         layer.resident.arrive(keys, values)
 
-    def arrival(self, layer: Any) -> Arrival | None:
-        """Return how the kernel keeps and attends the layer's next entries; None where :meth:`attend` has to."""
+    def plan(self, layer: Any) -> LayerStep | None:
+        """Return what one more entry of each of the layer's lanes does; None where that is for :meth:`attend`."""
         return None
 
     def settling(self, layer: Any, keys: Tensor, values: Tensor) -> None:

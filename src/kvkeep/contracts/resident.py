@@ -8,13 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
-from kvkeep.attention.attend import Segment
-from kvkeep.attention.described import Described
 from kvkeep.attention.step import Step
-from kvkeep.attention.together import Arrival
 from kvkeep.contracts.entries import Evicted, Piece
 from kvkeep.contracts.part import Part
 from kvkeep.contracts.selector import Selector
+from kvkeep.step.plan import LayerStep, Segment, Span
 
 
 class Resident(Part):
@@ -32,29 +30,22 @@ class Resident(Part):
         """Keep new entries, whose slots begin at ``first``, within the budget. Return what was evicted, None for
         nothing, or where the store took it already."""
 
-    def in_one_piece(self, tail: int = 0) -> tuple[Tensor, Tensor] | None:
-        """Return keys and values (lanes, n, dim) of all that is held, with the first ``tail`` entries of the tail,
-        where they lie behind each other and a later query sees all of them; else None."""
+    def plan(self) -> LayerStep | None:
+        """Return where the next entry of each lane goes, what it evicts, and what its query attends to, of one row
+        without padding. None where that cannot be told before: the entry then comes by :meth:`admit`."""
         return None
 
-    def described(self, tail: int = 0) -> Described | None:
-        """Return the same as the kernel reads it, in the order of the text where there is one; None where a later query
-        does not see all of it."""
-        held = self.in_one_piece(tail)
-        return None if held is None else Described([held])
+    def commit(self) -> None:
+        """Note that the step of :meth:`plan` has run."""
 
-    def arrival(self) -> Arrival | None:
-        """Return how the kernel keeps and attends the next entry of each lane, without padding; None where it is kept
-        by :meth:`admit`."""
+    def spans(self) -> Sequence[Span] | None:
+        """Return all that is held where it lies; None where a later query does not see all of it."""
         return None
-
-    def took(self) -> None:
-        """Note that the kernel did as :meth:`arrival` said."""
 
     @property
-    def alike(self) -> Hashable | None:
-        """With whose entries of other layers those here are ranked and scored at once, for an :meth:`arrival`: with
-        those that give the same; None: nothing is to be ranked."""
+    def group(self) -> Hashable | None:
+        """With which layers' entries those here are ranked and scored at once for a :meth:`plan`: with those that give
+        the same; None: nothing is ranked or scored."""
         return None
 
     @property
@@ -62,7 +53,7 @@ class Resident(Part):
         """Whether entries are scored by the attention they receive."""
         return False
 
-    def learn_all(self, weights: Tensor) -> None:
+    def learn(self, weights: Tensor) -> None:
         """Score the entries, all of them settled and in one piece, by one query's ``weights`` (lanes, n)."""
 
     def weighs_at_once(self, held: Sequence[Segment]) -> bool:

@@ -8,12 +8,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvkeep.attention.described import Described
 from kvkeep.attention.step import Step
 from kvkeep.contracts.entries import EntryState, Evicted, Piece
 from kvkeep.contracts.part import Part
 from kvkeep.contracts.resident import Resident, WorkingSet
-from kvkeep.native.library import KvInsert
+from kvkeep.step.plan import LayerStep, Span
 
 
 class EvictedStore(Part):
@@ -40,24 +39,23 @@ class EvictedStore(Part):
     def take(self, left: Evicted, resident: WorkingSet) -> None:
         """Take entries that leave; ``resident`` is what stays."""
 
-    def receives(self, insert: KvInsert, leaves: bool) -> Sequence[Described] | None:
-        """Tell the kernel where to copy what will leave for the next entry of each lane, if something ``leaves``:
-        there, where :meth:`take` puts it. Return what will be here then, as :meth:`described` does; None where more
-        than that is to be done."""
+    def plan(self, step: LayerStep, evicts: bool) -> Sequence[Span] | None:
+        """Say in ``step`` where the entry of each lane goes that the new one ``evicts``, if it does: there, where
+        :meth:`take` puts it. Return what is here then; None where more than that is to be done."""
         more = self.keeps or self.listens or self.watches or self.merges or self.makes_room
         return None if more else ()
 
-    def received(self) -> None:
-        """Note that the kernel copied an entry of each lane there."""
+    def commit(self) -> None:
+        """Note that a step of :meth:`plan` that evicts has run."""
+
+    def spans(self, query: Tensor) -> Sequence[Span] | None:
+        """Return what :meth:`pieces` would yield where it lies, codes in groups first, each of which every later query
+        sees all of; the same objects as long as they are the same tensors. None where it cannot be read so."""
+        return None if self.keeps else ()
 
     def pieces(self, query: Tensor, resident: Resident, length: int) -> Iterator[Piece]:
         """Yield what comes back for ``query`` (lanes, heads, queries, dim), of ``length`` slots so far."""
         return iter(())
-
-    def described(self, query: Tensor) -> Sequence[Described] | None:
-        """Return the pieces that :meth:`pieces` would yield as the kernel reads them, each of which every later query
-        sees all of; None where one is anything else."""
-        return None if self.keeps else ()
 
     def observe(self, weights: Sequence[Tensor], queries: int, resident: WorkingSet) -> None:
         """Learn what each piece that :meth:`pieces` just yielded received of a step: (lanes, n) float32 for each, of

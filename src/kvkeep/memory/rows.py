@@ -42,7 +42,7 @@ class Rows(Protocol):
     def pick(self, lane: Tensor, slot: Tensor) -> Tensor:
         """Return copies of single rows, (n, width): ``lane`` (n,) counts all axes before the rows', ``slot`` (n,)."""
 
-    def took(self) -> None:
+    def advance(self) -> None:
         """Note that somebody wrote the next row where :meth:`append` would have."""
 
     def truncate(self, length: int) -> None:
@@ -120,7 +120,7 @@ class Buffer(_OneTensor):
             grown[..., : self.length, :] = self.data[..., : self.length, :]
         self.data = grown
 
-    def took(self) -> None:
+    def advance(self) -> None:
         self.length += 1
 
     def view(self, start: int = 0, stop: int | None = None) -> Tensor:
@@ -167,7 +167,7 @@ class Ring(_OneTensor):
                 target.copy_(fresh[..., slot - start : slot - start + target.shape[-2], :])
         self.first, self.length = first, stop
 
-    def took(self) -> None:
+    def advance(self) -> None:
         self.length += 1
         self.first = max(self.first, self.length - self.capacity)
 
@@ -245,15 +245,14 @@ class Pages:
         for slot, target in self.read(start, stop):
             target.copy_(rows[..., slot - start : slot - start + target.shape[-2], :])
 
-    def next_row(self) -> tuple[int, int] | None:
-        """Return where the next row of the first lane goes, and how many bytes further that of the next lane; None
-        where a page has to be allocated first."""
+    def next_row(self) -> tuple[Tensor, int] | None:
+        """Return the page that the next row goes to, and its place there; None where a page has to be allocated
+        first."""
         if not self.pages or not self.starts[-1] <= self.length < self._allocated:
             return None
-        page, row = self.pages[-1], self.length - self.starts[-1]
-        return page.data_ptr() + row * page.stride(-2) * page.itemsize, page.stride(-3) * page.itemsize
+        return self.pages[-1], self.length - self.starts[-1]
 
-    def took(self) -> None:
+    def advance(self) -> None:
         self.length += 1
 
     @property

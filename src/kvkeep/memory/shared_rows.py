@@ -61,8 +61,8 @@ class SharedRows:
         self.tail.append(rows)
         self.length += rows.shape[-2]
 
-    def took(self) -> None:
-        self.tail.took()
+    def advance(self) -> None:
+        self.tail.advance()
         self.length += 1
 
     def view(self) -> Tensor:

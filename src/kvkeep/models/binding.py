@@ -1,7 +1,7 @@
 """Binding: the registration points through which a bounded cache takes part in a model's forward pass.
 
 transformers documents three: attention functions by name, mask functions by name, and torch's module hooks. With any
-other cache, one without a :class:`~kvkeep.models.forward.Taking`, the model runs stock SDPA with stock masks. For a
+other cache, one without :class:`~kvkeep.models.forward.Hooks`, the model runs stock SDPA with stock masks. For a
 cache that keeps everything only the forward passes are hooked (:func:`watch`), so that an interrupted one is undone.
 
 Hooks are named functions, so a bound model can be saved and pickled; ``torch.compile`` compiles the code between them.
@@ -24,7 +24,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from kvkeep.errors import UnsupportedModelError, UsageError
 from kvkeep.models.adapter import Adapter, decoder_of, layers_of
-from kvkeep.models.forward import Taking, current_attender, current_probe, set_attender
+from kvkeep.models.forward import Hooks, Reading, current_attender, current_probe, set_attender
 
 NAME = "kvkeep"
 PREPARE = "prepare_inputs_for_generation"
@@ -213,7 +213,8 @@ _enter_uncompiled = torch.compiler.disable(_enter)
 
 def _prepare(model: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
     """Compare the text that ``generate`` begins with to what its cache has read."""
-    cache: Taking | None = getattr(kwargs.get("past_key_values"), "stream", None)
+    hooks: Hooks | None = getattr(kwargs.get("past_key_values"), "hooks", None)
+    cache: Reading | None = None if hooks is None else hooks.single
     if cache is not None and isinstance(input_ids, Tensor) and input_ids.ndim == 2:
         begins, cut = kwargs.get("is_first_iteration"), kwargs.get("next_sequence_length")
         if begins and cache.length:
@@ -225,7 +226,7 @@ def _prepare(model: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
     return getattr(type(model), PREPARE)(model, input_ids, *args, **kwargs)
 
 
-def _compare(cache: Taking, ids: Tensor, cut: int | None) -> None:
+def _compare(cache: Reading, ids: Tensor, cut: int | None) -> None:
     """Raise UsageError where ``generate`` begins with another text than ``cache`` has read. cut: how many of ``ids``
     transformers takes for new; None where it passes all of them on."""
     read, text, length = cache.length, cache.text, ids.shape[1]
@@ -261,17 +262,17 @@ def _before_decoder(
 ) -> tuple[Any, ...] | None:
     """Run prompts in chunks, and begin the cache's forward pass."""
     given = dict(zip(names, args, strict=False)) | kwargs
-    cache: Taking | None = getattr(given.get("past_key_values"), "stream", None)
-    if torch.compiler.is_compiling() and (cache is None or not cache.streams):
+    hooks: Hooks | None = getattr(given.get("past_key_values"), "hooks", None)
+    if torch.compiler.is_compiling() and (hooks is None or not hooks.streams):
         return None  # stock caches are compiled whole
-    return _open(decoder, given, cache)
+    return _open(decoder, given, hooks)
 
 
 @torch.compiler.disable
-def _open(decoder: nn.Module, given: dict[str, Any], cache: Taking | None) -> tuple[Any, ...] | None:
+def _open(decoder: nn.Module, given: dict[str, Any], hooks: Hooks | None) -> tuple[Any, ...] | None:
     keep = _keep_last.get()
     _keep_last.set(0)  # used once: an interrupt of this pass leaves nothing behind
-    if cache is None:
+    if hooks is None:
         if current_probe() is None:
             set_attender(None)  # an interrupt may have left another cache's pass unclosed
         return None
@@ -279,6 +280,18 @@ def _open(decoder: nn.Module, given: dict[str, Any], cache: Taking | None) -> tu
     tokens = ids if ids is not None else embeddings
     if tokens is None:
         return None
+    if hooks.single is not None:
+        given = _read(decoder, given, hooks.single, tokens, keep)
+    mask = given.get("attention_mask")
+    positions = hooks.begin_forward(given.get("input_ids"), given.get("inputs_embeds"), given.get("position_ids"), mask)
+    if positions is not None:
+        given["position_ids"] = positions
+    set_attender(hooks)
+    return (), given
+
+
+def _read(decoder: nn.Module, given: dict[str, Any], cache: Reading, tokens: Tensor, keep: int) -> dict[str, Any]:
+    """Run the chunks of a long input before the last; return the arguments of the pass that is left."""
     if cache.decoder not in (None, decoder):
         raise UsageError("This cache was made for another model; make one for this model.")
     total = tokens.shape[1]
@@ -301,24 +314,16 @@ def _open(decoder: nn.Module, given: dict[str, Any], cache: Taking | None) -> tu
     cache.earlier_outputs = []
     if total > cache.chunk:
         given = _all_but_last_chunk(decoder, given, cache, total, keep)
-        ids, embeddings = given.get("input_ids"), given.get("inputs_embeds")
     cache.last_outputs = 0
     if cache.observes and isinstance(last := given.get("logits_to_keep"), int):
         given["logits_to_keep"], cache.last_outputs = 0, last  # layers that share keys would see the last queries alone
-    new: Tensor = ids if ids is not None else given["inputs_embeds"]
-    for hook in cache.hooks:
+    for hook in cache.pass_hooks:
         hook.before(given["past_key_values"], given)
-    positions = cache.begin_forward(ids, embeddings, given.get("position_ids"), given.get("attention_mask"))
-    if positions is not None:
-        given["position_ids"] = positions
-    if new.shape[:2] == (1, 1) and current_probe() is None:
-        cache.prepare(layers_of(decoder))
-    set_attender(cache)
-    return (), given
+    return given
 
 
 def _all_but_last_chunk(
-    decoder: nn.Module, given: dict[str, Any], cache: Taking, total: int, keep: int
+    decoder: nn.Module, given: dict[str, Any], cache: Reading, total: int, keep: int
 ) -> dict[str, Any]:
     """Run all chunks of a long input but the last; return the last one's arguments.
 
@@ -368,19 +373,22 @@ def _slice(given: dict[str, Any], start: int, stop: int, total: int, past: int) 
 def _after_decoder(decoder: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
     """End the cache's forward pass, and put the outputs of earlier chunks before the last one's."""
     past = kwargs.get("past_key_values")
-    cache: Taking | None = getattr(past, "stream", None)
-    if cache is None or (torch.compiler.is_compiling() and not cache.streams):
+    hooks: Hooks | None = getattr(past, "hooks", None)
+    if hooks is None or (torch.compiler.is_compiling() and not hooks.streams):
         return None
-    return _close(past, cache, output)
+    return _close(past, hooks, output)
 
 
 @torch.compiler.disable
-def _close(past: Any, cache: Taking, output: Any) -> Any:
-    if current_attender() is not cache:
+def _close(past: Any, hooks: Hooks, output: Any) -> Any:
+    if current_attender() is not hooks:
         return None
     set_attender(None)
-    cache.end_forward(completed=output is not None)
-    for hook in cache.hooks if output is not None else ():
+    hooks.end_forward(completed=output is not None)
+    cache: Reading | None = hooks.single
+    if cache is None:
+        return None
+    for hook in cache.pass_hooks if output is not None else ():
         hook.after(past)
     earlier, cache.earlier_outputs = cache.earlier_outputs, []
     if output is not None and cache.due:

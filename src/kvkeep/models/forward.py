@@ -31,29 +31,50 @@ class Attender(Protocol):
         """
 
 
-class Taking(Attender, Protocol):
-    """A cache's part in the forward pass: prompts in chunks, residuals, streamed attention. Hooks read it as the
-    cache's ``stream`` and ignore other caches. streams: whether any layer attends through it. observes: what it keeps
-    may depend on every query. last_outputs: how many of a decoder's last outputs are wanted, where it was made to give
-    all, 0: all. text: of what transformers' ``generate`` has read and is about to, how many tokens there are and a
-    digest of each row, None of other texts. decoder: the only decoder whose passes it takes part in, None: any. cut: a
-    part of a text is read that is not its last. hooks: what is called before and after a pass
+class Hooks(Attender, Protocol):
+    """What a bounded cache does in a forward pass: a model's hooks find it as the cache's ``hooks``, and ignore other
+    caches."""
+
+    @property
+    def streams(self) -> bool:
+        """Whether any layer attends through it."""
+
+    @property
+    def single(self) -> Any:
+        """The cache that reads the input, a :class:`Reading`; None where several share it."""
+
+    def begin_forward(
+        self, ids: Tensor | None, embeddings: Tensor | None, positions: Tensor | None, mask: Any
+    ) -> Tensor | None:
+        """Record the tokens of a pass; return positions for the model, None for its own."""
+
+    def enter_layer(self, layer_idx: int, hidden: Tensor) -> None:
+        """Receive the residual entering a layer, (batch, new, hidden_size)."""
+
+    def end_forward(self, completed: bool) -> None:
+        """End the forward pass; ``completed`` is False after an exception."""
+
+
+class Reading(Protocol):
+    """How a cache reads a text: prompts in chunks. observes: what it keeps may depend on every query. last_outputs: how
+    many of a decoder's last outputs are wanted, where it was made to give all, 0: all. text: of what transformers'
+    ``generate`` has read and is about to, how many tokens there are and a digest of each row, None of other texts.
+    decoder: the only decoder whose passes it takes part in, None: any. cut: a part of a text is read that is not its
+    last. earlier_outputs: those of the chunks before the last. pass_hooks: what is called before and after a pass
     (:class:`~kvkeep.contracts.hook.PassHook`)."""
 
-    streams: bool
     observes: bool
     last_outputs: int
     text: tuple[int, list[int]] | None
     decoder: Any
     chunk: int
     cut: bool
-    hooks: Any
+    earlier_outputs: list[Tensor]
+    pass_hooks: Any
 
     @property
     def due(self) -> bool:
         """Whether a text was read, and the cache is to ``compress()`` itself before it goes on."""
-
-    earlier_outputs: list[Tensor]
 
     @property
     def length(self) -> int:
@@ -63,22 +84,8 @@ class Taking(Attender, Protocol):
     def rows(self) -> int:
         """Rows of the batch held, 0 before the first token."""
 
-    def begin_forward(
-        self, ids: Tensor | None, embeddings: Tensor | None, positions: Tensor | None, mask: Any
-    ) -> Tensor | None:
-        """Record the tokens of a pass (at most ``chunk``); return positions for the model, None for its own."""
-
-    def prepare(self, layers: Any) -> None:
-        """Prepare all ``layers`` of the decoder to run in one call, for a pass of one token that has begun."""
-
     def admit(self, tokens: int) -> None:
         """Raise if there is no room for ``tokens`` more, before any of them is processed."""
-
-    def end_forward(self, completed: bool) -> None:
-        """End the forward pass; ``completed`` is False after an exception."""
-
-    def enter_layer(self, layer_idx: int, hidden: Tensor) -> None:
-        """Receive the residual entering a layer, (batch, new, hidden_size)."""
 
 
 _attender: ContextVar[Attender | None] = ContextVar("kvkeep_attender", default=None)

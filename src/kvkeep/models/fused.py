@@ -24,6 +24,8 @@ from kvkeep.models.freed import give_back
 from kvkeep.models.packed import PANEL, Packed, PackedLinear
 from kvkeep.models.rotary import replace_rotary
 from kvkeep.native.library import KvLayer, address, address_of, address_table, float_table, kernels, library
+from kvkeep.step.native import run_layers
+from kvkeep.step.plan import LayerStep
 
 log = logging.getLogger(__name__)
 _GATES: tuple[Callable[[Tensor], Tensor], ...] = (functional.silu, lambda x: functional.gelu(x, approximate="tanh"))
@@ -138,7 +140,8 @@ class FusedLayer:
         **kwargs: Any,
     ) -> Any:
         """Return what the layer's own forward returns."""
-        if getattr(past_key_values, "passed", False):
+        hooks = getattr(past_key_values, "hooks", None)
+        if hooks is not None and hooks.ran_all:
             return hidden_states
         interface = ALL_ATTENTION_FUNCTIONS.get(self.attention.config._attn_implementation)
         if (
@@ -153,10 +156,9 @@ class FusedLayer:
             given: dict[str, Any] = {"attention_mask": attention_mask, "past_key_values": past_key_values}
             given |= {"position_embeddings": position_embeddings} | kwargs
             return self.plain(hidden_states, *args, **given)
-        arrivals = () if self.all is None else getattr(past_key_values, "arrivals", ())
-        if self.all is not None and arrivals and self.all.runs(len(arrivals)):
-            past_key_values.passed = True
-            return self.all(hidden_states, position_embeddings, arrivals, past_key_values.sessions)
+        if self.all is not None and hooks is not None and (steps := hooks.every_layer()) and self.all.runs(len(steps)):
+            hooks.ran_all = True
+            return self.all(hidden_states, position_embeddings, steps)
         query, key, value, residual = self._enter(hidden_states, position_embeddings)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.attention.layer_idx)
@@ -197,7 +199,7 @@ class FusedLayer:
 
 
 class FusedLayers:
-    """All layers of a decoder in one call, for tokens that the kernel keeps and attends in every one of them."""
+    """All layers of a decoder in one call, for tokens of which each layer's step is planned."""
 
     def __init__(self, layers: Sequence[FusedLayer]) -> None:
         self.layers = layers
@@ -232,23 +234,9 @@ class FusedLayers:
         """Return what is copied or saved: without pointers."""
         return {"layers": self.layers}
 
-    def __call__(self, x: Tensor, angles: tuple[Tensor, Tensor], arrivals: Sequence[int], sessions: int) -> Tensor:
-        """Return what leaves the last layer. x: (1, tokens, hidden). arrivals: for each layer the address of what the
-        kernel does for so many sessions."""
-        x = x.clone(memory_format=torch.contiguous_format)
-        (addresses, scaling), (cos, sin) = self.tables, _turns(angles)
-        kernels().kvkeep_run_layers(
-            address_of(addresses),
-            address_of(table := address_table(arrivals)),
-            address_of(scaling),
-            len(table),
-            sessions,
-            x.shape[1],
-            cos.data_ptr(),
-            sin.data_ptr(),
-            x.data_ptr(),
-        )
-        return x
+    def __call__(self, x: Tensor, angles: tuple[Tensor, Tensor], steps: Sequence[Sequence[LayerStep]]) -> Tensor:
+        """Return what leaves the last layer. x: (1, tokens, hidden). steps: of each layer, one for each token."""
+        return run_layers(*self.tables, steps, x, *_turns(angles))
 
 
 def _turns(angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

@@ -85,12 +85,6 @@ __attribute__((constructor)) void choose_best() {
 
 }  // namespace
 
-EXPORT void kvkeep_sizes(int64_t sizes[6]) {
-  const int64_t found[] = {sizeof(KvMatrix),    sizeof(KvLayer),  sizeof(KvPiece),
-                           sizeof(KvAttention), sizeof(KvInsert), sizeof(KvStep)};
-  memcpy(sizes, found, sizeof found);
-}
-
 EXPORT int64_t kvkeep_numerics(void) { return KVKEEP_NUMERICS; }
 
 EXPORT const char* kvkeep_paths(void) { return names; }

@@ -99,8 +99,13 @@ typedef struct KvStep { /* one new entry of each lane of a session's layer, and 
 
 /* ---- the library ------------------------------------------------------------------------------------------------- */
 
-/* The sizes of KvMatrix, KvLayer, KvPiece, KvAttention, KvInsert and KvStep, which a caller compares with its own. */
-void kvkeep_sizes(int64_t sizes[6]);
+typedef struct KvField { /* a field of a structure; without a name the structure itself */
+  const char *structure, *name;
+  int64_t offset, size;
+} KvField;
+
+/* The fields of all structures above as the library was compiled with them, which a caller compares with its own. */
+const KvField* kvkeep_fields(int64_t* count);
 /* KVKEEP_NUMERICS of what was compiled. */
 int64_t kvkeep_numerics(void);
 /* Names of the paths that this processor runs, best first, separated by spaces. */

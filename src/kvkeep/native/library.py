@@ -120,6 +120,12 @@ class KvInsert(ctypes.Structure):
         )
 
 
+class KvField(ctypes.Structure):
+    """A field of a structure as the library was compiled with it; without a name the structure itself."""
+
+    _fields_ = [("structure", ctypes.c_char_p), ("name", ctypes.c_char_p), *_integers("offset", "size")]
+
+
 class KvStep(ctypes.Structure):
     """A new entry of each lane of a session's layer, and what its query attends to once the entry is there."""
 
@@ -132,7 +138,9 @@ class KvStep(ctypes.Structure):
 
 
 STRUCTURES = (KvMatrix, KvLayer, KvPiece, KvAttention, KvInsert, KvStep)
-"""In the order of ``kvkeep_sizes``."""
+"""All that calls of the library point to."""
+PIECE_BYTES = ctypes.sizeof(KvPiece)
+"""From one piece of a table to the next."""
 Table = ctypes.Array[Any]
 """An array of structures, addresses or floats in memory, as kernels read it."""
 
@@ -164,6 +172,11 @@ def piece_table(count: int) -> Table:
     return (KvPiece * count)()
 
 
+def copy_piece(table: Table, number: int, piece: KvPiece) -> None:
+    """Copy a piece into a table of them."""
+    ctypes.memmove(ctypes.addressof(table) + number * PIECE_BYTES, ctypes.addressof(piece), PIECE_BYTES)
+
+
 def copy_pieces(target: Table, sources: Iterable[Table]) -> None:
     """Copy the pieces of ``sources``, one table after another, into ``target``, which has room for all of them."""
     at = ctypes.addressof(target)
@@ -192,7 +205,7 @@ def trim_memory() -> None:
 
 _TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int, "f": ctypes.c_float, "s": ctypes.c_char_p}
 _SIGNATURES = {
-    "kvkeep_sizes": "p",
+    "kvkeep_fields": "p:p",
     "kvkeep_paths": ":s",
     "kvkeep_choose": "s:i",
     "kvkeep_path": ":s",
@@ -290,14 +303,28 @@ def _check_version(loaded: ctypes.CDLL) -> None:
     structures."""
     if loaded.kvkeep_numerics() != NUMERICS_VERSION:
         raise KvkeepError("it was built for another kvkeep; install kvkeep again")
-    sizes = (ctypes.c_int64 * len(STRUCTURES))()
-    loaded.kvkeep_sizes(sizes)
-    for structure, size in zip(STRUCTURES, sizes, strict=True):
-        if ctypes.sizeof(structure) != size:
-            name, expected = structure.__name__, ctypes.sizeof(structure)
-            raise KvkeepError(
-                f"it was built for another kvkeep: {name} has {size} bytes, not {expected}; install kvkeep again"
-            )
+    count = ctypes.c_int64()
+    first = loaded.kvkeep_fields(ctypes.byref(count))
+    found = {
+        (field.structure.decode(), field.name.decode()): (field.offset, field.size)
+        for field in (KvField * count.value).from_address(first)
+    }
+    expected = {key: place for structure in STRUCTURES for key, place in _fields_of(structure).items()}
+    for key in expected | found:
+        if found.get(key) != expected.get(key):
+            name, (ours, theirs) = ".".join(filter(None, key)), (_place(own.get(key)) for own in (expected, found))
+            raise KvkeepError(f"it was built for another kvkeep: {name} has {theirs}, not {ours}; install kvkeep again")
+
+
+def _fields_of(structure: type[ctypes.Structure]) -> dict[tuple[str, str], tuple[int, int]]:
+    """Return the offset and the size of each field, and with an empty name those of the structure."""
+    name, fields = structure.__name__, (field[0] for field in structure._fields_)
+    places = {(name, field): getattr(structure, field) for field in fields}
+    return {(name, ""): (0, ctypes.sizeof(structure))} | {key: (at.offset, at.size) for key, at in places.items()}
+
+
+def _place(place: tuple[int, int] | None) -> str:
+    return "no place" if place is None else f"{place[1]} bytes at {place[0]}"
 
 
 def _share_threads(loaded: ctypes.CDLL) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache
 
-from kvkeep.attention.kernel import takes
 from kvkeep.contracts.checkpoint import Checkpoint
 from kvkeep.contracts.site import Site
 from kvkeep.errors import BudgetError, UnsupportedModelError, UsageError
@@ -23,6 +22,7 @@ from kvkeep.models.sharded import devices, processes
 from kvkeep.native.library import library
 from kvkeep.policies.methods import Method
 from kvkeep.policies.request import Request
+from kvkeep.step.native import takes
 from kvkeep.stores.cache_positions import CachePositions
 from kvkeep.stores.checkpoints.entries import Entries
 from kvkeep.stores.checkpoints.residuals import Residuals
@@ -63,6 +63,8 @@ class Assembly:
     """Of blocks, where entries are paged."""
     decoder: Any = None
     """Whose forward passes these are, where it streams."""
+    latent: bool = False
+    """Attention expands what is cached."""
 
 
 @dataclass(frozen=True)
@@ -168,6 +170,7 @@ def _bounded(build: _Builder) -> Assembly:
         positions=positions,
         round=build.round,
         decoder=adapter.decoder,
+        latent=adapter.latent,
     )
 
 
@@ -206,7 +209,8 @@ class _Builder:
 
     def assembly(self, layers: list[Any], exact: bool) -> Assembly:
         """Return a cache of ``layers``, with what they share."""
-        return Assembly(layers, self.ledger, self.meter, self.device, exact, spec=self.spec, checkpoint=self.checkpoint)
+        made = Assembly(layers, self.ledger, self.meter, self.device, exact, spec=self.spec, checkpoint=self.checkpoint)
+        return replace(made, latent=True) if exact and bind(self.model).latent else made
 
     def open(self, entries: int) -> None:
         """Prepare for layers with a budget of ``entries``: open the checkpoint, where there is one."""

@@ -15,14 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvkeep.attention.described import Described
-from kvkeep.contracts.entries import Evicted
+from kvkeep.contracts.entries import Evicted, Piece
 from kvkeep.memory.extent import Extent, Misfit, fits, within
 from kvkeep.memory.ledger import Ledger
 from kvkeep.memory.meter import Meter, nbytes
 from kvkeep.memory.places import Place
 from kvkeep.memory.rows import up
-from kvkeep.native.library import KvInsert, address
+from kvkeep.step.plan import Destination, LayerStep, Span
 
 BLOCK = 128
 """Columns by which a bank grows until it has its budget."""
@@ -53,7 +52,7 @@ class Bank:
     sinks: Tensor | None = None
     used: int = 0
     vacant: int = 0
-    table: Described | None = field(default=None, repr=False)  # of keys and values, which stay where they are
+    _next: tuple[LayerStep, Span] | None = field(default=None, repr=False)  # of keys and values, which stay
 
     def of(self, rows: Tensor) -> Tensor:
         """Return this bank's share of something that all lanes have."""
@@ -90,19 +89,29 @@ class Bank:
             self.newest = torch.zeros_like(self.slots)
         return self.extra, self.newest
 
-    def described(self, stop: int) -> Described:
-        """Return the first ``stop`` columns, the tail's among them, as the kernel reads them."""
-        if self.table is None:
-            self.table = Described([(self.keys, self.values)])
-        return self.table.end(stop)
+    def piece(self, tail: int = 0) -> Piece:
+        """Return the columns in use, and the first ``tail`` of the tail behind them."""
+        stop, holes = self.used + tail, self.vacant > 0
+        extra = None if self.extra is None else self.extra[:, : self.used]
+        keys, values = self.keys[:, None, :stop], self.values[:, None, :stop]
+        return Piece(keys, values, self.slots[:, : self.used], holes=holes, extra=extra, lanes=self.lanes)
 
-    def insert(self, slot: int) -> KvInsert:
-        """Return where the kernels may put the entry of ``slot``; the caller fills in which column."""
-        insert = KvInsert.into(self.keys, self.values)
-        insert.columns, insert.slot = self.columns, slot
-        for name in ("slots", "scores", "extra", "newest"):
-            setattr(insert, name, address(getattr(self, name)))
-        return insert
+    def step(self, slot: int) -> LayerStep:
+        """Return where the entry of ``slot`` goes, in each lane: to the first column that is not in use, unless the
+        caller gives ranks."""
+        if self.scores is not None:
+            self.scores = self.scores.contiguous()  # a selector may have given all lanes of a row one and the same
+        append = Destination(self.keys, self.values, self.used, self.slots, self.scores, self.extra, self.newest)
+        return LayerStep(append, slot)
+
+    def next_step(self, slot: int, seen: int) -> tuple[LayerStep, Span]:
+        """Return the same without what lies beside keys and values, and the first ``seen`` columns as attention reads
+        them: the same objects every time."""
+        if self._next is None:
+            self._next = LayerStep(Destination(self.keys, self.values)), Span(self.keys, self.values, 0, seen)
+        step, span = self._next
+        step.append.row, step.slot, span.stop = self.used, slot, seen
+        return step, span
 
     def counts(self) -> Tensor:
         """Return for how many tokens each column in use stands, (lanes, used) float32, 0 for an empty one."""

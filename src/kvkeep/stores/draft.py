@@ -21,7 +21,9 @@ from kvkeep.attention.step import Step
 from kvkeep.contracts.site import Site
 from kvkeep.memory.meter import nbytes
 from kvkeep.stores.backing import Backed, attended_exactly
+from kvkeep.stores.draft_tail import DraftTail
 from kvkeep.stores.layer import Layer
+from kvkeep.stores.reselection import reselect
 from kvkeep.stores.round import Phase, Round
 
 VOTERS = 32
@@ -77,9 +79,7 @@ class DraftAndVerify(Backed):
     def _draft(self, layer: Layer, step: Step) -> Tensor:
         """Attend one query a row over what is resident, what the store keeps, and the tail."""
         self._stash(layer)
-        if (found := layer.attended_at_once(step, self.waiting)) is not None:
-            return found[0]
-        segments = [layer.segment(piece, step, None) for piece in layer.resident.pieces(tail=self.waiting)]
+        segments = [layer.segment(piece, step, None) for piece in DraftTail(layer.resident.banks).pieces(self.waiting)]
         evicted = layer.evicted.pieces(step.query, layer.resident, layer.length)
         segments += [layer.segment(piece, step, None) for piece in evicted]
         return attend(step.query, segments, step.scaling)[0]
@@ -89,7 +89,7 @@ class DraftAndVerify(Backed):
         if layer.pending is None:
             return
         (keys, values), layer.pending = layer.pending, None
-        layer.resident.wait(keys, values, self.waiting)
+        DraftTail(layer.resident.banks).write(keys, values, self.waiting)
         self.waiting += keys.shape[1]
 
     def _remember(self, layer: Layer, step: Step, output: Tensor, lse: Tensor) -> None:
@@ -108,7 +108,7 @@ class DraftAndVerify(Backed):
     def commit(self, layer: Layer, count: int, agreed: bool) -> None:
         """Keep the first ``count`` of the verified entries that wait. ``agreed``: the draft was right throughout; if it
         was not, and :meth:`choose` will follow, what they attended to is learnt there."""
-        keys, values = layer.resident.waited(count)
+        keys, values = DraftTail(layer.resident.banks).read(count)
         self.waiting, voters = 0, self._voters
         layer.pending = keys, values
         layer.resident.arrive(keys, values)
@@ -145,8 +145,11 @@ class DraftAndVerify(Backed):
                     step.query, replace(segment, mask=mask), lse, step.scaling, None, layer.resident.selector.reduce
                 )
             )
-        layer.resident.choose(
-            torch.cat(parts, 1), step.queries, lambda lane, slot: self.checkpoint.pick(layer.index, lane, slot)
+        reselect(
+            layer.resident,
+            torch.cat(parts, 1),
+            step.queries,
+            lambda lane, slot: self.checkpoint.pick(layer.index, lane, slot),
         )
 
     # -- the cache contract -------------------------------------------------------------------------

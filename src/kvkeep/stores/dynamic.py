@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 
-from kvkeep.attention.described import Described
-from kvkeep.attention.together import Arrival, plain
 from kvkeep.contracts.entries import EntryState
 from kvkeep.errors import UsageError
 from kvkeep.memory.meter import nbytes, storage_bytes
 from kvkeep.memory.rows import BLOCK, Rows
 from kvkeep.memory.shared_rows import SharedRows
+from kvkeep.step import native
+from kvkeep.step.plan import Destination, LayerStep, Span
 
 
 def held_by(layer: Any) -> Any:
@@ -76,7 +76,7 @@ class DynamicLayer(CacheLayerMixin):
         self.is_initialized = False  # transformers' constructor would set keys and values, too
         self.limit = limit
         self._keys, self._values = SharedRows(block, limit), SharedRows(block, limit)
-        self._next: tuple[Arrival, Described] | None = None  # of the next entry, and of all entries
+        self._next: tuple[tuple[Tensor, Tensor], LayerStep] | None = None  # while the buffers are these
 
     @property
     def keys(self) -> Tensor | None:
@@ -91,8 +91,9 @@ class DynamicLayer(CacheLayerMixin):
     @property
     def can_share(self) -> bool:
         """Whether the kernel reads its entries in pieces, so that another layer may hold them too."""
-        data = (*self._keys.head, *self._values.head, self._keys.tail.data, self._values.tail.data)
-        return self.limit is None and plain(*(one for one in data if one is not None))
+        pairs = [*zip(self._keys.head, self._values.head, strict=True), (self._keys.tail.data, self._values.tail.data)]
+        held = [(keys, values) for keys, values in pairs if keys is not None and values is not None]
+        return self.limit is None and all(native.reads(*pair) for pair in held)
 
     def share(self, other: DynamicLayer, length: int, once: bool) -> None:
         """Hold the first ``length`` entries of ``other`` in this layer, which is empty: whole blocks ``once`` for both,
@@ -126,25 +127,26 @@ class DynamicLayer(CacheLayerMixin):
         self._values.append(value_states)
         return self._keys.view(), self._values.view()
 
-    def arrival(self) -> Arrival | None:
-        """Return how the kernel keeps and attends the next entry of each head of one row; None where memory has to
-        grow first, or there is more than one row."""
-        row, data, others = self._keys.tail.length, self._keys.tail.data, self._values.tail.data
-        if data is None or others is None or len(data) > 1 or row == data.shape[2]:
+    def plan(self) -> LayerStep | None:
+        """Return what the next entry of each head of one row does; None where memory has to grow first, or there is
+        more than one row."""
+        row, keys, values = self._keys.tail.length, self._keys.tail.data, self._values.tail.data
+        if keys is None or values is None or len(keys) > 1 or row == keys.shape[2]:
             return None
-        if self._next is None or not self._next[0].into(data, others):
-            if not plain(data, others):
-                return None
-            pairs = zip((*self._keys.head, data), (*self._values.head, others), strict=True)
-            self._next = Arrival(data, others), Described([(keys[0], values[0]) for keys, values in pairs])
-        arrival, table = self._next
-        arrival.insert.at = row
-        return arrival.sees([table.end(self._keys.length + 1)])
+        if self._next is None or self._next[0][0] is not keys or self._next[0][1] is not values:
+            step = LayerStep(Destination(keys[0], values[0]))
+            blocks = zip(self._keys.head, self._values.head, strict=True)
+            tail = Span(step.append.keys, step.append.values, 0, 0)
+            step.attend = [*(Span(key[0], value[0], 0, key.shape[2]) for key, value in blocks), tail]
+            self._next = (keys, values), step
+        step = self._next[1]
+        step.append.row, step.slot, step.attend[-1].stop = row, self._keys.length, row + 1
+        return step
 
-    def took(self) -> None:
-        """Note that the kernel did as :meth:`arrival` said."""
-        self._keys.took()
-        self._values.took()
+    def commit(self) -> None:
+        """Note that the step of :meth:`plan` has run."""
+        self._keys.advance()
+        self._values.advance()
 
     def get_seq_length(self) -> int:
         return self._keys.length

@@ -16,7 +16,9 @@ from torch import Tensor
 from kvkeep.contracts.entries import Evicted
 from kvkeep.contracts.selector import Candidates, Selector
 from kvkeep.memory.ledger import Ledger
-from kvkeep.native.library import address, address_of, kernels, library
+from kvkeep.step import native
+from kvkeep.step import torch as plain
+from kvkeep.step.plan import Destination
 from kvkeep.stores.banks import Bank, Banks
 
 # Ranks below every entry's: those of empty columns rise from the lowest, so that the first is filled first.
@@ -119,61 +121,19 @@ def replace_lowest(bank: Bank, new: Arriving, ranking: Ranking, wanted: bool) ->
     ``wanted``."""
     rank, holes = ranking.of(bank, new.first + 1), bank.vacant > 0
     bank.vacant -= holes
-    oldest = ranking.selector.may_tie or ranking.scored  # what comes back as an estimate may be like another
-    if _by_kernel(bank, new, rank):
-        left = bank.room(ranking.scored)._replace(holes=holes) if wanted else None
-        _replaced(bank, new, ranking, rank, oldest, left)
-        return left
-    if holes:
-        rank = rank.float().masked_fill(bank.slots < 0, float("-inf"))
-    if oldest:
-        rank = torch.where(rank == rank.amin(1, keepdim=True), bank.slots, 2**31 - 1)
-    victim = rank.argmin(1, keepdim=True)
-    left = bank.at(victim, ranking.scored)._replace(holes=holes) if wanted else None
-    place = torch.arange(len(victim), device=victim.device), victim.squeeze(1)  # faster than a scatter along rows
-    bank.keys[place], bank.values[place], bank.slots[place] = new.keys[:, 0], new.values[:, 0], new.slots[:, 0]
-    scores = ranking.arrived(bank, new)
-    if scores is not None:
-        bank.scored()[place] = scores[:, 0]
-    elif bank.scores is not None:
-        bank.scores[place] = 0.0
-    for counted in (bank.extra, bank.newest):
-        if counted is not None:
-            counted[place] = 0
-    return left
-
-
-def _by_kernel(bank: Bank, new: Arriving, rank: Tensor) -> bool:
-    return (
-        rank.device.type == "cpu"
-        and rank.dtype in (torch.float32, torch.int32)
-        and (new.keys.dtype, new.values.dtype) == (bank.keys.dtype, bank.values.dtype)
-        and bank.keys.is_contiguous()
-        and bank.values.is_contiguous()
-        and library() is not None
-    )
-
-
-def _replaced(bank: Bank, new: Arriving, ranking: Ranking, rank: Tensor, oldest: bool, left: Evicted | None) -> None:
-    """Do the same by the kernel, for ranks as the selector gave them; ``left``: where what leaves is copied to."""
     scores = ranking.arrived(bank, new)
     if scores is not None or ranking.scored:
         bank.scored()
-    # All of them are held here while the kernel has their addresses.
-    rank, keys, values = rank.contiguous(), new.keys.contiguous(), new.values.contiguous()
-    scores = None if scores is None else scores.float().contiguous()
-    bank.slots = bank.slots.contiguous()
-    bank.scores = None if bank.scores is None else bank.scores.contiguous()
-    insert = bank.insert(new.first)
-    insert.ranks, insert.whole, insert.oldest = rank.data_ptr(), rank.dtype == torch.int32, oldest
-    insert.new_scores = address(scores)
+    step = bank.step(new.first)
+    step.ranks, step.new_scores = rank.contiguous(), None if scores is None else scores.float().contiguous().flatten()
+    step.oldest = ranking.selector.may_tie or ranking.scored  # what comes back as an estimate may be like another
+    left = bank.room(ranking.scored)._replace(holes=holes) if wanted else None
     if left is not None:
-        insert.left_keys, insert.left_values = left.keys.data_ptr(), left.values.data_ptr()
-        insert.left_key_lane, insert.left_value_lane = insert.key_bytes, insert.value_bytes
-        parts = (left.slots, left.scores, left.extra, left.newest)
-        for name, part in zip(("slots", "scores", "extra", "newest"), parts, strict=True):
-            setattr(insert, f"left_{name}", address(part))
-    kernels().kvkeep_insert(address_of(insert), len(rank), keys.data_ptr(), values.data_ptr())
+        step.evict = Destination(left.keys, left.values, 0, left.slots, left.scores, left.extra, left.newest)
+    keys, values = new.keys[:, 0], new.values[:, 0]
+    executor = native if native.inserts(step, keys, values) else plain
+    executor.insert(step, keys, values)
+    return left
 
 
 def compete(bank: Bank, new: Arriving, ranking: Ranking, wanted: bool) -> Evicted | None:

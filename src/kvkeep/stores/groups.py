@@ -10,8 +10,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvkeep.attention.described import Described
-from kvkeep.attention.kernel import each_described
 from kvkeep.contracts.entries import EntryState, Evicted, Piece
 from kvkeep.contracts.resident import Resident, WorkingSet
 from kvkeep.contracts.site import Held
@@ -19,6 +17,7 @@ from kvkeep.contracts.store import EvictedStore
 from kvkeep.geometry import LayerGeometry, ModelGeometry
 from kvkeep.memory.extent import Extent, Misfit, alike, fits, within
 from kvkeep.memory.meter import nbytes
+from kvkeep.step.plan import Span
 from kvkeep.stores.slots import codes_of, without
 
 GROUP = 32
@@ -26,11 +25,11 @@ GROUP = 32
 
 
 class Codec(ABC):
-    """What a group is kept as, and how attention reads it. kept: what becomes of an entry in a group. as_kept: whether
-    attention reads all the parts themselves, whatever the query, and no numbers made of them for a moment."""
+    """What a group is kept as, and how attention reads it. kept: what becomes of an entry in a group."""
 
     kept: ClassVar[EntryState]
     as_kept: ClassVar[bool] = False
+    """Whether attention reads all the parts themselves, whatever the query, and no numbers made of them."""
 
     @property
     def nbytes(self) -> int:
@@ -60,7 +59,7 @@ class Groups(EvictedStore):
         self.written = 0  # groups ever written
         self.holes = False  # whether some slots are -1
         self.gaps = False  # whether some of those that wait are
-        self._described: list[Described] | None = None  # groups and what waits, while these are the tensors
+        self._spans: list[Span] | None = None  # groups and what waits, while these are the tensors
 
     @property
     def held(self) -> int:
@@ -82,7 +81,7 @@ class Groups(EvictedStore):
                 self._write()
 
     def _write(self) -> None:
-        slots, self.count, self._described = self.waiting[2], 0, None
+        slots, self.count, self._spans = self.waiting[2], 0, None
         self.holes = self.holes or (self.gaps and bool((slots < 0).any()))
         parts = [*self.codec.encode(*self.waiting), slots]
         if self.slots is None or (self.held == self.slots.shape[1] and self.held != self.room):
@@ -109,19 +108,17 @@ class Groups(EvictedStore):
             keys, values, slots = (rows[:, : self.count] for rows in self.waiting)
             yield Piece(keys[:, None], values[:, None], slots, holes=self.gaps)
 
-    def described(self, query: Tensor) -> Sequence[Described] | None:
+    def spans(self, query: Tensor) -> Sequence[Span] | None:
         if self.holes or self.gaps or not self.codec.as_kept:
             return None
         if not self.waiting:
             return ()
-        if self._described is None:
+        if self._spans is None:
             held = () if self.slots is None else self.codec.read(query, self._held(), self.slots[:, : self.held], False)
-            waiting = self.waiting[0], self.waiting[1]
-            self._described = each_described(query, [*(piece[:2] for piece in held), waiting])
-        if not self._described:
-            return None
-        *groups, last = self._described
-        return (*groups, last.end(self.count)) if self.count else groups
+            self._spans = [Span(piece.keys, piece.values, 0, piece.keys.shape[2]) for piece in held]
+            self._spans.append(Span(self.waiting[0], self.waiting[1], 0, 0))
+        self._spans[-1].stop = self.count
+        return self._spans if self.count else self._spans[:-1]
 
     def _held(self) -> list[Tensor]:
         return [part[:, : self.held] for part in self.parts]
@@ -145,7 +142,7 @@ class Groups(EvictedStore):
             held.copy_(without(held.flatten(1), slots).view_as(held))
 
     def select(self, lanes: Tensor) -> None:
-        self._described = None
+        self._spans = None
         self.waiting = [rows.index_select(0, lanes.to(rows.device)) for rows in self.waiting]
         self.parts = [rows.index_select(0, lanes.to(rows.device)) for rows in self.parts]
         self.slots = None if self.slots is None else self.slots.index_select(0, lanes.to(self.slots.device))
@@ -157,7 +154,7 @@ class Groups(EvictedStore):
 
     def restore(self, state: dict[str, Tensor]) -> None:
         self.count, self.written, holes, waiting, parts = state["counts"].tolist()
-        self.holes, self.gaps, self._described = bool(holes), True, None  # there may be
+        self.holes, self.gaps, self._spans = bool(holes), True, None  # there may be
         every = [state[str(number)] for number in range(len(state) - 1)]
         self.waiting, self.parts = every[:waiting], every[waiting : waiting + parts]
         self.slots = every[-1] if parts else None

@@ -1,8 +1,9 @@
 """The cache layer: resident entries, a store of evicted ones, and a reader that answers attention.
 
 transformers hands a layer its new keys and values (:meth:`Layer.update`) and then asks for attention
-(:meth:`Layer.attend`). The new entries are in hand until attention has run, and are settled then: kept among the
-resident ones, where others leave for the store. A single new entry is settled first and attended where it lies.
+(:meth:`Layer.attend`). The new entries are pending until attention has run, and are settled then: kept among the
+resident ones, which evicts others into the store. A single new entry is settled first and attended where it lies; where
+all that it does can be told before (:meth:`Layer.plan`), an executor does it.
 """
 
 from __future__ import annotations
@@ -14,9 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from kvkeep.attention import Segment
-from kvkeep.attention.kernel import alone, at_once, runs
 from kvkeep.attention.step import Step
-from kvkeep.attention.together import Arrival
 from kvkeep.contracts.entries import EntryState, Piece
 from kvkeep.contracts.recall import Reader
 from kvkeep.contracts.resident import Resident
@@ -25,6 +24,7 @@ from kvkeep.contracts.store import EvictedStore
 from kvkeep.errors import UsageError
 from kvkeep.memory.extent import Extent, Misfit
 from kvkeep.memory.lasting import lasting, lasts
+from kvkeep.step.plan import LayerStep
 
 
 class Layer(CacheLayerMixin):
@@ -71,14 +71,14 @@ class Layer(CacheLayerMixin):
         """Return attention over the past and what is new, (lanes, heads, queries, value_dim)."""
         return self.reader.attend(self, step)
 
-    def arrival(self) -> Arrival | None:
-        """Return how the kernel keeps and attends the entries of the next token of each lane, of one row without
-        padding; None where that is for :meth:`take` and :meth:`attend`."""
-        return self.reader.arrival(self) if self.heads and self.pending is None else None
+    def plan(self) -> LayerStep | None:
+        """Return what the next token of one row without padding does in this layer, where it can be told before; else
+        that is for :meth:`take` and :meth:`attend`."""
+        return self.reader.plan(self) if self.heads and self.pending is None else None
 
-    def took(self) -> None:
-        """Note that the kernel did as :meth:`arrival` said."""
-        self.resident.took()
+    def commit(self) -> None:
+        """Note that the step of :meth:`plan` has run."""
+        self.resident.commit()
         self.length += 1
 
     def settle(self) -> None:
@@ -122,22 +122,6 @@ class Layer(CacheLayerMixin):
         return 0 if self.pending is None else sum(tensor.nbytes for tensor in self.pending)
 
     # -- what attention sees --------------------------------------------------------------------------
-
-    def attended_at_once(self, step: Step, tail: int = 0, reduce: str = "") -> tuple[Tensor, list[Tensor]] | None:
-        """Return attention of a single query over everything settled, with the first ``tail`` entries of the tail, in
-        one call of the kernel: of most decoded tokens. With ``reduce`` also what was received, (lanes, n) each, by the
-        entries that are resident and, where the store listens, by each of its pieces. None where some of it is masked,
-        or the kernel does not run."""
-        if step.mask is not None or step.queries > 1 or step.latent or self.ledger.visible is not None:
-            return None
-        if not runs(step.query, step.key, step.value) or (others := self.evicted.described(step.query)) is None:
-            return None
-        if not others and (held := self.resident.in_one_piece(tail)) is not None:
-            output, weights = alone(step.query, held[0], held[1], step.scaling, reduce)
-            return output, [] if weights is None else [weights]
-        if (own := self.resident.described(tail)) is None:
-            return None
-        return at_once(step.query, own, others, step.scaling, reduce, self.evicted.listens)
 
     def segment(self, piece: Piece, step: Step, wide: Tensor | None, keep: Tensor | None = None) -> Segment:
         """Return a piece of the past as a segment, masked by padding, holes, and ``wide``, the caller's own mask over

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kvkeep.attention.described import Described, Turning
-from kvkeep.attention.together import Arrival, plain
 from kvkeep.contracts.entries import Evicted, Piece
 from kvkeep.contracts.resident import Resident
 from kvkeep.contracts.site import Site
@@ -16,6 +14,7 @@ from kvkeep.contracts.store import EvictedStore
 from kvkeep.memory.extent import Extent, Misfit, within
 from kvkeep.memory.places import Device
 from kvkeep.memory.rows import Ring, concatenated
+from kvkeep.step.plan import Destination, LayerStep, Span
 
 
 class Newest(Resident):
@@ -26,8 +25,7 @@ class Newest(Resident):
         home = Device(site.device)
         self.store = store
         self._keys, self._values = Ring(site.entries, home), Ring(site.entries, home)
-        self._turning: Turning | None = None
-        self._next: Arrival | None = None
+        self._next: tuple[LayerStep, tuple[Span, Span]] | None = None  # while the rings are these
 
     @property
     def length(self) -> int:
@@ -47,40 +45,34 @@ class Newest(Resident):
         for (first, key), (_, value) in zip(self._keys.read(*span), self._values.read(*span), strict=True):
             yield Piece(key[:, None], value[:, None], first=first)
 
-    def described(self, tail: int = 0) -> Described | None:
-        return None if tail else self._between(self.evicted, self.length)
-
-    def _between(self, first: int, stop: int) -> Described | None:
-        """Return the entries of slots ``first`` .. ``stop`` as the kernel reads them."""
-        keys, values = self._keys.data, self._values.data
-        if keys is None or values is None:
-            return None
-        if self._turning is None or self._turning.keys is not keys or self._turning.values is not values:
-            self._turning = Turning(keys, values, self._keys.capacity)
-        return self._turning.between(first, stop)
-
-    def arrival(self) -> Arrival | None:
+    def plan(self) -> LayerStep | None:
         keys, values, capacity = self._keys.data, self._values.data, self._keys.capacity
         if keys is None or values is None:
             return None
         if (row := self.length % capacity) >= keys.shape[1]:  # there is no memory for it yet
             return None
-        if self._next is None or not self._next.into(keys, values):
-            if not plain(keys, values):
-                return None
-            self._next = Arrival(keys, values)
-        insert, leaves = self._next.insert, self.length - self.evicted == capacity
-        insert.at, insert.left_keys = row, None  # that of the oldest, if the ring is full
-        others = self.store.receives(insert, leaves)
-        own = None if others is None else self._between(self.evicted + leaves, self.length + 1)
-        return None if others is None or own is None else self._next.sees([*others, own])
+        if self._next is None or self._next[0].append.keys is not keys or self._next[0].append.values is not values:
+            step = LayerStep(Destination(keys, values))
+            self._next = step, (Span(keys, values, 0, 0), Span(keys, values, 0, 0))
+        step, (before, behind) = self._next
+        evicts = self.length - self.evicted == capacity
+        step.append.row, step.slot, step.evict = row, self.length, None  # in a full ring the row of the oldest
+        evicted = self.store.plan(step, evicts)
+        if evicted is None:
+            return None
+        first = self.evicted + evicts
+        before.start = first % capacity
+        before.stop = min(before.start + self.length + 1 - first, capacity)
+        behind.stop = self.length + 1 - first - before.entries
+        step.attend = [*evicted, before, behind] if behind.stop else [*evicted, before]
+        return step
 
-    def took(self) -> None:
+    def commit(self) -> None:
         evicted = self.evicted
-        self._keys.took()
-        self._values.took()
+        self._keys.advance()
+        self._values.advance()
         if self.evicted > evicted:
-            self.store.received()
+            self.store.commit()
 
     def admit(self, keys: Tensor, values: Tensor, first: int) -> Evicted | None:
         """Keep new entries (lanes, n, dim); the oldest beyond the budget are given to the store before they are

@@ -7,16 +7,19 @@ from itertools import chain
 
 from torch import Tensor
 
-from kvkeep.attention import Segment, attend, received, weighed
-from kvkeep.attention.kernel import runs
+from kvkeep.attention import Segment, attend, attend_scored, received
 from kvkeep.attention.step import Step
-from kvkeep.attention.together import Arrival
 from kvkeep.contracts.recall import Reader
+from kvkeep.step import native
+from kvkeep.step.plan import LayerStep
 from kvkeep.stores.layer import Layer
 
 
 class ReadEvicted(Reader):
     """Attends over what comes back, what is resident and what is new."""
+
+    def __init__(self) -> None:
+        self._settled = native.Settled()
 
     def attend(self, layer: Layer, step: Step) -> Tensor:
         """Attend, and let the selector and the store learn what each entry received."""
@@ -26,27 +29,43 @@ class ReadEvicted(Reader):
             layer.settle()
         elif step.own:
             store.begin(resident)
-        reduce = resident.selector.reduce if resident.observes or store.listens else ""
-        if settled and (found := layer.attended_at_once(step, reduce=reduce)) is not None:
-            output, weights = found
-            if resident.observes:
-                resident.learn_all(weights[0])
-            if store.listens:
-                store.observe(weights[1:], 1, resident)
-        else:
-            output = self._attended(layer, step, settled)
+        found = self._attended_where_it_lies(layer, step) if settled and step.queries == 1 else None
+        output = self._attended(layer, step, settled) if found is None else found
         store.attended(step, output, resident)
         if step.last:
             layer.finish()
         return output
 
-    def arrival(self, layer: Layer) -> Arrival | None:
-        return layer.resident.arrival()
+    def plan(self, layer: Layer) -> LayerStep | None:
+        step: LayerStep | None = layer.resident.plan()
+        return step
+
+    def _attended_where_it_lies(self, layer: Layer, step: Step) -> Tensor | None:
+        """Attend to what is settled in one call of the library, and let the selector and the store learn; None where
+        some of it is masked or formed, or the library does not read it."""
+        store, resident = layer.evicted, layer.resident
+        if step.mask is not None or step.latent or layer.ledger.visible is not None:
+            return None
+        own, evicted = resident.spans(), store.spans(step.query)
+        if not own or evicted is None:
+            return None
+        if not all(native.runs(step.query, span.keys, span.values) for span in (*evicted, *own)):
+            return None
+        reduce = resident.selector.reduce if resident.observes or store.listens else ""
+        first = 0 if store.listens else len(evicted)
+        output, received = self._settled.attend(step.query, [*evicted, *own], step.scaling, reduce, first)
+        if received is not None:
+            *others, weights = received.split([span.entries for span in (*evicted, *own)][first:], 1)
+            if resident.observes:
+                resident.learn(weights)
+            if store.listens:
+                store.observe(others, 1, resident)
+        return output
 
     def _attended(self, layer: Layer, step: Step, settled: bool) -> Tensor:
         """Attend by segments, whatever there is of them."""
         store, resident, wide = layer.evicted, layer.resident, step.wide(layer.length)
-        ordered = wide is not None or layer.ledger.visible is not None or runs(step.query, step.key, step.value)
+        ordered = wide is not None or layer.ledger.visible is not None or native.runs(step.query, step.key, step.value)
         held = [layer.segment(piece, step, wide) for piece in resident.pieces(ordered)]
         pieces = store.pieces(step.query, resident, layer.length)
         evicted: Iterable[Segment] = (layer.segment(piece, step, wide) for piece in pieces)
@@ -54,8 +73,9 @@ class ReadEvicted(Reader):
             evicted = list(evicted)  # its pieces are held until it has learnt what they received
         complete = store.listens or store.merges or not store.keeps
         if settled and step.queries == 1 and complete and resident.weighs_at_once(held):
-            output, (weights, *others) = weighed(step.query, [*held, *evicted], step.scaling, resident.selector.reduce)
-            resident.learn_all(weights)
+            found = attend_scored(step.query, [*evicted, *held], step.scaling, resident.selector.reduce)
+            output, (*others, weights) = found
+            resident.learn(weights)
             if store.listens:
                 store.observe(others, 1, resident)
             return output

@@ -46,7 +46,7 @@ def rehearsing(cache: Any, readers: Sequence[Rehearsal]) -> Iterator[Callable[[]
     length, windows = cache.ledger.length, noted([cache.layers[own.index] for own in cache.geometry.sliding_layers])
     before = {name: getattr(stream, name) for name in _SET}
     own = [layer.reader for layer in layers]
-    stream.rehearsing, stream.chunk, stream.on_progress, stream.hooks = True, sys.maxsize, None, ()
+    stream.rehearsing, stream.chunk, stream.on_progress, stream.pass_hooks = True, sys.maxsize, None, ()
     for layer, reader in zip(layers, readers, strict=True):
         layer.reader = reader
 
@@ -68,5 +68,5 @@ def rehearsing(cache: Any, readers: Sequence[Rehearsal]) -> Iterator[Callable[[]
             setattr(stream, name, value)
 
 
-_SET = ("rehearsing", "chunk", "on_progress", "hooks", "earlier_outputs", "last_outputs")
+_SET = ("rehearsing", "chunk", "on_progress", "pass_hooks", "earlier_outputs", "last_outputs")
 """What a pass sets on a stream, and what a rehearsal does."""

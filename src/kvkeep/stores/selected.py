@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from kvkeep.attention import Segment, received
-from kvkeep.attention.described import Described
 from kvkeep.attention.step import Step
-from kvkeep.attention.together import Arrival, plain
 from kvkeep.contracts.entries import Evicted, Piece
 from kvkeep.contracts.resident import WorkingSet
 from kvkeep.contracts.selector import Asking, Selector
@@ -20,6 +18,7 @@ from kvkeep.contracts.store import EvictedStore
 from kvkeep.memory.extent import Extent, Misfit
 from kvkeep.memory.places import Device
 from kvkeep.models.adapter import Adapter
+from kvkeep.step.plan import LayerStep, Span
 from kvkeep.stores.banks import Bank, Banks
 from kvkeep.stores.eviction import Arriving, Ranking, append, compete, replace_lowest
 
@@ -47,50 +46,33 @@ class Selected(WorkingSet):
         self.ranking = Ranking(selector, self.banks, site.ledger, site.layer.index, scored)
         self.window = selector.observation_window if selector.observation_window != 0 else int(store.watches)
         self.length = 0
-        self._next: Arrival | None = None
         self._hand = 0  # entries in hand: they arrived, and are not kept yet
         self._scores: dict[int, Tensor] = {}  # theirs, by bank
 
     # -- what attention reads -----------------------------------------------------------------------
 
-    def pieces(self, ordered: bool = True, tail: int = 0) -> Iterator[Piece]:
-        """Yield what is held, with the first ``tail`` entries of the tail behind it."""
+    def pieces(self, ordered: bool = True) -> Iterator[Piece]:
         for bank in self.banks:
-            if stop := bank.used + tail if bank.columns else 0:
-                yield Piece(
-                    bank.keys[:, None, :stop],
-                    bank.values[:, None, :stop],
-                    bank.slots[:, : bank.used],
-                    holes=bank.vacant > 0,
-                    extra=None if bank.extra is None else bank.extra[:, : bank.used],
-                    lanes=bank.lanes,
-                )
-
-    def in_one_piece(self, tail: int = 0) -> tuple[Tensor, Tensor] | None:
-        bank, stop = self.banks.banks[0], self._seen_by_all(tail)
-        return (bank.keys[:, :stop], bank.values[:, :stop]) if stop else None
-
-    def described(self, tail: int = 0) -> Described | None:
-        stop = self._seen_by_all(tail)
-        return self.banks.banks[0].described(stop) if stop else None
+            if bank.used and bank.columns:
+                yield bank.piece()
 
     def whole_text(self) -> Piece | None:
         """Return everything so far as one piece in the order of the text; None where it is not all here, or not so."""
         bank = self.banks.banks[0] if len(self.banks) == 1 else None
-        if bank is None or not self.length or self._seen_by_all(0) != self.length:
+        if bank is None or not self.length or self._seen_by_all() != self.length:
             return None
         stop = self.length
         if not bool((bank.slots[:, :stop] == torch.arange(stop, device=bank.slots.device)).all()):
             return None
         return Piece(bank.keys[:, None, :stop], bank.values[:, None, :stop])
 
-    def _seen_by_all(self, tail: int) -> int:
-        """Return how many columns hold all entries, the first ``tail`` of the tail among them, where they lie behind
-        each other and a later query sees all of them; else 0."""
+    def _seen_by_all(self) -> int:
+        """Return how many columns hold all entries, where they lie behind each other and a later query sees all of
+        them; else 0."""
         bank = self.banks.banks[0]
         if len(self.banks) > 1 or bank.vacant or bank.extra is not None or self.ledger.visible is not None:
             return 0
-        return bank.used + tail if bank.columns else 0
+        return bank.used if bank.columns else 0
 
     # -- attention that was received ----------------------------------------------------------------
 
@@ -106,8 +88,8 @@ class Selected(WorkingSet):
     def weighs_at_once(self, held: Sequence[Segment]) -> bool:
         return self.window != 0 and len(self.banks) == len(held) == 1
 
-    def learn_all(self, weights: Tensor) -> None:
-        self.learn(self.banks.banks[0], weights, 1)
+    def learn(self, weights: Tensor) -> None:
+        self._learn(self.banks.banks[0], weights, 1)
 
     def observe(
         self, step: Step, lse: Tensor, held: Sequence[Segment], new: tuple[Tensor, Tensor] | None, first: int
@@ -127,7 +109,7 @@ class Selected(WorkingSet):
                 parts.append(received(step.query, next(segments), lse, step.scaling, window, reduce))
             if own is None or arriving is None:
                 if parts:
-                    self.learn(bank, parts[0], queries)
+                    self._learn(bank, parts[0], queries)
                 continue
             mask = own.mask if own.mask is None or own.mask.shape[0] == 1 else bank.of(own.mask)
             part = Segment(bank.of(own.key), own.value, mask, own.causal, bank.lanes)
@@ -150,7 +132,7 @@ class Selected(WorkingSet):
         turned = self.adapter.ahead(self.ranking.layer, step.query, behind, self.selector.ahead)
         return Asking(turned, slots, step.scaling)
 
-    def learn(self, bank: Bank, weights: Tensor, queries: int) -> None:
+    def _learn(self, bank: Bank, weights: Tensor, queries: int) -> None:
         slots, scores = bank.slots, bank.scored()
         if bank.used < bank.columns:
             slots, scores = slots[:, : bank.used], scores[:, : bank.used]
@@ -162,40 +144,41 @@ class Selected(WorkingSet):
     # -- entries come and go ------------------------------------------------------------------------
 
     def arrive(self, keys: Tensor, values: Tensor) -> None:
-        self._scores, self._hand, self._next = {}, keys.shape[1], None  # a bank that is outgrown is not kept
+        self._scores, self._hand = {}, keys.shape[1]
         self.banks.reserve(keys, values, self.length)
 
-    def arrival(self) -> Arrival | None:
-        bank = self.banks.banks[0] if len(self.banks) == 1 else None
-        if bank is None or not bank.columns or bank.vacant or bank.extra is not None:
-            return None
-        leaves = bank.used == bank.columns
-        if leaves and (bank.columns < bank.budget or not self._seen_by_all(0)):
-            return None
-        if self.selector.scores_arrivals or self.selector.needs_kv or not self.selector.of_any_layer:
-            return None
-        if self._next is None or not self._next.into(bank.keys, bank.values):
-            if not plain(bank.keys, bank.values):
-                return None
-            self._next = Arrival(bank.keys, bank.values)
-        insert, arrival = self._next.insert, self._next
-        insert.columns, insert.slot, insert.slots = bank.columns, self.length, bank.slots.data_ptr()
-        insert.at, insert.ranks = bank.used, None  # where something leaves, all are ranked
-        others = self.store.receives(insert, leaves)
-        return None if others is None else arrival.sees([*others, bank.described(bank.used + (not leaves))])
+    def spans(self) -> Sequence[Span] | None:
+        used = self._seen_by_all()
+        return [self.banks.banks[0].next_step(self.length, used)[1]] if used else None
 
-    def took(self) -> None:
+    def plan(self) -> LayerStep | None:
+        bank, selector = self.banks.banks[0], self.selector
+        if not bank.columns or self._seen_by_all() != bank.used:
+            return None
+        if selector.scores_arrivals or selector.needs_kv or not selector.of_any_layer:
+            return None
+        evicts = bank.used == bank.columns
+        if evicts and bank.columns < bank.budget:
+            return None
+        step, span = bank.next_step(self.length, bank.used + (not evicts))
+        evicted = self.store.plan(step, evicts)
+        if evicted is None:
+            return None
+        step.append.slots, step.append.scores, step.attend = bank.slots, bank.scores, [*evicted, span]
+        return step
+
+    def commit(self) -> None:
         bank = self.banks.banks[0]
         if bank.used == bank.columns:
-            self.store.received()
+            self.store.commit()
         bank.used = min(bank.columns, bank.used + 1)
         self.length += 1
 
     @property
-    def alike(self) -> Hashable | None:
+    def group(self) -> Hashable | None:
         bank = self.banks.banks[0]
-        ranked = bank.used == bank.columns or self.window != 0
-        return (bank.columns, bank.used, self.length, bank.scores is None) if ranked else None
+        scored = bank.used == bank.columns or self.window != 0
+        return (*bank.slots.shape, bank.used, self.length, bank.scores is None) if scored else None
 
     def _arriving(self, keys: Tensor, values: Tensor, first: int) -> Arriving:
         """Return new entries of all lanes, (lanes, n, dim), whose slots begin at ``first``; padding has none."""
@@ -333,61 +316,6 @@ class Selected(WorkingSet):
             limits[bank.index] = min(limit, bank.columns // 2)
         return limits
 
-    # -- entries that wait for a decision, in the tail ---------------------------------------------------
-
-    def wait(self, keys: Tensor, values: Tensor, after: int) -> None:
-        """Write new entries (lanes, n, dim) into the tail, behind ``after`` that are there."""
-        for bank in self.banks:
-            span = slice(bank.used + after, bank.used + after + keys.shape[1])
-            bank.keys[:, span], bank.values[:, span] = bank.of(keys), bank.of(values)
-
-    def waited(self, count: int) -> tuple[Tensor, Tensor]:
-        """Return copies of the first entries of the tail, (lanes, count, dim)."""
-        keys, values = (
-            part.new_empty(self.banks.lanes, count, part.shape[2])
-            for part in (self.banks.banks[0].keys, self.banks.banks[0].values)
-        )
-        for bank in self.banks:
-            span = slice(bank.used, bank.used + count)
-            keys[bank.index], values[bank.index] = bank.keys[:, span], bank.values[:, span]
-        return keys, values
-
-    def choose(self, weights: Tensor, queries: int, pick: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
-        """Choose what is resident anew from all slots, by the attention they received from ``queries`` queries:
-        ``weights`` (lanes, slots). pick: returns keys and values (n, dim) of single entries by lane and slot."""
-        slots = torch.arange(self.length, dtype=torch.int32, device=weights.device).expand(len(weights), -1)
-        if (visible := self.ledger.visible_by(self.banks.heads)) is not None:
-            slots = slots.masked_fill(~visible[:, 0, 0, : self.length], -1)
-            weights = weights.masked_fill(slots < 0, 0.0)
-        moves = [self._choose(bank, bank.of(slots), bank.of(weights), queries) for bank in self.banks]
-        for bank, (lane, column, slot) in zip(self.banks, moves, strict=True):
-            source = lane if bank.lanes is None else bank.lanes[lane]
-            bank.keys[lane, column], bank.values[lane, column] = pick(source, slot)
-
-    def _choose(self, bank: Bank, slots: Tensor, weights: Tensor, queries: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Note in ``bank`` which slots are resident from now on; return lane, column and slot of those that return."""
-        lanes, columns, device = len(slots), bank.columns, slots.device
-        held = bank.slots >= 0
-        where = torch.where(held, bank.slots, self.length).long()  # empty columns: one place behind
-        scores = torch.zeros(lanes, self.length + 1, device=device).scatter_(1, where, bank.scored())[:, :-1]
-        entries = self.ranking.candidates(bank, slots, scores, self.length, queries)
-        scores = self.selector.observe(entries, weights, queries)
-        rank = self.selector.rank(replace(entries, scores=scores)).float().masked_fill(slots < 0, float("-inf"))
-        best = rank.topk(min(columns, self.length), dim=1, sorted=False)
-        wanted = torch.zeros(lanes, self.length + 1, dtype=torch.bool, device=device)
-        wanted.scatter_(1, best.indices.masked_fill(best.values == float("-inf"), self.length), True)
-        wanted[:, -1] = False
-        stays = wanted.gather(1, where)
-        wanted.scatter_(1, where.masked_fill(~stays, self.length), False)  # what comes back
-        lane, slot = wanted.nonzero(as_tuple=True)
-        column = stays.int().argsort(dim=1, stable=True)[lane, wanted.cumsum(1)[lane, slot] - 1]
-        bank.slots.masked_fill_(~stays, -1)
-        bank.slots[lane, column] = slot.int()
-        bank.scores = scores.gather(1, bank.slots.clamp(min=0).long())
-        bank.used = columns
-        bank.count_vacant()
-        return lane, column, slot
-
     def held(self, alone: bool = False) -> Tensor:
         return self.banks.held(self.length, alone)
 
@@ -400,7 +328,6 @@ class Selected(WorkingSet):
             self.banks.truncate(length)
 
     def select(self, lanes: Tensor) -> None:
-        self._next = None
         self.banks.select(lanes)
 
     @property

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from kvkeep.attention.attend import FOLDED
 from kvkeep.contracts.entries import EntryState, Evicted, Piece
 from kvkeep.contracts.resident import Resident, WorkingSet
 from kvkeep.contracts.store import EvictedStore
 from kvkeep.memory.extent import Extent, Misfit, alike, fits
 from kvkeep.memory.ledger import Ledger
 from kvkeep.memory.meter import Meter, nbytes
+from kvkeep.step.torch import FOLDED
 from kvkeep.stores.sketch import PAGE, CountSketch, Estimates, places
 from kvkeep.stores.slots import compact
 

@@ -14,13 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvkeep.attention.described import Described
-from kvkeep.attention.kernel import each_described
 from kvkeep.contracts.entries import EntryState, Evicted, Piece
 from kvkeep.contracts.resident import Resident, WorkingSet
 from kvkeep.contracts.site import Held
@@ -29,6 +27,7 @@ from kvkeep.geometry import LayerGeometry
 from kvkeep.memory.extent import Extent, Misfit, alike, fits, within
 from kvkeep.memory.meter import Meter, nbytes
 from kvkeep.portable import summed
+from kvkeep.step.plan import Span
 from kvkeep.stores.coded import CodedKeys, Codes, encode, multiplied
 from kvkeep.stores.groups import GROUP
 from kvkeep.stores.slots import codes_of, without
@@ -192,7 +191,7 @@ class Tiers(EvictedStore):
         self.scores: Tensor | None = None
         self.gaps = False  # whether some of their slots are -1
         self.channels: Channels | None = None
-        self._described: list[Described] | None = None  # tiers and what waits, while these are the tensors
+        self._spans: list[Span] | None = None  # tiers and what waits, while these are the tensors
 
     # -- entries come, and fall ---------------------------------------------------------------------
 
@@ -226,7 +225,7 @@ class Tiers(EvictedStore):
 
     def _begin(self, fresh: Sequence[Tensor]) -> None:
         """Let a group begin to wait, of numbers like keys, values and slots at hand."""
-        self._described = None
+        self._spans = None
         self.waiting.begin(fresh[:2], fresh[2] >= 0 if self.gaps else None)
 
     def _fall(self, coming: Entries) -> None:
@@ -284,18 +283,18 @@ class Tiers(EvictedStore):
             yield Piece(keys, values, slots, holes=tier.holes)
             self.meter.hold(-size)
 
-    def described(self, query: Tensor) -> Sequence[Described] | None:
+    def spans(self, query: Tensor) -> Sequence[Span] | None:
         if self.gaps or any(tier.holes for tier in self.tiers):
             return None
         if not self.waiting.parts:
             return ()
-        if self._described is None:
-            held = [tier.read(self.channels) for tier in self.tiers if tier.groups and self.channels is not None]
-            self._described = each_described(query, [*held, self.waiting.read()])
-        if not self._described:
-            return None
-        *tiers, last = self._described
-        return (*tiers, last.end(self.waiting.count)) if self.waiting.count else tiers
+        if self._spans is None:
+            pairs: list[tuple[Any, Any]] = [self.waiting.read()]
+            if self.channels is not None:
+                pairs = [*(tier.read(self.channels) for tier in self.tiers if tier.groups), *pairs]
+            self._spans = [Span(*pair, 0, pair[0].shape[2]) for pair in pairs]
+        self._spans[-1].stop = self.waiting.count
+        return self._spans if self.waiting.count else self._spans[:-1]
 
     def observe(self, weights: Sequence[Tensor], queries: int, resident: WorkingSet) -> None:
         if not weights or self.slots is None or self.scores is None or self.without == "attention":
@@ -337,7 +336,7 @@ class Tiers(EvictedStore):
 
     def _put(self, named: dict[str, list[Tensor]]) -> None:
         """Replace all tensors, as :meth:`_tensors` gave them."""
-        self._described = None
+        self._spans = None
         for number, tier in enumerate(self.tiers):
             tier.parts = named.get(str(number), tier.parts)
         if "places" in named:

@@ -81,7 +81,7 @@ def again(ids: Tensor, slots: list[int], after: Held) -> list[tuple[Tensor, Tens
 def test_entries_are_those_of_a_decode_over_what_is_resident(selector: str) -> None:
     """After every chunk of a prompt and every token: which tokens, over what, which lanes take them, and how many."""
     cache = KeepCache(tiny("llama"), f"{selector}+redecode:{LIMIT}", BUDGET, chunk=16)
-    ids, (hook,) = prompt(1, 60), cache.stream.hooks
+    ids, (hook,) = prompt(1, 60), cache.stream.pass_hooks
     hook_before, hook_after = hook.before, hook.after
     before: Held = []
     passes = changed = 0
@@ -129,7 +129,7 @@ def test_over_all_of_the_text_before_it_a_token_gets_the_entries_it_had(family: 
     """Whatever left, as long as what came before it is resident or decoded again with it."""
     cache, ids = KeepCache(tiny(family), "knorm+redecode:40", 64), prompt(2, 40)
     step(family, cache, ids)
-    whole, (hook,) = held(cache), cache.stream.hooks
+    whole, (hook,) = held(cache), cache.stream.pass_hooks
     hook.before(cache, {"input_ids": ids})
     for layer in bounded(cache):
         layer.resident.evict(2)  # other tokens in each head

@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvkeep.attention.described import Described
 from kvkeep.contracts.entries import EntryState, Evicted, Piece
 from kvkeep.contracts.exactness import Exactness
 from kvkeep.contracts.fate import Fate
@@ -17,7 +16,7 @@ from kvkeep.contracts.resident import Resident, WorkingSet
 from kvkeep.contracts.site import Site
 from kvkeep.contracts.store import EvictedStore
 from kvkeep.memory.extent import Extent, Misfit, within
-from kvkeep.native.library import KvInsert
+from kvkeep.step.plan import LayerStep, Span
 
 
 @dataclass(frozen=True)
@@ -62,16 +61,17 @@ class InOrder(EvictedStore):
         self.checkpoint.append(self.layer, left.keys, left.values)
         self.taken += left.slots.shape[1]
 
-    def receives(self, insert: KvInsert, leaves: bool) -> Sequence[Described] | None:
+    def plan(self, step: LayerStep, evicts: bool) -> Sequence[Span] | None:
         self.checkpoint.truncate(self.layer, self.taken)
-        if leaves and not self.checkpoint.receives(self.layer, insert):
-            return None
-        stop = self.taken + leaves
-        table = self.checkpoint.described(self.layer, stop) if stop else None
-        return () if not stop else None if table is None else (table,)
+        if evicts:
+            step.evict = self.checkpoint.next_row(self.layer)
+            if step.evict is None:
+                return None
+        stop = self.taken + evicts
+        return self.checkpoint.spans(self.layer, stop) if stop else ()
 
-    def received(self) -> None:
-        self.checkpoint.received(self.layer)
+    def commit(self) -> None:
+        self.checkpoint.commit(self.layer)
         self.taken += 1
 
     def pieces(self, query: Tensor, resident: Resident, length: int) -> Iterator[Piece]:
@@ -82,10 +82,6 @@ class InOrder(EvictedStore):
         """Yield all of them as tensors, a page at a time."""
         if self.taken:
             yield from self.checkpoint.pieces(self.layer, self.taken)
-
-    def described(self, query: Tensor) -> Sequence[Described] | None:
-        table = self.checkpoint.described(self.layer, self.taken) if self.taken else None
-        return () if not self.taken else None if table is None else (table,)
 
     def truncate(self, length: int, resident: WorkingSet) -> None:
         self.taken = min(self.taken, length)

@@ -7,14 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from kvkeep.attention.described import Stretch
-from kvkeep.attention.kernel import takes
 from kvkeep.contracts.checkpoint import Checkpoint
 from kvkeep.contracts.entries import Piece
 from kvkeep.memory.meter import Meter
 from kvkeep.memory.places import Place
 from kvkeep.memory.rows import Pages, Ring, Rows
-from kvkeep.native.library import KvInsert, library
+from kvkeep.step import native
+from kvkeep.step.plan import Destination, Span, Stretch
 from kvkeep.stores.checkpoints.spec import CheckpointSpec
 
 
@@ -36,7 +35,7 @@ class Entries(Checkpoint):
     ) -> None:
         self.spec, self.where, self.capacity = spec, spec.where, spec.capacity
         self.device, self.meter, self.page = device, meter, page
-        self._stretches: dict[int, tuple[tuple[int, int], Stretch]] = {}
+        self._spans: dict[int, tuple[tuple[int, int], list[Span]]] = {}  # by layer, of pages that are the same since
         self._rows = {layer: (rows_of(home, spec), rows_of(home, spec)) for layer in layers}
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
@@ -47,8 +46,8 @@ class Entries(Checkpoint):
         """Yield views where the entries lie in the device's own memory, else copies of a page at a time. lazy: all in
         one piece, where the kernel reads pages."""
         keys, values = self._rows[layer]
-        if lazy and (stretch := self.described(layer, stop)) is not None:
-            yield Piece(stretch, stretch.values)
+        if lazy and (spans := self.spans(layer, stop)) and native.reads(spans[0].keys, spans[0].values):
+            yield Piece(stretch := Stretch(spans), stretch.values)
             return
         for (start, key), (_, value) in zip(keys.read(keys.first, stop), values.read(values.first, stop), strict=True):
             if key.device == self.device:
@@ -60,31 +59,26 @@ class Entries(Checkpoint):
                 with self.meter.holding(*moved):
                     yield Piece(*moved, first=start + low, formed=True)
 
-    def described(self, layer: int, stop: int) -> Stretch | None:
+    def spans(self, layer: int, stop: int) -> list[Span] | None:
         keys, values = self._rows[layer]
         if not (isinstance(keys, Pages) and isinstance(values, Pages) and keys.pages and stop > keys.starts[-1]):
             return None
-        known = self._stretches.get(layer)
+        known = self._spans.get(layer)
         if known is None or known[0] != (keys.changes, values.changes):
-            if keys.pages[0].dtype != torch.bfloat16 or keys.pages[0].device.type != "cpu" or self.device.type != "cpu":
+            if keys.pages[0].device != self.device:
                 return None
-            if library() is None or not takes(keys.pages[0].shape[2], values.pages[0].shape[2]):
-                return None
-            pairs = list(zip(keys.pages, values.pages, strict=True))
-            known = self._stretches[layer] = (keys.changes, values.changes), Stretch(pairs)
-        known[1].end(stop)
+            spans = [Span(key, value, 0, key.shape[1]) for key, value in zip(keys.pages, values.pages, strict=True)]
+            known = self._spans[layer] = (keys.changes, values.changes), spans
+        known[1][-1].stop = stop - keys.starts[-1]
         return known[1]
 
-    def receives(self, layer: int, insert: KvInsert) -> bool:
+    def next_row(self, layer: int) -> Destination | None:
         keys, values = (rows.next_row() if isinstance(rows, Pages) else None for rows in self._rows[layer])
-        if keys is None or values is None:
-            return False
-        (insert.left_keys, insert.left_key_lane), (insert.left_values, insert.left_value_lane) = keys, values
-        return True
+        return None if keys is None or values is None else Destination(keys[0], values[0], keys[1])
 
-    def received(self, layer: int) -> None:
+    def commit(self, layer: int) -> None:
         for rows in self._rows[layer]:
-            rows.took()
+            rows.advance()
 
     def pick(self, layer: int, lane: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
         keys, values = (rows.pick(lane, slot).to(self.device) for rows in self._rows[layer])

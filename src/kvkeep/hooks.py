@@ -1,0 +1,289 @@
+"""The forward pass of a model as its hooks see it (:mod:`kvkeep.models.binding`): tokens of one cache, or of several.
+
+Tokens of several caches follow one another in one row (:mod:`kvkeep.serve.batch`); one cache has the whole input. Where
+all that a session's single token does in a layer can be told before the pass (:class:`~kvkeep.step.plan.LayerStep`), an
+executor does it, for all such sessions of the layer in one call; and where that is so in every layer, all layers are
+one call (:class:`~kvkeep.models.fused.FusedLayers`). Everything else goes session by session through its cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from kvkeep.geometry import LayerGeometry, ModelGeometry
+from kvkeep.memory.lasting import lasting
+from kvkeep.models.forward import current_probe
+from kvkeep.passes import Passes
+from kvkeep.step import native
+from kvkeep.step import torch as plain
+from kvkeep.step.plan import LayerStep
+
+T = TypeVar("T")
+
+
+@dataclass(eq=False)
+class Session:
+    """A cache in a forward pass."""
+
+    stream: Passes
+    """How it takes part."""
+    cache: Any = None
+    """The cache itself, where it is one of several."""
+    span: slice = field(default_factory=lambda: slice(None))
+    """The columns of its tokens."""
+    first: int | None = None
+    """The position of its first token; None: the one behind its last."""
+    cut: bool = False
+    """More of the same text follows."""
+    error: Exception | None = None
+    """What it failed by, in this pass."""
+    steps: dict[int, LayerStep] = field(default_factory=dict)
+    """What its single token does, by layer, where that is told before."""
+    entries: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """By layer, the keys and values that its attention is given."""
+
+    def positions(self, device: torch.device) -> Tensor:
+        """Return the positions of its tokens, (1, tokens)."""
+        first = self.stream.length if self.first is None else self.first
+        return torch.arange(first, first + self.span.stop - self.span.start, device=device)[None]
+
+
+class ForwardHooks:
+    """What a model's hooks call in a forward pass of some sessions.
+
+    packed: the sessions' tokens follow one another in a row; a fault of one is no other's. ran_all: all layers of this
+    pass have run in one call.
+    """
+
+    def __init__(self, sessions: Sequence[Session], geometry: ModelGeometry, packed: bool = False) -> None:
+        self.sessions, self.geometry, self.packed = sessions, geometry, packed
+        self.ran_all = False
+        self._open = False
+        self._planned: dict[int, tuple[list[LayerStep], list[int]]] = {}  # by layer: steps, and places in the row
+        self._run: list[int] = []  # the layers of these that have run
+        self._residuals: list[Session] = []
+        self._masks: dict[tuple[int, int, int | None], Tensor] = {}  # of this pass
+        self._readers = {layer.source: layer.index for layer in geometry.layers}
+        self._executor: Any = native
+
+    @property
+    def single(self) -> Passes | None:
+        """The cache that reads this input; None where the sessions of a row do."""
+        return None if self.packed else self.sessions[0].stream
+
+    @property
+    def streams(self) -> bool:
+        """Whether any layer attends through it."""
+        return self.packed or self.sessions[0].stream.streams
+
+    @property
+    def masks_itself(self) -> bool:
+        """Whether attention needs no mask: it masks what has to be."""
+        return self.packed or self.sessions[0].stream.masks_itself
+
+    # -- a forward pass -----------------------------------------------------------------------------
+
+    def begin_forward(
+        self, ids: Tensor | None, embeddings: Tensor | None, positions: Tensor | None, mask: Any
+    ) -> Tensor | None:
+        """Begin the pass of each session; return the positions of all tokens, (1, row), None for the model's own."""
+        self._close()
+        if not self.packed:
+            positions = self.sessions[0].stream.begin_forward(ids, embeddings, positions, mask)
+            new = embeddings if ids is None else ids
+            assert new is not None
+            self._plan(self.sessions if new.shape[:2] == (1, 1) else ())
+            return positions
+        assert ids is not None
+        self._open, found = True, []
+        for session in self.sessions:
+            own = session.positions(ids.device)
+            moved = self._attempt(session, self._begin, session, ids[:, session.span], own)
+            found.append(own if moved is None else moved.expand(1, -1))
+        self._plan([one for one in self.sessions if one.span.stop - one.span.start == 1])
+        return torch.cat(found, 1)
+
+    def _begin(self, session: Session, ids: Tensor, positions: Tensor) -> Tensor | None:
+        session.stream.cut = session.cut
+        session.stream.admit(ids.shape[1])
+        return session.stream.begin_forward(ids, None, positions, None)
+
+    def _plan(self, sessions: Sequence[Session]) -> None:
+        """Plan what ``sessions`` do, which have a single token each."""
+        for session in sessions:
+            if session.error is None:
+                session.steps = self._attempt(session, session.stream.plan) or {}
+                for index, step in session.steps.items():
+                    steps, tokens = self._planned.setdefault(index, ([], []))
+                    steps.append(step)
+                    tokens.append(session.span.start or 0)
+        self._residuals = [one for one in self.sessions if one.error is None and one.stream.wants_residuals]
+        exact = all(session.stream.exact for session in self.sessions if session.steps)
+        self._executor = native if exact else plain
+
+    def every_layer(self) -> list[list[LayerStep]]:
+        """Return the steps of each layer, one for each token of the row; nothing where that is not all there is to
+        do."""
+        count = len(self.geometry.layers)
+        whole = all(len(session.steps) == count for session in self.sessions)
+        if not whole or self._residuals or self._executor is plain or current_probe() is not None:
+            return []
+        return [self._planned[index][0] for index in range(count)]
+
+    def plans(self, layer: int) -> bool:
+        """Return whether the steps of all sessions are planned in a layer."""
+        return layer in self._planned and len(self._planned[layer][0]) == len(self.sessions)
+
+    def enter_layer(self, layer_idx: int, hidden: Tensor) -> None:
+        """Hand each session that asks for them the residuals of its tokens."""
+        for session in self._residuals:
+            if session.error is None:
+                session.stream.enter_layer(layer_idx, hidden[:, session.span])
+
+    def attends(self, layer_idx: int) -> bool:
+        """Return whether a layer's attention is computed here."""
+        return self.packed or self.sessions[0].stream.attends(layer_idx)
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float
+    ) -> Tensor | None:
+        """Return attention (batch, heads, queries, value_dim); None where that is left to transformers."""
+        layer, row = self.geometry.layers[int(module.layer_idx)], None  # type: ignore[arg-type]
+        if layer.index in self._planned:
+            row = self._execute(layer.index, query, key, value, scaling)
+            if self.plans(layer.index):
+                return row.transpose(1, 2)
+        if not self.packed:
+            return self.sessions[0].stream.attend(module, query, key, value, mask, scaling)
+        return self._attend_packed(module, layer, row, query, key, value, scaling)
+
+    def _execute(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        steps, tokens = self._planned[layer]
+        run: Callable[..., Tensor] = native.run if self._executor is native else lasting(plain.run)
+        row = run(steps, tokens, query, key, value, scaling)
+        self._run.append(layer)
+        return row
+
+    def _attend_packed(
+        self,
+        module: nn.Module,
+        layer: LayerGeometry,
+        row: Tensor | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+    ) -> Tensor:
+        """Add to a ``row`` of attention, (1, tokens, heads, dim), that of the sessions which did not plan this layer. A
+        session that fails gets zeros, which no other token sees."""
+        for session in self.sessions:
+            if layer.index in session.steps:
+                continue
+            own, span = None, session.span
+            if session.error is None:
+                parts = [part[:, :, span] for part in (query, key, value)]
+                own = self._attempt(session, self._attend_one, module, session, layer, scaling, *parts)
+            if row is None and own is not None:
+                row = own.new_zeros(1, query.shape[2], query.shape[1], own.shape[3])
+            if row is not None:
+                row[:, span] = 0 if own is None else own.transpose(1, 2)
+        if row is None:
+            raise NoSessionLeft
+        return row.transpose(1, 2)
+
+    def _attend_one(
+        self,
+        module: nn.Module,
+        session: Session,
+        layer: LayerGeometry,
+        scaling: float,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+    ) -> Tensor:
+        stream, mask = session.stream, None
+        if not stream.streamed(layer.index):  # all its entries, where a stream is given the new ones
+            keys, values = session.entries[layer.source]
+            if (expand := getattr(module, "expand_kv", None)) is not None:  # latent attention caches less than it reads
+                keys, values = expand(keys, values)
+        if self._readers[layer.source] == layer.index:
+            del session.entries[layer.source]
+        if not (stream.masks_itself and layer.kind != "sliding") and query.shape[2] > 1:
+            shape = query.shape[2], keys.shape[2], layer.window
+            if shape not in self._masks:
+                self._masks[shape] = _causal(*shape, query.device)
+            mask = self._masks[shape]
+        output: Tensor | None = None
+        if stream.attends(layer.index):
+            output = stream.attend(module, query, keys, values, mask, scaling)
+        if output is None:
+            output = sdpa_attention_forward(module, query, keys, values, mask, scaling=scaling)[0].transpose(1, 2)
+        return output
+
+    def update(self, layer_idx: int, keys: Tensor, values: Tensor) -> None:
+        """Give each session of a row its keys and values, (1, kv_heads, row, dim) of all, of a layer."""
+        for session in self.sessions:
+            if session.error is None and layer_idx not in session.steps:
+                own = (part[:, :, session.span] for part in (keys, values))
+                found = self._attempt(session, session.cache.update, *own, layer_idx)
+                if found is not None:
+                    session.entries[layer_idx] = found
+
+    def end_forward(self, completed: bool) -> None:
+        """End the pass of each session, and undo that of one that failed."""
+        run = [*self._planned] if self.ran_all else self._run
+        for session in self.sessions:
+            own = [index for index in run if index in session.steps]
+            try:
+                self._attempt(session, self._end, session, own, completed and session.error is None)
+            finally:
+                if self.packed:
+                    session.stream.cut = False
+        self._close()
+
+    def _end(self, session: Session, run: list[int], completed: bool) -> None:
+        session.stream.commit(run, completed)
+        session.stream.end_forward(completed)
+        if self.packed and completed and session.stream.due:
+            session.cache.compress()
+
+    def _close(self) -> None:
+        self._open = self.ran_all = False
+        self._planned, self._run, self._masks = {}, [], {}
+        for session in self.sessions:
+            session.steps = {}
+
+    def abandon(self) -> None:
+        """Undo a pass that failed before the hooks of the model could know of it."""
+        if self._open:
+            self.end_forward(completed=False)
+
+    def _attempt(self, session: Session, act: Callable[..., T], *given: Any) -> T | None:
+        """Do something for a session. In a row of several, what fails is noted, and None is returned."""
+        if not self.packed:
+            return act(*given)
+        try:
+            return act(*given)
+        except Exception as error:
+            session.error = session.error or error
+            return None
+
+
+class NoSessionLeft(Exception):
+    """Every session of the pass has failed."""
+
+
+def _causal(queries: int, entries: int, window: int | None, device: torch.device) -> Tensor:
+    """Return which of ``entries``, the last of them their own, so many queries see: (1, 1, queries, entries) bool."""
+    slots = torch.arange(entries, device=device)
+    own = slots[entries - queries :, None]
+    seen = slots <= own
+    if window is not None:
+        seen &= slots > own - window
+    return seen[None, None]

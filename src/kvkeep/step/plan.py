@@ -1,0 +1,159 @@
+"""A step as data: where a new entry of each lane goes, what it evicts, what its query attends to, what is scored.
+
+:class:`LayerStep` describes what a decoded token does in one layer, before anything happens. Prompts, padded batches,
+and tokens whose attention depends on what a store makes of the evicted entry, attend over :class:`Segment` instead,
+which may be masked or coded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Coded(Protocol):
+    """Coded keys or values with products of their own. layout: what the native
+    library reads, "grouped" (stores/coded.py: codes, scale and offset of 32 entries), "by channel" (stores/waiting.py:
+    codes of entries), "sketched" (stores/sketch.py: places in cells) or "spans" (:class:`Stretch`); empty: it does
+    not."""
+
+    layout: ClassVar[str]
+
+    def scores(self, query: Tensor) -> Tensor:
+        """Return the products of keys with ``query`` (batch, rows, dim): (batch, rows, entries) float32."""
+
+    def mix(self, weights: Tensor) -> Tensor:
+        """Return the sums of values weighted by ``weights`` (batch, rows, entries): (batch, rows, dim) float32."""
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """Decode them: (batch, entries, dim)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Some keys and values, and which queries see which of them.
+
+    key: (batch, kv_heads, entries, key_dim); value: (batch, kv_heads, entries, value_dim). Either tensors, or both
+    :class:`Coded`, of one kv head. mask: None (every query sees every entry), or bool
+    (True = seen) or additive float, broadcastable to (batch, 1, queries, entries). causal: query i sees entries 0..i;
+    needs as many entries as queries, and no mask. lanes: the rows of the query's batch that read this segment, (its
+    batch,) int64; None: all of them. shared: one copy for several rows: of a query's batch, row r reads row r mod (the
+    segment's batch). formed: key and value were made for this attention and are kept nowhere else.
+    """
+
+    key: Any
+    value: Any
+    mask: Tensor | None = None
+    causal: bool = False
+    lanes: Tensor | None = None
+    shared: bool = False
+    formed: bool = False
+
+
+@dataclass(eq=False)
+class Span:
+    """Entries in some rows of tensors, where they lie: every query sees all of them."""
+
+    keys: Any
+    """(lanes, rows, key_dim), or :class:`Coded`, all of them"""
+    values: Any
+    """(lanes, rows, value_dim), or coded as well"""
+    start: int
+    """The first row; 0 where they are coded."""
+    stop: int
+    """The row behind the last one."""
+    compiled: Any = field(default=None, repr=False)
+    """What the native executor made of it, which it keeps up to date."""
+
+    @property
+    def entries(self) -> int:
+        """How many entries."""
+        return self.stop - self.start
+
+    def segment(self) -> Segment:
+        """Return it as a segment."""
+        rows = slice(self.start, self.stop)
+        return Segment(self.keys[:, None, rows], self.values[:, None, rows])
+
+
+class Stretch:
+    """Spans as the keys of one segment, however many; :attr:`values` are its values."""
+
+    layout: ClassVar[str] = "spans"
+
+    def __init__(self, spans: Sequence[Span], name: str = "keys") -> None:
+        self.spans, self._name = spans, name
+
+    @property
+    def values(self) -> Stretch:
+        """Their values."""
+        return Stretch(self.spans, "values")
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(lanes, 1, entries, dim)."""
+        rows: Tensor = getattr(self.spans[0], self._name)
+        return len(rows), 1, sum(span.entries for span in self.spans), rows.shape[-1]
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """Return the keys, or the values, as one tensor (lanes, entries, dim)."""
+        return torch.cat([getattr(one, self._name)[:, one.start : one.stop] for one in self.spans], 1).to(dtype)
+
+
+@dataclass(eq=False)
+class Destination:
+    """A row that an entry of each lane is written to, of tensors that stay where they are."""
+
+    keys: Tensor
+    """(lanes, rows, key_dim)"""
+    values: Tensor
+    """(lanes, rows, value_dim)"""
+    row: int = 0
+    """The same for all lanes."""
+    slots: Tensor | None = None
+    """(lanes, rows) int32; None: nobody asks which slot an entry is."""
+    scores: Tensor | None = None
+    """(lanes, rows) float32; None: no entry has any."""
+    extra: Tensor | None = None
+    """(lanes, rows) float32, for how many tokens besides its own an entry stands; None: nothing was merged."""
+    newest: Tensor | None = None
+    """(lanes, rows) int32, the last slot among these."""
+
+
+@dataclass(eq=False)
+class LayerStep:
+    """What one decoded token of a sequence does in one layer: its entry is written, and its query attends.
+
+    A part may keep it and change it for the next token; executors only read it.
+    """
+
+    append: Destination
+    """Where the new entry goes; what lies there is evicted."""
+    slot: int = 0
+    """Of the new entry."""
+    ranks: Tensor | None = None
+    """(lanes, rows) float32 or int32: the entry takes the row of lowest rank, one with slot -1 before all others;
+    None: it takes ``append.row``."""
+    oldest: bool = False
+    """Of rows that rank the same, the one with the lowest slot is taken; else the first."""
+    new_scores: Tensor | None = None
+    """(lanes,) float32, of the new entry; None: 0."""
+    evict: Destination | None = None
+    """Where the evicted entry is copied to, and what lies beside it, (lanes, 1) each; None: it is discarded."""
+    attend: Sequence[Span] = ()
+    """What the query attends to once the entry is written, in this order."""
+    reduce: str = ""
+    """The attention that entries receive is wanted: "sum", of the heads of a lane on average, or "max" of them."""
+    received: Tensor | None = None
+    """(lanes, entries) float32, to which that is written."""
+    compiled: Any = field(default=None, repr=False)
+    """What the native executor made of it, which it keeps up to date."""
+
+    @property
+    def entries(self) -> int:
+        """How many entries the query attends to."""
+        return sum(span.entries for span in self.attend)

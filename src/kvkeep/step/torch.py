@@ -1,0 +1,257 @@
+"""Executes steps by plain tensor operations: the reference for the native executor, and what runs everywhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvkeep.step.plan import Coded, LayerStep, Segment
+
+FOLDED = 8
+"""Most queries for which codes are multiplied directly; for more, decoding them first is cheaper."""
+BLOCK = 128
+"""Queries whose weights are in memory at once."""
+_flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+# -- a planned step -------------------------------------------------------------------------------------
+
+
+def insert(step: LayerStep, keys: Tensor, values: Tensor) -> None:
+    """Write the new entry of each lane, keys and values (lanes, dim), and copy the one that it evicts."""
+    append, evict, ranks = step.append, step.evict, step.ranks
+    lane = torch.arange(len(append.keys), device=append.keys.device)
+    row: Tensor | int = append.row
+    if ranks is not None:
+        assert append.slots is not None
+        slots = append.slots
+        lowest = float("-inf") if ranks.is_floating_point() else torch.iinfo(ranks.dtype).min
+        ranks = ranks.masked_fill(slots < 0, lowest)
+        if step.oldest:
+            ranks = torch.where(ranks == ranks.amin(1, keepdim=True), slots, 2**31 - 1)
+        row = ranks.argmin(1)
+    place = lane, row
+    beside = ("slots", "scores", "extra", "newest")
+    if evict is not None:
+        evict.keys[:, evict.row], evict.values[:, evict.row] = append.keys[place], append.values[place]
+        for name in beside:
+            if (target := getattr(evict, name)) is not None:
+                target[:, 0] = getattr(append, name)[place]
+    append.keys[place], append.values[place] = keys, values
+    fresh = (step.slot, 0.0 if step.new_scores is None else step.new_scores, 0.0, 0)
+    for name, new in zip(beside, fresh, strict=True):
+        if (target := getattr(append, name)) is not None:
+            target[place] = new
+
+
+def run(
+    steps: Sequence[LayerStep], tokens: Sequence[int], query: Tensor, key: Tensor, value: Tensor, scaling: float
+) -> Tensor:
+    """Run one layer for a token of each of several sessions: write its entry, and return its attention, (1, row, heads,
+    value_dim); that of tokens of no session is 0.
+
+    steps, tokens: of each session, and its token's place in the row. query: (1, heads, row, dim). key, value: (1,
+    kv_heads, row, dim).
+    """
+    output = value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+    for step, token in zip(steps, tokens, strict=True):
+        insert(step, key[0, :, token], value[0, :, token])
+        lanes = key.shape[1]
+        own = query[0, :, token].unflatten(0, (lanes, -1))[:, :, None]
+        segments = [span.segment() for span in step.attend]
+        if step.reduce:
+            assert step.received is not None
+            found, received = scored(own, segments, scaling, step.reduce)
+            torch.cat(received, 1, out=step.received)
+        else:
+            found = combined(own, segments, scaling)[0].to(query.dtype)
+        output[0, token] = found.flatten(0, 2)
+    return output
+
+
+# -- attention over segments ----------------------------------------------------------------------------
+
+
+def combined(query: Tensor, segments: Sequence[Segment], scaling: float) -> tuple[Tensor, Tensor]:
+    """Return attention over the union of segments of all lanes, float32, and its log-sum-exp."""
+    output, lse = partial(query, segments[0], scaling)
+    for segment in segments[1:]:
+        output, lse = merge(output, lse, *partial(query, segment, scaling))
+    return output, lse
+
+
+def merge(a: Tensor, lse_a: Tensor, b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Combine two partial results, in the memory of the first; outputs (batch, heads, queries, dim) float32, lse
+    without the last axis."""
+    lse = torch.logaddexp(lse_a, lse_b)
+    # Where a query saw nothing in either part both are -inf and the difference is nan: weigh with 0.
+    weight_a = torch.exp(lse_a - lse).nan_to_num_(0.0).unsqueeze(-1)
+    weight_b = torch.exp(lse_b - lse).nan_to_num_(0.0).unsqueeze(-1)
+    return a.mul_(weight_a).addcmul_(b, weight_b), lse
+
+
+def partial(query: Tensor, segment: Segment, scaling: float) -> tuple[Tensor, Tensor]:
+    """Return attention over one segment, (batch, heads, queries, value_dim) float32, and the log-sum-exp of its scores,
+    (batch, heads, queries) float32."""
+    batch, heads, queries, _ = query.shape
+    key, value, mask = segment.key, segment.value, segment.mask
+    if not isinstance(key, Tensor):
+        if queries <= FOLDED and key.layout != "spans":
+            output, lse = _folded(query, key, value, mask, scaling)
+            return output.reshape(batch, heads, queries, -1), lse.reshape(batch, heads, queries)
+        key, value = key.dense(query.dtype)[:, None], value.dense(query.dtype)[:, None]
+    groups = heads // key.shape[1]
+    causal = segment.causal and queries > 1
+    if causal:
+        # The causal flag of the kernel is per head: keys are repeated rather than queries packed.
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    else:
+        # Queries of one kv head are stacked as rows, so shared keys are read once, in place.
+        query = query.reshape(batch, key.shape[1], groups * queries, query.shape[-1])
+        if mask is not None and mask.shape[1] > 1:  # a mask a head
+            mask = mask.reshape(batch, key.shape[1], groups * queries, -1)
+        elif mask is not None and mask.shape[-2] > 1:
+            mask = mask.repeat(1, 1, groups, 1)
+    if query.device.type == "cpu" and key.shape[-1] == value.shape[-1]:
+        bias = mask if mask is None or mask.dtype != torch.bool else _bias(mask, query.dtype)
+        output, lse = _flash_cpu(query, key, value, 0.0, causal, attn_mask=bias, scale=scaling)
+        if mask is not None:  # the kernel reports 0 for a row that sees nothing
+            lse = lse.masked_fill(_blind(mask), float("-inf"))
+    else:
+        output, lse = _plain(query, key, value, mask, causal, scaling)
+    return output.reshape(batch, heads, queries, -1).float(), lse.reshape(batch, heads, queries)
+
+
+def shared(query: Tensor, segment: Segment, scaling: float) -> tuple[Tensor, Tensor]:
+    """The same as :func:`partial` for a shared segment: rows that read the same keys become heads of one row."""
+    (batch, heads, queries, _), own = query.shape, segment.key.shape[0]
+    rows = batch // own
+    folded = query.unflatten(0, (rows, own)).transpose(0, 1).flatten(1, 2)  # (own, rows * heads, queries, dim)
+    mask = segment.mask
+    if mask is not None:  # a mask a row, (batch, 1, queries or 1, entries)
+        mask = mask.expand(-1, heads, queries, -1).unflatten(0, (rows, own)).transpose(0, 1).flatten(1, 2)
+    output, lse = partial(folded, Segment(segment.key, segment.value, mask), scaling)
+    output, lse = (part.unflatten(1, (rows, heads)).transpose(0, 1).flatten(0, 1) for part in (output, lse))
+    return output, lse
+
+
+def _folded(query: Tensor, key: Coded, value: Coded, mask: Tensor | None, scaling: float) -> tuple[Tensor, Tensor]:
+    """The same for coded keys and values."""
+    batch, heads, queries, dim = query.shape
+    scores = key.scores(query.reshape(batch, heads * queries, dim)) * scaling
+    if mask is not None:
+        bias = _bias(mask, scores.dtype) if mask.dtype == torch.bool else mask.float()
+        scores = (scores.view(batch, heads, queries, -1) + bias).flatten(1, 2)
+    lse = scores.logsumexp(-1)
+    return value.mix(torch.exp(scores - lse.unsqueeze(-1)).nan_to_num_(0.0)), lse
+
+
+def _plain(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scaling: float
+) -> tuple[Tensor, Tensor]:
+    """The same in plain tensor operations, for devices and shapes without a kernel that reports lse."""
+    scores = torch.matmul(query, key.transpose(-1, -2)).float() * scaling
+    if causal:
+        rows, columns = scores.shape[-2:]
+        mask = torch.ones(rows, columns, dtype=torch.bool, device=scores.device).tril()
+    if mask is not None:
+        scores = scores + (_bias(mask, scores.dtype) if mask.dtype == torch.bool else mask)
+    lse = scores.logsumexp(-1)
+    weights = torch.exp(scores - lse.unsqueeze(-1)).nan_to_num_(0.0)
+    return torch.matmul(weights.to(value.dtype), value), lse
+
+
+# -- the attention that entries receive ----------------------------------------------------------------
+
+
+def scored(query: Tensor, segments: Sequence[Segment], scaling: float, reduce: str) -> tuple[Tensor, list[Tensor]]:
+    """Return attention of a single query over segments, and the weights of each segment's entries, as
+    :func:`kvkeep.attention.attend_scored`."""
+    scores = [_scores(query, segment, scaling) for segment in segments]
+    weights = torch.softmax(scores[0] if len(scores) == 1 else torch.cat(scores, -1), -1)
+    if any(segment.mask is not None for segment in segments):
+        weights.nan_to_num_(0.0)  # of a query that sees no entry
+    shares = weights.split([part.shape[-1] for part in scores], -1)
+    output = _mixed(shares[0], segments[0])
+    for share, segment in zip(shares[1:], segments[1:], strict=True):
+        output = output + _mixed(share, segment)
+    return output.to(query.dtype), [
+        (share.amax(1) if reduce == "max" else share.mean(1)).squeeze(1) for share in shares
+    ]
+
+
+def _scores(query: Tensor, segment: Segment, scaling: float) -> Tensor:
+    """Return the scores of a single query, (batch, heads, 1, entries) float32, masked."""
+    batch, heads, _, dim = query.shape
+    if isinstance(segment.key, Tensor):
+        key = segment.key.flatten(0, 1)
+        scores = torch.bmm(query.reshape(len(key), -1, dim), key.transpose(1, 2)).float()
+    else:
+        scores = segment.key.scores(query.squeeze(2))
+    scores = scores.mul_(scaling).view(batch, heads, 1, -1)
+    if segment.mask is None:
+        return scores
+    if segment.mask.dtype == torch.bool:
+        return scores.masked_fill_(~segment.mask, float("-inf"))
+    return scores + segment.mask
+
+
+def _mixed(weights: Tensor, segment: Segment) -> Tensor:
+    """Return values mixed by ``weights`` (batch, heads, 1, entries): (batch, heads, 1, value_dim)."""
+    batch, heads = weights.shape[:2]
+    if not isinstance(segment.value, Tensor):
+        return segment.value.mix(weights.squeeze(2)).unsqueeze(2)
+    value = segment.value.flatten(0, 1)
+    own = weights.reshape(len(value), -1, weights.shape[-1]).to(value.dtype)
+    return torch.bmm(own, value).view(batch, heads, 1, -1)
+
+
+def received(
+    query: Tensor, segment: Segment, lse: Tensor, scaling: float, last: int | None = None, reduce: str = "sum"
+) -> Tensor:
+    """Return the attention that each entry of a segment received, as :func:`kvkeep.attention.received`."""
+    if segment.lanes is not None:
+        query, lse = query[segment.lanes], lse[segment.lanes]
+    batch, heads, queries, _ = query.shape
+    groups = segment.key.shape[1]
+    if segment.mask is not None:  # a query without visible entries has no weights
+        lse = lse.masked_fill(lse == float("-inf"), float("inf"))
+    held = segment.key.flatten(0, 1) if isinstance(segment.key, Tensor) else segment.key.dense(torch.float32)
+    keys = held.float().transpose(-1, -2)
+    most = reduce == "max"
+    total: Tensor | None = None
+    for low in range(max(0, queries - last) if last is not None else 0, queries, BLOCK):
+        high = min(low + BLOCK, queries)
+        block = query[:, :, low:high].reshape(batch * groups, -1, query.shape[-1]).float()
+        bias = lse[:, :, low:high].reshape(batch * groups, -1, 1).neg()
+        scores = torch.baddbmm(bias, block, keys, alpha=scaling)
+        if segment.causal or segment.mask is not None:
+            scores = _masked(scores.view(batch, heads, high - low, -1), segment, low, high)
+        weights = scores.exp_()
+        rows = weights.view(batch, -1, weights.shape[-1])
+        part = rows.amax(1) if most else rows.sum(1)
+        total = part if total is None else torch.maximum(total, part) if most else total.add_(part)
+    assert total is not None
+    return total if most else total.div_(heads)
+
+
+def _masked(scores: Tensor, segment: Segment, low: int, high: int) -> Tensor:
+    """Apply the segment's mask of queries ``low``..``high``; before exp, which masked scores could overflow."""
+    if segment.mask is None:
+        rows = torch.arange(low, high, device=scores.device)
+        return scores.masked_fill_(torch.arange(scores.shape[-1], device=scores.device) > rows[:, None], float("-inf"))
+    mask = segment.mask if segment.mask.shape[-2] == 1 else segment.mask[..., low:high, :]
+    return scores.masked_fill_(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+
+
+def _bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a bool mask as an additive one."""
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
+
+
+def _blind(mask: Tensor) -> Tensor:
+    """Return the rows of a mask that see no entry: (batch, 1, rows)."""
+    seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
+    return ~seen.any(-1)

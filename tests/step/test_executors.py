@@ -1,0 +1,254 @@
+"""The two executors of a step: whatever the native library does in any case of the contract, plain operations do.
+
+A model in bfloat16 reads and writes by every case, and each call of the library is repeated by :mod:`kvkeep.step.torch`
+on copies of what it was given: entries are written and evicted to the same bits; attention, and what entries receive of
+it, agree up to rounding. What the library promises exactly, one layer or all, one session or many, is compared in
+``tests/serve/test_together.py``.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from cases import CASES, TURN, taken
+from families import FAMILIES
+from helpers import NEW, prompt, step
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from kvkeep import KeepCache
+from kvkeep.hooks import ForwardHooks
+from kvkeep.step import native
+from kvkeep.step import torch as plain
+from kvkeep.step.plan import Destination, LayerStep, Segment, Span
+
+pytestmark = pytest.mark.usefixtures("kernels")
+PLANNED = ("full", "static", "kv", "window", "h2o", "snapkv", "tova")
+"""Cases whose single tokens are told before the pass."""
+WRITTEN = ("keys", "values", "slots", "scores", "extra", "newest")
+
+
+@cache
+def model_of(family: str) -> Any:
+    """A tiny model in bfloat16, with heads of whole vectors where its family lets them be."""
+    torch.manual_seed(0)
+    config = FAMILIES[family]()
+    if family in ("llama", "mistral", "qwen2", "qwen3"):
+        config.head_dim = 16  # of codes the library reads whole vectors
+    return AutoModelForCausalLM.from_config(config).bfloat16().eval()
+
+
+# -- copies of what the library is given -----------------------------------------------------------------
+
+
+class Copies:
+    """Copies of tensors, one of each storage: views of one tensor stay views of one."""
+
+    def __init__(self) -> None:
+        self.storages: dict[int, Tensor] = {}
+
+    def of(self, part: Tensor | None) -> Any:
+        """A tensor of the same numbers, shape and strides."""
+        if part is None:
+            return None
+        place = part.untyped_storage().data_ptr()
+        if place not in self.storages:
+            self.storages[place] = torch.empty(0, dtype=part.dtype).set_(part.untyped_storage().clone())  # type: ignore[call-overload]
+        whole = torch.empty(0, dtype=part.dtype)
+        return whole.set_(self.storages[place].untyped_storage(), part.storage_offset(), part.shape, part.stride())  # type: ignore[call-overload]
+
+    def destination(self, one: Destination | None) -> Destination | None:
+        return None if one is None else replace(one, **{name: self.of(getattr(one, name)) for name in WRITTEN})
+
+    def step(self, one: LayerStep) -> LayerStep:
+        append = self.destination(one.append)
+        assert append is not None
+        spans = [Span(self.of(span.keys), self.of(span.values), span.start, span.stop) for span in one.attend]
+        own = {name: self.of(getattr(one, name)) for name in ("ranks", "new_scores", "received")}
+        return replace(one, append=append, evict=self.destination(one.evict), attend=spans, compiled=None, **own)
+
+
+def assert_same_writes(one: LayerStep, other: LayerStep) -> None:
+    """Both wrote the same bits in the same places."""
+    for ours, theirs in ((one.append, other.append), (one.evict, other.evict)):
+        for name in WRITTEN:
+            mine, yours = getattr(ours, name, None), getattr(theirs, name, None)
+            assert (mine is None) == (yours is None)
+            if mine is not None:
+                assert torch.equal(mine.view(torch.uint8), yours.view(torch.uint8)), name
+
+
+def assert_near(ours: Tensor, theirs: Tensor, values: Sequence[Tensor]) -> None:
+    """Equal up to rounding to bfloat16, of weights and of the output."""
+    room = 2**-6 * max(float(part.abs().max()) for part in values if part.numel())
+    assert (ours.float() - theirs.float()).abs().max() <= room
+
+
+# -- the library, watched --------------------------------------------------------------------------------
+
+
+class WatchedRun(native.Run):
+    """Attention over segments, repeated by plain operations."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.given: list[Segment] = []
+
+    def add(self, key: Any, value: Any, mask: Tensor | None, causal: bool, formed: bool) -> None:
+        parts = [part if isinstance(part, Tensor) else part.dense(torch.bfloat16) for part in (key, value)]
+        lanes = len(self.query) // len(parts[0])  # fewer lanes are read in turns
+        keys, values = (part.repeat(lanes, 1, 1)[:, None].clone() for part in parts)
+        segment = Segment(keys, values, None if mask is None else mask[:, None].clone(), causal)
+        if keys.shape[2]:
+            self.given.insert(len(self.given) if causal else 0, segment)
+        super().add(key, value, mask, causal, formed)
+
+    def output(self) -> tuple[Tensor, Tensor]:
+        output, lse = super().output()
+        wanted, wanted_lse = plain.combined(self.query, self.given, self.scaling)
+        assert_near(output, wanted, [segment.value for segment in self.given])
+        seen = ~wanted_lse.isinf()
+        assert torch.equal(lse.isinf(), ~seen) and ((lse - wanted_lse)[seen].abs() < 0.02).all()
+        return output, lse
+
+    def received(self, lse: Tensor, last: int | None, greatest: bool) -> Tensor:
+        found = super().received(lse, last, greatest)
+        (segment,) = self.given
+        reduce = "max" if greatest else "sum"
+        wanted = plain.received(self.query, segment, lse, self.scaling, last, reduce)
+        torch.testing.assert_close(found, wanted, atol=2e-2, rtol=2e-2)
+        return found
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
+    """How often each entry point of the library was compared."""
+    counts = {"insert": 0, "run": 0, "attend": 0}
+    insert, run, output = native.insert, native.run, WatchedRun.output
+
+    def inserted(one: LayerStep, keys: Tensor, values: Tensor) -> None:
+        other, counts["insert"] = Copies().step(one), counts["insert"] + 1
+        insert(one, keys, values)
+        plain.insert(other, keys, values)
+        assert_same_writes(one, other)
+
+    def ran(steps: Sequence[LayerStep], *given: Any) -> Tensor:
+        others, counts["run"] = [Copies().step(one) for one in steps], counts["run"] + 1
+        found, wanted = run(steps, *given), plain.run(others, *given)
+        for one, other in zip(steps, others, strict=True):
+            assert_same_writes(one, other)
+            if one.received is not None and other.received is not None:
+                torch.testing.assert_close(one.received, other.received, atol=2e-2, rtol=2e-2)
+        assert_near(found, wanted, [span.segment().value for one in steps for span in one.attend])
+        return found
+
+    def attended(self: WatchedRun) -> tuple[Tensor, Tensor]:
+        counts["attend"] += 1
+        return output(self)
+
+    monkeypatch.setattr(native, "insert", inserted)
+    monkeypatch.setattr(native, "run", ran)
+    monkeypatch.setattr(native, "Run", WatchedRun)
+    monkeypatch.setattr(WatchedRun, "output", attended)
+    monkeypatch.setattr(ForwardHooks, "every_layer", lambda self: [])  # all layers in one call are not watched
+    yield counts
+
+
+FAMILIES_HERE = ("llama", "mistral", "qwen2", "gpt2", "gemma3")
+
+
+def family_of(name: str) -> str:
+    """The first family that takes a case, beginning at another one for each KVKEEP_TURN."""
+    row = list(CASES).index(name) + TURN
+    turned = [FAMILIES_HERE[(row + number) % len(FAMILIES_HERE)] for number in range(len(FAMILIES_HERE))]
+    return next(family for family in turned if taken(name, family))
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "published" not in name])
+def test_executors_agree_in_every_case(name: str, calls: dict[str, int]) -> None:
+    case, model = CASES[name], model_of(family_of(name))
+    given = {"budget": case.budget, "chunk": case.chunk} | dict(case.options)
+    if case.method.oneshot:
+        del given["chunk"]
+    one = KeepCache(model, case.spec, **given)
+    ids = prompt(1, case.length, seed=TURN)
+    model.generate(
+        ids, attention_mask=torch.ones_like(ids), past_key_values=one, max_new_tokens=NEW + 3, do_sample=False,
+        pad_token_id=0, eos_token_id=None, **case.rounds,
+    )  # fmt: skip
+    assert sum(calls.values())
+    assert calls["run"] or name not in PLANNED
+
+
+@pytest.mark.parametrize("oldest", [False, True])
+@pytest.mark.parametrize("ranks", [None, torch.float32, torch.int32])
+def test_an_entry_is_written_alike(ranks: torch.dtype | None, oldest: bool) -> None:
+    """Into a row, or over the lowest rank, an empty row first; what was there is copied, with all beside it."""
+    lanes, rows = 3, 7
+    generator = torch.Generator().manual_seed(int(oldest))
+
+    def place(count: int, slots: Tensor) -> Destination:
+        keys, values = (torch.randn(lanes, count, dim, generator=generator).bfloat16() for dim in (6, 4))
+        scores, extra = (torch.randn(slots.shape, generator=generator) for _ in "ab")
+        return Destination(keys, values, count // 2, slots, scores, extra, slots.clone())
+
+    for seed in range(20):
+        slots = torch.stack([torch.randperm(40, generator=generator)[:rows] for _ in range(lanes)]).int()
+        if seed % 3 == 0:
+            slots[seed % lanes, seed % rows] = -1
+        rank = None if ranks is None else torch.randint(-3, 3, (lanes, rows), generator=generator).to(ranks)
+        fresh = torch.randn(lanes, generator=generator) if seed % 2 else None
+        evict = place(4, torch.zeros(lanes, 1, dtype=torch.int32)) if seed % 5 else None
+        one = LayerStep(place(rows, slots), 50, rank, oldest, fresh, evict)
+        other = Copies().step(one)
+        keys, values = (torch.randn(lanes, dim, generator=generator).bfloat16() for dim in (6, 4))
+        native.insert(one, keys, values)
+        plain.insert(other, keys, values)
+        assert_same_writes(one, other)
+
+
+def test_a_step_that_was_compiled_follows_its_changes() -> None:
+    """Parts change the row, the spans and the destination of a step from token to token, and keep the objects."""
+    keys, values = torch.randn(2, 9, 8).bfloat16(), torch.randn(2, 9, 8).bfloat16()
+    span = Span(keys, values, 0, 0)
+    one = LayerStep(Destination(keys, values), attend=[span])
+    for row in (0, 1, 2, 5, 3):
+        one.append.row, span.start, span.stop, one.slot = row, max(0, row - 2), row + 1, row
+        other = Copies().step(copy.copy(one))
+        query, key, value = torch.randn(1, 4, 1, 8).bfloat16(), *torch.randn(2, 1, 2, 1, 8).bfloat16()
+        found = native.run([one], [0], query, key, value, 0.3)
+        assert_near(found, plain.run([other], [0], query, key, value, 0.3), [values])
+        assert_same_writes(one, other)
+
+
+def test_a_method_gives_the_same_by_either_executor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the prompt on, entries stay that stay by the other; nothing of the library is used in the second run."""
+
+    def run(spec: str, budget: int) -> tuple[Tensor, dict[str, Tensor]]:
+        cache = KeepCache(model_of("llama"), spec, budget, chunk=32)
+        ids = prompt(1, 200, seed=4)
+        given = [step(model_of("llama"), cache, part) for part in ids[:, :130].split(32, 1)]
+        given += [step(model_of("llama"), cache, token) for token in ids[:, 130:170].split(1, 1)]
+        cache.reorder_cache(torch.tensor([0]))  # everything lies elsewhere now
+        given += [step(model_of("llama"), cache, token) for token in ids[:, 170:].split(1, 1)]
+        layers = [layer for layer in cache.layers if hasattr(layer, "resident")]
+        states = {f"{layer.index}.{key}": part for layer in layers for key, part in layer.state().items()}
+        return torch.cat(given, 1).float(), states
+
+    methods = [("window", 40), ("h2o", 40), ("quantized:8", 200), ("snapkv+quantize:4", 120), ("revive", 100)]
+    by_library = [run(*method) for method in methods]
+    for name in ("runs", "reads", "inserts"):
+        monkeypatch.setattr(native, name, lambda *_: False)
+    monkeypatch.setattr("kvkeep.policies.assembly._exact", lambda *_: False)
+    monkeypatch.setattr(native, "kernels", lambda: pytest.fail("the library was called"))
+    for method, (logits, states) in zip(methods, by_library, strict=True):
+        plainly, others = run(*method)
+        torch.testing.assert_close(logits, plainly, atol=0.05, rtol=0.05)
+        assert states.keys() == others.keys()
+        assert method[0] != "window" or all(torch.equal(states[key], others[key]) for key in states if "slots" in key)
