@@ -123,7 +123,7 @@ class Passes:
         """Return attention over all entries of a layer, None where that is left to transformers."""
         layer = self.layers[self.geometry.layers[module.layer_idx].source]
         start = layer.cumulative_length - key.shape[2] if hasattr(layer, "cumulative_length") else 0
-        output = native.whole(query, key, value, mask, scaling, start, self.first)
+        output = native.attend_all(query, key, value, mask, scaling, start, self.first)
         if output is not None or mask is not None or not self.masks_itself:
             return output
         # No mask was made, and without one transformers would take the queries for the first tokens.

@@ -46,7 +46,7 @@ def test_the_library_reads_entries_where_they_lie(spec: str, budget: int) -> Non
             keys, values = (part[:, 0] if isinstance(part, Tensor) else part for part in (keys, values))
             assert native.runs(query, keys, values)
             found = native.Pieces(keys, values)
-            assert all(part.untyped_storage().data_ptr() in counted for part in found._held)
+            assert all(part.untyped_storage().data_ptr() in counted for part in found._tensors)
 
 
 @pytest.mark.parametrize("spec", CHECKPOINTED)

@@ -22,8 +22,9 @@ class Step:
 
     module: the layer's attention module. query (lanes, heads of the group, queries, key_dim). key, value (lanes, heads,
     new, dim): new entries only, as attention multiplies them. mask: over the new entries, or over past and new ones:
-    (lanes or 1, 1, queries, entries), bool or additive; None: causal. heads: KV heads of a row, as cached. own: the
-    module is the layer's own, no later one that reads the same entries; last: no module reads them after it.
+    (lanes or 1, 1, queries, entries), bool or additive; None: causal. heads: KV heads of a row, as cached.
+    brings_entries: the module brings the new entries, and is no later one that reads the same; last: no module reads
+    them after it.
     """
 
     module: Any
@@ -33,7 +34,7 @@ class Step:
     mask: Tensor | None
     scaling: float
     heads: int
-    own: bool
+    brings_entries: bool
     last: bool
 
     @classmethod
@@ -46,14 +47,14 @@ class Step:
         mask: Tensor | None,
         scaling: float,
         heads: int,
-        own: bool,
+        brings_entries: bool,
         last: bool,
     ) -> Step:
         """Return the step of tensors (batch, heads, n, dim) and a mask (batch or 1, 1, queries, entries), folded."""
         if mask is not None and mask.shape[0] > 1:
             mask = mask.repeat_interleave(heads, 0)
         query, key, value = (part.reshape(-1, part.shape[1] // heads, *part.shape[2:]) for part in (query, key, value))
-        return cls(module, query, key, value, mask, scaling, heads, own, last)
+        return cls(module, query, key, value, mask, scaling, heads, brings_entries, last)
 
     @property
     def new(self) -> int:

@@ -172,7 +172,7 @@ def run_layers(
     for each token. x: (1, tokens, hidden), what enters the first layer. cos, sin: (tokens, dim).
     """
     x = x.clone(memory_format=torch.contiguous_format)
-    tables = [_step_table(own, range(len(own))) for own in steps]
+    tables = [_step_table(of_layer, range(len(of_layer))) for of_layer in steps]
     kernels().kvkeep_run_layers(
         address_of(layers),
         address_of(by_layer := address_table([address_of(table) for table in tables])),
@@ -305,14 +305,14 @@ class Pieces:
     """Entries where they lie, as the library reads them. rows: its table of them. entries: how many there are."""
 
     def __init__(self, key: Any, value: Any) -> None:
-        self._held: list[Tensor] = []  # what the table points to
+        self._tensors: list[Tensor] = []  # what the table points to
         if getattr(key, "layout", "") == "spans":
             self.rows = piece_table(len(key.spans))
             for number, span in enumerate(key.spans):
                 copy_piece(self.rows, number, _piece_of(span))
         else:
             self.rows = piece_table(1)
-            self._held = _describe(self.rows[0], key, value)
+            self._tensors = _describe(self.rows[0], key, value)
         self.value_dim: int = value.shape[-1]
         self.entries = sum(row.count for row in self.rows)
 
@@ -321,10 +321,10 @@ def _piece_of(span: Span) -> KvPiece:
     """Return a span as the library reads it, up to date."""
     if span.compiled is None:
         piece, rows = KvPiece(), (0, 0)
-        held = _describe(piece, span.keys, span.values)
+        tensors = _describe(piece, span.keys, span.values)
         if isinstance(span.keys, Tensor):
             rows = tuple(part.stride(1) * part.itemsize for part in (span.keys, span.values))  # type: ignore[assignment]
-        span.compiled = piece, held, (piece.keys, piece.values), rows
+        span.compiled = piece, tensors, (piece.keys, piece.values), rows
     piece, _, (keys, values), (key_bytes, value_bytes) = span.compiled
     piece.keys, piece.values = keys + span.start * key_bytes, values + span.start * value_bytes
     piece.count = span.stop - span.start
@@ -351,24 +351,24 @@ def _entries(row: KvPiece, keys: Tensor, values: Tensor) -> list[Tensor]:
 def _describe_codes(row: KvPiece, keys: Any, values: Any) -> list[Tensor]:
     row.lanes, _, row.count, _ = keys.shape
     row.key_bits, row.value_bits, row.width = keys.bits, values.bits, values.width
-    held = [
+    tensors = [
         part if part[0].is_contiguous() else part.contiguous()
         for part in (keys.codes, keys.scale, keys.offset, values.codes, values.scale, values.offset)
     ]
-    codes, scale, offset = held[:3]
+    codes, scale, offset = tensors[:3]
     groups = row.count // TILE
     row.keys, row.key_scale, row.key_offset = codes.data_ptr(), scale.data_ptr(), offset.data_ptr()
     row.key_lane, row.key_scale_lane = codes.stride(0) * codes.itemsize, scale.stride(0)
     row.key_row = codes[0].numel() // groups * codes.itemsize
-    codes, scale, offset = held[3:]
+    codes, scale, offset = tensors[3:]
     row.values, row.value_scale, row.value_offset = codes.data_ptr(), scale.data_ptr(), offset.data_ptr()
     row.value_lane, row.value_scale_lane = codes.stride(0) * codes.itemsize, scale.stride(0)
     row.value_row = codes[0].numel() // groups * codes.itemsize
     if (mean := getattr(values, "mean", None)) is not None:
         channels = [part.expand(len(codes), -1, -1).contiguous() for part in (mean, values.deviation)]
         row.mean, row.deviation = (part.data_ptr() for part in channels)
-        held += channels
-    return held
+        tensors += channels
+    return tensors
 
 
 def _describe_channels(row: KvPiece, keys: Any, values: Any) -> list[Tensor]:
@@ -388,18 +388,18 @@ def _describe_estimates(row: KvPiece, keys: Any, values: Any) -> list[Tensor]:
     row.sums, row.lanes, row.count = keys.at.shape
     row.median = keys.by == "median"
     places = keys.at.int().contiguous()
-    held = [places]
+    tensors = [places]
     row.places = places.data_ptr()
     for name, part in (("key", keys), ("value", values)):
         cells = part.cells.contiguous()
-        held.append(cells)
+        tensors.append(cells)
         setattr(row, f"{name}s", cells.data_ptr())
         setattr(row, f"{name}_lane", cells.stride(0))
     if keys.mean is not None:
         means = [part.mean.float().contiguous() for part in (keys, values)]
-        held += means
+        tensors += means
         row.key_mean, row.mean = (mean.data_ptr() for mean in means)
-    return held
+    return tensors
 
 
 # -- attention over segments ----------------------------------------------------------------------------
@@ -459,8 +459,8 @@ class Call:
         """Return the output (lanes, groups, queries, value_dim) in ``dtype`` (bfloat16 or float32), and the log-sum-exp
         of scores (lanes, groups, queries) float32; zeros and -inf for a query that sees nothing.
 
-        state: made by :meth:`room`, where an attention takes several calls of whole blocks; a later call ``resumes``
-        it, and one that is not the ``last`` returns None.
+        state: made by :meth:`new_state`, where an attention takes several calls of whole blocks; a later call
+        ``resumes`` it, and one that is not the ``last`` returns None.
         """
         output = torch.empty(*self.query.shape[:3], self.value_dim, dtype=dtype) if last else None
         lse = torch.empty(self.query.shape[:3], dtype=torch.float32) if last else None
@@ -474,7 +474,7 @@ class Call:
         )
         return None if output is None or lse is None else (output, lse)
 
-    def room(self) -> Tensor:
+    def new_state(self) -> Tensor:
         """Return room for the state of an attention in several calls."""
         return torch.empty(self.query.shape[:3].numel() * (2 + self.value_dim), dtype=torch.float32)
 
@@ -576,15 +576,15 @@ class Run:
         queries = self.query.shape[2]
         lanes = max(len(mask) for _, mask in self._masks if mask is not None)
         rows = queries if newest or any(mask is not None and mask.shape[1] > 1 for _, mask in self._masks) else 1
-        whole = torch.ones(lanes, rows, entries + newest, dtype=torch.bool)
+        seen = torch.ones(lanes, rows, entries + newest, dtype=torch.bool)
         start = 0
         for count, mask in self._masks:
             if mask is not None:
-                whole[..., start : start + count] = mask
+                seen[..., start : start + count] = mask
             start += count
         if newest:
-            whole[..., entries:] = torch.ones(queries, newest, dtype=torch.bool).tril()
-        return whole
+            seen[..., entries:] = torch.ones(queries, newest, dtype=torch.bool).tril()
+        return seen
 
     def _attend_blocks(self) -> None:
         """Attend to the whole blocks at hand, and keep a copy of what lies behind them."""
@@ -598,7 +598,7 @@ class Run:
             return
         call = self._call(False, stop.expand(len(self.query)))
         if self._state is None:
-            self._state = call.room()
+            self._state = call.new_state()
         call.attend(state=self._state, resumes=self._start > 0, last=False)
         self._keep(low)
         self._start += low
@@ -655,7 +655,7 @@ def _layout(key: Any) -> str:
     return "" if isinstance(key, Tensor) else key.layout
 
 
-def whole(
+def attend_all(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, start: int, first: Tensor | None
 ) -> Tensor | None:
     """Return attention over all entries of a layer at once, (batch, heads, queries, value_dim); None where the kernel
@@ -669,7 +669,7 @@ def whole(
         return None
     batch, heads, queries, dim = query.shape
     kv_heads, entries = key.shape[1:3]
-    own = query.reshape(batch * kv_heads, heads // kv_heads, queries, dim)
+    grouped = query.reshape(batch * kv_heads, heads // kv_heads, queries, dim)
     lanes = (key.flatten(0, 1), value.flatten(0, 1))
     if mask is not None:
         mask = mask.expand(-1, -1, queries, -1)[:, 0]
@@ -680,6 +680,6 @@ def whole(
         shift = (start - origin).repeat_interleave(kv_heads)
         seen = (-shift).clamp(min=0) if mask is None else None
     past = entries - queries if mask is None else None
-    done = Call(own, [lanes], scaling, past, seen, None, shift, mask).attend()
+    done = Call(grouped, [lanes], scaling, past, seen, None, shift, mask).attend()
     assert done is not None
     return done[0].view(batch, heads, queries, -1)

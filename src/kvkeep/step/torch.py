@@ -59,14 +59,14 @@ def run(
     for step, token in zip(steps, tokens, strict=True):
         insert(step, key[0, :, token], value[0, :, token])
         lanes = key.shape[1]
-        own = query[0, :, token].unflatten(0, (lanes, -1))[:, :, None]
+        grouped = query[0, :, token].unflatten(0, (lanes, -1))[:, :, None]
         segments = [span.segment() for span in step.attend]
         if step.reduce:
             assert step.received is not None
-            found, received = scored(own, segments, scaling, step.reduce)
+            found, received = scored(grouped, segments, scaling, step.reduce)
             torch.cat(received, 1, out=step.received)
         else:
-            found = combined(own, segments, scaling)[0].to(query.dtype)
+            found = combined(grouped, segments, scaling)[0].to(query.dtype)
         output[0, token] = found.flatten(0, 2)
     return output
 
@@ -126,12 +126,12 @@ def partial(query: Tensor, segment: Segment, scaling: float) -> tuple[Tensor, Te
 
 def shared(query: Tensor, segment: Segment, scaling: float) -> tuple[Tensor, Tensor]:
     """The same as :func:`partial` for a shared segment: rows that read the same keys become heads of one row."""
-    (batch, heads, queries, _), own = query.shape, segment.key.shape[0]
-    rows = batch // own
-    folded = query.unflatten(0, (rows, own)).transpose(0, 1).flatten(1, 2)  # (own, rows * heads, queries, dim)
+    (batch, heads, queries, _), copies = query.shape, segment.key.shape[0]
+    rows = batch // copies
+    folded = query.unflatten(0, (rows, copies)).transpose(0, 1).flatten(1, 2)  # (copies, rows * heads, queries, dim)
     mask = segment.mask
     if mask is not None:  # a mask a row, (batch, 1, queries or 1, entries)
-        mask = mask.expand(-1, heads, queries, -1).unflatten(0, (rows, own)).transpose(0, 1).flatten(1, 2)
+        mask = mask.expand(-1, heads, queries, -1).unflatten(0, (rows, copies)).transpose(0, 1).flatten(1, 2)
     output, lse = partial(folded, Segment(segment.key, segment.value, mask), scaling)
     output, lse = (part.unflatten(1, (rows, heads)).transpose(0, 1).flatten(0, 1) for part in (output, lse))
     return output, lse
@@ -204,8 +204,8 @@ def _mixed(weights: Tensor, segment: Segment) -> Tensor:
     if not isinstance(segment.value, Tensor):
         return segment.value.mix(weights.squeeze(2)).unsqueeze(2)
     value = segment.value.flatten(0, 1)
-    own = weights.reshape(len(value), -1, weights.shape[-1]).to(value.dtype)
-    return torch.bmm(own, value).view(batch, heads, 1, -1)
+    flat = weights.reshape(len(value), -1, weights.shape[-1]).to(value.dtype)
+    return torch.bmm(flat, value).view(batch, heads, 1, -1)
 
 
 def received(
@@ -218,9 +218,9 @@ def received(
     groups = segment.key.shape[1]
     if segment.mask is not None:  # a query without visible entries has no weights
         lse = lse.masked_fill(lse == float("-inf"), float("inf"))
-    held = segment.key.flatten(0, 1) if isinstance(segment.key, Tensor) else segment.key.dense(torch.float32)
-    keys = held.float().transpose(-1, -2)
-    most = reduce == "max"
+    dense = segment.key.flatten(0, 1) if isinstance(segment.key, Tensor) else segment.key.dense(torch.float32)
+    keys = dense.float().transpose(-1, -2)
+    greatest = reduce == "max"
     total: Tensor | None = None
     for low in range(max(0, queries - last) if last is not None else 0, queries, BLOCK):
         high = min(low + BLOCK, queries)
@@ -231,10 +231,10 @@ def received(
             scores = _masked(scores.view(batch, heads, high - low, -1), segment, low, high)
         weights = scores.exp_()
         rows = weights.view(batch, -1, weights.shape[-1])
-        part = rows.amax(1) if most else rows.sum(1)
-        total = part if total is None else torch.maximum(total, part) if most else total.add_(part)
+        part = rows.amax(1) if greatest else rows.sum(1)
+        total = part if total is None else torch.maximum(total, part) if greatest else total.add_(part)
     assert total is not None
-    return total if most else total.div_(heads)
+    return total if greatest else total.div_(heads)
 
 
 def _masked(scores: Tensor, segment: Segment, low: int, high: int) -> Tensor:

@@ -112,7 +112,7 @@ def attended_exactly(layer: Layer, step: Step, output: Tensor, lse: Tensor) -> N
     """Let the selector and the store learn what a step over everything gave what is resident, evicted and new."""
     resident, store = layer.resident, layer.evicted
     wide = step.wide(layer.length)
-    if step.own:
+    if step.brings_entries:
         store.begin(resident)
     held = [layer.segment(piece, step, wide) for piece in resident.pieces()] if resident.observes else []
     resident.observe(step, lse, held, layer.pending, layer.length)

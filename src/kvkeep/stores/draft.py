@@ -117,7 +117,7 @@ class DraftAndVerify(Backed):
             asked = replace(voters.step, query=voters.step.query[:, :, :count])
             output, lse = voters.output[:, :, :count], voters.lse[:, :, :count]
             self._voters = replace(voters, step=asked, output=output, lse=lse)
-            step = replace(asked, key=key, value=value, own=True, last=True)
+            step = replace(asked, key=key, value=value, brings_entries=True, last=True)
             if agreed or not self.chooses(layer):
                 attended_exactly(layer, step, output, lse)
         layer.finish()

@@ -103,7 +103,7 @@ class Layer(CacheLayerMixin):
     def attends_settled(self, step: Step) -> bool:
         """Tell whether a step's entries are settled before they are attended: a single one where it will lie, with the
         others; and later readers find them there."""
-        return self.pending is None or (step.own and step.new == 1 and step.mask is None)
+        return self.pending is None or (step.brings_entries and step.new == 1 and step.mask is None)
 
     @property
     def origin(self) -> Tensor | None:

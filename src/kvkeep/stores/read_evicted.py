@@ -27,7 +27,7 @@ class ReadEvicted(Reader):
         settled = layer.attends_settled(step)
         if settled:
             layer.settle()
-        elif step.own:
+        elif step.brings_entries:
             store.begin(resident)
         found = self._attended_where_it_lies(layer, step) if settled and step.queries == 1 else None
         output = self._attended(layer, step, settled) if found is None else found

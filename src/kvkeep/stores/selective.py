@@ -87,7 +87,7 @@ class Selective(Backed):
     # -- a forward pass -----------------------------------------------------------------------------
 
     def attend(self, layer: Layer, step: Step) -> Tensor:
-        if step.own:
+        if step.brings_entries:
             self.last = 0.0
         wide = step.wide(layer.length)
         few = step.queries <= FEW and wide is None and not step.latent
@@ -147,7 +147,7 @@ class Selective(Backed):
             most.masked_fill_(taken[:, None, None], float("-inf"))
         left = (most - self._counted(layer, lse)[..., None]).logsumexp(-1)
         self._note(float(left.sigmoid().max()))  # S / (1 + S), by log S
-        if step.own:
+        if step.brings_entries:
             self._recalled += 0.0 if wanted is None else int(wanted.sum()) / len(away)
             self._away += int(counts.sum()) / len(away)
             self._steps += 1

@@ -77,7 +77,7 @@ class MergeByQueries(MergeNeighbours):
 
     def attended(self, step: Step, output: Tensor, resident: WorkingSet) -> None:
         self.scaling, self.group, self.heads = step.scaling, step.query.shape[1], step.heads
-        if self.asked is None or step.queries >= QUERIES or not step.own:
+        if self.asked is None or step.queries >= QUERIES or not step.brings_entries:
             self.asked = step.query
         else:
             self.asked = torch.cat([self.asked[:, :, step.queries - QUERIES :], step.query], 2)
