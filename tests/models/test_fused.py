@@ -22,7 +22,7 @@ from kvkeep.models.blocks import quantised
 from kvkeep.models.fused import FusedLayer, FusedNorm, is_whole
 from kvkeep.models.loading import load
 from kvkeep.models.packed import PackedLinear
-from kvkeep.native.library import library
+from kvkeep.native.library import _share_threads, kernels, library
 
 pytestmark = pytest.mark.usefixtures("kernels")
 FUSED = ("llama", "mistral", "qwen2", "qwen3", "gemma3")
@@ -164,6 +164,27 @@ def test_without_kernels_nothing_is_fused(model_folder: Path, monkeypatch: pytes
     monkeypatch.setattr(fusing, "library", lambda: None)
     model = load(model_folder, weights="bfloat16", device="cpu").model
     assert not any("forward" in vars(part) for part in model.modules()) and library() is not None
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["torch's", "its own"])
+@pytest.mark.parametrize("weights", ["bfloat16", "int8"])
+def test_a_model_has_the_same_logits_with_any_number_of_threads(weights: str, own: bool, made: Any) -> None:
+    model, before = made("qwen3", weights), torch.get_num_threads()
+    ids, found = IDS.repeat(1, 5), []
+    try:
+        if own:
+            kernels().kvkeep_use_openmp(None, None)
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            kernels().kvkeep_set_threads(threads)
+            cache = KeepCache(model, "snapkv+checkpoint:kv", budget=64, where="host")
+            prompt = logits(model, ids[:1], past_key_values=cache)
+            steps = [logits(model, ids[1:, at : at + 1], past_key_values=cache) for at in range(4)]
+            found.append(torch.cat([prompt, *steps], 1))
+    finally:
+        torch.set_num_threads(before)
+        _share_threads(kernels())
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
 # ---- what a receipt takes for the library's alone --------------------------------------------------------------------
