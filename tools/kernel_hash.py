@@ -69,7 +69,7 @@ def compare(write: bool, left: list[str]) -> None:
 
 
 def read(text: str) -> Hashes:
-    """Return hashes by kernel; a line that does not end in one is a finding of the program itself, and ends this one."""
+    """Return hashes by kernel. A line that does not end in one is a finding of the program itself, and a failure."""
     lines = [re.fullmatch(r"(\S.*?) +([0-9a-f]{16})", line) for line in text.splitlines()]
     if not lines or None in lines:
         wrong = [line for line, match in zip(text.splitlines(), lines, strict=True) if match is None]

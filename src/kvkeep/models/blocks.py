@@ -96,8 +96,8 @@ def _finite(rows: Tensor, bits: int) -> Tensor:
         raise ModelError("A matrix has a weight that is infinite or NaN: the file is damaged; fetch it again.")
     if greatest > limit:
         raise ModelError(
-            f"A matrix has a weight of {greatest:.4g}, and weights of {bits} bits reach {limit:.4g}: load the model with "
-            "--weights bfloat16."
+            f"A matrix has a weight of {greatest:.4g}, and weights of {bits} bits reach {limit:.4g}: load the model "
+            "with --weights bfloat16."
         )
     return rows
 

@@ -290,8 +290,8 @@ def fuse(model: Any, layers: Any) -> int:
 
 
 def is_whole(model: Any, layers: Any) -> bool:
-    """Return whether the library computes all of those ``layers``, every norm of ``model`` and every angle: torch then
-    rounds single elements at most, which every processor does alike. A model that caps its logits takes torch's tanh."""
+    """Return whether the library computes all of those ``layers``, every norm of ``model`` and every angle, and nothing
+    caps the logits (by torch's tanh): torch then rounds single elements at most, which every processor does alike."""
     config = model.config.get_text_config()
     if getattr(config, "final_logit_softcapping", None) is not None:
         return False
