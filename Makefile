@@ -7,7 +7,7 @@ USED := $(VENV)/used
 # What the native library is made of: when it changes, the library is built anew.
 NATIVE := CMakeLists.txt $(wildcard cmake/*.cmake cmake/editable/CMakeLists.txt src/kvkeep/native/*.cpp src/kvkeep/native/*.h)
 
-.PHONY: venv model demo test test-quick soak lint docs hashes bench clean
+.PHONY: venv model demo test test-quick soak lint docs hashes paths bench clean
 .DEFAULT_GOAL := test
 
 # What a user needs, and what the tests need besides: the lab, the connector for vLLM, ray and lm-eval.
@@ -55,9 +55,17 @@ soak: $(STAMP) model
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-# Whether kernels compute the same on every instruction set that can run here.
+# Whether kernels compute the same on every instruction set that can run here; ALL=--all fails where one cannot.
 hashes: $(STAMP)
-	$(BIN)/python tools/kernel_hash.py
+	$(BIN)/python tools/kernel_hash.py $(ALL)
+
+# What depends on the kernels, by paths that this processor would not choose. Without the library its tests are skipped.
+paths: $(STAMP)
+	$(BIN)/python -c "from kvkeep.native.library import path; assert path() != 'torch', 'the native library was not built'"
+	for path in avx2 plain; do \
+	  KVKEEP_CPU=$$path OMP_NUM_THREADS=1 $(BIN)/pytest --quick tests/native tests/attention tests/test_bits_contract.py \
+	    || exit 1; \
+	done
 
 bench: $(STAMP) model
 	$(BIN)/kvkeep bench

@@ -1,18 +1,21 @@
 """Compare what the native library's kernels compute on every instruction set that can run here.
 
-python tools/kernel_hash.py [--write]
+python tools/kernel_hash.py [--all] [--write]
 
 It builds the program of tests/native/hash.cpp and runs it for each path: those of this processor, in the library that
 is installed, the sources for AVX-512 and AVX-VNNI by SIMDe where the processor has not these, and aarch64 under
 qemu-user. All hashes have to be the same, and those of tests/native/hashes.txt, which --write writes anew. What cannot
-run here is named. Standard library only.
+run here is named; with --all that is a failure. Debian's packages that it needs are installed where apt-get is there
+and the user is root or may become root by sudo without a password. Standard library only.
 """
 
 from __future__ import annotations
 
+import argparse
 import functools
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -22,6 +25,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 KNOWN = ROOT / "tests" / "native" / "hashes.txt"
+COMPILERS = ("c++", "g++", "clang++")
 CROSS = "aarch64-linux-gnu-g++"
 PACKAGES = {CROSS: "g++-aarch64-linux-gnu", "qemu-aarch64": "qemu-user"}
 """Programs, and Debian's packages of them."""
@@ -31,14 +35,27 @@ Hashes = dict[str, str]
 
 def main() -> None:
     """Build, run and compare; a difference ends the program with exit code 1."""
+    parser = argparse.ArgumentParser(description="Compare what kernels compute on every instruction set.")
+    parser.add_argument("--all", action="store_true", help="fail where a path cannot run here")
+    parser.add_argument("--write", action="store_true", help="write tests/native/hashes.txt")
+    asked = parser.parse_args()
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"  # cmake from PyPI
-    if not shutil.which("cmake") or not any(map(shutil.which, ("c++", "g++", "clang++"))):
-        print("Kernel hashes: not run, there is no cmake or no C++ compiler.")
-        return
-    write = sys.argv[1:] == ["--write"]
+    left: list[str] = []
+    if shutil.which("cmake") and any(map(shutil.which, COMPILERS)):
+        compare(asked.write, left)
+    else:
+        left.append("all paths: there is no cmake or no C++ compiler")
+    for path in left:
+        print(f"  not run, {path}")
+    if left and asked.all:
+        sys.exit("Not every path was run.")
+
+
+def compare(write: bool, left: list[str]) -> None:
+    """Run every path that can run here, and add to ``left`` what cannot, and why."""
     known = {} if write or not KNOWN.is_file() else read(KNOWN.read_text())
     differ = False
-    for name, text in runs():
+    for name, text in runs(left):
         found = read(text)
         if not known:
             known, reference = found, text
@@ -52,41 +69,45 @@ def main() -> None:
 
 
 def read(text: str) -> Hashes:
-    """Return hashes by kernel; a line that ends in anything else than a hash is a finding of the program itself."""
-    return dict(line.rsplit(maxsplit=1) for line in text.splitlines())
+    """Return hashes by kernel. A line that does not end in one is a finding of the program itself, and a failure."""
+    lines = [re.fullmatch(r"(\S.*?) +([0-9a-f]{16})", line) for line in text.splitlines()]
+    if not lines or None in lines:
+        wrong = [line for line, match in zip(text.splitlines(), lines, strict=True) if match is None]
+        sys.exit("The program prints other lines than hashes:\n" + "\n".join(wrong or ["nothing"]))
+    return {match[1]: match[2] for match in lines if match}
 
 
-def runs() -> Iterator[tuple[str, str]]:
+def runs(left: list[str]) -> Iterator[tuple[str, str]]:
     """Yield the name of each run and what the program prints."""
     program = linked() or built("native")
     paths = output([str(program)]).split()
     for path in paths:
         yield path, output([str(program), path])
     if platform.machine() in ("x86_64", "AMD64"):
-        yield from by_simde(paths)
+        yield from by_simde(paths, left)
     if platform.machine() == "x86_64" and sys.platform == "linux":
-        yield from by_qemu()
+        yield from by_qemu(left)
 
 
-def by_simde(paths: list[str]) -> Iterator[tuple[str, str]]:
+def by_simde(paths: list[str], left: list[str]) -> Iterator[tuple[str, str]]:
     """Yield the runs, by SIMDe, of the sources for instructions that this processor lacks."""
     lacking = [path for path in ("avx512", "avxvnni") if path not in paths]
     header = Path("/usr/include/simde/x86/avx512.h")
     if not lacking:
         return
     if "avx2" not in paths or not (header.is_file() or (installed(SIMDE) and header.is_file())):
-        print(f"  {' and '.join(lacking)} by SIMDe: not run, it needs AVX2 and {SIMDE}")
+        left.append(f"{' and '.join(lacking)} by SIMDe: AVX2 and {SIMDE} are needed")
         return
     program = built("simde", "-DKVKEEP_SIMDE=ON", f"-DKVKEEP_ONLY={';'.join(lacking)}")
     for path in lacking:
         yield f"{path} by SIMDe", output([str(program), path])
 
 
-def by_qemu() -> Iterator[tuple[str, str]]:
+def by_qemu(left: list[str]) -> Iterator[tuple[str, str]]:
     """Yield the runs of aarch64's paths under qemu."""
     missing = [package for program, package in PACKAGES.items() if not shutil.which(program)]
     if missing and not (installed(*missing) and all(map(shutil.which, PACKAGES))):
-        print(f"  aarch64 under qemu: not run, it needs {' and '.join(missing)}")
+        left.append(f"aarch64 under qemu: {' and '.join(missing)} are needed")
         return
     program = built(
         "aarch64", f"-DCMAKE_CXX_COMPILER={CROSS}", "-DCMAKE_SYSTEM_NAME=Linux", "-DCMAKE_SYSTEM_PROCESSOR=aarch64"
@@ -97,24 +118,27 @@ def by_qemu() -> Iterator[tuple[str, str]]:
 
 
 @functools.cache
-def updated() -> bool:
-    """Return whether apt can install packages here, with lists that are new."""
-    if os.geteuid() or not shutil.which("apt-get"):
-        return False
-    return not subprocess.run(["apt-get", "update", "-qq"], capture_output=True, timeout=120).returncode
+def apt() -> list[str]:
+    """Return apt-get as a command that may install packages here, with lists that are new; nothing without."""
+    command = ["apt-get"] if not os.geteuid() else ["sudo", "-n", "apt-get"]
+    if not all(map(shutil.which, (command[0], "apt-get"))):
+        return []
+    return [] if subprocess.run([*command, "update", "-qq"], capture_output=True, timeout=120).returncode else command
 
 
 def installed(*packages: str) -> bool:
     """Install Debian's packages where that is possible; return whether it was."""
-    command = ["apt-get", "install", "-y", "-qq", "--no-install-recommends", *packages]
+    if not apt():
+        return False
+    command = [*apt(), "install", "-y", "-qq", "--no-install-recommends", *packages]
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    return updated() and not subprocess.run(command, capture_output=True, env=environment, timeout=300).returncode
+    return not subprocess.run(command, capture_output=True, env=environment, timeout=300).returncode
 
 
 def linked() -> Path | None:
     """Return the program linked with the library of an editable install; None where there is no such library."""
     library, program = ROOT / "src" / "kvkeep" / "native" / "libkvkeep.so", ROOT / "build" / "hash-installed"
-    compiler = next(found for name in ("c++", "g++", "clang++") if (found := shutil.which(name)))
+    compiler = next(found for name in COMPILERS if (found := shutil.which(name)))
     if not library.is_file() or sys.platform != "linux":
         return None
     program.parent.mkdir(exist_ok=True)

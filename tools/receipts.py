@@ -4,7 +4,8 @@
     python tools/receipts.py [--write] FILE...
 
 Rows that are promised have to be the same in all files of a model; the program ends with exit code 1 where one is not,
-and writes nothing. A measured row that differs is written as "differs".
+or where any row was not computed, and writes nothing. A measured row that differs is written as "differs". Tables of
+models without a file stay as they are.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from kvkeep_lab.studies.receipt import ReceiptStudy
 from pydantic import TypeAdapter
 
 PAGE = Path(__file__).parents[1] / "docs" / "receipts.md"
-TABLES = re.compile(r"(<!-- tables: tools/receipts.py -->\n).*?(<!-- end of tables -->)", re.DOTALL)
+TABLES = re.compile(r"(<!-- tables: tools/receipts.py -->\n)(.*?)(<!-- end of tables -->)", re.DOTALL)
 DIFFERS = "differs"
 
 
@@ -34,10 +35,22 @@ def main() -> None:
     if not found:
         sys.exit(__doc__)
     models = groupby(sorted(found, key=_model), _model)
-    tables = "\n".join(_table(name, list(reports)) for name, reports in models)
-    print(tables)
+    tables = {name: _table(name, list(reports)) for name, reports in models}
+    print("\n".join(tables.values()))
     if write:
-        PAGE.write_text(TABLES.sub(lambda match: f"{match[1]}\n{tables}\n{match[2]}", PAGE.read_text("utf-8")), "utf-8")
+        PAGE.write_text(updated(PAGE.read_text("utf-8"), tables), "utf-8")
+
+
+def updated(page: str, tables: dict[str, str]) -> str:
+    """Return the page with ``tables``, by model, in place of its own for these models."""
+
+    def joined(match: re.Match[str]) -> str:
+        sections = re.split(r"^(?=### )", match[2].strip("\n"), flags=re.MULTILINE)
+        known = {section.split()[1]: f"{section.rstrip()}\n" for section in sections if section.startswith("### ")}
+        both = known | tables
+        return f"{match[1]}\n" + "\n".join(both[name] for name in sorted(both)) + f"\n{match[3]}"
+
+    return TABLES.sub(joined, page)
 
 
 def _model(report: dict[str, Any]) -> str:
@@ -72,6 +85,9 @@ def _table(model: str, reports: list[dict[str, Any]]) -> str:
 def _merged(model: str, rows: tuple[Row, ...]) -> Row:
     """Return the row of all files; ends the program where a promised one differs."""
     first = rows[0]
+    for row in rows:
+        if row.error or not row.logits:
+            sys.exit(f"{model}: '{row.label}' was not computed: {row.error or 'it has no digest'}")
     if all((row.logits, row.session) == (first.logits, first.session) for row in rows):
         return first
     if first.promised:

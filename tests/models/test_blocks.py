@@ -8,6 +8,7 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
+from kvkeep.errors import ModelError
 from kvkeep.models.blocks import KINDS, Blocks, quantised
 from kvkeep.models.packed import Packed
 
@@ -47,6 +48,28 @@ def test_panels_hold_every_bit(kind: str, kernels: None) -> None:
         assert torch.equal(packed.rows(index), blocks.dense()[index])
         if count % 16 == 0:
             assert packed.nbytes == count * rows.shape[1] // about.size * about.packed <= 1.03 * blocks.rows.nbytes
+
+
+@pytest.mark.parametrize(
+    ("bits", "weight", "sentence"),
+    [
+        (8, 9e6, "has a weight of 9e\\+06, and weights of 8 bits reach 8.319e\\+06: .* --weights bfloat16"),
+        (4, -7e4, "has a weight of 7e\\+04, and weights of 4 bits reach 6.55e\\+04: .* --weights bfloat16"),
+        (8, float("nan"), "infinite or NaN: the file is damaged"),
+        (4, float("-inf"), "infinite or NaN: the file is damaged"),
+    ],
+)
+def test_a_weight_beyond_the_scales_is_said(bits: int, weight: float, sentence: str) -> None:
+    rows = torch.randn(3, 64)
+    rows[1, 40] = weight
+    with pytest.raises(ModelError, match=sentence):
+        quantised(rows, bits)
+
+
+@pytest.mark.parametrize(("bits", "greatest"), [(8, 8.3e6), (4, 65500.0)])
+def test_the_largest_weights_have_finite_scales(bits: int, greatest: float) -> None:
+    rows = torch.linspace(-greatest, greatest, 64).view(2, 32)
+    assert (quantised(rows, bits).dense() - rows).abs().max() < greatest / (8 if bits == 4 else 100)
 
 
 @pytest.mark.parametrize(("bits", "furthest"), [(4, 0.55 / 15), (8, 0.51 / 127), (16, 2**-8)])

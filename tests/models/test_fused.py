@@ -16,9 +16,13 @@ from families import COMMON, FAMILIES
 from torch import Tensor
 
 from kvkeep import KeepCache
-from kvkeep.models.fused import FusedLayer, FusedNorm
+from kvkeep.models import fused as fusing
+from kvkeep.models.adapter import decoder_of, layers_of
+from kvkeep.models.blocks import quantised
+from kvkeep.models.fused import FusedLayer, FusedNorm, is_whole
 from kvkeep.models.loading import load
-from kvkeep.native.library import library
+from kvkeep.models.packed import PackedLinear
+from kvkeep.native.library import _share_threads, kernels, library
 
 pytestmark = pytest.mark.usefixtures("kernels")
 FUSED = ("llama", "mistral", "qwen2", "qwen3", "gemma3")
@@ -157,8 +161,103 @@ def test_a_dtype_is_asked_for_in_vain(made: Any) -> None:
 
 
 def test_without_kernels_nothing_is_fused(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvkeep.models import fused as module
-
-    monkeypatch.setattr(module, "library", lambda: None)
+    monkeypatch.setattr(fusing, "library", lambda: None)
     model = load(model_folder, weights="bfloat16", device="cpu").model
     assert not any("forward" in vars(part) for part in model.modules()) and library() is not None
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["torch's", "its own"])
+@pytest.mark.parametrize("weights", ["bfloat16", "int8"])
+def test_a_model_has_the_same_logits_with_any_number_of_threads(weights: str, own: bool, made: Any) -> None:
+    model, before = made("qwen3", weights), torch.get_num_threads()
+    ids, found = IDS.repeat(1, 5), []
+    try:
+        if own:
+            kernels().kvkeep_use_openmp(None, None)
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            kernels().kvkeep_set_threads(threads)
+            cache = KeepCache(model, "snapkv+checkpoint:kv", budget=64, where="host")
+            prompt = logits(model, ids[:1], past_key_values=cache)
+            steps = [logits(model, ids[1:, at : at + 1], past_key_values=cache) for at in range(4)]
+            found.append(torch.cat([prompt, *steps], 1))
+    finally:
+        torch.set_num_threads(before)
+        _share_threads(kernels())
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+# ---- what a receipt takes for the library's alone --------------------------------------------------------------------
+
+LONG = {"factor": 4.0, "original_max_position_embeddings": 32}
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "linear": {"factor": 4.0},
+    "llama3": LONG | {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "dynamic": {"factor": 4.0},
+    "yarn": LONG,
+    "longrope": LONG | {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8},
+}
+
+
+def whole(model: Any) -> bool:
+    return is_whole(model, layers_of(decoder_of(model)))
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_a_model_whose_angles_torch_computes_is_not_whole(kind: str, tmp_path: Path) -> None:
+    rope = {"rope_type": kind, "rope_theta": 10000.0} | ROPES[kind]
+    config = hf.LlamaConfig(**COMMON | {"intermediate_size": 64}, head_dim=16, rope_parameters=rope)
+    hf.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    model = load(tmp_path, weights="bfloat16", device="cpu").model
+    assert len(fused(model)) == 4 and whole(model) is (kind in ("default", "linear", "llama3"))
+
+
+def test_a_model_is_whole_if_the_library_computes_all_of_its_layers_and_logits(made: Any) -> None:
+    assert all(whole(made(family)) for family in FUSED)
+    assert not any(whole(made(family)) for family in [*OTHERS, "phi3", "gpt2", "qwen3_moe"] if family != "granite")
+    capped = copy.deepcopy(made("gemma3"))
+    capped.config.get_text_config().final_logit_softcapping = 30.0
+    assert not whole(capped)
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "outputs", "inputs"),
+    [
+        ("self_attn", "q_proj", 72, 32),
+        ("self_attn", "k_proj", 64, 32),
+        ("self_attn", "v_proj", 64, 32),
+        ("self_attn", "v_proj", 32, 64),
+        ("self_attn", "o_proj", 32, 64),
+        ("self_attn", "o_proj", 64, 32),
+        ("mlp", "gate_proj", 64, 64),
+        ("mlp", "up_proj", 128, 32),
+        ("mlp", "down_proj", 64, 64),
+    ],
+)
+def test_matrices_of_other_shapes_are_refused_before_a_kernel_reads_them(
+    part: str, name: str, outputs: int, inputs: int, made: Any
+) -> None:
+    layer = copy.deepcopy(made("llama")).model.layers[0]
+    block = getattr(layer, part)
+    own = getattr(block, name)
+    assert (own.out_features, own.in_features) != (outputs, inputs)
+    setattr(block, name, PackedLinear(quantised(torch.randn(outputs, inputs), 16)))
+    with pytest.raises(TypeError, match="shapes"):
+        FusedLayer(layer)
+
+
+def test_models_can_be_loaded_at_once(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trial of one model's layer begins and ends within another's."""
+    (one, *_), (other, *_) = fused(copy.deepcopy(made("llama"))), fused(copy.deepcopy(made("qwen3")))
+    own, tried = fusing.sdpa_attention_forward, []
+
+    def attention(*args: Any, **kwargs: Any) -> Any:
+        if not tried:
+            tried.append(other)
+            assert fusing._agrees(other)
+        return own(*args, **kwargs)
+
+    monkeypatch.setattr(fusing, "sdpa_attention_forward", attention)
+    assert fusing._agrees(one) and tried

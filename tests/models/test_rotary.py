@@ -39,6 +39,7 @@ def moved(frequencies: torch.Tensor, steps: int) -> torch.Tensor:
 def test_frequencies_are_those_of_the_config(kind: str, theta: float, dim: int) -> None:
     own = module(theta, dim, **KINDS[kind])
     found = [_frequencies(_parameters(own, None), moved(own.inv_freq, steps)) for steps in (-2, 0, 2)]
+    assert found[0] is not None and found[1] is not None and found[2] is not None
     assert torch.equal(found[0], found[1]) and torch.equal(found[1], found[2])
     assert torch.allclose(found[1], own.inv_freq, rtol=2e-6, atol=0)
 
@@ -46,7 +47,15 @@ def test_frequencies_are_those_of_the_config(kind: str, theta: float, dim: int) 
 def test_frequencies_of_another_kind_are_the_modules() -> None:
     own = module(1e4, 64, rope_type="yarn", factor=4.0, original_max_position_embeddings=1024)
     for steps in (0, 2):
-        assert torch.equal(_frequencies(_parameters(own, None), moved(own.inv_freq, steps)), moved(own.inv_freq, steps))
+        assert _frequencies(_parameters(own, None), moved(own.inv_freq, steps)) is None
+
+
+@pytest.mark.usefixtures("kernels")
+def test_it_says_whether_frequencies_are_computed_here() -> None:
+    for kind, parameters in [*KINDS.items(), ("yarn", {"rope_type": "yarn", "factor": 4.0})]:
+        own = module(1e4, 64, **parameters, **({} if kind != "yarn" else {"original_max_position_embeddings": 1024}))
+        replace_rotary(own)
+        assert own.forward.exact is (kind != "yarn") and own.forward.dims == {64}
 
 
 @pytest.mark.usefixtures("kernels")

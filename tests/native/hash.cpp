@@ -64,7 +64,10 @@ void fill_bytes(Array<uint8_t>& to, uint64_t seed) {
 }
 void fill_half(Array<uint16_t>& to, uint64_t seed) {  // float16 of 2^-7 or so
   Random random{seed};
-  for (size_t i = 0; i < to.size; i++) to[i] = uint16_t(0x2000 | random.below(0x400) | random.below(2) << 15);
+  for (size_t i = 0; i < to.size; i++) {
+    const int64_t fraction = random.below(0x400), sign = random.below(2);
+    to[i] = uint16_t(0x2000 | fraction | sign << 15);
+  }
 }
 
 // ---- hashes ---------------------------------------------------------------------------------------------------------
@@ -85,7 +88,8 @@ template <class F> void print(const std::string& name, const F& kernel) {
     kernel(hash);
     values[i] = hash.value;
   }
-  printf("%-24s %016llx%s\n", name.c_str(), (unsigned long long)values[0], values[0] == values[1] ? "" : " THREADS DIFFER");
+  const char* differ = values[0] == values[1] ? "" : " THREADS DIFFER";
+  printf("%-24s %016llx%s\n", name.c_str(), (unsigned long long)values[0], differ);
 }
 
 // ---- matrices -------------------------------------------------------------------------------------------------------
@@ -376,19 +380,19 @@ void hash_attention() {
       add_attention(hash, {entries.piece(700, 9), entries.piece(0, 700), entries.piece(1000, 333)}, queries, true);
       add_attention(hash, {entries.piece(0, 600)}, queries, queries > 1, true);
     });
-  for (int64_t dim : {72, 80, 112}) {
+  for (int64_t dim : {72, 80, 112, 128, 256}) {
     print("attention of dim " + std::to_string(dim), [&](Hash& hash) {
       for (int64_t queries : {1, 40})
         for (int64_t value_dim : {dim, dim - 24}) {
           const int64_t count = 600;
-          Array<bf16> query(LANES * GROUPS * queries * dim), keys(LANES * count * dim), values(LANES * count * value_dim),
-              out(LANES * GROUPS * queries * value_dim);
+          Array<bf16> query(LANES * GROUPS * queries * dim), keys(LANES * count * dim),
+              values(LANES * count * value_dim), out(LANES * GROUPS * queries * value_dim);
           Array<float> lse(LANES * GROUPS * queries);
           fill(query, 45, 45);
           fill(keys, dim, 50);
           fill(values, value_dim, 60);
-          kvkeep_attend_rows(query, keys, values, count * dim, count * value_dim, LANES, GROUPS, queries, dim, value_dim,
-                             count, 0.125f, out, lse, nullptr, 0);
+          kvkeep_attend_rows(query, keys, values, count * dim, count * value_dim, LANES, GROUPS, queries, dim,
+                             value_dim, count, 0.125f, out, lse, nullptr, 0);
           hash.add(out);
           hash.add(lse);
         }
@@ -407,6 +411,27 @@ void hash_attention() {
     kvkeep_attend(&a, out, 0, lse, nullptr, 0);
     hash.add(out);
     hash.add(lse);
+  });
+  print("attention to no number", [&](Hash& hash) {  // a query of NaN; keys of NaN and of infinity
+    const int64_t count = 600;
+    for (int64_t queries : {1, 3}) {
+      Array<bf16> query(LANES * GROUPS * queries * DIM), keys(LANES * count * DIM), values(keys.size), out(query.size);
+      Array<float> lse(LANES * GROUPS * queries);
+      fill(query, 45, 45);
+      fill(keys, 50, 50);
+      fill(values, 60, 60);
+      query[DIM * queries + 5] = 0x7fc1;
+      keys[7 * DIM + 3] = 0xffff;
+      keys[550 * DIM + 60] = 0x7fc0;
+      keys[(count + 9) * DIM + 2] = 0x7f80;
+      kvkeep_attend_rows(query, keys, values, count * DIM, count * DIM, LANES, GROUPS, queries, DIM, DIM, count, 0.125f,
+                         out, lse, nullptr, 0);
+      for (int64_t d = 0; d < DIM; d++)
+        if (out[DIM * queries + d] & 0x7fff) printf("attention to no number: A QUERY OF NAN GIVES NO ZEROS\n");
+      for (size_t i = 0; i < out.size; i++)
+        if ((out[i] & 0x7fff) > 0x7f80) out[i] = 0x7fc0;
+      hash.add(out);
+    }
   });
   print("attention in two calls", [&](Hash& hash) {
     Array<bf16> query(LANES * GROUPS * 3 * DIM), out(query.size);
@@ -447,7 +472,7 @@ void hash_attention() {
   });
 }
 
-// ---- sessions: each token's entry is put into a bank, then it attends -------------------------------------------------
+// ---- sessions: each token's entry is put into a bank, then it attends -----------------------------------------------
 
 struct Session {
   static constexpr int64_t COLUMNS = 90;

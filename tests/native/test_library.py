@@ -72,6 +72,27 @@ def test_the_best_path_is_taken_and_any_other_can_be_named(monkeypatch: pytest.M
         assert torch.equal(normed(), expected)
 
 
+@pytest.mark.usefixtures("kernels")
+def test_without_a_wish_the_best_path_is_taken_whatever_was_chosen_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVKEEP_CPU", "plain")
+    assert native.path() == "plain"
+    monkeypatch.delenv("KVKEEP_CPU")
+    assert native.path() == paths()[0]
+
+
+@pytest.mark.parametrize(("made", "why"), [(False, "was not built"), (True, "cannot be used")])
+def test_a_path_without_a_library_says_what_is_missing(
+    made: bool, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "FILE", tmp_path / "libkvkeep.so")
+    if made:
+        native.FILE.write_bytes(b"half a file")
+    monkeypatch.setenv("KVKEEP_CPU", "avx2")
+    with pytest.raises(UsageError, match=f"^KVKEEP_CPU=avx2 needs the native library, which {why}\\.$"):
+        native.path()
+
+
+@pytest.mark.usefixtures("kernels")
 def test_a_path_that_is_not_here_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     here = [*paths(), "torch"]
     forget()

@@ -11,6 +11,7 @@ from torch import Tensor
 from kvkeep.models import packed
 from kvkeep.models.blocks import KINDS, Blocks
 from kvkeep.models.packed import PackedLinear
+from kvkeep.native.library import KvMatrix, address_of, kernels
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -84,3 +85,14 @@ def test_without_the_library_products_are_as_near(kind: str, monkeypatch: pytest
     assert not linear.native
     wanted = x.double() @ matrix.dense(torch.bfloat16).double().T + linear.bias.double()  # type: ignore[union-attr]
     assert ((linear(x).double() - wanted).abs() <= wanted.abs() * 2**-8 + 0.02 * wanted.abs().mean()).all()
+
+
+def test_a_matrix_of_no_kind_is_neither_packed_nor_read() -> None:
+    data, out = torch.zeros(4096, dtype=torch.uint8), torch.full((16, 64), 7.0)
+    for number in (-1, len(KINDS), 1 << 40):
+        matrix, index = KvMatrix(data.data_ptr(), 64, 16, number), torch.zeros(1, dtype=torch.int64)
+        assert not kernels().kvkeep_packed_bytes(number, 64, 16)
+        assert not kernels().kvkeep_pack(number, 64, 16, out.data_ptr(), 64, data.data_ptr())
+        kernels().kvkeep_unpack(address_of(matrix), out.data_ptr(), 64)
+        kernels().kvkeep_rows(address_of(matrix), index.data_ptr(), 1, out.data_ptr())
+    assert (out == 7).all() and not data.any()

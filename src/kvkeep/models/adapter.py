@@ -102,7 +102,7 @@ class Adapter:
         """Return cosines and sines for :meth:`turn`: ``by`` positions (batch, n), negative for earlier, in the dtype of
         ``like``. Layers of one type share them."""
         cos, sin = self._position_embeddings(layer_idx, like, by)
-        scale = torch.rsqrt(cos.float().square() + sin.float().square())  # some rotary embeddings also scale
+        scale = (cos.float().square() + sin.float().square()).sqrt().reciprocal()  # some rotary embeddings also scale
         return (cos * scale).to(like.dtype), (sin * scale).to(like.dtype)
 
     def turn(self, layer_idx: int, keys: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:

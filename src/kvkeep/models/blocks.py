@@ -16,10 +16,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvkeep.errors import ModelError
+
 Bytes = NDArray[np.uint8]
 Parts = tuple[NDArray[Any], NDArray[Any], NDArray[Any] | None]
 """codes (blocks, elements), scales and offsets (blocks, elements / group)."""
 
+HALF_MAXIMUM = 65504.0
+"""The greatest number in float16, in which scales and offsets are kept."""
 AT_ONCE = 1 << 22
 """Elements that are decoded or quantised at a time: the steps take several times their memory."""
 
@@ -74,12 +78,28 @@ class Blocks:
 
 def quantised(weight: Tensor, bits: int) -> Blocks:
     """Return ``weight`` (outputs, inputs) in 4 bits (by least and greatest of a group of 32) or 8 (by the greatest), or
-    in bfloat16 (16); in bfloat16 as well where its rows are no whole groups."""
+    in bfloat16 (16); in bfloat16 as well where its rows are no whole groups. Raises ModelError where a group has
+    weights that are too large for a scale or an offset in float16, or infinite or NaN."""
     if bits == 16 or weight.shape[1] % GROUP:
         return Blocks("BF16", weight.detach().to(torch.bfloat16).contiguous().view(torch.uint8))
     step, encode = max(1, AT_ONCE // weight.shape[1]), _in_8_bits if bits == 8 else _in_4_bits
-    parts = [encode(rows.detach().float().unflatten(1, (-1, GROUP))) for rows in weight.split(step)]
+    parts = [encode(_finite(rows.detach().float(), bits).unflatten(1, (-1, GROUP))) for rows in weight.split(step)]
     return Blocks("Q8_0" if bits == 8 else "Q4_1", torch.cat(parts))
+
+
+def _finite(rows: Tensor, bits: int) -> Tensor:
+    """Return ``rows``, whose scales and offsets are finite in float16. The spread of a group is at most twice its
+    greatest, and a scale the 15th part of it: of 4 bits the offset is what overflows first."""
+    limit = HALF_MAXIMUM * 127 if bits == 8 else HALF_MAXIMUM
+    greatest = rows.abs().amax()
+    if not greatest.isfinite():
+        raise ModelError("A matrix has a weight that is infinite or NaN: the file is damaged; fetch it again.")
+    if greatest > limit:
+        raise ModelError(
+            f"A matrix has a weight of {greatest:.4g}, and weights of {bits} bits reach {limit:.4g}: load the model "
+            "with --weights bfloat16."
+        )
+    return rows
 
 
 def _in_8_bits(rows: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvkeep.models.freed import give_back
 from kvkeep.models.packed import PANEL, Packed, PackedLinear
-from kvkeep.models.rotary import replace_rotary
+from kvkeep.models.rotary import Rotary, replace_rotary
 from kvkeep.native.library import KvLayer, address, address_of, address_table, float_table, kernels, library
 from kvkeep.step.native import run_layers
 from kvkeep.step.plan import LayerStep
@@ -30,7 +30,6 @@ from kvkeep.step.plan import LayerStep
 log = logging.getLogger(__name__)
 _GATES: tuple[Callable[[Tensor], Tensor], ...] = (functional.silu, lambda x: functional.gelu(x, approximate="tanh"))
 """By KvLayer's number of a gate."""
-_TRIAL = "kvkeep_trial"
 
 
 class FusedNorm:
@@ -64,6 +63,11 @@ class FusedLayer:
         self.dim = attention.head_dim
         self.heads, self.kv_heads = (part.out_features // self.dim for part in projections[:2])
         self.hidden, self.inner = attention.q_proj.in_features, mlp.gate_proj.out_features
+        shapes = [(part.out_features, part.in_features) for part in linear]
+        query, key, hidden, inner = self.heads * self.dim, self.kv_heads * self.dim, self.hidden, self.inner
+        enter = [(query, hidden), (key, hidden), (key, hidden)]
+        if shapes != [*enter, (hidden, query), (inner, hidden), (inner, hidden), (hidden, inner)]:
+            raise TypeError("its matrices do not have the shapes of Llama's")
         if self.inner % 16 or self.dim % 2 or not all(type(part) is PackedLinear and part.native for part in linear):
             raise TypeError("its matrices are not the library's, or its widths not multiples of 16")
         if any(part.bias is not None for part in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)):
@@ -274,12 +278,20 @@ def fuse(model: Any, layers: Any) -> int:
 
 
 def is_whole(model: Any, layers: Any) -> bool:
-    """Return whether the kernels compute all of those ``layers``, and every norm of ``model``: torch then rounds single
-    elements at most, which every processor does alike."""
-    norms = [module for module in model.modules() if type(module).__name__.endswith("Norm")]
-    return all(isinstance(vars(layer).get("forward"), FusedLayer) for layer in layers) and all(
-        isinstance(vars(norm).get("forward"), FusedNorm) for norm in norms
-    )
+    """Return whether the library computes all of those ``layers``, every norm of ``model`` and every angle, and nothing
+    caps the logits (by torch's tanh): torch then rounds single elements at most, which every processor does alike."""
+    config = model.config.get_text_config()
+    if getattr(config, "final_logit_softcapping", None) is not None:
+        return False
+    fused = [vars(layer).get("forward") for layer in layers]
+    widths = {one.dim if isinstance(one, FusedLayer) else None for one in fused}
+    for module in model.modules():
+        name, forward = type(module).__name__, vars(module).get("forward")
+        if name.endswith("Norm") and not isinstance(forward, FusedNorm):
+            return False
+        if "RotaryEmbedding" in name and not (isinstance(forward, Rotary) and forward.exact and forward.dims == widths):
+            return False
+    return None not in widths
 
 
 @torch.no_grad()
@@ -319,14 +331,15 @@ def _agrees(fused: FusedLayer) -> bool:
     angles = (angle.cos().to(torch.bfloat16), angle.sin().to(torch.bfloat16))
     places = torch.tensor([[0, 1, 1000, 100_000, 10_000_000]])
     before, asked = fused.attention.config._attn_implementation, []
+    trial = f"kvkeep_trial_{id(fused)}"  # two models may be loaded at once
 
     def attention(*args: Any, **kwargs: Any) -> Any:
         asked.append({name: one for name, one in kwargs.items() if one is not None and not isinstance(one, Tensor)})
         return sdpa_attention_forward(*args, **kwargs)
 
     try:
-        ALL_ATTENTION_FUNCTIONS[_TRIAL] = attention
-        fused.attention.config._attn_implementation = _TRIAL
+        ALL_ATTENTION_FUNCTIONS[trial] = attention
+        fused.attention.config._attn_implementation = trial
         given: dict[str, Any] = {"position_embeddings": angles, "position_ids": places, "use_cache": False}
         wanted, found = fused.plain(x, **given), fused(x, **given)
     except (TypeError, AttributeError, RuntimeError, ValueError) as error:
@@ -334,7 +347,7 @@ def _agrees(fused: FusedLayer) -> bool:
         return False
     finally:
         fused.attention.config._attn_implementation = before
-        del ALL_ATTENTION_FUNCTIONS[_TRIAL]
+        del ALL_ATTENTION_FUNCTIONS[trial]
     if not isinstance(wanted, Tensor) or wanted.shape != found.shape or asked[1:] != asked[:-1]:
         return False
     added = wanted.float() - x.float()

@@ -51,11 +51,6 @@ class Packed(nn.Module):
         """Return what is copied or saved: without pointers."""
         return {name: value for name, value in self.__dict__.items() if name != "struct"}
 
-    @property
-    def bits(self) -> int:
-        """Bits of a code."""
-        return KINDS[self.kind].bits
-
     def blocks(self) -> Blocks:
         """Return the matrix as rows of blocks, on the CPU."""
         if not self.native:
@@ -129,8 +124,7 @@ class PackedEmbedding(nn.Module):
 def multiplied(matrix: Packed, x: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return ``x`` (..., inputs) times the matrix, transposed: (..., outputs) in the dtype of ``x``."""
     if not matrix.native:
-        weight = matrix.dense(torch.bfloat16 if x.dtype == torch.bfloat16 else x.dtype)
-        return nn.functional.linear(x, weight, None if bias is None else bias.to(x.dtype))
+        return nn.functional.linear(x, matrix.dense(x.dtype), None if bias is None else bias.to(x.dtype))
     rows = x.to(torch.bfloat16).reshape(-1, matrix.in_features).contiguous()
     out = torch.empty(len(rows), matrix.out_features, dtype=torch.bfloat16)
     kernels().kvkeep_product(

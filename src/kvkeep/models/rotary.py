@@ -22,6 +22,13 @@ class Rotary:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.frequencies: dict[str, Tensor] = {}
+        self.exact = True
+        """Whether all of them so far were computed here."""
+
+    @property
+    def dims(self) -> set[int]:
+        """How many channels of a head turn, in each kind that was asked for."""
+        return {2 * len(one) for one in self.frequencies.values()}
 
     def __call__(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
         """Return cosines and sines, (batch, n, dim) each. x: anything of the dtype and device that is wanted."""
@@ -31,7 +38,9 @@ class Rotary:
         prefix = "" if layer_type is None else f"{layer_type}_"
         if prefix not in self.frequencies:
             stated = getattr(self.module, f"{prefix}inv_freq")
-            self.frequencies[prefix] = _frequencies(_parameters(self.module, layer_type), stated)
+            computed = _frequencies(_parameters(self.module, layer_type), stated)
+            self.exact &= computed is not None
+            self.frequencies[prefix] = stated.float().contiguous() if computed is None else computed
         frequencies, positions = self.frequencies[prefix], position_ids.to(torch.int64).contiguous()
         cos = torch.empty(*positions.shape, 2 * len(frequencies), dtype=torch.bfloat16)
         sin = torch.empty_like(cos)
@@ -82,17 +91,17 @@ def _parameters(module: Any, kind: str | None) -> dict[str, Any]:
     return stated if kind is None else stated.get(kind, {})
 
 
-def _frequencies(parameters: dict[str, Any], stated: Tensor) -> Tensor:
+def _frequencies(parameters: dict[str, Any], stated: Tensor) -> Tensor | None:
     """Return the frequencies of ``parameters`` without what single precision made of ``stated``, the module's own;
-    ``stated`` where they are of another kind."""
+    None where those are of another kind."""
     count, theta = len(stated), parameters.get("rope_theta")
     if theta is None:
-        return stated.float().contiguous()
+        return None
     plain = [float(theta) ** (-number / count) for number in range(count)]
     made = torch.tensor([_scaled(parameters, one) for one in plain], dtype=torch.float64)
     if bool(((made - stated.double()).abs() <= 1e-5 * made).all()):
         return made.float()
-    return stated.float().contiguous()
+    return None
 
 
 def _scaled(parameters: dict[str, Any], frequency: float) -> float:

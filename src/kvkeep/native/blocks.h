@@ -1,8 +1,8 @@
 // Attention of rows of queries over one block of entries.
 //
 // A lane's entries are counted from the row's first token and taken in blocks of 512. A masked entry, or a place in a
-// block without one, adds exact zeros (as long as values are finite); so a query gives the same bits whatever other queries there are, however entries
-// are split into pieces, and however long the padding before a row is.
+// block without one, adds exact zeros (as long as values are finite); so a query gives the same bits whatever other
+// queries there are, however entries are split into pieces, and however long the padding before a row is.
 #pragma once
 
 #include "entries.h"
@@ -60,6 +60,7 @@ static void hide_scores(const KvAttention& a, int64_t lane, int64_t row, int64_t
 struct Softmax { float maximum, sum; };  // of a row over some blocks; its mix of values lies beside
 
 // Scores from .. to become weights, exp(score - maximum) rounded to bfloat16; the sum is that of weights not rounded.
+// A score that is NaN is passed over by the maximum and gets the weight 0.
 static Softmax weigh(float* scores, int64_t from, int64_t to) {
   vf top = vset(NOTHING), total = vset(0.0f);
   for (int64_t i = from; i < to; i += 16) top = vmax(vload(scores + i), top);
@@ -103,7 +104,8 @@ class Block {
     for (int64_t at = all.low; at < all.high; at += TILE_ENTRIES) {
       const bf16* ahead = write_keys(reader, base + at, keys);
       const int64_t value_at = at + PREFETCH_ENTRIES - all.high;  // the first values follow the last keys
-      if (in_place && value_at >= 0 && all.low + value_at < all.high) next.rows_of(base + all.low + value_at, 1, &ahead);
+      if (in_place && value_at >= 0 && all.low + value_at < all.high)
+        next.rows_of(base + all.low + value_at, 1, &ahead);
       for (int64_t t = 0; t < count; t++) {
         if (at < spans[t].low || at >= spans[t].high) continue;
         with_rows(rows_of(t), [&](auto r) {

@@ -6,6 +6,8 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
 #elif defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
 #endif
@@ -42,14 +44,19 @@ bool has_avxvnni() {
 }
 bool has_avx512() {
   return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+         __builtin_cpu_supports("avx512vnni");
 }
 #endif
 #elif defined(__aarch64__)
 bool has_neon() { return true; }
-#if defined(__APPLE__)  // every processor of theirs that runs macOS
-bool has_dotprod() { return true; }
-bool has_i8mm() { return false; }
+#if defined(__APPLE__)
+bool has_dotprod() { return true; }  // every processor of theirs that runs macOS
+bool has_i8mm() {                    // from M2 on
+  int there = 0;
+  size_t size = sizeof there;
+  return !sysctlbyname("hw.optional.arm.FEAT_I8MM", &there, &size, nullptr, 0) && there;
+}
 #else
 bool has_dotprod() { return getauxval(AT_HWCAP) & 1ul << 20; }
 bool has_i8mm() { return has_dotprod() && getauxval(AT_HWCAP2) & 1ul << 13; }

@@ -88,8 +88,8 @@ struct Reader {
   }
 };
 
-// The keys of 32 entries, [dim / 2][32] pairs of channels. Returns where those lie that are PREFETCH_ENTRIES further on; a place that is
-// none may be fetched as well.
+// The keys of 32 entries, [dim / 2][32] pairs of channels. Returns where those lie that are PREFETCH_ENTRIES further
+// on; a place that is none may be fetched as well.
 static const bf16* write_keys(Reader& reader, int64_t entry, uint32_t* tile) {
   const int64_t dim = reader.a.dim;
   if (const KvPiece* p = reader.group_at(entry)) {

@@ -1,5 +1,5 @@
-// All kernels of one instruction set: compiled once for each, with KVKEEP_TABLE as the name of its table. Only the table
-// is visible to the rest of the library.
+// All kernels of one instruction set: compiled once for each, with KVKEEP_TABLE as the name of its table. Only the
+// table is visible to the rest of the library.
 
 #include "simd.h"
 #include "runtime.h"

@@ -1,5 +1,5 @@
-/* The library's interface: plain C, called through ctypes (library.py). Pointers are to memory of the caller, which must
- * outlive the call; strides count elements unless bytes are said; tensors are row-major, bfloat16 as uint16_t. */
+/* The library's interface: plain C, called through ctypes (library.py). Pointers are to memory of the caller, which
+ * must outlive the call; strides count elements unless bytes are said; tensors are row-major, bfloat16 as uint16_t. */
 #ifndef KVKEEP_H
 #define KVKEEP_H
 
@@ -42,10 +42,11 @@ typedef struct KvPiece { /* entries (lanes, count, dim) of bfloat16 */
   const uint16_t *key_scale, *key_offset, *value_scale, *value_offset;
   const float *mean, *deviation;
   int64_t key_bits, value_bits, width, key_scale_lane, value_scale_lane;
-  /* Or codes of 8 bits with a sign, (lanes, count, dim), strides bytes; `width` is 0, scales and offsets are of a lane's
-   * channels, (lanes, dim) float16.
+  /* Or codes of 8 bits with a sign, (lanes, count, dim), strides bytes; `width` is 0, scales and offsets are of a
+   * lane's channels, (lanes, dim) float16.
    * Or cells of a sketch, (lanes, cells, dim) of bfloat16, `places` (sums, lanes, count) of them to an entry: their
-   * median (of 1, 3 or 5) or mean, plus a mean of all, (lanes, dim) float32, if there is one; `mean` is that of values. */
+   * median (of 1, 3 or 5) or mean, plus a mean of all, (lanes, dim) float32, if there is one; `mean` is that of
+   * values. */
   const int32_t* places;
   const float* key_mean;
   int64_t sums, median;
@@ -86,7 +87,8 @@ typedef struct KvInsert { /* a new entry of each lane, and the column that it ta
   int32_t* left_newest;
 } KvInsert;
 
-typedef struct KvStep { /* one new entry of each lane of a session's layer, and what its query attends to once it is there */
+/* One new entry of each lane of a session's layer, and what its query attends to once it is there. */
+typedef struct KvStep {
   KvAttention attention; /* of one query that sees everything; query, groups and scaling come with the call */
   KvInsert insert;
   float* received; /* (lanes, entries): the attention that entries received; null: not wanted */
@@ -124,28 +126,30 @@ void kvkeep_set_threads(int count);
 
 /* Bytes of the panels of such a matrix; 0 where there is no such kind, or its inputs are no whole blocks. */
 int64_t kvkeep_packed_bytes(int64_t kind, int64_t inputs, int64_t outputs);
-/* Writes panels of rows of a GGUF file's blocks (or of bfloat16); rows: `outputs` of `row_bytes` each. Returns 0 where a
- * scale or an offset of a block is infinite or no number. */
+/* Writes panels of rows of a GGUF file's blocks (or of bfloat16); rows: `outputs` of `row_bytes` each. Returns 0 where
+ * a scale or an offset of a block is infinite or NaN, or where there is no such kind. */
 int kvkeep_pack(int64_t kind, int64_t inputs, int64_t outputs, const uint8_t* rows, int64_t row_bytes, uint8_t* panels);
-/* The other way round: rows of blocks, as the file had them. */
+/* The other way round: rows of blocks, as the file had them. It writes nothing for a matrix of no kind. */
 void kvkeep_unpack(const KvMatrix* matrix, uint8_t* rows, int64_t row_bytes);
-/* Some outputs of the matrix as float32 (count, inputs). */
+/* Some outputs of the matrix as float32 (count, inputs). It writes nothing for a matrix of no kind. */
 void kvkeep_rows(const KvMatrix* matrix, const int64_t* outputs, int64_t count, float* rows);
 
 /* y = x W^T + bias. x: (rows, inputs); bias: (outputs) or null; y: rows `across` elements apart. */
-void kvkeep_product(const KvMatrix* matrix, const uint16_t* x, int64_t rows, const uint16_t* bias, uint16_t* y, int64_t across);
+void kvkeep_product(const KvMatrix* matrix, const uint16_t* x, int64_t rows, const uint16_t* bias, uint16_t* y,
+                    int64_t across);
 /* RMSNorm of rows, times `weight`. */
 void kvkeep_norm(const uint16_t* x, const float* weight, float eps, int64_t rows, int64_t width, uint16_t* y);
 /* Cosines and sines of position * frequency, times scaling, each (count, 2 * half): the halves repeat. */
 void kvkeep_angles(const int64_t* positions, int64_t count, const float* frequencies, int64_t half, float scaling,
                    uint16_t* cos, uint16_t* sin);
 
-/* What enters attention: x (batch * n, hidden) is normalised, projected and turned; query, key, value: (batch, heads, n,
- * dim). cos, sin: (batch or 1, n, dim), `shared` where 1. */
+/* What enters attention: x (batch * n, hidden) is normalised, projected and turned; query, key, value: (batch, heads,
+ * n, dim). cos, sin: (batch or 1, n, dim), `shared` where 1. */
 void kvkeep_enter_layer(const KvLayer* layer, const uint16_t* x, int64_t batch, int64_t n, const uint16_t* cos,
                         const uint16_t* sin, int shared, uint16_t* query, uint16_t* key, uint16_t* value);
 /* What leaves the layer: attention (rows, heads * dim), residual and y (rows, hidden), which may be one. */
-void kvkeep_leave_layer(const KvLayer* layer, const uint16_t* attention, const uint16_t* residual, int64_t rows, uint16_t* y);
+void kvkeep_leave_layer(const KvLayer* layer, const uint16_t* attention, const uint16_t* residual, int64_t rows,
+                        uint16_t* y);
 
 /* out: (lanes, groups, queries, value_dim), bfloat16 or float32; lse: (lanes, groups, queries) float32. state: null, or
  * room for what is combined so far, 2 + value_dim floats a query, from which a later call goes on (`resumes`) with the
@@ -163,9 +167,9 @@ void kvkeep_received(const KvAttention* attention, const float* lse, int64_t las
 /* Puts a new entry into each lane; new_keys, new_values: of the lanes, one behind the other. */
 void kvkeep_insert(const KvInsert* insert, int64_t lanes, const char* new_keys, const char* new_values);
 
-/* A token of each of `count` sessions in one layer: its entry is kept, and then it attends. query: (tokens, heads, dim);
- * key, value: (kv heads, tokens, dim), or (tokens, kv heads, dim) `by_token`; out: (tokens, heads, value_dim) and lse:
- * (tokens, heads), of these tokens only. */
+/* A token of each of `count` sessions in one layer: its entry is kept, and then it attends. query: (tokens, heads,
+ * dim); key, value: (kv heads, tokens, dim), or (tokens, kv heads, dim) `by_token`; out: (tokens, heads, value_dim) and
+ * lse: (tokens, heads), of these tokens only. */
 void kvkeep_attend_sessions(KvStep* const* steps, int64_t count, const uint16_t* query, const uint16_t* key,
                             const uint16_t* value, int64_t tokens, int64_t heads, int by_token, float scaling,
                             uint16_t* out, float* lse);

@@ -20,7 +20,8 @@ template <class F> INLINE void each_row(int64_t rows, const F& body) {
 }
 
 // RMSNorm of a row, weighted. plus: added to the input first, the sum, rounded, written to `both`.
-static void norm_row(const bf16* x, const bf16* plus, bf16* both, const float* weight, float eps, int64_t width, bf16* y) {
+static void norm_row(const bf16* x, const bf16* plus, bf16* both, const float* weight, float eps, int64_t width,
+                     bf16* y) {
   int64_t even = width / 16 * 16;
   vf squares = vset(0.0f);
   float rest = 0;
@@ -118,8 +119,8 @@ static void gate_row(const bf16* x, int64_t width, int64_t kind, bf16* y) {
 static int64_t elements_to_enter(const KvLayer& l) { return l.hidden + (l.heads + 2 * l.kv_heads) * l.dim; }
 static int64_t elements_to_leave(const KvLayer& l) { return l.hidden + 3 * l.inner; }
 
-static void enter(const KvLayer* l, const bf16* x, int64_t batch, int64_t n, const bf16* cos, const bf16* sin, int shared,
-                  bf16* query, bf16* key, bf16* value, bf16* scratch) {
+static void enter(const KvLayer* l, const bf16* x, int64_t batch, int64_t n, const bf16* cos, const bf16* sin,
+                  int shared, bf16* query, bf16* key, bf16* value, bf16* scratch) {
   const int64_t rows = batch * n, dim = l->dim, heads = l->heads, kv_heads = l->kv_heads;
   const int64_t across = (heads + 2 * kv_heads) * dim;
   bf16 *normed = scratch, *projected = scratch + rows * l->hidden;

@@ -262,19 +262,26 @@ def check_environment() -> None:
 
 
 def _chosen() -> ctypes.CDLL | None:
-    """Return the library on the path that ``KVKEEP_CPU`` names, without threads."""
+    """Return the library on the path that ``KVKEEP_CPU`` names, the best one without it; without threads."""
     wanted = os.environ.get("KVKEEP_CPU", "")
     if wanted == TORCH:
         return None
     loaded = _loaded()
-    if not wanted:
-        return loaded
-    if loaded is None or not loaded.kvkeep_choose(wanted.encode()):
-        paths = [] if loaded is None else loaded.kvkeep_paths().decode().split()
+    if loaded is None:
+        if wanted:
+            raise UsageError(f"KVKEEP_CPU={wanted} needs the native library, which {_absent()}.")
+        return None
+    paths = loaded.kvkeep_paths().decode().split()
+    if wanted and wanted not in paths:
         raise UsageError(
             f"KVKEEP_CPU={wanted}: this machine cannot run '{wanted}'. It runs {', '.join([*paths, TORCH])}."
         )
+    loaded.kvkeep_choose((wanted or paths[0]).encode())
     return loaded
+
+
+def _absent() -> str:
+    return "cannot be used" if FILE.is_file() else "was not built"
 
 
 @functools.cache

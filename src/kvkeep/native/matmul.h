@@ -1,7 +1,7 @@
 // Products y = x W^T: whole numbers within a group of 32 inputs, one output a lane.
 //
-// Inputs are rounded to 8 bits by groups of 32 (scale = greatest / 127), a group's products are summed as whole numbers,
-// and a row's groups are added in order:
+// Inputs are rounded to 8 bits by groups of 32 (scale = greatest / 127), a group's products are summed as whole
+// numbers, and a row's groups are added in order:
 //   sum = fma(scale of weights * scale of inputs, whole sum, sum), then sum = fma(offset, inputs' sum, sum).
 // With bfloat16 weights inputs stay as they are, and a sum is a chain of fused multiply-adds in the order of inputs.
 // Either way an output's bits depend on its row and its weights alone.
@@ -126,21 +126,22 @@ template <int BITS> INLINE void codes_of(const uint8_t* at, I (&w)[8]) {
 
 // ---- whole sums: dwords FROM .. TO of codes with 8-bit inputs -------------------------------------------------------
 //
-// Codes of up to 6 bits have no sign, those of 8 bits have. `base` is what codes of 8 bits need besides.
+// Codes of up to 6 bits have no sign, those of 8 bits have. VNNI multiplies bytes without a sign by bytes with one: for
+// codes of 8 bits the inputs get +128, and `base`, 128 times the sum of the codes, is subtracted from the result.
 
 #if defined(KVKEEP_AVX512) || defined(KVKEEP_VNNI)
 #if defined(KVKEEP_AVX512)
-INLINE I dot4(I sum, I unsigned_bytes, I signed_bytes) { return _mm512_dpbusd_epi32(sum, unsigned_bytes, signed_bytes); }
+INLINE I dot4(I sum, I without_sign, I with_sign) { return _mm512_dpbusd_epi32(sum, without_sign, with_sign); }
 INLINE I flip(I x) { return _mm512_xor_si512(x, iset(int32_t(0x80808080))); }
 #else
 #if defined(KVKEEP_SIMDE)  // which has the instruction by AVX-512's name only
-INLINE I dot4(I sum, I unsigned_bytes, I signed_bytes) { return _mm256_dpbusd_epi32(sum, unsigned_bytes, signed_bytes); }
+INLINE I dot4(I sum, I without_sign, I with_sign) { return _mm256_dpbusd_epi32(sum, without_sign, with_sign); }
 #else
-INLINE I dot4(I sum, I unsigned_bytes, I signed_bytes) { return _mm256_dpbusd_avx_epi32(sum, unsigned_bytes, signed_bytes); }
+INLINE I dot4(I sum, I without_sign, I with_sign) { return _mm256_dpbusd_avx_epi32(sum, without_sign, with_sign); }
 #endif
 INLINE I flip(I x) { return _mm256_xor_si256(x, iset(int32_t(0x80808080))); }
 #endif
-template <int BITS> INLINE I base_of(const I (&w)[8]) {  // 128 sum(w): inputs plus 128 have no sign
+template <int BITS> INLINE I base_of(const I (&w)[8]) {
   I sum = iset(0);
   if constexpr (BITS == 8) { UNROLLED for (int i = 0; i < 8; i++) sum = dot4(sum, iset(int32_t(0x80808080)), w[i]); }
   return sum;
@@ -227,8 +228,12 @@ template <int KIND> struct Unit {  // one unit of a panel, for the outputs from 
     return u;
   }
   // Of 6 bits times float16: exact.
-  __attribute__((always_inline)) F scale_of(int g) const { return GROUPS == 1 ? scale : fmul(scale, to_float(ubytes_to_int(scales + 16 * g))); }
-  __attribute__((always_inline)) F half_scale_of(int half) const { return fmul(scale, to_float(bytes_to_int((const int8_t*)scales + 16 * half))); }
+  __attribute__((always_inline)) F scale_of(int g) const {
+    return GROUPS == 1 ? scale : fmul(scale, to_float(ubytes_to_int(scales + 16 * g)));
+  }
+  __attribute__((always_inline)) F half_scale_of(int half) const {
+    return fmul(scale, to_float(bytes_to_int((const int8_t*)scales + 16 * half)));
+  }
   __attribute__((always_inline)) F offset_of(int g) const {
     return GROUPS == 1 ? offset : fmul(fsub(fset(0.0f), offset), to_float(ubytes_to_int(scales + 128 + 16 * g)));
   }
@@ -262,18 +267,19 @@ template <int KIND> INLINE F add_group(F sum, const Sums& whole, const Inputs& x
   constexpr KindLayout L = LAYOUTS[KIND];
   const F by = fset(x.scale);
   if constexpr (KIND == KV_Q6_K) {
-    const I first = without_zero<L.zero>(whole.first, x.first_half);
-    const I second = without_zero<L.zero>(whole.second, x.second_half);
+    const I first = without_zero<L.zero_point>(whole.first, x.first_half);
+    const I second = without_zero<L.zero_point>(whole.second, x.second_half);
     sum = ffma(fmul(scales.first, by), to_float(first), sum);
     return ffma(fmul(scales.second, by), to_float(second), sum);
   }
-  sum = ffma(fmul(scales.first, by), to_float(without_zero<L.zero>(whole.first, x.total)), sum);
+  sum = ffma(fmul(scales.first, by), to_float(without_zero<L.zero_point>(whole.first, x.total)), sum);
   return L.offsets ? ffma(scales.offset, fset(x.sum), sum) : sum;
 }
 
 #if defined(KVKEEP_I8MM)
 // Whole sums of two rows at once: smmla multiplies eight inputs of two rows by those of two outputs.
-template <int FROM, int TO> INLINE void whole_sums_of_two(const I (&w)[8], const int8_t* x, const int8_t* y, I& of_x, I& of_y) {
+template <int FROM, int TO>
+INLINE void whole_sums_of_two(const I (&w)[8], const int8_t* x, const int8_t* y, I& of_x, I& of_y) {
   I low = iset(0), high = iset(0);  // of outputs 0 and 1, 2 and 3: two sums of x, then two of y
   UNROLLED for (int i = FROM; i < TO; i += 2) {
     const int8x16_t rows = vcombine_s8(vld1_s8(x + 4 * i), vld1_s8(y + 4 * i));
@@ -354,12 +360,14 @@ static void many_rows(const uint8_t* panel, int64_t units, const Inputs* x, int 
 
 constexpr int NARROW = W == 1 ? 1 : W == 4 ? 2 : PARTS;  // vectors of a panel that few rows take at once
 
-template <int KIND, int R> static void few_rows_of_panel(const uint8_t* panel, int64_t units, const Inputs* x, float* out) {
+template <int KIND, int R>
+static void few_rows_of_panel(const uint8_t* panel, int64_t units, const Inputs* x, float* out) {
   constexpr int NV = R == 1 ? NARROW : 1;
   for (int lane = 0; lane < PANEL; lane += NV * W) few_rows<KIND, R, NV>(panel, units, x, lane, out);
 }
 
-template <int KIND> static void rows_of_panel(const uint8_t* panel, int64_t inputs, const Inputs* x, int rows, float* out) {
+template <int KIND>
+static void rows_of_panel(const uint8_t* panel, int64_t inputs, const Inputs* x, int rows, float* out) {
   int64_t units = inputs / LAYOUTS[KIND].unit;
   switch (rows) {
     case 1: return few_rows_of_panel<KIND, 1>(panel, units, x, out);
@@ -371,7 +379,7 @@ template <int KIND> static void rows_of_panel(const uint8_t* panel, int64_t inpu
   }
 }
 
-// ---- bfloat16 weights ------------------------------------------------------------------------------------------------
+// ---- bfloat16 weights -----------------------------------------------------------------------------------------------
 
 template <int R> static void float_rows(const uint8_t* panel, int64_t inputs, const float* x, float* out) {
   vf sums[R];
@@ -394,7 +402,7 @@ static void float_rows_of_panel(const uint8_t* panel, int64_t inputs, const floa
   if (r < rows) float_rows<1>(panel, inputs, x + r * inputs, out + r * PANEL);
 }
 
-// ---- a matrix --------------------------------------------------------------------------------------------------------
+// ---- a matrix -------------------------------------------------------------------------------------------------------
 
 static void store_outputs(const float* out, int rows, const bf16* bias, int64_t width, bf16* y, int64_t across) {
   for (int r = 0; r < rows; r++, out += PANEL, y += across) {
@@ -427,7 +435,8 @@ static void multiply(const KvMatrix& m, Prepared& x, const bf16* bias, bf16* y, 
   RowsOfPanel of_panel = rows_of_kind(m.kind);
   int64_t panels = panels_of(m.outputs), size = panel_bytes(m.kind, m.inputs), workers = kv_threads();
   // As many panels in a task as share a row tile from the nearest caches, but enough tasks for all threads.
-  int64_t shared = x.rows <= DIRECT ? max64(1, panels / (8 * workers)) : max64(1, min64(panels / (2 * workers), (192 << 10) / size));
+  int64_t shared = x.rows <= DIRECT ? panels / (8 * workers) : min64(panels / (2 * workers), (192 << 10) / size);
+  shared = max64(1, shared);
   int64_t tasks = (panels + shared - 1) / shared;
   auto task = [&](int64_t t) {
     alignas(64) float out[TILE * PANEL];

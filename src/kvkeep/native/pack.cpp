@@ -8,6 +8,7 @@
 #endif
 
 #include "panels.h"
+#include "rounding.h"
 #include "runtime.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
@@ -217,15 +218,15 @@ void write_out(int64_t kind, const Unit& u, float* row) {
     float s = scale, o = offset;
     if (kind == KV_Q6_K) s = scale * float(int8_t(u.scales[i / 16]));
     else if (l.unit == 256) { s = scale * float(u.scales[i / 32]); o = -(offset * float(u.offsets[i / 32])); }
-    int code = l.bits == 8 ? int8_t(u.codes[i]) : u.codes[i] - l.zero;
+    int code = l.bits == 8 ? int8_t(u.codes[i]) : u.codes[i] - l.zero_point;
     row[i] = l.offsets ? s * float(code) + o : s * float(code);
   }
 }
 
 }  // namespace
 
-// Asks for huge pages, where the system gives them to who asks: a step reads all weights, and of small pages the processor
-// has to look most of them up.
+// Asks for huge pages, where the system gives them to who asks: a step reads all weights, and of small pages the
+// processor has to look most of them up.
 static void prefer_huge_pages(uint8_t* data, int64_t bytes) {
 #if defined(__linux__)
   const uintptr_t size = uintptr_t(1) << 21, first = (uintptr_t(data) + size - 1) / size * size;
@@ -235,11 +236,13 @@ static void prefer_huge_pages(uint8_t* data, int64_t bytes) {
 }
 
 EXPORT int64_t kvkeep_packed_bytes(int64_t kind, int64_t inputs, int64_t outputs) {
-  if (kind < 0 || kind >= KV_KINDS || inputs <= 0 || inputs % LAYOUTS[kind].unit) return 0;
+  if (!is_kind(kind) || inputs <= 0 || inputs % LAYOUTS[kind].unit) return 0;
   return panels_of(outputs) * panel_bytes(kind, inputs);
 }
 
-EXPORT int kvkeep_pack(int64_t kind, int64_t inputs, int64_t outputs, const uint8_t* rows, int64_t row_bytes, uint8_t* panels) {
+EXPORT int kvkeep_pack(int64_t kind, int64_t inputs, int64_t outputs, const uint8_t* rows, int64_t row_bytes,
+                       uint8_t* panels) {
+  if (!is_kind(kind)) return 0;
   const KindLayout& l = LAYOUTS[kind];
   int64_t size = panel_bytes(kind, inputs), units = inputs / l.unit;
   std::atomic<int> finite{1};
@@ -248,7 +251,7 @@ EXPORT int kvkeep_pack(int64_t kind, int64_t inputs, int64_t outputs, const uint
     uint8_t* to = panels + panel * size;
     Unit unit, nothing;
     memset(&nothing, 0, sizeof nothing);
-    memset(nothing.codes, l.zero, sizeof nothing.codes);
+    memset(nothing.codes, l.zero_point, sizeof nothing.codes);
     for (int lane = 0; lane < PANEL; lane++) {
       int64_t output = panel * PANEL + lane;
       const uint8_t* row = rows + output * row_bytes;
@@ -260,7 +263,8 @@ EXPORT int kvkeep_pack(int64_t kind, int64_t inputs, int64_t outputs, const uint
         }
         if (output < outputs) {
           split(kind, row + u * l.block_bytes, unit);
-          if (!is_finite(unit.scale) || (l.offsets && !is_finite(unit.offset))) finite.store(0, std::memory_order_relaxed);
+          if (!is_finite(unit.scale) || (l.offsets && !is_finite(unit.offset)))
+            finite.store(0, std::memory_order_relaxed);
         }
         put(kind, output < outputs ? unit : nothing, lane, to + u * l.unit_bytes);
       }
@@ -270,6 +274,7 @@ EXPORT int kvkeep_pack(int64_t kind, int64_t inputs, int64_t outputs, const uint
 }
 
 EXPORT void kvkeep_unpack(const KvMatrix* matrix, uint8_t* rows, int64_t row_bytes) {
+  if (!is_kind(matrix->kind)) return;
   const KindLayout& l = LAYOUTS[matrix->kind];
   int64_t size = panel_bytes(matrix->kind, matrix->inputs), units = matrix->inputs / l.unit;
   each(panels_of(matrix->outputs), [&](int64_t panel) {
@@ -288,6 +293,8 @@ EXPORT void kvkeep_unpack(const KvMatrix* matrix, uint8_t* rows, int64_t row_byt
 }
 
 EXPORT void kvkeep_rows(const KvMatrix* matrix, const int64_t* outputs, int64_t count, float* rows) {
+  if (!is_kind(matrix->kind)) return;
+  Rounding nearest;
   const KindLayout& l = LAYOUTS[matrix->kind];
   int64_t size = panel_bytes(matrix->kind, matrix->inputs), units = matrix->inputs / l.unit;
   Unit unit;

@@ -1,13 +1,13 @@
 // How a matrix lies in memory: panels of 16 outputs, in units of 32 or 256 inputs.
 //
 // A unit holds, for its 16 outputs: codes by groups of 32 inputs, then scales and offsets. A weight is
-// scale * (code - zero) + offset. Of a group of 32 inputs, number 4 i + b belongs to dword i of an output's lane, byte b:
+// scale * (code - zero_point) + offset. Of a group of 32 inputs, number 4 i + b is byte b of dword i of a lane:
 //   nibbles: [4][16 lanes][4 bytes], dword 2 j in the low halves of step j, dword 2 j + 1 in the high ones;
 //   a fifth bit: [16 lanes][4 bytes], that of dword i in bit i;
 //   a fifth and a sixth: [2][16 lanes][4 bytes], those of dword i in bits 2 (i % 4) and the next of part i / 4;
 //   bytes: [8][16 lanes][4 bytes], with a sign.
-// K kinds have one float16 scale (and offset) of a unit, times whole numbers: [8 groups][16 lanes] bytes, offsets' behind
-// those of scales; Q6_K: [16 halves of groups][16 lanes] signed bytes.
+// K kinds have one float16 scale (and offset) of a unit, times whole numbers: [8 groups][16 lanes] bytes, offsets'
+// behind those of scales; Q6_K: [16 halves of groups][16 lanes] signed bytes.
 // bfloat16: [inputs / 2][16 lanes][2].
 #pragma once
 
@@ -16,13 +16,13 @@
 namespace {
 
 struct KindLayout {
-  int bits;        // of a code
-  int zero;        // the code of nothing
-  bool offsets;    // added beside the scaled code
-  int unit;        // inputs
-  int group_bytes; // codes of 32 inputs of 16 outputs
+  int bits;         // of a code
+  int zero_point;   // the code of a weight of zero, where there is no offset
+  bool offsets;     // added beside the scaled code
+  int unit;         // inputs
+  int group_bytes;  // codes of 32 inputs of 16 outputs
   int unit_bytes;
-  int block_bytes; // of one output's unit in a GGUF file
+  int block_bytes;  // of one output's unit in a GGUF file
 };
 
 constexpr KindLayout LAYOUTS[KV_KINDS] = {
@@ -39,6 +39,7 @@ constexpr KindLayout LAYOUTS[KV_KINDS] = {
 
 constexpr int PANEL = 16;
 
+inline bool is_kind(int64_t kind) { return kind >= 0 && kind < KV_KINDS; }
 inline int64_t panel_bytes(int64_t kind, int64_t inputs) {
   return inputs / LAYOUTS[kind].unit * LAYOUTS[kind].unit_bytes;
 }

@@ -9,7 +9,7 @@
 
 namespace {
 
-class Rounding {  // while there is one; what the program had set comes back after it
+class Rounding {  // sets this for the calling thread; its destructor restores what the program had set
 #if defined(__x86_64__)
   static constexpr unsigned CHANGED = 0xe040;  // flush to zero, the direction, subnormal inputs are zeros
   unsigned before = _mm_getcsr();

@@ -1,4 +1,4 @@
-// What kernels need of the process: threads and scratch memory. Compiled once, for the plainest processor (threads.cpp).
+// What kernels need of the process: threads and scratch memory. Compiled once, for every processor (threads.cpp).
 #pragma once
 
 #include <stddef.h>

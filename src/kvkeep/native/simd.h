@@ -3,9 +3,9 @@
 // One kernel source is compiled once for each instruction set; this header is all that differs. The bits agree because
 //   - every output is one chain of operations in one fixed order, in a lane of its own: no sum crosses lanes but `sum`,
 //     which is one fixed tree of 16 numbers whatever the width of a register;
-//   - every step of floats is one IEEE operation or one explicit fused multiply-add, rounded to nearest (the objects are
-//     compiled with -ffp-contract=off, without -ffast-math); of the C library only fmaf and sqrtf are called, which IEEE
-//     defines to the bit;
+//   - every step of floats is one IEEE operation or one explicit fused multiply-add, rounded to nearest (the objects
+//     are compiled with -ffp-contract=off, without -ffast-math); of the C library only fmaf and sqrtf are called, which
+//     IEEE defines to the bit;
 //   - sums of whole numbers are exact in any order.
 // Only headers without inline functions of C++ are included: one compiled for AVX-512 could be the copy that the linker
 // keeps for everybody.
@@ -80,7 +80,6 @@ INLINE I iadd(I a, I b) { return _mm512_add_epi32(a, b); }
 INLINE I isub(I a, I b) { return _mm512_sub_epi32(a, b); }
 INLINE I iand(I a, I b) { return _mm512_and_si512(a, b); }
 INLINE I ior(I a, I b) { return _mm512_or_si512(a, b); }
-INLINE I imul(I a, I b) { return _mm512_mullo_epi32(a, b); }
 template <int N> INLINE I ishl(I a) { return _mm512_slli_epi32(a, N); }
 template <int N> INLINE I ishr(I a) { return _mm512_srli_epi32(a, N); }
 #if defined(KVKEEP_SIMDE)  // not in SIMDe 0.7.4
@@ -116,7 +115,9 @@ INLINE I u16_to_int(const uint16_t* p) { return _mm512_cvtepu16_epi32(_mm256_loa
 INLINE void int_to_u16(uint16_t* p, I v) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(v)); }  // v < 2^16
 #endif
 // where x >= limit: v, else `other`
-INLINE F where_at_least(F x, F limit, F v, F other) { return _mm512_mask_mov_ps(other, _mm512_cmp_ps_mask(x, limit, _CMP_GE_OQ), v); }
+INLINE F where_at_least(F x, F limit, F v, F other) {
+  return _mm512_mask_mov_ps(other, _mm512_cmp_ps_mask(x, limit, _CMP_GE_OQ), v);
+}
 
 #elif defined(KVKEEP_AVX2)
 
@@ -142,7 +143,6 @@ INLINE I iadd(I a, I b) { return _mm256_add_epi32(a, b); }
 INLINE I isub(I a, I b) { return _mm256_sub_epi32(a, b); }
 INLINE I iand(I a, I b) { return _mm256_and_si256(a, b); }
 INLINE I ior(I a, I b) { return _mm256_or_si256(a, b); }
-INLINE I imul(I a, I b) { return _mm256_mullo_epi32(a, b); }
 template <int N> INLINE I ishl(I a) { return _mm256_slli_epi32(a, N); }
 template <int N> INLINE I ishr(I a) { return _mm256_srli_epi32(a, N); }
 INLINE F to_float(I a) { return _mm256_cvtepi32_ps(a); }
@@ -154,7 +154,9 @@ INLINE void int_to_u16(uint16_t* p, I v) {
   __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(v, v), 0x08);
   _mm_storeu_si128((__m128i*)p, _mm256_castsi256_si128(packed));
 }
-INLINE F where_at_least(F x, F limit, F v, F other) { return _mm256_blendv_ps(other, v, _mm256_cmp_ps(x, limit, _CMP_GE_OQ)); }
+INLINE F where_at_least(F x, F limit, F v, F other) {
+  return _mm256_blendv_ps(other, v, _mm256_cmp_ps(x, limit, _CMP_GE_OQ));
+}
 
 #elif defined(KVKEEP_NEON)
 
@@ -180,12 +182,13 @@ INLINE I iadd(I a, I b) { return vaddq_s32(a, b); }
 INLINE I isub(I a, I b) { return vsubq_s32(a, b); }
 INLINE I iand(I a, I b) { return vandq_s32(a, b); }
 INLINE I ior(I a, I b) { return vorrq_s32(a, b); }
-INLINE I imul(I a, I b) { return vmulq_s32(a, b); }
 template <int N> INLINE I ishl(I a) { return vshlq_n_s32(a, N); }
 template <int N> INLINE I ishr(I a) { return vreinterpretq_s32_u32(vshrq_n_u32(vreinterpretq_u32_s32(a), N)); }
 INLINE F to_float(I a) { return vcvtq_f32_s32(a); }
 INLINE F hload(const uint16_t* p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
-INLINE I bytes_to_int(const int8_t* p) { return vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(load32(p)))))); }
+INLINE I bytes_to_int(const int8_t* p) {
+  return vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(load32(p))))));
+}
 INLINE I ubytes_to_int(const uint8_t* p) {
   return vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(vmovl_u8(vreinterpret_u8_s32(vdup_n_s32(load32(p)))))));
 }
@@ -217,7 +220,6 @@ INLINE I iadd(I a, I b) { return I(uint32_t(a) + uint32_t(b)); }
 INLINE I isub(I a, I b) { return I(uint32_t(a) - uint32_t(b)); }
 INLINE I iand(I a, I b) { return a & b; }
 INLINE I ior(I a, I b) { return a | b; }
-INLINE I imul(I a, I b) { return I(uint32_t(a) * uint32_t(b)); }
 template <int N> INLINE I ishl(I a) { return I(uint32_t(a) << N); }
 template <int N> INLINE I ishr(I a) { return I(uint32_t(a) >> N); }
 INLINE F to_float(I a) { return float(a); }
@@ -230,8 +232,9 @@ INLINE F where_at_least(F x, F limit, F v, F other) { return x >= limit ? v : ot
 
 #endif
 
-// A product of two bfloat16 is exact in float32, so that a fused multiply-add of two is a product and a sum: where the
-// processor has no fused one, that is what is computed.
+// A product of two bfloat16 between 2^-126 and 2^128 is exact in float32, so that a fused multiply-add of two is a
+// product and a sum: `plain`, whose processor may have no fused one, computes that. A smaller product it rounds before
+// the sum, and a greater one is infinite, so that there its bits may be others.
 INLINE F fma_bf16(F a, F b, F c) {
 #if defined(KVKEEP_PLAIN)
   return a * b + c;
@@ -293,8 +296,16 @@ INLINE vf vwhere_at_least(vf x, vf limit, vf v, vf other) {
   PARTWISE x.part[i] = where_at_least(x.part[i], limit.part[i], v.part[i], other.part[i]);
   return x;
 }
-INLINE vf vpairs_low(const void* p) { vf r; PARTWISE r.part[i] = bf16_low(iload((const char*)p + 4 * W * i)); return r; }
-INLINE vf vpairs_high(const void* p) { vf r; PARTWISE r.part[i] = bf16_high(iload((const char*)p + 4 * W * i)); return r; }
+INLINE vf vpairs_low(const void* p) {
+  vf r;
+  PARTWISE r.part[i] = bf16_low(iload((const char*)p + 4 * W * i));
+  return r;
+}
+INLINE vf vpairs_high(const void* p) {
+  vf r;
+  PARTWISE r.part[i] = bf16_high(iload((const char*)p + 4 * W * i));
+  return r;
+}
 
 INLINE float sum(vf v) {  // one fixed tree
   float a[16];

@@ -1,13 +1,13 @@
 // Threads and scratch memory of the kernels.
 //
-// A decoded token is some two hundred loops of a few microseconds each. To begin and end a parallel region for every one
-// costs as much as the loop itself, and far more where the runtime puts its threads to sleep in between, as it does once
-// a process has more of them than processors. So a call opens one region for all of its loops (a Team): the thread that
-// called runs the program, and the others help with the tasks of whatever loop it is in. Whoever is free takes the next
-// task: a helper that the system has put aside delays nobody unless it has begun one.
+// A decoded token is some two hundred loops of a few microseconds each. To begin and end a parallel region for every
+// one costs as much as the loop itself, and far more where the runtime puts its threads to sleep in between, as it does
+// once a process has more of them than processors. So a call opens one region for all of its loops (a Team): the thread
+// that called runs the program, and the others help with the tasks of whatever loop it is in. Whoever is free takes the
+// next task: a helper that the system has put aside delays nobody unless it has begun one.
 //
-// Regions run in the OpenMP threads that torch has (two OpenMP runtimes would fight for the same cores), else in threads
-// of the library. What a task computes depends on its number alone, so the number of threads changes no bit.
+// Regions run in the OpenMP threads that torch has (two OpenMP runtimes would fight for the same cores), else in
+// threads of the library. What a task computes depends on its number alone, so the number of threads changes no bit.
 
 #include <atomic>
 #include <condition_variable>
@@ -55,7 +55,7 @@ class Pool {  // never destroyed: its threads end with the process
       pthread_t thread;
       if (!helper) break;
       *helper = {this, started};
-      if (pthread_create(&thread, nullptr, help, helper)) {  // no more of them are allowed: those that there are do
+      if (pthread_create(&thread, nullptr, help, helper)) {  // no more threads are allowed: work with those that exist
         free(helper);
         break;
       }

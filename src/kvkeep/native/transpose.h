@@ -1,6 +1,6 @@
 // Rows of bfloat16 turned into columns of pairs: a tile of keys has the entries side by side, so that each score is a
-// chain in a lane of its own. Two channels of an entry share 32 bits, as they do in memory; they become floats when they
-// are multiplied.
+// chain in a lane of its own. Two channels of an entry share 32 bits, as they do in memory; they become floats when
+// they are multiplied.
 #pragma once
 
 #include "simd.h"
