@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 import logging
 import os
 import sys
@@ -256,7 +257,7 @@ def _chosen() -> ctypes.CDLL | None:
     loaded = _loaded()
     if not wanted:
         return loaded
-    if loaded is None or not loaded.kvkeep_choose(wanted.encode()):
+    if loaded is None or not loaded.kvkeep_choose(os.fsencode(wanted)):
         paths = [] if loaded is None else loaded.kvkeep_paths().decode().split()
         raise UsageError(
             f"KVKEEP_CPU={wanted}: this machine cannot run '{wanted}'. It runs {', '.join([*paths, TORCH])}."
@@ -269,6 +270,7 @@ def _loaded() -> ctypes.CDLL | None:
     """Load the library and check that it has the structures of this module; None where it cannot be used, which a
     warning says."""
     try:
+        _check_digest()
         loaded = ctypes.CDLL(str(FILE))
         for name, signature in _SIGNATURES.items():
             arguments, _, result = signature.partition(":")
@@ -283,6 +285,14 @@ def _loaded() -> ctypes.CDLL | None:
             log.warning("The native library was not built. kvkeep computes with torch, %s.", SLOWDOWN)
         return None
     return loaded
+
+
+def _check_digest() -> None:
+    """Raise KvkeepError where the library's file is not what was built: the system ends a program that reads beyond the
+    end of a file cut short. Where no digest lies beside it, there is nothing to compare."""
+    digest = FILE.with_suffix(".sha256")
+    if digest.is_file() and digest.read_bytes().strip() != hashlib.sha256(FILE.read_bytes()).hexdigest().encode():
+        raise KvkeepError("its file is damaged or another build's; install kvkeep again")
 
 
 def _check_version(loaded: ctypes.CDLL) -> None:
