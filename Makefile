@@ -71,5 +71,5 @@ bench: $(STAMP) model
 	$(BIN)/kvkeep bench
 
 clean:
-	rm -rf $(VENV) build site .pytest_cache .mypy_cache .ruff_cache .hypothesis src/kvkeep/native/libkvkeep.so
+	rm -rf $(VENV) build site .pytest_cache .mypy_cache .ruff_cache .hypothesis src/kvkeep/native/libkvkeep.so src/kvkeep/native/libkvkeep.sha256
 	find cmake/editable -mindepth 1 ! -name CMakeLists.txt -delete

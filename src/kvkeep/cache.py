@@ -299,8 +299,10 @@ class KeepCache(Cache):
 
     @property
     def exactness(self) -> Exactness:
-        """The method's promise; lossy as soon as a checkpoint of limited capacity has lost an entry."""
+        """The method's promise; lossy as soon as a checkpoint of limited capacity has lost an entry, or the text is
+        longer than the model's rotary frequencies stay the same."""
         lost = any(rows.first > 0 for _, rows in self.checkpoint_rows())
+        lost = lost or not self.geometry.steady(self.get_seq_length())
         return Exactness.LOSSY if lost else self.method.exactness
 
     def checkpoint_rows(self) -> Iterator[tuple[str, Rows]]:

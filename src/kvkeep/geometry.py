@@ -76,7 +76,8 @@ class ModelGeometry:
     model_type: the transformers name of the decoder ("llama", "gemma3_text"). hidden_size: d, the width of the residual
     stream. attention_heads: query heads (of the first layer, should they differ). vocab_size: token ids known to the
     model. max_positions: the context the model was trained for; None where the config names none. dtype_bytes: b, bytes
-    per cached element.
+    per cached element. steady_positions: the tokens of a text up to which its rotary frequencies are always the same:
+    beyond them transformers chooses those of all tokens of a call by its last one; None where they never change.
     """
 
     model_type: str
@@ -86,6 +87,7 @@ class ModelGeometry:
     vocab_size: int
     max_positions: int | None
     dtype_bytes: int
+    steady_positions: int | None = None
 
     @classmethod
     def from_config(cls, config: Any, dtype_bytes: int | None = None) -> ModelGeometry:
@@ -118,7 +120,13 @@ class ModelGeometry:
             vocab_size=_need(text, text, "vocab_size"),
             max_positions=getattr(text, "max_position_embeddings", None),
             dtype_bytes=dtype_bytes or _dtype_bytes(text, config),
+            steady_positions=_steady_positions(text),
         )
+
+    def steady(self, tokens: int | None) -> bool:
+        """Return whether the rotary frequencies of a text of so many tokens do not depend on how it is cut into calls;
+        None: of any text."""
+        return self.steady_positions is None or (tokens is not None and tokens <= self.steady_positions)
 
     @property
     def full_layers(self) -> tuple[LayerGeometry, ...]:
@@ -206,6 +214,18 @@ def _need(text: Any, holder: Any, name: str) -> int:
             f"'{text.model_type}' cannot be sized: its config has no '{name}', so the width of its cache is unknown."
         )
     return value
+
+
+def _steady_positions(text: Any) -> int | None:
+    """Return up to how many tokens a config's rotary frequencies stay the same; None where no length changes them."""
+    stated = getattr(text, "rope_parameters", None) or {}
+    found = []
+    for one in [stated, *(value for value in stated.values() if isinstance(value, dict))]:
+        if one.get("rope_type") == "longrope":
+            found.append(one.get("original_max_position_embeddings") or text.max_position_embeddings)
+        elif "dynamic" in (one.get("rope_type") or ""):
+            found.append(text.max_position_embeddings - 1)  # at this very length they are those of the call before
+    return min(found, default=None)
 
 
 def _layer_types(text: Any) -> tuple[list[str], set[int]]:

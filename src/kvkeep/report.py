@@ -25,7 +25,8 @@ class LayerReport:
     model's products do not depend on the number of rows. Not so where latents are expanded in the step: attention is as
     exact then, but adds in another order. Beyond 512 entries that is also so for rows of a batch that were answered in
     rounds and accepted different numbers of tokens: what they did not accept stays as holes between their entries,
-    which have none alone."""
+    which have none alone. Nor where rotary frequencies change with the length of a text, unless the request's
+    ``context`` stays below that length."""
 
     layer: int
     kind: str
@@ -49,6 +50,7 @@ def describe(
     """Return, for every layer, the requested and the effective method and budget; ``budgets``: entries by layer and
     head, where they differ; ``exactness``: of full layers."""
     same = made.exact and exactness is Exactness.EXACT and not geometry.other_layers
+    same = same and geometry.steady(request.context)
     same = same and _in_order(request, made, model) and row_independent(model)
     budget, name = "none" if request.budget is None else str(request.budget), request.method.name
     reports = []
@@ -67,11 +69,25 @@ def describe(
             effective, entries, note = STOCK_STATE, None, "not keys and values; left to transformers"
         if layer.kind == "full" and request.method.oneshot:
             note = f"{note}; {AT_ONCE}" if note else AT_ONCE
+        if (
+            layer.kind == "full"
+            and request.method.exactness is Exactness.EXACT
+            and not geometry.steady(request.context)
+        ):
+            note = f"{note}; {_unsteady(geometry)}" if note else _unsteady(geometry)
         own_exactness = str(exactness if layer.kind == "full" else Exactness.EXACT)
         reports.append(
             LayerReport(layer.index, layer.kind, name, effective, budget, entries, own_exactness, note, same)
         )
     return reports
+
+
+def _unsteady(geometry: ModelGeometry) -> str:
+    """Return why a longer text is not exact."""
+    return (
+        f"lossy beyond {geometry.steady_positions} tokens: the model's rotary frequencies change there, and tokens "
+        "read before keep the earlier ones"
+    )
 
 
 def _in_order(request: Request, made: Assembly, model: Any) -> bool:

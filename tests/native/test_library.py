@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import ctypes
+import hashlib
 import logging
 import os
 import re
@@ -93,13 +94,14 @@ def test_a_path_without_a_library_says_what_is_missing(
 
 
 @pytest.mark.usefixtures("kernels")
-def test_a_path_that_is_not_here_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["nonsense", "\udcff"])  # the second is a byte that is no UTF-8
+def test_a_path_that_is_not_here_is_refused_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     here = [*paths(), "torch"]
     forget()
-    monkeypatch.setenv("KVKEEP_CPU", "nonsense")
+    monkeypatch.setenv("KVKEEP_CPU", name)
     for call in (native.check_environment, native.library, native.library):
         with pytest.raises(
-            UsageError, match=f"KVKEEP_CPU=nonsense: this machine cannot run 'nonsense'. It runs {', '.join(here)}"
+            UsageError, match=f"KVKEEP_CPU={name}: this machine cannot run '{name}'. It runs {', '.join(here)}"
         ):
             call()
 
@@ -153,6 +155,26 @@ def test_a_library_that_cannot_be_loaded_is_no_reason_to_fail(
     with caplog.at_level(logging.WARNING):
         assert native.library() is None
     assert "The native library cannot be used" in caplog.text and len(caplog.records) == 1
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("damage", [lambda data: data[:100_000], lambda data: data[:-20_000], "zeros"])
+def test_a_damaged_library_is_not_loaded(damage: Any, tmp_path: Path) -> None:
+    """Loading a file cut short would end the process by a signal."""
+    data = native.FILE.read_bytes()
+    half = len(data) // 2
+    whole = tmp_path / native.FILE.name
+    whole.write_bytes(data[:half] + bytes(4096) + data[half + 4096 :] if damage == "zeros" else damage(data))
+    whole.with_suffix(".sha256").write_text(hashlib.sha256(data).hexdigest() + "\n")
+    program = (
+        "import pathlib, sys; from kvkeep.native import library as native\n"
+        "native.FILE = pathlib.Path(sys.argv[1]); print(native.path())"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(whole)], capture_output=True, text=True, env=environment, timeout=120
+    )
+    assert done.stdout.strip() == "torch" and "its file is damaged" in done.stderr, done
 
 
 @pytest.mark.usefixtures("kernels")

@@ -29,6 +29,9 @@ from kvkeep.models.forward import Hooks, Reading, current_attender, current_prob
 NAME = "kvkeep"
 PREPARE = "prepare_inputs_for_generation"
 """What transformers' ``generate`` calls before each pass, with the whole text: passes get the new tokens alone."""
+_DROPS_CACHES = ("phi3", "phi4_multimodal", "phimoe")
+"""Families whose ``generate`` drops the cache once a text outgrows the model's first rotary frequencies, and reads the
+whole text again without a budget."""
 _ALONG_SEQUENCE = (
     "input_ids",
     "inputs_embeds",
@@ -223,7 +226,10 @@ def _prepare(model: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
             cache.text = None
         elif input_ids.shape[1] > cache.length and cache.rows in (0, len(input_ids)):  # else its pass is refused
             cache.text = _digest(input_ids, None if begins else cache.text)
-    return getattr(type(model), PREPARE)(model, input_ids, *args, **kwargs)
+    prepare = partial(getattr(type(model), PREPARE), model)
+    if cache is not None and model.config.model_type in _DROPS_CACHES:  # what every other family does
+        prepare = getattr(super(next(one for one in type(model).__mro__ if PREPARE in vars(one)), model), PREPARE)
+    return prepare(input_ids, *args, **kwargs)
 
 
 def _compare(cache: Reading, ids: Tensor, cut: int | None) -> None:

@@ -46,6 +46,7 @@ static void norm(const bf16* x, const float* weight, float eps, int64_t rows, in
 
 // Sine and cosine by polynomials of double precision: those of the C library differ from one machine to another.
 INLINE void sine_and_cosine(double x, double* sine, double* cosine) {
+  if (!(x > -1e15 && x < 1e15)) { *sine = *cosine = __builtin_nan(""); return; }  // no int64_t has its turns
   const double turns = x * 0.63661977236758134308;  // of a quarter
   const int64_t n = int64_t(turns < 0 ? turns - 0.5 : turns + 0.5);
   double r = x - double(n) * 1.57079632679489655800;

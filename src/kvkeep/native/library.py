@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 import logging
 import os
 import sys
@@ -289,6 +290,7 @@ def _loaded() -> ctypes.CDLL | None:
     """Load the library and check that it has the structures of this module; None where it cannot be used, which a
     warning says."""
     try:
+        _check_digest()
         loaded = ctypes.CDLL(str(FILE))
         for name, signature in _SIGNATURES.items():
             arguments, _, result = signature.partition(":")
@@ -303,6 +305,14 @@ def _loaded() -> ctypes.CDLL | None:
             log.warning("The native library was not built. kvkeep computes with torch, %s.", SLOWDOWN)
         return None
     return loaded
+
+
+def _check_digest() -> None:
+    """Raise KvkeepError where the library's file is not what was built: the system ends a program that reads beyond the
+    end of a file cut short. Where no digest lies beside it, there is nothing to compare."""
+    digest = FILE.with_suffix(".sha256")
+    if digest.is_file() and digest.read_bytes().strip() != hashlib.sha256(FILE.read_bytes()).hexdigest().encode():
+        raise KvkeepError("its file is damaged or another build's; install kvkeep again")
 
 
 def _check_version(loaded: ctypes.CDLL) -> None:

@@ -32,7 +32,7 @@ PAGE = ROOT / "docs" / "receipts.md"
 PLAIN = {"KVKEEP_CPU": "plain", "ATEN_CPU_CAPABILITY": "default"}
 """The library's plain path, and torch's."""
 MOVING = """
-    _to_copy _unsafe_view alias cat clone contiguous copy detach empty empty_like empty_strided expand fill
+    _to_copy _unsafe_view alias cat clone contiguous copy detach empty empty_like empty_strided expand fill flatten
     from_file full gather index index_copy index_put index_select lift_fresh masked_fill narrow new_empty new_full
     new_zeros reshape scalar_tensor scatter select slice split_with_sizes squeeze stack to transpose unbind
     unsqueeze view where zero zeros
