@@ -13,11 +13,11 @@ from helpers import prompt
 import kvkeep
 from kvkeep import KeepCache
 from kvkeep.decode.past import Past
+from kvkeep.engine.answer import Ask, Piece
+from kvkeep.engine.sampling import Sampling
 from kvkeep.models.loading import Loaded
-from kvkeep.serve.answer import Ask, Piece
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.job import Finished, Job
-from kvkeep.serve.sampling import Sampling
 
 NEW = 8
 ROUNDING = ("knorm", "miss", "kvreviver", "sketch")

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 import kvkeep
+from kvkeep.engine.answer import Answer, Ask
+from kvkeep.engine.batch import Read, forward
 from kvkeep.models.loading import Loaded
-from kvkeep.serve.answer import Answer, Ask
-from kvkeep.serve.batch import Read, forward
 from kvkeep.serve.engine import Engine
 
 CONTEXT, STEPS, SESSIONS, WRITTEN = 512, 120, 8, 32

@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 import kvkeep
+from kvkeep.engine.batch import Read, forward
 from kvkeep.hooks import ForwardHooks
 from kvkeep.models.fused import FusedLayer, FusedLayers
-from kvkeep.serve.batch import Read, forward
 
 METHODS: tuple[tuple[str, int | None], ...] = (("kv-direct", 512), ("full", None), ("h2o", 512))
 COUNTS = (1, 4, 8, 16)

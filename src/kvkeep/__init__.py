@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvkeep.decode.chat import Conversation
     from kvkeep.decode.generate import generate
     from kvkeep.decode.session import Session, load_session, save_session
-    from kvkeep.decode.verified import verified
+    from kvkeep.engine.verified import verified
     from kvkeep.errors import (
         BudgetError,
         KvkeepError,
@@ -47,7 +47,7 @@ _HOMES = {
     "decode.chat": ("Conversation",),
     "decode.generate": ("generate",),
     "decode.session": ("Session", "load_session", "save_session"),
-    "decode.verified": ("verified",),
+    "engine.verified": ("verified",),
     "errors": (
         "BudgetError",
         "KvkeepError",

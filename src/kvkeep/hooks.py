@@ -1,9 +1,10 @@
 """The forward pass of a model as its hooks see it (:mod:`kvkeep.models.binding`): tokens of one cache, or of several.
 
-Tokens of several caches follow one another in one row (:mod:`kvkeep.serve.batch`); one cache has the whole input. Where
-all that a session's single token does in a layer can be told before the pass (:class:`~kvkeep.step.plan.LayerStep`), an
-executor does it, for all such sessions of the layer in one call; and where that is so in every layer, all layers are
-one call (:class:`~kvkeep.models.fused.FusedLayers`). Everything else goes session by session through its cache.
+Tokens of several caches follow one another in one row (:mod:`kvkeep.engine.batch`); one cache has the whole input.
+Where all that a session's single token does in a layer can be told before the pass
+(:class:`~kvkeep.step.plan.LayerStep`), an executor does it, for all such sessions of the layer in one call; and where
+that is so in every layer, all layers are one call (:class:`~kvkeep.models.fused.FusedLayers`). Everything else goes
+session by session through its cache.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ from transformers.generation import StopStringCriteria
 
 import kvkeep
 from kvkeep import KeepCache, UsageError
-from kvkeep.decode.lookup import Lookup
-from kvkeep.decode.pace import Pace
+from kvkeep.engine.lookup import Lookup
+from kvkeep.engine.pace import Pace
 from kvkeep.errors import BudgetError
 from kvkeep.stores.round import RoundStatistics
 

@@ -24,7 +24,7 @@ from kvkeep_lab.page import check_output, render, write_page
 from kvkeep.cache import KeepCache
 from kvkeep.contracts.entries import EntryState
 from kvkeep.decode.generate import Generation, Timing
-from kvkeep.decode.pieces import token_texts
+from kvkeep.engine.pieces import token_texts
 from kvkeep.errors import StoreError
 from kvkeep.memory.meter import Memory
 from kvkeep.stock import new_cache

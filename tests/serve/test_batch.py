@@ -20,9 +20,9 @@ from helpers import assert_near, prompt
 from torch import Tensor
 
 from kvkeep import KeepCache
+from kvkeep.engine.batch import Read, forward, packs
 from kvkeep.models.bits import row_independent
 from kvkeep.models.loading import load
-from kvkeep.serve.batch import Read, forward, packs
 
 STEPS = 3
 TIES = ("qwen3", "qwen3_moe", "gemma3", "gemma4", "deepseek_v3")

@@ -11,15 +11,15 @@ from cases import CASES, new_cache, taken
 from families import FAMILIES
 from helpers import prompt, step
 
+from kvkeep.engine import batch as batches
+from kvkeep.engine.answer import Piece
+from kvkeep.engine.sampling import Sampling
 from kvkeep.errors import KvkeepError, UsageError
-from kvkeep.serve import batch as batches
 from kvkeep.serve import engine as engines
 from kvkeep.serve import job as jobs
-from kvkeep.serve.answer import Piece
 from kvkeep.serve.arbiter import current_bytes, peak_bytes
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.job import EngineStopping
-from kvkeep.serve.sampling import Sampling
 
 PLENTY = 10**9
 

@@ -19,13 +19,13 @@ import kvkeep
 from kvkeep import KeepCache
 from kvkeep.decode.session_file import SessionFile
 from kvkeep.decode.session_store import SessionStore
+from kvkeep.engine.answer import Ask, Piece
 from kvkeep.errors import KvkeepError
 from kvkeep.hooks import ForwardHooks
 from kvkeep.models.adapter import decoder_of, layers_of
 from kvkeep.models.loading import Loaded
 from kvkeep.policies import fisher
 from kvkeep.serve import session_files, session_pool
-from kvkeep.serve.answer import Ask, Piece
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.job import Event
 

@@ -23,8 +23,8 @@ from running import BODY, KEYS, bearer, figures, held, post, raw, serving, strea
 
 from kvkeep.cli.serve.listening import Listening, https
 from kvkeep.decode.session_store import SessionStore
+from kvkeep.engine.answer import Piece, TokenLogprob
 from kvkeep.errors import UsageError
-from kvkeep.serve.answer import Piece, TokenLogprob
 from kvkeep.serve.engine import Engine, Finished
 from kvkeep.serve.http import body as bodies
 from kvkeep.serve.http import completions, connection, engine_request

@@ -18,7 +18,7 @@ from browser import Browser
 from conftest import tokenizer
 from running import KEYS, held, serving, within
 
-from kvkeep.serve import batch
+from kvkeep.engine import batch
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.http import completions
 from kvkeep.serve.http.schema import ChatRequest

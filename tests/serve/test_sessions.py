@@ -17,10 +17,10 @@ from kvkeep.decode import session_file
 from kvkeep.decode.past import Past
 from kvkeep.decode.session import load_session, request_of
 from kvkeep.decode.session_store import SessionStore
+from kvkeep.engine.batch import Batch
 from kvkeep.errors import KvkeepError, SessionBusy, SessionDamaged
 from kvkeep.serve import engine as passes
 from kvkeep.serve import session_pool
-from kvkeep.serve.batch import Batch
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.session import Session
 

@@ -14,11 +14,11 @@ from helpers import prompt
 from torch import Tensor
 
 from kvkeep import KeepCache
+from kvkeep.engine.batch import Read, forward
 from kvkeep.models.bits import row_independent
 from kvkeep.models.fused import FusedLayers
 from kvkeep.models.loading import load
 from kvkeep.passes import Passes
-from kvkeep.serve.batch import Read, forward
 from kvkeep.step import native
 from kvkeep.stream import Stream
 

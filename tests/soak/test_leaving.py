@@ -25,8 +25,8 @@ from running import BODY, TEXT, Program, bearer, counting, figures, post, progra
 
 from kvkeep import KeepCache
 from kvkeep.decode.session_store import SessionStore
-from kvkeep.serve import batch
-from kvkeep.serve.answer import Answer
+from kvkeep.engine import batch
+from kvkeep.engine.answer import Answer
 from kvkeep.serve.arbiter import peak_bytes
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.http import engine_request

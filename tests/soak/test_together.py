@@ -17,7 +17,8 @@ from answering import Client, alone, mixed, run, small, text
 from families import FAMILIES
 from running import TEXT, Program, bearer, counting, program
 
-from kvkeep.serve import batch, job
+from kvkeep.engine import batch
+from kvkeep.serve import job
 from kvkeep.serve.engine import Engine
 
 

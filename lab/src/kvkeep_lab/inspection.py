@@ -14,7 +14,7 @@ from transformers import Cache
 from kvkeep.cache import KeepCache
 from kvkeep.contracts.entries import EntryState
 from kvkeep.decode.generate import Generation, generate
-from kvkeep.decode.pieces import token_texts
+from kvkeep.engine.pieces import token_texts
 from kvkeep.errors import UsageError
 
 STATES = [code.name.lower() for code in EntryState]

@@ -22,7 +22,7 @@ from kvkeep.cache import KeepCache
 from kvkeep.contracts.exactness import Exactness
 from kvkeep.decode.session import Session, save_session
 from kvkeep.decode.session_file import SessionFile
-from kvkeep.decode.verified import verified
+from kvkeep.engine.verified import verified
 from kvkeep.errors import KvkeepError, UsageError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.models.adapter import decoder_of, layers_of

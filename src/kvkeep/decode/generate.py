@@ -15,8 +15,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from kvkeep.cache import KeepCache
 from kvkeep.contracts.exactness import Exactness
-from kvkeep.decode.pieces import Pieces
-from kvkeep.decode.verified import verified
+from kvkeep.engine.pieces import Pieces
+from kvkeep.engine.verified import verified
 from kvkeep.errors import UsageError
 from kvkeep.geometry import ModelGeometry
 from kvkeep.memory.meter import Memory

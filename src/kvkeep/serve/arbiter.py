@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from kvkeep import report
 from kvkeep.cache import KeepCache
 from kvkeep.decode.session_file import SessionFile
+from kvkeep.engine.batch import chunk_of
 from kvkeep.errors import BudgetError
 from kvkeep.plan.candidates import Candidate
 from kvkeep.plan.grant import grant
-from kvkeep.serve.batch import chunk_of
 from kvkeep.stores.dynamic import DynamicLayer
 
 MEGA = 1e6

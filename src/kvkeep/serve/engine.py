@@ -3,7 +3,7 @@
 A step reads one token, or one verifying run, of every session that writes, and one chunk of one that reads its prompt,
 in turn. Chunks are cut as they are for a session alone, or shorter where the answer cannot depend on it, so an answer
 does not depend on what else runs: tokens are those of :func:`kvkeep.generate`. What cannot be packed
-(:func:`~kvkeep.serve.batch.packs`) is read by itself. An answer of a named session has ended when its turn is in the
+(:func:`~kvkeep.engine.batch.packs`) is read by itself. An answer of a named session has ended when its turn is in the
 session's file (:mod:`~kvkeep.serve.session_files`).
 
 **Faults.** A fault of a session ends its answer with an error, and the session goes on from its last whole step: what
@@ -26,6 +26,8 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from kvkeep.decode.session_store import SessionStore
+from kvkeep.engine.answer import Answer, Ask
+from kvkeep.engine.batch import alone, forward, packs
 from kvkeep.errors import KvkeepError, UnsupportedModelError, UsageError, place_of
 from kvkeep.geometry import ModelGeometry
 from kvkeep.models.binding import bind
@@ -33,9 +35,7 @@ from kvkeep.models.loading import Loaded
 from kvkeep.models.sharded import processes
 from kvkeep.policies.request import Request
 from kvkeep.serve.admission import Admission, failed
-from kvkeep.serve.answer import Answer, Ask
 from kvkeep.serve.arbiter import Arbiter
-from kvkeep.serve.batch import alone, forward, packs
 from kvkeep.serve.job import EngineStopping, Event, Finished, Job, PromptTooLong
 from kvkeep.serve.prefixes import worth_keeping
 from kvkeep.serve.session import Name, check_name

@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import Tensor
 
+from kvkeep.engine.answer import Answer, Ask, Piece, Reads
+from kvkeep.engine.batch import CHUNK, Read, chunk_of, part_of
 from kvkeep.errors import KvkeepError, UsageError
-from kvkeep.serve.answer import Answer, Ask, Piece, Reads
-from kvkeep.serve.batch import CHUNK, Read, chunk_of, part_of
 from kvkeep.serve.session import Name, Session
 
 log = logging.getLogger(__name__)

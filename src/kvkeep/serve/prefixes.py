@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from kvkeep import transfer
 from kvkeep.cache import KeepCache
 from kvkeep.decode.past import Past, common
+from kvkeep.engine.batch import packs
 from kvkeep.memory.rows import BLOCK
-from kvkeep.serve.batch import packs
 from kvkeep.serve.job import Job, PendingPrefix
 from kvkeep.serve.session import Session
 from kvkeep.stores.dynamic import DynamicLayer

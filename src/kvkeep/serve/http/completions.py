@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 from fastapi import Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from kvkeep.decode.pieces import token_texts
 from kvkeep.decode.prompt import encode, written_ids
+from kvkeep.engine.pieces import token_texts
 from kvkeep.models.loading import Loaded
 from kvkeep.policies.methods import resolve
 from kvkeep.policies.request import Request as CacheRequest

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvkeep.serve.answer import Ask, Piece
+from kvkeep.engine.answer import Ask, Piece
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.http.errors import APIError
 from kvkeep.serve.http.metrics import Metrics

@@ -8,8 +8,8 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
+from kvkeep.engine.answer import Piece
 from kvkeep.errors import KvkeepError
-from kvkeep.serve.answer import Piece
 from kvkeep.serve.cache_view import memory_use
 from kvkeep.serve.engine import Engine, Watch
 from kvkeep.serve.http.error_handlers import FAILED, api_error

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
-from kvkeep.serve.answer import Piece, TokenLogprob
+from kvkeep.engine.answer import Piece, TokenLogprob
 from kvkeep.serve.http.engine_request import StreamEvent
 from kvkeep.serve.http.error_handlers import api_error
 from kvkeep.serve.http.errors import APIError

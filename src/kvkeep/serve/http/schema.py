@@ -16,8 +16,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from kvkeep.serve.answer import Ask
-from kvkeep.serve.sampling import Sampling
+from kvkeep.engine.answer import Ask
+from kvkeep.engine.sampling import Sampling
 
 T = TypeVar("T")
 _SEED = 2**63

@@ -28,8 +28,8 @@ from transformers.generation import (
 )
 
 from kvkeep.cache import KeepCache
-from kvkeep.decode.lookup import Lookup
-from kvkeep.decode.pace import Pace
+from kvkeep.engine.lookup import Lookup
+from kvkeep.engine.pace import Pace
 from kvkeep.errors import UsageError
 from kvkeep.stores.round import RoundStatistics
 

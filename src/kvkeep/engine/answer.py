@@ -18,10 +18,10 @@ from transformers.generation import (
 )
 
 from kvkeep.cache import KeepCache
-from kvkeep.decode.pieces import Pieces, Stops
-from kvkeep.decode.verified import Rounds
-from kvkeep.serve.batch import Read
-from kvkeep.serve.sampling import Sampling, draw
+from kvkeep.engine.batch import Read
+from kvkeep.engine.pieces import Pieces, Stops
+from kvkeep.engine.sampling import Sampling, draw
+from kvkeep.engine.verified import Rounds
 
 Reads = Generator[Read, Tensor, None]
 """Yields what is to be read, and is sent the logits (keep, vocabulary) of its last tokens."""
