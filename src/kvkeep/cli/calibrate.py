@@ -30,7 +30,7 @@ def calibrate(
     device: options.Device = None,
     json: options.Json = False,
 ) -> None:
-    """Measure this machine in a minute or two, and keep what was found.
+    """Measure this machine in less than a minute, and keep what was found.
 
     Until then predicted times are estimates from the processor's instruction set. Close other programs first.
     """
@@ -45,7 +45,7 @@ def calibrate(
         from kvkeep.plan.machine import Machine
 
     place, kind = device or ("cuda" if torch.cuda.is_available() else "cpu"), getattr(torch, dtype)
-    note(f"Measuring {described(place, kind)}; this takes a minute or two ...")
+    note(f"Measuring {described(place, kind)}; this takes less than a minute ...")
     if busy():
         note("other programs keep this machine busy: what is measured is slower than it could be")
     start = time.monotonic()

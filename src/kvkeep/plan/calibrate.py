@@ -1,4 +1,4 @@
-"""Calibration: the rates of this machine, measured with kvkeep's own parts, in about a minute."""
+"""Calibration: the rates of this machine, measured with kvkeep's own parts, in less than a minute."""
 
 from __future__ import annotations
 
