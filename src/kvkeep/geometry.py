@@ -8,7 +8,7 @@ sized before any weight is loaded, and equal the bytes of a ``DynamicCache`` of 
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -87,7 +87,8 @@ class ModelGeometry:
     vocab_size: int
     max_positions: int | None
     dtype_bytes: int
-    steady_positions: int | None = None
+    # Not in repr, which fingerprints are made of: they have the settings that it follows from.
+    steady_positions: int | None = field(default=None, repr=False)
 
     @classmethod
     def from_config(cls, config: Any, dtype_bytes: int | None = None) -> ModelGeometry:
