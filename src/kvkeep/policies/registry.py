@@ -86,16 +86,21 @@ PEERS = ("stock-", "peer-")
 
 @dataclass(frozen=True)
 class Preset:
-    """A selector, a fate and perhaps a recall that are known by one name: its parameters are the fate's, ``defaults``
-    first. closed: it takes no parameters. A fate and a recall of its own are not replaced."""
+    """A method with a name: a selector, a fate, and perhaps a recall. Its parameters are the fate's."""
 
     selector: Selector
     fate: type[Fate]
     summary: str
+    """What it does, in a sentence."""
     source: str
+    """The paper."""
     defaults: dict[str, Any] = field(default_factory=dict)
+    """Parameters of the fate that differ from the fate's own defaults."""
     recall: Recall = field(default_factory=Evicted)
     closed: bool = False
+    """It takes no parameters."""
+    planned: tuple[str, ...] = ("",)
+    """Parameters that ``kvkeep plan`` compares; "" are the defaults."""
 
 
 PRESETS: dict[str, Preset] = {
@@ -133,6 +138,7 @@ PRESETS: dict[str, Preset] = {
         "The newest entries exactly, older ones at 8, 4 or 2 bits: keys per channel, values per token.",
         "arXiv:2402.02750",
         {"exact": 128},
+        planned=("8", "4", "2"),
     ),
     "revive": Preset(
         H2O(halflife=256),
